@@ -1,0 +1,1 @@
+"""Deep-learning kernels for JAX that behave like native `jax.lax` operations."""

@@ -1,0 +1,70 @@
+"""flash_attention: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows.
+
+The primitive's own contract is that of the public operation with every array given a batch axis (of size 1 where it
+does not vary), so that one table of axes says how to check shapes, fold a mapped axis, and shard:
+
+    b batch · s queries · t keys · h query heads · g key/value heads · d query/key features · e value features
+
+`b? h? …` may have size 1 and is then broadcast.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Operands(NamedTuple):
+    """The arrays of a call, in order; None where absent.
+
+    q [b,s,h,d], k [b,t,g,d], v [b,t,g,e] of one dtype; bias and mask [b?,h?,s?,t?]; segment ids [b,s] and [b,t] int32;
+    sinks [b?,h,n] float32; softmax_scale [b?,h?] float32 (only when traced: a static scale is in the spec);
+    cu_seqlens [b?,n+1] int32; dropout [b,h,4] uint32: the two words of the key, then the batch and head index that the
+    row and column of a logit join in the counter of Philox. They travel as an array so that folding and sharding
+    the batch and head axes leave the kept set as it was.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    mask: Any = None
+    q_segment_ids: Any = None
+    kv_segment_ids: Any = None
+    sinks: Any = None
+    softmax_scale: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    dropout: Any = None
+
+
+class Outputs(NamedTuple):
+    """o [b,s,h,e] in q's dtype, lse [b,h,s] float32."""
+
+    o: Any
+    lse: Any
+
+
+@dataclass(frozen=True)
+class FlashAttentionSpec:
+    """What is computed, besides the arrays.
+
+    Attributes:
+        causal: query i sees keys j ≤ i + K − S (bottom-right aligned).
+        window: (left, right), both inclusive and None where unbounded: i' − left ≤ j ≤ i' + right with i' = i + K − S.
+        softcap: logits become softcap·tanh(logits / softcap).
+        softmax_scale: the static scale of q·kᵀ; 1.0 when the scale is an operand.
+        dropout_rate: the share of weights dropped; kept ones are divided by 1 − rate.
+        max_seqlen_q: static bound of the lengths in cu_seqlens_q, None if not given.
+        max_seqlen_k: static bound of the lengths in cu_seqlens_k, None if not given.
+        deterministic: only implementations and configs that give the same bits in every run.
+        batch_invariant: only those that give a row the same bits whatever else is in the batch.
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    softcap: float | None = None
+    softmax_scale: float = 1.0
+    dropout_rate: float = 0.0
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    deterministic: bool = False
+    batch_invariant: bool = False

@@ -1,0 +1,7 @@
+"""Plain values that every floor above may use: enums, targets, configs."""
+
+from .config import BwdParams, FwdParams, KernelConfig
+from .enums import Backend, Platform
+from .target import Target
+
+__all__ = ["Backend", "BwdParams", "FwdParams", "KernelConfig", "Platform", "Target"]

@@ -1,0 +1,22 @@
+"""The two axes on which an implementation is registered: what it is written in, and what it runs on."""
+
+from enum import StrEnum
+
+
+class Platform(StrEnum):
+    """Supported kernel implementation platforms: the framework that an implementation is written in."""
+
+    TRITON = "triton"
+    PALLAS = "pallas"
+    CUDA = "cuda"
+    CUTE = "cute"
+    XLA = "xla"
+
+
+class Backend(StrEnum):
+    """Target hardware backends. `ANY` matches every query."""
+
+    GPU = "gpu"
+    TPU = "tpu"
+    CPU = "cpu"
+    ANY = "any"
