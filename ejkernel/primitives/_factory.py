@@ -44,9 +44,10 @@ class KernelPrimitive:
         primitive: the primitive of JAX.
         arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
         operands: (arrays by name) → the NamedTuple of operands that `supports` looks at.
-        choose_config: (primitive, arrays by name, spec, results, config of the operation it serves) → config, while tracing.
+        choose_config: (primitive, arrays by name, spec, results, config of the operation it serves) → config, while
+            tracing. The floor that knows of configs replaces it.
         heuristic_config: (primitive, arrays by name, spec, implementation platform, target) → config, without timing.
-            The floor that knows of configs replaces both.
+            Likewise.
     """
 
     def __init__(
