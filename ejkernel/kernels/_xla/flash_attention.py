@@ -27,6 +27,7 @@ from jax import Array, lax
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
+from .._registry import Backend, Platform, kernel_registry
 from . import _attention as attention
 from ._attention import (
     Folded,
@@ -65,6 +66,7 @@ class _Running(NamedTuple):
     o: Array
 
 
+@kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
 def flash_attention(
     *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
@@ -111,6 +113,7 @@ class _Rows(NamedTuple):
     do: Array | None = None
 
 
+@kernel_registry.register("flash_attention_jvp", Platform.XLA, Backend.ANY)
 def flash_attention_jvp(
     primals: Operands,
     outputs: Outputs,
@@ -149,6 +152,7 @@ def flash_attention_jvp(
     return _outputs(do - o.astype(lse.dtype) * dlse[..., None], dlse, primals.q.dtype)
 
 
+@kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
 def flash_attention_bwd(
     primals: Operands,
     outputs: Outputs,
