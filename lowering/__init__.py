@@ -1,4 +1,7 @@
-"""The MLIR lowerings of every kernel primitive, per platform. Importing this registers them, now and for those to come."""
+"""The MLIR lowerings of every kernel primitive, per platform.
+
+Importing this registers them, for the primitives that are defined and for those to come.
+"""
 
 from ejkernel.primitives._factory import on_definition
 

@@ -61,7 +61,7 @@ def automatic(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any
 
 
 def _agreed(primitive: KernelPrimitive, operands: Mapping[str, Any], specs: Mapping[str, Any], mesh: Any) -> Split:
-    """What XLA proposes, brought together: the first operand that splits an axis decides, what must be whole is gathered."""
+    """What XLA proposes, brought together: who splits an axis first decides, and what must be whole is gathered."""
     chosen: dict[str, Any] = {}
     for name, x in operands.items():
         entries = tuple(specs[name]) + (None,) * (len(x.shape) - len(specs[name]))

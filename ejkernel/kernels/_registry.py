@@ -22,9 +22,18 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.types import Backend, Platform
+from ejkernel.types import Backend, KernelConfig, Platform
 
-__all__ = ["Backend", "F", "KernelRegistry", "KernelSpec", "Platform", "kernel_registry", "supported_if"]
+__all__ = [
+    "Backend",
+    "F",
+    "KernelRegistry",
+    "KernelSpec",
+    "Platform",
+    "configured_by",
+    "kernel_registry",
+    "supported_if",
+]
 
 F = TypeVar("F", bound=Callable)
 
@@ -56,6 +65,18 @@ def supported_if(predicate: Callable[[Any, Any, Any], str | None]) -> Callable[[
 
     def attach(implementation: F) -> F:
         implementation.supports = predicate
+        return implementation
+
+    return attach
+
+
+def configured_by(
+    heuristic: Callable[[Any, Any, Any], Any], space: Callable[[Any, Any, Any], list]
+) -> Callable[[F], F]:
+    """Attaches `heuristic(spec, operands, target)`, the config without timing, and `space(…)`, those worth timing."""
+
+    def attach(implementation: F) -> F:
+        implementation.heuristic, implementation.space = heuristic, space
         return implementation
 
     return attach
@@ -181,11 +202,17 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
 
     if not hasattr(checked, "supports"):
         checked.supports = _supports_everything
+    if not hasattr(checked, "heuristic"):
+        checked.heuristic, checked.space = _default_config, lambda spec, operands, target: [KernelConfig()]
     return checked
 
 
 def _supports_everything(spec, operands, target) -> None:
     return None
+
+
+def _default_config(spec, operands, target) -> KernelConfig:
+    return KernelConfig()
 
 
 def _failed_below(error: Exception) -> bool:

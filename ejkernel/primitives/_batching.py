@@ -1,8 +1,11 @@
-"""vmap by folding: the mapped axis joins an axis that the primitive has already, so that one kernel does the whole batch.
+"""vmap by folding: the mapped axis joins an axis that the primitive has already, and one kernel does the whole batch.
 
-An axis of size L, seen as P major parts of L/P, takes the mapped axis N between the two: [N, L] → [P, N, L/P] → [P·N·L/P].
-P = 1 puts N outermost, which for the usual leading mapped axis copies nothing. P = L puts it innermost, which is what a
-sharded axis needs. P = G folds N into the query heads of each group, so that unmapped keys and values are shared by
+An axis of size L, seen as P major parts of L/P, takes the mapped axis N between the two:
+
+    [N, L] → [P, N, L/P] → [P·N·L/P]
+
+P = 1 puts N outermost, which for the usual leading mapped axis copies nothing. P = L puts it innermost, which is what
+a sharded axis needs. P = G folds N into the query heads of each group, so that unmapped keys and values are shared by
 all N rather than repeated.
 """
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
@@ -45,9 +44,10 @@ class KernelPrimitive:
         primitive: the primitive of JAX.
         arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
         operands: (arrays by name) → the NamedTuple of operands that `supports` looks at.
-        choose_config: (primitive, arrays by name, spec, config of the operation it serves) → config, while tracing.
+        choose_config: (primitive, arrays by name, spec, results, config of the operation it serves) → config, while
+            tracing. The floor that knows of configs replaces it.
         heuristic_config: (primitive, arrays by name, spec, implementation platform, target) → config, without timing.
-            The floor that knows of configs replaces both.
+            Likewise.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class KernelPrimitive:
         self.name, self.table, self.layout, self.results = name, table, layout, tuple(results)
         self.like, self.dtypes, self.linear = dict(like or {}), dtypes, linear
         self.arguments, self.operands = arguments, operands
-        self.choose_config = lambda primitive, arrays, spec, config: config
+        self.choose_config = lambda primitive, arrays, spec, results, config: config
         self.heuristic_config = lambda primitive, arrays, spec, platform, target: KernelConfig(
             platform=platform, backend=target.backend
         )
@@ -198,7 +198,7 @@ class Trio:
         if not moving:
             return list(out.values()), [ad.Zero.from_primal_value(x) for x in out.values()]
         named = {**arrays, **out, **{name + TANGENT: t for name, t in moving.items()}}
-        config = self.tangent.choose_config(self.tangent, named, spec, config)
+        config = self.tangent.choose_config(self.tangent, named, spec, self.tangent.results, config)
         return list(out.values()), list(self.tangent.bind(named, spec=spec, config=config).values())
 
     def _transpose(self, cotangents, *args, operands, results, spec, config):
@@ -214,8 +214,8 @@ class Trio:
         }
         if not live:
             return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
-        config = self.backward.choose_config(self.backward, {**known, **live}, spec, config)
         asked = [n.removesuffix(TANGENT) + COTANGENT for n in wanted]
+        config = self.backward.choose_config(self.backward, {**known, **live}, spec, asked, config)
         out = self.backward.bind({**known, **live}, spec=spec, config=config, results=asked)
         return [out[n.removesuffix(TANGENT) + COTANGENT] if n in wanted else None for n in named]
 

@@ -121,7 +121,7 @@ def shardy_rule(table: Table, layout: Layout, operands: Mapping[str, Any], resul
     repeat = size_of.get(heads, 1) // size_of.get(groups, 1)
 
     def factor(name: str, index: int, letter: str, size: int) -> str:
-        if size == 1 and size_of.get(letter, 1) != 1 or letter.isdigit():
+        if (size == 1 and size_of.get(letter, 1) != 1) or letter.isdigit():
             seen.append(f"{name}_{index}")
             return seen[-1]
         parts = ["g", "r"] if letter == heads and groups is not None else [letter]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..types import ShortRepr
 from ._axes import axes
 from ._factory import Trio
 from ._sharding import Layout
@@ -49,8 +50,8 @@ class Outputs(NamedTuple):
     lse: Any
 
 
-@dataclass(frozen=True)
-class FlashAttentionSpec:
+@dataclass(frozen=True, repr=False)
+class FlashAttentionSpec(ShortRepr):
     """What is computed, besides the arrays.
 
     Attributes:
