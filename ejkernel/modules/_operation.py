@@ -25,7 +25,7 @@ class Prepared:
 
 
 class PrimitiveKernel(Kernel):
-    """The kernel over one primitive: heuristics and config space are those of the implementations that support a call."""
+    """The kernel over one primitive: heuristics and config space are those of its implementations."""
 
     def __init__(self, primitive: KernelPrimitive):
         super().__init__(name=primitive.name)

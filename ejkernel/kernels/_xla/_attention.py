@@ -275,7 +275,9 @@ def _tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
 
 
 def sweep(step: Callable[[Any, Start], Any], carry: Any, grid: Grid) -> Any:
-    """The carry after a step on every tile; without a loop where there is one."""
+    """The carry after a step on every tile; without a loop where there is one, or none."""
+    if len(grid.starts) == 0:
+        return carry
     if len(grid.starts) == 1:
         return step(carry, tuple(grid.starts[0]))
     return lax.scan(lambda carry, start: (step(carry, (start[0], start[1])), None), carry, grid.starts)[0]

@@ -283,7 +283,8 @@ def _shape(operands: Operands) -> tuple[int, int]:
 
 
 def _outputs(o: Array, lse: Array, dtype: Any) -> Outputs:
-    return Outputs(unfold_rows(o).astype(dtype), lse.reshape(lse.shape[0], -1, lse.shape[-1]))
+    b, g, r, s = lse.shape
+    return Outputs(unfold_rows(o).astype(dtype), lse.reshape(b, g * r, s))
 
 
 def _in_form_of(like: Array, gradient: Array) -> Array:
