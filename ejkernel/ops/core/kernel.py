@@ -3,13 +3,13 @@
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
 from ejkernel.types import Target
 
 from ..utils.devices import device_fingerprint, local_target
-from ..utils.fingerprints import default_key_builder_with_sharding, source_fingerprint, structure_fingerprint
+from ..utils.fingerprints import key_of, source_fingerprint, structure_fingerprint
 from ..utils.operands import abstract, is_array, random_like
 from .types import Cfg, Out
 
@@ -106,7 +106,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def key_builder(self, inv: Invocation[Cfg, Out]) -> str:
         """The key under which the config of `inv` is stored, at every level of caching."""
-        return default_key_builder_with_sharding(self, inv.args, inv.kwargs, inv.target)
+        return key_of(self, inv.args, inv.kwargs, inv.target)
 
     def source_fingerprint(self) -> str:
         """A hash of the source that a measured time depends on: by default that of the kernel's class."""
@@ -121,6 +121,13 @@ class Kernel(Generic[Cfg, Out]):
     def config_class(self) -> type | None:
         """The class of the configs, as `class MyKernel(Kernel[MyConfig, Out])` declares it; None if it does not."""
         return _declared_config_class(type(self))
+
+    def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Invocation, Callable[[Any], Out]]:
+        """The invocation that a config is chosen for, and what makes the call's result of that of `bind`.
+
+        A kernel that is called under other arguments than those it is bound with translates them here.
+        """
+        return Invocation(self, args, kwargs), lambda result: result
 
     def bind(self, args: tuple, kwargs: dict[str, Any], cfg: Cfg, target: Target | None = None) -> Out:
         """Binds the primitive of this kernel. `target` is what `cfg` was chosen for, None where a user gave it.

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ..core.kernel import Invocation, Kernel
+from ..core.kernel import Kernel
 from ..core.types import Cfg, Out
 from .executor import Executor, default_executor
 
@@ -36,7 +36,11 @@ def _with_one_config(kernel, transform, in_axes, executor):
         run_kernel = executor or default_executor()
         chosen = [] if cfg is None else [cfg]
         if cfg is None:
-            choose = lambda *example: chosen.append(run_kernel.choose(kernel, Invocation(kernel, example, kwargs)))
+
+            def choose(*example):
+                inv, _ = kernel.prepare(example, kwargs)
+                chosen.append(run_kernel.choose(inv.kernel, inv))
+
             jax.eval_shape(jax.vmap(choose, in_axes), *args)
         return transform(lambda *args: run_kernel(kernel, *args, cfg=chosen[0], **kwargs))(*args)
 

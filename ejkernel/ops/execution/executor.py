@@ -31,11 +31,15 @@ class Executor(Generic[Cfg, Out]):
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """`kernel` of these operands, with the config `cfg` if it is given and with the one that is chosen if not."""
-        inv = Invocation(kernel, args, kwargs)
+        inv, finish = kernel.prepare(args, kwargs)
+        return finish(self.run(inv, cfg))
+
+    def run(self, inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Any:
+        """What `bind` returns for an invocation whose arguments are prepared."""
         if os.environ.get("EJKERNEL_OPS_RECORD", "0") not in ("", "0"):
-            record_invocation(kernel, inv)
-        chosen = self.choose(kernel, inv, cfg)
-        return kernel.bind(args, kwargs, chosen, inv.target if cfg is None else None)
+            record_invocation(inv.kernel, inv)
+        chosen = self.choose(inv.kernel, inv, cfg)
+        return inv.kernel.bind(inv.args, inv.kwargs, chosen, inv.target if cfg is None else None)
 
     def choose(self, kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Cfg:
         """The config that a call would run with."""

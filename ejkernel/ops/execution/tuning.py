@@ -73,7 +73,8 @@ def autotune(
     Raises:
         EjkernelRuntimeError: no config ran and gave the right numbers; the message says of each why not.
     """
-    inv, tuner = Invocation(kernel, args, kwargs), Tuner(num_warmup, num_iters)
+    (inv, _), tuner = kernel.prepare(args, kwargs), Tuner(num_warmup, num_iters)
+    kernel = inv.kernel
     if reason := tuner.refusal(inv):
         warnings.warn(f"{kernel.op_id}: {reason}; the heuristic config is used", UserWarning, stacklevel=2)
         return kernel.heuristic_cfg(inv)

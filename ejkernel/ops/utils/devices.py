@@ -20,6 +20,15 @@ def local_target() -> Target:
     return device_target() if device is None else _target(device)
 
 
+@functools.cache
+def target_of(platform: str) -> Target:
+    """The target for one platform of a lowering; its kind is None where this process has no such device."""
+    try:
+        return Target(platform, jax.local_devices(backend=platform)[0].device_kind)
+    except RuntimeError:
+        return Target(platform)
+
+
 def device_target() -> Target:
     """The target of the device that this process computes on by default: `jax.default_device`, else its first."""
     return _device_target(jax.config.jax_default_device)

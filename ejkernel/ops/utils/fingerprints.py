@@ -29,10 +29,14 @@ from .operands import is_array, sharding_of
 from .serialization import stable_json
 
 
-def default_key_builder_with_sharding(
-    kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None
-) -> str:
-    """The key of `kernel(*args, **kwargs)` on `target` (by default the device in use): equal in every process."""
+def default_key_builder_with_sharding(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The key of `kernel(*args, **kwargs)` on the device in use: equal in every process."""
+    inv, _ = kernel.prepare(tuple(args), dict(kwargs))
+    return key_of(inv.kernel, inv.args, inv.kwargs, inv.target)
+
+
+def key_of(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None) -> str:
+    """The key of a call whose arguments are prepared, on `target` (by default the device in use)."""
     return "|".join(
         (
             kernel.op_id,
