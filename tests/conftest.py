@@ -3,13 +3,14 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-_FLAGS = (
-    "--xla_force_host_platform_device_count=8",
-    "--xla_backend_optimization_level=0",  # of LLVM, not of HLO: small programs compile in half the time
-    "--xla_llvm_disable_expensive_passes=true",
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",  # of LLVM, not of HLO: small programs compile in half the time
+        "--xla_llvm_disable_expensive_passes=true",
+        os.environ.get("XLA_FLAGS", ""),  # the last one holds
+    )
 )
-_given = os.environ.get("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] = " ".join([_given, *(flag for flag in _FLAGS if flag.split("=")[0] not in _given)]).strip()
 
 import jax
 import pytest

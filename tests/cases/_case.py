@@ -24,7 +24,7 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Operand:
-    """An array by its axes, letters or numbers ("1 h s t"), and how its values are made; floats take the asked dtype."""
+    """An array by its axes, letters or numbers as in "1 h s t", and by how its values are made, floats in float64."""
 
     axes: str
     values: Values = normal

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from cases import assert_close, each_case, gradient, oracle, tangent
-from jaxprs import equations
+from programs import equations
 
 pytestmark = pytest.mark.core
 
