@@ -1,4 +1,4 @@
-"""Calls of flash_attention. With b = h = 4 and g = 2, eight devices can split the batch by four and the heads by two."""
+"""Calls of flash_attention. As b = h = 4 and g = 2, eight devices can split the batch by four, the heads by two."""
 
 import jax
 import numpy as np
