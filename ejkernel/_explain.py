@@ -8,6 +8,7 @@ import jax
 
 from .kernels._dispatch import Candidate, candidates, table
 from .modules._operation import KERNELS, OPERATIONS
+from .ops.utils.devices import device_target, target_of
 from .types import KernelConfig, Target
 
 
@@ -48,7 +49,7 @@ def explain(operation: str, *args: Any, target: str | Target | None = None, plat
     """
     if operation not in OPERATIONS:
         raise ValueError(f"no such operation: {operation}; known are {', '.join(sorted(OPERATIONS))}")
-    target = Target(target) if isinstance(target, str) else target or _here()
+    target = target_of(target) if isinstance(target, str) else target or device_target()
     found = {}
 
     def capture(arrays, named_arrays):
@@ -64,9 +65,3 @@ def explain(operation: str, *args: Any, target: str | Target | None = None, plat
     runs = any(reason is None for _, reason in looked_at)
     config = kernel.heuristic(found["named"], found["spec"], platform, target) if runs else None
     return Explanation(operation, target, looked_at, config)
-
-
-def _here() -> Target:
-    device = jax.devices()[0]
-    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
-    return Target(platform, device.device_kind)

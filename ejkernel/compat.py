@@ -1,6 +1,6 @@
-"""Every touch of private JAX, each with its reason and the versions that it was seen on. Nothing else imports `jax._src`.
+"""Every touch of private JAX, each with its reason: nothing else imports `jax._src`.
 
-Seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
+All seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 import math

@@ -18,12 +18,12 @@ from ejkernel.compat import automatic_devices, requires_devices_during_lowering,
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._registry import KernelSpec
+from ejkernel.ops import labelled
+from ejkernel.ops.utils.devices import target_of
 from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.types import Backend, Platform, Target
 
-from ._labels import labelled
 from ._partition import automatic, explicit
-from ._target import target_of
 
 
 def register(primitive: KernelPrimitive, platform: str) -> None:
@@ -54,7 +54,7 @@ def body_of(
         positional, extra = primitive.arguments(named, results)
         entry = select(primitive.name, spec, primitive.operands(named), target, platform)
         used = config_for(primitive, named, spec, config, entry, target)
-        with labelled(primitive.name, entry, used):
+        with labelled(primitive.name, entry.platform, used):
             return list(entry.implementation(*positional, **extra, spec=spec, config=used))
 
     return body

@@ -6,6 +6,7 @@ import pkgutil
 from . import operations as _operations
 from ._face import face as _face
 from ._operation import OPERATIONS as _OPERATIONS
+from .base import KernelConfig, create_default_executor, detect_platform
 
 for _found in pkgutil.iter_modules(_operations.__path__):
     if not _found.name.startswith("_"):
@@ -14,4 +15,5 @@ for _found in pkgutil.iter_modules(_operations.__path__):
 for _name, _operation in _OPERATIONS.items():
     globals()[_name], globals()[_operation.__name__] = _face(_operation), _operation
 
-__all__ = sorted([*_OPERATIONS, *(operation.__name__ for operation in _OPERATIONS.values())])
+__all__ = ["KernelConfig", "create_default_executor", "detect_platform"]
+__all__ += sorted([*_OPERATIONS, *(operation.__name__ for operation in _OPERATIONS.values())])

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ..errors import type_error, value_error
-from ._operation import Operation
+from ..errors import value_error
+from ._operation import Operation, lax_arguments, modules_parameters
 
 _OWN = ("platform", "cfg", "mesh", "in_specs", "out_specs")
 
@@ -35,22 +35,6 @@ def face(operation: type[Operation]) -> Callable[..., Any]:
     call.__module__, call.__signature__ = "ejkernel.modules", signature
     call.__doc__ = _doc(operation)
     return call
-
-
-def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
-    """The parameters of the lax face under the modules' names."""
-    of = inspect.signature(operation.prepare_arguments).parameters.values()
-    return [parameter.replace(name=operation.renamed.get(parameter.name, parameter.name)) for parameter in of]
-
-
-def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given under the modules' names, under those of the lax face."""
-    try:
-        bound = inspect.Signature(modules_parameters(operation)).bind(*args, **kwargs).arguments
-    except TypeError as error:
-        raise type_error(operation.trio.name, str(error)) from None
-    back = {new: old for old, new in operation.renamed.items()}
-    return operation.convert({back.get(name, name): x for name, x in bound.items()})
 
 
 def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
@@ -84,6 +68,6 @@ def _doc(operation: type[Operation]) -> str:
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
         "    cfg: a KernelConfig or a mapping of its fields, in place of the chosen one.\n"
         "    mesh: runs under `jax.shard_map` on this mesh.\n"
-        "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays given; others are replicated.\n"
+        "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays; others are replicated.\n"
         "    out_specs: the PartitionSpec of the result, or a tuple of them.\n"
     )

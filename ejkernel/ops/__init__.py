@@ -1,39 +1,58 @@
-"""stub until the framework lands"""
+"""The framework: kernels, and the choice, caching, measuring and recording of their configs."""
 
-from dataclasses import dataclass
-from typing import Any
+from ejkernel.errors import ConfigMissError
+from ejkernel.types import BwdParams, FwdParams
 
-import jax
+from .config.cache import ConfigCache, overlay_cache, policy_override
+from .config.persistent import PersistentCache
+from .config.selection import AutotunePolicy, ConfigSelectorChain
+from .core.kernel import Invocation, Kernel
+from .core.types import Cfg, Out
+from .execution.batch import pmap_with_config, vmap_with_config
+from .execution.executor import ConfigChooser, Executor, autotune_recorded, default_executor
+from .execution.tuning import Tuner, autotune, benchmark
+from .registry import get_invocations, record_invocation
+from .utils.devices import device_fingerprint, device_kind, get_device_platform
+from .utils.fingerprints import default_key_builder_with_sharding, sharding_fingerprint
+from .utils.labels import extract_labels_from_hlo_text, find_labels_in_lowered, label, labelled, labels_to_configs
+from .utils.serialization import from_json, stable_json, to_json
 
-from ..types import Target
-
-
-class Kernel:
-    def __init__(self, name):
-        self.name = name
-
-    def __class_getitem__(cls, x):
-        return cls
-
-
-@dataclass
-class Invocation:
-    kernel: Any
-    args: tuple
-    kwargs: dict
-    metadata: Any = None
-
-    @property
-    def target(self):
-        d = jax.local_devices()[0]
-        p = {"gpu": "cuda"}.get(d.platform, d.platform)
-        return Target(p, d.device_kind)
-
-
-class _E:
-    def choose(self, kernel, inv):
-        return kernel.heuristic_cfg(inv)
-
-
-def default_executor():
-    return _E()
+__all__ = [
+    "AutotunePolicy",
+    "BwdParams",
+    "Cfg",
+    "ConfigCache",
+    "ConfigChooser",
+    "ConfigMissError",
+    "ConfigSelectorChain",
+    "Executor",
+    "FwdParams",
+    "Invocation",
+    "Kernel",
+    "Out",
+    "PersistentCache",
+    "Tuner",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+    "default_executor",
+    "default_key_builder_with_sharding",
+    "device_fingerprint",
+    "device_kind",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
+    "from_json",
+    "get_device_platform",
+    "get_invocations",
+    "label",
+    "labelled",
+    "labels_to_configs",
+    "overlay_cache",
+    "pmap_with_config",
+    "policy_override",
+    "record_invocation",
+    "sharding_fingerprint",
+    "stable_json",
+    "to_json",
+    "vmap_with_config",
+]

@@ -151,7 +151,7 @@ class Trio:
         layout: how axes fold and split.
     """
 
-    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout()):  # noqa: B008
+    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout()):
         self.name, self.operands, self.outputs, self.differentiable = name, operands, outputs, tuple(differentiable)
         dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
         barred = {n + COTANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}

@@ -1,15 +1,16 @@
-"""What the XLA implementations of attention share: heads folded into groups, who sees whom, and the loop over tiles.
+"""What the XLA implementations of attention share: the layout, who sees whom, products, and the loop over tiles.
 
 Layout inside: a query head is member r of group g, and shares the key and value head of its group, so
 
-    q [b,g,r,s,d]    k [b,g,t,d]    v [b,g,t,e]    logits, bias, mask [b,g,r,s,t]    statistics of a row [b,g,r,s]
+    q [b,g,r,s,d]     k [b,g,t,d]     v [b,g,t,e]     logits, bias, mask [b,g,r,s,t]     a number per row [b,g,r,s,1]
 
-where an axis along which bias, mask, sinks or scale are broadcast stays of size 1.
+where an axis along which an array is broadcast stays of size 1.
 """
 
 import math
 from collections.abc import Callable
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +23,14 @@ from ejkernel.xla_utils.philox import philox_4x32
 
 
 class Tokens(NamedTuple):
-    """What mask and dropout ask of the queries (the rows of the logits) or of the keys (the columns); [b?,n] int32.
+    """What mask and dropout ask of the queries, int32 [b?,1,1,s,1], or of the keys, [b?,1,1,1,t]; None if they do not.
 
     index: the place in its own sequence. position: the place on the axis of the keys, i' = i + K − S for a query.
     sequence: its number in cu_seqlens. segment: its segment id. A negative sequence or segment is padding.
     """
 
-    index: Array
-    position: Array
+    index: Array | None = None
+    position: Array | None = None
     sequence: Array | None = None
     segment: Array | None = None
 
@@ -45,8 +46,14 @@ class Folded(NamedTuple):
     sinks: Any
     softmax_scale: Any
     dropout: Any
-    rows: Tokens | None = None
-    columns: Tokens | None = None
+    rows: Tokens = Tokens()
+    columns: Tokens = Tokens()
+
+
+def folded(operands: Operands, spec: FlashAttentionSpec) -> Folded:
+    """The operands in the layout of this module, with their tokens."""
+    rows, columns = tokens(operands, spec)
+    return fold(operands, operands.k.shape[2])._replace(rows=rows, columns=columns)
 
 
 def fold(operands: Operands, groups: int) -> Folded:
@@ -55,16 +62,15 @@ def fold(operands: Operands, groups: int) -> Folded:
     return Folded(
         None if q is None else fold_rows(q, groups),
         *(None if x is None else x.transpose(0, 2, 1, 3) for x in (k, v)),
-        *(fold_heads(x, groups) for x in (bias, mask, sinks)),
-        None if softmax_scale is None else fold_heads(softmax_scale, groups)[..., None, None],
-        fold_heads(dropout, groups),
+        *(None if x is None else fold_heads(x, groups) for x in (bias, mask)),
+        None if sinks is None else lax.expand_dims(fold_heads(sinks, groups), (3,)),
+        None if softmax_scale is None else lax.expand_dims(fold_heads(softmax_scale, groups), (3, 4)),
+        None if dropout is None else fold_heads(dropout, groups),
     )
 
 
-def fold_heads(x: Array | None, groups: int) -> Array | None:
+def fold_heads(x: Array, groups: int) -> Array:
     """[b,h,…] -> [b,g,r,…], and [b,1,…] -> [b,1,1,…]."""
-    if x is None:
-        return None
     heads = x.shape[1]
     return x.reshape(x.shape[0], *((1, 1) if heads == 1 else (groups, heads // groups)), *x.shape[2:])
 
@@ -84,17 +90,31 @@ def unfold_rows(x: Array) -> Array:
 # --- Who sees whom ---------------------------------------------------------------------------------------------------
 
 
-def tokens(operands: Operands) -> tuple[Tokens, Tokens]:
+def bounds(spec: FlashAttentionSpec) -> tuple[int | None, int | None]:
+    """(left, right) of i' − left ≤ j ≤ i' + right: the window, cut at the diagonal where causal."""
+    left, right = spec.window
+    return left, (0 if right is None else min(right, 0)) if spec.causal else right
+
+
+def tokens(operands: Operands, spec: FlashAttentionSpec) -> tuple[Tokens, Tokens]:
     """The rows and the columns of the logits of a call, dense or packed."""
     s, t = operands.q.shape[1], operands.k.shape[1]
     i, j = lax.iota(jnp.int32, s)[None], lax.iota(jnp.int32, t)[None]
-    if operands.cu_seqlens_q is None:
-        rows, columns = Tokens(i, i + (t - s)), Tokens(j, j)
+    n_i = n_j = None
+    if operands.cu_seqlens_q is not None:
+        (i, n_i, length_i), (j, n_j, length_j) = _split(i, operands.cu_seqlens_q), _split(j, operands.cu_seqlens_k)
+        position = i + jnp.take_along_axis(length_j - length_i, jnp.maximum(n_i, 0), axis=1)
     else:
-        (i, n_q, length_q), (j, n_k, length_k) = _split(i, operands.cu_seqlens_q), _split(j, operands.cu_seqlens_k)
-        shift = jnp.take_along_axis(length_k - length_q, jnp.maximum(n_q, 0), axis=1)
-        rows, columns = Tokens(i, i + shift, n_q), Tokens(j, j, n_k)
-    return rows._replace(segment=operands.q_segment_ids), columns._replace(segment=operands.kv_segment_ids)
+        position = i + (t - s)
+        left, right = bounds(spec)
+        first, last = (0 if left is None else t - s - left), t - 1 + min(0, right or 0)
+        if first > 0 or last < t - 1:  # keys beyond every query's window are padding
+            n_i, n_j = jnp.zeros_like(i), jnp.where((j >= first) & (j <= last), 0, -1)
+    drops, is_bounded = operands.dropout is not None, bounds(spec) != (None, None)
+    rows = Tokens(i if drops else None, position if is_bounded else None, n_i, operands.q_segment_ids)
+    columns = Tokens(j if drops else None, j if is_bounded else None, n_j, operands.kv_segment_ids)
+    as_rows, as_columns = partial(lax.expand_dims, dimensions=(1, 2, 4)), partial(lax.expand_dims, dimensions=(1, 2, 3))
+    return jax.tree.map(as_rows, rows), jax.tree.map(as_columns, columns)
 
 
 def _split(place: Array, cu_seqlens: Array) -> tuple[Array, Array, Array]:
@@ -105,35 +125,36 @@ def _split(place: Array, cu_seqlens: Array) -> tuple[Array, Array, Array]:
     return index, jnp.where(inside, number.astype(jnp.int32), -1), cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
 
 
-def bounds(spec: FlashAttentionSpec) -> tuple[int | None, int | None]:
-    """(left, right) of i' − left ≤ j ≤ i' + right: the window, cut at the diagonal where causal."""
-    left, right = spec.window
-    return left, (0 if right is None else min(right, 0)) if spec.causal else right
-
-
 def visible(x: Folded, spec: FlashAttentionSpec) -> Array | None:
     """[b?,g?,r?,s?,t?] bool: the logits that count; None where all do."""
     left, right = bounds(spec)
-    distance = x.columns.position[:, None, :] - x.rows.position[:, :, None]
-    rules = [] if left is None else [distance >= -left]
-    rules += [] if right is None else [distance <= right]
+    rules = [] if x.mask is None else [x.mask]
+    if x.rows.position is not None:
+        distance = x.columns.position - x.rows.position
+        rules += [] if left is None else [distance >= -left]
+        rules += [] if right is None else [distance <= right]
     for row, column in ((x.rows.sequence, x.columns.sequence), (x.rows.segment, x.columns.segment)):
-        if row is not None:
-            rules.append((row[:, :, None] == column[:, None, :]) & (column >= 0)[:, None, :])
-    rules = [rule[:, None, None] for rule in rules] + ([] if x.mask is None else [x.mask])
+        rules += [] if row is None else [row == column, column >= 0]
     return reduce(jnp.logical_and, rules) if rules else None
 
 
-def zero_unseen(x: Folded, seen: Array | None) -> Folded:
+def alive(x: Folded, seen: Array | None) -> tuple[Array, Array] | None:
+    """Which rows see something [b?,g?,r?,s?,1], which columns are seen [b?,g?,t?,1]; None where all do and are."""
+    if x.mask is None and x.rows.sequence is None and x.rows.segment is None:
+        return None  # causal and window leave no column unseen, or `tokens` would have numbered it as padding
+    return seen.any(-1, keepdims=True), lax.expand_dims(seen.any((2, 3)), (3,))
+
+
+def zero_dead(x: Folded, living: tuple[Array, Array] | None) -> Folded:
     """x with q = 0 in rows that see nothing, and k = v = 0 in columns that nothing sees.
 
     They may be padding that holds NaN, which a weight of zero does not keep out of a product: 0 · NaN = NaN.
     """
-    if seen is None:
+    if living is None:
         return x
-    sees, is_seen = seen.any(-1)[..., None], seen.any((2, 3))[..., None]
-    zero = lambda where, a: None if a is None else jnp.where(where, a, jnp.zeros((), a.dtype))
-    return x._replace(q=zero(sees, x.q), k=zero(is_seen, x.k), v=zero(is_seen, x.v))
+    rows, columns = living
+    zero = lambda kept, a: None if a is None else where(kept, a, 0)
+    return x._replace(q=zero(rows, x.q), k=zero(columns, x.k), v=zero(columns, x.v))
 
 
 def dropped(p: Array, x: Folded, spec: FlashAttentionSpec) -> Array:
@@ -141,11 +162,18 @@ def dropped(p: Array, x: Folded, spec: FlashAttentionSpec) -> Array:
     if x.dropout is None:
         return p
     key0, key1, batch, head = (x.dropout[..., word, None, None] for word in range(4))
-    i, j = x.rows.index[:, None, None, :, None], x.columns.index[:, None, None, None, :]
     if x.rows.sequence is not None:
-        batch = batch + x.rows.sequence[:, None, None, :, None].astype(jnp.uint32)
-    word = philox_4x32((j.astype(jnp.uint32), i.astype(jnp.uint32), batch, head), (key0, key1))[0]
-    return jnp.where(word >= np.uint32(round(spec.dropout_rate * 2**32)), p / (1 - spec.dropout_rate), 0)
+        batch = batch + x.rows.sequence.astype(jnp.uint32)
+    i, j = x.rows.index.astype(jnp.uint32), x.columns.index.astype(jnp.uint32)
+    word = philox_4x32((j, i, batch, head), (key0, key1))[0]
+    threshold = min(round(spec.dropout_rate * 2**32), 2**32 - 1)
+    return where(word >= np.uint32(threshold), p / (1 - spec.dropout_rate), 0)
+
+
+def where(condition: Array, x: Array, otherwise: float) -> Array:
+    """x, or a number where the condition, broadcast to x, is false; traced faster than `jnp.where`."""
+    condition = lax.broadcast_in_dim(condition, x.shape, range(x.ndim))
+    return lax.select(condition, x, lax.full_like(x, otherwise))
 
 
 # --- Products --------------------------------------------------------------------------------------------------------
@@ -184,61 +212,79 @@ def sum_to(x: Array, shape: tuple) -> Array:
 
 # --- Tiles -----------------------------------------------------------------------------------------------------------
 
-# Where an array keeps the rows and where the columns of the logits; others, and axes of size 1, belong to every tile.
+# Where an array keeps the rows and where the columns of the logits. One without a name here, and an axis of size 1,
+# belongs to every tile.
 AXES = (
-    dict.fromkeys(("q", "dq", "o", "do"), (-2, None))
-    | dict.fromkeys(("rows", "m", "l", "lse", "dlse", "delta"), (-1, None))
+    dict.fromkeys(("q", "o", "m", "l", "lse", "delta", "dq", "do", "dlse", "rows"), (-2, None))
     | dict.fromkeys(("k", "v"), (None, -2))
-    | dict.fromkeys(("columns", "dk", "dv"), (None, -1))
+    | dict.fromkeys(("dk", "dv", "columns"), (None, -1))
     | dict.fromkeys(("bias", "dbias", "mask"), (-2, -1))
 )
-Start = tuple[Any, Any]  # row and column of a tile's first logit, int32, traced in a loop
-ORIGIN = (np.int32(0), np.int32(0))
+Start = tuple[Any, Any]  # row and column of a tile's first logit, uint32: unsigned, they are not looked at for wrapping
+ORIGIN = (np.uint32(0), np.uint32(0))
 
 
-class Grid(NamedTuple):
-    """The size of a tile, rows by columns, and where the tiles that are computed start, [n,2] int32."""
+@dataclass(frozen=True)
+class Grid:
+    """The tiles of the logits that are computed.
+
+    Attributes:
+        size: rows and columns of a tile.
+        starts: the first row of each tile, and the first column, uint32.
+        shape: rows and columns of all the logits, without padding.
+        padding: rows and columns appended to make whole tiles.
+    """
 
     size: tuple[int, int]
-    starts: np.ndarray
+    starts: tuple[np.ndarray, np.ndarray]
+    shape: tuple[int, int]
+    padding: tuple[int, int]
 
 
-def cut(x: Folded, spec: FlashAttentionSpec, block_q: int, block_k: int) -> tuple[Folded, Grid]:
-    """The operands padded to whole blocks, and the tiles that causal and window leave: all of them where packed.
+def cut(operands: Operands, spec: FlashAttentionSpec, block_q: int, block_k: int) -> tuple[Folded, Grid]:
+    """The operands padded to whole tiles, and the tiles that causal and window leave: all of them where packed.
 
     Blocks are made as equal as possible, so that little is padded: 1000 rows in blocks of at most 512 are 2 · 500.
     """
-    s, t = x.q.shape[-2], x.k.shape[-2]
-    size = tuple(math.ceil(n / math.ceil(n / block)) if n else 1 for n, block in ((s, block_q), (t, block_k)))
-    row, column = np.meshgrid(*(np.arange(0, n, block) for n, block in zip((s, t), size, strict=True)), indexing="ij")
+    s, t = shape = operands.q.shape[1], operands.k.shape[1]
+    size = tuple(
+        math.ceil(n / math.ceil(n / block)) if n else 1 for n, block in zip(shape, (block_q, block_k), strict=True)
+    )
+    padding = -s % size[0], -t % size[1]
+    starts = _starts(shape, size, bounds(spec) if operands.cu_seqlens_q is None else (None, None))
+    x = folded(operands, spec)
+    if any(padding) and x.rows.sequence is None:  # a negative sequence tells the padding apart
+        rows, columns = jnp.zeros((1, 1, 1, s, 1), jnp.int32), jnp.zeros((1, 1, 1, 1, t), jnp.int32)
+        x = x._replace(rows=x.rows._replace(sequence=rows), columns=x.columns._replace(sequence=columns))
+    return pad(x, padding), Grid(size, starts, shape, padding)
+
+
+def _starts(shape: tuple, size: tuple, within: tuple) -> tuple[np.ndarray, np.ndarray]:
+    (s, t), (left, right) = shape, within
+    row, column = np.meshgrid(np.arange(0, s, size[0]), np.arange(0, t, size[1]), indexing="ij")
     first, last = row + (t - s), np.minimum(row + size[0], s) - 1 + (t - s)
-    left, right = bounds(spec) if x.rows.sequence is None else (None, None)
     inside = np.ones(row.shape, bool) if right is None else column <= last + right
     inside &= True if left is None else np.minimum(column + size[1], t) - 1 >= first - left
-    amount = -s % size[0], -t % size[1]
-    if any(amount) and x.rows.sequence is None:  # a negative sequence tells the padding apart
-        rows, columns = (side._replace(sequence=jnp.zeros_like(side.index)) for side in (x.rows, x.columns))
-        x = x._replace(rows=rows, columns=columns)
-    return pad(x, amount), Grid(size, np.stack([row[inside], column[inside]], axis=1).astype(np.int32))
+    return row[inside].astype(np.uint32), column[inside].astype(np.uint32)
 
 
 def pad(x: Any, amount: tuple[int, int]) -> Any:
     """Arrays named by AXES with rows and columns appended: 0, but −1 for tokens, which makes them padding."""
 
-    def grow(name, value, a):
+    def grow(name, a):
         widths = [(0, 0, 0)] * a.ndim
         for axis, side in _tiled_axes(name, a):
             widths[axis] = (0, amount[side], 0)
-        return lax.pad(a, np.array(value, a.dtype), widths)
+        return lax.pad(a, np.array(-1 if name in ("rows", "columns") else 0, a.dtype), widths)
 
-    return _map_named(lambda name, a: grow(name, -1 if name in ("rows", "columns") else 0, a), x) if any(amount) else x
+    return _map_named(grow, x) if any(amount) else x
 
 
 def tile(x: Any, start: Start, size: tuple[int, int]) -> Any:
     """The part in a tile of arrays named by AXES."""
 
     def part(name, a):
-        starts, sizes = [np.int32(0)] * a.ndim, list(a.shape)
+        starts, sizes = [np.uint32(0)] * a.ndim, list(a.shape)
         for axis, side in _tiled_axes(name, a):
             starts[axis], sizes[axis] = start[side], size[side]
         return a if tuple(sizes) == a.shape else lax.dynamic_slice(a, starts, sizes)
@@ -250,7 +296,7 @@ def put(totals: Any, parts: Any, start: Start) -> Any:
     """The totals with a tile's part of them replaced."""
 
     def replaced(name, total, part):
-        starts = [np.int32(0)] * total.ndim
+        starts = [np.uint32(0)] * total.ndim
         for axis, side in _tiled_axes(name, total):
             starts[axis] = start[side]
         return part if part.shape == total.shape else lax.dynamic_update_slice(total, part, starts)
@@ -262,8 +308,7 @@ def _map_named(f: Callable[..., Array], *trees: Any) -> Any:
     """f(name, *arrays) for the arrays under each name of dicts, or of NamedTuples."""
     first, *others = trees if isinstance(trees[0], dict) else [tree._asdict() for tree in trees]
     mapped = {
-        name: jax.tree.map(lambda *arrays, name=name: f(name, *arrays), value, *(other[name] for other in others))
-        for name, value in first.items()
+        name: jax.tree.map(partial(f, name), value, *(other[name] for other in others)) for name, value in first.items()
     }
     return mapped if isinstance(trees[0], dict) else type(trees[0])(**mapped)
 
@@ -274,32 +319,27 @@ def _tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
     return [(axis, side) for side, axis in sides if axis is not None and x.shape[axis] > 1]
 
 
-def sweep(step: Callable[[Any, Start], Any], carry: Any, grid: Grid) -> Any:
-    """The carry after a step on every tile; without a loop where there is one."""
-    if len(grid.starts) == 1:
-        return step(carry, tuple(grid.starts[0]))
-    return lax.scan(lambda carry, start: (step(carry, (start[0], start[1])), None), carry, grid.starts)[0]
+def sweep(of_tile: Callable, x: tuple, add: Callable, totals: Any, grid: Grid) -> Any:
+    """of_tile(*tile of x) of every tile, added up by add(total, part), each in its own part of the totals.
 
-
-def accumulate(contribution: Callable, x: tuple, totals: dict[str, Array], grid: Grid) -> dict[str, Array]:
-    """totals plus contribution(*tile of x) of every tile, each in its place.
-
-    Derivatives keep nothing per tile either: the contribution is recomputed, and the sum is linear.
+    Totals, and so the parts, are named by AXES. Derivatives keep nothing of a tile but where it starts: it is computed
+    again.
     """
+    if len(grid.starts[0]) == 1 and grid.size == grid.shape:
+        return of_tile(*x)
 
-    @jax.checkpoint
-    def of_tile(x, start):
-        return contribution(*(tile(part, start, grid.size) for part in x))
+    @partial(jax.checkpoint, prevent_cse=False)
+    def part(x, start):
+        return of_tile(*(tile(a, start, grid.size) for a in x))
 
     def step(totals, start):
-        parts, old = of_tile(x, start), tile(totals, start, grid.size)
-        return put(totals, {name: old[name] + parts[name] for name in totals}, start)
+        return put(totals, add(tile(totals, start, grid.size), part(x, start)), start), None
 
-    return sweep(step, totals, grid)
+    totals, _ = lax.scan(step, varying_like(x, totals), grid.starts)
+    return tile(totals, ORIGIN, grid.shape)
 
 
-def full(shape: tuple, value: float, dtype: Any, like: Any) -> Array:
-    """A constant that varies over the same manual mesh axes as the arrays in `like`: a carry must, under shard_map."""
-    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(like)))
-    x = jnp.full(shape, value, dtype)
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+def varying_like(x: Any, constants: Any) -> Any:
+    """Constants that vary over the manual mesh axes that x varies over: under shard_map, what a loop carries must."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(x)))
+    return jax.tree.map(lambda a: lax.pcast(a, tuple(axes), to="varying"), constants) if axes else constants

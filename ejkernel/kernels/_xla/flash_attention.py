@@ -5,9 +5,9 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
     lse = log(Σ_j exp s_j + Σ_n exp σ_n)        p = exp(s − lse)        o = Σ_j κ_j p_j v_j
 
-The decomposition visits the tiles of the logits that causal and window leave. The forward carries the running maximum m
-of a row and, relative to it, the sum l and the weighted values (Milakov and Gimelshein, arXiv 1805.02867;
-FlashAttention-2, arXiv 2307.08691). The backward and the tangent know lse, so a tile adds to sums and needs no other:
+The decomposition visits the tiles of the logits that causal and window leave. In the forward, a tile gives the largest
+logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged (Milakov and
+Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, and their tiles add up:
 
     δ = Σ_e do·o − dlse         ds = p (κ Σ_e do·v − δ)         dσ = −Σ_i exp(σ − lse_i) δ_i
     dz = ds (1 − (s / softcap)²)
@@ -20,8 +20,8 @@ FlashAttention-2, arXiv 2307.08691). The backward and the tangent know lse, so a
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
@@ -29,17 +29,7 @@ from ejkernel.types import KernelConfig
 
 from .._registry import Backend, Platform, kernel_registry
 from . import _attention as attention
-from ._attention import (
-    Folded,
-    dropped,
-    fold,
-    fold_heads,
-    fold_rows,
-    over_columns,
-    over_features,
-    over_rows,
-    unfold_rows,
-)
+from ._attention import Folded, dropped, fold_heads, fold_rows, over_columns, over_features, over_rows, unfold_rows
 
 
 def reference(*operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec()) -> Outputs:
@@ -48,22 +38,25 @@ def reference(*operands: Array | None, spec: FlashAttentionSpec = FlashAttention
     Takes memory for all the logits. Differentiable to any order.
     """
     operands = Operands(*operands)
-    x, _, _, s, _ = _logits(_folded(operands), spec)
-    sinks = jnp.zeros((1, 1, 1, 0), s.dtype) if x.sinks is None else x.sinks.astype(s.dtype)
-    m = jnp.maximum(s.max(-1, initial=-jnp.inf), sinks.max(-1, initial=-jnp.inf)[..., None])
-    m = lax.stop_gradient(_finite(m))[..., None]
-    l = jnp.exp(s - m).sum(-1, keepdims=True) + jnp.exp(sinks[..., None, :] - m).sum(-1, keepdims=True)
-    p = jnp.exp(s - m) / _or_one(l)
-    lse = jnp.where(l > 0, m + jnp.log(_or_one(l)), -jnp.inf)[..., 0]
-    return _outputs(over_columns(dropped(p, x, spec), x.v), lse, operands.q.dtype)
+    x, _, _, s, _ = _logits(attention.folded(operands, spec), spec)
+    if x.sinks is not None:
+        s = jnp.concatenate([s, jnp.broadcast_to(x.sinks, (*s.shape[:-1], x.sinks.shape[-1]))], axis=-1)
+    m = lax.stop_gradient(s.max(-1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.exp(s - _floored(m))
+    l = _not_zero(weights.sum(-1, keepdims=True))
+    p = (weights / l)[..., : x.k.shape[2]]
+    return _outputs(over_columns(dropped(p, x, spec), x.v), m + jnp.log(l), operands.q.dtype)
 
 
-class _Running(NamedTuple):
-    """Of the keys seen so far: the largest logit of a row, and relative to it the sum and the weighted values."""
+# --- Forward ---------------------------------------------------------------------------------------------------------
+
+
+class _Softmax(NamedTuple):
+    """Of some of the logits of each row: the largest, and relative to it the sum of exp and the weighted values."""
 
     m: Array
     l: Array
-    o: Array
+    o: Array | float
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
@@ -72,37 +65,32 @@ def flash_attention(
 ) -> Outputs:
     """o and lse, tile by tile."""
     operands = Operands(*operands)
-    x, grid = attention.cut(_folded(operands), spec, config.block_q, config.block_k)
+    x, grid = attention.cut(operands, spec, config.block_q, config.block_k)
+    rows, dtype = x.q.shape[:4], attention.statistics_dtype(x.q.dtype)
 
-    @jax.checkpoint
-    def of_tile(x, m, start):
-        x, _, _, s, _ = _logits(attention.tile(x, start, grid.size), spec)
-        m = lax.stop_gradient(jnp.maximum(m, s.max(-1)))
-        p = jnp.exp(s - _finite(m)[..., None])
-        return _Running(m, p.sum(-1), over_columns(dropped(p, x, spec), x.v))
+    def of_tile(x):
+        x, _, _, s, _ = _logits(x, spec)
+        m = lax.stop_gradient(s.max(-1, keepdims=True))
+        p = jnp.exp(s - _floored(m))
+        return _Softmax(m, p.sum(-1, keepdims=True), over_columns(dropped(p, x, spec), x.v))
 
-    def step(running, start):
-        old = attention.tile(running, start, grid.size)
-        new = of_tile(x, lax.stop_gradient(old.m), start)
-        shrink = jnp.exp(old.m - _finite(new.m))
-        both = _Running(new.m, old.l * shrink + new.l, old.o * shrink[..., None] + new.o)
-        return attention.put(running, both, start)
-
-    running = attention.sweep(step, _before_any_key(x), grid)
-    m, l, o = attention.tile(running, attention.ORIGIN, _shape(operands))
-    lse = jnp.where(l > 0, m + jnp.log(_or_one(l)), -jnp.inf)
-    return _outputs(o / _or_one(l)[..., None], lse, operands.q.dtype)
+    nothing = _Softmax(*(lax.full((*rows, n), value, dtype) for n, value in ((1, -np.inf), (1, 0), (x.v.shape[-1], 0))))
+    softmax = attention.sweep(of_tile, (x,), _merged, nothing, grid)
+    if x.sinks is not None:
+        sinks = x.sinks.astype(dtype)
+        m = lax.stop_gradient(sinks.max(-1, keepdims=True))
+        softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - _floored(m)).sum(-1, keepdims=True), 0.0))
+    l = _not_zero(softmax.l)
+    return _outputs(softmax.o / l, softmax.m + jnp.log(l), operands.q.dtype)
 
 
-def _before_any_key(x: Folded) -> _Running:
-    """Rows that have seen the sinks alone."""
-    dtype, rows = attention.statistics_dtype(x.q.dtype), x.q.shape[:4]
-    m, l, o = (attention.full(shape, 0, dtype, x) for shape in (rows, rows, (*rows, x.v.shape[-1])))
-    if x.sinks is None:
-        return _Running(m - jnp.inf, l, o)
-    sinks = x.sinks.astype(dtype)
-    largest = lax.stop_gradient(sinks.max(-1, keepdims=True))
-    return _Running(m + largest, l + jnp.exp(sinks - _finite(largest)).sum(-1, keepdims=True), o)
+def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
+    m = jnp.maximum(a.m, b.m)
+    shrink_a, shrink_b = jnp.exp(a.m - _floored(m)), jnp.exp(b.m - _floored(m))
+    return _Softmax(m, a.l * shrink_a + b.l * shrink_b, a.o * shrink_a + b.o * shrink_b)
+
+
+# --- Tangent and backward --------------------------------------------------------------------------------------------
 
 
 class _Rows(NamedTuple):
@@ -123,33 +111,30 @@ def flash_attention_jvp(
     config: KernelConfig = KernelConfig(),
 ) -> Outputs:
     """The tangents of o and lse; a tangent of None is zero."""
-    groups = primals.k.shape[2]
-    o, lse = fold_rows(outputs.o, groups), fold_heads(outputs.lse, groups)
-    x, grid = attention.cut(_folded(primals), spec, config.block_q, config.block_k)
-    padding = x.q.shape[-2] - primals.q.shape[1], x.k.shape[-2] - primals.k.shape[1]
-    dx, rows = attention.pad(fold(tangents, groups), padding), attention.pad(_Rows(lse), padding)
+    x, grid = attention.cut(primals, spec, config.block_q, config.block_k)
+    dx = attention.pad(attention.fold(tangents, primals.k.shape[2]), grid.padding)
+    o, lse = _fold_outputs(outputs, primals)
+    moves_logits = any(a is not None for a in (dx.q, dx.k, dx.bias, dx.softmax_scale))
 
-    def contribution(x, dx, rows):
+    def of_tile(x, dx, rows):
         logits = _logits(x, spec)
-        p = jnp.exp(logits.s - _finite(rows.lse)[..., None])
+        dx = attention.zero_dead(dx, logits.living)
+        p = jnp.exp(logits.s - _floored(rows.lse))
         weights = dropped(p, x, spec)
-        dx = attention.zero_unseen(dx, logits.seen)
-        do = [] if dx.v is None else [over_columns(weights, dx.v)]
-        dlse = jnp.zeros_like(rows.lse)
-        if _moves_logits(dx):
-            ds = _logits_tangent(logits, dx, spec)
-            do, dlse = [*do, over_columns(weights * ds, logits.x.v)], (p * ds).sum(-1)
-        return {"do": sum(do), "dlse": dlse}
+        do = 0 if dx.v is None else over_columns(weights, dx.v)
+        if not moves_logits:
+            return {"do": do}
+        ds = _logits_tangent(logits, dx, spec)
+        return {"do": do + over_columns(weights * ds, logits.x.v), "dlse": (p * ds).sum(-1, keepdims=True)}
 
-    shapes = {"do": (*x.q.shape[:4], x.v.shape[-1]), "dlse": x.q.shape[:4]}
-    totals = {name: attention.full(shape, 0, lse.dtype, (x, dx)) for name, shape in shapes.items()}
-    if dx.v is not None or _moves_logits(dx):
-        totals = attention.accumulate(contribution, (x, dx, rows), totals, grid)
-    totals = attention.tile(totals, attention.ORIGIN, _shape(primals))
-    do, dlse = totals["do"], totals["dlse"]
+    widths = ({"do": x.v.shape[-1]} if moves_logits or dx.v is not None else {}) | ({"dlse": 1} if moves_logits else {})
+    nothing = {name: lax.full((*x.q.shape[:4], n), 0, lse.dtype) for name, n in widths.items()}
+    rows = attention.pad(_Rows(lse), grid.padding)
+    change = attention.sweep(of_tile, (x, dx, rows), _added, nothing, grid) if nothing else {}
+    do, dlse = change.get("do", 0), change.get("dlse", jnp.zeros_like(lse))
     if dx.sinks is not None:
-        dlse = dlse + (_sink_weights(x, lse) * dx.sinks[..., None, :]).sum(-1)
-    return _outputs(do - o.astype(lse.dtype) * dlse[..., None], dlse, primals.q.dtype)
+        dlse = dlse + (jnp.exp(x.sinks - _floored(lse)) * dx.sinks).sum(-1, keepdims=True)
+    return _outputs(do - o.astype(lse.dtype) * dlse, dlse, primals.q.dtype)
 
 
 @kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
@@ -163,68 +148,67 @@ def flash_attention_bwd(
     config: KernelConfig = KernelConfig(),
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt; a cotangent of None is zero."""
-    groups = primals.k.shape[2]
-    o, lse = fold_rows(outputs.o, groups), fold_heads(outputs.lse, groups)
-    do = jnp.zeros_like(o) if cotangents.o is None else fold_rows(cotangents.o, groups)
-    delta = (do.astype(lse.dtype) * o.astype(lse.dtype)).sum(-1)
-    if cotangents.lse is not None:
-        delta = delta - fold_heads(cotangents.lse, groups)
-    x, grid = attention.cut(_folded(primals), spec, config.block_q, config.block_k)
-    rows = attention.pad(_Rows(lse, delta, do), (x.q.shape[-2] - primals.q.shape[1], 0))
-    like = {"dq": x.q, "dk": x.k.mT, "dv": x.v.mT, "dbias": x.bias, "dsoftmax_scale": x.softmax_scale}
-    totals = {
-        name: attention.full(a.shape, 0, lse.dtype, (x, rows))
-        for name, a in like.items()
-        if name.removeprefix("d") in wrt
-    }
+    x, grid = attention.cut(primals, spec, config.block_q, config.block_k)
+    o, lse = _fold_outputs(outputs, primals)
+    do, dlse = _fold_outputs(cotangents, primals)
+    do = jnp.zeros_like(o) if do is None else do
+    delta = (do.astype(lse.dtype) * o.astype(lse.dtype)).sum(-1, keepdims=True)
+    delta = delta if dlse is None else delta - dlse
 
-    def contribution(x, rows):
-        logits = _logits(x, spec)
-        x = logits.x
-        p = jnp.exp(logits.s - _finite(rows.lse)[..., None])
+    def of_tile(x, rows):
+        x, raw, slope, s, _ = _logits(x, spec)
+        p = jnp.exp(s - _floored(rows.lse))
         weights = dropped(p, x, spec)
-        ds = weights * over_features(rows.do, x.v) - p * rows.delta[..., None]
-        dz = ds if logits.slope is None else ds * logits.slope
-        dz_scaled = dz if x.softmax_scale is None else dz * x.softmax_scale
-        parts = {
-            "dq": lambda: over_columns(dz_scaled, x.k),
-            "dk": lambda: over_rows(x.q, dz_scaled),
+        ds = weights * over_features(rows.do, x.v) - p * rows.delta
+        dz = ds if slope is None else ds * slope
+        scaled = dz if x.softmax_scale is None else dz * x.softmax_scale
+        gradients = {
+            "dq": lambda: over_columns(scaled, x.k),
+            "dk": lambda: over_rows(x.q, scaled),
             "dv": lambda: over_rows(rows.do, weights),
             "dbias": lambda: attention.sum_to(dz, x.bias.shape),
-            "dsoftmax_scale": lambda: attention.sum_to(dz * logits.raw, x.softmax_scale.shape),
+            "dsoftmax_scale": lambda: attention.sum_to(dz * raw, x.softmax_scale.shape),
         }
-        return {name: parts[name]() for name in totals}
+        return {name: gradients[name]() for name in nothing}
 
-    if totals:
-        totals = attention.accumulate(contribution, (x, rows), totals, grid)
-        totals = attention.tile(totals, attention.ORIGIN, _shape(primals))
-    gradients = {
-        "q": lambda: unfold_rows(totals["dq"] * spec.softmax_scale),
-        "k": lambda: (totals["dk"] * spec.softmax_scale).transpose(0, 3, 1, 2),
-        "v": lambda: totals["dv"].transpose(0, 3, 1, 2),
-        "bias": lambda: totals["dbias"],
-        "softmax_scale": lambda: totals["dsoftmax_scale"] * spec.softmax_scale,
-        "sinks": lambda: attention.sum_to(-(_sink_weights(x, lse) * delta[..., None]).sum(3), x.sinks.shape),
-    }
-    return tuple(_in_form_of(getattr(primals, name), gradients[name]()) for name in wrt)
+    (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
+    shapes = {"dq": x.q.shape, "dk": (b, g, d, t), "dv": (b, g, e, t)}
+    shapes |= {"d" + name: getattr(x, name).shape for name in ("bias", "softmax_scale") if name in wrt}
+    nothing = {name: lax.full(shape, 0, lse.dtype) for name, shape in shapes.items() if name[1:] in wrt}
+    rows = attention.pad(_Rows(lse, delta, do), grid.padding)
+    totals = attention.sweep(of_tile, (x, rows), _added, nothing, grid) if nothing else {}
+
+    def gradient(name):
+        if name == "sinks":
+            return attention.sum_to(-jnp.exp(x.sinks - _floored(lse)) * delta, x.sinks.shape)
+        total = totals["d" + name] * (spec.softmax_scale if name in ("q", "k", "softmax_scale") else 1)
+        return {"q": unfold_rows, "k": _unfold_columns, "v": _unfold_columns}.get(name, lambda x: x)(total)
+
+    like = {name: getattr(primals, name) for name in wrt}
+    return tuple(gradient(name).reshape(x.shape).astype(x.dtype) for name, x in like.items())
+
+
+def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
+    return {name: a[name] + b[name] for name in a}
 
 
 # --- The parts of the formula ----------------------------------------------------------------------------------------
 
 
 class _Logits(NamedTuple):
-    """Of a tile: its operands, q·k, ds/dz (None without softcap), s, and which logits count (None: all)."""
+    """The operands without dead rows and columns, and which live; q·k; ds/dz, None without softcap; s."""
 
     x: Folded
     raw: Array
     slope: Array | None
     s: Array
-    seen: Array | None
+    living: tuple[Array, Array] | None
 
 
 def _logits(x: Folded, spec: FlashAttentionSpec) -> _Logits:
     seen = attention.visible(x, spec)
-    x = attention.zero_unseen(x, seen)
+    living = attention.alive(x, seen)
+    x = attention.zero_dead(x, living)
     raw = over_features(x.q, x.k)
     s, slope = raw * spec.softmax_scale, None
     if x.softmax_scale is not None:
@@ -234,57 +218,47 @@ def _logits(x: Folded, spec: FlashAttentionSpec) -> _Logits:
     if spec.softcap is not None:
         tanh = jnp.tanh(s / spec.softcap)
         s, slope = spec.softcap * tanh, 1 - tanh**2
-    return _Logits(x, raw, slope, s if seen is None else jnp.where(seen, s, -jnp.inf), seen)
-
-
-def _moves_logits(dx: Folded) -> bool:
-    return any(a is not None for a in (dx.q, dx.k, dx.bias, dx.softmax_scale))
+    return _Logits(x, raw, slope, s if seen is None else attention.where(seen, s, -np.inf), living)
 
 
 def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
-    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz, where the logit counts or not."""
-    x = logits.x
+    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz, as if nothing were masked."""
+    x, terms = logits.x, []
     products = [] if dx.q is None else [over_features(dx.q, x.k)]
     products += [] if dx.k is None else [over_features(x.q, dx.k)]
-    terms = [] if dx.bias is None else [dx.bias]
     if products:
         terms.append(sum(products) * spec.softmax_scale * (1 if x.softmax_scale is None else x.softmax_scale))
-    if dx.softmax_scale is not None:
-        terms.append(logits.raw * spec.softmax_scale * dx.softmax_scale)
+    terms += [] if dx.softmax_scale is None else [logits.raw * spec.softmax_scale * dx.softmax_scale]
+    terms += [] if dx.bias is None else [dx.bias]
     return sum(terms) * (1 if logits.slope is None else logits.slope)
 
 
-def _sink_weights(x: Folded, lse: Array) -> Array:
-    """exp(σ − lse) [b,g,r,s,n]."""
-    return jnp.exp(x.sinks.astype(lse.dtype)[..., None, :] - _finite(lse)[..., None])
+def _floored(m: Array) -> Array:
+    """m, or the lowest number for −∞, where nothing was seen: then exp(s − m) is 0 and not exp(−∞ + ∞)."""
+    return lax.max(m, np.array(jnp.finfo(m.dtype).min, m.dtype))
 
 
-def _finite(m: Array) -> Array:
-    """m, or 0 where it is −∞ because nothing was seen: exp(−∞ − 0) = 0, while −∞ − (−∞) has no value."""
-    return jnp.where(m == -jnp.inf, jnp.zeros((), m.dtype), m)
+def _not_zero(l: Array) -> Array:
+    """l, which is at least 1, or a tiny number where nothing was seen: 0 / l is 0 and −∞ + log(l) is −∞."""
+    return lax.max(l, np.array(jnp.finfo(l.dtype).tiny, l.dtype))
 
 
-def _or_one(l: Array) -> Array:
-    """l, or 1 where it is 0 because nothing was seen."""
-    return jnp.where(l > 0, l, jnp.ones((), l.dtype))
+# --- Between the layouts ---------------------------------------------------------------------------------------------
 
 
-# --- Between the two layouts -----------------------------------------------------------------------------------------
-
-
-def _folded(operands: Operands) -> Folded:
-    rows, columns = attention.tokens(operands)
-    return fold(operands, operands.k.shape[2])._replace(rows=rows, columns=columns)
-
-
-def _shape(operands: Operands) -> tuple[int, int]:
-    """Rows and columns of the logits."""
-    return operands.q.shape[1], operands.k.shape[1]
+def _fold_outputs(outputs: Outputs, operands: Operands) -> Outputs:
+    groups = operands.k.shape[2]
+    return Outputs(
+        None if outputs.o is None else fold_rows(outputs.o, groups),
+        None if outputs.lse is None else lax.expand_dims(fold_heads(outputs.lse, groups), (4,)),
+    )
 
 
 def _outputs(o: Array, lse: Array, dtype: Any) -> Outputs:
-    return Outputs(unfold_rows(o).astype(dtype), lse.reshape(lse.shape[0], -1, lse.shape[-1]))
+    b, g, r, s, _ = lse.shape
+    return Outputs(unfold_rows(o).astype(dtype), lse.reshape(b, g * r, s))
 
 
-def _in_form_of(like: Array, gradient: Array) -> Array:
-    return gradient.reshape(like.shape).astype(like.dtype)
+def _unfold_columns(x: Array) -> Array:
+    """[b,g,d,t] -> [b,t,g,d]."""
+    return x.transpose(0, 3, 1, 2)

@@ -78,7 +78,7 @@ def positive_or_none(operation: str, name: str, x: Any) -> float | None:
 
 
 def config_of(operation: str, config: Any, platform: Platform | str | None = None) -> KernelConfig | None:
-    """A config given by a user, as a `KernelConfig` or a mapping of its fields; None if neither it nor a platform is."""
+    """A config given by a user, as a `KernelConfig` or a mapping of its fields; None if none is given."""
     known = {field.name for field in fields(KernelConfig)}
     if isinstance(config, Mapping):
         if unknown := sorted(config.keys() - known):

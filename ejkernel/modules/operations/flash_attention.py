@@ -163,6 +163,11 @@ def _check_arrays(q, k, v) -> None:
     require_dtype(NAME, np.floating, "a float type", **shown)
     require_same_dtype(NAME, **shown)
     (batch, _, heads, depth), (_, length, groups, _) = q.shape, k.shape
+    for name, x in shown.items():
+        if 0 in x.shape[2:]:
+            raise value_error(
+                NAME, f"{name} has {x.shape[2]} heads of {x.shape[3]} features; neither may be 0", **shown
+            )
     for name, x in (("k", k), ("v", v)):
         if x.shape[0] != batch:
             raise value_error(NAME, f"{name} has batch {x.shape[0]} but q has {batch}; they must be equal", **shown)
