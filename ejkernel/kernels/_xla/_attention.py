@@ -180,8 +180,8 @@ def where(condition: Array, x: Array, otherwise: float) -> Array:
 
 
 def statistics_dtype(dtype: Any) -> Any:
-    """float32, or float64 where the inputs are."""
-    return jnp.promote_types(dtype, jnp.float32)
+    """float32, or float64 where the inputs are. By the table of numpy: that of jax may be set to refuse."""
+    return np.promote_types(dtype, np.float32)
 
 
 def over_features(q: Array, k: Array) -> Array:

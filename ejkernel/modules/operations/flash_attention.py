@@ -103,7 +103,7 @@ def flash_attention_arguments(
     if (q_segment_ids is None) != (kv_segment_ids is None):
         alone, other = ("q", "kv") if kv_segment_ids is None else ("kv", "q")
         raise value_error(NAME, f"{alone}_segment_ids is given without {other}_segment_ids; both or neither")
-    scale, traced_scale = _scale(softmax_scale, q.shape[-1])
+    scale, traced_scale = _scale(softmax_scale, q)
     operands = Operands(
         q,
         k,
@@ -189,15 +189,20 @@ def _check_arrays(q, k, v) -> None:
         )
 
 
-def _scale(scale, depth: int):
+def _statistics_dtype(q):
+    """float32, or float64 with such inputs. By the table of numpy: that of jax may be set to refuse."""
+    return np.promote_types(q.dtype, np.float32)
+
+
+def _scale(scale, q):
     """The static scale and the traced one: a traced scale is an operand, and the static one is then 1."""
     if scale is None:
-        return depth**-0.5, None
+        return q.shape[-1] ** -0.5, None
     if isinstance(scale, jax.Array | jax.core.Tracer):
         if scale.shape != ():
             raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
         require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
-        return 1.0, scale.astype(jnp.float32).reshape(1, 1)
+        return 1.0, scale.astype(_statistics_dtype(q)).reshape(1, 1)
     if not np.isfinite(scale):
         raise value_error(NAME, f"softmax_scale is {scale}; it must be finite")
     return float(scale), None
@@ -240,7 +245,7 @@ def _sinks(sinks, q):
     require_dtype(NAME, np.floating, "a float type", sinks=sinks)
     if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[2]:
         raise value_error(NAME, f"sinks must be [{q.shape[2]}] or [{q.shape[2]}, n], one row a head", sinks=sinks, q=q)
-    return sinks.astype(jnp.promote_types(q.dtype, jnp.float32)).reshape(1, sinks.shape[0], -1)
+    return sinks.astype(_statistics_dtype(q)).reshape(1, sinks.shape[0], -1)
 
 
 def _dropout(rate, key, q):
