@@ -73,7 +73,8 @@ class Kernel(Generic[Cfg, Out]):
     custom_vjp = None
     """`custom_vjp(primals, cfg, kwargs, cotangents)`: a gradient for each positional operand, None for no gradient.
 
-    `cotangents` are those of the arrays that `run` returns, as a tuple. None: the gradients of `run`.
+    `cotangents` is a tuple with one for each array that `run` returns, None for one of integers. A kernel without
+    `custom_vjp` has the gradients of `run`.
     """
 
     def __init__(self, name: str):

@@ -127,15 +127,16 @@ def _tangent_types(*operands, call, config, wrt):
 
 def _cotangent(*operands, call, config, wrt, present, platform=None):
     arrays, given = _split(call, operands)
-    differentiable = lambda *active: _inexact(
-        _forward(*_with(arrays, wrt, active), call=call, config=config, platform=platform)
-    )
-    given = iter(given)
-    zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(differentiable, *(arrays[i] for i in wrt))]
-    cotangents = [next(given) if is_given else zero for is_given, zero in zip(present, zeros, strict=True)]
+    results = lambda *active: _forward(*_with(arrays, wrt, active), call=call, config=config, platform=platform)
+    active, given, mask = [arrays[i] for i in wrt], iter(given), iter(present)
+    cotangents = [
+        None if not _is_inexact(x) else next(given) if next(mask) else jnp.zeros(x.shape, x.dtype)
+        for x in jax.eval_shape(results, *active)
+    ]
     if call.kernel.custom_vjp is not None:
         return _custom_cotangent(call, config, arrays, cotangents, wrt)
-    return list(jax.vjp(differentiable, *(arrays[i] for i in wrt))[1](cotangents))
+    _, transpose = jax.vjp(lambda *active: _inexact(results(*active)), *active)
+    return list(transpose([x for x in cotangents if x is not None]))
 
 
 def _cotangent_types(*operands, call, config, wrt, present):
@@ -144,18 +145,16 @@ def _cotangent_types(*operands, call, config, wrt, present):
 
 def _custom_cotangent(call, config, arrays, cotangents, wrt):
     name, (args, kwargs) = call.kernel.name, call.arguments(arrays)
+    if max(wrt) >= sum(map(is_array, jax.tree.leaves(args))):
+        raise TypeError(f"{name}: custom_vjp gives arrays that are passed by name no gradient; pass them by position")
     gradients = call.kernel.custom_vjp(args, config, kwargs, tuple(cotangents))
     if not isinstance(gradients, tuple | list) or len(gradients) != len(args):
         raise TypeError(f"{name}: custom_vjp has to return {len(args)} gradients, one for each positional operand")
-    of_leaves = []
+    of_arrays = []
     for arg, gradient in zip(args, gradients, strict=True):
-        structure = jax.tree.structure(arg)
-        of_leaves += [None] * structure.num_leaves if gradient is None else structure.flatten_up_to(gradient)
-    of_arrays = [gradient for gradient, leaf in zip(of_leaves, call.static, strict=False) if leaf is None]
-    if max(wrt) >= len(of_arrays):
-        raise TypeError(
-            f"{name}: custom_vjp gives no gradient to arrays that are passed by keyword; pass them by position"
-        )
+        leaves, structure = jax.tree.flatten(arg)
+        of_leaves = [None] * len(leaves) if gradient is None else structure.flatten_up_to(gradient)
+        of_arrays += [x for x, leaf in zip(of_leaves, leaves, strict=True) if is_array(leaf)]
     return [_checked_gradient(name, i, arrays[i], of_arrays[i]) for i in wrt]
 
 
@@ -179,8 +178,12 @@ def _with(arrays, where, values):
     return [replaced.get(i, x) for i, x in enumerate(arrays)]
 
 
+def _is_inexact(x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def _inexact(results):
-    return [x for x in results if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return [x for x in results if _is_inexact(x)]
 
 
 # --- Many examples
@@ -282,10 +285,7 @@ def _jvp(trio, arrays, tangents, *, call, config, levels):
     of_tangents = tuple(Level((*in_axes, *(in_axes[i] for i in wrt))) for in_axes, _ in levels)
     active = [tangents[i] for i in wrt]
     tangents = iter(trio.tangent.bind(*arrays, *active, call=call, config=config, wrt=wrt, levels=of_tangents))
-    inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in results]
-    return results, [
-        next(tangents) if of else ad.Zero.from_primal_value(x) for of, x in zip(inexact, results, strict=True)
-    ]
+    return results, [next(tangents) if _is_inexact(x) else ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
 def _transpose(trio, cotangents, *operands, call, config, wrt, levels):
