@@ -10,6 +10,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 
 from .oracle import attention, visible
 
+PLAIN, CAUSAL = FlashAttentionSpec(), FlashAttentionSpec(causal=True)
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "softmax_scale")
 
 
@@ -28,7 +29,7 @@ class Case:
     G: int = 2
     D: int = 32
     V: int = 32
-    spec: FlashAttentionSpec = FlashAttentionSpec()
+    spec: FlashAttentionSpec = PLAIN
     bias: str | None = None
     mask: str | None = None
     segments: bool = False
@@ -86,7 +87,6 @@ def _cuts(tokens: int, shift: int):
     return jnp.asarray(np.round(cuts)[None] + np.array([0, shift, shift, 0, shift, 0]), jnp.int32)
 
 
-CAUSAL = FlashAttentionSpec(causal=True)
 CASES = [
     Case("plain"),
     Case("uneven", S=0.83, K=1.27, D=24, V=40),
@@ -163,11 +163,30 @@ def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tang
         return jax.tree.map(np.asarray, results)
 
 
-def check(name: str, result, oracle, reference, factor: float):
-    """err(result) ≤ factor · err(reference), both against the oracle, or one rounding of the largest number."""
-    finite = np.isfinite(oracle)
+def check_all(results, oracle, reference):
+    """The outputs, gradients and tangents of a call: err(result) ≤ factor · err(reference), both against the oracle.
+
+    Two things are allowed beside: one rounding of the largest number, for what is all but exact in the reference; and
+    in derivatives the weights exp(s − lse) carry the roundings of s and lse to float32, |lse|·2⁻²³ of their size.
+    """
+    lse = oracle[0].lse[np.isfinite(oracle[0].lse)]
+    lse_rounding = np.abs(lse).max(initial=0) * 2.0**-23
+    for name, *arrays in zip(Outputs._fields, results[0], oracle[0], reference[0], strict=True):
+        check(name, *arrays, factor=2, rounding=0)
+    for name in results[1]:
+        check(f"d{name}", *(gradients[name] for gradients in (results[1], oracle[1], reference[1])), 3, lse_rounding)
+    for name, *arrays in zip(Outputs._fields, results[2], oracle[2], reference[2], strict=True):
+        check(f"{name}_dot", *arrays, factor=3, rounding=lse_rounding)
+
+
+def check(name: str, result, oracle, reference, factor: float, rounding: float):
+    """One array of `check_all`; `rounding` is relative to the largest number."""
+    result, finite = np.asarray(result), np.isfinite(oracle)
     np.testing.assert_array_equal(np.isfinite(result), finite, err_msg=f"{name}: where it is finite")
-    oracle = np.where(finite, oracle, 0)
-    error = lambda y: float(np.abs(np.where(finite, np.asarray(y, np.float64), 0) - oracle).max(initial=0))
-    bound = max(factor * error(reference), float(jnp.finfo(result.dtype).eps) * np.abs(oracle).max(initial=0))
-    assert error(result) <= bound, f"{name}: error {error(result):.3e} over {bound:.3e}"
+    largest = np.abs(oracle, where=finite, out=np.zeros_like(oracle)).max(initial=0)
+    error, allowed = (
+        float(np.abs(np.where(finite, y.astype(np.float64), 0) - np.where(finite, oracle, 0)).max(initial=0))
+        for y in (result, reference)
+    )
+    bound = max(factor * allowed, float(jnp.finfo(result.dtype).eps) * largest) + rounding * largest
+    assert error <= bound, f"{name}: error {error:.3e} over {bound:.3e}; the reference has {allowed:.3e}"

@@ -1,4 +1,4 @@
-"""What flash_attention means, as one dense formula that JAX differentiates; in float64 it is the oracle of the tests."""
+"""What flash_attention means: one dense formula that JAX differentiates. In float64 it is the oracle of the tests."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def attention(x: Operands, spec: FlashAttentionSpec) -> Outputs:
     """o and lse in the dtype of q."""
     dtype = x.q.dtype
     group = x.q.shape[2] // x.k.shape[2]
-    ok = visible(x, spec)[:, :, :, :]
+    ok = visible(x, spec)
     k, v = (jnp.repeat(y, group, 2) for y in (x.k, x.v))
     s = jnp.einsum("bshd,bthd->bhst", x.q, k, precision="highest") * jnp.asarray(spec.softmax_scale, dtype)
     if x.softmax_scale is not None:

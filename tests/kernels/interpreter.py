@@ -1,4 +1,4 @@
-"""Runs Triton kernels on a CPU, program by program, through Triton's interpreter: slow, and exact about masks and indices."""
+"""Runs Triton kernels on a CPU, program by program, by Triton's interpreter: slow, exact about masks and indices."""
 
 from types import SimpleNamespace
 
@@ -23,22 +23,26 @@ def launch(kernel, *operands, out_type, grid, config, **constants):
 
 def run(kernel, arguments: dict, grid: int):
     """Every program in turn; what an index beyond an array would read or write is not checked."""
-    called, JITFunction.__call__ = JITFunction.__call__, _call_interpreted
-    function = interpreter.InterpretedFunction(kernel.fn).rewrite()
-    scope = interpreter._patch_lang(function)
+    scopes = {}
+
+    def interpreted(function):
+        """The function, with the parts of Triton's language that it names made to compute with NumPy."""
+        if function.fn not in scopes:
+            scopes[function.fn] = interpreter._patch_lang(function.fn)
+        return interpreter.InterpretedFunction(function.fn).rewrite()
+
+    call, JITFunction.__call__ = JITFunction.__call__, lambda self, *a, **k: interpreted(self)(*a, **k)
     try:
+        function = interpreted(kernel)
         converted = {name: _pointer(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
         interpreter.interpreter_builder.set_grid_dim(grid, 1, 1)
         for program in range(grid):
             interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
             function(**converted)
     finally:
-        scope.restore()
-        JITFunction.__call__ = called
-
-
-def _call_interpreted(self: JITFunction, *arguments, **constants):
-    return interpreter.InterpretedFunction(self.fn)(*arguments, **constants)
+        JITFunction.__call__ = call
+        for scope in reversed(scopes.values()):
+            scope.restore()
 
 
 def _patch_lang_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):

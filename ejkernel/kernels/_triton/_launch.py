@@ -4,6 +4,7 @@ Arrays of JAX are dense and their shapes are known when a program is traced, so 
 constants alone: shapes and strides are part of a constant, and an operand that is absent is None.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,7 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
 
     `operands` are arrays or None; an output that is not wanted is given by name as None in `constants`.
     """
-    import jax_triton
-
-    return jax_triton.triton_call(
+    return jax_triton().triton_call(
         *operands,
         kernel=kernel,
         grid=(grid,),
@@ -36,12 +35,22 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
 def missing() -> str | None:
     """Why no Triton kernel can be launched in this environment, or None."""
     try:
-        import jax_triton
+        version = jax_triton().__version__
     except ImportError as error:
         return f"jax-triton cannot be imported ({error})"
-    if tuple(map(int, jax_triton.__version__.split(".")[:2])) < (0, 4):
-        return f"jax-triton {jax_triton.__version__} cannot leave operands out; 0.4 or later can"
+    if tuple(map(int, version.split(".")[:2])) < (0, 4):
+        return f"jax-triton {version} cannot leave operands out; 0.4 can"
     return None
+
+
+def jax_triton():
+    """The module. Its 0.4 asks Triton for the number of a tensor-map type that 3.6 does not name and nothing here uses;
+    without the name it takes the whole CUDA backend for missing."""
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "TMA_TF32"):
+        driver.TMA_TF32 = None
+    return importlib.import_module("jax_triton")
 
 
 def compute_capability() -> int:

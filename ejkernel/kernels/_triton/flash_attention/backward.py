@@ -11,6 +11,8 @@ summed within the program of its keys. Of the sizes in a config, block_k is that
 (keys for dk and dv, queries for dq) and block_q that of the blocks which stream by.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -30,8 +32,8 @@ def flash_attention_bwd(
     cotangents: Outputs,
     *,
     wrt: tuple[str, ...],
-    spec: FlashAttentionSpec = FlashAttentionSpec(),
-    config: KernelConfig = KernelConfig(),
+    spec: FlashAttentionSpec,
+    config: KernelConfig,
 ) -> tuple:
     """The cotangents of the operands that `wrt` names, in that order."""
     problem = problem_of(primals, spec)
@@ -101,22 +103,21 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
 
 
 def _bias(primals: Operands, saved, problem: Problem):
-    rows, columns = (primals.bias.shape[axis] > 1 for axis in (2, 3))
-    heads, batches = (problem.H if primals.bias.shape[1] > 1 else 1), (problem.B if primals.bias.shape[0] > 1 else 1)
-    row_blocks = triton.cdiv(problem.S, BIAS_TILE.block_q) if rows else 1
-    column_blocks = triton.cdiv(problem.K, BIAS_TILE.block_k) if columns else 1
+    """dbias: programs lie side by side along the axes that bias varies on, and loop along those it is broadcast on."""
+    sizes = (problem.B, problem.H, triton.cdiv(problem.S, BIAS_TILE.block_q), triton.cdiv(problem.K, BIAS_TILE.block_k))
+    shape = primals.bias.shape
+    programs = tuple(size if n > 1 else 1 for n, size in zip(shape, sizes, strict=True))
+    loops = tuple(1 if n > 1 else size for n, size in zip(shape, sizes, strict=True))
     return _launch.launch(
         dbias_kernel,
         *primals,
         *saved,
-        out_type=jax.ShapeDtypeStruct(primals.bias.shape, jnp.float32),
-        grid=row_blocks * column_blocks * heads * batches,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=math.prod(programs),
         config=BIAS_TILE,
         problem=problem,
-        HEADS=heads,
-        BATCHES=batches,
-        ROWS=rows,
-        COLUMNS=columns,
+        PROGRAMS=programs,
+        LOOPS=loops,
         BLOCK_Q=BIAS_TILE.block_q,
         BLOCK_K=BIAS_TILE.block_k,
     )
@@ -173,7 +174,18 @@ def dk_dv_kernel(
                     product = tl.dot(k_tile, q_tile.T, input_precision="ieee")
                     dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")
                     p, ds = tiles.weights_and_logit_cotangents(
-                        product, dp, lse_row[None, :], delta_row[None, :], scale, bias, dropout, i, j, ok, frame, problem
+                        product,
+                        dp,
+                        lse_row[None, :],
+                        delta_row[None, :],
+                        scale,
+                        bias,
+                        dropout,
+                        i,
+                        j,
+                        ok,
+                        frame,
+                        problem,
                     )
                     if softmax_scale is not None:
                         ds *= scale
@@ -243,7 +255,7 @@ def dq_kernel(
                     k_tile = tiles.drop_unseen(k_tile, ok, 0)
                 product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                 dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-                _, ds = tiles.weights_and_logit_cotangents(
+                _p, ds = tiles.weights_and_logit_cotangents(
                     product, dp, lse_rows, delta_rows, scale, bias, dropout, i, j, ok, frame, problem
                 )
                 dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision="ieee")
@@ -262,42 +274,42 @@ def dbias_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
     do, lse, delta,
     dbias,
-    problem: tl.constexpr, HEADS: tl.constexpr, BATCHES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    problem: tl.constexpr, PROGRAMS: tl.constexpr, LOOPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of dbias: the sum of ds over the batches, heads, rows and columns that see this tile of bias.
+    """One tile of dbias: the sum of ds over the batches, heads, rows and columns that it was broadcast to.
 
-    HEADS and BATCHES are those of bias (1 where it is broadcast); ROWS and COLUMNS say whether bias varies along them.
+    PROGRAMS and LOOPS are along (batches, heads, blocks of rows, blocks of columns); of each pair one is 1.
     """
-    row_blocks: tl.constexpr = tl.cdiv(problem.S, BLOCK_Q)
-    column_blocks: tl.constexpr = tl.cdiv(problem.K, BLOCK_K)
-    tile, bias_head, bias_batch = tiles.place((row_blocks if ROWS else 1) * (column_blocks if COLUMNS else 1), HEADS)
-    row_block = tile // column_blocks if COLUMNS else tile
-    column_block = tile % column_blocks if COLUMNS else 0
-    low, high = tiles.band((0, 0, 0, 0, problem.S, 0, problem.K), problem)
+    tile, bias_head, bias_batch = tiles.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
+    row_block, column_block = tile // PROGRAMS[3], tile % PROGRAMS[3]
+    _, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
+        row_block, bias_batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
+    )
+    low, high = tiles.band((bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len), problem)
     masks = (mask, q_segment_ids, kv_segment_ids)
     total = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
-    for shared in range((problem.B // BATCHES) * (problem.H // HEADS)):
-        batch = bias_batch + shared // (problem.H // HEADS)
-        head = bias_head + shared % (problem.H // HEADS)
+    for shared in range(LOOPS[0] * LOOPS[1]):
+        batch, head = bias_batch + shared // LOOPS[1], bias_head + shared % LOOPS[1]
         kv_head = head // problem.group
-        frame = (batch, head, 0, 0, problem.S, 0, problem.K)
+        frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
         scale = tiles.total_scale(softmax_scale, frame, problem)
-        for row in range(1 if ROWS else row_blocks):
-            i0 = ((row_block if ROWS else 0) + row) * BLOCK_Q
+        for row in range(LOOPS[2]):
+            i0 = (row_block + row) * BLOCK_Q
             i = i0 + tl.arange(0, BLOCK_Q)[:, None]
             q_head = tiles.at(q, batch, 0, problem.S, head, problem.H, problem.D)
             do_head = tiles.at(do, batch, 0, problem.S, head, problem.H, problem.V)
             lse_head = tiles.at(lse, batch, head, problem.H, 0, problem.S, 1)
             delta_head = tiles.at(delta, batch, head, problem.H, 0, problem.S, 1)
-            q_tile = tiles.load_tile(q_head, i0, problem.S, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+            q_tile = tiles.load_tile(
+                q_head, i0, problem.S, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True
+            )
             do_tile = tiles.load_tile(
                 do_head, i0, problem.S, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True
             )
             lse_rows = tiles.load_rows(lse_head, i0, problem.S, BLOCK_Q, True, float("inf"))[:, None]
             delta_rows = tiles.load_rows(delta_head, i0, problem.S, BLOCK_Q, True, 0.0)[:, None]
-            for column in range(1 if COLUMNS else column_blocks):
-                j0 = ((column_block if COLUMNS else 0) + column) * BLOCK_K
+            for column in range(LOOPS[3]):
+                j0 = (column_block + column) * BLOCK_K
                 seen = (problem.right is None or j0 <= i0 + BLOCK_Q - 1 + high) and (
                     problem.left is None or j0 + BLOCK_K - 1 >= i0 + low
                 )
@@ -314,18 +326,20 @@ def dbias_kernel(
                     ok = tiles.visible(i, j, masks, frame, problem)
                     product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-                    _, ds = tiles.weights_and_logit_cotangents(
+                    _p, ds = tiles.weights_and_logit_cotangents(
                         product, dp, lse_rows, delta_rows, scale, bias, dropout, i, j, ok, frame, problem
                     )
                     total += ds
 
-    if not ROWS:
-        total = tl.sum(total, 0, keep_dims=True)
-    if not COLUMNS:
-        total = tl.sum(total, 1, keep_dims=True)
-    i = (row_block * BLOCK_Q + tl.arange(0, BLOCK_Q) if ROWS else tl.arange(0, 1))[:, None]
-    j = (column_block * BLOCK_K + tl.arange(0, BLOCK_K) if COLUMNS else tl.arange(0, 1))[None, :]
-    inside = (i < (problem.S if ROWS else 1)) & (j < (problem.K if COLUMNS else 1))
-    frame = (bias_batch, bias_head, 0, 0, problem.S, 0, problem.K)
     strides: tl.constexpr = problem.bias_strides
+    i = row_block * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
+    j = column_block * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    inside = (i < problem.S) & (j < problem.K)
+    if strides.s == 0:
+        total = tl.sum(total, 0, keep_dims=True)
+        inside, i = j < problem.K, tl.full([1, 1], 0, tl.int32)
+    if strides.t == 0:
+        total = tl.sum(total, 1, keep_dims=True)
+        inside, j = i < problem.S, tl.full([1, 1], 0, tl.int32)
+    frame = (bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
     tl.store(tiles.pairs_at(dbias, i, j, frame, strides), total, mask=inside)

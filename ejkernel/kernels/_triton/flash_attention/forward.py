@@ -17,7 +17,7 @@ from . import tiles
 from .problem import problem_of
 
 
-def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
+def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:  # noqa: B008
     """o and lse: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows."""
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
@@ -106,6 +106,8 @@ def forward_kernel(
     rows = first + tl.arange(0, BLOCK_Q)
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)
-    tl.store(lse + rows, tl.where(empty, float("-inf"), m * problem.unit + tl.log2(total) * tiles.LN2), mask=rows < q_len)
+    tl.store(
+        lse + rows, tl.where(empty, float("-inf"), m * problem.unit + tl.log2(total) * tiles.LN2), mask=rows < q_len
+    )
     acc *= (problem.keep_scale / total)[:, None]
     tiles.store_tile(o, acc, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD)

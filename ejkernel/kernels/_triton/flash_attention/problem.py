@@ -107,7 +107,7 @@ class Problem:
     @property
     def unseen_keys(self) -> bool:
         """A tile may hold keys that no query sees, whose contents must not be multiplied even by zero."""
-        left_behind = self.left is not None and (self.N is not None or self.K - self.S > self.left)
+        left_behind = self.left is not None and (self.N is not None or self.left < self.K - self.S)
         return self.masked_everywhere or left_behind or (self.right is not None and self.right < 0)
 
     def blocks(self, block: int, of_keys: bool = False) -> int:

@@ -24,8 +24,8 @@ def flash_attention_jvp(
     outputs: Outputs,
     tangents: Operands,
     *,
-    spec: FlashAttentionSpec = FlashAttentionSpec(),
-    config: KernelConfig = KernelConfig(),
+    spec: FlashAttentionSpec,
+    config: KernelConfig,
 ) -> Outputs:
     """The tangents of o and lse."""
     problem = problem_of(primals, spec)
@@ -125,9 +125,7 @@ def tangent_kernel(
                 if dropout is not None:
                     kept_p = p * tl.where(tiles.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
                 if LOGITS_MOVE:
-                    s_dot = tiles.logits_tangent(
-                        s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem
-                    )
+                    s_dot = tiles.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem)
                     if ok is not None:
                         s_dot = tl.where(ok, s_dot, 0.0)
                     moved += tl.sum(p * s_dot, 1)

@@ -1,8 +1,8 @@
 """The pieces that the kernels of flash_attention are made of.
 
-A program holds one block of queries (or of keys) of one head, and loops over the blocks of keys (or queries) that it can
-see. Rows i and columns j count within the sequence. Index tensors are given as [rows, 1] and [1, columns], or the other
-way round where a tile is held transposed: what is computed from them follows their shapes.
+A program holds one block of queries (or of keys) of one head, and loops over the blocks of keys (or queries) that it
+can see. Rows i and columns j count within the sequence. Index tensors are given as [rows, 1] and [1, columns], or the
+other way round where a tile is held transposed: what is computed from them follows their shapes.
 
 The frame of a program is where it works: (batch, head, sequence, q_start, q_len, k_start, k_len). In a dense call the
 sequence is number 0, and begins at 0.
@@ -26,8 +26,8 @@ def place(BLOCKS: tl.constexpr, HEADS: tl.constexpr):
 def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
     """Where a block of queries (or keys) begins in its sequence, and (sequence, q_start, q_len, k_start, k_len).
 
-    Blocks of a packed call are numbered through its sequences, of which sequence n has ceil(length_n / BLOCK). The tokens
-    past the last sequence are treated as one more, which has no tokens on the other side.
+    Blocks of a packed call are numbered through its sequences, of which sequence n has ceil(length_n / BLOCK). The
+    tokens past the last sequence are treated as one more, which has no tokens on the other side.
     """
     if problem.N is None:
         return block * BLOCK, 0, 0, problem.S, 0, problem.K
