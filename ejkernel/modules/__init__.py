@@ -1,0 +1,19 @@
+"""Operations as kernel objects and as functions that choose their platform and mesh."""
+
+import importlib
+import pkgutil
+
+from . import operations as _operations
+from ._face import face as _face
+from ._operation import OPERATIONS as _OPERATIONS
+from .base import KernelConfig, create_default_executor, detect_platform
+
+for _found in pkgutil.iter_modules(_operations.__path__):
+    if not _found.name.startswith("_"):
+        importlib.import_module(f"{_operations.__name__}.{_found.name}")
+
+for _name, _operation in _OPERATIONS.items():
+    globals()[_name], globals()[_operation.__name__] = _face(_operation), _operation
+
+__all__ = ["KernelConfig", "create_default_executor", "detect_platform"]
+__all__ += sorted([*_OPERATIONS, *(operation.__name__ for operation in _OPERATIONS.values())])

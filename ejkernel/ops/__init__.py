@@ -1,0 +1,58 @@
+"""The framework: kernels, and the choice, caching, measuring and recording of their configs."""
+
+from ejkernel.errors import ConfigMissError
+from ejkernel.types import BwdParams, FwdParams
+
+from .config.cache import ConfigCache, overlay_cache, policy_override
+from .config.persistent import PersistentCache
+from .config.selection import AutotunePolicy, ConfigSelectorChain
+from .core.kernel import Invocation, Kernel
+from .core.types import Cfg, Out
+from .execution.batch import pmap_with_config, vmap_with_config
+from .execution.executor import ConfigChooser, Executor, autotune_recorded, default_executor
+from .execution.tuning import Tuner, autotune, benchmark
+from .registry import get_invocations, record_invocation
+from .utils.devices import device_fingerprint, device_kind, get_device_platform
+from .utils.fingerprints import default_key_builder_with_sharding, sharding_fingerprint
+from .utils.labels import extract_labels_from_hlo_text, find_labels_in_lowered, label, labelled, labels_to_configs
+from .utils.serialization import from_json, stable_json, to_json
+
+__all__ = [
+    "AutotunePolicy",
+    "BwdParams",
+    "Cfg",
+    "ConfigCache",
+    "ConfigChooser",
+    "ConfigMissError",
+    "ConfigSelectorChain",
+    "Executor",
+    "FwdParams",
+    "Invocation",
+    "Kernel",
+    "Out",
+    "PersistentCache",
+    "Tuner",
+    "autotune",
+    "autotune_recorded",
+    "benchmark",
+    "default_executor",
+    "default_key_builder_with_sharding",
+    "device_fingerprint",
+    "device_kind",
+    "extract_labels_from_hlo_text",
+    "find_labels_in_lowered",
+    "from_json",
+    "get_device_platform",
+    "get_invocations",
+    "label",
+    "labelled",
+    "labels_to_configs",
+    "overlay_cache",
+    "pmap_with_config",
+    "policy_override",
+    "record_invocation",
+    "sharding_fingerprint",
+    "stable_json",
+    "to_json",
+    "vmap_with_config",
+]

@@ -11,6 +11,13 @@ does not vary), so that one table of axes says how to check shapes, fold a mappe
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..types import ShortRepr
+from ._axes import axes
+from ._factory import Trio
+from ._sharding import Layout
+
 
 class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
@@ -43,8 +50,8 @@ class Outputs(NamedTuple):
     lse: Any
 
 
-@dataclass(frozen=True)
-class FlashAttentionSpec:
+@dataclass(frozen=True, repr=False)
+class FlashAttentionSpec(ShortRepr):
     """What is computed, besides the arrays.
 
     Attributes:
@@ -68,3 +75,31 @@ class FlashAttentionSpec:
     max_seqlen_k: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
+
+
+TABLE = {
+    "q": axes("b s h d"),
+    "k": axes("b t g d"),
+    "v": axes("b t g e"),
+    "bias": axes("b? h? s? t?"),
+    "mask": axes("b? h? s? t?"),
+    "q_segment_ids": axes("b s"),
+    "kv_segment_ids": axes("b t"),
+    "sinks": axes("b? h n"),
+    "softmax_scale": axes("b? h?"),
+    "cu_seqlens_q": axes("b? m"),
+    "cu_seqlens_k": axes("b? m"),
+    "dropout": axes("b h 4"),
+    "o": axes("b s h e"),
+    "lse": axes("b h s"),
+}
+
+flash_attention = Trio(
+    "flash_attention",
+    Operands,
+    Outputs,
+    TABLE,
+    differentiable=("q", "k", "v", "bias", "sinks", "softmax_scale"),
+    dtypes=lambda dtypes: {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)},
+    layout=Layout(advice="shard the sequence with ring attention under shard_map"),
+)

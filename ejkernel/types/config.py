@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from ._repr import ShortRepr
 from .enums import Backend, Platform
 
 
-@dataclass(frozen=True)
-class KernelConfig:
+@dataclass(frozen=True, repr=False)
+class KernelConfig(ShortRepr):
     """Block sizes and launch parameters of one call.
 
     A config that was chosen for a target names the implementation platform and the backend it was chosen for. A config

@@ -1,0 +1,110 @@
+"""The two ceilings of a device: how fast it copies memory, and how fast it multiplies matrices of each dtype.
+
+A kernel that does F operations and moves B bytes takes at least max(F / matrix rate, B / copy bandwidth): its roofline
+(Williams, Waterman and Patterson, 2009).
+"""
+
+import dataclasses
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_DTYPES = ("bfloat16", "float16", "float32")
+# Sizes that fill the device and take some milliseconds: elements copied, and the side of the matrices.
+_SIZES = {"gpu": (2**29, 8192), "tpu": (2**28, 8192), "cpu": (2**25, 1024)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What was measured on one kind of device.
+
+    Attributes:
+        device_kind: as `jax.Device.device_kind` says.
+        copy: bytes read and written a second by a large copy.
+        matmul: operations (2·m·n·k) a second of a large matrix product, by the name of the dtype.
+        jax: the version of JAX it was measured with.
+    """
+
+    device_kind: str
+    copy: float
+    matmul: Mapping[str, float]
+    jax: str
+
+    def seconds(self, operations: float, bytes_moved: float, dtype: Any) -> float:
+        """The least time that work can take; in a dtype that was not measured, at the rate of float32."""
+        rate = self.matmul.get(jnp.dtype(dtype).name, self.matmul["float32"])
+        return max(operations / rate, bytes_moved / self.copy)
+
+
+def calibrate(device: jax.Device | None = None, *, tell: Callable[[str], None] = lambda line: None) -> Ceilings:
+    """Measures the ceilings of a device (by default the first) and keeps them for `known_ceilings`. Takes seconds.
+
+    Args:
+        device: a device of this process.
+        tell: called with a line for each measurement.
+    """
+    device = device or jax.local_devices()[0]
+    count, side = _SIZES["gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform]
+    with jax.default_device(device):
+        x = jax.random.normal(jax.random.key(0), (count,), jnp.float32)
+        copy = 2 * x.nbytes / _seconds(jax.jit(jnp.negative), x)
+        tell(f"copy of {x.nbytes / 1e9:.2f} GB: {copy / 1e9:.0f} GB/s")
+        del x
+        matmul = {}
+        for name in _DTYPES:
+            a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.float32).astype(name) for i in (1, 2))
+            matmul[name] = 2 * side**3 / _seconds(jax.jit(jnp.matmul), a, b)
+            tell(f"matrix product {side}³ {name}: {matmul[name] / 1e12:.2f} TFLOP/s")
+    ceilings = Ceilings(device.device_kind, copy, matmul, jax.__version__)
+    _keep(ceilings)
+    return ceilings
+
+
+def known_ceilings(device_kind: str) -> Ceilings | None:
+    """What was measured on this kind of device and kept; None if nothing was, or if the file is damaged."""
+    path = _path(device_kind)
+    try:
+        return Ceilings(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        warnings.warn(f"the calibration in {path} cannot be read and is not used: {error}", stacklevel=2)
+        return None
+
+
+def _seconds(fn: Callable[..., Any], *args: Any, calls: int = 5, repeats: int = 7) -> float:
+    """The median over repeats of a call's time, `calls` of them issued together and waited for once."""
+    jax.block_until_ready(fn(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready([fn(*args) for _ in range(calls)])
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times)
+
+
+def _path(device_kind: str) -> Path:
+    root = Path(os.environ.get("EJKERNEL_CACHE_DIR") or "~/.cache/ejkernel").expanduser()
+    return root / "calibration" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device_kind).strip('-').lower()}.json"
+
+
+def _keep(ceilings: Ceilings) -> None:
+    """Written beside its place and renamed there, so that a reader finds the old file or the new one."""
+    path = _path(ceilings.device_kind)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(dataclasses.asdict(ceilings), file)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(f"the calibration cannot be kept in {path}: {error}", stacklevel=2)

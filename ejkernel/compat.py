@@ -1,0 +1,36 @@
+"""Every touch of private JAX, each with its reason: nothing else imports `jax._src`.
+
+All seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
+"""
+
+import math
+from typing import Any
+
+from jax._src import dispatch
+
+
+def requires_devices_during_lowering(primitive: Any) -> None:
+    """A primitive whose lowering may use `custom_partitioning` must be listed, or the devices are not in its context.
+
+    JAX lists `custom_partitioning_p` itself, but looks for it in the traced program only, not in what a lowering adds.
+    """
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def automatic_devices(ctx: Any) -> int:
+    """Over how many devices XLA may partition what this lowering rule emits: 1 where all axes are manual.
+
+    The context of a lowering rule is public, the classes of its `axis_context` are not.
+    """
+    context = ctx.module_context.axis_context
+    if hasattr(context, "manual_axes"):
+        free = [size for name, size in context.mesh.shape.items() if name not in context.manual_axes]
+        return math.prod(free) if context.manual_axes else context.mesh.size
+    return getattr(context, "num_devices", None) or 1
+
+
+def without_sharding(aval: Any) -> Any:
+    """The aval of one device's part: no mesh and no manual axes in its type, so that plain code traces on it."""
+    from jax._src import core
+
+    return core.ShapedArray(aval.shape, aval.dtype)

@@ -1,0 +1,257 @@
+"""The registry of kernel implementations: who computes an algorithm, written in what, on which hardware.
+
+    @kernel_registry.register("flash_attention", Platform.TRITON, Backend.GPU, priority=10)
+    @supported_if(lambda spec, operands, target: "head dim over 256" if operands.q.shape[-1] > 256 else None)
+    def flash_attention(q, k, v, *, spec, config): ...
+
+    kernel_registry.get("flash_attention", platform="triton", backend="gpu")(q, k, v, spec=spec, config=config)
+
+Several implementations of one algorithm live side by side; of those that match a query, the one with the highest
+priority is taken, and among equals the one that was registered first.
+"""
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import jax
+
+from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.types import Backend, KernelConfig, Platform
+
+__all__ = [
+    "Backend",
+    "F",
+    "KernelRegistry",
+    "KernelSpec",
+    "Platform",
+    "configured_by",
+    "kernel_registry",
+    "supported_if",
+]
+
+F = TypeVar("F", bound=Callable)
+
+PlatformName = Literal["triton", "pallas", "cuda", "cute", "xla"]
+BackendName = Literal["gpu", "tpu", "cpu", "any"]
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One registered implementation.
+
+    Attributes:
+        platform: what it is written in.
+        backend: the hardware it runs on.
+        algorithm: the algorithm's name, in lower case.
+        implementation: the callable; its `supports(spec, operands, target)` says why it cannot run, or None.
+        priority: of several that match, the highest is taken.
+    """
+
+    platform: Platform
+    backend: Backend
+    algorithm: str
+    implementation: Callable
+    priority: int = 0
+
+
+def supported_if(predicate: Callable[[Any, Any, Any], str | None]) -> Callable[[F], F]:
+    """Attaches `predicate(spec, operands, target)` to an implementation as `.supports`: why it cannot run, or None."""
+
+    def attach(implementation: F) -> F:
+        implementation.supports = predicate
+        return implementation
+
+    return attach
+
+
+def configured_by(
+    heuristic: Callable[[Any, Any, Any], Any], space: Callable[[Any, Any, Any], list]
+) -> Callable[[F], F]:
+    """Attaches `heuristic(spec, operands, target)`, the config without timing, and `space(…)`, those worth timing."""
+
+    def attach(implementation: F) -> F:
+        implementation.heuristic, implementation.space = heuristic, space
+        return implementation
+
+    return attach
+
+
+class KernelRegistry:
+    """Implementations by algorithm, each list in the order of descending priority. Names are case-insensitive."""
+
+    def __init__(self):
+        self._registry: dict[str, list[KernelSpec]] = {}
+
+    def register(
+        self, algorithm: str, platform: Platform | PlatformName, backend: Backend | BackendName, priority: int = 0
+    ) -> Callable[[F], F]:
+        """Decorator: registers a function as an implementation of `algorithm`.
+
+        What it returns, and what is registered, is the function with its signature, behind two checks. A keyword that
+        it does not take is a `TypeError` which names the algorithm, the platform, the keyword and those it takes. And
+        a failure of the machinery below (`jax.errors.JaxRuntimeError`, any error of Triton or of MLIR) becomes an
+        `EjkernelRuntimeError` with the cause attached. Every other exception passes as it is: what a caller did wrong
+        (`ValueError`, `TypeError`), what is not supported (`NotImplementedError`), and the errors of tracing.
+        """
+        platform, backend, name = Platform(platform), Backend(backend), algorithm.lower()
+
+        def register(implementation: F) -> F:
+            checked = _checked(implementation, name, platform)
+            specs = [*self._registry.get(name, ()), KernelSpec(platform, backend, name, checked, priority)]
+            self._registry[name] = sorted(specs, key=lambda spec: -spec.priority)
+            return checked
+
+        return register
+
+    def get(
+        self,
+        algorithm: str,
+        platform: Platform | PlatformName | Literal["auto"] | None = None,
+        backend: Backend | BackendName | None = None,
+    ) -> Callable:
+        """The implementation of highest priority that matches.
+
+        An omitted platform or backend matches all; implementations for `Backend.ANY` match every backend (so a query
+        for XLA falls back to them by itself). A query for `Backend.ANY` that finds none of these asks again for
+        `jax.default_backend()`; `platform="auto"` asks for that from the start, in any platform.
+
+        Raises:
+            ValueError: nothing matches, or there is no such platform or backend.
+        """
+        wanted = None if platform in (None, "auto") else Platform(platform)
+        if platform == "auto" and backend in (None, Backend.ANY):
+            backend = jax.default_backend()
+        elif backend is not None:
+            backend = Backend(backend)
+        specs = self.list_implementations(algorithm)
+        for spec in specs:
+            if wanted in (None, spec.platform) and (backend is None or spec.backend in (Backend.ANY, backend)):
+                return spec.implementation
+        if backend == Backend.ANY:
+            return self.get(algorithm, platform, jax.default_backend())
+        registered = ", ".join(f"{spec.platform}/{spec.backend}" for spec in specs) or "nothing"
+        raise ValueError(
+            f"{algorithm}: no implementation for platform {platform} and backend {backend}; registered: {registered}"
+        )
+
+    def list_algorithms(self) -> list[str]:
+        """The registered algorithms, sorted."""
+        return sorted(self._registry)
+
+    def list_implementations(self, algorithm: str) -> list[KernelSpec]:
+        """A copy of the implementations of an algorithm by descending priority; empty if there is no such algorithm."""
+        return list(self._registry.get(algorithm.lower(), ()))
+
+    def validate_signatures(self, algorithm: str | None, verbose: bool = False) -> bool | None:
+        """Whether all implementations take the same parameters: names in order, kinds, defaults, annotations.
+
+        The implementation of highest priority is the reference; each departure from it is a `UserWarning`. Given None,
+        validates every algorithm and returns None. With `verbose`, prints the parameters of every implementation.
+
+        Raises:
+            ValueError: there is no such algorithm.
+        """
+        if algorithm is None:
+            for name in self.list_algorithms():
+                self.validate_signatures(name, verbose)
+            return None
+        specs = self.list_implementations(algorithm)
+        if not specs:
+            raise ValueError(f"{algorithm}: no such algorithm is registered")
+        if verbose:
+            for spec in specs:
+                print(f"{spec.algorithm} {spec.platform}/{spec.backend}")
+                print(*(f"    {p.kind.description}: {p}" for p in _parameters(spec)), sep="\n")
+        mismatches = [mismatch for other in specs[1:] for mismatch in _mismatches(specs[0], other)]
+        for mismatch in mismatches:
+            warnings.warn(mismatch, UserWarning, stacklevel=2)
+        return not mismatches
+
+
+kernel_registry = KernelRegistry()
+"""The registry that every implementation of the library is in."""
+
+
+# --- The two checks around an implementation
+
+
+def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
+    parameters = inspect.signature(implementation).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepted = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+    @functools.wraps(implementation)
+    def checked(*args, **kwargs):
+        if not takes_all and not kwargs.keys() <= accepted:
+            unknown = ", ".join(sorted(kwargs.keys() - accepted))
+            raise TypeError(
+                f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {', '.join(sorted(accepted))}"
+            )
+        try:
+            return implementation(*args, **kwargs)
+        except Exception as error:
+            if not _failed_below(error):
+                raise
+            raise EjkernelRuntimeError(f"{algorithm} ({platform}): {type(error).__name__}: {error}") from error
+
+    if not hasattr(checked, "supports"):
+        checked.supports = _supports_everything
+    if not hasattr(checked, "heuristic"):
+        checked.heuristic, checked.space = _default_config, lambda spec, operands, target: [KernelConfig()]
+    return checked
+
+
+def _supports_everything(spec, operands, target) -> None:
+    return None
+
+
+def _default_config(spec, operands, target) -> KernelConfig:
+    return KernelConfig()
+
+
+def _failed_below(error: Exception) -> bool:
+    """Is this a failure of XLA, Triton or MLIR? The latter two are looked up where loaded, never imported for this."""
+    below = [jax.errors.JaxRuntimeError]
+    for module, name in (("triton.errors", "TritonError"), ("jaxlib.mlir._mlir_libs._mlir.ir", "MLIRError")):
+        below.append(getattr(sys.modules.get(module), name, jax.errors.JaxRuntimeError))
+    return isinstance(error, tuple(below))
+
+
+# --- Signatures
+
+
+def _parameters(spec: KernelSpec) -> list[inspect.Parameter]:
+    try:
+        signature = inspect.signature(spec.implementation, eval_str=True)
+    except Exception:  # an annotation that names what is imported for type checkers alone stays a string
+        signature = inspect.signature(spec.implementation)
+    return list(signature.parameters.values())
+
+
+def _mismatches(reference: KernelSpec, other: KernelSpec) -> list[str]:
+    ours, theirs = _parameters(reference), _parameters(other)
+    of, to = f"{other.algorithm}: {other.platform}/{other.backend}", f"{reference.platform}/{reference.backend}"
+    if [p.name for p in ours] != [p.name for p in theirs]:
+        return [f"{of} takes {[p.name for p in theirs]}, {to} takes {[p.name for p in ours]}"]
+    return [
+        f"{of} differs from {to} in the {what} of {a.name}: {getattr(b, what)} against {getattr(a, what)}"
+        for a, b in zip(ours, theirs, strict=True)
+        for what, equivalent in (("kind", _equal), ("default", _equal), ("annotation", _types_are_equivalent))
+        if not equivalent(getattr(a, what), getattr(b, what))
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return a is b or a == b
+
+
+def _types_are_equivalent(a: Any, b: Any) -> bool:
+    """Equal as types, or in their text without modules, quotes and spaces (a string against the type it names)."""
+    text = lambda annotation: re.sub(r"\b(\w+\.)+|['\"\s]", "", inspect.formatannotation(annotation))
+    return a == b or text(a) == text(b)

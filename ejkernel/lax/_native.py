@@ -1,0 +1,61 @@
+"""From an operation to a function like those of `jax.lax`.
+
+Under a trace the function binds its primitive there. Called on concrete arrays it runs as one compiled program that is
+kept by the static options, so that a call costs little more than that of a jitted function.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ..modules._operation import Operation
+
+_READ_WHILE_TRACING = (
+    "EJKERNEL_AUTOTUNE_POLICY",
+    "EJKERNEL_CACHE_DIR",
+    "EJKERNEL_OPS_RECORD",
+    "EJKERNEL_OPS_STAMP",
+)
+
+
+def native(operation: type[Operation]) -> Callable[..., Any]:
+    """The lax face of an operation: the signature of its arguments and `config`."""
+    name = operation.trio.name
+    signature = inspect.signature(operation.prepare_arguments)
+    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None)
+
+    @functools.lru_cache(maxsize=4096)
+    def compiled(static, types, environment):
+        options = dict(static)
+
+        def run(args, arrays):
+            return operation.call(*args, **arrays, **options)
+
+        run.__name__ = run.__qualname__ = name
+        return jax.jit(run)
+
+    @functools.wraps(operation.prepare_arguments)
+    def call(*args, **kwargs):
+        arrays = {key: x for key, x in kwargs.items() if isinstance(x, jax.Array)}
+        if not all(map(_is_concrete, args)) or not all(map(_is_concrete, arrays.values())):
+            return operation.call(*args, **kwargs)
+        static = tuple((key, x) for key, x in kwargs.items() if key not in arrays)
+        try:
+            run = compiled(static, tuple(type(x) for _, x in static), tuple(map(os.environ.get, _READ_WHILE_TRACING)))
+        except TypeError:  # an option that cannot be hashed: a config given as a dict, an array of numpy
+            return operation.call(*args, **kwargs)
+        return run(args, arrays)
+
+    parameters = list(signature.parameters.values())
+    call.__signature__ = signature.replace(parameters=[*parameters, config], return_annotation=signature.empty)
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = "ejkernel.lax"
+    return call
+
+
+def _is_concrete(x: Any) -> bool:
+    return x is None or (isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer))

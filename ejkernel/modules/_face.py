@@ -1,0 +1,73 @@
+"""The modules' face of an operation: its own option names, a choice of platform, and a mesh to run on."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from ..errors import value_error
+from ._operation import Operation, lax_arguments, modules_parameters
+
+_OWN = ("platform", "cfg", "mesh", "in_specs", "out_specs")
+
+
+def face(operation: type[Operation]) -> Callable[..., Any]:
+    """The function of an operation in `ejkernel.modules`."""
+    name = operation.trio.name
+    parameters = modules_parameters(operation)
+    own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in _OWN]
+    signature = inspect.Signature([*parameters, *own])
+
+    def call(*args, platform=None, cfg=None, mesh=None, in_specs=None, out_specs=None, **kwargs):
+        given = lax_arguments(operation, args, kwargs)
+        run = lambda arguments: operation.call(**arguments, config=cfg, platform=platform)
+        if mesh is None:
+            if in_specs is not None or out_specs is not None:
+                raise value_error(name, "in_specs and out_specs are given without a mesh")
+            return run(given)
+        if in_specs is None or out_specs is None:
+            raise value_error(name, "a mesh is given without in_specs and out_specs")
+        return _over_mesh(operation, run, given, mesh, in_specs, out_specs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__, call.__signature__ = "ejkernel.modules", signature
+    call.__doc__ = _doc(operation)
+    return call
+
+
+def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
+    arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
+    specs = dict(in_specs) if isinstance(in_specs, Mapping) else dict(zip(arrays, in_specs, strict=False))
+    back = {new: old for old, new in operation.renamed.items()}
+    specs = {back.get(name, name): spec for name, spec in specs.items()}
+    if unknown := sorted(specs.keys() - arrays.keys()):
+        raise value_error(operation.trio.name, f"in_specs names {', '.join(unknown)}, which is no array of this call")
+    arrays, specs = operation.place(arrays, given, {name: specs.get(name, PartitionSpec()) for name in arrays})
+    rest = {name: x for name, x in given.items() if name not in arrays}
+    local = jax.shard_map(
+        lambda of: run({**of, **rest}), mesh=mesh, in_specs=({n: specs[n] for n in arrays},), out_specs=out_specs
+    )
+    return local(_placed(arrays, specs, mesh))
+
+
+def _placed(arrays, specs, mesh):
+    """Where the mesh has Explicit axes, `shard_map` asks that arrays have the sharding of their specs already."""
+    if not any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+        return arrays
+    return {name: jax.sharding.reshard(x, jax.NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+
+
+def _doc(operation: type[Operation]) -> str:
+    renamed = ", ".join(f"{new} ({old})" for old, new in operation.renamed.items())
+    return (
+        f"`ejkernel.lax.{operation.trio.name}`, where its mathematics stands, with a choice of platform and mesh.\n\n"
+        f"Options with other names than there: {renamed or 'none'}.\n\n"
+        "Args:\n"
+        '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
+        "    cfg: a KernelConfig or a mapping of its fields, in place of the chosen one.\n"
+        "    mesh: runs under `jax.shard_map` on this mesh.\n"
+        "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays; others are replicated.\n"
+        "    out_specs: the PartitionSpec of the result, or a tuple of them.\n"
+    )

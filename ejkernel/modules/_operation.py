@@ -1,0 +1,212 @@
+"""A built-in operation as a `Kernel`: the config of each of its primitives is chosen by the Executor, like any other's.
+
+The canonical form of a call, which caches, recordings and tuning see, is that of the primitive: the present operands as
+`args`, and `operands`, `results`, `spec` and `platform` as `kwargs`. What users write is brought to it by `prepare`.
+"""
+
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+
+from ..errors import type_error
+from ..kernels._dispatch import candidates, select
+from ..kernels._registry import kernel_registry
+from ..ops import Invocation, Kernel, default_executor
+from ..ops.utils.operands import random_like
+from ..primitives._factory import KernelPrimitive, Trio
+from ..types import Backend, KernelConfig, Target
+from .operations._arguments import config_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A call that was checked: operands by name, what to compute, and how to hand the results back."""
+
+    named: Mapping[str, Any]
+    spec: Any
+    finish: Callable[[Mapping[str, Any]], Any]
+
+
+class PrimitiveKernel(Kernel):
+    """The kernel over one primitive: heuristics and config space are those of its implementations."""
+
+    def __init__(self, primitive: KernelPrimitive):
+        super().__init__(name=primitive.name)
+        self.primitive = primitive
+
+    def arrays(self, inv: Invocation) -> dict[str, Any]:
+        """The operands of a call by name."""
+        return dict(zip(inv.kwargs["operands"], inv.args, strict=True))
+
+    def heuristic_cfg(self, inv: Invocation) -> KernelConfig:
+        """The config that the chosen implementation proposes for these shapes."""
+        return self.heuristic(self.arrays(inv), inv.kwargs["spec"], inv.kwargs["platform"], inv.target)
+
+    def heuristic(self, named: Mapping[str, Any], spec: Any, platform: str, target: Target) -> KernelConfig:
+        """As `heuristic_cfg`, from operands by name."""
+        operands = self.primitive.operands(named)
+        entry = select(self.name, spec, operands, target, platform)
+        return self._placed(entry, entry.implementation.heuristic(spec, operands, target), target, platform)
+
+    def config_space(self, inv: Invocation) -> list[KernelConfig]:
+        """The configs of every implementation that takes this call."""
+        operands, spec, platform = self.primitive.operands(self.arrays(inv)), inv.kwargs["spec"], inv.kwargs["platform"]
+        return [
+            self._placed(entry, config, inv.target, platform)
+            for entry, reason in candidates(self.name, spec, operands, inv.target, platform)
+            if reason is None
+            for config in entry.implementation.space(spec, operands, inv.target)
+        ]
+
+    @staticmethod
+    def _placed(entry, config: KernelConfig, target: Target, platform: str) -> KernelConfig:
+        """A config says where it was chosen for; one for a platform that was asked for holds on every backend."""
+        backend = target.backend if platform == "auto" else Backend.ANY
+        return replace(config, platform=entry.platform, backend=backend)
+
+    def source_fingerprint(self) -> str:
+        """A hash of the files of every implementation."""
+        return _source_of(self.name)
+
+    def synthetic_inputs(self, inv: Invocation) -> tuple[tuple, dict[str, Any]]:
+        """Operands that the operation makes (valid lengths, tables, counters), and the results that belong to them."""
+        trio, named = TRIOS[self.name], self.arrays(inv)
+        operands = {name: x for name, x in named.items() if name in trio.operands._fields}
+        values = OPERATIONS[trio.name].synthetic_operands(operands, inv.kwargs["spec"])
+        if any(name in trio.outputs._fields for name in named):
+            forward = KERNELS[trio.name].invocation(values, inv.kwargs["spec"])
+            values |= jax.jit(lambda *args: forward.kernel.bind(args, forward.kwargs, KernelConfig()))(*forward.args)
+        rest = random_like({name: x for name, x in named.items() if name not in values})
+        return tuple({**values, **rest}[name] for name in named), inv.kwargs
+
+    def bind(
+        self, args: tuple, kwargs: Mapping[str, Any], cfg: KernelConfig, target: Target | None = None
+    ) -> dict[str, Any]:
+        """Binds the primitive and returns its results by name; the config itself says what it was chosen for."""
+        del target
+        if kwargs["platform"] != "auto":
+            cfg = replace(cfg, platform=kwargs["platform"], backend=Backend.ANY)
+        named = dict(zip(kwargs["operands"], args, strict=True))
+        return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, results=kwargs["results"])
+
+    def run(self, *args: Any, cfg: KernelConfig, **kwargs: Any) -> dict[str, Any]:
+        """The results by name, as `bind` gives them."""
+        return self.bind(args, kwargs, cfg)
+
+    def invocation(self, named: Mapping[str, Any], spec: Any, results=None, platform: str = "auto") -> Invocation:
+        """A call in canonical form."""
+        kwargs = dict(
+            operands=tuple(named), results=tuple(results or self.primitive.results), spec=spec, platform=platform
+        )
+        return Invocation(kernel=self, args=tuple(named.values()), kwargs=kwargs)
+
+
+def _choose_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results, served: KernelConfig):
+    """The config of a tangent or backward, while tracing: on the platform that its forward was forced to, if it was."""
+    forced = served.platform if served.backend == Backend.ANY else "auto"
+    inv = KERNELS[primitive.name].invocation(named, spec, results, forced)
+    return default_executor().choose(inv.kernel, inv)
+
+
+def _heuristic_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, platform: str, target: Target):
+    """The config for another target than the one the equation was traced for."""
+    return KERNELS[primitive.name].heuristic(named, spec, platform, target)
+
+
+@functools.cache
+def _source_of(operation: str) -> str:
+    digest = hashlib.sha256()
+    for entry in kernel_registry.list_implementations(operation):
+        file = Path(inspect.getsourcefile(inspect.unwrap(entry.implementation)))
+        for path in sorted(file.parent.glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+KERNELS: dict[str, PrimitiveKernel] = {}
+TRIOS: dict[str, Trio] = {}
+OPERATIONS: dict[str, type["Operation"]] = {}
+
+
+class Operation(Kernel):
+    """A built-in operation under its public arguments.
+
+    A subclass says which trio it is of and how its arguments are prepared; the two faces follow from that.
+
+    Attributes:
+        trio: its primitives.
+        prepare_arguments: checks the arguments of the lax face and gives `Prepared`. Its signature and docstring are
+            those of the lax face.
+        renamed: lax name → modules name, where the modules' face has another one.
+    """
+
+    trio: ClassVar[Trio]
+    prepare_arguments: ClassVar[Callable[..., Prepared]]
+    renamed: ClassVar[Mapping[str, str]] = {}
+
+    def __init_subclass__(cls, **how: Any):
+        super().__init_subclass__(**how)
+        for primitive in (cls.trio.forward, cls.trio.tangent, cls.trio.backward):
+            KERNELS[primitive.name], TRIOS[primitive.name] = PrimitiveKernel(primitive), cls.trio
+            primitive.choose_config, primitive.heuristic_config = _choose_config, _heuristic_config
+        OPERATIONS[cls.trio.name] = cls
+
+    def __init__(self):
+        super().__init__(name=self.trio.name)
+
+    @classmethod
+    def convert(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the lax face from those of the modules' face, under the lax names already."""
+        return dict(arguments)
+
+    @classmethod
+    def place(cls, arrays: Mapping[str, Any], given: Mapping[str, Any], specs: Mapping[str, Any]) -> tuple[dict, dict]:
+        """The arrays and specs of a call that is about to be split over a mesh, and whatever depends on the whole."""
+        del given
+        return dict(arrays), dict(specs)
+
+    @classmethod
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+        """Values to measure with in the place of operands without: here random numbers."""
+        del spec
+        return random_like(dict(operands))
+
+    @classmethod
+    def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:
+        """A call under the arguments of the lax face in canonical form, and what makes its result."""
+        prepared = cls.prepare_arguments(*args, **kwargs)
+        inv = KERNELS[cls.trio.name].invocation(prepared.named, prepared.spec, platform=platform or "auto")
+        return inv, prepared.finish
+
+    @classmethod
+    def call(cls, *args: Any, config: Any = None, platform: str | None = None, **kwargs: Any) -> Any:
+        """The operation under the arguments of the lax face."""
+        config = config_of(cls.trio.name, config, platform)
+        inv, finish = cls.invocation(*args, platform=platform, **kwargs)
+        return finish(default_executor().run(inv, config))
+
+    def prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Invocation, Callable]:
+        """The call under the arguments of the modules' face, as an Executor is given it."""
+        return self.invocation(**lax_arguments(type(self), args, kwargs))
+
+
+def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given under the modules' names, under those of the lax face."""
+    try:
+        bound = inspect.Signature(modules_parameters(operation)).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise type_error(operation.trio.name, str(error)) from None
+    back = {new: old for old, new in operation.renamed.items()}
+    return operation.convert({back.get(name, name): x for name, x in bound.items()})
+
+
+def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
+    """The parameters of the lax face under the modules' names."""
+    of = inspect.signature(operation.prepare_arguments).parameters.values()
+    return [parameter.replace(name=operation.renamed.get(parameter.name, parameter.name)) for parameter in of]

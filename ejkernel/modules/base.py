@@ -1,0 +1,82 @@
+"""What the modules share: their config, the platform of an algorithm, and the executor of the first examples."""
+
+import warnings
+from typing import Any
+
+import jax
+
+from ejkernel.kernels._registry import Backend, Platform, kernel_registry
+from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, PersistentCache, Tuner
+from ejkernel.types import KernelConfig
+
+__all__ = ["KernelConfig", "create_default_executor", "detect_platform"]
+
+_PREFERENCE = {
+    "gpu": (Platform.TRITON, Platform.XLA),
+    "tpu": (Platform.PALLAS, Platform.XLA),
+}
+
+
+def detect_platform(algorithm: str, platform: Platform | str | None = "auto", maybe_pallas: bool = False) -> Platform:
+    """The platform that `algorithm` runs in on the default backend.
+
+    On a GPU Triton and then XLA, on a TPU Pallas and then XLA, elsewhere XLA; of these the first that is registered for
+    the backend. A platform that is asked for is returned if the algorithm is registered on it, for any backend.
+
+    Args:
+        algorithm: a name in the registry.
+        platform: a platform, or "auto" or None to detect it.
+        maybe_pallas: on a GPU, consider Pallas after Triton and before XLA.
+
+    Raises:
+        ValueError: the algorithm is not registered, or not on the platform that is asked for, or on none that runs
+        here.
+    """
+    if platform not in (None, "auto"):
+        kernel_registry.get(algorithm, platform)
+        return Platform(platform)
+    backend = jax.default_backend()
+    preference = _PREFERENCE.get(backend, (Platform.XLA,))
+    if backend == "gpu" and maybe_pallas:
+        preference = (Platform.TRITON, Platform.PALLAS, Platform.XLA)
+    registered = {
+        spec.platform
+        for spec in kernel_registry.list_implementations(algorithm)
+        if spec.backend in (Backend.ANY, backend)
+    }
+    for preferred in preference:
+        if preferred in registered:
+            return preferred
+    raise ValueError(f"{algorithm}: registered on {sorted(registered) or 'nothing'} for {backend}, not on {preference}")
+
+
+def create_default_executor(
+    persistent_cache_path: str | None = None,
+    enable_autotuning: bool = True,
+    warmup_iterations: int = 2,
+    timing_iterations: int = 5,
+) -> Executor[KernelConfig, Any]:
+    """Deprecated: an executor with a cache in memory, and one on disk if a path is given.
+
+    Write `Executor(ConfigSelectorChain(...))` instead:
+
+        Executor(ConfigSelectorChain(
+            cache=ConfigCache(),
+            policy=AutotunePolicy(allow_autotune=True),
+            tuner=Tuner(warmup=2, iters=5),
+            persistent=PersistentCache("/tmp/kernel_cache"),
+        ))
+    """
+    warnings.warn(
+        "create_default_executor is deprecated; use Executor(ConfigSelectorChain(...))",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return Executor(
+        ConfigSelectorChain(
+            cache=ConfigCache(),
+            policy=AutotunePolicy(allow_autotune=enable_autotuning),
+            tuner=Tuner(warmup_iterations, timing_iterations),
+            persistent=PersistentCache(persistent_cache_path) if persistent_cache_path else None,
+        )
+    )

@@ -1,0 +1,127 @@
+"""What the public faces of all operations do with their arguments before a primitive is bound.
+
+Wrong arguments are told here, before anything is traced or compiled, in the grammar of `ejkernel.errors`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ...errors import type_error, value_error
+from ...primitives._factory import KernelPrimitive
+from ...primitives._sharding import explicit_axes, joined, partition_spec
+from ...types import KernelConfig, Platform
+
+
+def array(operation: str, name: str, x: Any) -> Any:
+    """An operand as an array; raises for what has no shape and dtype."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise type_error(operation, f"{name} must be an array, not {type(x).__name__}")
+    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+
+
+def require_rank(operation: str, rank: int, axes: str, **arrays: Any) -> None:
+    """Every array has that many axes."""
+    for name, x in arrays.items():
+        if len(x.shape) != rank:
+            raise value_error(operation, f"{name} has {len(x.shape)} axes; it must have {rank}: {axes}", **arrays)
+
+
+def require_dtype(operation: str, kind: Any, wanted: str, **arrays: Any) -> None:
+    """Every array has a dtype of that kind (as in `jax.numpy.issubdtype`)."""
+    for name, x in arrays.items():
+        if x is not None and not jnp.issubdtype(x.dtype, kind):
+            raise type_error(operation, f"{name} has dtype {x.dtype}; it must be {wanted}", **{name: x})
+
+
+def require_same_dtype(operation: str, **arrays: Any) -> None:
+    """All arrays have one dtype."""
+    (first, x), *others = arrays.items()
+    for name, y in others:
+        if y.dtype != x.dtype:
+            raise type_error(operation, f"{name} is {y.dtype} but {first} is {x.dtype}; they must be equal", **arrays)
+
+
+def window_pair(operation: str, window: Any) -> tuple[int | None, int | None]:
+    """(left, right), both inclusive; an int w is w keys that end with the query's own."""
+    if window is None:
+        return (None, None)
+    if isinstance(window, int | np.integer) and not isinstance(window, bool):
+        if window < 1:
+            raise value_error(operation, f"window is {window}; a number of keys must be at least 1")
+        return (int(window) - 1, 0)
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise type_error(operation, f"window is {window!r}; it must be an int, a pair (left, right) or None")
+    for side, bound in zip(("left", "right"), window, strict=True):
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | np.integer)):
+            raise type_error(operation, f"window's {side} bound is {bound!r}; it must be an int or None")
+        if bound is not None and bound < 0:
+            raise value_error(operation, f"window's {side} bound is {bound}; it must not be negative")
+    left, right = (None if bound is None else int(bound) for bound in window)
+    return (left, right)
+
+
+def positive_or_none(operation: str, name: str, x: Any) -> float | None:
+    """A static positive number, or None."""
+    if x is None:
+        return None
+    if isinstance(x, jax.Array | jax.core.Tracer):
+        raise type_error(operation, f"{name} must be a static number, not a traced array")
+    if not np.isfinite(x) or x <= 0:
+        raise value_error(operation, f"{name} is {x}; it must be positive and finite")
+    return float(x)
+
+
+def config_of(operation: str, config: Any, platform: Platform | str | None = None) -> KernelConfig | None:
+    """A config given by a user, as a `KernelConfig` or a mapping of its fields; None if none is given."""
+    known = {field.name for field in fields(KernelConfig)}
+    if isinstance(config, Mapping):
+        if unknown := sorted(config.keys() - known):
+            raise value_error(operation, f"config has no field {', '.join(unknown)}; the fields are {sorted(known)}")
+        config = KernelConfig(**config)
+    elif config is not None and not isinstance(config, KernelConfig):
+        raise type_error(operation, f"config is a {type(config).__name__}; it must be a KernelConfig or a mapping")
+    for asked in (platform, config.platform if config else None):
+        if asked not in (None, "auto", *Platform):
+            raise value_error(operation, f"platform {asked!r} is unknown; known are auto, {', '.join(Platform)}")
+    if config is not None:
+        for name in ("block_q", "block_k", "block_d", "num_warps", "num_stages"):
+            size = getattr(config, name)
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+                raise value_error(operation, f"config.{name} is {size!r}; it must be a positive int")
+    return config
+
+
+def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Operands with one sharding for each axis and the same varying manual axes, as the primitive needs them.
+
+    On a mesh with Explicit axes an operand that is not yet split along an axis that others split is resharded (which
+    needs no communication, only takes a part). Under `shard_map` an operand that does not vary over an axis that others
+    vary over is cast to do so, whose transpose sums its gradient.
+    """
+    types = {name: jax.typeof(x) for name, x in named.items()}
+    varying = frozenset().union(*(aval.manual_axis_type.varying for aval in types.values()))
+    if varying:
+        named = {
+            name: jax.lax.pcast(x, tuple(sorted(missing)), to="varying")
+            if (missing := varying - types[name].manual_axis_type.varying)
+            else x
+            for name, x in named.items()
+        }
+    sharded = [aval for aval in types.values() if explicit_axes(aval)]
+    if not sharded:
+        return dict(named)
+    mesh = sharded[0].sharding.mesh
+    specs = {name: aval.sharding.spec if explicit_axes(aval) else PartitionSpec() for name, aval in types.items()}
+    split = joined(primitive.name, primitive.table, primitive.layout, named, specs, mesh)
+    wanted = {name: partition_spec(primitive.table[name], x.shape, split) for name, x in named.items()}
+    same = lambda a, b, ndim: tuple(a) + (None,) * (ndim - len(a)) == tuple(b)
+    return {
+        name: x if same(specs[name], wanted[name], x.ndim) else jax.sharding.reshard(x, wanted[name])
+        for name, x in named.items()
+    }

@@ -1,0 +1,303 @@
+"""flash_attention as an operation: from the public arguments to the operands and spec of the primitive, and back."""
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ...errors import type_error, value_error
+from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ...primitives.flash_attention import flash_attention as trio
+from .._operation import Operation, Prepared
+from ._arguments import (
+    align,
+    array,
+    positive_or_none,
+    require_dtype,
+    require_rank,
+    require_same_dtype,
+    window_pair,
+)
+
+NAME = trio.name
+
+
+def flash_attention_arguments(
+    q,
+    k,
+    v,
+    bias=None,
+    mask=None,
+    q_segment_ids=None,
+    kv_segment_ids=None,
+    sinks=None,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    dropout_key=None,
+    *,
+    causal=False,
+    window=None,
+    softcap=None,
+    softmax_scale=None,
+    dropout_rate=0.0,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    return_lse=False,
+    deterministic=False,
+    batch_invariant=False,
+) -> Prepared:
+    """Softmax attention, computed in tiles in memory linear in the sequence.
+
+    With i' = i + K − S (bottom-right alignment), for query i and key j of one head:
+
+        s_ij = softmax_scale · q_i·k_j + bias_ij,   then softcap · tanh(s_ij / softcap),   then −∞ where masked
+        lse_i = log(Σ_j exp s_ij + Σ_n exp sinks_n),   o_i = Σ_j exp(s_ij − lse_i) · keep_ij/(1 − dropout_rate) · v_j
+
+    Differentiable in q, k, v, bias, sinks and a traced softmax_scale, through o and lse, to any order.
+
+    Args:
+        q: queries [B, S, H, D], or [T, H, D] with cu_seqlens.
+        k: keys [B, K, G, D], or [T', G, D]; H is a multiple of G, and query head h uses head h // (H // G).
+        v: values [B, K, G, V], or [T', G, V]; V may differ from D. q, k and v have one float dtype.
+        bias: added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
+        mask: bool, broadcastable to [B, H, S, K]; False hides.
+        q_segment_ids: [B, S] integers; a query attends only where the ids are equal; negative ids are padding.
+        kv_segment_ids: [B, K] integers.
+        sinks: [H] or [H, n] logits that join the denominator of every row, with no value; neither scaled nor capped.
+        cu_seqlens_q: [N + 1] integers, may be traced: sequence n is the tokens from entry n to entry n + 1.
+        cu_seqlens_k: [N + 1] integers, likewise for keys and values.
+        dropout_key: a `jax.random.key`, may be traced. The kept set depends on the key, b, h, i and j alone.
+        causal: query i sees keys j ≤ i'.
+        window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is the w keys that end
+            with the query's own, (w − 1, 0).
+        softcap: bound of the logits.
+        softmax_scale: D**-0.5 by default; a number, or a traced scalar.
+        dropout_rate: share of the weights that is dropped, in [0, 1).
+        max_seqlen_q: static bound of the lengths in cu_seqlens_q.
+        max_seqlen_k: static bound of the lengths in cu_seqlens_k.
+        return_lse: also return lse.
+        deterministic: only implementations that give the same bits in every run.
+        batch_invariant: only implementations that give a row the same bits whatever else is in the batch.
+
+    Returns:
+        o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for; packed: [T, H, V] and [H, T]. A query that
+        sees nothing has o = 0 and lse = −∞ (with sinks, their logsumexp), and gradients 0.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    FlashAttention-2, arXiv 2307.08691; FlashAttention-3, arXiv 2407.08608.
+    """
+    q, k, v = (array(NAME, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    packed = _is_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if packed:
+        _check_packed(cu_seqlens_q, cu_seqlens_k, q_segment_ids, kv_segment_ids)
+        q, k, v = q[None], k[None], v[None]
+    elif max_seqlen_q is not None or max_seqlen_k is not None:
+        raise value_error(NAME, "max_seqlen_q and max_seqlen_k are for packed sequences: give cu_seqlens_q and _k")
+    _check_arrays(q, k, v)
+    require_dtype(NAME, np.integer, "an integer type", q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
+    if (q_segment_ids is None) != (kv_segment_ids is None):
+        alone, other = ("q", "kv") if kv_segment_ids is None else ("kv", "q")
+        raise value_error(NAME, f"{alone}_segment_ids is given without {other}_segment_ids; both or neither")
+    scale, traced_scale = _scale(softmax_scale, q)
+    operands = Operands(
+        q,
+        k,
+        v,
+        bias=_pairwise("bias", bias, np.floating, "a float type", q, k),
+        mask=_pairwise("mask", mask, np.bool_, "bool", q, k),
+        q_segment_ids=_segment_ids("q_segment_ids", q_segment_ids, q),
+        kv_segment_ids=_segment_ids("kv_segment_ids", kv_segment_ids, k),
+        sinks=_sinks(sinks, q),
+        softmax_scale=traced_scale,
+        cu_seqlens_q=_lengths(cu_seqlens_q),
+        cu_seqlens_k=_lengths(cu_seqlens_k),
+        dropout=_dropout(dropout_rate, dropout_key, q),
+    )
+    spec = FlashAttentionSpec(
+        causal=bool(causal),
+        window=window_pair(NAME, window),
+        softcap=positive_or_none(NAME, "softcap", softcap),
+        softmax_scale=scale,
+        dropout_rate=float(dropout_rate),
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        deterministic=bool(deterministic),
+        batch_invariant=bool(batch_invariant),
+    )
+    named = align(trio.forward, {name: x for name, x in operands._asdict().items() if x is not None})
+
+    def finish(out: dict[str, Any]):
+        o, lse = Outputs(**{name: x[0] if packed else x for name, x in out.items()})
+        return (o, lse) if return_lse else o
+
+    return Prepared(named, spec, finish)
+
+
+def _is_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> bool:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        require_rank(NAME, 4, "batch, length, heads, features (or 3 with cu_seqlens_q and cu_seqlens_k)", q=q, k=k, v=v)
+        return False
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise value_error(NAME, "cu_seqlens_q and cu_seqlens_k must be given together")
+    require_rank(NAME, 3, "tokens, heads, features, since cu_seqlens are given", q=q, k=k, v=v)
+    return True
+
+
+def _check_packed(cu_seqlens_q, cu_seqlens_k, q_segment_ids, kv_segment_ids) -> None:
+    if q_segment_ids is not None or kv_segment_ids is not None:
+        raise value_error(NAME, "segment ids and cu_seqlens both divide the tokens into sequences; give one of them")
+    lengths = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    require_rank(NAME, 1, "sequences + 1", **lengths)
+    require_dtype(NAME, np.integer, "an integer type", **lengths)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.shape[0] < 2:
+        raise value_error(NAME, "cu_seqlens_q and cu_seqlens_k must both have sequences + 1 ≥ 2 entries", **lengths)
+
+
+def _check_arrays(q, k, v) -> None:
+    shown = dict(q=q, k=k, v=v)
+    require_dtype(NAME, np.floating, "a float type", **shown)
+    require_same_dtype(NAME, **shown)
+    (batch, _, heads, depth), (_, length, groups, _) = q.shape, k.shape
+    for name, x in shown.items():
+        if 0 in x.shape[2:]:
+            raise value_error(
+                NAME, f"{name} has {x.shape[2]} heads of {x.shape[3]} features; neither may be 0", **shown
+            )
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != batch:
+            raise value_error(NAME, f"{name} has batch {x.shape[0]} but q has {batch}; they must be equal", **shown)
+    if k.shape[-1] != depth:
+        raise value_error(NAME, f"k has {k.shape[-1]} features but q has {depth}; they must be equal", q=q, k=k)
+    if v.shape[1:3] != (length, groups):
+        raise value_error(
+            NAME,
+            f"v has length {v.shape[1]} and {v.shape[2]} heads but k has {length} and {groups}; they must be equal",
+            k=k,
+            v=v,
+        )
+    if heads % groups:
+        raise value_error(
+            NAME,
+            f"k has {groups} heads but q has {heads}; query heads must be a multiple of key/value heads",
+            q=q,
+            k=k,
+        )
+
+
+def _statistics_dtype(q):
+    """float32, or float64 with such inputs. By the table of numpy: that of jax may be set to refuse."""
+    return np.promote_types(q.dtype, np.float32)
+
+
+def _scale(scale, q):
+    """The static scale and the traced one: a traced scale is an operand, and the static one is then 1."""
+    if scale is None:
+        return q.shape[-1] ** -0.5, None
+    if isinstance(scale, jax.Array | jax.core.Tracer):
+        if scale.shape != ():
+            raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
+        require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
+        return 1.0, scale.astype(_statistics_dtype(q)).reshape(1, 1)
+    if not np.isfinite(scale):
+        raise value_error(NAME, f"softmax_scale is {scale}; it must be finite")
+    return float(scale), None
+
+
+def _pairwise(name: str, x, kind, wanted: str, q, k):
+    """bias or mask with four axes, each of the logits' size or 1."""
+    if x is None:
+        return None
+    x = array(NAME, name, x)
+    require_dtype(NAME, kind, wanted, **{name: x})
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if len(x.shape) > 4 or any(s not in (1, f) for s, f in zip(x.shape[::-1], full[::-1], strict=False)):
+        raise value_error(
+            NAME,
+            f"{name} of shape {x.shape} does not broadcast to {full}, the shape of the logits [batch, heads, q, k]",
+            **{name: x, "q": q, "k": k},
+        )
+    return x.reshape((1,) * (4 - len(x.shape)) + x.shape)
+
+
+def _segment_ids(name: str, ids, x):
+    if ids is None:
+        return None
+    ids = array(NAME, name, ids)
+    if ids.shape != x.shape[:2]:
+        of = "q" if name.startswith("q") else "k"
+        raise value_error(NAME, f"{name} must be {x.shape[:2]}, batch and length of {of}", **{name: ids, of: x})
+    return ids.astype(jnp.int32)
+
+
+def _lengths(cu_seqlens):
+    return None if cu_seqlens is None else array(NAME, "cu_seqlens", cu_seqlens).astype(jnp.int32)[None]
+
+
+def _sinks(sinks, q):
+    if sinks is None:
+        return None
+    sinks = array(NAME, "sinks", sinks)
+    require_dtype(NAME, np.floating, "a float type", sinks=sinks)
+    if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[2]:
+        raise value_error(NAME, f"sinks must be [{q.shape[2]}] or [{q.shape[2]}, n], one row a head", sinks=sinks, q=q)
+    return sinks.astype(_statistics_dtype(q)).reshape(1, sinks.shape[0], -1)
+
+
+def _dropout(rate, key, q):
+    """[b, h, 4]: the key's two words, the batch index, the head index."""
+    if isinstance(rate, jax.Array | jax.core.Tracer):
+        raise type_error(NAME, "dropout_rate must be a static number, not a traced array")
+    if not 0 <= rate < 1:
+        raise value_error(NAME, f"dropout_rate is {rate}; it must be at least 0 and below 1")
+    if rate == 0:
+        return None
+    if key is None:
+        raise value_error(NAME, f"dropout_rate is {rate} but dropout_key is not given; pass a jax.random.key")
+    if key.shape == (q.shape[0], q.shape[2], 4):  # a shard of what this function made for the whole
+        return key
+    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    if words.ndim != 1 or words.size % 2 or words.dtype != jnp.uint32:
+        raise value_error(NAME, "dropout_key must be one jax.random.key", dropout_key=key)
+    first, second = (jnp.bitwise_xor.reduce(words[i::2]) for i in range(2))
+    batch, heads = q.shape[0], q.shape[2]
+    grid = jnp.indices((batch, heads), jnp.uint32)
+    return jnp.stack([jnp.full((batch, heads), first), jnp.full((batch, heads), second), *grid], axis=-1)
+
+
+class FlashAttention(Operation):
+    """Softmax attention in tiles, never a whole row of weights: `ejkernel.lax.flash_attention` as a kernel object."""
+
+    trio = trio
+    prepare_arguments = staticmethod(flash_attention_arguments)
+    renamed: ClassVar = {
+        "softcap": "logits_soft_cap",
+        "window": "sliding_window",
+        "sinks": "softmax_aux",
+        "dropout_rate": "dropout_prob",
+        "dropout_key": "dropout_seed",
+        "cu_seqlens_q": "cum_seqlens_q",
+        "cu_seqlens_k": "cum_seqlens_k",
+    }
+
+    @classmethod
+    def convert(cls, arguments):
+        """The modules' face takes an integer seed, 0 if none is given."""
+        if not arguments.get("dropout_rate"):
+            return dict(arguments)
+        seed = arguments.get("dropout_key")
+        return dict(arguments, dropout_key=jax.random.key(0 if seed is None else seed, impl="threefry2x32"))
+
+    @classmethod
+    def place(cls, arrays, given, specs):
+        """Every shard drops what the whole would drop: it gets its own rows of the whole's counters."""
+        rate = given.get("dropout_rate", 0.0)
+        if not rate:
+            return dict(arrays), dict(specs)
+        spec = (*specs["q"], None, None, None)
+        rows = _dropout(rate, given.get("dropout_key"), arrays["q"])
+        return dict(arrays, dropout_key=rows), dict(specs, dropout_key=PartitionSpec(spec[0], spec[2]))

@@ -1,0 +1,96 @@
+"""ConfigCache, and the contexts that change which config is chosen: `overlay_cache` and `policy_override`.
+
+What is chosen while `jax.jit` traces is baked into the program, so whatever the choice depends on has to be part of the
+key under which JAX keeps the program. The three values below are: each is a context of JAX, and where it changes, the
+next call is traced anew. Like every context of JAX they belong to a thread and are not inherited by those that it
+starts.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+_overlays = jax.make_user_context(())
+_autotune_override = jax.make_user_context(None)
+_generation = jax.make_user_context(0)
+_generation_lock = threading.Lock()
+
+
+class ConfigCache:
+    """Configs in memory by key; safe to share between threads.
+
+    Attributes:
+        generation: the number of times that a config was put.
+    """
+
+    def __init__(self):
+        self.generation = 0
+        self._configs: dict[str, Any] = {}
+        self._answered_by_others: set[str] = set()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> Any | None:
+        """The config of `key`, None if there is none."""
+        return self._configs.get(key)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._configs
+
+    def __len__(self) -> int:
+        return len(self._configs)
+
+    def put(self, key: str, config: Any) -> None:
+        """Stores the config of `key`. Programs that were traced with another one for that key are traced anew."""
+        with self._lock:
+            stale = key in self._answered_by_others or self._configs.get(key, config) != config
+            self._configs[key] = config
+            self._answered_by_others.discard(key)
+            self.generation += 1
+        if stale:
+            _retrace_what_is_jitted()
+
+    def answered_by_another(self, key: str) -> None:
+        """Notes that `key` was asked for here in vain, and that a program was made with what something else chose.
+
+        Without this note `put` would have to discard every jitted program whenever a config is first measured.
+        """
+        with self._lock:
+            too_late = key in self._configs
+            self._answered_by_others.add(key)
+        if too_late:
+            _retrace_what_is_jitted()
+
+
+def _retrace_what_is_jitted() -> None:
+    with _generation_lock:
+        _generation.set_global(_generation.get_global() + 1)
+
+
+@contextlib.contextmanager
+def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
+    """Within this context the configs in `cache` come before all others but those that a call gives itself.
+
+    Overlays nest: what the inner one lacks is looked for in the outer one.
+    """
+    with _overlays((cache, *_overlays.value)):
+        yield cache
+
+
+@contextlib.contextmanager
+def policy_override(*, autotune: bool) -> Iterator[None]:
+    """Within this context configs are measured where none is stored, or are not, whatever the policy in force says."""
+    with _autotune_override(autotune):
+        yield
+
+
+def overlays() -> tuple[ConfigCache, ...]:
+    """The overlays in force, the innermost first."""
+    return _overlays.value
+
+
+def autotune_override() -> bool | None:
+    """What `policy_override` says, None outside of it."""
+    return _autotune_override.value

@@ -1,0 +1,176 @@
+"""ConfigSelectorChain: which config a call runs with.
+
+    override → overlay → cache → persistent → autotune → heuristics
+
+The first that has an answer gives it. What was measured is kept, in memory and on disk; what heuristics chose never is.
+"""
+
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic
+
+from ejkernel.errors import ConfigMissError, EjkernelRuntimeError
+
+from ..core.kernel import Invocation, Kernel
+from ..core.types import Cfg
+from ..execution.tuning import Tuner
+from .cache import ConfigCache, autotune_override, overlays
+from .persistent import PersistentCache
+
+
+@dataclass(frozen=True)
+class AutotunePolicy:
+    """What may be done where no config is stored.
+
+    Attributes:
+        allow_autotune: measure the kernel's `config_space` and keep the fastest.
+        allow_heuristics: take what `heuristic_cfg` says. Where neither is allowed, a miss is an error.
+    """
+
+    allow_autotune: bool = True
+    allow_heuristics: bool = True
+
+
+_POLICIES = {
+    "autotune": AutotunePolicy(),
+    "heuristics": AutotunePolicy(allow_autotune=False),
+    "error": AutotunePolicy(allow_autotune=False, allow_heuristics=False),
+}
+
+
+def policy_of_environment() -> AutotunePolicy:
+    """The policy that `EJKERNEL_AUTOTUNE_POLICY` names now: "autotune" (the default), "heuristics" or "error"."""
+    name = os.environ.get("EJKERNEL_AUTOTUNE_POLICY") or "autotune"
+    if name not in _POLICIES:
+        raise ValueError(f"EJKERNEL_AUTOTUNE_POLICY is {name!r}; it has to be one of {', '.join(_POLICIES)}")
+    return _POLICIES[name]
+
+
+class ConfigSelectorChain(Generic[Cfg]):
+    """Chooses configs in the order above, each level under the same key (`Kernel.key_builder`).
+
+    Args:
+        cache: configs in memory; by default a new one. policy: what to do on a miss; by default what
+        `EJKERNEL_AUTOTUNE_POLICY` says at the time. tuner: how to measure. persistent: configs on disk; None for none.
+        autotune: short for `policy=AutotunePolicy(allow_autotune=autotune)`. on_event: called as `on_event(event,
+        operation, key, config)` with each choice. The events are override, overlay_hit,
+            cache_hit, persistent_hit, autotune_start (config None), autotune_finish, heuristics, and error (config
+            None).
+    """
+
+    def __init__(
+        self,
+        cache: ConfigCache | None = None,
+        policy: AutotunePolicy | None = None,
+        tuner: Tuner | None = None,
+        persistent: PersistentCache | None = None,
+        *,
+        autotune: bool | None = None,
+        on_event: Callable[[str, str, str, Cfg | None], Any] | None = None,
+    ):
+        if policy is not None and autotune is not None:
+            raise ValueError("ConfigSelectorChain: give policy or autotune, not both")
+        self.cache = ConfigCache() if cache is None else cache
+        self.tuner = Tuner() if tuner is None else tuner
+        self.persistent = persistent
+        self._policy = policy if autotune is None else AutotunePolicy(allow_autotune=autotune)
+        self._on_event = on_event
+        self._measurements = _LockByKey()
+        self._warned: set[str] = set()
+
+    @property
+    def policy(self) -> AutotunePolicy:
+        """The policy in force: `policy_override`, else the one given, else that of the environment."""
+        policy = self._policy or policy_of_environment()
+        override = autotune_override()
+        return policy if override is None else replace(policy, allow_autotune=override)
+
+    def choose(self, kernel: Kernel[Cfg, Any], inv: Invocation, override: Cfg | None = None) -> Cfg:
+        """The config for `inv`; `override` if that is given.
+
+        Raises:
+            ConfigMissError: none is stored, and the policy allows neither to measure nor to guess.
+        """
+        if override is not None:
+            if self._on_event is not None:
+                self._tell("override", kernel, kernel.key_builder(inv), override)
+            return override
+        key = kernel.key_builder(inv)
+        event, config = (
+            self._stored(kernel, inv, key) or self._measured(kernel, inv, key) or self._guessed(kernel, inv, key)
+        )
+        for cache in (*overlays(), self.cache):
+            if key not in cache:
+                cache.answered_by_another(key)
+        self._tell(event, kernel, key, config)
+        return config
+
+    def measure(self, kernel: Kernel[Cfg, Any], inv: Invocation) -> Cfg:
+        """Measures `inv` whatever the policy, and stores the fastest config.
+
+        Raises:
+            EjkernelRuntimeError: it cannot be measured here, or no config computes the right numbers.
+        """
+        if reason := self.tuner.refusal(inv):
+            raise EjkernelRuntimeError(f"{kernel.op_id}: {reason}")
+        key = kernel.key_builder(inv)
+        self._tell("autotune_start", kernel, key, None)
+        config = self.tuner.fastest(kernel, inv)
+        self.cache.put(key, config)
+        if self.persistent is not None:
+            self.persistent.put(key, config, inv.device_fingerprint)
+        return config
+
+    def _stored(self, kernel: Kernel, inv: Invocation, key: str) -> tuple[str, Cfg] | None:
+        for overlay in overlays():
+            if (config := overlay.get(key)) is not None:
+                return "overlay_hit", config
+        if (config := self.cache.get(key)) is not None:
+            return "cache_hit", config
+        if self.persistent is None:
+            return None
+        config = self.persistent.get(key, inv.device_fingerprint, kernel.config_class)
+        if config is None:
+            return None
+        self.cache.put(key, config)
+        return "persistent_hit", config
+
+    def _measured(self, kernel: Kernel, inv: Invocation, key: str) -> tuple[str, Cfg] | None:
+        if not self.policy.allow_autotune or set(kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
+            return None
+        with self._measurements.of(key):
+            if (config := self.cache.get(key)) is not None:  # another thread has measured it meanwhile
+                return "cache_hit", config
+            try:
+                return "autotune_finish", self.measure(kernel, inv)
+            except EjkernelRuntimeError as error:
+                self._warn_once(f"{error}; the heuristic config is used")
+                return None
+
+    def _guessed(self, kernel: Kernel, inv: Invocation, key: str) -> tuple[str, Cfg]:
+        if self.policy.allow_heuristics:
+            return "heuristics", kernel.heuristic_cfg(inv)
+        self._tell("error", kernel, key, None)
+        raise ConfigMissError(f"{kernel.op_id}: no config is stored for {key}, and the policy is to raise an error")
+
+    def _tell(self, event: str, kernel: Kernel, key: str, config: Cfg | None) -> None:
+        if self._on_event is not None:
+            self._on_event(event, kernel.op_id, key, config)
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+
+class _LockByKey:
+    """A lock for each key, so that a config is measured once while other keys are not held up."""
+
+    def __init__(self):
+        self._locks: dict[str, threading.Lock] = {}
+
+    def of(self, key: str) -> threading.Lock:
+        return self._locks.setdefault(key, threading.Lock())

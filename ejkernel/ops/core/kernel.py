@@ -1,0 +1,170 @@
+"""Kernel, the building block of the framework, and Invocation, one call of it."""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic
+
+from ejkernel.types import Target
+
+from ..utils.devices import device_fingerprint, local_target
+from ..utils.fingerprints import key_of, source_fingerprint, structure_fingerprint
+from ..utils.operands import abstract, is_array, random_like
+from .types import Cfg, Out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Invocation(Generic[Cfg, Out]):
+    """What a config is chosen for: a kernel, its operands and options, and the target it is to run on.
+
+    Attributes:
+        kernel: the kernel that is called.
+        args: positional operands; arrays, tracers or `jax.ShapeDtypeStruct`, and anything else as it was given.
+        kwargs: keyword operands and options.
+        metadata: whatever a caller wants to keep with the call; nothing here reads it.
+        target: what the program is for; by default the device in use.
+    """
+
+    kernel: "Kernel[Cfg, Out]"
+    args: tuple
+    kwargs: dict[str, Any]
+    metadata: Mapping[str, Any] | None = None
+    target: Target = None
+
+    def __post_init__(self):
+        if self.target is None:
+            object.__setattr__(self, "target", local_target())
+
+    @property
+    def abstract_args(self) -> tuple:
+        """`args` with a `jax.ShapeDtypeStruct` in the place of each array."""
+        return abstract(self.args)
+
+    @property
+    def device_fingerprint(self) -> str:
+        """The target as `ejkernel.ops.device_fingerprint` names it."""
+        return device_fingerprint(self.target)
+
+    @property
+    def call_key(self) -> str:
+        """The structure of the call: types and shardings of the arrays, and the options. Values do not matter."""
+        return structure_fingerprint((self.args, self.kwargs))
+
+
+class Kernel(Generic[Cfg, Out]):
+    """An operation that runs with a config: subclass it, give it `run` and `heuristic_cfg`, and call it.
+
+    A call becomes a primitive of JAX named after the kernel, whose parameters show the config: `jax.jit`, `jax.vmap`,
+    `jax.jvp`, `jax.grad` and their compositions all apply to it, by the rules of `run` where the kernel brings none.
+
+    Array operands may be given by position or by keyword; everything else has to be hashable and is static.
+    """
+
+    version = 1
+    """Part of the operation's identity: raise it to forget every config that was stored for the kernel."""
+
+    run_triton = None
+    """`run_triton(*args, cfg, **kwargs)`, taken on CUDA and ROCm; None: `run_xla`, else `run`."""
+    run_pallas = None
+    """`run_pallas(*args, cfg, **kwargs)`, taken on TPU; None: `run_xla`, else `run`."""
+    run_xla = None
+    """`run_xla(*args, cfg, **kwargs)`, taken on CPU and where a platform has no method of its own; None: `run`."""
+    custom_vjp = None
+    """`custom_vjp(primals, cfg, kwargs, cotangents)`: a gradient for each positional operand, None for no gradient.
+
+    `cotangents` is a tuple with one for each array that `run` returns, None for one of integers. A kernel without
+    `custom_vjp` has the gradients of `run`.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """Runs the kernel with the config that the default executor chooses, or with `cfg`."""
+        from ..execution.executor import default_executor  # an executor is made of kernels, caches and tuning
+
+        return default_executor()(self, *args, cfg=cfg, **kwargs)
+
+    def run(self, *args: Any, cfg: Cfg, **kwargs: Any) -> Out:
+        """The operation itself, in JAX: arrays in, an array or a tree of arrays out."""
+        raise NotImplementedError(f"{self.name}: a kernel needs run(*args, cfg, **kwargs)")
+
+    def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
+        """The config for `inv` where none was measured. `inv.target` says for what device."""
+        raise NotImplementedError(f"{self.name}: a kernel needs heuristic_cfg(inv)")
+
+    def config_space(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
+        """The configs that are worth measuring for `inv`, the most promising first."""
+        return [self.heuristic_cfg(inv)]
+
+    def synthetic_inputs(self, inv: Invocation[Cfg, Out]) -> tuple[tuple, dict[str, Any]]:
+        """`(args, kwargs)` to measure with where `inv` holds no values: by default random numbers.
+
+        A kernel whose time depends on values (lengths, group sizes, tables of indices) brings its own.
+        """
+        return random_like((inv.args, inv.kwargs))
+
+    def key_builder(self, inv: Invocation[Cfg, Out]) -> str:
+        """The key under which the config of `inv` is stored, at every level of caching."""
+        return key_of(self, inv.args, inv.kwargs, inv.target)
+
+    def source_fingerprint(self) -> str:
+        """A hash of the source that a measured time depends on: by default that of the kernel's class."""
+        return _source_of_class(type(self))
+
+    @property
+    def op_id(self) -> str:
+        """`name@v1`."""
+        return f"{self.name}@v{self.version}"
+
+    @property
+    def config_class(self) -> type | None:
+        """The class of the configs, as `class MyKernel(Kernel[MyConfig, Out])` declares it; None if it does not."""
+        return _declared_config_class(type(self))
+
+    def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Invocation, Callable[[Any], Out]]:
+        """The invocation that a config is chosen for, and what makes the call's result of that of `bind`.
+
+        A kernel that is called under other arguments than those it is bound with translates them here.
+        """
+        return Invocation(self, args, kwargs), lambda result: result
+
+    def bind(self, args: tuple, kwargs: dict[str, Any], cfg: Cfg, target: Target | None = None) -> Out:
+        """Binds the primitive of this kernel. `target` is what `cfg` was chosen for, None where a user gave it.
+
+        Where the program is lowered for another platform than that of `target`, heuristics choose again.
+        """
+        from .user_primitive import bind  # which needs Invocation
+
+        return bind(self, args, kwargs, cfg, target)
+
+    # Kernels are parameters of a primitive: equal ones share what was traced and compiled.
+    def __eq__(self, other: Any) -> bool:
+        if self is other or type(self) is not type(other):
+            return self is other
+        ours, theirs = vars(self), vars(other)
+        if any(map(is_array, (*ours.values(), *theirs.values()))):
+            return False
+        return ours == theirs
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.name))
+
+    def __repr__(self) -> str:
+        return self.op_id
+
+
+@functools.cache
+def _source_of_class(cls: type) -> str:
+    return source_fingerprint(*(base for base in cls.__mro__ if issubclass(base, Kernel) and base is not Kernel))
+
+
+@functools.cache
+def _declared_config_class(cls: type) -> type | None:
+    for base in cls.__mro__:
+        for declared in vars(base).get("__orig_bases__", ()):
+            parameters = typing.get_args(declared)
+            if parameters and isinstance(parameters[0], type) and issubclass(typing.get_origin(declared), Kernel):
+                return parameters[0]
+    return None

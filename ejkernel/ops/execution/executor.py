@@ -1,0 +1,72 @@
+"""Executor: chooses the config of a call, records the call if asked to, and binds the kernel's primitive with it."""
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol
+
+from ..config.cache import ConfigCache
+from ..config.persistent import PersistentCache
+from ..config.selection import ConfigSelectorChain
+from ..core.kernel import Invocation, Kernel
+from ..core.types import Cfg, Out
+from ..registry import Calls, record_invocation
+
+
+class ConfigChooser(Protocol[Cfg]):
+    """What an executor needs of a selector; `ConfigSelectorChain` is one."""
+
+    def choose(self, kernel: Kernel[Cfg, Any], inv: Invocation, override: Cfg | None = None) -> Cfg:
+        """The config for `inv`; `override` if that is given."""
+
+
+class Executor(Generic[Cfg, Out]):
+    """Runs kernels, each with the config that `selector` chooses for the call.
+
+    The choice is made while the call is traced and becomes a parameter of the primitive, where a jaxpr shows it.
+    """
+
+    def __init__(self, selector: ConfigChooser[Cfg] | None = None):
+        self.selector = ConfigSelectorChain() if selector is None else selector
+
+    def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
+        """`kernel` of these operands, with the config `cfg` if it is given and with the one that is chosen if not."""
+        inv, finish = kernel.prepare(args, kwargs)
+        return finish(self.run(inv, cfg))
+
+    def run(self, inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Any:
+        """What `bind` returns for an invocation whose arguments are prepared."""
+        if os.environ.get("EJKERNEL_OPS_RECORD", "0") not in ("", "0"):
+            record_invocation(inv.kernel, inv)
+        chosen = self.choose(inv.kernel, inv, cfg)
+        return inv.kernel.bind(inv.args, inv.kwargs, chosen, inv.target if cfg is None else None)
+
+    def choose(self, kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Cfg:
+        """The config that a call would run with."""
+        return self.selector.choose(kernel, inv, cfg)
+
+
+@functools.cache
+def default_executor() -> Executor:
+    """The executor of a kernel that is called without one.
+
+    It keeps configs in memory and on disk, and does on a miss what `EJKERNEL_AUTOTUNE_POLICY` says at the time.
+    """
+    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache()))
+
+
+def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | None = None) -> dict[tuple[str, str], Any]:
+    """Measures every recorded call (`ejkernel.ops.get_invocations()`) and stores its fastest config with an executor.
+
+    Returns:
+        The configs by (operation, call). Programs that were traced with others are traced anew at their next call.
+
+    Raises:
+        EjkernelRuntimeError: a call cannot be measured here, or none of its configs computes the right numbers.
+    """
+    selector = (executor or default_executor()).selector
+    return {
+        (operation, call_key): selector.measure(kernel, Invocation(kernel, args, kwargs))
+        for operation, calls in invocations.items()
+        for call_key, (kernel, args, kwargs) in calls.items()
+    }

@@ -1,0 +1,61 @@
+"""Invocations that were recorded, to be measured all at once later: device → operation → call → (kernel, args, kwargs).
+
+Both forms name the same registry:
+
+    record_invocation("gpu|NVIDIA H200", "matmul@v1", call_key, kernel, args, kwargs)
+    record_invocation(kernel, invocation)
+
+With `EJKERNEL_OPS_RECORD=1` every call of an executor is recorded. Arrays are recorded as their types, so nothing is
+kept alive and nothing leaks out of a trace. The registry lives as long as the process.
+"""
+
+import threading
+from typing import Any, overload
+
+from .core.kernel import Invocation
+from .utils.devices import device_fingerprint
+from .utils.operands import abstract
+
+Calls = dict[str, tuple[Any, tuple, dict[str, Any]]]
+
+_recorded: dict[str, dict[str, Calls]] = {}
+_lock = threading.Lock()
+
+
+@overload
+def record_invocation(dev: str, op_id_v: str, call_key: str, kernel: Any, args: Any, kwargs: Any) -> None: ...
+@overload
+def record_invocation(kernel: Any, inv: Invocation) -> None: ...
+
+
+def record_invocation(*call: Any, **named: Any) -> None:
+    """Records a call, in either form.
+
+    Args:
+        dev: a device fingerprint, e.g. "gpu|NVIDIA H200".
+        op_id_v: the operation with its version, e.g. "matmul@v1".
+        call_key: the structure of the call, `Invocation.call_key`.
+        kernel: the kernel that was called.
+        args, kwargs: its arguments; they are copied, arrays as `jax.ShapeDtypeStruct`.
+        inv: the invocation that all of these can be read from.
+    """
+    form = _of_invocation if len(call) + len(named) == 2 else _explicit
+    device, operation, call_key, kernel, args, kwargs = form(*call, **named)
+    recorded = (kernel, *abstract((tuple(args), dict(kwargs))))
+    with _lock:
+        _recorded.setdefault(device, {}).setdefault(operation, {})[call_key] = recorded
+
+
+def _explicit(dev, op_id_v, call_key, kernel, args, kwargs):
+    return dev, op_id_v, call_key, kernel, args, kwargs
+
+
+def _of_invocation(kernel, inv):
+    return inv.device_fingerprint, kernel.op_id, inv.call_key, kernel, inv.args, inv.kwargs
+
+
+def get_invocations(dev: str | None = None) -> dict[str, Calls]:
+    """What was recorded for a device (by default that in use): operation → call → (kernel, args, kwargs)."""
+    with _lock:
+        recorded = _recorded.get(device_fingerprint() if dev is None else dev, {})
+        return {operation: dict(calls) for operation, calls in recorded.items()}

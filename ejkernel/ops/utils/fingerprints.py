@@ -1,0 +1,135 @@
+"""The key under which the config of a call is kept, and the fingerprints that it is made of.
+
+    my_kernel@v1|((f32[4,4]@x=2;P('x'), f32[4,4]), {'causal': true})|cpu (cpu)|source 0f3c5a…|jax 0.11.2, jaxlib …,
+    triton …
+
+A key is of structure, never of values; it holds everything that makes a measured config stale: the operation, the types
+and shardings of its operands, its options, the device, the source of its implementation, and the versions of what
+compiles it. Eager calls build one each, so every part is remembered.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import marshal
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ejkernel.errors import short_type
+from ejkernel.types import Target
+
+from .devices import local_target
+from .operands import is_array, sharding_of
+from .serialization import stable_json
+
+
+def default_key_builder_with_sharding(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The key of `kernel(*args, **kwargs)` on the device in use: equal in every process."""
+    inv, _ = kernel.prepare(tuple(args), dict(kwargs))
+    return key_of(inv.kernel, inv.args, inv.kwargs, inv.target)
+
+
+def key_of(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None) -> str:
+    """The key of a call whose arguments are prepared, on `target` (by default the device in use)."""
+    return "|".join(
+        (
+            kernel.op_id,
+            structure_fingerprint((tuple(args), dict(kwargs))),
+            _target_text(target or local_target()),
+            f"source {kernel.source_fingerprint()}",
+            versions_fingerprint(),
+        )
+    )
+
+
+# --- Operands
+
+
+def structure_fingerprint(tree: Any) -> str:
+    """The tree with each array as its type and sharding, `f32[4,4]@x=2;P('x')`, and every other leaf as JSON."""
+    leaves, structure = jax.tree.flatten(tree)
+    between = iter(_text_between_leaves(structure))
+    text = next(between)
+    for leaf in leaves:
+        text += _leaf_fingerprint(leaf) + next(between)
+    return text
+
+
+def sharding_fingerprint(x: Any) -> str:
+    """How an array (concrete, abstract or traced) is laid out: `x=2;P(None, 'x')`, or "unsharded".
+
+    Of the mesh there are only the axes that the layout uses and their sizes, and no devices. Axes that are manual do
+    not show: under `shard_map` an array is as it looks from inside.
+    """
+    return _sharding_text(sharding_of(x), np.ndim(x))
+
+
+def _leaf_fingerprint(x: Any) -> str:
+    if is_array(x):
+        return _array_text(x.shape, x.dtype, sharding_of(x))
+    try:
+        return _remembered_json(x)
+    except TypeError:  # not hashable, or no JSON
+        return f"<{type(x).__qualname__}>"
+
+
+@functools.lru_cache(maxsize=4096)
+def _array_text(shape: tuple, dtype: Any, sharding: jax.sharding.Sharding) -> str:
+    array = jax.ShapeDtypeStruct(shape, dtype)
+    layout = _sharding_text(sharding, array.ndim)
+    return short_type(array) if layout == "unsharded" else f"{short_type(array)}@{layout}"
+
+
+def _sharding_text(sharding: jax.sharding.Sharding, ndim: int) -> str:
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return "unsharded" if sharding.is_fully_replicated else f"{sharding.num_devices} devices"
+    spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
+    used = [axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,)) if isinstance(axis, str)]
+    sizes = ",".join(f"{axis}={sharding.mesh.shape[axis]}" for axis in used)
+    return f"{sizes};P{spec}" if used else "unsharded"
+
+
+_target_text = functools.cache(str)
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _remembered_json(x: Any) -> str:
+    return stable_json(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_between_leaves(structure: Any) -> list[str]:
+    return str(structure).removeprefix("PyTreeDef(").removesuffix(")").split("*")
+
+
+# --- Source and versions
+
+
+@functools.cache
+def source_fingerprint(*sources: type | types.FunctionType | types.ModuleType) -> str:
+    """A hash of the source of classes, functions or modules; of the bytecode where there is no source file."""
+    digest = hashlib.sha256()
+    for source in sources:
+        try:
+            digest.update(inspect.getsource(source).encode())
+        except (OSError, TypeError):
+            for _, function in sorted(vars(source).items()) if isinstance(source, type) else [("", source)]:
+                if isinstance(function, types.FunctionType):
+                    digest.update(marshal.dumps(function.__code__, 2))  # format 2: the same bytes always
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def versions_fingerprint() -> str:
+    """ "jax 0.11.2, jaxlib 0.11.2, triton 3.6.0"; a package that is not installed is left out."""
+    found = []
+    for package in ("jax", "jaxlib", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return ", ".join(found)

@@ -1,0 +1,113 @@
+"""Labels: which operation, implementation and config an instruction of a program comes from.
+
+A label is a named scope, so it stands in the `op_name` of every instruction that is traced within it: in the lowered
+module (printed with its locations), in the optimised HLO, and in a profile.
+
+    ejkernel[op=flash_attention_bwd;impl=triton;config=3f0c81d2a4b7e695]
+
+`EJKERNEL_OPS_STAMP` says how much of the config is in it: "none" (the default), its "hash", or its "json". Whatever is
+not a letter, a digit or one of `_.-~` is percent-encoded: XLA cuts names off at an "@", and quotes and brackets have
+meanings. What a hash stands for is kept in `labels.json`, beside the files of stored configs.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from urllib.parse import quote, unquote
+
+import jax
+
+from ..config.persistent import PersistentCache
+from .serialization import pack, unpack
+
+_LABEL = re.compile(r"ejkernel\[[^\]]*\]")
+_STAMPS = ("none", "hash", "json")
+
+# The configs behind the hashes, in a file beside those of the devices.
+_FILE = "labels"
+_stamped = PersistentCache()
+
+
+@contextlib.contextmanager
+def labelled(operation: str, implementation: str, config: Any) -> Iterator[None]:
+    """Labels what is traced within with the operation, the implementation, and the config as the environment asks."""
+    with jax.named_scope(_label(op=operation, impl=implementation, **_stamp(config))):
+        yield
+
+
+def label(name: str, call_hash: str | None = None) -> Any:
+    """`@label("my_attention")` labels all that a function traces; `label(op_id, call_hash)` is the text of a label."""
+    if call_hash is not None:
+        return _label(op=name, call=call_hash)
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def labelled_function(*args, **kwargs):
+            with jax.named_scope(_label(op=name)):
+                return function(*args, **kwargs)
+
+        return labelled_function
+
+    return decorate
+
+
+def find_labels_in_lowered(lowered: jax.stages.Lowered) -> list[str]:
+    """The labels in a lowered program, each once, in the order of their first appearance."""
+    return extract_labels_from_hlo_text(lowered.as_text(debug_info=True))
+
+
+def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
+    """The labels in the text of a program (HLO, or StableHLO with locations), each once, in order."""
+    return list(dict.fromkeys(_LABEL.findall(hlo_text)))
+
+
+def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
+    """The config of each label that is stamped with one known here."""
+    configs = {text: _config_of(_fields(text).get("config")) for text in labels}
+    return {text: config for text, config in configs.items() if config is not None}
+
+
+# --- Text
+
+
+def _label(**fields: str) -> str:
+    return "ejkernel[" + ";".join(f"{name}={quote(value, safe='')}" for name, value in fields.items()) + "]"
+
+
+def _fields(text: str) -> dict[str, str]:
+    pairs = (field.partition("=") for field in text.removeprefix("ejkernel[").removesuffix("]").split(";"))
+    return {name: unquote(value) for name, _, value in pairs}
+
+
+# --- Configs
+
+
+def _stamp(config: Any) -> dict[str, str]:
+    how = os.environ.get("EJKERNEL_OPS_STAMP") or "none"
+    if how not in _STAMPS:
+        raise ValueError(f"EJKERNEL_OPS_STAMP is {how!r}; it has to be one of {', '.join(_STAMPS)}")
+    if how == "none" or not dataclasses.is_dataclass(config):
+        return {}
+    packed = json.dumps(pack(config), sort_keys=True, separators=(",", ":"))
+    if how == "json":
+        return {"config": packed}
+    digest = hashlib.sha256(packed.encode()).hexdigest()[:16]
+    if _stamped.get(digest, _FILE) is None:
+        _stamped.put(digest, config, _FILE)
+    return {"config": digest}
+
+
+def _config_of(stamp: str | None) -> Any | None:
+    if stamp is None:
+        return None
+    if not stamp.startswith("{"):
+        return _stamped.get(stamp, _FILE)
+    with contextlib.suppress(ValueError):  # of a text that was cut off
+        return unpack(json.loads(stamp))
+    return None

@@ -1,0 +1,66 @@
+"""The operands of a call: which are arrays, how they are laid out, their types alone, and values in their place."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
+
+
+def is_array(x: Any) -> bool:
+    """Arrays of JAX and numpy, tracers, and `jax.ShapeDtypeStruct`; not Python's numbers."""
+    return isinstance(x, _ARRAYS)
+
+
+def lacks_values(x: Any) -> bool:
+    """A tracer or a `jax.ShapeDtypeStruct`."""
+    return isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
+
+
+def sharding_of(x: Any) -> jax.sharding.Sharding:
+    """The sharding of an array; of a tracer, that of its type."""
+    # What a concrete array has on Auto axes, its type does not tell; a tracer has nothing but its type.
+    if isinstance(x, jax.core.Tracer) or (sharding := getattr(x, "sharding", None)) is None:
+        return jax.typeof(x).sharding
+    return sharding
+
+
+def abstract(tree: Any) -> Any:
+    """The tree with a `jax.ShapeDtypeStruct` in the place of each array."""
+    return jax.tree.map(lambda x: _abstract(x) if is_array(x) else x, tree)
+
+
+def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+    aval, sharding = jax.typeof(x), sharding_of(x)
+    laid_out = isinstance(sharding, jax.sharding.NamedSharding) and any(sharding.spec)
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding if laid_out else None
+    )
+
+
+def random_like(tree: Any) -> Any:
+    """The tree with random values for every array that has none; arrays that have values, and other leaves, stay.
+
+    Standard normal numbers; random bits for booleans, unsigned integers and keys; and integers from {0, 1}, which are
+    inside the range of any index. Never all zeros: a device computes with those faster than with numbers. Of an array
+    that is laid out over a mesh it makes the shard of one device.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    filled = [_random(x, jax.random.key(i)) if lacks_values(x) else x for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(structure, filled)
+
+
+def _random(x: Any, key: jax.Array) -> jax.Array:
+    dtype, shape = x.dtype, sharding_of(x).shard_shape(x.shape)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.split(key, shape)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        wide = dtype if dtype in (jnp.float64, jnp.complex64, jnp.complex128) else jnp.float32
+        return jax.random.normal(key, shape, wide).astype(dtype)
+    if dtype == jnp.bool_:
+        return jax.random.bernoulli(key, shape=shape)
+    if jnp.issubdtype(dtype, jnp.unsignedinteger):
+        return jax.random.bits(key, shape).astype(dtype)
+    return jax.random.randint(key, shape, 0, 2).astype(dtype)

@@ -1,0 +1,113 @@
+"""vmap by folding: the mapped axis joins an axis that the primitive has already, and one kernel does the whole batch.
+
+An axis of size L, seen as P major parts of L/P, takes the mapped axis N between the two:
+
+    [N, L] → [P, N, L/P] → [P·N·L/P]
+
+P = 1 puts N outermost, which for the usual leading mapped axis copies nothing. P = L puts it innermost, which is what
+a sharded axis needs. P = G folds N into the query heads of each group, so that unmapped keys and values are shared by
+all N rather than repeated.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from ._axes import Axes, Table, is_broadcast, position
+from ._sharding import Layout, explicit_axes
+
+
+@dataclass(frozen=True)
+class Fold:
+    """The mapped axis of size `count` joins axis `letter` of size `size` behind its `major` parts."""
+
+    letter: str
+    count: int
+    size: int
+    major: int
+
+
+def choose(
+    table: Table, layout: Layout, arrays: Mapping[str, Any], dims: Mapping[str, int | None], results: Sequence[str]
+) -> Fold:
+    """Fold into the query heads where that spares repeating shared keys and values, else into the batch."""
+    count = next(arrays[name].shape[dim] for name, dim in dims.items() if dim is not None)
+    shapes = {name: _without(x.shape, dims[name]) for name, x in arrays.items()}
+
+    def size_of(letter: str) -> int:
+        return max((shapes[n][i] for n in arrays if (i := position(table[n], letter)) is not None), default=1)
+
+    if layout.group is not None:
+        heads, groups = layout.group
+        shared = {name for name in arrays if position(table[name], groups) is not None}
+        mapped = {name for name in arrays if dims[name] is not None}
+        spread = {n for n in arrays if (i := position(table[n], heads)) is not None and shapes[n][i] == size_of(heads)}
+        if shared and not shared & mapped and mapped <= spread and all(_is_whole(table[r], heads) for r in results):
+            return Fold(heads, count, size_of(heads), size_of(groups))
+    batch = size_of(layout.fold)
+    return Fold(layout.fold, count, batch, batch if _is_sharded(table, layout.fold, arrays, dims) else 1)
+
+
+def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool) -> Any:
+    """One operand with the mapped axis folded in; one that is the same for all stays as it is where it may."""
+    at = position(of, fold.letter)
+    if at is None:
+        if dim is None:
+            return x
+        raise NotImplementedError("an operand without the folded axis is mapped")  # choose() never folds so
+    if dim is None:
+        if is_broadcast(of[at], x.shape[at]) and not paired:
+            return x
+        x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], fold.count, *x.shape[at:]))
+    else:
+        x = jnp.moveaxis(x, dim, at)
+    if x.shape[at + 1] != fold.size:
+        x = jnp.broadcast_to(x, (*x.shape[: at + 1], fold.size, *x.shape[at + 2 :]))
+    x = _reshape(x, at + 1, 1, (fold.major, fold.size // fold.major))
+    return _reshape(jnp.swapaxes(x, at, at + 1), at, 3, (fold.count * fold.size,))
+
+
+def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
+    """The mapped axis of a result, first again; `size` is what the folded axis has without it."""
+    at = position(of, fold.letter)
+    x = _reshape(x, at, 1, (fold.major, fold.count, fold.size // fold.major))
+    x = _reshape(jnp.swapaxes(x, at, at + 1), at + 1, 2, (fold.size,))
+    if size != fold.size:  # the cotangent of an operand that was broadcast along this axis
+        x = x.sum(at + 1, keepdims=True, dtype=x.dtype)
+    return jnp.moveaxis(x, at, 0)
+
+
+def _reshape(x: Any, at: int, taken: int, given: tuple[int, ...]) -> Any:
+    """Replaces `taken` axes from `at` by axes of sizes `given`; a sharded one hands its mesh axes to the first."""
+    new = (*x.shape[:at], *given, *x.shape[at + taken :])
+    aval = jax.typeof(x)
+    if not explicit_axes(aval):
+        return x.reshape(new)
+    spec = tuple(aval.sharding.spec) + (None,) * (x.ndim - len(aval.sharding.spec))
+    entries = [entry for entry in spec[at : at + taken] if entry is not None]
+    target = next((i for i, size in enumerate(given) if size != 1), 0)
+    kept = [entries[0] if entries and i == target else None for i in range(len(given))]
+    return jax.lax.reshape(x, new, out_sharding=PartitionSpec(*spec[:at], *kept, *spec[at + taken :]))
+
+
+def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    return shape if dim is None else shape[:dim] + shape[dim + 1 :]
+
+
+def _is_whole(of: Axes, letter: str) -> bool:
+    at = position(of, letter)
+    return at is not None and not of[at].optional
+
+
+def _is_sharded(table: Table, letter: str, arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> bool:
+    for name, x in arrays.items():
+        aval, at = jax.typeof(x), position(table[name], letter)
+        if at is not None and explicit_axes(aval):
+            spec = _without(tuple(aval.sharding.spec) + (None,) * (x.ndim - len(aval.sharding.spec)), dims[name])
+            if spec[at] is not None:
+                return True
+    return False

@@ -1,0 +1,252 @@
+"""The factory of primitives: from a table of axes to a primitive with every rule, and from three of them to a trio.
+
+A kernel primitive has four parameters: `operands`, the names of the arrays it is bound to; `results`, the names of
+what it returns; `spec`, what is computed; `config`, how. The table of axes gives it shapes, shardings and vmap.
+
+A trio is a differentiable operation:
+
+* `x`      operands → outputs, residuals among them;
+* `x_jvp`  operands, outputs, tangents → tangents of the outputs, linear in the tangents;
+* `x_bwd`  operands, outputs, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
+
+The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`. So `grad` costs one forward and one
+backward kernel. The jvps of `x_jvp` and `x_bwd` are those of their XLA implementations, which the floors above
+bring (`on_definition`): they give Hessians and everything beyond.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, xla
+
+from ..types import KernelConfig
+from ._axes import Table, shape, sizes
+from ._batching import choose, fold_operand, unfold_result
+from ._sharding import Layout, explicit_axes, joined, partition_spec
+
+TANGENT, COTANGENT = "_dot", "_bar"
+
+
+class KernelPrimitive:
+    """One primitive and what the generic rules know of it.
+
+    Attributes:
+        name: of the operation, e.g. "flash_attention_bwd".
+        table: the axes of every operand and result.
+        layout: how axes fold and split.
+        results: the results in full; a call may ask for fewer only where `like` pairs them with operands.
+        like: result → the operand whose shape, dtype and sharding it has.
+        dtypes: from the dtypes of the operands to those of the other results.
+        linear: the suffix of the operands in which the primitive is linear, if any.
+        primitive: the primitive of JAX.
+        arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
+        operands: (arrays by name) → the NamedTuple of operands that `supports` looks at.
+        choose_config: (primitive, arrays by name, spec, results, config of the operation it serves) → config, while
+            tracing. The floor that knows of configs replaces it.
+        heuristic_config: (primitive, arrays by name, spec, implementation platform, target) → config, without timing.
+            Likewise.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: Table,
+        layout: Layout,
+        results: Sequence[str],
+        *,
+        like: Mapping[str, str] | None = None,
+        dtypes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {},
+        linear: str | None = None,
+        arguments: Callable[[Mapping[str, Any], Sequence[str]], tuple[tuple, dict]],
+        operands: Callable[[Mapping[str, Any]], Any],
+    ):
+        self.name, self.table, self.layout, self.results = name, table, layout, tuple(results)
+        self.like, self.dtypes, self.linear = dict(like or {}), dtypes, linear
+        self.arguments, self.operands = arguments, operands
+        self.choose_config = lambda primitive, arrays, spec, results, config: config
+        self.heuristic_config = lambda primitive, arrays, spec, platform, target: KernelConfig(
+            platform=platform, backend=target.backend
+        )
+        self.primitive = Primitive(name)
+        self.primitive.multiple_results = True
+        self.primitive.def_impl(partial(xla.apply_primitive, self.primitive))
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        batching.primitive_batchers[self.primitive] = self._batch
+        _define(self)
+
+    def bind(self, arrays: Mapping[str, Any], *, spec: Any, config: Any, results: Sequence[str] | None = None) -> dict:
+        """Binds the arrays that are not None and returns the results by name."""
+        present = {name: x for name, x in arrays.items() if x is not None}
+        results = tuple(results or self.results)
+        out = self.primitive.bind(*present.values(), operands=tuple(present), results=results, spec=spec, config=config)
+        return dict(zip(results, out, strict=True))
+
+    def split(self, operands: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """How each axis is split by the explicit shardings of the operands, and on which mesh (None without one)."""
+        sharded = [x for x in operands.values() if explicit_axes(x)]
+        if not sharded:
+            return {}, None
+        mesh = sharded[0].sharding.mesh
+        specs = {name: x.sharding.spec for name, x in operands.items()}
+        return joined(self.name, self.table, self.layout, operands, specs, mesh), mesh
+
+    def result_shapes(self, operands: Mapping[str, Any], results: Sequence[str]) -> dict[str, tuple]:
+        """Shape and dtype of each result."""
+        size_of = sizes(self.name, self.table, operands)
+        dtypes = self.dtypes({name: x.dtype for name, x in operands.items()})
+        return {
+            name: (operands[self.like[name]].shape, operands[self.like[name]].dtype)
+            if name in self.like
+            else (shape(self.table[name], size_of), dtypes[name])
+            for name in results
+        }
+
+    def _abstract_eval(self, *avals, operands, results, spec, config):
+        named = dict(zip(operands, avals, strict=True))
+        split, _ = self.split(named)
+        varying = max(avals, key=lambda aval: len(aval.manual_axis_type.varying))
+        base = next((aval for aval in avals if explicit_axes(aval)), varying)
+
+        def result(name, shape, dtype):
+            sharding = base.sharding.update(spec=partition_spec(self.table[name], shape, split))
+            manual = varying.manual_axis_type
+            return base.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding, manual_axis_type=manual)
+
+        return [result(name, *of) for name, of in self.result_shapes(named, results).items()]
+
+    def _batch(self, args, dims, *, operands, results, spec, config):
+        arrays, mapped = dict(zip(operands, args, strict=True)), dict(zip(operands, dims, strict=True))
+        fold = choose(self.table, self.layout, arrays, mapped, results)
+        paired = {self.like[name] for name in results if name in self.like}
+        folded = {
+            name: fold_operand(x, mapped[name], self.table[name], fold, paired=name in paired)
+            for name, x in arrays.items()
+        }
+        out = self.bind(folded, spec=spec, config=config, results=results)
+
+        def unfold(name, x):
+            at = next(i for i, axis in enumerate(self.table[name]) if axis.letter == fold.letter)
+            size = fold.size
+            if name in self.like:
+                like, dim = arrays[self.like[name]], mapped[self.like[name]]
+                size = tuple(s for i, s in enumerate(like.shape) if i != dim)[at]
+            return unfold_result(x, self.table[name], fold, size)
+
+        return [unfold(name, x) for name, x in out.items()], [0] * len(out)
+
+
+class Trio:
+    """A differentiable operation: forward, tangent and backward primitive, wired to each other.
+
+    Args:
+        name: of the operation.
+        operands: a NamedTuple class of the operands.
+        outputs: a NamedTuple class of the results of the forward.
+        table: the axes of each of both.
+        differentiable: the operands that have tangents.
+        dtypes: from the operands' dtypes to those of the outputs.
+        layout: how axes fold and split.
+    """
+
+    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout()):
+        self.name, self.operands, self.outputs, self.differentiable = name, operands, outputs, tuple(differentiable)
+        dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
+        barred = {n + COTANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
+        of = lambda named: operands(*map(named.get, operands._fields))
+        self.forward = KernelPrimitive(
+            name, table, layout, outputs._fields, dtypes=dtypes, operands=of, arguments=self._forward_arguments
+        )
+        self.tangent = KernelPrimitive(
+            name + "_jvp",
+            {**table, **dotted},
+            layout,
+            [n + TANGENT for n in outputs._fields],
+            like={n + TANGENT: n for n in outputs._fields},
+            linear=TANGENT,
+            operands=of,
+            arguments=self._tangent_arguments,
+        )
+        self.backward = KernelPrimitive(
+            name + "_bwd",
+            {**table, **barred},
+            layout,
+            [n + COTANGENT for n in self.differentiable],
+            like={n + COTANGENT: n for n in self.differentiable},
+            linear=COTANGENT,
+            operands=of,
+            arguments=self._backward_arguments,
+        )
+        ad.primitive_jvps[self.forward.primitive] = self._jvp
+        ad.primitive_transposes[self.tangent.primitive] = self._transpose
+
+    def __call__(self, arrays, *, spec, config):
+        """Binds the forward to a NamedTuple of operands and returns that of the outputs."""
+        return self.outputs(**self.forward.bind(arrays._asdict(), spec=spec, config=config))
+
+    def _jvp(self, primals, tangents, *, operands, results, spec, config):
+        arrays = dict(zip(operands, primals, strict=True))
+        out = self.forward.bind(arrays, spec=spec, config=config)
+        out = {n: checkpoint_name(x, f"{self.name}_{n}") for n, x in out.items()}
+        moving = {
+            name: t
+            for name, t in zip(operands, tangents, strict=True)
+            if name in self.differentiable and type(t) is not ad.Zero
+        }
+        if not moving:
+            return list(out.values()), [ad.Zero.from_primal_value(x) for x in out.values()]
+        named = {**arrays, **out, **{name + TANGENT: t for name, t in moving.items()}}
+        config = self.tangent.choose_config(self.tangent, named, spec, self.tangent.results, config)
+        return list(out.values()), list(self.tangent.bind(named, spec=spec, config=config).values())
+
+    def _transpose(self, cotangents, *args, operands, results, spec, config):
+        named = dict(zip(operands, args, strict=True))
+        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
+        if not all(n.endswith(TANGENT) for n in wanted):
+            raise NotImplementedError(f"{self.tangent.name} is linear in its tangents alone, not in {wanted}")
+        known = {n: x for n, x in named.items() if not n.endswith(TANGENT)}
+        live = {
+            r.removesuffix(TANGENT) + COTANGENT: ct
+            for r, ct in zip(results, cotangents, strict=True)
+            if type(ct) is not ad.Zero
+        }
+        if not live:
+            return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
+        asked = [n.removesuffix(TANGENT) + COTANGENT for n in wanted]
+        config = self.backward.choose_config(self.backward, {**known, **live}, spec, asked, config)
+        out = self.backward.bind({**known, **live}, spec=spec, config=config, results=asked)
+        return [out[n.removesuffix(TANGENT) + COTANGENT] if n in wanted else None for n in named]
+
+    def _group(self, of: type, named: Mapping[str, Any], suffix: str = "") -> Any:
+        return of(*(named.get(name + suffix) for name in of._fields))
+
+    def _forward_arguments(self, named, results):
+        return tuple(self._group(self.operands, named)), {}
+
+    def _tangent_arguments(self, named, results):
+        primals, outputs = self._group(self.operands, named), self._group(self.outputs, named)
+        return (primals, outputs, self._group(self.operands, named, TANGENT)), {}
+
+    def _backward_arguments(self, named, results):
+        primals, outputs = self._group(self.operands, named), self._group(self.outputs, named)
+        wrt = tuple(name.removesuffix(COTANGENT) for name in results)
+        return (primals, outputs, self._group(self.outputs, named, COTANGENT)), {"wrt": wrt}
+
+
+PRIMITIVES: dict[str, KernelPrimitive] = {}
+_hooks: list[Callable[[KernelPrimitive], None]] = []
+
+
+def on_definition(hook: Callable[[KernelPrimitive], None]) -> None:
+    """Calls `hook` with every kernel primitive, those that are defined already and those to come."""
+    _hooks.append(hook)
+    for primitive in PRIMITIVES.values():
+        hook(primitive)
+
+
+def _define(primitive: KernelPrimitive) -> None:
+    PRIMITIVES[primitive.name] = primitive
+    for hook in _hooks:
+        hook(primitive)

@@ -1,0 +1,140 @@
+"""Which axes of an operation may be split over devices, and what the split of its operands makes of its results.
+
+Axes in `Layout.split` are independent of each other in every operation here: a batch or head is computed on its own.
+All other axes must be whole. Query heads and key/value heads are split together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AxisType, PartitionSpec
+
+from ..errors import value_error
+from ._axes import Axes, Table, is_broadcast
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the axes of an operation take part in folding and splitting.
+
+    Attributes:
+        fold: the axis into which `vmap` folds.
+        split: axes that may be split over devices.
+        group: (h, g): h query heads share g key/value heads, h = g · repeat; None without such a pair.
+        advice: what to do when another axis is split.
+    """
+
+    fold: str = "b"
+    split: tuple[str, ...] = ("b", "h", "g")
+    group: tuple[str, str] | None = ("h", "g")
+    advice: str = "gather it first"
+
+
+Split = dict[str, Any]  # letter -> an entry of a PartitionSpec
+
+
+def explicit_axes(aval: Any) -> frozenset[str]:
+    """The mesh axes of `aval` whose sharding is part of its type."""
+    mesh = aval.sharding.mesh
+    if mesh.empty:
+        return frozenset()
+    return frozenset(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)
+
+
+def names_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def joined(
+    operation: str, table: Table, layout: Layout, operands: Mapping[str, Any], specs: Mapping[str, Any], mesh: Any
+) -> Split:
+    """How each letter is split, given the specs of all operands; raises where they cannot be brought together."""
+    split: Split = {}
+    size_of: dict[str, int] = {}
+    for name, x in operands.items():
+        entries = tuple(specs[name]) + (None,) * (len(x.shape) - len(specs[name]))
+        for axis, size, entry in zip(table[name], x.shape, entries, strict=True):
+            size_of[axis.letter] = max(size, size_of.get(axis.letter, 1))
+            if entry is None or is_broadcast(axis, size):
+                continue
+            if axis.letter not in layout.split:
+                raise value_error(
+                    operation,
+                    f"axis {axis.letter} of {name} is sharded over {entry!r}; it must be whole: {layout.advice}",
+                    **{name: x},
+                )
+            if split.setdefault(axis.letter, entry) != entry:
+                raise value_error(
+                    operation,
+                    f"axis {axis.letter} is sharded over {split[axis.letter]!r} and, in {name}, over {entry!r}; "
+                    "the operands must agree",
+                    **{name: x},
+                )
+    return _with_groups(operation, layout, split, size_of, mesh)
+
+
+def _with_groups(operation: str, layout: Layout, split: Split, size_of: Mapping[str, int], mesh: Any) -> Split:
+    """Query heads and key/value heads are split alike; a single key/value head serves every part."""
+    if layout.group is None or not (split.keys() & set(layout.group)):
+        return split
+    heads, groups = layout.group
+    entry = split.get(groups, split.get(heads))
+    if split.get(heads, entry) != entry:
+        raise value_error(operation, f"heads are sharded over {split[heads]!r} but key/value heads over {entry!r}")
+    parts = 1
+    for name in names_of(entry):
+        parts *= mesh.shape[name]
+    if size_of.get(groups, 1) == 1:
+        return {letter: e for letter, e in split.items() if letter != groups} | {heads: entry}
+    if size_of[groups] % parts:
+        raise value_error(
+            operation,
+            f"{size_of[groups]} key/value heads cannot be sharded over the {parts} devices of {entry!r}; "
+            "repeat them or use fewer devices",
+        )
+    return split | {heads: entry, groups: entry}
+
+
+def partition_spec(of: Axes, shape: tuple[int, ...], split: Split) -> PartitionSpec:
+    """The spec of one operand or result."""
+    return PartitionSpec(
+        *(None if is_broadcast(axis, size) else split.get(axis.letter) for axis, size in zip(of, shape, strict=True))
+    )
+
+
+def summed_over(of: Axes, shape: tuple[int, ...], split: Split) -> tuple[str, ...]:
+    """Mesh axes that split the work but not this result: each device holds a part of its sum."""
+    kept = {name for entry in partition_spec(of, shape, split) for name in names_of(entry)}
+    return tuple(sorted({name for entry in split.values() for name in names_of(entry)} - kept))
+
+
+def shardy_rule(table: Table, layout: Layout, operands: Mapping[str, Any], results: Mapping[str, Any]) -> tuple:
+    """The rule of `custom_partitioning` in its string form, the factors that must stay whole, and factor sizes.
+
+    Query heads are the compound factor (g r), r = h // g; an axis that is broadcast gets a factor of its own.
+    """
+    seen: list[str] = []
+    size_of = {a.letter: s for n, x in operands.items() for a, s in zip(table[n], x.shape, strict=True) if s != 1}
+    heads, groups = layout.group or (None, None)
+    repeat = size_of.get(heads, 1) // size_of.get(groups, 1)
+
+    def factor(name: str, index: int, letter: str, size: int) -> str:
+        if (size == 1 and size_of.get(letter, 1) != 1) or letter.isdigit():
+            seen.append(f"{name}_{index}")
+            return seen[-1]
+        parts = ["g", "r"] if letter == heads and groups is not None else [letter]
+        seen.extend(part for part in parts if part not in seen)
+        return f"({' '.join(parts)})" if len(parts) > 1 else parts[0]
+
+    def side(arrays: Mapping[str, Any]) -> str:
+        return ", ".join(
+            " ".join(factor(n, i, axis.letter, s) for i, (axis, s) in enumerate(zip(table[n], x.shape, strict=True)))
+            for n, x in arrays.items()
+        )
+
+    rule = f"{side(operands)} -> {side(results)}"
+    free = {"r"} | {letter for letter in layout.split if letter != heads}
+    factors = {"r": repeat} if "(g r)" in rule else {}
+    return rule, tuple(name for name in seen if name not in free), factors

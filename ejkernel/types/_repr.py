@@ -1,0 +1,16 @@
+"""The short form of a frozen dataclass, as it stands in a jaxpr: the fields that differ from their defaults."""
+
+from dataclasses import fields
+
+
+class ShortRepr:
+    """`KernelConfig(block_q=64, platform=xla)`: only what is not the default."""
+
+    def __repr__(self) -> str:
+        shown = ((field, getattr(self, field.name)) for field in fields(self))
+        changed = (f"{field.name}={_plain(value)}" for field, value in shown if value != field.default)
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)

@@ -1,0 +1,94 @@
+"""One device's share: an implementation sees whole local arrays, whatever the mesh.
+
+* Explicit axes: the implementation runs inside `jax.shard_map` with specs read from the types of the operands.
+* Auto axes: XLA splits the program, and `custom_partitioning` with a Shardy rule tells it how.
+* Manual axes: the arrays are local already.
+
+Where a result lacks an axis that is split (the gradient of a bias that all batches share), each device holds a part
+of its sum, and `psum` adds them. Nothing else communicates.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ejkernel.primitives._factory import KernelPrimitive
+from ejkernel.primitives._sharding import Split, explicit_axes, joined, partition_spec, shardy_rule, summed_over
+
+Body = Callable[..., list[Any]]
+
+
+def explicit(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str]) -> Body:
+    """`body` over the Explicit axes of the operands' mesh; `body` itself where there are none."""
+    split, mesh = primitive.split(operands)
+    if mesh is None:
+        return body
+    shapes = primitive.result_shapes(operands, results)
+    axes = frozenset().union(*(explicit_axes(x) for x in operands.values()))
+    return jax.shard_map(
+        _summing(primitive, body, results, shapes, split),
+        mesh=mesh,
+        in_specs=tuple(partition_spec(primitive.table[n], x.shape, split) for n, x in operands.items()),
+        out_specs=[partition_spec(primitive.table[n], shape, split) for n, (shape, _) in shapes.items()],
+        axis_names=axes,
+        check_vma=False,
+    )
+
+
+def automatic(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str]) -> Body:
+    """`body` under a rule that tells XLA's partitioner which axes may be split."""
+    shapes = primitive.result_shapes(operands, results)
+    outputs = {n: jax.ShapeDtypeStruct(*of) for n, of in shapes.items()}
+    rule, whole, sizes = shardy_rule(primitive.table, primitive.layout, operands, outputs)
+
+    def partition(mesh, arguments, _):
+        specs = {n: x.sharding.spec for n, x in zip(operands, arguments, strict=True)}
+        split = _agreed(primitive, operands, specs, mesh)
+        place = lambda n, shape: NamedSharding(mesh, partition_spec(primitive.table[n], shape, split))
+        return (
+            mesh,
+            _summing(primitive, body, results, shapes, split),
+            [place(n, shape) for n, (shape, _) in shapes.items()],
+            tuple(place(n, x.shape) for n, x in operands.items()),
+        )
+
+    wrapped = custom_partitioning(body)
+    wrapped.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
+    return wrapped
+
+
+def _agreed(primitive: KernelPrimitive, operands: Mapping[str, Any], specs: Mapping[str, Any], mesh: Any) -> Split:
+    """What XLA proposes, brought together: who splits an axis first decides, and what must be whole is gathered."""
+    chosen: dict[str, Any] = {}
+    for name, x in operands.items():
+        entries = tuple(specs[name]) + (None,) * (len(x.shape) - len(specs[name]))
+        for axis, size, entry in zip(primitive.table[name], x.shape, entries, strict=True):
+            if entry is not None and size != 1 and axis.letter in primitive.layout.split:
+                chosen.setdefault(axis.letter, entry)
+    agreed = {n: partition_spec(primitive.table[n], x.shape, chosen) for n, x in operands.items()}
+    try:
+        return joined(primitive.name, primitive.table, primitive.layout, operands, agreed, mesh)
+    except ValueError:  # heads that cannot be split so: gather them and keep the rest
+        rest = {n: PartitionSpec(*_drop(primitive, n, spec)) for n, spec in agreed.items()}
+        return joined(primitive.name, primitive.table, primitive.layout, operands, rest, mesh)
+
+
+def _drop(primitive: KernelPrimitive, name: str, spec: PartitionSpec) -> list[Any]:
+    heads = primitive.layout.group or ()
+    return [None if axis.letter in heads else entry for axis, entry in zip(primitive.table[name], spec, strict=True)]
+
+
+def _summing(
+    primitive: KernelPrimitive, body: Body, results: Sequence[str], shapes: Mapping[str, tuple], split: Split
+) -> Body:
+    """`body`, and the sum over devices of those results that lack a split axis."""
+
+    def run(*arrays):
+        out = body(*arrays)
+        over = [summed_over(primitive.table[n], shapes[n][0], split) for n in results]
+        return [jax.lax.psum(x, names) if names else x for x, names in zip(out, over, strict=True)]
+
+    return run

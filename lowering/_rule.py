@@ -1,0 +1,116 @@
+"""The one lowering rule: primitive × platform → implementation → MLIR, under a label.
+
+The registry picks the implementation for the target; the config of the equation is used if it was chosen for this
+target, and chosen again by heuristics, deterministically, if it was chosen for another one. The implementation is
+traced on the arrays of one device.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+from jax.interpreters import ad, mlir
+from jax.sharding import AbstractMesh
+
+from ejkernel.compat import automatic_devices, requires_devices_during_lowering, without_sharding
+from ejkernel.errors import UnsupportedError
+from ejkernel.kernels._dispatch import select
+from ejkernel.kernels._registry import KernelSpec
+from ejkernel.ops import labelled
+from ejkernel.ops.utils.devices import target_of
+from ejkernel.primitives._factory import KernelPrimitive
+from ejkernel.types import Backend, Platform, Target
+
+from ._partition import automatic, explicit
+
+
+def register(primitive: KernelPrimitive, platform: str) -> None:
+    """Registers the rule of `primitive` for one platform of JAX."""
+    mlir.register_lowering(primitive.primitive, partial(_lower, primitive, platform), platform=platform)
+
+
+def register_derivative(primitive: KernelPrimitive) -> None:
+    """Gives a tangent or backward primitive the jvp of its XLA implementation: second order and beyond."""
+    requires_devices_during_lowering(primitive.primitive)
+    if primitive.linear is not None:
+        ad.primitive_jvps[primitive.primitive] = partial(_derived_jvp, primitive)
+
+
+def body_of(
+    primitive: KernelPrimitive,
+    names: Sequence[str],
+    results: Sequence[str],
+    spec: Any,
+    config: Any,
+    target: Target,
+    platform: Platform | str,
+) -> Callable[..., list[Any]]:
+    """The computation on one device: picks the implementation for the shapes that it is traced on, and labels it."""
+
+    def body(*arrays):
+        named = dict(zip(names, arrays, strict=True))
+        positional, extra = primitive.arguments(named, results)
+        entry = select(primitive.name, spec, primitive.operands(named), target, platform)
+        used = config_for(primitive, named, spec, config, entry, target)
+        with labelled(primitive.name, entry.platform, used):
+            return list(entry.implementation(*positional, **extra, spec=spec, config=used))
+
+    return body
+
+
+def config_for(
+    primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, config: Any, entry: KernelSpec, target: Target
+) -> Any:
+    """The config of the equation where it fits this implementation, else that of the heuristics."""
+    if config.backend in (Backend.ANY, target.backend) and config.platform in ("auto", entry.platform):
+        return replace(config, platform=entry.platform, backend=target.backend)
+    return primitive.heuristic_config(primitive, named, spec, entry.platform, target)
+
+
+def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
+    named = dict(zip(operands, ctx.avals_in, strict=True))
+    target = target_of(platform)
+    forced = config.platform if config.backend == Backend.ANY else "auto"
+    body = body_of(primitive, operands, results, spec, config, target, forced)
+    if primitive.split(named)[1] is not None:
+        run, avals = explicit(primitive, body, named, results), ctx.avals_in
+    else:
+        run, avals = body, [without_sharding(aval) for aval in ctx.avals_in]
+        if automatic_devices(ctx) > 1:
+            local = dict(zip(operands, avals, strict=True))
+            _refuse_on_tpu(primitive, local, spec, target, forced)
+            run = automatic(primitive, body, local, results)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
+
+
+def _refuse_on_tpu(primitive, named, spec, target, platform) -> None:
+    """Mosaic kernels cannot be partitioned by XLA (jax#38196), and `custom_partitioning` does not exist on TPU."""
+    if (
+        target.platform == "tpu"
+        and select(primitive.name, spec, primitive.operands(named), target, platform).platform != Platform.XLA
+    ):
+        raise UnsupportedError(
+            f"{primitive.name}: a TPU kernel cannot be partitioned automatically; use a mesh with Explicit axes "
+            "(the default of jax.make_mesh, with jax.set_mesh), or call it inside jax.shard_map"
+        )
+
+
+def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, config):
+    names = [n for n, t in zip(operands, tangents, strict=True) if type(t) is not ad.Zero]
+    named = dict(zip(operands, primals, strict=True))
+    moving = {n: t for n, t in zip(operands, tangents, strict=True) if n in names}
+    out = primitive.bind(named, spec=spec, config=config, results=results)
+    if all(n.endswith(primitive.linear) for n in names):  # linear there: the derivative is the primitive itself
+        fixed = {n: x for n, x in named.items() if not n.endswith(primitive.linear)}
+        return list(out.values()), list(
+            primitive.bind({**fixed, **moving}, spec=spec, config=config, results=results).values()
+        )
+    avals = {n: jax.typeof(x) for n, x in named.items()}
+    body = body_of(primitive, operands, results, spec, config, Target("cpu"), Platform.XLA)
+    run = explicit(primitive, body, avals, results)
+    part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
+    _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
+    return list(out.values()), change

@@ -1,0 +1,7 @@
+"""Lowerings for cpu."""
+
+from functools import partial
+
+from ._rule import register as _register
+
+register = partial(_register, platform="cpu")

@@ -1,0 +1,7 @@
+"""Lowerings for rocm."""
+
+from functools import partial
+
+from ._rule import register as _register
+
+register = partial(_register, platform="rocm")

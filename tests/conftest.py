@@ -1,0 +1,29 @@
+"""Tests run on eight CPU devices unless `JAX_PLATFORMS` says otherwise, each with its own cache and without timing."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_force_host_platform_device_count=8",
+        "--xla_backend_optimization_level=0",  # of LLVM, not of HLO: small programs compile in half the time
+        "--xla_llvm_disable_expensive_passes=true",
+        os.environ.get("XLA_FLAGS", ""),  # the last one holds
+    )
+)
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_environment(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("EJKERNEL_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU")

@@ -1,0 +1,150 @@
+"""The registry beyond its documented calls: what the wrapper lets through and what it turns, and what it costs."""
+
+import inspect
+import timeit
+import warnings
+
+import jax
+import pytest
+
+from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.kernels._registry import KernelRegistry, supported_if
+
+
+@pytest.fixture
+def registry():
+    return KernelRegistry()
+
+
+def raising(registry, error):
+    @registry.register("op", "xla", "any")
+    def implementation(x):
+        raise error
+
+    return implementation
+
+
+@pytest.mark.parametrize("error", [ValueError("v"), TypeError("t"), NotImplementedError("n"), KeyError("k")])
+def test_errors_of_the_caller_pass_as_they_are(registry, error):
+    with pytest.raises(type(error)) as raised:
+        raising(registry, error)(0)
+    assert raised.value is error
+
+
+def test_errors_of_tracing_pass_as_they_are(registry):
+    @registry.register("op", "xla", "any")
+    def branches_on_a_value(x):
+        return x if x > 0 else -x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(branches_on_a_value)(1.0)
+
+
+def test_a_failure_of_the_runtime_is_converted_with_its_cause(registry):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+    with pytest.raises(EjkernelRuntimeError, match=r"op \(xla\).*RESOURCE_EXHAUSTED") as raised:
+        raising(registry, error)(0)
+    assert raised.value.__cause__ is error
+
+
+def test_a_failure_of_triton_is_converted(registry):
+    errors = pytest.importorskip("triton.runtime.errors")
+    with pytest.raises(EjkernelRuntimeError, match="out of resource"):
+        raising(registry, errors.OutOfResources(300_000, 200_000, "shared memory"))(0)
+
+
+def test_a_failure_of_mlir_is_converted(registry):
+    from jax.extend.mlir import ir
+
+    @registry.register("op", "xla", "any")
+    def parses_nonsense(x):
+        with ir.Context():
+            return ir.Module.parse("this is no module")
+
+    with pytest.raises(EjkernelRuntimeError, match="MLIRError"):
+        parses_nonsense(0)
+
+
+def test_an_unknown_keyword_is_named_with_those_accepted(registry):
+    @registry.register("op", "xla", "any")
+    def implementation(q, k, *, causal=False):
+        return q
+
+    with pytest.raises(TypeError, match=r"op \(xla\): unsupported argument softcap; accepted are causal, k, q"):
+        implementation(1, 2, softcap=3.0)
+
+
+def test_an_implementation_that_takes_all_keywords_gets_them(registry):
+    @registry.register("op", "xla", "any")
+    def implementation(q, **options):
+        return options
+
+    assert implementation(1, softcap=3.0) == {"softcap": 3.0}
+
+
+def test_supports_is_carried_by_what_is_registered(registry):
+    @registry.register("op", "xla", "any")
+    @supported_if(lambda spec, operands, target: f"not on {target}")
+    def limited(q): ...
+
+    @registry.register("op", "pallas", "tpu")
+    def unlimited(q): ...
+
+    reasons = [s.implementation.supports(None, (), "cpu") for s in registry.list_implementations("op")]
+    assert reasons == ["not on cpu", None]
+
+
+def test_the_source_of_an_implementation_can_be_read(registry):
+    implementation = raising(registry, ValueError())
+    assert "raise error" in inspect.getsource(implementation)
+
+
+def test_the_first_of_equal_priority_wins(registry):
+    registry.register("op", "xla", "any")(lambda x: "first")
+    registry.register("op", "triton", "gpu")(lambda x: "second")
+    assert registry.get("op")(0) == "first"
+
+
+def test_the_message_of_a_miss_lists_what_is_registered(registry):
+    registry.register("op", "triton", "gpu")(lambda x: x)
+    with pytest.raises(ValueError, match=r"platform xla and backend tpu; registered: triton/gpu"):
+        registry.get("op", "xla", "tpu")
+
+
+def test_an_annotation_written_as_a_string_is_the_type_it_names(registry):
+    @registry.register("op", "xla", "any")
+    def typed(q: jax.Array, scale: float | None = None): ...
+
+    @registry.register("op", "triton", "gpu")
+    def named(q: "jax.Array", scale: "float | None" = None): ...
+
+    @registry.register("op", "pallas", "tpu")
+    def known_to_type_checkers_alone(q: "jax.Array", scale: "float | None" = None, *, config: "Unknown" = None): ...  # noqa: F821
+
+    with pytest.warns(UserWarning, match="pallas/tpu takes") as warned:
+        assert registry.validate_signatures("op") is False
+    assert len(warned) == 1
+
+
+def test_a_mismatch_says_what_differs(registry):
+    registry.register("op", "xla", "any", 1)(lambda q, scale=1.0: q)
+    registry.register("op", "triton", "gpu")(lambda q, scale=2.0: q)
+    with pytest.warns(
+        UserWarning, match=r"op: triton/gpu differs from xla/any in the default of scale: 2.0 against 1.0"
+    ):
+        registry.validate_signatures("op")
+
+
+def test_agreement_is_silent(registry):
+    for platform in ("xla", "triton", "pallas"):
+        registry.register("op", platform, "any")(lambda q, k: q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert registry.validate_signatures("op") is True
+
+
+def test_the_wrapper_costs_less_than_a_microsecond_or_so(registry):
+    implementation = registry.register("op", "xla", "any")(lambda q, *, causal=False: q)
+    bare = inspect.unwrap(implementation)
+    cost = lambda f: min(timeit.repeat(lambda: f(1, causal=True), number=2000, repeat=5)) / 2000
+    assert cost(implementation) - cost(bare) < 2e-6
