@@ -213,7 +213,7 @@ def test_an_unreadable_file_is_never_replaced(directory, monkeypatch):
         return open(path, mode, **how)
 
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="Permission denied"):
-        patched.setattr("ejkernel.ops.config.persistent.open", unreadable, raising=False)
+        patched.setattr("ejkernel.ops.utils.shared_file.open", unreadable, raising=False)
         cache.put("new", OTHER)
         assert cache.get("new") == OTHER
     assert file_in(directory).read_text() == before

@@ -17,7 +17,7 @@ from . import tiles
 from .problem import problem_of
 
 
-def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:  # noqa: B008
+def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
     """o and lse: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows."""
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
