@@ -11,19 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import shown
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from shown import Config, Shown, key_of, ones
 
 from ejkernel.ops import (
     Invocation,
-    default_key_builder_with_sharding,
     from_json,
     sharding_fingerprint,
     stable_json,
     to_json,
 )
 from ejkernel.ops.utils.devices import local_target
+from ejkernel.ops.utils.fingerprints import key_of as key_of_target
 from ejkernel.ops.utils.operands import abstract
 from ejkernel.ops.utils.serialization import pack, unpack
 from ejkernel.types import Platform, Target
@@ -81,8 +82,8 @@ def test_what_tells_keys_apart():
         key_of(Shown("other"), a),
         key_of(Raised(), a),
         key_of(Rewritten(), a),
-        default_key_builder_with_sharding(run, (a,), {}, Target("tpu")),
-        default_key_builder_with_sharding(run, (a,), {}, Target("tpu", "TPU v5 lite")),
+        key_of_target(run, (a,), {}, Target("tpu")),
+        key_of_target(run, (a,), {}, Target("tpu", "TPU v5 lite")),
     ]
     assert len(set(calls)) == len(calls)
 
@@ -104,7 +105,7 @@ def test_another_process_builds_the_same_key():
     script = "from shown import *; print(key_of(Shown(), ones(), options={'b': (1, None), 'a': 2.0}, kind=Config()))"
     run = lambda seed: subprocess.run(
         [sys.executable, "-c", script],
-        cwd=os.path.dirname(__file__),
+        cwd=os.path.dirname(shown.__file__),
         env={**os.environ, "PYTHONHASHSEED": seed},
         capture_output=True,
         text=True,

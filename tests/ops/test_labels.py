@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import pytest
+import shown
 from shown import HEURISTIC, Config, Shown, executor, ones
 
 from ejkernel.ops import extract_labels_from_hlo_text, find_labels_in_lowered, label, labelled, labels_to_configs
@@ -71,7 +72,7 @@ def test_another_process_reads_a_label(monkeypatch, stamp):
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", stamp)
     (text,) = find_labels_in_lowered(jax.jit(lambda a: executor()(Shown(), a)).lower(ones()))
     script = f"import shown, ejkernel.ops; print(ejkernel.ops.labels_to_configs([{text!r}]))"
-    here = os.path.dirname(__file__)
+    here = os.path.dirname(shown.__file__)
     read = subprocess.run([sys.executable, "-c", script], cwd=here, capture_output=True, text=True, check=True)
     assert read.stdout.strip() == str({text: HEURISTIC})
 

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 
 import pytest
+import shown
 from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, key_of, ones, ran
 
 from ejkernel.ops import PersistentCache
@@ -38,7 +39,7 @@ def process(directory, script):
     """Another process, with `cache` over the directory. The device is always given, so that it starts no backend."""
     prelude = f"""
         import os, random, signal, sys, time, warnings
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
+        sys.path.insert(0, {os.path.dirname(shown.__file__)!r})
         from shown import Config
         from ejkernel.ops import PersistentCache
         warnings.simplefilter("error", UserWarning)
@@ -212,7 +213,7 @@ def test_an_unreadable_file_is_never_replaced(directory, monkeypatch):
         return open(path, mode, **how)
 
     with monkeypatch.context() as patched, pytest.warns(UserWarning, match="Permission denied"):
-        patched.setattr("ejkernel.ops.config.persistent.open", unreadable, raising=False)
+        patched.setattr("ejkernel.ops.utils.shared_file.open", unreadable, raising=False)
         cache.put("new", OTHER)
         assert cache.get("new") == OTHER
     assert file_in(directory).read_text() == before

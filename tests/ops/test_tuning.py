@@ -13,7 +13,7 @@ from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, ones, ran
 
 from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops import ConfigCache, Tuner, autotune, benchmark, pmap_with_config, vmap_with_config
-from ejkernel.ops.execution.checking import disagreement, same_bits
+from ejkernel.ops.core.checking import disagreement, same_bits
 from ejkernel.ops.utils.operands import random_like
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ...errors import type_error, value_error
+from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ...primitives.flash_attention import flash_attention as trio
 from .._operation import Operation, Prepared
@@ -283,6 +284,25 @@ class FlashAttention(Operation):
         "cu_seqlens_q": "cum_seqlens_q",
         "cu_seqlens_k": "cum_seqlens_k",
     }
+
+    @classmethod
+    def synthetic_operands(cls, operands, spec):
+        """Random arrays; uneven sequences and segments; a mask that hides a tenth; the usual scale."""
+        values = random_like(dict(operands))
+        for name, x in operands.items():
+            if name.startswith("cu_seqlens"):
+                tokens = operands["q" if name.endswith("q") else "k"].shape[1]
+                ends = tokens * np.linspace(0, 1, x.shape[1]) ** 1.5
+                values[name] = jnp.broadcast_to(jnp.asarray(np.round(ends), jnp.int32), x.shape)
+            elif name.endswith("segment_ids"):
+                values[name] = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32) * 4 // x.shape[1], x.shape)
+            elif name == "mask":
+                values[name] = jax.random.bernoulli(jax.random.key(0), 0.9, x.shape)
+            elif name == "softmax_scale":
+                values[name] = jnp.full(x.shape, operands["q"].shape[-1] ** -0.5, x.dtype)
+            elif name == "dropout":
+                values[name] = _dropout(spec.dropout_rate, jax.random.key(0), values["q"])
+        return values
 
     @classmethod
     def convert(cls, arguments):

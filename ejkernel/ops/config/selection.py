@@ -15,8 +15,8 @@ from typing import Any, Generic
 from ejkernel.errors import ConfigMissError, EjkernelRuntimeError
 
 from ..core.kernel import Invocation, Kernel
+from ..core.tuner import Tuner
 from ..core.types import Cfg
-from ..execution.tuning import Tuner
 from .cache import ConfigCache, autotune_override, overlays
 from .persistent import PersistentCache
 

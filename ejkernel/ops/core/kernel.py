@@ -82,7 +82,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Runs the kernel with the config that the default executor chooses, or with `cfg`."""
-        from ..execution.executor import default_executor  # an executor is made of kernels, caches and tuning
+        from ejkernel.ops import default_executor  # which is made of kernels
 
         return default_executor()(self, *args, cfg=cfg, **kwargs)
 

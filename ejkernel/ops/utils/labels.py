@@ -23,15 +23,11 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from ..config.persistent import PersistentCache
 from .serialization import pack, unpack
+from .shared_file import SharedFile, cache_directory
 
 _LABEL = re.compile(r"ejkernel\[[^\]]*\]")
 _STAMPS = ("none", "hash", "json")
-
-# The configs behind the hashes, in a file beside those of the devices.
-_FILE = "labels"
-_stamped = PersistentCache()
 
 
 @contextlib.contextmanager
@@ -98,16 +94,25 @@ def _stamp(config: Any) -> dict[str, str]:
     if how == "json":
         return {"config": packed}
     digest = hashlib.sha256(packed.encode()).hexdigest()[:16]
-    if _stamped.get(digest, _FILE) is None:
-        _stamped.put(digest, config, _FILE)
+    if digest not in _stamped().read():
+        _stamped().write({digest: pack(config)})
     return {"config": digest}
 
 
 def _config_of(stamp: str | None) -> Any | None:
     if stamp is None:
         return None
-    if not stamp.startswith("{"):
-        return _stamped.get(stamp, _FILE)
-    with contextlib.suppress(ValueError):  # of a text that was cut off
-        return unpack(json.loads(stamp))
+    with contextlib.suppress(ValueError):  # of a text that was cut off, or a file that was edited
+        packed = json.loads(stamp) if stamp.startswith("{") else _stamped().read().get(stamp)
+        return None if packed is None else unpack(packed)
     return None
+
+
+def _stamped() -> SharedFile:
+    """The configs behind the hashes, in a file beside those of the devices."""
+    return _file_in(cache_directory())
+
+
+@functools.cache
+def _file_in(directory: str) -> SharedFile:
+    return SharedFile(directory, "labels")
