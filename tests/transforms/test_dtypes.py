@@ -1,7 +1,7 @@
 """In every dtype an operation errs at most twice as much as its formula in that dtype, and its gradient three times.
 
-Both are measured against float64 on the same inputs, by the norm of all errors of a result. No result can be nearer than
-the rounding of the exact one, which so is the least that the formula is taken to err.
+Both are measured against float64 on the same inputs, by the norm of all errors of a result. No result can be nearer
+than the exact one rounded, which so is the least that the formula is taken to err.
 """
 
 import jax
