@@ -1,14 +1,12 @@
 """The XLA implementation of flash_attention against its own formula, in float64 and in the precision of its inputs."""
 
-import itertools
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels._xla import _attention
 from ejkernel.kernels._xla.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp, reference
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig

@@ -7,7 +7,7 @@ from functools import partial
 
 from jax import Array
 
-from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, KernelConfig, Platform, Target
@@ -58,7 +58,8 @@ def _registered(operation: str, predicate):
     """The decorators of the three implementations."""
     register = kernel_registry.register(operation, Platform.TRITON, Backend.GPU, PRIORITY)
     configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
-    return lambda implementation: register(supported_if(predicate)(configured(implementation)))
+    emitting = emits(*_launch.CUSTOM_CALLS)
+    return lambda implementation: register(supported_if(predicate)(configured(emitting(implementation))))
 
 
 @_registered("flash_attention", supports)
