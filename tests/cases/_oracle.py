@@ -67,7 +67,9 @@ def in_float64(f: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args):
         with jax.enable_x64(True):
-            return jax.tree.map(np.asarray, f(*jax.tree.map(_widened, args)))
+            results = jax.tree.map(np.asarray, f(*jax.tree.map(_widened, args)))
+        assert not any(np.isnan(x).any() for x in jax.tree.leaves(results)), "the oracle gives NaN"
+        return results
 
     return run
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, assert_close, each_case, oracle
+from cases import assert_close, each_case, each_operation, oracle
 from programs import equations, scopes
 
 from ejkernel import checkpoint_policies
@@ -41,9 +41,6 @@ def test_checkpoint(case, policy, times):
     layer = jax.checkpoint(case.call, policy=policy)
     found = check_count(case, pullback(layer, case.differentiable), times, arrays, cotangents)
     assert_close(found, oracle(case, pullback)(arrays, cotangents))
-
-
-each_operation = pytest.mark.parametrize("case", {case.operation: case for case in CASES[::-1]}.values(), ids=str)
 
 
 @each_operation
