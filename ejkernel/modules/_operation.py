@@ -116,7 +116,7 @@ def _choose_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: A
 
 def _heuristic_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, platform: str, target: Target):
     """The config for another target than the one the equation was traced for."""
-    return KERNELS[primitive.name].heuristic(named, spec, platform, target)
+    return replace(KERNELS[primitive.name].heuristic(named, spec, platform, target), backend=target.backend)
 
 
 @functools.cache

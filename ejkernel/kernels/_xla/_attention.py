@@ -87,6 +87,11 @@ def unfold_rows(x: Array) -> Array:
     return x.reshape(b, g * r, s, e).transpose(0, 2, 1, 3)
 
 
+def unfold_columns(x: Array) -> Array:
+    """[b,g,d,t] -> [b,t,g,d]."""
+    return x.transpose(0, 3, 1, 2)
+
+
 # --- Who sees whom ---------------------------------------------------------------------------------------------------
 
 
@@ -180,13 +185,13 @@ def where(condition: Array, x: Array, otherwise: float) -> Array:
 
 
 def statistics_dtype(dtype: Any) -> Any:
-    """float32, or float64 where the inputs are."""
-    return jnp.promote_types(dtype, jnp.float32)
+    """float32, or float64 where the inputs are. By the table of numpy: that of jax may be set to refuse."""
+    return np.promote_types(dtype, np.float32)
 
 
-def over_features(q: Array, k: Array) -> Array:
+def over_features(q: Array, k: Array, dtype: Any = None) -> Array:
     """Σ_d q [b,g,r,s,d] · k [b,g,t,d] -> [b,g,r,s,t]."""
-    return _dot(q, k, ((4,), (3,)))
+    return _dot(q, k, ((4,), (3,)), dtype)
 
 
 def over_columns(p: Array, v: Array) -> Array:
@@ -199,9 +204,10 @@ def over_rows(do: Array, p: Array) -> Array:
     return _dot(do, p.astype(do.dtype), ((2, 3), (2, 3)))
 
 
-def _dot(x: Array, y: Array, contracted: tuple) -> Array:
+def _dot(x: Array, y: Array, contracted: tuple, dtype: Any = None) -> Array:
+    """In the dtype of statistics unless told; float32 in full on every platform."""
+    dtype = dtype or statistics_dtype(x.dtype)
     dimensions = (contracted, ((0, 1), (0, 1)))
-    dtype = statistics_dtype(x.dtype)
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)
 
 
@@ -215,7 +221,7 @@ def sum_to(x: Array, shape: tuple) -> Array:
 # Where an array keeps the rows and where the columns of the logits. One without a name here, and an axis of size 1,
 # belongs to every tile.
 AXES = (
-    dict.fromkeys(("q", "o", "m", "l", "lse", "delta", "dq", "do", "dlse", "rows"), (-2, None))
+    dict.fromkeys(("q", "o", "m", "l", "lse", "excess", "delta", "dq", "do", "dlse", "rows"), (-2, None))
     | dict.fromkeys(("k", "v"), (None, -2))
     | dict.fromkeys(("dk", "dv", "columns"), (None, -1))
     | dict.fromkeys(("bias", "dbias", "mask"), (-2, -1))
@@ -322,10 +328,13 @@ def _tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
 def sweep(of_tile: Callable, x: tuple, add: Callable, totals: Any, grid: Grid) -> Any:
     """of_tile(*tile of x) of every tile, added up by add(total, part), each in its own part of the totals.
 
-    Totals, and so the parts, are named by AXES. Derivatives keep nothing of a tile but where it starts: it is computed
-    again.
+    Totals, and so the parts, are named by AXES and hold the padding. Derivatives keep nothing of a tile but where it
+    starts: it is computed again.
     """
-    if len(grid.starts[0]) == 1 and grid.size == grid.shape:
+    tiles = len(grid.starts[0])
+    if tiles == 0:
+        return totals
+    if tiles == 1 and grid.size == grid.shape:
         return of_tile(*x)
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -335,8 +344,12 @@ def sweep(of_tile: Callable, x: tuple, add: Callable, totals: Any, grid: Grid) -
     def step(totals, start):
         return put(totals, add(tile(totals, start, grid.size), part(x, start)), start), None
 
-    totals, _ = lax.scan(step, varying_like(x, totals), grid.starts)
-    return tile(totals, ORIGIN, grid.shape)
+    return lax.scan(step, varying_like(x, totals), grid.starts)[0]
+
+
+def trim(x: Any, grid: Grid) -> Any:
+    """Arrays named by AXES without the padding."""
+    return tile(x, ORIGIN, grid.shape)
 
 
 def varying_like(x: Any, constants: Any) -> Any:

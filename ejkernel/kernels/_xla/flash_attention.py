@@ -7,7 +7,7 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
 The decomposition visits the tiles of the logits that causal and window leave. In the forward, a tile gives the largest
 logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged (Milakov and
-Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, and their tiles add up:
+Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse; their tiles add up:
 
     δ = Σ_e do·o − dlse         ds = p (κ Σ_e do·v − δ)         dσ = −Σ_i exp(σ − lse_i) δ_i
     dz = ds (1 − (s / softcap)²)
@@ -18,6 +18,7 @@ Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and 
     l̇se = Σ_j p ṡ + Σ_n exp(σ_n − lse) σ̇_n                     ȯ = Σ_j κ p (ṡ v + v̇) − o l̇se
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -29,23 +30,33 @@ from ejkernel.types import KernelConfig
 
 from .._registry import Backend, Platform, kernel_registry
 from . import _attention as attention
-from ._attention import Folded, dropped, fold_heads, fold_rows, over_columns, over_features, over_rows, unfold_rows
+from ._attention import (
+    Folded,
+    dropped,
+    fold_heads,
+    fold_rows,
+    over_columns,
+    over_features,
+    over_rows,
+    unfold_columns,
+    unfold_rows,
+)
 
 
-def reference(*operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec()) -> Outputs:
-    """The formula: products in the precision of the inputs, all else in float32, or float64 where the inputs are.
+def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
+    """The formula: products take and give the precision of the inputs, all else is float32, or float64 where they are.
 
     Takes memory for all the logits. Differentiable to any order.
     """
     operands = Operands(*operands)
-    x, _, _, s, _ = _logits(attention.folded(operands, spec), spec)
+    x, _, _, s, _ = _logits(attention.folded(operands, spec), spec, operands.q.dtype)
     if x.sinks is not None:
-        s = jnp.concatenate([s, jnp.broadcast_to(x.sinks, (*s.shape[:-1], x.sinks.shape[-1]))], axis=-1)
-    m = lax.stop_gradient(s.max(-1, keepdims=True, initial=-jnp.inf))
-    weights = jnp.exp(s - _floored(m))
-    l = _not_zero(weights.sum(-1, keepdims=True))
-    p = (weights / l)[..., : x.k.shape[2]]
-    return _outputs(over_columns(dropped(p, x, spec), x.v), m + jnp.log(l), operands.q.dtype)
+        s = jnp.concatenate([s, jnp.broadcast_to(x.sinks.astype(s.dtype), (*s.shape[:-1], x.sinks.shape[-1]))], axis=-1)
+    m = lax.stop_gradient(_floored(s.max(-1, keepdims=True, initial=-np.inf)))
+    weights = jnp.exp(s - m)
+    l = weights.sum(-1, keepdims=True)
+    p = (weights / _not_zero(l))[..., : x.k.shape[2]]
+    return _outputs(over_columns(dropped(p, x, spec), x.v), _lse(m, l), operands.q.dtype)
 
 
 # --- Forward ---------------------------------------------------------------------------------------------------------
@@ -60,33 +71,31 @@ class _Softmax(NamedTuple):
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
-def flash_attention(
-    *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
-) -> Outputs:
+def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
     """o and lse, tile by tile."""
     operands = Operands(*operands)
     x, grid = attention.cut(operands, spec, config.block_q, config.block_k)
-    rows, dtype = x.q.shape[:4], attention.statistics_dtype(x.q.dtype)
+    dtype = attention.statistics_dtype(x.q.dtype)
 
     def of_tile(x):
         x, _, _, s, _ = _logits(x, spec)
-        m = lax.stop_gradient(s.max(-1, keepdims=True))
-        p = jnp.exp(s - _floored(m))
+        m = lax.stop_gradient(_floored(s.max(-1, keepdims=True)))
+        p = jnp.exp(s - m)
         return _Softmax(m, p.sum(-1, keepdims=True), over_columns(dropped(p, x, spec), x.v))
 
-    nothing = _Softmax(*(lax.full((*rows, n), value, dtype) for n, value in ((1, -np.inf), (1, 0), (x.v.shape[-1], 0))))
-    softmax = attention.sweep(of_tile, (x,), _merged, nothing, grid)
+    lowest, of_rows = jnp.finfo(dtype).min, partial(_of_rows, x, dtype)
+    nothing = _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
+    softmax = attention.trim(attention.sweep(of_tile, (x,), _merged, nothing, grid), grid)
     if x.sinks is not None:
         sinks = x.sinks.astype(dtype)
-        m = lax.stop_gradient(sinks.max(-1, keepdims=True))
-        softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - _floored(m)).sum(-1, keepdims=True), 0.0))
-    l = _not_zero(softmax.l)
-    return _outputs(softmax.o / l, softmax.m + jnp.log(l), operands.q.dtype)
+        m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
+        softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
+    return _outputs(softmax.o / _not_zero(softmax.l), _lse(softmax.m, softmax.l), operands.q.dtype)
 
 
 def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
     m = jnp.maximum(a.m, b.m)
-    shrink_a, shrink_b = jnp.exp(a.m - _floored(m)), jnp.exp(b.m - _floored(m))
+    shrink_a, shrink_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
     return _Softmax(m, a.l * shrink_a + b.l * shrink_b, a.o * shrink_a + b.o * shrink_b)
 
 
@@ -94,11 +103,16 @@ def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
 
 
 class _Rows(NamedTuple):
-    """What the forward and the cotangents say of the rows."""
+    """What is known of the rows. excess is log(Σ_j exp(s_j − lse) + Σ_n exp(σ_n − lse)), which is 0 but for rounding.
+
+    An lse of 60 in float32 is rounded by up to 2e-6, and all the weights of its row would be wrong by as much.
+    """
 
     lse: Array
+    excess: Array | None = None
     delta: Array | None = None
     do: Array | None = None
+    dlse: Array | None = None
 
 
 @kernel_registry.register("flash_attention_jvp", Platform.XLA, Backend.ANY)
@@ -113,28 +127,29 @@ def flash_attention_jvp(
     """The tangents of o and lse; a tangent of None is zero."""
     x, grid = attention.cut(primals, spec, config.block_q, config.block_k)
     dx = attention.pad(attention.fold(tangents, primals.k.shape[2]), grid.padding)
-    o, lse = _fold_outputs(outputs, primals)
-    moves_logits = any(a is not None for a in (dx.q, dx.k, dx.bias, dx.softmax_scale))
+    lse = _floored(_fold_outputs(outputs, primals, grid).lse)
 
-    def of_tile(x, dx, rows):
+    def sums(x, dx, rows):
         logits = _logits(x, spec)
-        dx = attention.zero_dead(dx, logits.living)
-        p = jnp.exp(logits.s - _floored(rows.lse))
-        weights = dropped(p, x, spec)
-        do = 0 if dx.v is None else over_columns(weights, dx.v)
-        if not moves_logits:
-            return {"do": do}
+        p = _weights(logits.s, rows)
         ds = _logits_tangent(logits, dx, spec)
-        return {"do": do + over_columns(weights * ds, logits.x.v), "dlse": (p * ds).sum(-1, keepdims=True)}
+        return {"l": p.sum(-1, keepdims=True), "dlse": (p * ds).sum(-1, keepdims=True)}
 
-    widths = ({"do": x.v.shape[-1]} if moves_logits or dx.v is not None else {}) | ({"dlse": 1} if moves_logits else {})
-    nothing = {name: lax.full((*x.q.shape[:4], n), 0, lse.dtype) for name, n in widths.items()}
-    rows = attention.pad(_Rows(lse), grid.padding)
-    change = attention.sweep(of_tile, (x, dx, rows), _added, nothing, grid) if nothing else {}
-    do, dlse = change.get("do", 0), change.get("dlse", jnp.zeros_like(lse))
+    def change(x, dx, rows):
+        logits = _logits(x, spec)
+        p = dropped(_weights(logits.s, rows), x, spec)
+        do = over_columns(p * (_logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
+        return {"do": do if dx.v is None else do + over_columns(p, attention.zero_dead(dx, logits.living).v)}
+
+    of_rows = partial(_of_rows, x, lse.dtype)
+    totals = attention.sweep(sums, (x, dx, _Rows(lse)), _added, {"l": of_rows(1), "dlse": of_rows(1)}, grid)
+    excess = _excess(totals["l"], x, lse)
+    dlse = totals["dlse"] * jnp.exp(-excess)
     if dx.sinks is not None:
-        dlse = dlse + (jnp.exp(x.sinks - _floored(lse)) * dx.sinks).sum(-1, keepdims=True)
-    return _outputs(do - o.astype(lse.dtype) * dlse, dlse, primals.q.dtype)
+        dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
+    rows = _Rows(lse, excess, dlse=dlse)
+    do = attention.sweep(change, (x, dx, rows), _added, {"do": of_rows(x.v.shape[-1])}, grid)["do"]
+    return _outputs(**attention.trim({"o": do, "lse": dlse}, grid), dtype=primals.q.dtype)
 
 
 @kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
@@ -149,43 +164,60 @@ def flash_attention_bwd(
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt; a cotangent of None is zero."""
     x, grid = attention.cut(primals, spec, config.block_q, config.block_k)
-    o, lse = _fold_outputs(outputs, primals)
-    do, dlse = _fold_outputs(cotangents, primals)
-    do = jnp.zeros_like(o) if do is None else do
-    delta = (do.astype(lse.dtype) * o.astype(lse.dtype)).sum(-1, keepdims=True)
-    delta = delta if dlse is None else delta - dlse
+    rows = _rows_of_backward(primals, outputs, cotangents, x, spec, grid)
+    (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
+    shapes = {"q": x.q.shape, "k": (b, g, d, t), "v": (b, g, e, t)}
+    shapes |= {name: getattr(x, name).shape for name in ("bias", "softmax_scale") if name in wrt}
+    nothing = {"d" + name: lax.full(shape, 0, rows.lse.dtype) for name, shape in shapes.items() if name in wrt}
 
-    def of_tile(x, rows):
+    def gradients(x, rows):
         x, raw, slope, s, _ = _logits(x, spec)
-        p = jnp.exp(s - _floored(rows.lse))
-        weights = dropped(p, x, spec)
-        ds = weights * over_features(rows.do, x.v) - p * rows.delta
+        p = _weights(s, rows)
+        after_dropout = dropped(p, x, spec)
+        ds = after_dropout * over_features(rows.do, x.v) - p * rows.delta
         dz = ds if slope is None else ds * slope
-        scaled = dz if x.softmax_scale is None else dz * x.softmax_scale
-        gradients = {
+        scaled = dz if x.softmax_scale is None else dz * x.softmax_scale.astype(dz.dtype)
+        parts = {
             "dq": lambda: over_columns(scaled, x.k),
             "dk": lambda: over_rows(x.q, scaled),
-            "dv": lambda: over_rows(rows.do, weights),
+            "dv": lambda: over_rows(rows.do, after_dropout),
             "dbias": lambda: attention.sum_to(dz, x.bias.shape),
             "dsoftmax_scale": lambda: attention.sum_to(dz * raw, x.softmax_scale.shape),
         }
-        return {name: gradients[name]() for name in nothing}
+        return {name: parts[name]() for name in nothing}
 
-    (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
-    shapes = {"dq": x.q.shape, "dk": (b, g, d, t), "dv": (b, g, e, t)}
-    shapes |= {"d" + name: getattr(x, name).shape for name in ("bias", "softmax_scale") if name in wrt}
-    nothing = {name: lax.full(shape, 0, lse.dtype) for name, shape in shapes.items() if name[1:] in wrt}
-    rows = attention.pad(_Rows(lse, delta, do), grid.padding)
-    totals = attention.sweep(of_tile, (x, rows), _added, nothing, grid) if nothing else {}
-
-    def gradient(name):
-        if name == "sinks":
-            return attention.sum_to(-jnp.exp(x.sinks - _floored(lse)) * delta, x.sinks.shape)
-        total = totals["d" + name] * (spec.softmax_scale if name in ("q", "k", "softmax_scale") else 1)
-        return {"q": unfold_rows, "k": _unfold_columns, "v": _unfold_columns}.get(name, lambda x: x)(total)
-
+    totals = attention.trim(attention.sweep(gradients, (x, rows), _added, nothing, grid), grid) if nothing else {}
+    if "sinks" in wrt:
+        of_rows = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
+        totals["dsinks"] = attention.sum_to(of_rows.sum(3, keepdims=True), x.sinks.shape)
+    for name in {"q", "k", "softmax_scale"}.intersection(wrt):
+        totals["d" + name] *= spec.softmax_scale
+    unfold = {"q": unfold_rows, "k": unfold_columns, "v": unfold_columns}
     like = {name: getattr(primals, name) for name in wrt}
-    return tuple(gradient(name).reshape(x.shape).astype(x.dtype) for name, x in like.items())
+    return tuple(
+        unfold.get(name, lambda total: total)(totals["d" + name]).reshape(x.shape).astype(x.dtype)
+        for name, x in like.items()
+    )
+
+
+def _rows_of_backward(
+    primals: Operands, outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: attention.Grid
+) -> _Rows:
+    lse = _floored(_fold_outputs(outputs, primals, grid).lse)
+    do, dlse = _fold_outputs(cotangents, primals, grid)
+    do = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do
+
+    def sums(x, rows):
+        x, _, _, s, _ = _logits(x, spec)
+        p = _weights(s, rows)
+        delta = (dropped(p, x, spec) * over_features(rows.do, x.v)).sum(-1, keepdims=True)
+        return {"l": p.sum(-1, keepdims=True), "delta": delta}
+
+    nothing = {"l": _of_rows(x, lse.dtype, 1), "delta": _of_rows(x, lse.dtype, 1)}
+    totals = attention.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing, grid)
+    excess = _excess(totals["l"], x, lse)
+    delta = totals["delta"] * jnp.exp(-excess)
+    return _Rows(lse, excess, delta if dlse is None else delta - dlse, do)
 
 
 def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
@@ -205,16 +237,17 @@ class _Logits(NamedTuple):
     living: tuple[Array, Array] | None
 
 
-def _logits(x: Folded, spec: FlashAttentionSpec) -> _Logits:
+def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits:
+    """The logits from q·k in the dtype `product`, that of statistics if None."""
     seen = attention.visible(x, spec)
     living = attention.alive(x, seen)
-    x = attention.zero_dead(x, living)
-    raw = over_features(x.q, x.k)
+    x, dtype = attention.zero_dead(x, living), attention.statistics_dtype(x.q.dtype)
+    raw = over_features(x.q, x.k, product).astype(dtype)
     s, slope = raw * spec.softmax_scale, None
     if x.softmax_scale is not None:
-        s = s * x.softmax_scale
+        s = s * x.softmax_scale.astype(dtype)
     if x.bias is not None:
-        s = s + x.bias
+        s = s + x.bias.astype(dtype)
     if spec.softcap is not None:
         tanh = jnp.tanh(s / spec.softcap)
         s, slope = spec.softcap * tanh, 1 - tanh**2
@@ -223,14 +256,32 @@ def _logits(x: Folded, spec: FlashAttentionSpec) -> _Logits:
 
 def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
     """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz, as if nothing were masked."""
-    x, terms = logits.x, []
+    x, dx, dtype = logits.x, attention.zero_dead(dx, logits.living), logits.s.dtype
     products = [] if dx.q is None else [over_features(dx.q, x.k)]
     products += [] if dx.k is None else [over_features(x.q, dx.k)]
-    if products:
-        terms.append(sum(products) * spec.softmax_scale * (1 if x.softmax_scale is None else x.softmax_scale))
-    terms += [] if dx.softmax_scale is None else [logits.raw * spec.softmax_scale * dx.softmax_scale]
-    terms += [] if dx.bias is None else [dx.bias]
-    return sum(terms) * (1 if logits.slope is None else logits.slope)
+    scale = 1 if x.softmax_scale is None else x.softmax_scale.astype(dtype)
+    terms = [sum(products) * spec.softmax_scale * scale] if products else []
+    if dx.softmax_scale is not None:
+        terms.append(logits.raw * spec.softmax_scale * dx.softmax_scale.astype(dtype))
+    if dx.bias is not None:
+        terms.append(dx.bias.astype(dtype))
+    return sum(terms, jnp.zeros_like(logits.s)) * (1 if logits.slope is None else logits.slope)
+
+
+def _weights(s: Array, rows: _Rows) -> Array:
+    """p = exp(s − lse); excess, the smaller one, is subtracted last."""
+    return jnp.exp(s - rows.lse if rows.excess is None else s - rows.lse - rows.excess)
+
+
+def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
+    """exp(σ − lse) [b,g,r,s,n]."""
+    return jnp.exp(x.sinks.astype(lse.dtype) - lse - excess)
+
+
+def _excess(l: Array, x: Folded, lse: Array) -> Array:
+    if x.sinks is not None:
+        l = l + jnp.exp(x.sinks.astype(lse.dtype) - lse).sum(-1, keepdims=True)
+    return lax.stop_gradient(jnp.log(_not_zero(l)))
 
 
 def _floored(m: Array) -> Array:
@@ -239,26 +290,30 @@ def _floored(m: Array) -> Array:
 
 
 def _not_zero(l: Array) -> Array:
-    """l, which is at least 1, or a tiny number where nothing was seen: 0 / l is 0 and −∞ + log(l) is −∞."""
+    """l, which is at least 1, or a tiny number where nothing was seen: 1 / l and log(l) have a derivative, 0."""
     return lax.max(l, np.array(jnp.finfo(l.dtype).tiny, l.dtype))
+
+
+def _lse(m: Array, l: Array) -> Array:
+    return attention.where(l > 0, m + jnp.log(_not_zero(l)), -np.inf)
 
 
 # --- Between the layouts ---------------------------------------------------------------------------------------------
 
 
-def _fold_outputs(outputs: Outputs, operands: Operands) -> Outputs:
+def _of_rows(x: Folded, dtype: Any, width: int, value: float = 0) -> Array:
+    """[b,g,r,s,width] of one value."""
+    return lax.full((*x.q.shape[:4], width), value, dtype)
+
+
+def _fold_outputs(outputs: Outputs, operands: Operands, grid: attention.Grid) -> Outputs:
+    """o [b,g,r,s,e] and lse [b,g,r,s,1], padded."""
     groups = operands.k.shape[2]
-    return Outputs(
-        None if outputs.o is None else fold_rows(outputs.o, groups),
-        None if outputs.lse is None else lax.expand_dims(fold_heads(outputs.lse, groups), (4,)),
-    )
+    o = None if outputs.o is None else fold_rows(outputs.o, groups)
+    lse = None if outputs.lse is None else lax.expand_dims(fold_heads(outputs.lse, groups), (4,))
+    return attention.pad(Outputs(o, lse), grid.padding)
 
 
 def _outputs(o: Array, lse: Array, dtype: Any) -> Outputs:
     b, g, r, s, _ = lse.shape
     return Outputs(unfold_rows(o).astype(dtype), lse.reshape(b, g * r, s))
-
-
-def _unfold_columns(x: Array) -> Array:
-    """[b,g,d,t] -> [b,t,g,d]."""
-    return x.transpose(0, 3, 1, 2)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import type_error, value_error
 from ...primitives._factory import KernelPrimitive
@@ -122,6 +122,8 @@ def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any
     wanted = {name: partition_spec(primitive.table[name], x.shape, split) for name, x in named.items()}
     same = lambda a, b, ndim: tuple(a) + (None,) * (ndim - len(a)) == tuple(b)
     return {
-        name: x if same(specs[name], wanted[name], x.ndim) else jax.sharding.reshard(x, wanted[name])
+        name: x
+        if same(specs[name], wanted[name], x.ndim)
+        else jax.sharding.reshard(x, NamedSharding(mesh, wanted[name]))
         for name, x in named.items()
     }

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ...errors import type_error, value_error
+from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ...primitives.flash_attention import flash_attention as trio
 from .._operation import Operation, Prepared
@@ -103,7 +104,7 @@ def flash_attention_arguments(
     if (q_segment_ids is None) != (kv_segment_ids is None):
         alone, other = ("q", "kv") if kv_segment_ids is None else ("kv", "q")
         raise value_error(NAME, f"{alone}_segment_ids is given without {other}_segment_ids; both or neither")
-    scale, traced_scale = _scale(softmax_scale, q.shape[-1])
+    scale, traced_scale = _scale(softmax_scale, q)
     operands = Operands(
         q,
         k,
@@ -189,15 +190,20 @@ def _check_arrays(q, k, v) -> None:
         )
 
 
-def _scale(scale, depth: int):
+def _statistics_dtype(q):
+    """float32, or float64 with such inputs. By the table of numpy: that of jax may be set to refuse."""
+    return np.promote_types(q.dtype, np.float32)
+
+
+def _scale(scale, q):
     """The static scale and the traced one: a traced scale is an operand, and the static one is then 1."""
     if scale is None:
-        return depth**-0.5, None
+        return q.shape[-1] ** -0.5, None
     if isinstance(scale, jax.Array | jax.core.Tracer):
         if scale.shape != ():
             raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
         require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
-        return 1.0, scale.astype(jnp.float32).reshape(1, 1)
+        return 1.0, scale.astype(_statistics_dtype(q)).reshape(1, 1)
     if not np.isfinite(scale):
         raise value_error(NAME, f"softmax_scale is {scale}; it must be finite")
     return float(scale), None
@@ -240,7 +246,7 @@ def _sinks(sinks, q):
     require_dtype(NAME, np.floating, "a float type", sinks=sinks)
     if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[2]:
         raise value_error(NAME, f"sinks must be [{q.shape[2]}] or [{q.shape[2]}, n], one row a head", sinks=sinks, q=q)
-    return sinks.astype(jnp.promote_types(q.dtype, jnp.float32)).reshape(1, sinks.shape[0], -1)
+    return sinks.astype(_statistics_dtype(q)).reshape(1, sinks.shape[0], -1)
 
 
 def _dropout(rate, key, q):
@@ -278,6 +284,25 @@ class FlashAttention(Operation):
         "cu_seqlens_q": "cum_seqlens_q",
         "cu_seqlens_k": "cum_seqlens_k",
     }
+
+    @classmethod
+    def synthetic_operands(cls, operands, spec):
+        """Random arrays; uneven sequences and segments; a mask that hides a tenth; the usual scale."""
+        values = random_like(dict(operands))
+        for name, x in operands.items():
+            if name.startswith("cu_seqlens"):
+                tokens = operands["q" if name.endswith("q") else "k"].shape[1]
+                ends = tokens * np.linspace(0, 1, x.shape[1]) ** 1.5
+                values[name] = jnp.broadcast_to(jnp.asarray(np.round(ends), jnp.int32), x.shape)
+            elif name.endswith("segment_ids"):
+                values[name] = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32) * 4 // x.shape[1], x.shape)
+            elif name == "mask":
+                values[name] = jax.random.bernoulli(jax.random.key(0), 0.9, x.shape)
+            elif name == "softmax_scale":
+                values[name] = jnp.full(x.shape, operands["q"].shape[-1] ** -0.5, x.dtype)
+            elif name == "dropout":
+                values[name] = _dropout(spec.dropout_rate, jax.random.key(0), values["q"])
+        return values
 
     @classmethod
     def convert(cls, arguments):

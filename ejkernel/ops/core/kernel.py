@@ -73,7 +73,8 @@ class Kernel(Generic[Cfg, Out]):
     custom_vjp = None
     """`custom_vjp(primals, cfg, kwargs, cotangents)`: a gradient for each positional operand, None for no gradient.
 
-    `cotangents` are those of the arrays that `run` returns, as a tuple. None: the gradients of `run`.
+    `cotangents` is a tuple with one for each array that `run` returns, None for one of integers. A kernel without
+    `custom_vjp` has the gradients of `run`.
     """
 
     def __init__(self, name: str):
@@ -81,7 +82,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Runs the kernel with the config that the default executor chooses, or with `cfg`."""
-        from ..execution.executor import default_executor  # an executor is made of kernels, caches and tuning
+        from ejkernel.ops import default_executor  # which is made of kernels
 
         return default_executor()(self, *args, cfg=cfg, **kwargs)
 

@@ -7,11 +7,11 @@ module (printed with its locations), in the optimised HLO, and in a profile.
 
 `EJKERNEL_OPS_STAMP` says how much of the config is in it: "none" (the default), its "hash", or its "json". Whatever is
 not a letter, a digit or one of `_.-~` is percent-encoded: XLA cuts names off at an "@", and quotes and brackets have
-meanings. A hash is looked up among the configs that this process has stamped, and then in `labels.json` beside the
-stored configs.
+meanings. What a hash stands for is kept in `labels.json`, beside the files of stored configs.
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -23,14 +23,11 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from ..config.persistent import PersistentCache
 from .serialization import pack, unpack
+from .shared_file import SharedFile, cache_directory
 
 _LABEL = re.compile(r"ejkernel\[[^\]]*\]")
-_DEVICE = "labels"
 _STAMPS = ("none", "hash", "json")
-
-_stamped: dict[str, Any] = {}
 
 
 @contextlib.contextmanager
@@ -80,8 +77,8 @@ def _label(**fields: str) -> str:
 
 
 def _fields(text: str) -> dict[str, str]:
-    pairs = (field.split("=", 1) for field in text.removeprefix("ejkernel[").removesuffix("]").split(";"))
-    return {name: unquote(value) for name, value in pairs}
+    pairs = (field.partition("=") for field in text.removeprefix("ejkernel[").removesuffix("]").split(";"))
+    return {name: unquote(value) for name, _, value in pairs}
 
 
 # --- Configs
@@ -91,21 +88,31 @@ def _stamp(config: Any) -> dict[str, str]:
     how = os.environ.get("EJKERNEL_OPS_STAMP") or "none"
     if how not in _STAMPS:
         raise ValueError(f"EJKERNEL_OPS_STAMP is {how!r}; it has to be one of {', '.join(_STAMPS)}")
-    if how == "none":
+    if how == "none" or not dataclasses.is_dataclass(config):
         return {}
     packed = json.dumps(pack(config), sort_keys=True, separators=(",", ":"))
     if how == "json":
         return {"config": packed}
     digest = hashlib.sha256(packed.encode()).hexdigest()[:16]
-    if digest not in _stamped:
-        _stamped[digest] = config
-        PersistentCache().put(digest, config, _DEVICE)
+    if digest not in _stamped().read():
+        _stamped().write({digest: pack(config)})
     return {"config": digest}
 
 
 def _config_of(stamp: str | None) -> Any | None:
     if stamp is None:
         return None
-    if stamp.startswith("{"):
-        return unpack(json.loads(stamp))
-    return _stamped.get(stamp) or PersistentCache().get(stamp, _DEVICE)
+    with contextlib.suppress(ValueError):  # of a text that was cut off, or a file that was edited
+        packed = json.loads(stamp) if stamp.startswith("{") else _stamped().read().get(stamp)
+        return None if packed is None else unpack(packed)
+    return None
+
+
+def _stamped() -> SharedFile:
+    """The configs behind the hashes, in a file beside those of the devices."""
+    return _file_in(cache_directory())
+
+
+@functools.cache
+def _file_in(directory: str) -> SharedFile:
+    return SharedFile(directory, "labels")

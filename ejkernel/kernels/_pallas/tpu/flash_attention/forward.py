@@ -1,0 +1,96 @@
+"""The forward kernel: softmax(s)·v by the online softmax, with lse.
+
+Per query: maximum m, denominator l and accumulator a over the tiles seen so far. A tile of logits s moves them to
+
+    m' = max(m, max s);   l' = l·exp(m − m') + Σ exp(s − m');   a' = a·exp(m − m') + Σ exp(s − m')·v
+
+and in the end o = a / l, lse = m + log l. Sinks are where m and l begin: m = logsumexp(sinks), l = 1.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig
+
+from .launch import launch, vmem
+from .problem import LOG2_E, Problem, Tile, arrange, plan, sink_of, split_heads
+from .schedule import Schedule, blocks_at, step_at, visibility, walk
+from .tiles import MASKED, contract, for_kind, load_keys, logits_of, scalar, scale_of
+
+
+class Softmax(NamedTuple):
+    """The online softmax of a block of queries: m and l, [1, block_q], and aᵀ, [features, block_q]."""
+
+    maximum: Any
+    total: Any
+    weighted: Any
+
+
+def forward(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
+    problem = plan(operands, spec, config)
+    schedule = walk(*visibility(operands, problem), by="queries")
+    tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks))
+    batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
+    features = tile.v.shape[2] // problem.kv_heads
+
+    out = launch(
+        functools.partial(_kernel, problem=problem, schedule=schedule),
+        "flash_attention_forward",
+        problem,
+        schedule,
+        (tile,),
+        Tile(
+            do=jax.ShapeDtypeStruct((batch, rows, heads * features), tile.q.dtype),
+            lse=jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32),
+        ),
+        where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
+        grid=(batch, heads, schedule.steps),
+        scratch=Softmax(
+            maximum=vmem((1, problem.block_q)),
+            total=vmem((1, problem.block_q)),
+            weighted=vmem((features, problem.block_q)),
+        ),
+        matmuls=(1, 1),
+    )
+    shape = (*operands.q.shape[:3], operands.v.shape[3])
+    return Outputs(split_heads(out.do, shape), out.lse[:, :, 0, : problem.queries])
+
+
+def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, schedule: Schedule):
+    b, h = pl.program_id(0), pl.program_id(1)
+    step = step_at(table, b, pl.program_id(2))
+    scale = scale_of(tile, problem, b, h)
+
+    @pl.when(step.opens)
+    def _():
+        state.maximum[...] = jnp.full_like(state.maximum, MASKED)
+        state.total[...] = jnp.zeros_like(state.total)
+        state.weighted[...] = jnp.zeros_like(state.weighted)
+        if tile.sink is not None:
+            sink = jnp.full_like(state.maximum, scalar(tile.sink, b, h))
+            state.maximum[...] = jnp.maximum(sink, MASKED)
+            state.total[...] = jnp.exp2(sink - state.maximum[...])
+
+    def attend(visible):
+        k, v = load_keys(tile, problem, visible)
+        logits, _ = logits_of(tile, problem, contract(k, tile.q[...], (1, 1)), scale, visible)
+        maximum = jnp.maximum(state.maximum[...], jnp.max(logits, axis=0, keepdims=True))
+        weights = jnp.exp2(logits - maximum)
+        fade = jnp.exp2(state.maximum[...] - maximum)
+        state.maximum[...] = maximum
+        state.total[...] = state.total[...] * fade + jnp.sum(weights, axis=0, keepdims=True)
+        state.weighted[...] = state.weighted[...] * fade + contract(v, weights.astype(v.dtype), (0, 0))
+
+    for_kind(step.kind, schedule.kinds, tile, step.minor, attend)
+
+    @pl.when(step.closes)
+    def _():
+        # A query that saw nothing has met masked logits alone, each with a weight of 1: o = 0 and lse = −inf.
+        seen = state.maximum[...] > MASKED
+        out.do[...] = jnp.where(seen, state.weighted[...] / state.total[...], 0).T.astype(out.do.dtype)
+        out.lse[...] = jnp.where(seen, (state.maximum[...] + jnp.log2(state.total[...])) / LOG2_E, -jnp.inf)

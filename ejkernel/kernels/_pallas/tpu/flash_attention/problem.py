@@ -1,0 +1,214 @@
+"""The static side of a call, and the layout of its arrays in the kernels.
+
+Heads lie in lanes: q [b,s,h,d] is read as [b,s,h·d], which is how a projection writes it, one head at a time by its
+lanes. Nothing is transposed, and nothing is copied where d fills whole lanes (multiples of 128) and s whole blocks.
+What belongs to a query (lse, delta, segment id …) is a lane vector, [b,h,1,s]; what has both axes has keys before
+queries.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+from ejkernel.types import KernelConfig
+
+LANES = 128
+LOG2_E = float(np.log2(np.e))
+
+
+class Tile(NamedTuple):
+    """What a kernel reads: first the arrays, then their block specs, then the refs of one tile; None where absent.
+
+    `?` is an axis that may have size 1 and s, t are padded to whole blocks. Tangents travel as a second Tile.
+    """
+
+    q: Any = None  # [b, s, h·d]
+    k: Any = None  # [b, t, g·d]
+    v: Any = None  # [b, t, g·e]
+    do: Any = None  # [b, s, h·e]
+    lse: Any = None  # [b, h, 1, s], base two; +inf for a query that sees nothing, so that exp2(logit − lse) = 0
+    delta: Any = None  # [b, h, 1, s]
+    bias: Any = None  # [b?, h?, t?, s]
+    key_bias: Any = None  # [b?, h?, 1, t?]: the same for all queries
+    mask: Any = None  # [b?, h?, t?, s] int8
+    key_mask: Any = None  # [b?, h?, 1, t?] int32
+    first: Any = None  # [b?, 1, 1, s] int32: the first key that a query may see
+    last: Any = None  # [b?, 1, 1, s] int32: the last one
+    q_segments: Any = None  # [b, 1, 1, s] int32
+    k_segments: Any = None  # [b, 1, 1, t] int32
+    scale: Any = None  # [b?, h?] float32 scalars
+    sink: Any = None  # [b?, h] float32 scalars, base two: the logsumexp of the sinks
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The spec, the sizes, and the blocks that they are cut into."""
+
+    spec: FlashAttentionSpec
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    block_q: int
+    block_k: int
+    # Some keys may be hidden from every query and hold anything: not to be multiplied by a weight of 0, as 0·NaN = NaN.
+    hidden_keys: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.queries // self.block_q)
+
+    @property
+    def k_blocks(self) -> int:
+        return -(-self.keys // self.block_k)
+
+    @property
+    def padded_queries(self) -> int:
+        return self.q_blocks * self.block_q
+
+    @property
+    def padded_keys(self) -> int:
+        return self.k_blocks * self.block_k
+
+
+def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Problem:
+    batch, queries, heads, _ = operands.q.shape
+    _, keys, kv_heads, _ = operands.k.shape
+    arbitrary = (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
+    return Problem(
+        spec=spec,
+        batch=batch,
+        queries=queries,
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        block_q=_balanced(queries, config.block_q),
+        block_k=_balanced(keys, config.block_k),
+        hidden_keys=any(x is not None for x in arbitrary) or spec.window != (None, None),
+    )
+
+
+def _balanced(size: int, limit: int) -> int:
+    """The smallest block that covers `size` in as few blocks as `limit` does: 2176 by 1024 is 3 of 768."""
+    return round_up(-(-size // -(-size // limit)), LANES)
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def pad_axis(x, axis: int, size: int, **mode):
+    """Zeros (or what np.pad's mode says) after the end of an axis."""
+    if x.shape[axis] == size:
+        return x
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.pad(x, [(0, size - x.shape[axis] if a == axis else 0) for a in range(x.ndim)], **mode)
+
+
+def merge_heads(x: jax.Array, rows: int) -> jax.Array:
+    """[b,s,h,d] → [b,rows,h·d'], zeros up to `rows` and up to whole lanes."""
+    x = pad_axis(pad_axis(x, 1, rows), 3, round_up(x.shape[3], LANES))
+    return x.reshape(*x.shape[:2], -1)
+
+
+def split_heads(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[b,rows,h·d'] → the shape [b,s,h,d] that was merged."""
+    b, s, h, d = shape
+    return x.reshape(b, x.shape[1], h, -1)[:, :s, :, :d]
+
+
+def per_query(x: jax.Array, problem: Problem, **mode) -> jax.Array:
+    """[b,h,s] → [b,h,1,s]."""
+    return pad_axis(x, 2, problem.padded_queries, **mode)[:, :, None]
+
+
+def keys_first(x: jax.Array | None, problem: Problem) -> tuple[jax.Array | None, jax.Array | None]:
+    """[b?,h?,s?,t?] → ([b?,h?,t?,s], None), or (None, [b?,h?,1,t?]) if it is the same for all queries."""
+    if x is None:
+        return None, None
+    if x.shape[3] > 1:
+        x = pad_axis(x, 3, problem.padded_keys)
+    if x.shape[2] == 1 < problem.queries:
+        return None, x
+    return pad_axis(x, 2, problem.padded_queries).swapaxes(2, 3), None
+
+
+def arrange(operands: Operands, problem: Problem) -> Tile:
+    """The operands as the kernels read them."""
+    mask = None if operands.mask is None else operands.mask.astype(jnp.int8)
+    mask, key_mask = keys_first(mask, problem)
+    first, last = intervals(jnp, operands, problem)
+    row = lambda x: None if x is None else per_query(x[:, None], problem, mode="edge")
+    segments = lambda ids, padding, block: None if ids is None else padded_segments(ids, padding, block)[:, None, None]
+    return arrange_differentiable(operands, problem)._replace(
+        mask=mask,
+        key_mask=None if key_mask is None else key_mask.astype(jnp.int32),
+        first=row(first),
+        last=row(last),
+        q_segments=segments(operands.q_segment_ids, -1, problem.block_q),
+        k_segments=segments(operands.kv_segment_ids, -2, problem.block_k),
+    )
+
+
+def arrange_differentiable(operands: Operands, problem: Problem) -> Tile:
+    """Of operands or of their tangents, what has a derivative (sinks excepted: each kernel wants them otherwise)."""
+    heads = lambda x, rows: None if x is None else merge_heads(x, rows)
+    bias, key_bias = keys_first(operands.bias, problem)
+    return Tile(
+        q=heads(operands.q, problem.padded_queries),
+        k=heads(operands.k, problem.padded_keys),
+        v=heads(operands.v, problem.padded_keys),
+        bias=bias,
+        key_bias=key_bias,
+        scale=operands.softmax_scale,
+    )
+
+
+def sink_of(sinks: jax.Array | None) -> jax.Array | None:
+    """[b?,h,n] → [b?,h], their logsumexp in base two: together they add one term to the denominator."""
+    return None if sinks is None else jax.nn.logsumexp(sinks, axis=-1) * LOG2_E
+
+
+def intervals(xp, operands: Operands, problem: Problem) -> tuple[Any, Any]:
+    """The first and the last key that each query may see, [b?,s] int32; None where nothing bounds it."""
+    left, right = problem.spec.window
+    if problem.spec.causal:
+        right = 0 if right is None else min(right, 0)
+    if operands.cu_seqlens_q is not None:
+        return _packed_intervals(operands.cu_seqlens_q, operands.cu_seqlens_k, left, right, problem.queries)
+    position = xp.arange(problem.queries, dtype=xp.int32)[None] + (problem.keys - problem.queries)
+    end = xp.full_like(position, problem.keys - 1)
+    first = None if left is None else position - left
+    if right is not None:
+        return first, xp.minimum(position + right, end)
+    return first, end if problem.padded_keys > problem.keys else None
+
+
+def _packed_intervals(cu_seqlens_q, cu_seqlens_k, left, right, tokens: int) -> tuple[Any, Any]:
+    """Of queries that lie one sequence after the other: causality and window count from the sequence's own end."""
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    sequence = (token[:, None] >= cu_seqlens_q[:, None, 1:]).sum(-1, dtype=jnp.int32)
+    number = jnp.minimum(sequence, cu_seqlens_q.shape[1] - 2)
+    of = lambda bounds: jnp.take_along_axis(bounds, number, axis=1)
+    q_end, k_start, k_end = of(cu_seqlens_q[:, 1:]), of(cu_seqlens_k[:, :-1]), of(cu_seqlens_k[:, 1:])
+    position = k_end + token - q_end
+    first = k_start if left is None else jnp.maximum(k_start, position - left)
+    last = k_end - 1 if right is None else jnp.minimum(k_end - 1, position + right)
+    past_the_end = sequence > number
+    return first, jnp.where(past_the_end, -1, last)
+
+
+def padded_segments(segments, padding: int, block: int):
+    """Ids in whole blocks; padding gets a number of its own for queries and for keys, so that it matches nothing."""
+    whole = -(-segments.shape[1] // block) * block
+    return pad_axis(jnp.where(segments < 0, padding, segments), 1, whole, constant_values=padding)

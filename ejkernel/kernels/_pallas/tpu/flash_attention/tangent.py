@@ -1,0 +1,135 @@
+"""The tangent kernel: what o and lse move by when the operands move, in one pass.
+
+With y the capped logits and p = exp(y − lse), a query's tangents are
+
+    lsė = Σ p·ẏ;   ȯ = Σ p·(ẏ − lsė)·v + Σ p·v̇;   ẏ = slope·(scale·(k·q̇ + k̇·q) + scalė·k·q + biaṡ)
+
+lsė is not known before the end, and Σ p·ẏ·v − lsė·o would cancel badly where one key has all the weight. So ẏ is taken
+relative to the mean over the tiles seen so far, c = Σ p·ẏ / Σ p, and what was summed is corrected as the mean moves:
+
+    a ← a − (c' − c)·Σ p·v + Σ_tile p·(ẏ − c')·v + Σ_tile p·v̇
+
+Sinks move lse by Σ exp(sink − lse)·sinkė, which is added after the kernel. All weights carry the rounding of lse as a
+common factor, so that what they sum to, Σ p + exp(sink − lse), is divided by although it is nearly 1.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig
+
+from .backward import statistics
+from .launch import launch, vmem
+from .problem import LOG2_E, Problem, Tile, arrange, arrange_differentiable, per_query, plan, sink_of, split_heads
+from .schedule import Schedule, blocks_at, step_at, visibility, walk
+from .tiles import column, contract, for_kind, load_keys, logits_of, only_seen, scalar, scale_of
+
+
+class Moments(NamedTuple):
+    """Of a block of queries, over the tiles seen so far."""
+
+    weight: Any  # Σ p, [1, block_q]
+    change: Any  # Σ p·ẏ, [1, block_q]
+    value: Any  # Σ p·v, [features, block_q]
+    moved: Any  # a, [features, block_q]
+
+
+def tangent(
+    primals: Operands, outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, config: KernelConfig
+) -> Outputs:
+    problem = plan(primals, spec, config)
+    schedule = walk(*visibility(primals, problem), by="queries")
+    lse, _ = statistics(outputs, Outputs(None, None))
+    tile = arrange(primals, problem)._replace(
+        lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks)
+    )
+    batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
+    features = tile.v.shape[2] // problem.kv_heads
+    row, block = vmem((1, problem.block_q)), vmem((features, problem.block_q))
+
+    out = launch(
+        functools.partial(_kernel, problem=problem, schedule=schedule),
+        "flash_attention_tangent",
+        problem,
+        schedule,
+        (tile, arrange_differentiable(tangents, problem)),
+        Tile(
+            do=jax.ShapeDtypeStruct((batch, rows, heads * features), tile.q.dtype),
+            lse=jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32),
+        ),
+        where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
+        grid=(batch, heads, schedule.steps),
+        scratch=Moments(weight=row, change=row, value=block, moved=block),
+        matmuls=(3, 3),
+    )
+    o, lse_change = split_heads(out.do, outputs.o.shape), out.lse[:, :, 0, : problem.queries]
+    if tangents.sinks is not None:
+        weights = jnp.exp2(primals.sinks[:, :, :, None] * LOG2_E - lse[:, :, None])
+        sink_change = (weights * tangents.sinks[:, :, :, None]).sum(2)
+        lse_change = lse_change + sink_change
+        o = (o - sink_change.swapaxes(1, 2)[:, :, :, None] * outputs.o).astype(o.dtype)
+    return Outputs(o, lse_change)
+
+
+def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem: Problem, schedule: Schedule):
+    b, h = pl.program_id(0), pl.program_id(1)
+    step = step_at(table, b, pl.program_id(2))
+    scale = scale_of(tile, problem, b, h)
+
+    @pl.when(step.opens)
+    def _():
+        for x in state:
+            x[...] = jnp.zeros_like(x)
+
+    def mean():
+        weight = state.weight[...]
+        return jnp.where(weight > 0, state.change[...] / weight, 0)
+
+    def move(visible):
+        k, v = load_keys(tile, problem, visible)
+        qk = contract(k, tile.q[...], (1, 1))
+        logits, slope = logits_of(tile, problem, qk, scale, visible)
+        p = jnp.exp2(logits - tile.lse[...])
+        change = _logit_change(tile, dots, problem, k, qk, scale, slope, visible, (b, h))
+        before = mean()
+        state.weight[...] += jnp.sum(p, axis=0, keepdims=True)
+        state.change[...] += jnp.sum(p * change, axis=0, keepdims=True)
+        after = mean()
+        moved = contract(v, (p * (change - after)).astype(v.dtype), (0, 0))
+        if dots.v is not None:
+            moved += contract(only_seen(dots.v[...], problem, visible), p.astype(v.dtype), (0, 0))
+        state.moved[...] += moved - (after - before) * state.value[...]
+        state.value[...] += contract(v, p.astype(v.dtype), (0, 0))
+
+    for_kind(step.kind, schedule.kinds, tile, step.minor, move)
+
+    @pl.when(step.closes)
+    def _():
+        total = state.weight[...]
+        if tile.sink is not None:
+            total += jnp.exp2(scalar(tile.sink, b, h) - tile.lse[...])
+        total = jnp.where(total > 0, total, 1)
+        change = state.change[...] / total
+        out.do[...] = ((state.moved[...] - (change - mean()) * state.value[...]) / total).T.astype(out.do.dtype)
+        out.lse[...] = change
+
+
+def _logit_change(tile: Tile, dots: Tile, problem: Problem, k, qk, scale, slope, visible, head) -> jax.Array:
+    """ẏ of the equation above, by the tangents that there are."""
+    change = jnp.zeros_like(qk)
+    if dots.q is not None:
+        change += scale * contract(k, dots.q[...], (1, 1))
+    if dots.k is not None:
+        change += scale * contract(only_seen(dots.k[...], problem, visible), tile.q[...], (1, 1))
+    if dots.scale is not None:
+        change += problem.spec.softmax_scale * scalar(dots.scale, *head) * qk
+    if dots.bias is not None:
+        change += dots.bias[...].astype(jnp.float32)
+    if dots.key_bias is not None:
+        change += column(dots.key_bias).astype(jnp.float32)
+    return change if slope is None else change * slope

@@ -1,0 +1,65 @@
+"""The one way from JAX into a Triton kernel.
+
+Arrays of JAX are dense and their shapes are known when a program is traced, so kernels take pointers and compile-time
+constants alone: shapes and strides are part of a constant, and an operand that is absent is None.
+"""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ejkernel.types import KernelConfig
+from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
+
+CUSTOM_CALLS = ("triton_kernel_call_ffi",)
+"""What a launch is lowered to."""
+
+
+def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: KernelConfig, **constants: Any) -> Any:
+    """Runs `grid` programs of `kernel(*operands, *outputs, **constants)` and returns the outputs in `out_type`'s tree.
+
+    `operands` are arrays or None; an output that is not wanted is given by name as None in `constants`.
+    """
+    return jax_triton().triton_call(
+        *operands,
+        kernel=kernel,
+        grid=(grid,),
+        name=kernel.__name__,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        compute_capability=compute_capability(),
+        out_type=out_type,
+        **constants,
+    )
+
+
+def missing() -> str | None:
+    """Why no Triton kernel can be launched in this environment, or None."""
+    try:
+        version = jax_triton().__version__
+    except ImportError as error:
+        return f"jax-triton cannot be imported ({error})"
+    if tuple(map(int, version.split(".")[:2])) < (0, 4):
+        return f"jax-triton {version} cannot leave operands out; 0.4 can"
+    return None
+
+
+def jax_triton():
+    """The module. Its 0.4 asks Triton for the number of a tensor-map type that 3.6 does not name and nothing here uses;
+    without the name it takes the whole CUDA backend for missing."""
+    from triton.backends.nvidia import driver
+
+    if not hasattr(driver, "TMA_TF32"):
+        driver.TMA_TF32 = None
+    return importlib.import_module("jax_triton")
+
+
+def compute_capability() -> int:
+    """Of the CUDA device of this process; the default where a program is lowered without one."""
+    try:
+        device = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return DEFAULT_CUDA_CAPABILITY
+    return round(10 * float(device.compute_capability))

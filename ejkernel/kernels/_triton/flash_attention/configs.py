@@ -1,0 +1,108 @@
+"""Which configs the kernels of flash_attention are run with: one by heuristics, and the space that tuning searches.
+
+The candidates are listed by the wider of the two feature sizes, best first. None of them spills registers: a mask,
+segment ids, a bias, dropout or packed sequences (in the backward also a window and grouped heads) put indices and
+further tiles into registers, and such calls have lists of their own. Those that fit into shared memory count.
+"""
+
+import numpy as np
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+from .problem import padded
+
+# (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
+PLAIN = {
+    "flash_attention": {
+        64: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)),
+        128: ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
+        256: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2)),
+    },
+    "flash_attention_bwd": {
+        64: ((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+        128: ((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2)),
+        256: ((32, 64, 8, 2), (32, 64, 8, 1)),
+    },
+    "flash_attention_jvp": {
+        64: ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
+        128: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
+        256: ((128, 32, 8, 1), (64, 32, 8, 1)),
+    },
+}
+FURTHER = {
+    "flash_attention": {
+        64: ((128, 64, 8, 2), (64, 64, 4, 2)),
+        128: ((128, 64, 8, 2), (64, 64, 8, 2)),
+        256: ((128, 32, 8, 2), (64, 32, 8, 2)),
+    },
+    "flash_attention_bwd": {
+        64: ((32, 128, 8, 2), (32, 64, 4, 2)),
+        128: ((32, 128, 8, 2), (32, 64, 8, 2)),
+        256: ((16, 64, 8, 2), (16, 64, 8, 1)),
+    },
+    "flash_attention_jvp": {
+        64: ((128, 32, 8, 2), (64, 32, 4, 2)),
+        128: ((128, 32, 8, 2), (64, 32, 8, 2)),
+        256: ((64, 32, 8, 1), (64, 16, 8, 1)),
+    },
+}
+FLOAT32 = {
+    "flash_attention": {64: ((64, 32, 8, 2),), 128: ((32, 32, 8, 2),), 256: ((32, 32, 8, 1),)},
+    "flash_attention_bwd": {64: ((32, 32, 8, 2),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
+    "flash_attention_jvp": {64: ((32, 32, 8, 1),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
+}
+# Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SMALL_SHARED_MEMORY, LDS = 99 * 1024, 64 * 1024
+
+
+def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
+    """The config for a call (arrays or shapes) that was not tuned."""
+    return space(operation, operands, spec, target)[0]
+
+
+def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
+    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    width = max(64, padded(operands.q.shape[3]), padded(operands.v.shape[3]))
+    further = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q, operands.dropout)
+    plain = all(x is None for x in further)
+    if operation == "flash_attention_bwd":
+        plain = plain and spec.window[0] is None and operands.q.shape[2] == operands.k.shape[2]
+    table = PLAIN if plain else FURTHER
+    if operands.q.dtype == np.float32:
+        table = FLOAT32
+    candidates = table[operation][width]
+    limit = shared_memory_limit(target)
+    fitting = [c for c in candidates if shared_memory(operation, operands, *c) <= limit] or [candidates[-1]]
+    return [
+        KernelConfig(
+            block_q=block_q,
+            block_k=block_k,
+            num_warps=warps,
+            num_stages=stages,
+            platform=Platform.TRITON,
+            backend=Backend.GPU,
+        )
+        for block_q, block_k, warps, stages in fitting
+    ]
+
+
+def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
+    """Bytes of the tiles that a program keeps in shared memory."""
+    D, V = padded(operands.q.shape[3]), padded(operands.v.shape[3])
+    if operation == "flash_attention":
+        elements = block_q * D + stages * block_k * (D + V)
+    elif operation == "flash_attention_jvp":
+        elements = 2 * block_q * D + 2 * stages * block_k * (D + V)
+    else:
+        elements = (block_k + stages * block_q) * (D + V)
+    if operands.bias is not None:
+        elements += stages * block_q * block_k
+    return elements * np.dtype(operands.q.dtype).itemsize + 4096
+
+
+def shared_memory_limit(target: Target) -> int:
+    if target.platform == "rocm":
+        return LDS
+    return SHARED_MEMORY.get(target.compute_capability, SMALL_SHARED_MEMORY)

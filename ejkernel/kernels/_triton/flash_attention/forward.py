@@ -1,0 +1,113 @@
+"""The forward kernel: one pass over the keys with a running maximum and sum (arXiv 2307.08691).
+
+Of row i, after the tiles seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
+A new tile with maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig
+
+from . import tiles
+from .problem import problem_of
+
+
+def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
+    """o and lse: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows."""
+    operands = Operands(*operands)
+    problem = problem_of(operands, spec)
+    blocks = problem.blocks(config.block_q)
+    o, lse = _launch.launch(
+        forward_kernel,
+        *operands,
+        out_type=(
+            jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), operands.q.dtype),
+            jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32),
+        ),
+        grid=blocks * problem.H * problem.B,
+        config=config,
+        problem=problem,
+        PHASES=problem.phases(config.block_k, over_keys=True),
+        BLOCKS=blocks,
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
+    )
+    return Outputs(o, lse)
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    o, lse,
+    problem: tl.constexpr, PHASES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block, head, batch = tiles.place(BLOCKS, problem.H)
+    if problem.right is not None:
+        block = BLOCKS - 1 - block  # the blocks that see most keys first
+    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
+        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
+    )
+    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    masks = (mask, q_segment_ids, kv_segment_ids)
+    kv_head = head // problem.group
+    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
+    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
+    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
+    o = tiles.at(o, batch, q_start, problem.S, head, problem.H, problem.V)
+    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
+
+    scale = tiles.total_scale(softmax_scale, frame, problem)
+    m, l = tiles.first_statistics(sinks, frame, problem, BLOCK_Q)
+    acc = tl.full([BLOCK_Q, problem.V_PAD], 0.0, tl.float32)
+
+    low, high = tiles.band(frame, problem)
+    bounds = tiles.schedule(
+        first, low, high, k_len, problem.left is not None, problem.right is not None, PHASES, BLOCK_Q, BLOCK_K
+    )
+    i = first + tl.arange(0, BLOCK_Q)[:, None]
+    q_tile = tiles.load_tile(q, first, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+    for phase in tl.static_range(3):
+        if PHASES[phase]:
+            for start in tl.range(bounds[phase], bounds[phase + 1], BLOCK_K):
+                j = start + tl.arange(0, BLOCK_K)[None, :]
+                k_tile = tiles.load_tile(
+                    k, start, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, phase != 1
+                )
+                s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+                s = tiles.logits(s, scale, bias, i, j, frame, problem)
+                v_tile = tiles.load_tile(
+                    v, start, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, phase != 1
+                )
+                if phase != 1:
+                    ok = tiles.visible(i, j, masks, frame, problem)
+                    s = tl.where(ok, s, float("-inf"))
+                    if problem.unseen_keys:
+                        v_tile = tiles.drop_unseen(v_tile, ok, 0)
+                m_new = tl.maximum(m, tl.max(s, 1))
+                m_safe = m_new
+                if phase != 1 or bias is not None:
+                    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+                rescale = tl.exp2((m - m_safe) * (problem.unit * tiles.LOG2E))
+                p = tiles.exponential(s, (m_safe * problem.unit)[:, None], problem)
+                l = l * rescale + tl.sum(p, 1)
+                acc *= rescale[:, None]
+                if dropout is not None:
+                    p = tl.where(tiles.kept(dropout, i, j, frame, problem), p, 0.0)
+                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+                m = m_new
+
+    if problem.N is not None:
+        l = tl.where(sequence < problem.N, l, 0.0)
+    rows = first + tl.arange(0, BLOCK_Q)
+    empty = l == 0.0
+    total = tl.where(empty, 1.0, l)
+    tl.store(
+        lse + rows, tl.where(empty, float("-inf"), m * problem.unit + tl.log2(total) * tiles.LN2), mask=rows < q_len
+    )
+    acc *= (problem.keep_scale / total)[:, None]
+    tiles.store_tile(o, acc, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD)

@@ -1,0 +1,177 @@
+"""What a kernel of flash_attention knows when it is compiled."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import triton
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+
+
+@dataclass(frozen=True)
+class Strides:
+    """The strides of an array with axes (b, h, s, t), (b, h) or (b,) and perhaps more; 0 where it is broadcast."""
+
+    b: int
+    h: int = 0
+    s: int = 0
+    t: int = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes and options of one call, as a compile-time constant.
+
+    Attributes:
+        B, S, K, H, G, D, V: batch, queries, keys, query heads, key/value heads, and the two feature sizes.
+        N: sequences in a packed call, None in a dense one.
+        scale: the static factor of q·kᵀ.
+        softcap: logits become softcap·tanh(logits / softcap).
+        left, right: the band i' − left ≤ j ≤ i' + right; None where unbounded. Causal is right = 0.
+        dropout_rate: the share of weights dropped.
+        sinks: how many there are per head.
+        bias_strides, …: of the optional operands; None for those that are absent.
+        exact: q, k and v are float32.
+        masked_everywhere: a mask or segment ids may hide any key from any query, so that no tile is known to be full.
+    """
+
+    B: int
+    S: int
+    K: int
+    H: int
+    G: int
+    D: int
+    V: int
+    N: int | None
+    scale: float
+    softcap: float | None
+    left: int | None
+    right: int | None
+    dropout_rate: float
+    bias_strides: Strides | None
+    mask_strides: Strides | None
+    sinks: int
+    sinks_strides: Strides | None
+    scale_strides: Strides | None
+    cu_q_strides: Strides | None
+    cu_k_strides: Strides | None
+    exact: bool
+    masked_everywhere: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.H // self.G
+
+    @property
+    def D_PAD(self) -> int:
+        return padded(self.D)
+
+    @property
+    def V_PAD(self) -> int:
+        return padded(self.V)
+
+    @property
+    def N_PAD(self) -> int:
+        """Sequences of a packed call, with the tokens past the last one as one more, in a power of two."""
+        return triton.next_power_of_2(self.N + 1)
+
+    @property
+    def SINKS_PAD(self) -> int:
+        return triton.next_power_of_2(self.sinks)
+
+    @property
+    def folded(self) -> bool:
+        """The scale is folded into the exponent: the logits are q·kᵀ times a positive constant.
+
+        Not in float32, where subtracting before multiplying keeps the last bits of large logits.
+        """
+        plain = self.softcap is None and self.bias_strides is None and self.scale_strides is None
+        return plain and self.scale > 0 and not self.exact
+
+    @property
+    def unit(self) -> float:
+        """The logit that 1.0 stands for in what `tiles.logits` returns."""
+        return self.scale if self.folded else 1.0
+
+    @property
+    def keep_from(self) -> int:
+        """A weight is kept where its random word is at least this."""
+        return min(round(self.dropout_rate * 2**32), 2**32 - 1)
+
+    @property
+    def keep_scale(self) -> float:
+        return 1 / (1 - self.dropout_rate)
+
+    @property
+    def unseen_keys(self) -> bool:
+        """A tile may hold keys that no query sees, whose contents must not be multiplied even by zero."""
+        left_behind = self.left is not None and (self.N is not None or self.left < self.K - self.S)
+        return self.masked_everywhere or left_behind or (self.right is not None and self.right < 0)
+
+    def blocks(self, block: int, of_keys: bool = False) -> int:
+        """How many blocks of queries (or keys) one head is cut into.
+
+        In a packed call every sequence, and the tokens past the last one, may end in a block that is not full.
+        """
+        tokens = self.K if of_keys else self.S
+        return triton.cdiv(tokens, block) if self.N is None else tokens // block + self.N + 1
+
+    def phases(self, block: int, over_keys: bool) -> tuple[bool, bool, bool]:
+        """Which of the three loops over the blocks of keys (or of queries) there are: see `tiles.schedule`."""
+        length, first, last = (self.K, self.left, self.right) if over_keys else (self.S, self.right, self.left)
+        if self.masked_everywhere:
+            return False, False, True
+        return first is not None, True, last is not None or self.N is not None or length % block != 0
+
+
+def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
+    """The problem that a call poses."""
+    B, S, H, D = operands.q.shape
+    K, G, V = operands.k.shape[1], operands.k.shape[2], operands.v.shape[3]
+    left, right = spec.window
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    return Problem(
+        *(B, S, K, H, G, D, V),
+        N=None if operands.cu_seqlens_q is None else operands.cu_seqlens_q.shape[1] - 1,
+        scale=spec.softmax_scale,
+        softcap=spec.softcap,
+        left=left,
+        right=right,
+        dropout_rate=spec.dropout_rate,
+        bias_strides=broadcast_strides(operands.bias),
+        mask_strides=broadcast_strides(operands.mask),
+        sinks=0 if operands.sinks is None else operands.sinks.shape[2],
+        sinks_strides=broadcast_strides(operands.sinks),
+        scale_strides=broadcast_strides(operands.softmax_scale),
+        cu_q_strides=broadcast_strides(operands.cu_seqlens_q),
+        cu_k_strides=broadcast_strides(operands.cu_seqlens_k),
+        exact=operands.q.dtype == jnp.float32,
+        masked_everywhere=operands.mask is not None or operands.q_segment_ids is not None,
+    )
+
+
+def broadcast_strides(x) -> Strides | None:
+    """The strides of a dense array, 0 along axes of size 1."""
+    if x is None:
+        return None
+    steps = [math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]
+    return Strides(*(step if size > 1 else 0 for step, size in zip(steps, x.shape, strict=True)))
+
+
+def padded(size: int) -> int:
+    """The width of a tile that holds `size` features: a power of two that a matrix unit takes."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def sum_to_shape(x, shape: tuple[int, ...]):
+    """The sum of x over the axes along which an array of `shape` was broadcast to it."""
+    broadcast = tuple(axis for axis, size in enumerate(shape) if size == 1 and x.shape[axis] != 1)
+    return x.sum(broadcast, keepdims=True)
+
+
+def seen_lse(lse):
+    """The logsumexp with +∞ for rows that see nothing, so that exp(s − lse) is 0 there rather than undefined."""
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse)

@@ -1,0 +1,145 @@
+"""The tangent kernel: o_dot and lse_dot in one pass over the keys, with the logsumexp that the forward pass left.
+
+With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p̃·v,
+
+    s_dot = (scale·(q_dot·kᵀ + q·k_dotᵀ) + scale_dot·q·kᵀ + bias_dot) ∘ (1 − (s/softcap)²)
+    lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
+    o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
+"""
+
+import jax
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig
+
+from . import tiles
+from .problem import problem_of, seen_lse
+
+
+def flash_attention_jvp(
+    primals: Operands,
+    outputs: Outputs,
+    tangents: Operands,
+    *,
+    spec: FlashAttentionSpec,
+    config: KernelConfig,
+) -> Outputs:
+    """The tangents of o and lse."""
+    problem = problem_of(primals, spec)
+    blocks = problem.blocks(config.block_q)
+    moving = (tangents.q, tangents.k, tangents.bias, tangents.softmax_scale)
+    o_dot, lse_dot = _launch.launch(
+        tangent_kernel,
+        *primals,
+        *(tangents.q, tangents.k, tangents.v, tangents.bias, tangents.sinks, tangents.softmax_scale),
+        outputs.o,
+        seen_lse(outputs.lse),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs),
+        grid=blocks * problem.H * problem.B,
+        config=config,
+        problem=problem,
+        PHASES=problem.phases(config.block_k, over_keys=True),
+        BLOCKS=blocks,
+        BLOCK_Q=config.block_q,
+        BLOCK_K=config.block_k,
+        LOGITS_MOVE=any(x is not None for x in moving),
+    )
+    return Outputs(o_dot, lse_dot)
+
+
+@triton.jit
+def tangent_kernel(
+    q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    q_dot, k_dot, v_dot, bias_dot, sinks_dot, scale_dot,
+    o, lse,
+    o_dot, lse_dot,
+    problem: tl.constexpr, PHASES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    LOGITS_MOVE: tl.constexpr,
+):  # fmt: skip
+    block, head, batch = tiles.place(BLOCKS, problem.H)
+    if problem.right is not None:
+        block = BLOCKS - 1 - block  # the blocks that see most keys first
+    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
+        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
+    )
+    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    masks = (mask, q_segment_ids, kv_segment_ids)
+    kv_head = head // problem.group
+    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
+    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
+    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
+    o = tiles.at(o, batch, q_start, problem.S, head, problem.H, problem.V)
+    o_dot = tiles.at(o_dot, batch, q_start, problem.S, head, problem.H, problem.V)
+    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
+    lse_dot = tiles.at(lse_dot, batch, head, problem.H, q_start, problem.S, 1)
+    if k_dot is not None:
+        k_dot = tiles.at(k_dot, batch, k_start, problem.K, kv_head, problem.G, problem.D)
+    if v_dot is not None:
+        v_dot = tiles.at(v_dot, batch, k_start, problem.K, kv_head, problem.G, problem.V)
+
+    i = first + tl.arange(0, BLOCK_Q)[:, None]
+    q_tile = tiles.load_tile(q, first, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+    if q_dot is not None:
+        q_dot = tiles.at(q_dot, batch, q_start, problem.S, head, problem.H, problem.D)
+        q_dot_tile = tiles.load_tile(
+            q_dot, first, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True
+        )
+    lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
+    scale = tiles.total_scale(softmax_scale, frame, problem)
+    low, high = tiles.band(frame, problem)
+    bounds = tiles.schedule(
+        first, low, high, k_len, problem.left is not None, problem.right is not None, PHASES, BLOCK_Q, BLOCK_K
+    )
+    moved = tiles.sinks_tangent(sinks, sinks_dot, lse_rows, frame, problem)
+    acc = tl.full([BLOCK_Q, problem.V_PAD], 0.0, tl.float32)
+    for phase in tl.static_range(3):
+        if PHASES[phase]:
+            for start in tl.range(bounds[phase], bounds[phase + 1], BLOCK_K):
+                j = start + tl.arange(0, BLOCK_K)[None, :]
+                k_tile = tiles.load_tile(
+                    k, start, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, phase != 1
+                )
+                v_tile = tiles.load_tile(
+                    v, start, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, phase != 1
+                )
+                ok = tiles.visible(i, j, masks, frame, problem) if phase != 1 else None
+                if phase != 1 and problem.unseen_keys:
+                    v_tile = tiles.drop_unseen(v_tile, ok, 0)
+                product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+                s_dot = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
+                if q_dot is not None:
+                    s_dot = tl.dot(q_dot_tile, k_tile.T, s_dot, input_precision="ieee")
+                if k_dot is not None:
+                    k_dot_tile = tiles.load_tile(
+                        k_dot, start, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, phase != 1
+                    )
+                    s_dot = tl.dot(q_tile, k_dot_tile.T, s_dot, input_precision="ieee")
+                s = tiles.logits(product, scale, bias, i, j, frame, problem)
+                p = tiles.exponential(s, lse_rows[:, None], problem)
+                if ok is not None:
+                    p = tl.where(ok, p, 0.0)
+                kept_p = p
+                if dropout is not None:
+                    kept_p = p * tl.where(tiles.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
+                if LOGITS_MOVE:
+                    s_dot = tiles.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem)
+                    if ok is not None:
+                        s_dot = tl.where(ok, s_dot, 0.0)
+                    moved += tl.sum(p * s_dot, 1)
+                    acc = tl.dot((kept_p * s_dot).to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+                if v_dot is not None:
+                    v_dot_tile = tiles.load_tile(
+                        v_dot, start, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, phase != 1
+                    )
+                    if phase != 1 and problem.unseen_keys:
+                        v_dot_tile = tiles.drop_unseen(v_dot_tile, ok, 0)
+                    acc = tl.dot(kept_p.to(v_dot_tile.dtype), v_dot_tile, acc, input_precision="ieee")
+
+    o_tile = tiles.load_tile(o, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True)
+    acc -= moved[:, None] * o_tile.to(tl.float32)
+    rows = first + tl.arange(0, BLOCK_Q)
+    tl.store(lse_dot + rows, moved, mask=rows < q_len)
+    tiles.store_tile(o_dot, acc, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD)

@@ -1,0 +1,35 @@
+"""The time of a function on a device."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+_SECONDS_OF_A_BATCH = 5e-3
+_MOST_CALLS_OF_A_BATCH = 50
+
+
+def benchmark(fn: Callable[[], Any], num_warmup: int = 2, num_iters: int = 10) -> float:
+    """The time of `fn()` in milliseconds: the median over `num_iters` batches of calls.
+
+    The calls of a batch (one, or as many as fill 5 ms) are issued together and waited for once, so that what is
+    measured of a short call is the device and not the way to it. `fn` may return any tree of arrays.
+    """
+    return float(np.median(list(batches(fn, num_warmup, num_iters))))
+
+
+def batches(fn: Callable[[], Any], num_warmup: int, num_iters: int) -> Iterator[float]:
+    """Milliseconds of a call, batch by batch, as each is asked for."""
+    for _ in range(max(num_warmup, 1)):
+        jax.block_until_ready(fn())
+    calls = max(1, min(_MOST_CALLS_OF_A_BATCH, round(_SECONDS_OF_A_BATCH / _seconds(fn, 1))))
+    for _ in range(max(num_iters, 1)):
+        yield _seconds(fn, calls) * 1e3 / calls
+
+
+def _seconds(fn: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready([fn() for _ in range(calls)])
+    return time.perf_counter() - start

@@ -1,0 +1,118 @@
+"""One call of an operation, written as axes and sizes: arrays of any dtype, shardings and smaller versions follow."""
+
+import importlib
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import ejkernel
+from ejkernel.modules._operation import OPERATIONS
+
+Values = Callable[[np.random.Generator, tuple[int, ...]], Any]
+
+
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard normal."""
+    return rng.standard_normal(shape)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array by its axes, letters or numbers as in "1 h s t", and by how its values are made, floats in float64."""
+
+    axes: str
+    values: Values = normal
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in self.axes.split())
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A call of `ejkernel.lax.<operation>`.
+
+    Attributes:
+        operation: its name.
+        name: what the case is about.
+        sizes: of every letter.
+        operands: by argument name; a string stands for an operand of normal values.
+        results: the axes of each result.
+        options: the static arguments.
+        local: whether a part of the arrays gives that part of the results by itself; dropout also asks for the place.
+        tiny: sizes for tests whose cost is the square of the input's size; None where the case cannot be so small.
+    """
+
+    operation: str
+    name: str
+    sizes: Mapping[str, int]
+    operands: Mapping[str, Operand | str]
+    results: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    local: bool = True
+    tiny: Mapping[str, int] | None = None
+
+    def __post_init__(self):
+        as_operand = lambda x: Operand(x) if isinstance(x, str) else x
+        object.__setattr__(self, "operands", {name: as_operand(x) for name, x in self.operands.items()})
+
+    def __str__(self) -> str:
+        return f"{self.operation}-{self.name}"
+
+    @property
+    def trio(self) -> Any:
+        return OPERATIONS[self.operation].trio
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        return tuple(name for name in self.trio.differentiable if name in self.operands)
+
+    def arrays(self, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+        """The arrays of the call: other values for another seed, and the same whatever else is in the case."""
+        return {name: self._made(name, x.values, x.shape(self.sizes), seed, dtype) for name, x in self.operands.items()}
+
+    def cotangents(self, arrays: Mapping[str, Any], seed: int = 0) -> list[jax.Array]:
+        """Normal values for every result of the call on these arrays."""
+        types = enumerate(jax.eval_shape(self.call, arrays))
+        return [self._made(f"result {i}", normal, x.shape, seed, x.dtype) for i, x in types]
+
+    def tangents(self, seed: int = 1, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
+        """Normal values for every differentiable array."""
+        shapes = {name: self.operands[name].shape(self.sizes) for name in self.differentiable}
+        return {name: self._made(name, normal, shape, seed, dtype) for name, shape in shapes.items()}
+
+    def call(self, arrays: Mapping[str, Any], **options: Any) -> list[Any]:
+        """The results of the operation."""
+        operation = getattr(ejkernel.lax, self.operation)
+        return jax.tree.leaves(operation(**arrays, **self.options, **options))
+
+    def formula(self, arrays: Mapping[str, Any]) -> list[Any]:
+        """The results of the reference, the formula that every implementation must give."""
+        call = OPERATIONS[self.operation].prepare_arguments(**arrays, **self.options)
+        reference = importlib.import_module(f"ejkernel.kernels._xla.{self.operation}").reference
+        outputs = reference(*self.trio.operands(**call.named), spec=call.spec)
+        return jax.tree.leaves(call.finish(outputs._asdict()))
+
+    def resized(self, sizes: Mapping[str, int]) -> "Case":
+        return replace(self, sizes={**self.sizes, **sizes})
+
+    def spec(self, axes: str, split: Mapping[str, str]) -> PartitionSpec:
+        """How such axes are sharded where the letters are split over these mesh axes; a size of 1 cannot be split."""
+        return PartitionSpec(*(split.get(axis) if self.sizes.get(axis) != 1 else None for axis in axes.split()))
+
+    def specs(self, split: Mapping[str, str]) -> dict[str, PartitionSpec]:
+        """How the arrays are sharded where the letters are split."""
+        return {name: self.spec(x.axes, split) for name, x in self.operands.items()}
+
+    def result_specs(self, split: Mapping[str, str]) -> list[PartitionSpec]:
+        """How the results then are."""
+        return [self.spec(axes, split) for axes in self.results]
+
+    def _made(self, name: str, values: Values, shape: tuple[int, ...], seed: int, dtype: Any) -> jax.Array:
+        x = values(np.random.default_rng([seed, zlib.crc32(name.encode())]), shape)
+        return jnp.asarray(x, dtype) if isinstance(x, np.ndarray) and x.dtype == np.float64 else jnp.asarray(x)

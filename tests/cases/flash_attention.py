@@ -1,0 +1,118 @@
+"""Calls of flash_attention. As b = h = 4 and g = 2, eight devices can split the batch by four, the heads by two."""
+
+import jax
+import numpy as np
+
+from ._case import Case, Operand
+
+
+def chance(of: float):
+    """True with this probability, but nowhere in the first row, which so sees nothing."""
+
+    def values(rng, shape):
+        x = rng.random(shape) < of
+        x[..., :1, :] = False
+        return x
+
+    return values
+
+
+def segments(rng, shape):
+    """Three segments in a row, the last of them padding."""
+    b, s = shape
+    cuts = np.sort(rng.integers(1, s, (b, 2)), axis=1)
+    ids = (np.arange(s) >= cuts[:, :1]).astype(np.int32) + 1
+    return np.where(np.arange(s) >= cuts[:, 1:], -1, ids)
+
+
+def lengths(total: int):
+    """cu_seqlens of sequences one of which is empty, that leave a tail of the tokens to none."""
+
+    def values(rng, shape):
+        cuts = np.sort(rng.integers(0, total, shape))
+        cuts[0], cuts[2] = 0, cuts[1]
+        return cuts.astype(np.int32)
+
+    return values
+
+
+def key(rng, shape):
+    return jax.random.key(int(rng.integers(2**31)))
+
+
+def scalar(rng, shape):
+    return np.float64(rng.uniform(0.2, 0.5, shape))
+
+
+SIZES = dict(b=4, s=8, t=12, h=4, g=2, d=8, e=8)
+TINY = dict(b=1, s=2, t=3, h=2, g=1, d=2, e=2)
+QKV = dict(q="b s h d", k="b t g d", v="b t g e")
+PACKED = dict(q="s h d", k="t g d", v="t g e")
+
+
+def case(name, sizes=(), operands=(), of=QKV, local=True, tiny=None, **options):
+    o, lse = ("s h e", "h s") if of is PACKED else ("b s h e", "b h s")
+    results = (o, lse) if options.get("return_lse") else (o,)
+    sizes, operands = {**SIZES, **dict(sizes)}, {**of, **dict(operands)}
+    return Case("flash_attention", name, sizes, operands, results, options, local, tiny)
+
+
+CASES = (
+    case("causal", causal=True, return_lse=True, tiny=TINY),
+    case(
+        "window_softcap_sinks",
+        dict(s=12, n=2),
+        dict(sinks="h n"),
+        window=(4, 2),
+        softcap=2.0,
+        return_lse=True,
+        tiny=dict(TINY, n=2),
+    ),
+    case("bias_mask", dict(t=9, g=4), dict(bias="h s t", mask=Operand("b 1 s t", chance(0.7))), return_lse=True),
+    case(
+        "segments",
+        dict(t=8),
+        dict(q_segment_ids=Operand("b s", segments), kv_segment_ids=Operand("b t", segments)),
+        causal=True,
+        return_lse=True,
+    ),
+    case(
+        "packed",
+        dict(s=20, t=24, m=5),
+        dict(cu_seqlens_q=Operand("m", lengths(20)), cu_seqlens_k=Operand("m", lengths(24))),
+        of=PACKED,
+        causal=True,
+        window=(6, 0),
+        return_lse=True,
+    ),
+    case(
+        "dropout_traced_scale",
+        operands=dict(softmax_scale=Operand("", scalar), dropout_key=Operand("", key)),
+        local=False,
+        causal=True,
+        dropout_rate=0.3,
+        return_lse=True,
+    ),
+    case("cross_one_kv_head", dict(s=5, g=1, d=16), tiny=TINY),
+)
+
+
+# --- For the tests of precision ---------------------------------------------------------------------------------------
+
+
+def peaks(rng, shape):
+    """Rows of length 30, one direction each, so that a query's weight is all on the keys of its own direction."""
+    return 30 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]
+
+
+def family(name, sizes=(), **values):
+    operands = {n: Operand(QKV[n], make) for n, make in values.items()}
+    return case(name, {**dict(b=2, s=24, t=40, d=16, e=16), **dict(sizes)}, operands, causal=True, return_lse=True)
+
+
+FAMILIES = (
+    family("normal"),
+    family("large_logits", q=lambda rng, shape: 30 * rng.standard_normal(shape)),
+    family("one_hot_peaks", q=peaks, k=peaks),
+    family("long_uniform_rows", dict(s=8, t=512), q=lambda rng, shape: 1e-3 * rng.standard_normal(shape)),
+)

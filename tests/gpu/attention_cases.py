@@ -1,0 +1,192 @@
+"""Calls of flash_attention, one for each thing that it can do, and how a result is compared with the oracle's."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+
+from .oracle import attention, visible
+
+PLAIN, CAUSAL = FlashAttentionSpec(), FlashAttentionSpec(causal=True)
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "softmax_scale")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call: its sizes, options, and the optional operands it has.
+
+    S and K are in units of a length that a test chooses. `bias` and `mask` name the axes along which they vary.
+    """
+
+    name: str
+    S: float = 1.0
+    K: float = 1.0
+    B: int = 2
+    H: int = 2
+    G: int = 2
+    D: int = 32
+    V: int = 32
+    spec: FlashAttentionSpec = PLAIN
+    bias: str | None = None
+    mask: str | None = None
+    segments: bool = False
+    sinks: int = 0
+    scale: str | None = None
+    packed: bool = False
+    family: str = "normal"
+
+    def make(self, length: int, dtype) -> tuple[Operands, FlashAttentionSpec]:
+        """Operands with random contents, always the same ones, and the spec."""
+        rng = np.random.default_rng(0)
+        S, K = round(self.S * length), round(self.K * length)
+        sizes = {"b": self.B, "h": self.H, "s": S, "t": K}
+
+        def shape(axes: str, of: str = "bhst") -> tuple[int, ...]:
+            return tuple(sizes[axis] if axis in axes else 1 for axis in of)
+
+        def normal(*shape, dtype=jnp.float32):
+            return jnp.asarray(rng.standard_normal(shape), dtype)
+
+        q = normal(self.B, S, self.H, self.D, dtype=dtype)
+        k = normal(self.B, K, self.G, self.D, dtype=dtype)
+        v = normal(self.B, K, self.G, self.V, dtype=dtype)
+        if self.family == "large":
+            q = q * 30
+        if self.family == "peaked":
+            q = 8 * k[:, rng.integers(0, K, S)]
+        if self.family == "uniform":
+            q = q / 1000
+        spec = replace(self.spec, softmax_scale=self.spec.softmax_scale * self.D**-0.5)
+        x = Operands(q, k, v)
+        if self.bias is not None:
+            x = x._replace(bias=normal(*shape(self.bias)))
+        if self.mask is not None:
+            x = x._replace(mask=jnp.asarray(rng.random(shape(self.mask)) < 0.6))
+        if self.segments:
+            q_ids, kv_ids = (np.sort(rng.integers(-1, 4, (self.B, n)), 1) for n in (S, K))
+            x = x._replace(q_segment_ids=jnp.asarray(q_ids, jnp.int32), kv_segment_ids=jnp.asarray(kv_ids, jnp.int32))
+        if self.sinks:
+            x = x._replace(sinks=normal(1, self.H, self.sinks))
+        if self.scale is not None:
+            x = x._replace(softmax_scale=1 + 0.5 * normal(*shape(self.scale, "bh")))
+        if self.packed:
+            x = x._replace(cu_seqlens_q=_cuts(S, 0), cu_seqlens_k=_cuts(K, 1))
+        if spec.dropout_rate:
+            key = jnp.broadcast_to(jnp.asarray([2**31 + 7, 13], jnp.uint32), (self.B, self.H, 2))
+            place = jnp.stack(jnp.meshgrid(jnp.arange(self.B), jnp.arange(self.H), indexing="ij"), -1)
+            x = x._replace(dropout=jnp.concatenate([key, place.astype(jnp.uint32)], -1))
+        return x, spec
+
+
+def _cuts(tokens: int, shift: int):
+    """Sequences of very different lengths, one of them empty, and tokens past the last."""
+    cuts = np.array([0, 0.1, 0.1, 0.55, 0.6, 0.95]) * tokens
+    return jnp.asarray(np.round(cuts)[None] + np.array([0, shift, shift, 0, shift, 0]), jnp.int32)
+
+
+CASES = [
+    Case("plain"),
+    Case("uneven", S=0.83, K=1.27, D=24, V=40),
+    Case("causal", spec=CAUSAL),
+    Case("causal, more keys", S=0.6, K=1.1, spec=CAUSAL),
+    Case("causal, more queries", S=1.1, K=0.6, spec=CAUSAL),
+    Case("window", spec=FlashAttentionSpec(causal=True, window=(20, None))),
+    Case("window of both sides", S=0.5, K=1.2, spec=FlashAttentionSpec(window=(17, 9))),
+    Case("window to the past", spec=FlashAttentionSpec(window=(None, -3))),
+    Case("softcap", spec=FlashAttentionSpec(softcap=2.0)),
+    Case("grouped heads", H=4, G=2, spec=CAUSAL),
+    Case("one key head", H=3, G=1, D=16, V=48, B=1),
+    Case("bias", bias="bhst", spec=CAUSAL),
+    Case("bias of keys", bias="bt", S=0.7),
+    Case("bias of rows and heads", bias="hs"),
+    Case("bias of pairs, capped", bias="st", H=4, G=2, spec=FlashAttentionSpec(softcap=2.0, window=(13, 2))),
+    Case("mask", mask="bhst"),
+    Case("mask of keys, causal", mask="bt", H=4, G=2, spec=CAUSAL),
+    Case("segments", segments=True, K=1.2),
+    Case("segments, causal, bias", segments=True, bias="hst", spec=CAUSAL),
+    Case("sinks", sinks=1, spec=CAUSAL),
+    Case("sinks, more queries", sinks=3, S=1.1, K=0.6, spec=CAUSAL),
+    Case("scale of heads", scale="h", H=4, G=2),
+    Case("scale of heads and batches", scale="bh", spec=FlashAttentionSpec(causal=True, softcap=3.0)),
+    Case("negative scale", spec=FlashAttentionSpec(softmax_scale=-1.0)),
+    Case("dropout", H=4, G=2, spec=FlashAttentionSpec(dropout_rate=0.3)),
+    Case("dropout, causal", spec=FlashAttentionSpec(dropout_rate=0.5, causal=True)),
+    Case("packed", packed=True, B=1, S=1.3, K=1.3, H=4, G=2),
+    Case("packed, causal", packed=True, B=2, S=1.3, K=1.5, spec=CAUSAL),
+    Case("packed, window, sinks", packed=True, S=1.3, sinks=1, spec=FlashAttentionSpec(window=(9, 4))),
+    Case("packed, dropout", packed=True, spec=FlashAttentionSpec(dropout_rate=0.2)),
+    Case("large logits", family="large", spec=CAUSAL),
+    Case("peaks", family="peaked"),
+    Case("uniform", family="uniform", K=4.0),
+]
+
+
+def poisoned(x: Operands, spec: FlashAttentionSpec) -> Operands:
+    """With NaN in the keys and values that no query sees."""
+    ok = np.asarray(visible(x, spec))
+    ok = np.broadcast_to(ok, (ok.shape[0], x.q.shape[2], *ok.shape[2:])).any(2)  # [B, H, K]
+    seen = ok.reshape(ok.shape[0], x.k.shape[2], -1, ok.shape[2]).any(2).swapaxes(1, 2)[..., None]
+    return x._replace(k=jnp.where(seen, x.k, jnp.nan), v=jnp.where(seen, x.v, jnp.nan))
+
+
+def differentiable(x: Operands) -> tuple[str, ...]:
+    """The names of the operands that have gradients."""
+    return tuple(name for name in DIFFERENTIABLE if getattr(x, name) is not None)
+
+
+def like(arrays, seed: int):
+    """Random arrays of the same shapes and dtypes."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), arrays)
+
+
+def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tangents: dict, dtype):
+    """The formula's outputs, its gradients by name, and its tangents, all computed in `dtype`."""
+    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(dtype == jnp.float64):
+        x, cotangents, tangents = jax.tree.map(
+            lambda a: jnp.asarray(np.asarray(a), dtype) if jnp.issubdtype(a.dtype, jnp.floating) else np.asarray(a),
+            (x, cotangents, tangents),
+        )
+        moving = {name: getattr(x, name) for name in differentiable(x)}
+
+        @jax.jit
+        def all_of_them(moving, cotangents, tangents):
+            formula = lambda moving: attention(x._replace(**moving), spec)
+            outputs, pull = jax.vjp(formula, moving)
+            seen = jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
+            return outputs, *pull(Outputs(cotangents.o, seen)), jax.jvp(formula, (moving,), (tangents,))[1]
+
+        results = all_of_them(moving, cotangents, {name: tangents[name] for name in moving})
+        return jax.tree.map(np.asarray, results)
+
+
+def check_all(results, oracle, reference):
+    """The outputs, gradients and tangents of a call: err(result) ≤ factor · err(reference), both against the oracle.
+
+    Two things are allowed beside: one rounding of the largest number, for what is all but exact in the reference; and
+    in derivatives the weights exp(s − lse) carry the roundings of s and lse to float32, |lse|·2⁻²³ of their size.
+    """
+    lse = oracle[0].lse[np.isfinite(oracle[0].lse)]
+    lse_rounding = np.abs(lse).max(initial=0) * 2.0**-23
+    for name, *arrays in zip(Outputs._fields, results[0], oracle[0], reference[0], strict=True):
+        check(name, *arrays, factor=2, rounding=0)
+    for name in results[1]:
+        check(f"d{name}", *(gradients[name] for gradients in (results[1], oracle[1], reference[1])), 3, lse_rounding)
+    for name, *arrays in zip(Outputs._fields, results[2], oracle[2], reference[2], strict=True):
+        check(f"{name}_dot", *arrays, factor=3, rounding=lse_rounding)
+
+
+def check(name: str, result, oracle, reference, factor: float, rounding: float):
+    """One array of `check_all`; `rounding` is relative to the largest number."""
+    result, finite = np.asarray(result), np.isfinite(oracle)
+    np.testing.assert_array_equal(np.isfinite(result), finite, err_msg=f"{name}: where it is finite")
+    largest = np.abs(oracle, where=finite, out=np.zeros_like(oracle)).max(initial=0)
+    error, allowed = (
+        float(np.abs(np.where(finite, y.astype(np.float64), 0) - np.where(finite, oracle, 0)).max(initial=0))
+        for y in (result, reference)
+    )
+    bound = max(factor * allowed, float(jnp.finfo(result.dtype).eps) * largest) + rounding * largest
+    assert error <= bound, f"{name}: error {error:.3e} over {bound:.3e}; the reference has {allowed:.3e}"

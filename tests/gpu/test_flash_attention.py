@@ -1,0 +1,88 @@
+"""flash_attention in Triton on a GPU: every feature, dtype and derivative against the formula in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig, Target
+
+from .attention_cases import CASES, CAUSAL, Case, check_all, derivatives, differentiable, like, poisoned
+
+
+def _device_kind() -> str | None:
+    try:
+        return jax.devices("gpu")[0].device_kind
+    except RuntimeError:
+        return None
+
+
+DEVICE_KIND = _device_kind()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE_KIND is None, reason="there is no GPU")]
+TARGET = Target("cuda", DEVICE_KIND)
+
+
+def computed(x: Operands, spec: FlashAttentionSpec, configs=None):
+    """(outputs, gradients by name, tangents) by the kernels, and the cotangents and tangents that they were given."""
+    from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
+    from ejkernel.kernels._triton.flash_attention.configs import heuristic
+
+    operations = ("flash_attention", "flash_attention_bwd", "flash_attention_jvp")
+    forward, backward, tangent = configs or (heuristic(operation, x, spec, TARGET) for operation in operations)
+    wrt = differentiable(x)
+    tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
+    outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=forward))(x)
+    cotangents = like(outputs, 2)
+    gradients = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=backward))(x, outputs, cotangents)
+    moved = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=tangent))(x, outputs, tangents)
+    return (outputs, dict(zip(wrt, gradients, strict=True)), moved), cotangents, tangents
+
+
+def compare(case: Case, length: int, dtype):
+    x, spec = case.make(length, dtype)
+    results, cotangents, tangents = computed(poisoned(x, spec), spec)
+    oracle = derivatives(x, spec, cotangents, tangents._asdict(), jnp.float64)
+    reference = derivatives(x, spec, cotangents, tangents._asdict(), dtype)
+    check_all(results, oracle, reference)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_feature(case, dtype):
+    compare(case, 256, dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("D, V", [(16, 16), (40, 40), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
+def test_feature_sizes(D, V, dtype):
+    compare(Case("sizes", S=0.9, H=4, G=2, D=D, V=V, spec=CAUSAL), 320, dtype)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_two_thousand_tokens(causal):
+    compare(Case("long", B=1, H=4, G=2, D=128, V=128, spec=FlashAttentionSpec(causal=causal)), 2048, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["causal", "grouped heads", "bias of keys", "packed, causal", "dropout"])
+def test_reruns_give_the_same_bits(name):
+    (case,) = (case for case in CASES if case.name == name)
+    x, spec = case.make(1000, jnp.bfloat16)
+    first, second = (computed(x, spec)[0] for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",), ("k", "v"), ("q", "v")], ids=lambda wrt: "".join(wrt))
+def test_gradients_of_some_operands(wrt):
+    """The same bits as when all are asked for, from a cotangent of either output alone too."""
+    from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd
+
+    x, spec = Case("some", spec=CAUSAL).make(256, jnp.bfloat16)
+    config = KernelConfig(64, 64)
+    outputs = flash_attention(*x, spec=spec, config=config)
+    for cotangents in (like(outputs, 2), Outputs(like(outputs.o, 2), None), Outputs(None, like(outputs.lse, 2))):
+        every = flash_attention_bwd(x, outputs, cotangents, wrt=("q", "k", "v"), spec=spec, config=config)
+        some = flash_attention_bwd(x, outputs, cotangents, wrt=wrt, spec=spec, config=config)
+        for name, gradient in zip(wrt, some, strict=True):
+            np.testing.assert_array_equal(np.asarray(gradient), np.asarray(every["qkv".index(name)]))

@@ -1,0 +1,64 @@
+"""Runs Triton kernels on a CPU, program by program, by Triton's interpreter: slow, exact about masks and indices."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+POINTED_TO = {"bool": "int1"}
+
+
+def launch(kernel, *operands, out_type, grid, config, **constants):
+    """`ejkernel.kernels._triton._launch.launch`, without a GPU."""
+    leaves, tree = jax.tree.flatten(out_type)
+    outputs = [np.full(leaf.shape, _poison(leaf.dtype), leaf.dtype) for leaf in leaves]
+    arrays = iter([None if x is None else np.array(x) for x in operands] + outputs)
+    arguments = {p.name: constants[p.name] if p.name in constants else next(arrays) for p in kernel.params}
+    run(kernel, arguments, grid)
+    return tree.unflatten([jnp.asarray(x) for x in outputs])
+
+
+def run(kernel, arguments: dict, grid: int):
+    """Every program in turn; what an index beyond an array would read or write is not checked."""
+    scopes = {}
+
+    def interpreted(function):
+        """The function, with the parts of Triton's language that it names made to compute with NumPy."""
+        if function.fn not in scopes:
+            scopes[function.fn] = interpreter._patch_lang(function.fn)
+        return interpreter.InterpretedFunction(function.fn).rewrite()
+
+    call, JITFunction.__call__ = JITFunction.__call__, lambda self, *a, **k: interpreted(self)(*a, **k)
+    try:
+        function = interpreted(kernel)
+        converted = {name: _pointer(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+        interpreter.interpreter_builder.set_grid_dim(grid, 1, 1)
+        for program in range(grid):
+            interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
+            function(**converted)
+    finally:
+        JITFunction.__call__ = call
+        for scope in reversed(scopes.values()):
+            scope.restore()
+
+
+def _patch_lang_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
+    """As Triton's own, whose conversion of scalars (arrays of one element) to int NumPy 2.4 no longer allows."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_lang_tensor
+
+
+def _pointer(x: np.ndarray):
+    dtype = POINTED_TO.get(str(x.dtype), str(x.dtype))
+    return interpreter._implicit_cvt(SimpleNamespace(data_ptr=lambda: x.ctypes.data, dtype=dtype))
+
+
+def _poison(dtype):
+    """What an output holds before it is written."""
+    return np.nan if jnp.issubdtype(dtype, jnp.floating) else 0

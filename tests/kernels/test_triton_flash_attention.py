@@ -1,0 +1,37 @@
+"""flash_attention in Triton: every kernel's masks and indices, by the interpreter, against the formula in float64."""
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.types import KernelConfig
+from tests.gpu.attention_cases import CASES, check_all, derivatives, differentiable, like, poisoned
+
+triton = pytest.importorskip("triton")
+from ejkernel.kernels._triton import _launch  # noqa: E402
+from ejkernel.kernels._triton.flash_attention import (  # noqa: E402
+    flash_attention,
+    flash_attention_bwd,
+    flash_attention_jvp,
+)
+
+from . import interpreter  # noqa: E402
+
+LENGTH = 40
+CONFIG = KernelConfig(block_q=16, block_k=32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_in_the_interpreter(case, monkeypatch):
+    """Forward, backward and tangent of small float32 calls, keys that no query sees holding NaN."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    x, spec = case.make(LENGTH, jnp.float32)
+    wrt = differentiable(x)
+    tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
+    outputs = flash_attention(*poisoned(x, spec), spec=spec, config=CONFIG)
+    cotangents = like(outputs, 2)
+    oracle, reference = (
+        derivatives(x, spec, cotangents, tangents._asdict(), dtype) for dtype in (jnp.float64, jnp.float32)
+    )
+    gradients = flash_attention_bwd(poisoned(x, spec), outputs, cotangents, wrt=wrt, spec=spec, config=CONFIG)
+    moved = flash_attention_jvp(poisoned(x, spec), outputs, tangents, spec=spec, config=CONFIG)
+    check_all((outputs, dict(zip(wrt, gradients, strict=True)), moved), oracle, reference)

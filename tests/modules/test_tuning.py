@@ -1,0 +1,55 @@
+"""The built-in operations are measured like any kernel, on operands that they make, backward and tangent too."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel import ops
+from ejkernel.modules._operation import KERNELS, OPERATIONS
+from ejkernel.ops.utils.operands import abstract
+from ejkernel.types import KernelConfig
+
+CONFIGS = [KernelConfig(block_q=size, block_k=size, platform="xla", backend="cpu") for size in (32, 64)]
+
+
+def of_type(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+DENSE = dict(q=of_type(2, 100, 4, 16), k=of_type(2, 100, 2, 16), v=of_type(2, 100, 2, 16))
+CALLS = {
+    "plain": DENSE,
+    "masked": DENSE
+    | dict(
+        mask=of_type(100, 100, dtype=bool),
+        q_segment_ids=of_type(2, 100, dtype=jnp.int32),
+        kv_segment_ids=of_type(2, 100, dtype=jnp.int32),
+        sinks=of_type(4),
+        softmax_scale=of_type(),
+    ),
+    "dropout": DENSE | dict(dropout_key=of_type(2, dtype=jnp.uint32)),
+    "packed": {name: of_type(*x.shape[1:]) for name, x in DENSE.items()}
+    | {name: of_type(5, dtype=jnp.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")},
+}
+
+
+def invocation(arrays):
+    """The call as it is recorded: types, no values."""
+    found = []
+    options = dict(causal=True, dropout_rate=0.1 if "dropout_key" in arrays else 0.0)
+    jax.eval_shape(lambda x: found.append(OPERATIONS["flash_attention"].invocation(**x, **options)[0]), arrays)
+    return ops.Invocation(found[0].kernel, abstract(found[0].args), found[0].kwargs)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("suffix", ["", "_jvp", "_bwd"])
+def test_a_config_is_found_by_measuring(call, suffix):
+    inv = invocation(CALLS[call])
+    named, kernel = inv.kernel.arrays(inv), KERNELS["flash_attention" + suffix]
+    if suffix:
+        b, s, h, _ = named["q"].shape
+        o, lse = of_type(b, s, h, named["v"].shape[-1]), of_type(b, h, s)
+        further = {"q_dot": named["q"], "v_dot": named["v"]} if suffix == "_jvp" else {"o_bar": o, "lse_bar": lse}
+        results = ("q_bar", "k_bar") if suffix == "_bwd" else None
+        inv = kernel.invocation({**named, "o": o, "lse": lse, **further}, inv.kwargs["spec"], results)
+    assert ops.Tuner(warmup=1, iters=1).fastest(kernel, inv, CONFIGS) in CONFIGS

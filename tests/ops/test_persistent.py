@@ -1,0 +1,245 @@
+"""PersistentCache: many processes, kills in the midst of a write, and files that are not what they should be."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import shown
+from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, key_of, ones, ran
+
+from ejkernel.ops import PersistentCache
+
+DEVICE = "cpu|cpu"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "configs"
+
+
+@pytest.fixture
+def quiet():
+    """No warning is allowed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        yield
+
+
+def file_in(directory):
+    (file,) = directory.glob("*.json")
+    return file
+
+
+def process(directory, script):
+    """Another process, with `cache` over the directory. The device is always given, so that it starts no backend."""
+    prelude = f"""
+        import os, random, signal, sys, time, warnings
+        sys.path.insert(0, {os.path.dirname(shown.__file__)!r})
+        from shown import Config
+        from ejkernel.ops import PersistentCache
+        warnings.simplefilter("error", UserWarning)
+        cache = PersistentCache({str(directory)!r})
+    """
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(script)])
+
+
+# --- Many processes
+
+
+def test_four_processes_lose_nothing(directory, quiet):
+    write = "for i in range(50): cache.put(f'{n} {{i}}', Config(i), 'cpu|cpu')"
+    processes = [process(directory, write.format(n=n)) for n in range(4)]
+    assert [process.wait() for process in processes] == [0] * 4
+    cache = PersistentCache(directory)
+    assert all(cache.get(f"{n} {i}", DEVICE) == Config(i) for n in range(4) for i in range(50))
+
+
+# Kills writers at random moments. What a writer has reported as written has to be there, and so has all from before.
+KILLS = """
+    written = {}
+    for n in range(TIMES):
+        reports, report = os.pipe()
+        if (writer := os.fork()) == 0:
+            for i in range(10**6):
+                cache.put(f"{n} {i}", Config(i), "cpu|cpu")
+                os.write(report, b"w")
+        os.close(report)
+        os.read(reports, 1)
+        time.sleep(random.uniform(0, 0.02))
+        os.kill(writer, signal.SIGKILL)
+        os.waitpid(writer, 0)
+        written[n] = 1 + len(os.read(reports, 10**6))
+        os.close(reports)
+        found = PersistentCache(cache._path)
+        for m, count in written.items():
+            assert all(found.get(f"{m} {i}", "cpu|cpu") == Config(i) for i in range(count)), (n, m, count)
+"""
+
+
+def test_a_kill_loses_nothing_that_was_written(directory):
+    assert process(directory, KILLS.replace("TIMES", "5")).wait() == 0
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_lose_nothing_that_was_written(directory):
+    assert process(directory, KILLS.replace("TIMES", "100")).wait() == 0
+
+
+def test_what_another_process_writes_is_seen(directory, quiet):
+    here = PersistentCache(directory)
+    here.put("ours", TUNED)
+    assert process(directory, "cache.put('theirs', Config(7), 'cpu|cpu')").wait() == 0
+    assert here.get("theirs") == OTHER and here.get("ours") == TUNED
+
+
+def test_devices_have_files_of_their_own(directory):
+    cache = PersistentCache(directory)
+    cache.put("key", TUNED, "gpu|NVIDIA H200")
+    cache.put("key", OTHER, "tpu|TPU v5 lite")
+    assert {file.name for file in directory.glob("*.json")} == {"gpu_NVIDIA_H200.json", "tpu_TPU_v5_lite.json"}
+    assert (cache.get("key", "gpu|NVIDIA H200"), cache.get("key"), len(os.listdir(directory))) == (TUNED, None, 4)
+
+
+# --- Files that are not what they should be
+
+
+def stored(directory):
+    """A cache with one entry, reopened."""
+    PersistentCache(directory).put("key", TUNED)
+    return PersistentCache(directory)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", '{"format": "another"}', '{"configs": {}}', "\x00\x01", "é".encode("latin1")]
+)
+def test_a_damaged_or_foreign_file_is_ignored_set_aside_and_rebuilt(directory, content):
+    stored(directory)
+    file = file_in(directory)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    cache = PersistentCache(directory)
+    with pytest.warns(UserWarning, match="damaged") as warned:
+        assert cache.get("key") is None and cache.get("key") is None
+        cache.put("new", OTHER)
+    assert len(warned) == 1
+    assert PersistentCache(directory).get("new") == OTHER
+    assert file.with_name(file.name + ".damaged").exists()
+
+
+@pytest.mark.parametrize(
+    "entry", [None, 3, [], {"class": 3, "config": {}}, {"class": "shown:Config", "config": {"no_such_field": 1}}]
+)
+def test_a_damaged_entry_costs_no_other(directory, entry):
+    stored(directory)
+    content = json.loads(file_in(directory).read_text())
+    content["configs"]["damaged"] = entry
+    file_in(directory).write_text(json.dumps(content))
+    cache = PersistentCache(directory)
+    with warnings.catch_warnings(record=True):
+        assert cache.get("damaged") is None
+    assert cache.get("key") == TUNED
+    cache.put("new", OTHER)
+    assert json.loads(file_in(directory).read_text())["configs"].keys() == {"key", "new", "damaged"}
+
+
+@pytest.mark.parametrize("name", ["os:system", "no_such_module:Config", "shown:Shown", "shown:no.such", "shown:", ""])
+def test_an_entry_of_an_unknown_class_is_a_miss_and_is_kept(directory, quiet, name):
+    stored(directory)
+    content = json.loads(file_in(directory).read_text())
+    content["configs"]["foreign"] = {"class": name, "config": {"command": "true"}}
+    file_in(directory).write_text(json.dumps(content))
+    cache = PersistentCache(directory)
+    assert cache.get("foreign") is None and "no_such_module" not in sys.modules
+    cache.put("new", OTHER)
+    assert json.loads(file_in(directory).read_text())["configs"]["foreign"]["class"] == name
+
+
+def test_a_class_that_is_local_is_found_by_whoever_expects_it(directory, quiet):
+    @dataclass(frozen=True)
+    class Local:
+        block: int = 0
+
+    def lookalike():
+        @dataclass(frozen=True)
+        class Local:
+            block: int = 0
+
+        return Local
+
+    PersistentCache(directory).put("key", Local(3))
+    again = PersistentCache(directory)
+    assert again.get("key", cls=Local) == Local(3)
+    assert again.get("key", cls=lookalike()) is None
+
+
+@pytest.mark.parametrize("path", ["/proc/no/such/place", __file__])
+def test_where_nothing_can_be_written_configs_stay_in_memory(path):
+    cache = PersistentCache(path)
+    with pytest.warns(UserWarning) as warned:
+        cache.put("key", TUNED)
+        cache.put("other key", OTHER)
+    assert len(warned) == 1
+    assert (cache.get("key"), cache.get("other key"), PersistentCache(path)._path) == (TUNED, OTHER, path)
+
+
+def test_a_full_disk_costs_a_warning_and_no_entry(directory, monkeypatch):
+    cache = stored(directory)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="No space left") as warned:
+        patched.setattr(os, "fsync", full)
+        cache.put("first", OTHER)
+        cache.put("second", OTHER)
+    assert len(warned) == 1 and cache.get("first") == cache.get("second") == OTHER and cache.get("key") == TUNED
+    assert PersistentCache(directory).get("first") is None and PersistentCache(directory).get("key") == TUNED
+    cache.put("third", OTHER)
+    again = PersistentCache(directory)
+    assert [again.get(key) for key in ("key", "first", "second", "third")] == [TUNED, OTHER, OTHER, OTHER]
+
+
+def test_an_unreadable_file_is_never_replaced(directory, monkeypatch):
+    cache = stored(directory)
+    before = file_in(directory).read_text()
+
+    def unreadable(path, mode="r", **how):
+        if str(path).endswith(".json"):
+            raise PermissionError(13, "Permission denied")
+        return open(path, mode, **how)
+
+    with monkeypatch.context() as patched, pytest.warns(UserWarning, match="Permission denied"):
+        patched.setattr("ejkernel.ops.utils.shared_file.open", unreadable, raising=False)
+        cache.put("new", OTHER)
+        assert cache.get("new") == OTHER
+    assert file_in(directory).read_text() == before
+
+
+def test_what_cannot_be_stored_costs_a_warning(directory):
+    cache = PersistentCache(directory)
+    with pytest.warns(UserWarning, match="has to be a dataclass"):
+        cache.put("key", (1, 2))
+    assert cache.get("key") is None
+
+
+def test_a_kernel_runs_where_nothing_can_be_read_or_written():
+    with pytest.warns(UserWarning):
+        run = executor(persistent=PersistentCache("/proc/no/such/place"), autotune=True)
+        kernel = Shown()
+        assert ran(run(kernel, ones())) == ran(run(kernel, ones())) == TUNED
+
+
+def test_a_stored_config_of_another_class_than_the_kernels_is_a_miss(directory):
+    @dataclass(frozen=True)
+    class Old:
+        block: int = 9
+
+    kernel = Shown()
+    PersistentCache(directory).put(key_of(kernel, ones()), Old())
+    assert ran(executor(persistent=PersistentCache(directory), autotune=False)(kernel, ones())) == HEURISTIC
+    PersistentCache(directory).put(key_of(kernel, ones()), Config(5))
+    assert ran(executor(persistent=PersistentCache(directory), autotune=False)(kernel, ones())) == Config(5)

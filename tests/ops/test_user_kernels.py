@@ -1,0 +1,319 @@
+"""A user's kernel under the transforms of JAX: each gives what it gives for the plain function."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel.ops import ConfigSelectorChain, Executor, Invocation, Kernel
+
+
+@dataclass(frozen=True)
+class Config:
+    block: int = 1
+
+
+def plain(a, b, index=0, *, scale=1.0):
+    return {"product": jnp.sin(a) @ b * scale, "rows": a.sum(1), "index": jnp.asarray(index) + 1}
+
+
+class Product(Kernel[Config, dict]):
+    """Two results that can be differentiated and one that cannot, a static option, an integer operand."""
+
+    def __init__(self):
+        super().__init__(name="product")
+
+    def run(self, a, b, index=0, *, cfg, scale=1.0):
+        return plain(a, b, index, scale=scale)
+
+    def heuristic_cfg(self, inv):
+        return Config()
+
+
+class ProductWithItsOwnVjp(Product):
+    """The same with a backward pass written by hand, which is never traced for its shapes alone."""
+
+    def custom_vjp(self, primals, cfg, kwargs, cotangents):
+        a, b, *_ = primals
+        product, rows, scale = cotangents[1], cotangents[2], kwargs.get("scale", 1.0)
+        da = jnp.cos(a) * (product @ b.T) * scale + rows[:, None]
+        return (da, jnp.sin(a).T @ product * scale, *[None] * (len(primals) - 2))
+
+
+executor = Executor(ConfigSelectorChain(autotune=False))
+A = np.random.default_rng(0).standard_normal((3, 4)).astype("float32")
+B = np.random.default_rng(1).standard_normal((4, 5)).astype("float32")
+KERNELS = [Product(), ProductWithItsOwnVjp()]
+kernels = pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
+
+
+def same(ours, right, rtol=1e-5):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=1e-5), ours, right)
+
+
+def ours(kernel, **options):
+    return lambda *args: executor(kernel, *args, **options)
+
+
+def loss(function):
+    def of(*args):
+        out = function(*args)
+        return (out["product"] ** 2).sum() + jnp.tanh(out["rows"]).sum()
+
+    return of
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@kernels
+def test_evaluation(kernel, transform):
+    same(transform(ours(kernel, scale=2.0))(A, B, jnp.int32(3)), plain(A, B, 3, scale=2.0))
+
+
+@pytest.mark.parametrize("axes", [(0, 0), (0, None), (None, 1), (2, 0)])
+@kernels
+def test_vmap(kernel, axes):
+    stacked = [x if axis is None else np.stack([x, 2 * x], axis) for x, axis in zip((A, B), axes, strict=True)]
+    same(jax.vmap(ours(kernel), axes)(*stacked), jax.vmap(plain, axes)(*stacked))
+
+
+@kernels
+def test_vmap_of_vmap(kernel):
+    b = np.stack([B, -B, 2 * B])
+    a = np.stack([A, 2 * A])
+    twice = lambda f: jax.vmap(jax.vmap(f, (None, 0)), (0, None))
+    same(twice(ours(kernel))(a, b), twice(plain)(a, b))
+
+
+@kernels
+def test_jvp(kernel):
+    at, towards = (A, B), (np.cos(A), np.cos(B))
+    drop_index = lambda f: lambda *args: {name: x for name, x in f(*args).items() if name != "index"}
+    same(jax.jvp(drop_index(ours(kernel)), at, towards), jax.jvp(drop_index(plain), at, towards))
+
+
+@pytest.mark.parametrize("wrt", [0, 1, (0, 1)])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@kernels
+def test_grad(kernel, wrt, transform):
+    same(transform(jax.grad(loss(ours(kernel)), wrt))(A, B, 2), jax.grad(loss(plain), wrt)(A, B, 2))
+
+
+@kernels
+def test_grad_of_one_result_alone(kernel):
+    rows = lambda f: lambda a: f(a, B)["rows"].sum()
+    same(jax.grad(rows(ours(kernel)))(A), np.ones_like(A))
+
+
+def test_grad_of_one_operand_computes_no_other():
+    shown = str(jax.make_jaxpr(jax.grad(loss(ours(Product()))))(A, B))
+    assert "product_bwd" in shown and "wrt=(0,)" in shown and "product_jvp" not in shown
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+@kernels
+def test_vmap_of_grad_and_grad_of_vmap(kernel, axes):
+    stacked = [x if axis is None else np.stack([x, 2 * x, -x]) for x, axis in zip((A, B), axes, strict=True)]
+    per_example = lambda f: jax.vmap(jax.grad(loss(f), (0, 1)), axes)
+    summed = lambda f: jax.grad(lambda a, b: jax.vmap(loss(f), axes)(a, b).sum(), (0, 1))
+    for gradients in (per_example, summed):
+        same(jax.jit(gradients(ours(kernel)))(*stacked), jax.jit(gradients(plain))(*stacked))
+
+
+@kernels
+def test_jacobians(kernel):
+    for jacobian in (jax.jacfwd, jax.jacrev):
+        of = lambda f, jacobian=jacobian: jax.jit(jacobian(lambda a, b: f(a, b)["product"], (0, 1)))(A, B)
+        same(of(ours(kernel)), of(plain))
+
+
+@kernels
+def test_second_order(kernel):
+    hessian = lambda f: jax.jit(jax.hessian(loss(f)))(A, B)
+    same(hessian(ours(kernel)), hessian(plain), rtol=1e-4)
+    grad_of_grad = lambda f: jax.jit(jax.grad(lambda a: (jax.grad(loss(f))(a, B) ** 2).sum()))(A)
+    same(grad_of_grad(ours(kernel)), grad_of_grad(plain), rtol=1e-4)
+
+
+@kernels
+def test_hessian_vector_product_of_vmap(kernel):
+    stacked = np.stack([A, 2 * A])
+    gradient = lambda f: jax.grad(lambda a: jax.vmap(loss(f), (0, None))(a, B).sum())
+    product = lambda f: jax.jit(lambda a: jax.jvp(gradient(f), (a,), (a,))[1])(stacked)
+    same(product(ours(kernel)), product(plain), rtol=1e-4)
+
+
+@kernels
+def test_checkpoint_scan_and_linearize(kernel):
+    layer = lambda f: lambda a, b: (jnp.tanh(f(a, b)["product"][:, :4]), None)
+    deep = lambda f: lambda a: jax.lax.scan(jax.checkpoint(layer(f)), a, np.stack([B, B, B]))[0].sum()
+    for derivative in (jax.grad, lambda f: lambda a: jax.linearize(f, a)[1](a)):
+        same(jax.jit(derivative(deep(ours(kernel))))(A), jax.jit(derivative(deep(plain)))(A))
+
+
+def test_operands_may_be_trees_and_given_by_name():
+    class Tree(Product):
+        def run(self, pair, *, cfg, shift=0.0):
+            return pair["a"] @ pair["b"] + shift
+
+    call = lambda a, shift: executor(Tree(), {"a": a, "b": B}, shift=shift).sum()
+    da, dshift = jax.grad(call, (0, 1))(jnp.asarray(A), jnp.ones(5))
+    same((da, dshift), (jnp.broadcast_to(B.sum(1), (3, 4)), jnp.full(5, 3.0)))
+
+
+def test_one_and_one_point_zero_are_different_calls():
+    class Doubled(Product):
+        def run(self, a, *, cfg, by):
+            return a * by
+
+    run = lambda by: executor(Doubled(), jnp.arange(3), by=by).dtype
+    assert (run(1), run(1.0), run(True), run(1)) == (jnp.int32, jnp.float32, jnp.int32, jnp.int32)
+
+
+# --- What the primitive shows
+
+
+def test_the_config_is_a_parameter_of_the_primitive():
+    shown = str(jax.make_jaxpr(lambda a, b: executor(Product(), a, b, cfg=Config(block=7)))(A, B))
+    assert "product[" in shown and "config=Config(block=7)" in shown
+
+
+def test_equal_kernels_share_what_was_compiled():
+    traced = []
+
+    class Traced(Product):
+        def run(self, a, *, cfg):
+            traced.append(a)
+            return a + 1
+
+    for _ in range(3):
+        executor(Traced(), jnp.ones(3))
+    once = len(traced)
+    executor(Traced(), jnp.ones(3))
+    assert len(traced) == once
+
+
+class Everywhere(Kernel[Config, jax.Array]):
+    def __init__(self):
+        super().__init__(name="everywhere")
+
+    def run_triton(self, a, *, cfg):
+        return jnp.sin(a) * cfg.block
+
+    def run(self, a, *, cfg):
+        return jnp.tanh(a) * cfg.block
+
+    def heuristic_cfg(self, inv: Invocation):
+        return Config(block={"cpu": 2, "cuda": 3, "tpu": 4}[inv.target.platform])
+
+
+def lowered(platform, cfg=None):
+    step = jax.jit(lambda a: executor(Everywhere(), a, cfg=cfg))
+    return step.trace(jnp.ones(4)).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("platform, operation, block", [("cpu", "tanh", 2), ("cuda", "sine", 3), ("tpu", "tanh", 4)])
+def test_a_config_is_chosen_again_for_another_platform(platform, operation, block):
+    assert operation in lowered(platform) and f"dense<{block}.0" in lowered(platform)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_config_that_was_given_stands_on_every_platform(platform):
+    assert "dense<7.0" in lowered(platform, Config(block=7))
+
+
+def test_export_round_trip():
+    exported = jax.export.export(jax.jit(ours(Product())), platforms=("cpu", "cuda", "tpu"))(A, B)
+    same(jax.export.deserialize(exported.serialize()).call(A, B), plain(A, B))
+
+
+# --- Meshes
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+
+
+class Elementwise(Product):
+    def run(self, a, b, *, cfg):
+        return a * jnp.sin(b)
+
+
+def test_explicit_sharding_is_kept(mesh):
+    a = jax.device_put(jnp.asarray(A[:2]), NamedSharding(mesh, P("x")))
+    call = lambda a: executor(Elementwise(), a, a)
+    out, grad = jax.jit(call)(a), jax.jit(jax.grad(lambda a: call(a).sum()))(a)
+    assert jax.typeof(out).sharding.spec == jax.typeof(grad).sharding.spec == P("x", None)
+    same(out, A[:2] * np.sin(A[:2]))
+    same(grad, np.sin(A[:2]) + A[:2] * np.cos(A[:2]))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+def test_inside_shard_map_with_a_replicated_operand(axis_type):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(axis_type,))
+    a = jax.device_put(jnp.asarray(A[:2]), NamedSharding(mesh, P("x")))
+    b = jax.device_put(jnp.asarray(A[2:]), NamedSharding(mesh, P()))
+
+    def step(f):
+        inside = jax.shard_map(lambda a, b: f(a, b), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+        return jax.jit(jax.grad(lambda a, b: inside(a, b).sum(), (0, 1)))(a, b)
+
+    same(step(lambda a, b: executor(Elementwise(), a, b)), step(lambda a, b: a * jnp.sin(b)))
+
+
+def test_collectives_inside_a_kernel(mesh):
+    class Summed(Product):
+        def run(self, a, *, cfg):
+            return jax.lax.psum(a, "x")
+
+    a = jax.device_put(jnp.asarray(A[:2]), NamedSharding(mesh, P("x")))
+    inside = jax.shard_map(lambda a: executor(Summed(), a), mesh=mesh, in_specs=P("x"), out_specs=P())
+    same(jax.jit(inside)(a), A[:1] + A[1:2])
+
+
+# --- Errors
+
+
+def test_an_option_has_to_be_hashable():
+    with pytest.raises(TypeError, match=r"product: .* have to be hashable"):
+        executor(Product(), A, B, scale={1, 2})
+
+
+@pytest.mark.parametrize(
+    "gradients, error, message",
+    [
+        ((0.0, 0.0, None), ValueError, r"shape \(\) to array 0 of \(3, 4\)"),
+        ((None,), TypeError, "has to return 3 gradients"),
+    ],
+)
+def test_what_custom_vjp_gives_is_checked(gradients, error, message):
+    class Wrong(Product):
+        def custom_vjp(self, primals, cfg, kwargs, cotangents):
+            return gradients
+
+    with pytest.raises(error, match=message):
+        jax.grad(loss(ours(Wrong())))(A, B, 1)
+
+
+def test_an_array_by_name_has_no_custom_gradient():
+    class ByName(ProductWithItsOwnVjp):
+        def run(self, a, *, b, cfg):
+            return plain(a, b)
+
+    with pytest.raises(TypeError, match="pass them by position"):
+        jax.grad(lambda b: executor(ByName(), A, b=b)["product"].sum())(B)
+
+
+def test_a_kernel_without_run_says_so():
+    class Empty(Kernel[Config, jax.Array]):
+        def heuristic_cfg(self, inv):
+            return Config()
+
+    with pytest.raises(NotImplementedError, match="empty: a kernel needs run"):
+        executor(Empty("empty"), A)

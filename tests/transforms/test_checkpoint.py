@@ -1,0 +1,80 @@
+"""Under `jax.checkpoint` a forward kernel runs twice, and once where a policy keeps its results."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import assert_close, each_case, each_operation, oracle
+from programs import equations, scopes
+
+from ejkernel import checkpoint_policies
+
+pytestmark = pytest.mark.core
+
+
+def pullback(f, wrt):
+    """(arrays, cotangents) -> the results and Jᵀ·cotangents: a program that needs the forward for its own sake too."""
+
+    def run(arrays, cotangents):
+        moving = {name: arrays[name] for name in wrt}
+        results, pull = jax.vjp(lambda moving: f({**arrays, **moving}), moving)
+        return results, pull(cotangents)[0]
+
+    return run
+
+
+def check_count(case, f, times, *args):
+    """The forward kernel stands that often in the jaxpr, and in the compiled program: XLA merged and dropped none."""
+    traced = jax.jit(f).trace(*args)
+    kernels = [e.primitive.name for e in equations(traced.jaxpr, case.operation)]
+    assert kernels.count(case.operation) == times
+    assert kernels.count(f"{case.operation}_bwd") == 1
+    compiled = traced.lower().compile()
+    assert len(scopes(compiled.as_text(), case.operation)) == times
+    return compiled(*args)
+
+
+@each_case
+@pytest.mark.parametrize("policy, times", [(None, 2), (checkpoint_policies.save_kernels, 1)], ids=("none", "kernels"))
+def test_checkpoint(case, policy, times):
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    layer = jax.checkpoint(case.call, policy=policy)
+    found = check_count(case, pullback(layer, case.differentiable), times, arrays, cotangents)
+    assert_close(found, oracle(case, pullback)(arrays, cotangents))
+
+
+@each_operation
+@pytest.mark.parametrize("kept", ("nothing", "kernels", "operation", "names"))
+def test_checkpoint_under_scan(case, kept):
+    """Layers under `jax.lax.scan`, each of them checkpointed."""
+    names = [f"{case.operation}_{result}" for result in case.trio.outputs._fields]
+    policy, times = {
+        "nothing": (None, 2),
+        "kernels": (checkpoint_policies.save_kernels, 1),
+        "operation": (checkpoint_policies.save_only(case.operation), 1),
+        "names": (jax.checkpoint_policies.save_only_these_names(*names), 1),
+    }[kept]
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    keep = lambda layer: jax.checkpoint(layer, policy=policy)
+    found = check_count(case, pullback_of_layers(case.call, case.differentiable, keep), times, arrays, cotangents)
+    assert_close(found, oracle(case, pullback_of_layers)(arrays, cotangents))
+
+
+def test_a_policy_for_an_operation_that_does_not_exist():
+    with pytest.raises(ValueError, match=r"no such operation: flash_atention; known are .*flash_attention"):
+        checkpoint_policies.save_only("flash_atention")
+
+
+def pullback_of_layers(f, wrt, keep=lambda layer: layer):
+    """The pullback of a sum of three layers, f of the arrays times a factor, under `jax.lax.scan`."""
+
+    def layers(arrays):
+        def layer(total, factor):
+            scaled = {name: x * factor.astype(x.dtype) if name in wrt else x for name, x in arrays.items()}
+            return [a + b for a, b in zip(total, f(scaled), strict=True)], None
+
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(f, arrays)]
+        return jax.lax.scan(keep(layer), zeros, jnp.array([0.5, 1.0, 1.5]))[0]
+
+    return pullback(layers, wrt)

@@ -1,0 +1,33 @@
+"""Under `jax.jit` an operation gives the bits that it gives outside, and is traced once."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from cases import Operand, each_case
+
+pytestmark = pytest.mark.core
+
+
+@each_case
+def test_jit(case):
+    arrays, traced = case.arrays(), []
+
+    @jax.jit
+    def compiled(arrays):
+        traced.append(1)
+        return case.call(arrays)
+
+    jax.tree.map(np.testing.assert_array_equal, compiled(arrays), case.call(arrays))
+    compiled(case.arrays(seed=1))
+    assert len(traced) == 1
+
+
+@each_case
+def test_shapes_without_arrays(case):
+    """`jax.eval_shape` tells the types of the results, which are those of the arrays."""
+    arrays = case.arrays()
+    told, given = ([(x.shape, x.dtype) for x in f(arrays)] for f in (partial(jax.eval_shape, case.call), case.call))
+    assert told == given
+    assert [shape for shape, _ in told] == [Operand(axes).shape(case.sizes) for axes in case.results]

@@ -1,0 +1,27 @@
+"""Tangents are those of the formula, along each operand and along all of them."""
+
+import jax
+import pytest
+from cases import assert_close, each_case, oracle, tangent
+
+pytestmark = pytest.mark.core
+
+
+@each_case
+def test_jvp(case):
+    arrays, tangents = case.arrays(), case.tangents()
+    for wrt in (case.differentiable, *((name,) for name in case.differentiable)):
+        found = tangent(case.call, wrt)(arrays, tangents)
+        zeros = {n: t if n in wrt else t * 0 for n, t in tangents.items()}
+        assert_close(found, oracle(case, tangent)(arrays, zeros), what=f"along {wrt}: ")
+
+
+@each_case
+def test_linearize(case):
+    """The tangent map may be kept and called later, as often as one likes."""
+    arrays, wrt = case.arrays(), case.differentiable
+    moving = {name: arrays[name] for name in wrt}
+    results, pushed = jax.linearize(lambda moving: case.call({**arrays, **moving}), moving)
+    for seed in (1, 2):
+        tangents = case.tangents(seed)
+        assert_close((results, pushed(tangents)), oracle(case, tangent)(arrays, tangents))

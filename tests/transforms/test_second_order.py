@@ -1,0 +1,53 @@
+"""Second derivatives are those of the formula, in every order of forward and reverse."""
+
+import jax
+import pytest
+from cases import CASES, assert_close, curvature, curvature_by_reverse, each_case, gradient, oracle, tangent
+
+pytestmark = pytest.mark.core
+
+
+@each_case
+@pytest.mark.parametrize(
+    "order", (curvature, curvature_by_reverse), ids=("forward_over_reverse", "reverse_over_reverse")
+)
+def test_hessian_vector_product(case, order):
+    arrays, tangents = case.arrays(), case.tangents()
+    cotangents = case.cotangents(arrays)
+    found = order(case.call, case.differentiable)(arrays, cotangents, tangents)
+    assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
+
+
+@each_case
+def test_reverse_over_forward(case):
+    """The gradient of a tangent."""
+    arrays, tangents = case.arrays(), case.tangents()
+    cotangents = case.cotangents(arrays)
+    found = reverse_over_forward(case.call, case.differentiable)(arrays, cotangents, tangents)
+    assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
+
+
+@pytest.mark.parametrize("case", [case.resized(case.tiny) for case in CASES if case.tiny], ids=str)
+def test_hessian(case):
+    """In whole, as `jax.hessian` maps over every direction at once."""
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    found = jax.jit(hessian(case.call, case.differentiable))(arrays, cotangents)
+    assert_close(found, oracle(case, hessian)(arrays, cotangents))
+
+
+def reverse_over_forward(f, wrt):
+    """(arrays, cotangents, tangents) -> the gradient of ⟨cotangents, J·tangents⟩."""
+    return lambda arrays, cotangents, tangents: gradient(lambda x: tangent(f, wrt)(x, tangents)[1], wrt)(
+        arrays, cotangents
+    )
+
+
+def hessian(f, wrt):
+    """(arrays, cotangents) -> the Hessian of ⟨cotangents, results⟩, by names twice."""
+
+    def run(arrays, cotangents):
+        weighed = lambda moving: sum((x * u).sum() for x, u in zip(f({**arrays, **moving}), cotangents, strict=True))
+        return jax.hessian(weighed)({name: arrays[name] for name in wrt})
+
+    return run

@@ -1,0 +1,104 @@
+"""`jax.vmap` is a loop over the mapped axis, whichever operands are mapped and whichever of their axes it is."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import CASES, assert_close, each_case, gradient, oracle, tangent
+from programs import equations
+
+pytestmark = pytest.mark.core
+COUNT = 3
+
+
+def mappings(names):
+    """Every choice of mapped names, at least one."""
+    return [some for n in range(1, len(names) + 1) for some in itertools.combinations(names, n)]
+
+
+def few_mappings(names):
+    """Each name alone, all but each, and all."""
+    return [some for some in mappings(names) if len(some) in (1, len(names) - 1, len(names))]
+
+
+def check(f, wanted, examples, mapped, axis):
+    """vmap of f against `wanted` of each example. What is not mapped is as in the first example."""
+    stack = lambda *x: jnp.stack(x, axis)
+    batch = {n: jax.tree.map(stack, *(e[n] for e in examples)) if n in mapped else x for n, x in examples[0].items()}
+    found = jax.vmap(f, ({name: axis if name in mapped else None for name in batch},))(batch)
+    for i, example in enumerate(examples):
+        alone = {name: (example if name in mapped else examples[0])[name] for name in batch}
+        assert_close(jax.tree.map(lambda x, i=i: x[i], found), wanted(alone), what=f"{mapped} mapped, example {i}: ")
+
+
+def along(derivative):
+    """A derivative as a function of one dict, in which the arrays stand beside the "direction"."""
+    return lambda x: derivative({name: a for name, a in x.items() if name != "direction"}, x["direction"])
+
+
+@each_case
+@pytest.mark.parametrize("axis", (0, -1))
+def test_vmap(case, axis):
+    examples = [case.arrays(seed) for seed in range(COUNT)]
+    for mapped in (mappings if axis == 0 else few_mappings)(tuple(examples[0])):
+        check(case.call, oracle(case), examples, mapped, axis)
+
+
+@each_case
+def test_vmap_of_grad(case):
+    examples = [{**(x := case.arrays(seed)), "direction": case.cotangents(x, seed)} for seed in range(COUNT)]
+    f, wanted = along(gradient(case.call, case.differentiable)), along(oracle(case, gradient))
+    for mapped in few_mappings(tuple(examples[0])):
+        check(f, wanted, examples, mapped, 0)
+
+
+@each_case
+def test_vmap_of_jvp(case):
+    examples = [{**case.arrays(seed), "direction": case.tangents(seed + 1)} for seed in range(COUNT)]
+    f, wanted = along(tangent(case.call, case.differentiable)), along(oracle(case, tangent))
+    for mapped in few_mappings(tuple(examples[0])):
+        check(f, wanted, examples, mapped, 0)
+
+
+@each_case
+def test_vmap_of_vmap(case):
+    """Two mapped axes: of the same operands, and each operand along one axis while the others go along the other."""
+    names = tuple(case.operands)
+    rest = {name: tuple(n for n in names if n != name) for name in names}
+    for inner, outer in [(names, names), *(((name,), others) for name, others in rest.items())]:
+        check_nested(case, inner, outer)
+
+
+def check_nested(case, inner, outer, counts=(2, 3)):
+    value = lambda name, i, j: case.arrays(seed=10 * (i if name in outer else 0) + (j if name in inner else 0))[name]
+
+    def batch(name):
+        rows = [[value(name, i, j) for j in range(counts[1])] for i in range(counts[0])]
+        rows = [jnp.stack(row) if name in inner else row[0] for row in rows]
+        return jnp.stack(rows, -1) if name in outer else rows[0]
+
+    axes = lambda mapped, axis: ({name: axis if name in mapped else None for name in case.operands},)
+    found = jax.vmap(jax.vmap(case.call, axes(inner, 0)), axes(outer, -1))(
+        {name: batch(name) for name in case.operands}
+    )
+    for i, j in itertools.product(*map(range, counts)):
+        wanted = oracle(case)({name: value(name, i, j) for name in case.operands})
+        part = jax.tree.map(lambda x, at=(i, j): x[at], found)
+        assert_close(part, wanted, what=f"{inner} mapped inside {outer}, example {i, j}: ")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.trio.forward.layout.group], ids=str)
+def test_shared_keys_and_values_are_not_repeated(case):
+    """Under mapped queries, the kernel reads keys and values that are not mapped as they are."""
+    arrays = case.arrays()
+    _, groups = case.trio.forward.layout.group
+    shared = [name for name, operand in case.operands.items() if groups in operand.axes.split()]
+    cotangents = case.cotangents(arrays)
+    forward = lambda q: case.call({**arrays, "q": q})
+    backward = lambda q: gradient(case.call, ("q",))({**arrays, "q": q}, cotangents)
+    for f in (forward, backward):
+        for kernel in equations(jax.make_jaxpr(jax.vmap(f))(jnp.stack([arrays["q"]] * COUNT)), case.operation):
+            sizes = {n: x.aval.size for n, x in zip(kernel.params["operands"], kernel.invars, strict=True)}
+            assert sizes["q"] == COUNT * arrays["q"].size
+            assert {name: sizes[name] for name in shared} == {name: arrays[name].size for name in shared}
