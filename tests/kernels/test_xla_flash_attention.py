@@ -120,7 +120,7 @@ def of_kernel(operands, spec, moved, cotangents, config=SMALL):
 
 
 def distance(a, b):
-    """The largest difference of each array, in units of the largest number of the second; equal infinities are equal."""
+    """The largest difference of each array, in units of the largest number of the second; infinities may be equal."""
 
     def of(x, y):
         finite = jnp.isfinite(y)

@@ -19,6 +19,8 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     """Why the forward and the tangent cannot run on these operands (arrays or shapes), or None."""
     if target.platform not in ("cuda", "rocm"):
         return f"Triton runs on cuda and rocm, not on {target.platform}"
+    if target.platform == "rocm" and target.device_kind is None:
+        return "jax-triton compiles for rocm only where such a GPU is"
     if target.platform == "cuda" and target.compute_capability < 80:
         return f"Triton's kernels need compute capability 8.0, not {target.compute_capability / 10}"
     if reason := _launch.missing():
