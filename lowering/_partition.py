@@ -8,15 +8,25 @@ Where a result lacks an axis that is split (the gradient of a bias that all batc
 of its sum, and `psum` adds them. Nothing else communicates.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ejkernel.primitives._factory import KernelPrimitive
-from ejkernel.primitives._sharding import Split, explicit_axes, joined, partition_spec, shardy_rule, summed_over
+from ejkernel.primitives._sharding import (
+    Split,
+    explicit_axes,
+    joined,
+    names_of,
+    partition_spec,
+    shardy_rule,
+    summed_over,
+)
 
 Body = Callable[..., list[Any]]
 
@@ -45,7 +55,7 @@ def automatic(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any
     rule, whole, sizes = shardy_rule(primitive.table, primitive.layout, operands, outputs)
 
     def partition(mesh, arguments, _):
-        specs = {n: x.sharding.spec for n, x in zip(operands, arguments, strict=True)}
+        specs = {n: spec_of(x.sharding, x.shape, mesh) for n, x in zip(operands, arguments, strict=True)}
         split = _agreed(primitive, operands, specs, mesh)
         place = lambda n, shape: NamedSharding(mesh, partition_spec(primitive.table[n], shape, split))
         return (
@@ -56,18 +66,43 @@ def automatic(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any
         )
 
     wrapped = custom_partitioning(body)
-    wrapped.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
+    wrapped.def_partition(
+        partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=whole, **sizes
+    )
     return wrapped
+
+
+def spec_of(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """The spec of a sharding that XLA chose, with None along an axis that it splits in a way that no spec says.
+
+    It may split heads over a part of a mesh axis, say two heads over a mesh axis of four. JAX fails to decode that.
+    """
+    parts = sharding.devices_indices_map(shape)
+    starts = np.array([[part.start or 0 for part in parts[device]] for device in mesh.devices.flat])
+    starts = starts.reshape(*mesh.devices.shape, len(shape))
+
+    def entry(dim: int) -> tuple[str, ...] | None:
+        start, index = starts[..., dim], np.indices(mesh.devices.shape)
+        step = [start.take(1, axis).flat[0] if n > 1 else 0 for axis, n in enumerate(start.shape)]
+        split = sorted((axis for axis, size in enumerate(step) if size), key=step.__getitem__, reverse=True)
+        is_even = split and step[split[-1]] * math.prod(start.shape[axis] for axis in split) == shape[dim]
+        if is_even and np.array_equal(start, sum(index[axis] * step[axis] for axis in split)):
+            return tuple(mesh.axis_names[axis] for axis in split)
+        return None
+
+    return PartitionSpec(*map(entry, range(len(shape))))
 
 
 def _agreed(primitive: KernelPrimitive, operands: Mapping[str, Any], specs: Mapping[str, Any], mesh: Any) -> Split:
     """What XLA proposes, brought together: who splits an axis first decides, and what must be whole is gathered."""
+    heads, groups = primitive.layout.group or (None, None)
     chosen: dict[str, Any] = {}
     for name, x in operands.items():
-        entries = tuple(specs[name]) + (None,) * (len(x.shape) - len(specs[name]))
-        for axis, size, entry in zip(primitive.table[name], x.shape, entries, strict=True):
-            if entry is not None and size != 1 and axis.letter in primitive.layout.split:
-                chosen.setdefault(axis.letter, entry)
+        for axis, size, entry in zip(primitive.table[name], x.shape, specs[name], strict=True):
+            letter = heads if axis.letter == groups else axis.letter
+            taken = {n for other, e in chosen.items() if other != letter for n in names_of(e)}
+            if entry and size != 1 and letter in primitive.layout.split and not taken.intersection(entry):
+                chosen.setdefault(letter, entry)
     agreed = {n: partition_spec(primitive.table[n], x.shape, chosen) for n, x in operands.items()}
     try:
         return joined(primitive.name, primitive.table, primitive.layout, operands, agreed, mesh)

@@ -23,9 +23,13 @@ def _walk(jaxpr: Any) -> Iterator[Any]:
 
 
 def scopes(hlo: str, kernel: str) -> set[str]:
-    """Where in the program the kernel runs: the paths that lead to its scope, in the names of HLO instructions."""
-    names = [f"/{name}/" for joined in re.findall(r'op_name="([^"]*)"', hlo) for name in joined.split(";")]
-    paths = {path for path, found, _ in (name.partition(f"/{kernel}/") for name in names) if found}
+    """Where in the program the kernel runs: the paths that lead to its label, in the names of HLO instructions.
+
+    An instruction may have the names of several, with semicolons between, which also stand in the brackets of a label.
+    Old versions of JAX write some paths without their beginning.
+    """
+    names = (name for names in re.findall(r'op_name="([^"]*)"', hlo) for name in re.split(r";(?![^\[\]]*\])", names))
+    paths = {f"/{path}" for name in names for path, found, _ in [name.partition(f"ejkernel[op={kernel};")] if found}
     return {path for path in paths if not any(other != path and other.endswith(path) for other in paths)}
 
 

@@ -155,6 +155,7 @@ class Operation(Kernel):
         for primitive in (cls.trio.forward, cls.trio.tangent, cls.trio.backward):
             KERNELS[primitive.name], TRIOS[primitive.name] = PrimitiveKernel(primitive), cls.trio
             primitive.choose_config, primitive.heuristic_config = _choose_config, _heuristic_config
+        cls.prepare_arguments.__qualname__ = cls.trio.name  # what Python calls it where an argument is missing
         OPERATIONS[cls.trio.name] = cls
 
     def __init__(self):

@@ -113,18 +113,20 @@ def summed_over(of: Axes, shape: tuple[int, ...], split: Split) -> tuple[str, ..
 def shardy_rule(table: Table, layout: Layout, operands: Mapping[str, Any], results: Mapping[str, Any]) -> tuple:
     """The rule of `custom_partitioning` in its string form, the factors that must stay whole, and factor sizes.
 
-    Query heads are the compound factor (g r), r = h // g; an axis that is broadcast gets a factor of its own.
+    Query heads are the compound factor (g r), r = h // g, or the one of both that is not 1, as Shardy wants it; an axis
+    that is broadcast gets a factor of its own.
     """
     seen: list[str] = []
     size_of = {a.letter: s for n, x in operands.items() for a, s in zip(table[n], x.shape, strict=True) if s != 1}
     heads, groups = layout.group or (None, None)
     repeat = size_of.get(heads, 1) // size_of.get(groups, 1)
+    head_factors = ["r"] if size_of.get(groups, 1) == 1 else ["g", "r"] if repeat > 1 else ["g"]
 
     def factor(name: str, index: int, letter: str, size: int) -> str:
         if (size == 1 and size_of.get(letter, 1) != 1) or letter.isdigit():
             seen.append(f"{name}_{index}")
             return seen[-1]
-        parts = ["g", "r"] if letter == heads and groups is not None else [letter]
+        parts = head_factors if letter == heads and groups is not None else [letter]
         seen.extend(part for part in parts if part not in seen)
         return f"({' '.join(parts)})" if len(parts) > 1 else parts[0]
 

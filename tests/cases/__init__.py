@@ -9,19 +9,22 @@ import pkgutil
 
 import pytest
 
-from ._case import Case
-from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, oracle, tangent
+from ._case import Case, Operand
+from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, oracle, pullback, tangent
 
 __all__ = [
     "CASES",
     "FAMILIES",
     "Case",
+    "Operand",
     "assert_close",
     "curvature",
     "curvature_by_reverse",
     "each_case",
+    "each_operation",
     "gradient",
     "oracle",
+    "pullback",
     "tangent",
 ]
 
@@ -35,3 +38,4 @@ CASES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.CASES)
 FAMILIES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.FAMILIES)
 
 each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_operation = pytest.mark.parametrize("case", {case.operation: case for case in CASES[::-1]}.values(), ids=str)

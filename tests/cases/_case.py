@@ -42,7 +42,9 @@ class Case:
         name: what the case is about.
         sizes: of every letter.
         operands: by argument name; a string stands for an operand of normal values.
+        results: the axes of each result.
         options: the static arguments.
+        local: whether a part of the arrays gives that part of the results by itself; dropout also asks for the place.
         tiny: sizes for tests whose cost is the square of the input's size; None where the case cannot be so small.
     """
 
@@ -50,7 +52,9 @@ class Case:
     name: str
     sizes: Mapping[str, int]
     operands: Mapping[str, Operand | str]
+    results: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    local: bool = True
     tiny: Mapping[str, int] | None = None
 
     def __post_init__(self):
@@ -74,8 +78,8 @@ class Case:
 
     def cotangents(self, arrays: Mapping[str, Any], seed: int = 0) -> list[jax.Array]:
         """Normal values for every result of the call on these arrays."""
-        results = jax.eval_shape(self.call, arrays)
-        return [self._made(f"result {i}", normal, x.shape, seed, x.dtype) for i, x in enumerate(results)]
+        types = enumerate(jax.eval_shape(self.call, arrays))
+        return [self._made(f"result {i}", normal, x.shape, seed, x.dtype) for i, x in types]
 
     def tangents(self, seed: int = 1, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
         """Normal values for every differentiable array."""
@@ -97,10 +101,17 @@ class Case:
     def resized(self, sizes: Mapping[str, int]) -> "Case":
         return replace(self, sizes={**self.sizes, **sizes})
 
-    def spec(self, name: str, split: Mapping[str, str]) -> PartitionSpec:
-        """How an array is sharded where the letters are split over these mesh axes; a size of 1 cannot be split."""
-        axes = self.operands[name].axes.split()
-        return PartitionSpec(*(split.get(axis) if self.sizes.get(axis) != 1 else None for axis in axes))
+    def spec(self, axes: str, split: Mapping[str, str]) -> PartitionSpec:
+        """How such axes are sharded where the letters are split over these mesh axes; a size of 1 cannot be split."""
+        return PartitionSpec(*(split.get(axis) if self.sizes.get(axis) != 1 else None for axis in axes.split()))
+
+    def specs(self, split: Mapping[str, str]) -> dict[str, PartitionSpec]:
+        """How the arrays are sharded where the letters are split."""
+        return {name: self.spec(x.axes, split) for name, x in self.operands.items()}
+
+    def result_specs(self, split: Mapping[str, str]) -> list[PartitionSpec]:
+        """How the results then are."""
+        return [self.spec(axes, split) for axes in self.results]
 
     def _made(self, name: str, values: Values, shape: tuple[int, ...], seed: int, dtype: Any) -> jax.Array:
         x = values(np.random.default_rng([seed, zlib.crc32(name.encode())]), shape)

@@ -50,8 +50,11 @@ QKV = dict(q="b s h d", k="b t g d", v="b t g e")
 PACKED = dict(q="s h d", k="t g d", v="t g e")
 
 
-def case(name, sizes=(), operands=(), of=QKV, tiny=None, **options):
-    return Case("flash_attention", name, {**SIZES, **dict(sizes)}, {**of, **dict(operands)}, options, tiny)
+def case(name, sizes=(), operands=(), of=QKV, local=True, tiny=None, **options):
+    o, lse = ("s h e", "h s") if of is PACKED else ("b s h e", "b h s")
+    results = (o, lse) if options.get("return_lse") else (o,)
+    sizes, operands = {**SIZES, **dict(sizes)}, {**of, **dict(operands)}
+    return Case("flash_attention", name, sizes, operands, results, options, local, tiny)
 
 
 CASES = (
@@ -65,7 +68,7 @@ CASES = (
         return_lse=True,
         tiny=dict(TINY, n=2),
     ),
-    case("bias_mask", dict(t=9), dict(bias="h s t", mask=Operand("b 1 s t", chance(0.7))), return_lse=True),
+    case("bias_mask", dict(t=9, g=4), dict(bias="h s t", mask=Operand("b 1 s t", chance(0.7))), return_lse=True),
     case(
         "segments",
         dict(t=8),
@@ -85,6 +88,7 @@ CASES = (
     case(
         "dropout_traced_scale",
         operands=dict(softmax_scale=Operand("", scalar), dropout_key=Operand("", key)),
+        local=False,
         causal=True,
         dropout_rate=0.3,
         return_lse=True,

@@ -71,7 +71,9 @@ class _Softmax(NamedTuple):
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
-def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
+def flash_attention(
+    *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
+) -> Outputs:
     """o and lse, tile by tile."""
     operands = Operands(*operands)
     x, grid = attention.cut(operands, spec, config.block_q, config.block_k)

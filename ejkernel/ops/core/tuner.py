@@ -8,10 +8,11 @@ numbers agree with those of the heuristic config and are the same, bit for bit, 
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,11 +52,11 @@ class Tuner:
         that waits for a measurement would keep the others waiting in their collectives.
         """
         if jax.process_count() > 1:
-            return "with several processes configs are not measured"
+            return "configs are not measured with several processes"
         if jax.sharding.get_abstract_mesh().manual_axes:
-            return "under shard_map or pmap configs are not measured"
+            return "configs are not measured under shard_map or pmap"
         if inv.target != device_target():
-            return f"a config for {inv.target} cannot be measured on {device_target()}"
+            return f"configs for {inv.target} cannot be measured on {device_target()}"
         return None
 
     def fastest(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None = None) -> Cfg:
@@ -65,31 +66,32 @@ class Tuner:
             EjkernelRuntimeError: there is none; the message says of each why not.
         """
         args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
-        inv = Invocation(kernel, args, kwargs, inv.metadata, inv.target)
+        inv = replace(inv, args=args, kwargs=kwargs)
         return _outside_any_trace(lambda: self._fastest(kernel, inv, configs))
 
     def _fastest(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None) -> Cfg:
-        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        try:
+            args, kwargs = kernel.synthetic_inputs(inv)
+            inv = replace(inv, args=args, kwargs=kwargs)
+            heuristic = kernel.heuristic_cfg(inv)
+            configs = list(dict.fromkeys(kernel.config_space(inv) if configs is None else configs))
+            programs = _compiled(kernel, inv, dict.fromkeys([heuristic, *configs]))
+            with _measuring:
+                reference = jax.block_until_ready(programs[heuristic].result()())
+        except Exception as error:
+            raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {_first_line(error)}") from error
+        report, rejected = _Report(kernel.op_id, len(configs)), []
+        best, best_time = None, float("inf")
+        for config in configs:
             try:
-                args, kwargs = kernel.synthetic_inputs(inv)
-                inv = Invocation(kernel, args, kwargs, inv.metadata, inv.target)
-                reference = _compiled(kernel, inv, kernel.heuristic_cfg(inv), compilers).result()()
-                configs = list(dict.fromkeys(kernel.config_space(inv) if configs is None else configs))
+                milliseconds = self._measured(programs[config].result(), reference, best_time)
             except Exception as error:
-                raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {error}") from error
-            programs = [_compiled(kernel, inv, config, compilers) for config in configs]
-            report, rejected = _Report(kernel.op_id, len(configs)), []
-            best, best_time = None, float("inf")
-            for config, program in zip(configs, programs, strict=True):
-                try:
-                    milliseconds = self._measured(program.result(), reference, best_time)
-                except Exception as error:
-                    rejected.append(f"{config}: {error}")
-                    report.tell(config, f"rejected, {error}")
-                    continue
-                report.tell(config, f"{milliseconds:.4f} ms")
-                if milliseconds < best_time:
-                    best, best_time = config, milliseconds
+                rejected.append(f"{config}: {_first_line(error)}")
+                report.tell(config, f"rejected, {_first_line(error)}")
+                continue
+            report.tell(config, f"{milliseconds:.4f} ms")
+            if milliseconds < best_time:
+                best, best_time = config, milliseconds
         report.close()
         if best is None:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
@@ -111,12 +113,16 @@ class Tuner:
             return float(np.median(times))
 
 
-def _compiled(kernel: Kernel, inv: Invocation, config: Any, compilers: ThreadPoolExecutor) -> Future:
-    """The call as a compiled program without arguments. It is traced here, and compiled beside the other candidates."""
+def _compiled(kernel: Kernel, inv: Invocation, configs: Iterable[Any]) -> dict[Any, Future]:
+    """The call with each config as a compiled program without arguments, or the error of making it.
+
+    They are lowered one by one and compiled all at once. When this returns nothing is being compiled any more, for
+    compilers measure too, and would disturb.
+    """
     leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
 
-    def call(*arrays):
+    def call(config, *arrays):
         given = iter(arrays)
         args, kwargs = jax.tree.unflatten(structure, [next(given) if is_array(leaf) else leaf for leaf in leaves])
         return kernel.bind(args, kwargs, config)
@@ -125,12 +131,19 @@ def _compiled(kernel: Kernel, inv: Invocation, config: Any, compilers: ThreadPoo
         program = lowered.compile()
         return lambda: program(*arrays)
 
-    try:
-        return compilers.submit(compile, jax.jit(call).lower(*arrays))
-    except Exception as error:
-        failed = Future()
-        failed.set_exception(error)
-        return failed
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        programs = {}
+        for config in configs:
+            try:
+                programs[config] = compilers.submit(compile, jax.jit(partial(call, config)).lower(*arrays))
+            except Exception as error:
+                programs[config] = Future()
+                programs[config].set_exception(error)
+    return programs
+
+
+def _first_line(error: Exception) -> str:
+    return f"{error}".partition("\n")[0][:200] or type(error).__name__
 
 
 def _without_tracers(x: Any) -> Any:

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.kernel import Invocation, Kernel
+from ..core.kernel import Kernel
 from ..core.tuner import Tuner
 from ..core.types import Cfg
 from ..utils.timing import benchmark

@@ -1,0 +1,196 @@
+"""Over a mesh of eight devices the numbers stay what they are, and nothing is communicated that need not be.
+
+A batch and a head are computed on their own, so neither a result nor the gradient of an operand that is split with them
+needs a collective. The gradient of an operand that devices share is summed over them: one all-reduce each.
+"""
+
+import contextlib
+import re
+from collections import Counter
+
+import jax
+import pytest
+from cases import CASES, assert_close, curvature, each_case, each_operation, gradient, oracle
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs import collectives
+
+pytestmark = pytest.mark.core
+
+BATCH, HEADS = {"b": "x"}, {"h": "y", "g": "y"}
+BOTH = BATCH | HEADS
+each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
+each_transform = pytest.mark.parametrize("transform", (None, gradient, curvature), ids=("eval", "grad", "curvature"))
+
+
+def mesh_of(types=AxisType.Explicit, shape=(4, 2)):
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(types,) * 2)
+
+
+def call_of(case, transform, call=None):
+    """The call or a transform of it, and its arguments."""
+    arrays, call = case.arrays(), call or case.call
+    if transform is None:
+        return call, (arrays,)
+    tangents = (case.tangents(),) if transform is curvature else ()
+    return transform(call, case.differentiable), (arrays, case.cotangents(arrays), *tangents)
+
+
+def placed(case, args, split, mesh):
+    """Such arguments on a mesh."""
+    specs = (case.specs(split), case.result_specs(split), case.specs(split))
+    specs = [{name: of[name] for name in x} if isinstance(x, dict) else of for x, of in zip(args, specs, strict=False)]
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), args, tuple(specs))
+
+
+def mesh_axes(specs):
+    return {name for spec in specs for name in spec if name is not None}
+
+
+def needed(case, split, transform):
+    """The collectives that such a program cannot do without."""
+    if transform is None:
+        return Counter()
+    specs = case.specs(split)
+    shared = [name for name in case.differentiable if mesh_axes([specs[name]]) != mesh_axes(specs.values())]
+    return +Counter({"all-reduce": len(shared)})
+
+
+def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=None):
+    """Numbers, and that results stay where the operands are; returns the collectives."""
+    f, args = call_of(case, transform, call)
+    wanted, args = oracle(case, transform)(*args), placed(case, args, split, mesh)
+    with context:
+        compiled = jax.jit(f).lower(*args).compile()
+        found = compiled(*args)
+    assert_close(found, wanted)
+    if transform is None:
+        for x, spec in zip(found, case.result_specs(split), strict=True):
+            assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+    return collectives(compiled.as_text())
+
+
+@each_case
+@each_transform
+def test_explicit(case, transform):
+    assert check(case, transform, BOTH, mesh_of(AxisType.Explicit)) == needed(case, BOTH, transform)
+
+
+@each_case
+@each_transform
+def test_auto(case, transform):
+    """Second derivatives are plain JAX, which XLA may sum in more steps than one; it must not gather anything."""
+    found, minimum = check(case, transform, BOTH, mesh_of(AxisType.Auto)), needed(case, BOTH, transform)
+    assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
+
+
+@each_case
+@each_type
+@pytest.mark.parametrize("split", (BATCH, HEADS), ids=("batch", "heads"))
+def test_one_split(case, types, split):
+    assert check(case, None, split, mesh_of(types)) == Counter()
+
+
+@each_operation
+@each_type
+@each_transform
+def test_batch_over_two_axes_of_the_mesh(case, types, transform):
+    split = {"b": ("x", "y")}
+    found = check(case, transform, split, mesh_of(types, shape=(2, 2)))
+    assert found == Counter()
+
+
+@each_operation
+@each_type
+@each_transform
+def test_under_set_mesh(case, types, transform):
+    mesh = mesh_of(types)
+    assert check(case, transform, BOTH, mesh, jax.set_mesh(mesh)) == needed(case, BOTH, transform)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.local], ids=str)
+@each_transform
+@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
+def test_shard_map(case, transform, check_vma):
+    """Each device calls the operation on its part, and `shard_map` sums the gradients of what they share."""
+    mesh, specs = mesh_of(), case.specs(BOTH)
+    call = jax.shard_map(
+        case.call,
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=case.result_specs(BOTH),
+        axis_names=mesh_axes(specs.values()),
+        check_vma=check_vma,
+    )
+    assert check(case, transform, BOTH, mesh, call=call) == needed(case, BOTH, transform)
+
+
+@each_operation
+@pytest.mark.parametrize("transform", (None, gradient), ids=("eval", "grad"))
+def test_shard_map_over_the_batch(case, transform):
+    """The other axis of the mesh, which splits the heads, stays Explicit inside."""
+    mesh, specs, results = mesh_of(), case.specs(BATCH), case.result_specs(BATCH)
+    call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
+    assert check(case, transform, BOTH, mesh, call=call) == needed(case, BOTH, transform)
+
+
+# --- What cannot be sharded -------------------------------------------------------------------------------------------
+
+
+def whole_axes(case):
+    """The letters of axes that must be whole, where two devices could split them."""
+    split = case.trio.forward.layout.split
+    letters = {axis for x in case.operands.values() for axis in x.axes.split() if axis.isalpha()}
+    return sorted(letter for letter in letters.difference(split) if case.sizes[letter] % 2 == 0)
+
+
+@each_case
+def test_explicit_axis_that_must_be_whole(case):
+    """The error says which axis it is, over what it is sharded, and what to do instead."""
+    for letter in whole_axes(case):
+        (arrays,) = placed(case, (case.arrays(),), {letter: "y"}, mesh_of())
+        with pytest.raises(ValueError) as error:
+            jax.make_jaxpr(case.call)(arrays)
+        message = str(error.value)
+        assert re.match(rf"{case.operation}: axis \w+ of \w+ is sharded over 'y'; it must be whole", message), message
+        assert case.trio.forward.layout.advice in message
+
+
+@each_operation
+def test_auto_axis_that_must_be_whole(case):
+    """XLA gathers it, as it does for any operation that cannot be split."""
+    for letter in whole_axes(case):
+        (arrays,) = placed(case, (case.arrays(),), {letter: "y"}, mesh_of(AxisType.Auto))
+        assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"{letter} sharded: ")
+
+
+@each_operation
+def test_auto_operands_that_disagree(case):
+    """XLA moves what it must."""
+    mesh = mesh_of(AxisType.Auto, shape=(2, 4))
+    (arrays,) = placed(case, (case.arrays(),), BATCH, mesh)
+    for spec in (P("y"), P(None, None, "x")):
+        arrays["q"] = jax.device_put(arrays["q"], NamedSharding(mesh, spec))
+        assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"q over {spec}: ")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "b" in case.operands["q"].axes.split()], ids=str)
+def test_operands_that_disagree(case):
+    """q's batch is split over one axis of the mesh, that of the others over another."""
+    mesh = mesh_of(shape=(2, 4))
+    (arrays,) = placed(case, (case.arrays(),), BATCH, mesh)
+    arrays["q"] = jax.device_put(arrays["q"], NamedSharding(mesh, P("y")))
+    with pytest.raises(ValueError, match=rf"{case.operation}: axis b is sharded over 'y' and, in \w+, over 'x'; "):
+        jax.make_jaxpr(case.call)(arrays)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if 1 < case.sizes["g"] < 4], ids=str)
+def test_fewer_key_value_heads_than_devices(case):
+    """Explicit: an error that gives both numbers. Auto: XLA gathers the heads."""
+    explicit, automatic = (mesh_of(types, shape=(2, 4)) for types in (AxisType.Explicit, AxisType.Auto))
+    (arrays,) = placed(case, (case.arrays(),), {"h": "y"}, explicit)
+    number = case.sizes["g"]
+    with pytest.raises(ValueError, match=rf"{number} key/value heads cannot be sharded over the 4 devices of 'y'"):
+        jax.make_jaxpr(case.call)(arrays)
+    (arrays,) = placed(case, (case.arrays(),), {"h": "y"}, automatic)
+    assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()))
