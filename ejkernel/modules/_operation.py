@@ -156,6 +156,7 @@ class Operation(Kernel):
             KERNELS[primitive.name], TRIOS[primitive.name] = PrimitiveKernel(primitive), cls.trio
             primitive.choose_config, primitive.heuristic_config = _choose_config, _heuristic_config
         cls.prepare_arguments.__qualname__ = cls.trio.name  # what Python calls it where an argument is missing
+        cls.prepare_arguments.__qualname__ = cls.trio.name  # as which Python names it to who forgets an argument
         OPERATIONS[cls.trio.name] = cls
 
     def __init__(self):

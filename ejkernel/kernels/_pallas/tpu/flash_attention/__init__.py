@@ -12,7 +12,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 PRIORITY = 100
-# Scalar memory of every chip since v4 is 1 MiB; the tables of tiles and the scalars of a call leave some to the compiler.
+# Scalar memory of every chip since v4 is 1 MiB; the tables of tiles and the scalars leave some to the compiler.
 SMEM_BYTES = 768 * 1024
 
 

@@ -107,7 +107,7 @@ def _balanced(size: int, limit: int) -> int:
 
 
 def _chunk(block: int, stages: int) -> int:
-    """The keys of a stage: a block of whole lanes cut into `stages` equal parts, or into the next more that it can be."""
+    """The keys of a stage: a block of whole lanes cut into `stages` equal parts, or more where that does not go."""
     lanes = block // LANES
     return block // next(parts for parts in range(min(stages, lanes), lanes + 1) if lanes % parts == 0)
 

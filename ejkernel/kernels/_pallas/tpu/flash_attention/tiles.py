@@ -59,7 +59,7 @@ def sweep(problem: Problem, products: Callable, use: Callable) -> None:
 
 
 def for_kind(kind, kinds: tuple[int, ...], tile: Tile, j, compute: Callable) -> None:
-    """Runs `compute(mask)` as the kind of tile asks, or not at all; `mask(rows)` is `visible`, or None in whole tiles."""
+    """Runs `compute(mask)` as the kind of tile asks, or not; `mask(rows)` is `visible`, or None in whole tiles."""
     masks = {PARTIAL: lambda rows: visible(tile, j, rows), WHOLE: lambda rows: None}
     for candidate in kinds:
         if candidate != SKIPPED:
