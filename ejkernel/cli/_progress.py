@@ -16,7 +16,7 @@ def progress(label: str, total: int, every: int) -> Callable[[int, str], None]:
         line = f"{label:<10} {done:>5}/{total}  {text}  {spent:.0f} s"
         if terminal:
             filled = _WIDTH * done // total
-            left = f", {spent / done * (total - done):.0f} s left" if done < total else ""
+            left = f", {spent / done * (total - done):.0f} s left" if 0 < done < total else ""
             bar = "━" * filled + "╌" * (_WIDTH - filled)
             print(f"\r{bar} {line}{left}\033[K", end="\n" if done == total else "", flush=True)
         elif done == total or done % every == 0:

@@ -41,6 +41,7 @@ def train(
 
     parameters = initialise(model, key)
     first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
+    show(0, "compiling")
     traced = step.trace(parameters, first, second, 0, excerpts[0])
     compiled = traced.lower().compile()
     losses = []
