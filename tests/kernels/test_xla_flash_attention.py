@@ -187,7 +187,7 @@ FAMILIES = {
 
 @partial(jax.jit, static_argnames=("spec", "config"))
 def errors_of_both(operands, moved, cotangents, spec, config):
-    """Of kernel and formula in one precision, against the formula in float64; and the last bit of the largest number."""
+    """Of kernel and formula in one precision, against the formula in float64; and the last bit of the largest."""
     wide = lambda x: jax.tree.map(lambda a: a.astype(jnp.float64), x)
     truth = of_reference(wide(operands), spec, wide(moved), wide(cotangents))
     error = lambda found: jax.tree.map(lambda a, b: jnp.abs(a.astype(jnp.float64) - b).max(), found, truth)

@@ -2,9 +2,10 @@
 
     dv = Σ p·do;   dk = scale·Σ ds·q;   dq = scale·Σ ds·k;   dbias = ds
 
-where delta = Σ do·o − dlse, and dk and dv sum over the heads of a group as well. `_by_keys` holds a block of keys and walks over its queries, `_by_queries` the other way
-round. When both are wanted and dq of a group of heads fits into memory beside them, `_by_keys` collects it too, and the
-logits are computed once instead of twice: five products a tile instead of seven.
+where delta = Σ do·o − dlse, and dk and dv sum over the heads of a group as well. `_by_keys` holds a block of keys and
+walks over its queries, `_by_queries` the other way round. When both are wanted and dq of a group of heads fits into
+memory beside them, `_by_keys` collects it too, and the logits are computed once instead of twice: five products a tile
+instead of seven.
 """
 
 import functools

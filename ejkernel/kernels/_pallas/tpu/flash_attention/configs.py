@@ -27,9 +27,7 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     del spec, target
     width = 256 if max(operands.q.shape[3], operands.v.shape[3]) > 128 else 128
     return [
-        KernelConfig(
-            block_q=block_q, block_k=block_k, num_stages=stages, platform=Platform.PALLAS, backend=Backend.TPU
-        )
+        KernelConfig(block_q=block_q, block_k=block_k, num_stages=stages, platform=Platform.PALLAS, backend=Backend.TPU)
         for block_q, block_k, stages in CONFIGS[operation][width]
     ]
 

@@ -46,8 +46,8 @@ def scale_of(tile: Tile, problem: Problem, b, h):
 def sweep(problem: Problem, products: Callable, use: Callable) -> None:
     """`use(rows, products(rows))` for the chunks of keys of a tile, in a pipeline.
 
-    The products of a chunk are written before the one before is used: the compiler schedules what is near, and so fills the
-    matrix unit with the next logits while the vector unit takes the exponentials of these.
+    The products of a chunk are written before the one before is used: the compiler schedules what is near, and so fills
+    the matrix unit with the next logits while the vector unit takes the exponentials of these.
     """
     size = problem.chunk
     chunks = [slice(start, start + size) for start in range(0, problem.block_k, size)]
