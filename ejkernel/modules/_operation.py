@@ -18,6 +18,7 @@ from ..errors import type_error
 from ..kernels._dispatch import candidates, select
 from ..kernels._registry import kernel_registry
 from ..ops import Invocation, Kernel, default_executor
+from ..ops.recording import named_kernels
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive, Trio
 from ..types import Backend, KernelConfig, Target
@@ -153,7 +154,9 @@ class Operation(Kernel):
     def __init_subclass__(cls, **how: Any):
         super().__init_subclass__(**how)
         for primitive in (cls.trio.forward, cls.trio.tangent, cls.trio.backward):
-            KERNELS[primitive.name], TRIOS[primitive.name] = PrimitiveKernel(primitive), cls.trio
+            kernel = PrimitiveKernel(primitive)
+            KERNELS[primitive.name], TRIOS[primitive.name] = kernel, cls.trio
+            named_kernels[primitive.name] = kernel
             primitive.choose_config, primitive.heuristic_config = _choose_config, _heuristic_config
         OPERATIONS[cls.trio.name] = cls
 

@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 import jax
 
 from .serialization import pack, unpack
-from .shared_file import SharedFile, cache_directory
+from .shared_file import SharedFile, cache_directory, path_in
 
 _LABEL = re.compile(r"ejkernel\[[^\]]*\]")
 _STAMPS = ("none", "hash", "json")
@@ -115,4 +115,4 @@ def _stamped() -> SharedFile:
 
 @functools.cache
 def _file_in(directory: str) -> SharedFile:
-    return SharedFile(directory, "labels")
+    return SharedFile(path_in(directory, "labels"))
