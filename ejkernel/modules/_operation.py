@@ -7,7 +7,8 @@ The canonical form of a call, which caches, recordings and tuning see, is that o
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,6 +71,15 @@ class PrimitiveKernel(Kernel):
         """A config says where it was chosen for; one for a platform that was asked for holds on every backend."""
         backend = target.backend if platform == "auto" else Backend.ANY
         return replace(config, platform=entry.platform, backend=backend)
+
+    def cost(self, inv: Invocation) -> tuple[float, float] | None:
+        """The operations that the operation tells, and each operand and result moved once."""
+        named, results = self.arrays(inv), inv.kwargs["results"]
+        operations = OPERATIONS[TRIOS[self.name].name].operations(named, results, inv.kwargs["spec"])
+        if operations is None:
+            return None
+        moved = [(x.shape, x.dtype) for x in inv.args] + list(self.primitive.result_shapes(named, results).values())
+        return operations, sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved)
 
     def source_fingerprint(self) -> str:
         """A hash of the files of every implementation."""
@@ -179,6 +189,15 @@ class Operation(Kernel):
         """Values to measure with in the place of operands without: here random numbers."""
         del spec
         return random_like(dict(operands))
+
+    @classmethod
+    def operations(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
+        """Multiplications and additions in the matrix products of a call (forward, tangent or backward), at the least.
+
+        None where they are not known from the shapes.
+        """
+        del named, results, spec
+        return None
 
     @classmethod
     def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:

@@ -73,8 +73,9 @@ def save_invocations(path: str | os.PathLike) -> None:
 def load_invocations(path: str | os.PathLike, dev: str | None = None) -> dict[str, Calls]:
     """The calls in a file: operation → call → (kernel, args, kwargs), in the form of `get_invocations`.
 
-    `autotune_recorded` measures them on the device in use, whatever they were recorded on; with `dev` only those that were
-    recorded for that device are given. A call of a kernel whose class is not imported is left out, with a warning.
+    `autotune_recorded` measures them on the device in use, whatever they were recorded on; with `dev` only those that
+    were recorded for that device are given. A call of a kernel whose class is not imported is left out, with a
+    warning.
 
     Raises:
         OSError: the file cannot be read.

@@ -53,9 +53,12 @@ class ConfigSelectorChain(Generic[Cfg]):
     """Chooses configs in the order above, each level under the same key (`Kernel.key_builder`).
 
     Args:
-        cache: configs in memory; by default a new one. policy: what to do on a miss; by default what
-        `EJKERNEL_AUTOTUNE_POLICY` says at the time. tuner: how to measure. persistent: configs on disk; None for none.
-        tables: configs on disk that are only read. autotune: short for `policy=AutotunePolicy(allow_autotune=autotune)`.
+        cache: configs in memory; by default a new one.
+        policy: what to do on a miss; by default what `EJKERNEL_AUTOTUNE_POLICY` says at the time.
+        tuner: how to measure.
+        persistent: configs on disk; None for none.
+        tables: configs on disk that are only read.
+        autotune: short for `policy=AutotunePolicy(allow_autotune=autotune)`.
         on_event: called as `on_event(event, operation, key, config)` with each choice. The events are override,
             overlay_hit, cache_hit, persistent_hit, table_hit, autotune_start (config None), autotune_finish,
             heuristics, and error (config None).

@@ -1,8 +1,8 @@
 """Tables: files of tuned configs that are shipped, shared and merged.
 
-A table is what `PersistentCache` writes, so the file of a machine is one, and a table that is copied into a cache directory
-under the name of a device serves there. Its keys name device, source and versions: what does not fit is never asked
-for, and tables of many devices may be merged into one.
+A table is what `PersistentCache` writes, so the file of a machine is one, and a table that is copied into a cache
+directory under the name of a device serves there. Its keys name device, source and versions: what does not fit is
+never asked for, and tables of many devices may be merged into one.
 """
 
 import os

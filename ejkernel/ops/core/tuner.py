@@ -5,11 +5,12 @@ its own: there no trace is in progress, so it can be done in the midst of `jax.j
 numbers agree with those of the heuristic config and are the same, bit for bit, in a second run.
 """
 
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ejkernel.callib import known_ceilings
 from ejkernel.errors import EjkernelRuntimeError
 
 from ..utils.devices import device_target
@@ -28,6 +30,8 @@ from .types import Cfg
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
+# What takes at most this much of the least time that its work can take is not improved upon.
+_AT_THE_ROOFLINE = 1.03
 
 _measuring = threading.Lock()
 
@@ -64,36 +68,51 @@ class Tuner:
         Raises:
             EjkernelRuntimeError: there is none; the message says of each why not.
         """
+        times = self.times(kernel, inv, configs)
+        return min(times, key=times.get)
+
+    def times(
+        self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None = None
+    ) -> dict[Cfg, float]:
+        """Milliseconds of those of `configs` that compute the right numbers, in the order in which they were measured.
+
+        The heuristic config comes first if it is among them. One that is hopeless is timed once, and the search ends at
+        one that takes hardly longer than the work takes at the ceilings of the device, where both are known.
+
+        Raises:
+            EjkernelRuntimeError: there is none; the message says of each why not.
+        """
         args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
         inv = Invocation(kernel, args, kwargs, inv.metadata, inv.target)
-        return _outside_any_trace(lambda: self._fastest(kernel, inv, configs))
+        return _outside_any_trace(lambda: self._times(kernel, inv, configs))
 
-    def _fastest(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None) -> Cfg:
+    def _times(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None) -> dict[Cfg, float]:
         with ThreadPoolExecutor(os.cpu_count()) as compilers:
             try:
                 args, kwargs = kernel.synthetic_inputs(inv)
                 inv = Invocation(kernel, args, kwargs, inv.metadata, inv.target)
-                reference = _compiled(kernel, inv, kernel.heuristic_cfg(inv), compilers).result()()
+                heuristic = kernel.heuristic_cfg(inv)
+                reference = _compiled(kernel, inv, heuristic, compilers).result()()
                 configs = list(dict.fromkeys(kernel.config_space(inv) if configs is None else configs))
+                enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
             except Exception as error:
                 raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {error}") from error
-            programs = [_compiled(kernel, inv, config, compilers) for config in configs]
-            report, rejected = _Report(kernel.op_id, len(configs)), []
-            best, best_time = None, float("inf")
-            for config, program in zip(configs, programs, strict=True):
+            configs.sort(key=lambda config: config != heuristic)
+            report, rejected, times = _Report(kernel.op_id, len(configs)), [], {}
+            for config, program in _compiled_in_turn(kernel, inv, configs, compilers):
                 try:
-                    milliseconds = self._measured(program.result(), reference, best_time)
+                    times[config] = self._measured(program.result(), reference, min(times.values(), default=math.inf))
                 except Exception as error:
                     rejected.append(f"{config}: {error}")
                     report.tell(config, f"rejected, {error}")
                     continue
-                report.tell(config, f"{milliseconds:.4f} ms")
-                if milliseconds < best_time:
-                    best, best_time = config, milliseconds
+                report.tell(config, f"{times[config]:.4f} ms")
+                if times[config] <= enough:
+                    break
         report.close()
-        if best is None:
+        if not times:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
-        return best
+        return times
 
     def _measured(self, program: Callable[[], Any], reference: Any, best_time: float) -> float:
         """Milliseconds of a program; only of the first batch where that is already hopeless."""
@@ -109,6 +128,26 @@ class Tuner:
                 if times[0] > _HOPELESS * best_time:
                     break
             return float(np.median(times))
+
+
+def _roofline(kernel: Kernel, inv: Invocation) -> float:
+    """Milliseconds that the work takes at the ceilings of the device; 0 where kernel or device do not tell."""
+    cost, ceilings = kernel.cost(inv), known_ceilings(inv.target.device_kind)
+    if cost is None or ceilings is None:
+        return 0.0
+    arrays = (leaf for leaf in jax.tree.leaves((inv.args, inv.kwargs)) if is_array(leaf))
+    return 1e3 * ceilings.seconds(*cost, next(arrays).dtype)
+
+
+def _compiled_in_turn(
+    kernel: Kernel, inv: Invocation, configs: Sequence[Any], compilers: ThreadPoolExecutor
+) -> Iterator[tuple[Any, Future]]:
+    """Each config with its program. As many as there are cores are compiled together, and none while one is timed."""
+    for start in range(0, len(configs), os.cpu_count()):
+        together = configs[start : start + os.cpu_count()]
+        programs = [_compiled(kernel, inv, config, compilers) for config in together]
+        wait(programs)
+        yield from zip(together, programs, strict=True)
 
 
 def _compiled(kernel: Kernel, inv: Invocation, config: Any, compilers: ThreadPoolExecutor) -> Future:
