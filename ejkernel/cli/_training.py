@@ -1,0 +1,69 @@
+"""How the demo trains: Adam (arXiv 1412.6980) with a warm-up and a cosine, one jitted step, the loss of every step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ._model import Attention, Model, Parameters, cross_entropy, initialise, logits
+
+_PEAK_RATE, _WARM_UP = 5e-3, 20
+_DECAY = 0.9, 0.95
+
+
+@dataclass(frozen=True)
+class Training:
+    """What came of it: the loss of each step in nats, the parameters, and the step as a jaxpr and as optimised HLO."""
+
+    losses: np.ndarray
+    parameters: Parameters
+    jaxpr: Any
+    hlo: str
+
+
+def train(
+    model: Model, attention: Attention, excerpts: np.ndarray, key: Array, dtype: Any, show: Callable[[int, str], None]
+) -> Training:
+    """One step for each of `excerpts` [steps, batch, length + 1]."""
+    total = len(excerpts)
+    loss = partial(mean_loss, model, attention, dtype)
+
+    @partial(jax.jit, donate_argnums=(0, 1, 2))
+    def step(parameters, first, second, done, tokens):
+        value, gradients = jax.value_and_grad(loss)(parameters, tokens)
+        rate = _PEAK_RATE * jnp.minimum((done + 1) / _WARM_UP, 1.0) * (1 + jnp.cos(jnp.pi * done / total)) / 2
+        return *adam(parameters, gradients, first, second, done + 1, rate), value
+
+    parameters = initialise(model, key)
+    first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
+    traced = step.trace(parameters, first, second, 0, excerpts[0])
+    compiled = traced.lower().compile()
+    losses = []
+    for done, tokens in enumerate(excerpts):
+        parameters, first, second, value = compiled(parameters, first, second, done, tokens)
+        losses.append(float(value))
+        show(done + 1, f"loss {np.mean(losses[-20:]):.3f}")
+    return Training(np.array(losses), parameters, traced.jaxpr, compiled.as_text())
+
+
+def mean_loss(model: Model, attention: Attention, dtype: Any, parameters: Parameters, tokens: Array) -> Array:
+    """Nats per token of excerpts [batch, length + 1]."""
+    return cross_entropy(logits(model, attention, parameters, tokens[:, :-1], dtype), tokens[:, 1:])
+
+
+def adam(parameters, gradients, first, second, t, rate) -> tuple[Parameters, Parameters, Parameters]:
+    """The parameters and both moments after step t = 1, 2, …
+
+    m = β₁ m + (1 − β₁) g,    v = β₂ v + (1 − β₂) g²,    w = w − rate · m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
+    """
+    average = lambda decay: lambda old, new: decay * old + (1 - decay) * new
+    first = jax.tree.map(average(_DECAY[0]), first, gradients)
+    second = jax.tree.map(average(_DECAY[1]), second, jax.tree.map(jnp.square, gradients))
+    unbias = tuple(1 - decay**t for decay in _DECAY)
+    moved = lambda w, m, v: w - rate * (m / unbias[0]) / (jnp.sqrt(v / unbias[1]) + 1e-8)
+    return jax.tree.map(moved, parameters, first, second), first, second

@@ -1,0 +1,122 @@
+"""Train a small language model on the source of Python, twice: with the kernels, and with the plain formula.
+
+The model is decoder-only (grouped-query heads, RoPE, RMSNorm, SwiGLU, a softcap, one sliding-window layer among full
+causal ones). Both runs start from the same weights and see the same text, so their losses must agree; the exit status
+is 1 if they do not. On a GPU or TPU the same command computes in bfloat16. The losses, a plot of them (with matplotlib
+installed) and a sample of generated text are left in a directory.
+"""
+
+import argparse
+import csv
+import os
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import lax, ops
+from . import _corpus
+from ._equations import equations
+from ._model import Model, plain_attention, sample
+from ._plot import plot
+from ._progress import progress
+from ._training import Training, mean_loss, train
+
+_BATCH, _LENGTH, _SAMPLED = 4, 128, 400
+_ATTENTIONS = {"ejkernel": lax.flash_attention, "reference": plain_attention}
+# By how much the two losses of a step may differ. A training amplifies every rounding, until in hundreds of steps it is
+# as large as the noise between batches; the first steps, where it is not yet, are the sharp test.
+_EARLY, _TOLERANCE = 50, {"float32": (1e-5, 0.1), "bfloat16": (5e-3, 0.2)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long to train, from what, and where to leave the results."""
+    parser.add_argument("--steps", type=int, default=400, help="of training, for each of the two runs")
+    parser.add_argument("--out", type=Path, default=Path("ejkernel-demo"), metavar="DIR", help="where the files go")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, the excerpts and the sample")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Trains both, compares them, and shows what ran; 1 if the curves do not agree."""
+    if arguments.steps < 1:
+        raise argparse.ArgumentError(None, f"--steps is {arguments.steps}; it must be at least 1")
+    os.environ.setdefault("EJKERNEL_OPS_STAMP", "hash")  # labels tell their config
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    device = jax.devices()[0]
+    dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    model, (text, held_out) = Model(vocabulary=_corpus.VOCABULARY), _corpus.load()
+    excerpts = _corpus.windows(text, arguments.steps, _BATCH, _LENGTH, arguments.seed)
+    print(f"{device.device_kind}, {dtype}: {arguments.steps} steps of {_BATCH} × {_LENGTH} characters")
+    print(f"text: the source of Python's standard library, {len(text):,} characters, and {len(held_out):,} held out\n")
+
+    key = jax.random.key(arguments.seed)
+    runs = {
+        name: train(model, attention, excerpts, key, dtype, progress(name, arguments.steps, every=50))
+        for name, attention in _ATTENTIONS.items()
+    }
+    tolerance = np.repeat(_TOLERANCE[dtype.name], (_EARLY, arguments.steps))[: arguments.steps]
+    losses = {name: training.losses for name, training in runs.items()}
+    agree = _compare(losses, tolerance)
+    _show_program(runs["ejkernel"])
+    _show_text(model, runs["ejkernel"], held_out, dtype, arguments)
+    _save_losses(losses, tolerance, f"{device.device_kind}, {dtype}", arguments.out)
+    return 0 if agree else 1
+
+
+def _compare(losses: dict[str, np.ndarray], tolerance: np.ndarray) -> bool:
+    """Prints where both runs began and ended, and how far apart they were; are they within the tolerance?"""
+    print(f"\n{'loss in nats per character':<28}{'first step':>12}{'last 20':>12}")
+    for name, curve in losses.items():
+        print(f"  {name:<26}{curve[0]:>12.4f}{curve[-20:].mean():>12.4f}")
+    apart = np.abs(np.subtract(*losses.values()))
+    print("largest difference of the two curves:")
+    for steps in dict.fromkeys((min(_EARLY, len(apart)), len(apart))):
+        print(f"  in the first {steps:<4} steps {apart[:steps].max():>8.1e}, tolerance {tolerance[steps - 1]:g}")
+    agree = bool((apart <= tolerance).all())  # not so where one is NaN
+    print("the kernels and the formula train alike" if agree else "THE KERNELS AND THE FORMULA DO NOT AGREE")
+    return agree
+
+
+def _show_program(training: Training) -> None:
+    """Prints what became of the operation: its equations in the jaxpr of the step, its labels in the optimised HLO."""
+    found = list(equations(training.jaxpr, "flash_attention"))
+    counted = Counter(equation.primitive.name for equation in found)
+    print("\nin the jaxpr of the training step: " + ", ".join(f"{n} × {name}" for name, n in counted.items()))
+    for equation in found[:2]:  # a sliding-window layer and a full one
+        print("  " + str(equation).replace("\n", "\n  "))
+    labels = ops.extract_labels_from_hlo_text(training.hlo)
+    print("the labels in the optimised HLO, and the configs that they stand for:")
+    for label, config in ops.labels_to_configs(labels).items():
+        print(f"  {label}  {config}")
+
+
+def _show_text(model: Model, training: Training, held_out: np.ndarray, dtype, arguments: argparse.Namespace) -> None:
+    """Prints and saves the loss on held-out text, and what the model writes after the beginning of it."""
+    unseen = _corpus.windows(held_out, 1, 32, _LENGTH, arguments.seed)[0]
+    loss = jax.jit(partial(mean_loss, model, lax.flash_attention, dtype))(training.parameters, unseen)
+    prompt = jnp.asarray(unseen[0, :-1])
+    write = jax.jit(partial(sample, model, lax.flash_attention, count=_SAMPLED, dtype=dtype))
+    written = write(training.parameters, prompt, key=jax.random.key(arguments.seed))
+    text = bytes([*prompt.tolist(), *written.tolist()]).decode("ascii")
+    (arguments.out / "sample.txt").write_text(text)
+    print(f"\nloss on held-out text {loss:.3f}; {_LENGTH} characters of it, continued by the model (│):")
+    before, after = text[:_LENGTH], text[_LENGTH:]
+    print("\n".join(f"  {line}" for line in f"{before}│{after}".splitlines()))
+
+
+def _save_losses(losses: dict[str, np.ndarray], tolerance: np.ndarray, title: str, out: Path) -> None:
+    """Saves the curves as a table and, where matplotlib is installed, as a picture; prints where the files are."""
+    with open(out / "loss.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["step", *losses])
+        rows.writerows([step, *values] for step, values in enumerate(zip(*losses.values(), strict=True), start=1))
+    files = ["loss.csv", "sample.txt"]
+    try:
+        plot(losses, tolerance, title, out / "loss.png")
+        files.append("loss.png")
+    except ImportError:
+        print("\nno plot of the losses: matplotlib is not installed (pip install matplotlib)")
+    print("\nwritten: " + ", ".join(str(out / file) for file in files))

@@ -1,0 +1,162 @@
+"""The commands: what they print, what they leave behind, and one clear line for wrong arguments."""
+
+import csv
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel.__main__ import main
+from ejkernel.cli import demo, info
+from ejkernel.cli._model import plain_attention
+from ejkernel.kernels._registry import kernel_registry
+
+
+def printed(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *arguments):
+    """The one line that wrong arguments are told."""
+    with pytest.raises(SystemExit) as raised:
+        main(arguments)
+    out, err = capsys.readouterr()
+    assert raised.value.code == 2 and out == "" and err.count("\n") == 1
+    return err
+
+
+# --- info
+
+
+def test_info_shows_versions_devices_and_implementations(capsys):
+    out = printed(capsys, "info")
+    assert f"jax         {jax.__version__}" in out
+    assert f"{jax.device_count()} × cpu" in out
+    entry = kernel_registry.list_implementations("flash_attention")[0]
+    assert f"{entry.platform}/{entry.backend} ({entry.priority})" in out
+
+
+def test_info_says_why_a_platform_is_missing(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert info.available("cuda") == "none: JAX_PLATFORMS=cpu leaves it out"
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(info, "_version", lambda package: None)
+    assert info.available("rocm") == "none: jax-rocm7-plugin or jax-rocm60-plugin is not installed"
+
+
+def test_a_package_that_is_not_installed_has_no_version():
+    assert info._version("no-such-package") is None
+
+
+# --- explain
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "rocm", "tpu"])
+def test_explain_shows_every_implementation(capsys, target):
+    out = printed(capsys, *f"explain flash_attention --q 2,4096,32,128 --kv-heads 8 --causal --target {target}".split())
+    assert out.startswith(f"flash_attention on {target}: ")
+    for entry in kernel_registry.list_implementations("flash_attention"):
+        assert f"{entry.platform}/{entry.backend}" in out
+
+
+EVERY_OPTION = """
+    --q 2,64,8,32 --kv-heads 2 --kv-length 128 --value-dim 16 --dtype f16 --bias 1,8,64,128 --sinks 1 --segment-ids
+    --array mask=bool[64,128] --window 31,none --softcap 30 --dropout 0.1 --option deterministic=True
+"""
+
+
+def test_explain_hands_on_every_option(capsys, monkeypatch):
+    given = {}
+    monkeypatch.setattr("ejkernel.cli.explain.explain", lambda operation, **keywords: given.update(keywords))
+    printed(
+        capsys, "explain", "flash_attention", *EVERY_OPTION.split(), "--target", "cuda", "--device-kind", "NVIDIA H200"
+    )
+    types = {name: f"{x.dtype}{list(x.shape)}" for name, x in given.items() if hasattr(x, "shape")}
+    assert types == {
+        "q": "float16[2, 64, 8, 32]",
+        "k": "float16[2, 128, 2, 32]",
+        "v": "float16[2, 128, 2, 16]",
+        "bias": "float32[1, 8, 64, 128]",
+        "mask": "bool[64, 128]",
+        "sinks": "float32[8, 1]",
+        "q_segment_ids": "int32[2, 64]",
+        "kv_segment_ids": "int32[2, 128]",
+        "dropout_key": "key<fry>[]",
+    }
+    options = {name: given[name] for name in ("causal", "window", "softcap", "dropout_rate", "deterministic")}
+    assert options == dict(causal=False, window=(31, None), softcap=30.0, dropout_rate=0.1, deterministic=True)
+    assert str(given["target"]) == "cuda (NVIDIA H200)"
+
+
+def test_explain_takes_every_option(capsys):
+    assert "xla/any" in printed(capsys, "explain", "flash_attention", *EVERY_OPTION.split())
+
+
+# --- Wrong arguments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "the following arguments are required: command"),
+        ("nonsense", "invalid choice: 'nonsense'"),
+        ("explain no_such_operation --q 1,64,4,64", "no such operation: no_such_operation"),
+        ("explain flash_attention --q 1,64,4", "--q has 3 sizes; it must have 4"),
+        ("explain flash_attention --q 1,0,4,64", "'1,0,4,64' is not a list of positive sizes"),
+        ("explain flash_attention --q 1,64,4,64 --kv-heads 3", "k has 3 heads but q has 4"),
+        ("explain flash_attention --q 1,64,4,64 --kv-heads 0", "'0' is not a positive number"),
+        ("explain flash_attention --q 1,64,4,64 --dtype float3", "'float3' is not a dtype"),
+        ("explain flash_attention --q 1,64,4,64 --window 0", "window is 0"),
+        ("explain flash_attention --q 1,64,4,64 --window a", "'a' is neither a number of keys nor a pair"),
+        ("explain flash_attention --q 1,64,4,64 --softcap 0", "softcap is 0.0"),
+        ("explain flash_attention --q 1,64,4,64 --array mask", "'mask' is not of the form"),
+        ("explain flash_attention --q 1,64,4,64 --option causal=perhaps", "'causal=perhaps' is not of the form"),
+        ("explain flash_attention --q 1,64,4,64 --device-kind H200", "--device-kind needs --target"),
+        ("demo --steps 0", "--steps is 0; it must be at least 1"),
+    ],
+)
+def test_wrong_arguments_are_told_in_one_line(capsys, arguments, message):
+    assert message in refused(capsys, *arguments.split())
+
+
+# --- demo
+
+
+def test_demo_trains_shows_and_saves(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_SAMPLED", 8)
+    out = printed(capsys, "demo", "--steps", "3", "--out", str(tmp_path / "new"))
+    assert "the kernels and the formula train alike" in out
+    assert "4 × flash_attention, 4 × flash_attention_bwd" in out
+    assert "config=KernelConfig(" in out and "ejkernel[op=flash_attention;" in out
+    with open(tmp_path / "new" / "loss.csv") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["step", "ejkernel", "reference"] and [row[0] for row in rows] == ["1", "2", "3"]
+    assert len((tmp_path / "new" / "sample.txt").read_text()) == 128 + 8
+
+
+def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    demo._save_losses({"ejkernel": np.ones(2), "reference": np.ones(2)}, np.ones(2), "", tmp_path)
+    assert "matplotlib is not installed" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.iterdir()] == ["loss.csv"]
+
+
+def test_demo_fails_where_the_curves_part(capsys):
+    tolerance = np.array([1e-5, 0.1])
+    agree = lambda *ours: demo._compare({"ejkernel": np.array(ours), "reference": np.array([4.0, 3.0])}, tolerance)
+    assert agree(4.0, 3.05)
+    assert not agree(4.001, 3.0) and not agree(4.0, 3.2) and not agree(np.nan, 3.0)
+    assert "DO NOT AGREE" in capsys.readouterr().out
+
+
+def test_the_formula_of_the_demo_is_that_of_the_operation():
+    from ejkernel import lax
+
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 40, heads, 16)) for i, heads in enumerate((4, 2, 2)))
+    for window in (None, 7):
+        options = dict(causal=True, window=window, softcap=5.0)
+        np.testing.assert_allclose(
+            plain_attention(q, k, v, **options), lax.flash_attention(q, k, v, **options), atol=2e-6
+        )
