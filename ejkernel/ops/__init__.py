@@ -16,7 +16,14 @@ from .recording import load_invocations, save_invocations
 from .registry import get_invocations, record_invocation, recording
 from .utils.devices import device_fingerprint, device_kind, get_device_platform
 from .utils.fingerprints import default_key_builder_with_sharding, sharding_fingerprint
-from .utils.labels import extract_labels_from_hlo_text, find_labels_in_lowered, label, labelled, labels_to_configs
+from .utils.labels import (
+    extract_labels_from_hlo_text,
+    find_labels_in_lowered,
+    label,
+    label_fields,
+    labelled,
+    labels_to_configs,
+)
 from .utils.serialization import from_json, stable_json, to_json
 
 __all__ = [
@@ -47,6 +54,7 @@ __all__ = [
     "get_device_platform",
     "get_invocations",
     "label",
+    "label_fields",
     "labelled",
     "labels_to_configs",
     "load_invocations",
