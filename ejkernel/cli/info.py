@@ -34,9 +34,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def versions() -> dict[str, str | None]:
-    """Python and the packages that take part in a computation; None where one is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+def versions(*more: str) -> dict[str, str | None]:
+    """Of Python, the packages that take part in a computation, and `more`; None where one is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in (*_PACKAGES, *more)}}
 
 
 def available(name: str) -> str:

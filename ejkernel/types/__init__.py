@@ -3,6 +3,17 @@
 from ._repr import ShortRepr
 from .config import BwdParams, FwdParams, KernelConfig
 from .enums import Backend, Platform
+from .shapes import ATTENTION_SHAPES, AttentionShape
 from .target import Target
 
-__all__ = ["Backend", "BwdParams", "FwdParams", "KernelConfig", "Platform", "ShortRepr", "Target"]
+__all__ = [
+    "ATTENTION_SHAPES",
+    "AttentionShape",
+    "Backend",
+    "BwdParams",
+    "FwdParams",
+    "KernelConfig",
+    "Platform",
+    "ShortRepr",
+    "Target",
+]

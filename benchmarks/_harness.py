@@ -1,0 +1,231 @@
+"""What all benchmarks share: first the numbers, then the time, rivals in the same run, and a record of where it was.
+
+A benchmark hands over contenders, each a function that prepares one call, and a gate that judges the results of a call.
+Those whose numbers are right are timed in turns, a batch of queued calls each, so that what the clock of the device
+does in the meantime is shared by all. Nothing is left out silently: who is unavailable, fails or is wrong gets a row
+that says so.
+"""
+
+import datetime
+import json
+import math
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ejkernel.callib import Ceilings
+from ejkernel.cli.info import versions
+from ejkernel.errors import UnsupportedError
+
+RESULTS = Path(__file__).parent / "results"
+_BATCH_SECONDS, _MOST_CALLS = 0.03, 200
+
+Batch = Callable[[int], None]
+"""Queues that many calls and waits once."""
+
+
+class Unavailable(Exception):
+    """Why a contender does not take part."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A contender that is compiled and has run: the results of a call, how to repeat it, and what it is made of."""
+
+    results: Sequence[Any]
+    batch: Batch
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute the case. `prepare` raises `Unavailable` where it cannot be had."""
+
+    name: str
+    prepare: Callable[[], Prepared]
+    ours: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """What came of one contender.
+
+    Attributes:
+        status: "timed", "unavailable", "failed" or "wrong".
+        reason: why it was not timed.
+        detail: which implementation ran.
+        error: the error of its numbers in units of that of the formula in the same precision.
+        milliseconds: of a call, the median over batches.
+        quartiles: of the batches, in milliseconds.
+        rate: operations a second.
+        of_ceiling: the rate as a share of the measured rate of matrix products.
+    """
+
+    case: str
+    mode: str
+    contender: str
+    ours: bool
+    status: str = "timed"
+    reason: str = ""
+    detail: str = ""
+    error: float | None = None
+    milliseconds: float | None = None
+    quartiles: tuple[float, float] | None = None
+    rate: float | None = None
+    of_ceiling: float | None = None
+
+
+Gate = Callable[[Sequence[Any]], float]
+"""From the results of a call to its error in units of that of the formula in the same precision."""
+
+
+def measure(
+    case: str,
+    mode: str,
+    contenders: Sequence[Contender],
+    gate: Gate,
+    *,
+    bounds: tuple[float, float],
+    operations: float,
+    ceiling: float,
+    repeats: int,
+) -> list[Row]:
+    """A row for each contender. `bounds` are the largest errors that ours and that a rival may have and be timed."""
+    rows, ready = {}, {}
+    for contender in contenders:
+        row = Row(case, mode, contender.name, contender.ours)
+        rows[contender.name], batch = _judged(row, contender, gate, bounds[0 if contender.ours else 1])
+        if batch:
+            ready[contender.name] = batch
+    for name, seconds in interleaved(ready, repeats).items():
+        if isinstance(seconds, Exception):
+            rows[name] = _failed(rows[name], seconds)
+            continue
+        low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+        rows[name] = replace(
+            rows[name],
+            milliseconds=median * 1e3,
+            quartiles=(low * 1e3, high * 1e3),
+            rate=operations / median,
+            of_ceiling=operations / median / ceiling,
+        )
+    return list(rows.values())
+
+
+def _judged(row: Row, contender: Contender, gate: Gate, bound: float) -> tuple[Row, Batch | None]:
+    """Prepares a contender and looks at its numbers; it may be timed if there is a batch."""
+    try:
+        prepared = contender.prepare()
+        row = replace(row, detail=prepared.detail, error=gate(prepared.results))
+    except (Unavailable, UnsupportedError) as reason:
+        return replace(row, status="unavailable", reason=_line(str(reason))), None
+    except Exception as error:
+        return _failed(row, error), None
+    if row.error <= bound:
+        return row, prepared.batch
+    reason = f"error {row.error:.3g} × that of the formula, over {bound:g} ×"
+    return replace(row, status="wrong", reason=reason), None
+
+
+def _failed(row: Row, error: Exception) -> Row:
+    return replace(row, status="failed", reason=_line(f"{type(error).__name__}: {error}"))
+
+
+def _line(text: str) -> str:
+    """In one line that is not too long."""
+    text = " ".join(text.split())
+    return text if len(text) <= 400 else text[:400] + " …"
+
+
+def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[float] | Exception]:
+    """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with."""
+    found: dict[str, Any] = {name: [] for name in batches}
+    calls = {}
+    for turn in range(-1, repeats):  # the first round warms up and says how many calls fill a batch
+        for name, batch in batches.items():
+            if isinstance(found[name], Exception):
+                continue
+            count = calls.get(name, 1)
+            began = time.perf_counter()
+            try:
+                batch(count)
+            except Exception as error:
+                found[name] = error
+                continue
+            seconds = (time.perf_counter() - began) / count
+            if turn < 0:
+                calls[name] = max(1, min(_MOST_CALLS, math.ceil(_BATCH_SECONDS / seconds)))
+            else:
+                found[name].append(seconds)
+    return found
+
+
+def queued(function: Callable[..., Any], *arguments: Any) -> Batch:
+    """Batches of calls of a jitted function."""
+
+    def batch(calls: int) -> None:
+        for _ in range(calls):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+
+    return batch
+
+
+# --- What is shown and what is kept
+
+
+def show(title: str, rows: Sequence[Row]) -> None:
+    """Prints the rows of one case and mode; the last column is how many times faster than the best rival one is."""
+    rivals = [row.milliseconds for row in rows if row.milliseconds and not row.ours]
+    best = min(rivals, default=None)
+    print(
+        f"\n{title}\n  {'':<22}{'ms':>9}{'quartiles':>20}{'TFLOP/s':>10}{'ceiling':>9}{'error':>8}{'vs best rival':>15}"
+    )
+    for row in rows:
+        if row.status != "timed":
+            print(f"  {row.contender:<22}{row.status}: {row.reason}")
+            continue
+        quartiles = "{:.3f} – {:.3f}".format(*row.quartiles)
+        ratio = f"{best / row.milliseconds:.2f} ×" if best else "no rival"
+        rate = f"{row.rate / 1e12:>10.3g}{row.of_ceiling:>9.0%}"
+        print(f"  {row.contender:<22}{row.milliseconds:>9.3f}{quartiles:>20}{rate}{row.error:>8.2f}{ratio:>15}")
+
+
+def result_file(benchmark: str, out: Path = RESULTS) -> Path:
+    """Where the record of a run that starts now belongs."""
+    kind = re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
+    return out / f"{benchmark}-{kind}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
+
+
+def save(file: Path, rows: Sequence[Row], ceilings: Ceilings, convention: str) -> None:
+    """Writes the rows so far with the device, the versions and the date."""
+    device = jax.devices()[0]
+    record = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "state": _device_state(),
+        "versions": versions("torch", "tokamax"),
+        "convention": convention,
+        "ceilings": asdict(ceilings),
+        "rows": [asdict(row) for row in rows],
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _device_state() -> str | None:
+    """Clocks, power and driver of the GPUs as they are after the run; None without NVIDIA's tool."""
+    fields = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    try:
+        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None

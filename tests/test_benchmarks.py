@@ -1,0 +1,152 @@
+"""Benchmarks count the work they say they count, and time nothing whose numbers are wrong."""
+
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import callib
+from ejkernel.types import ATTENTION_SHAPES, AttentionShape
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+harness, attention, entry = map(importlib.import_module, ("_harness", "_attention", "flash_attention"))
+
+SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap=5.0, sinks=1)
+
+
+# --- Work
+
+
+def test_the_convention():
+    shape = ATTENTION_SHAPES["llama3-8b"].at(2, 1024)
+    assert attention.operations(shape, "fwd") == 4 * 2 * 32 * 1024 * 1024 * 128 / 2
+    assert attention.operations(replace(shape, causal=False), "fwd") == 4 * 2 * 32 * 1024 * 1024 * 128
+    forward = attention.operations(shape, "fwd")
+    assert [attention.operations(shape, mode) / forward for mode in ("bwd", "fwd_bwd", "jvp")] == [2.5, 3.5, 2.5]
+
+
+def test_values_of_another_size_count_as_they_are():
+    shape = ATTENTION_SHAPES["deepseek-v3"].at(1, 512)
+    assert attention.operations(shape, "fwd") == 2 * 128 * 512 * 512 * (192 + 128) / 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (3, 0), (5, 2), (None, 1), (0, 0), (4, None)])
+@pytest.mark.parametrize("lengths", [(16, 16), (5, 16), (16, 5)])
+def test_pairs_are_those_of_the_mask(causal, window, lengths):
+    seq_q, seq_k = lengths
+    shape = replace(SMALL, seq_q=seq_q, seq_k=seq_k, causal=causal, window=window)
+    position, column = np.arange(seq_q)[:, None] + seq_k - seq_q, np.arange(seq_k)
+    left, right = window
+    seen = (column <= position) | (not causal)
+    seen = seen & (left is None or column >= position - left) & (right is None or column <= position + right)
+    assert shape.pairs == seen.sum()
+    if window != (None, None) or seq_q != seq_k:
+        assert attention.operations(shape, "fwd") == 2 * 4 * seen.sum() * 2 * (16 + 24)
+
+
+def test_every_shape_is_under_its_name_and_has_whole_groups():
+    for name, shape in ATTENTION_SHAPES.items():
+        assert shape.name == name and shape.heads % shape.kv_heads == 0
+        assert str(shape).startswith(f"{name}: b{shape.batch} s{shape.seq_q} ")
+
+
+# --- The gate
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", attention.WORK)
+def test_the_gate_passes_what_is_right_and_stops_what_is_not(mode, dtype):
+    given = attention.inputs(SMALL, jnp.dtype(dtype))
+    judge = attention.gate(SMALL, mode, given)
+    ours, formula, *_ = attention.contenders(SMALL, mode, given, ["auto"])
+    prepared = ours.prepare()
+    assert judge(prepared.results) <= 3 and judge(formula.prepare().results) <= 3
+    assert "flash_attention" in prepared.detail and "KernelConfig(" in prepared.detail
+    *right, last = prepared.results
+    assert judge([*right, last * 1.1]) > 10
+    assert not judge([*right, last * jnp.nan]) <= 10
+
+
+def prepared(results, batch):
+    return lambda: harness.Prepared(results, batch)
+
+
+def forbidden(calls):
+    raise AssertionError("timed although its numbers are wrong")
+
+
+def unavailable():
+    raise harness.Unavailable("there is none here")
+
+
+def breaks(*_):
+    raise RuntimeError("out of\n memory")
+
+
+def measured(*contenders, repeats=3):
+    given = dict(gate=lambda results: results[0], bounds=(2.0, 10.0), operations=1e9, ceiling=1e12, repeats=repeats)
+    return harness.measure("case", "fwd", contenders, **given)
+
+
+def test_nothing_is_timed_whose_numbers_are_wrong():
+    for error, ours in ((2.5, True), (11.0, False), (float("nan"), False)):
+        (row,) = measured(harness.Contender("wrong", prepared([error], forbidden), ours=ours))
+        assert row.status == "wrong" and row.milliseconds is None and "that of the formula" in row.reason
+
+
+def test_every_contender_has_a_row(capsys):
+    rows = measured(
+        harness.Contender("right", prepared([1.0], lambda calls: None), ours=True),
+        harness.Contender("none", unavailable),
+        harness.Contender("broken", breaks),
+        harness.Contender("breaks later", prepared([1.0], breaks)),
+    )
+    assert [row.status for row in rows] == ["timed", "unavailable", "failed", "failed"]
+    assert [row.reason for row in rows] == ["", "there is none here", *["RuntimeError: out of memory"] * 2]
+    harness.show("title", rows)
+    assert "no rival" in capsys.readouterr().out
+
+
+def test_contenders_are_timed_in_turns():
+    order = []
+    batches = {name: lambda calls, name=name: order.append((name, calls)) for name in "ab"}
+    found = harness.interleaved(batches, repeats=3)
+    assert [name for name, _ in order] == list("ab" * 4) and [len(times) for times in found.values()] == [3, 3]
+    assert order[0] == ("a", 1) and order[-1] == ("b", harness._MOST_CALLS)
+
+
+# --- The whole
+
+
+def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
+    asked = (
+        "--device cpu --shapes gpt-oss-local@1x32,vit-large@1x24 --modes fwd --repeats 2 --platforms auto,xla,triton"
+    )
+    entry.main([*asked.split(), "--out", str(tmp_path / "results")])
+    (file,) = (tmp_path / "results").iterdir()
+    record = json.loads(file.read_text())
+    assert record["platform"] == "cpu" and record["versions"]["jax"] and record["ceilings"]["matmul"]["float32"] > 0
+    rows = {(row["case"].split(":")[0], row["contender"]): row for row in record["rows"]}
+    for name in ("gpt-oss-local", "vit-large"):
+        assert rows[name, "ejkernel auto"]["status"] == rows[name, "ejkernel xla"]["status"] == "timed"
+        assert rows[name, "jax.nn cudnn"]["status"] == "unavailable"
+    assert "no implementation on cpu" in rows["vit-large", "ejkernel triton"]["reason"]
+    assert rows["vit-large", "jax.nn xla"]["status"] == "timed"
+    assert rows["gpt-oss-local", "jax.nn xla"]["reason"] == "jax.nn.dot_product_attention has no sinks"
+    assert "vs best rival" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong", ["--shapes llama9", "--shapes llama3-8b@1", "--modes sideways", "--platforms metal", "--repeats 0"]
+)
+def test_wrong_arguments_are_refused(wrong, capsys):
+    with pytest.raises(SystemExit) as raised:
+        entry.main(wrong.split())
+    assert raised.value.code == 2 and wrong.split()[1] in capsys.readouterr().err
