@@ -33,12 +33,10 @@ def read_entries(path: str | os.PathLike, kind: str = "configs") -> dict[str, An
         OSError: it cannot be read.
         ValueError: it is damaged, or another kind of file.
     """
-    with open(path, encoding="utf-8") as file:
-        content = json.load(file)
-    is_of_kind = isinstance(content, dict) and content.get("format") == _format(kind)
-    if not is_of_kind or not isinstance(content.get(kind), dict):
-        raise ValueError(f"this is no file of {_format(kind)!r}")
-    return content[kind]
+    try:
+        return _read(path, kind)
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 
 class SharedFile:
@@ -80,8 +78,11 @@ class SharedFile:
             OSError: the file cannot be written.
             ValueError: it is there and damaged, or another kind of file; it is left as it is.
         """
-        with self._lock:
-            self._add(entries)
+        try:
+            with self._lock:
+                self._add(entries)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
 
     def warn(self, message: str) -> None:
         """Warns of the file, once."""
@@ -110,7 +111,7 @@ class SharedFile:
         try:
             if (version := _version(os.stat(self.path))) != self._version:
                 self._entries, self._version = {}, version
-                self._entries = read_entries(self.path, self._kind)
+                self._entries = _read(self.path, self._kind)
         except FileNotFoundError:
             self._entries, self._version = {}, None
 
@@ -128,6 +129,15 @@ class SharedFile:
 
 def _version(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read(path: str | os.PathLike, kind: str) -> dict[str, Any]:
+    with open(path, encoding="utf-8") as file:
+        content = json.load(file)
+    is_of_kind = isinstance(content, dict) and content.get("format") == _format(kind)
+    if not is_of_kind or not isinstance(content.get(kind), dict):
+        raise ValueError(f"this is no file of {_format(kind)!r}")
+    return content[kind]
 
 
 def _format(kind: str) -> str:
