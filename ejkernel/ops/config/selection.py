@@ -145,6 +145,9 @@ class ConfigSelectorChain(Generic[Cfg]):
     def _measured(self, kernel: Kernel, inv: Invocation, key: str) -> tuple[str, Cfg] | None:
         if not self.policy.allow_autotune or set(kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
             return None
+        if reason := self.tuner.refusal(inv):
+            self._warn_once(f"{reason}; the heuristic configs are used")
+            return None
         with self._measurements.of(key):
             if (config := self.cache.get(key)) is not None:  # another thread has measured it meanwhile
                 return "cache_hit", config
