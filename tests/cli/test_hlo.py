@@ -60,7 +60,7 @@ PROGRAM = """
 @pytest.mark.parametrize("stamp, config", [("json", '"config": *{"block": *3}'), ("hash", "is not known")])
 def test_a_dump_of_somebody_elses_classes(capsys, tmp_path, stamp, config):
     environment = {**os.environ, "EJKERNEL_OPS_STAMP": stamp, "EJKERNEL_CACHE_DIR": str(tmp_path / "theirs")}
-    environment["PYTHONPATH"] = os.path.dirname(os.path.dirname(ejkernel.__file__))
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     program = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
     (file := tmp_path / "dump.txt").write_text(
         subprocess.run(program, env=environment, capture_output=True, text=True, check=True).stdout

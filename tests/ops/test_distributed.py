@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import shown
-
-import ejkernel
+from shown import HEURISTIC
 
 PROGRAM = """
     import json, sys, warnings
@@ -66,10 +64,9 @@ def free_port():
 
 def both(tmp_path, *arguments):
     """What the two processes print, by their number. Each has a cache directory of its own, as hosts have."""
-    paths = (os.path.dirname(shown.__file__), os.path.dirname(os.path.dirname(ejkernel.__file__)))
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONPATH": os.pathsep.join(sys.path),
         "EJKERNEL_AUTOTUNE_POLICY": "autotune",
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
@@ -108,7 +105,7 @@ def test_two_processes_reach_the_same_configs_without_measuring(tmp_path, axes):
     }
     warning = "with several processes configs are not measured; the heuristic configs are used"
     assert first["warned"] == second["warned"] == [warning]
-    assert first["ran"] == second["ran"] == str(shown.HEURISTIC)
+    assert first["ran"] == second["ran"] == str(HEURISTIC)
 
     q = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16, 2, 16)), jnp.float32)
     formula = lambda q: (jax.nn.dot_product_attention(q, q, q, is_causal=True) ** 2).sum()

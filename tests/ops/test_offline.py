@@ -12,7 +12,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-import shown
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from shown import HEURISTIC, OTHER, TUNED, Shown, executor, key_of, ones, ran
@@ -75,8 +74,7 @@ PROGRAM = """
 
 def test_recorded_under_jit_then_tuned_then_used(tmp_path):
     file, directory = tmp_path / "calls.json", tmp_path / "configs"
-    environment = {**os.environ, "EJKERNEL_OPS_RECORD": str(file), "PYTHONPATH": os.path.dirname(shown.__file__)}
-    environment["PYTHONPATH"] += os.pathsep + os.path.dirname(os.path.dirname(ejkernel.__file__))
+    environment = {**os.environ, "EJKERNEL_OPS_RECORD": str(file), "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", textwrap.dedent(PROGRAM)], env=environment, check=True)
 
     calls = load_invocations(file)
