@@ -186,10 +186,11 @@ def _tuned(inv: Invocation, table: SharedFile) -> _Row:
     try:
         heuristic = kernel.heuristic_cfg(inv)
         times = tuner.times(kernel, inv, [heuristic, *kernel.config_space(inv)])
+        fastest = min(times, key=times.get)
+        entry = {kernel.key_builder(inv): pack(fastest)}
     except Exception as error:  # of a kernel: the other calls can still be tuned
         return _Row(inv, reason=" ".join(str(error).split()))
-    fastest = min(times, key=times.get)
-    table.add({kernel.key_builder(inv): pack(fastest)})
+    table.add(entry)
     return _Row(inv, fastest, times[fastest], times.get(heuristic))
 
 

@@ -86,11 +86,10 @@ def load_invocations(path: str | os.PathLike, dev: str | None = None) -> dict[st
         try:
             device, operation, call_key = (entry[name] for name in ("device", "operation", "call"))
             call = (_unpack_kernel(entry["kernel"]), *map(unpack_tree, (entry["args"], entry["kwargs"])))
-        except (KeyError, TypeError, ValueError) as error:
+            if dev in (None, device):
+                found.setdefault(operation, {})[call_key] = call
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             _left_out(path, entry.get("operation") if isinstance(entry, dict) else None, error)
-            continue
-        if dev in (None, device):
-            found.setdefault(operation, {})[call_key] = call
     return found
 
 

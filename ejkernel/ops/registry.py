@@ -66,9 +66,11 @@ def _keep(calls, operation, call_key, kernel, args, kwargs):
 def recording() -> Iterator[dict[str, Calls]]:
     """Gives the calls that are traced within this context, in the form of `get_invocations`, as they come.
 
-    with recording() as calls:
-        jax.eval_shape(jax.grad(loss), q, k, v)
-    autotune_recorded(calls)
+        with recording() as calls:
+            jax.eval_shape(jax.grad(loss), q, k, v)
+        autotune_recorded(calls)
+
+    What JAX has traced before, a function that was jitted and called, is not traced again and gives none.
     """
     calls: dict[str, Calls] = {}
     before = _listener.set(calls)

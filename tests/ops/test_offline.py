@@ -205,6 +205,32 @@ def test_a_file_of_something_else_is_an_error_and_stays_as_it_is(tmp_path, conte
         load_invocations(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    "entry", [None, 3, {}, {"operation": []}, {"kernel": 3}, {"args": {"array": {}}}, {"kwargs": {"": 1}}]
+)
+def test_a_damaged_entry_is_left_out(tmp_path, entry):
+    there_and_back(file := tmp_path / "calls.json", shown_call("whole"), shown_call("damaged"))
+    content = json.loads(file.read_text())
+    (key,) = (key for key in content["calls"] if "damaged" in key)
+    content["calls"][key] = content["calls"][key] | entry if isinstance(entry, dict) and entry else entry
+    file.write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="is left out"):
+        assert list(load_invocations(file)) == ["whole@v1"]
+
+
+def test_at_exit_a_file_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
+    (notes := tmp_path / "notes.json").write_text("mine")
+    at_exit = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    monkeypatch.setenv("EJKERNEL_OPS_RECORD", str(notes))
+    for _ in range(2):
+        executor(autotune=False)(Shown(), ones())
+    (save,) = at_exit
+    with pytest.warns(UserWarning, match="the recorded calls are lost"):
+        save()
+    assert notes.read_text() == "mine"
+
+
 # --- Tables
 
 
