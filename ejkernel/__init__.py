@@ -5,6 +5,7 @@ o = ejkernel.lax.flash_attention(q, k, v, causal=True)      # jit, grad, jvp, vm
 
 from . import checkpoint_policies, kernels, lax, lowering, modules, ops
 from ._explain import explain
+from ._export import export_checks
 from .errors import ConfigMissError, EjkernelRuntimeError, UnsupportedError
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "UnsupportedError",
     "checkpoint_policies",
     "explain",
+    "export_checks",
     "kernels",
     "lax",
     "lowering",

@@ -31,6 +31,7 @@ __all__ = [
     "KernelSpec",
     "Platform",
     "configured_by",
+    "emits",
     "kernel_registry",
     "supported_if",
 ]
@@ -77,6 +78,16 @@ def configured_by(
 
     def attach(implementation: F) -> F:
         implementation.heuristic, implementation.space = heuristic, space
+        return implementation
+
+    return attach
+
+
+def emits(*custom_calls: str) -> Callable[[F], F]:
+    """Attaches the names of the custom calls that an implementation is lowered to and `jax.export` does not know."""
+
+    def attach(implementation: F) -> F:
+        implementation.custom_calls = custom_calls
         return implementation
 
     return attach
@@ -202,6 +213,8 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
 
     if not hasattr(checked, "supports"):
         checked.supports = _supports_everything
+    if not hasattr(checked, "custom_calls"):
+        checked.custom_calls = ()
     if not hasattr(checked, "heuristic"):
         checked.heuristic, checked.space = _default_config, lambda spec, operands, target: [KernelConfig()]
     return checked

@@ -117,10 +117,15 @@ class KernelPrimitive:
 
         return [result(name, *of) for name, of in self.result_shapes(named, results).items()]
 
+    def _moved(self, mapped: Mapping[str, int | None]) -> set[str]:
+        """Operands and their tangents where one of both is mapped: implementations may count on equal shapes."""
+        pairs = [(name, name + TANGENT) for name in mapped if name + TANGENT in mapped]
+        return {name for pair in pairs if any(mapped[name] is not None for name in pair) for name in pair}
+
     def _batch(self, args, dims, *, operands, results, spec, config):
         arrays, mapped = dict(zip(operands, args, strict=True)), dict(zip(operands, dims, strict=True))
         fold = choose(self.table, self.layout, arrays, mapped, results)
-        paired = {self.like[name] for name in results if name in self.like}
+        paired = {self.like[name] for name in results if name in self.like} | self._moved(mapped)
         folded = {
             name: fold_operand(x, mapped[name], self.table[name], fold, paired=name in paired)
             for name, x in arrays.items()

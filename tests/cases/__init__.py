@@ -10,7 +10,7 @@ import pkgutil
 import pytest
 
 from ._case import Case, Operand
-from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, oracle, tangent
+from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, oracle, pullback, tangent
 
 __all__ = [
     "CASES",
@@ -24,6 +24,7 @@ __all__ = [
     "each_operation",
     "gradient",
     "oracle",
+    "pullback",
     "tangent",
 ]
 

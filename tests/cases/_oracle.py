@@ -15,10 +15,15 @@ from ._case import Case
 
 def gradient(f: Callable, wrt: Sequence[str]) -> Callable:
     """(arrays, cotangents) -> Jᵀ·cotangents."""
+    return lambda arrays, cotangents: pullback(f, wrt)(arrays, cotangents)[1]
+
+
+def pullback(f: Callable, wrt: Sequence[str]) -> Callable:
+    """(arrays, cotangents) -> (results, Jᵀ·cotangents): a program that needs the results for their own sake too."""
 
     def run(arrays, cotangents):
-        moving = {name: arrays[name] for name in wrt}
-        return jax.vjp(lambda moving: f({**arrays, **moving}), moving)[1](cotangents)[0]
+        results, pull = jax.vjp(lambda moving: f({**arrays, **moving}), {name: arrays[name] for name in wrt})
+        return results, pull(cotangents)[0]
 
     return run
 

@@ -1,14 +1,12 @@
 """The XLA implementation of flash_attention against its own formula, in float64 and in the precision of its inputs."""
 
-import itertools
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels._xla import _attention
 from ejkernel.kernels._xla.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp, reference
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -122,7 +120,7 @@ def of_kernel(operands, spec, moved, cotangents, config=SMALL):
 
 
 def distance(a, b):
-    """The largest difference of each array, in units of the largest number of the second; equal infinities are equal."""
+    """The largest difference of each array, in units of the largest number of the second; infinities may be equal."""
 
     def of(x, y):
         finite = jnp.isfinite(y)

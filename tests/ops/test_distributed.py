@@ -103,7 +103,7 @@ def test_two_processes_reach_the_same_configs_without_measuring(tmp_path, axes):
         "flash_attention_bwd@v1",
         "shown@v1",
     }
-    warning = "with several processes configs are not measured; the heuristic configs are used"
+    warning = "configs are not measured with several processes; the heuristic ones are used"
     assert first["warned"] == second["warned"] == [warning]
     assert first["ran"] == second["ran"] == str(HEURISTIC)
 

@@ -115,6 +115,11 @@ def test_another_process_builds_the_same_key():
     assert run("1") == run("2") == here
 
 
+def test_a_star_in_a_name_is_no_leaf():
+    keys = {key_of(Shown(), {"a*": a, "b": b}) for a in (1, 2) for b in (1, 2)}
+    assert len(keys) == 4
+
+
 def test_an_option_without_json_is_told_by_its_type():
     key = key_of(Shown(), ones(), option=object(), other={1: {2, 3}})
     assert "<object>" in key and " at 0x" not in key

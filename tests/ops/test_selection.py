@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from shown import HEURISTIC, OTHER, TUNED, Shown, executor, key_of, ones, ran
 
-from ejkernel.errors import ConfigMissError
+from ejkernel.errors import ConfigMissError, EjkernelRuntimeError
 from ejkernel.ops import (
     AutotunePolicy,
     ConfigCache,
@@ -110,10 +110,10 @@ def test_without_a_choice_nothing_is_measured(told):
 
 def test_a_config_for_another_target_is_never_measured():
     inv = Invocation(Shown(), (ones(),), {}, target=Target("tpu", "TPU v5 lite"))
-    cache = ConfigCache()
-    with pytest.warns(UserWarning, match=r"a config for tpu \(TPU v5 lite\) cannot be measured on cpu"):
-        assert ConfigSelectorChain(cache, autotune=True).choose(inv.kernel, inv) == HEURISTIC
-    assert len(cache) == 0
+    selector = ConfigSelectorChain(autotune=True)
+    assert selector.choose(inv.kernel, inv) == HEURISTIC and len(selector.cache) == 0
+    with pytest.raises(EjkernelRuntimeError, match=r"configs for tpu \(TPU v5 lite\) cannot be measured on cpu"):
+        selector.measure(inv.kernel, inv)
 
 
 # --- A kernel that brings its own key

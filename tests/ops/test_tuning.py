@@ -70,12 +70,13 @@ def test_where_no_candidate_can_be_used_each_reason_is_told():
 
 
 def test_where_no_candidate_can_be_used_a_call_warns_once_and_uses_heuristics():
-    cache = ConfigCache()
-    run, kernel = executor(cache, autotune=True), Candidates(config_2=fails, config_3=fails)
+    cache, events = ConfigCache(), []
+    run = executor(cache, autotune=True, on_event=lambda event, *_: events.append(event))
+    kernel = Candidates(config_2=fails, config_3=fails)
     with pytest.warns(UserWarning, match="the heuristic config is used") as warned:
         for _ in range(3):
             np.testing.assert_allclose(run(kernel, ones()), np.sin(ones()), rtol=1e-6)
-    assert len(warned) == 1 and len(cache) == 0
+    assert len(warned) == 1 and len(cache) == 0 and events == ["autotune_start"] + ["heuristics"] * 3
 
 
 def test_an_error_of_the_user_is_raised_by_the_call_itself():
@@ -235,16 +236,16 @@ def test_under_shard_map_it_is_refused_with_one_warning():
     a = jax.device_put(ones(), NamedSharding(mesh, P("x")))
     run = executor(autotune=True)
     step = lambda a: run(Shown(), run(Shown(), a) - HEURISTIC.block * 2**-23)
-    with pytest.warns(UserWarning, match="under shard_map or pmap configs are not measured") as warned:
+    with pytest.warns(UserWarning, match="configs are not measured under shard_map or pmap") as warned:
         out = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(a)
     assert ran(out) == HEURISTIC and len(warned) == 1
 
 
 def test_with_several_processes_it_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.warns(UserWarning, match="with several processes configs are not measured"):
+    with pytest.warns(UserWarning, match="configs are not measured with several processes"):
         assert ran(executor(autotune=True)(Shown(), ones())) == HEURISTIC
-    with pytest.warns(UserWarning, match="with several processes"):
+    with pytest.warns(UserWarning, match="configs are not measured with several processes"):
         assert autotune(Shown(), ones()) == HEURISTIC
 
 

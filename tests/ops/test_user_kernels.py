@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -224,6 +225,11 @@ def test_a_config_is_chosen_again_for_another_platform(platform, operation, bloc
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_config_that_was_given_stands_on_every_platform(platform):
     assert "dense<7.0" in lowered(platform, Config(block=7))
+
+
+def test_export_round_trip():
+    exported = jax.export.export(jax.jit(ours(Product())), platforms=("cpu", "cuda", "tpu"))(A, B)
+    same(jax.export.deserialize(exported.serialize()).call(A, B), plain(A, B))
 
 
 # --- Meshes

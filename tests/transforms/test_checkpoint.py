@@ -3,23 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import assert_close, each_case, each_operation, oracle
+from cases import assert_close, each_case, each_operation, oracle, pullback
 from programs import equations, scopes
 
 from ejkernel import checkpoint_policies
 
 pytestmark = pytest.mark.core
-
-
-def pullback(f, wrt):
-    """(arrays, cotangents) -> the results and Jᵀ·cotangents: a program that needs the forward for its own sake too."""
-
-    def run(arrays, cotangents):
-        moving = {name: arrays[name] for name in wrt}
-        results, pull = jax.vjp(lambda moving: f({**arrays, **moving}), moving)
-        return results, pull(cotangents)[0]
-
-    return run
 
 
 def check_count(case, f, times, *args):

@@ -13,6 +13,9 @@ import jax
 from ejkernel.types import KernelConfig
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 
+CUSTOM_CALLS = ("triton_kernel_call_ffi",)
+"""What a launch is lowered to."""
+
 
 def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: KernelConfig, **constants: Any) -> Any:
     """Runs `grid` programs of `kernel(*operands, *outputs, **constants)` and returns the outputs in `out_type`'s tree.

@@ -71,7 +71,9 @@ class _Softmax(NamedTuple):
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
-def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
+def flash_attention(
+    *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
+) -> Outputs:
     """o and lse, tile by tile."""
     operands = Operands(*operands)
     x, grid = attention.cut(operands, spec, config.block_q, config.block_k)
@@ -290,8 +292,8 @@ def _floored(m: Array) -> Array:
 
 
 def _not_zero(l: Array) -> Array:
-    """l, which is at least 1, or a tiny number where nothing was seen: 1 / l and log(l) have a derivative, 0."""
-    return lax.max(l, np.array(jnp.finfo(l.dtype).tiny, l.dtype))
+    """l, which is 1 or more (relative to lse: 1 but for rounding), or 1/2 where nothing was seen and l is 0."""
+    return lax.max(l, np.array(0.5, l.dtype))
 
 
 def _lse(m: Array, l: Array) -> Array:

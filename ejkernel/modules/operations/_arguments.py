@@ -66,15 +66,39 @@ def window_pair(operation: str, window: Any) -> tuple[int | None, int | None]:
     return (left, right)
 
 
+def static_number(operation: str, name: str, x: Any) -> float:
+    """A number that is known when a program is traced."""
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        raise type_error(operation, f"{name} must be a static number, not {type(x).__name__}")
+    return float(x)
+
+
 def positive_or_none(operation: str, name: str, x: Any) -> float | None:
     """A static positive number, or None."""
     if x is None:
         return None
-    if isinstance(x, jax.Array | jax.core.Tracer):
-        raise type_error(operation, f"{name} must be a static number, not a traced array")
+    x = static_number(operation, name, x)
     if not np.isfinite(x) or x <= 0:
         raise value_error(operation, f"{name} is {x}; it must be positive and finite")
-    return float(x)
+    return x
+
+
+def static_bool(operation: str, name: str, x: Any) -> bool:
+    """True or False, known when a program is traced."""
+    if not isinstance(x, bool | np.bool_):
+        raise type_error(operation, f"{name} must be True or False, not {type(x).__name__}")
+    return bool(x)
+
+
+def size_or_none(operation: str, name: str, x: Any) -> int | None:
+    """A static size of at least 1, or None."""
+    if x is None:
+        return None
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise type_error(operation, f"{name} must be an int or None, not {type(x).__name__}")
+    if x < 1:
+        raise value_error(operation, f"{name} is {x}; it must be at least 1")
+    return int(x)
 
 
 def config_of(operation: str, config: Any, platform: Platform | str | None = None) -> KernelConfig | None:

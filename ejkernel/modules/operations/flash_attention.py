@@ -19,6 +19,9 @@ from ._arguments import (
     require_dtype,
     require_rank,
     require_same_dtype,
+    size_or_none,
+    static_bool,
+    static_number,
     window_pair,
 )
 
@@ -120,15 +123,15 @@ def flash_attention_arguments(
         dropout=_dropout(dropout_rate, dropout_key, q),
     )
     spec = FlashAttentionSpec(
-        causal=bool(causal),
+        causal=static_bool(NAME, "causal", causal),
         window=window_pair(NAME, window),
         softcap=positive_or_none(NAME, "softcap", softcap),
         softmax_scale=scale,
         dropout_rate=float(dropout_rate),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        deterministic=bool(deterministic),
-        batch_invariant=bool(batch_invariant),
+        max_seqlen_q=size_or_none(NAME, "max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=size_or_none(NAME, "max_seqlen_k", max_seqlen_k),
+        deterministic=static_bool(NAME, "deterministic", deterministic),
+        batch_invariant=static_bool(NAME, "batch_invariant", batch_invariant),
     )
     named = align(trio.forward, {name: x for name, x in operands._asdict().items() if x is not None})
 
@@ -204,9 +207,10 @@ def _scale(scale, q):
             raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
         require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
         return 1.0, scale.astype(_statistics_dtype(q)).reshape(1, 1)
+    scale = static_number(NAME, "softmax_scale", scale)
     if not np.isfinite(scale):
         raise value_error(NAME, f"softmax_scale is {scale}; it must be finite")
-    return float(scale), None
+    return scale, None
 
 
 def _pairwise(name: str, x, kind, wanted: str, q, k):
@@ -251,14 +255,15 @@ def _sinks(sinks, q):
 
 def _dropout(rate, key, q):
     """[b, h, 4]: the key's two words, the batch index, the head index."""
-    if isinstance(rate, jax.Array | jax.core.Tracer):
-        raise type_error(NAME, "dropout_rate must be a static number, not a traced array")
+    rate = static_number(NAME, "dropout_rate", rate)
     if not 0 <= rate < 1:
         raise value_error(NAME, f"dropout_rate is {rate}; it must be at least 0 and below 1")
     if rate == 0:
         return None
     if key is None:
         raise value_error(NAME, f"dropout_rate is {rate} but dropout_key is not given; pass a jax.random.key")
+    if not hasattr(key, "dtype"):
+        raise type_error(NAME, f"dropout_key must be one jax.random.key, not {type(key).__name__}")
     if key.shape == (q.shape[0], q.shape[2], 4):  # a shard of what this function made for the whole
         return key
     words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key

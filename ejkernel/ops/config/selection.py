@@ -17,6 +17,7 @@ from ejkernel.errors import ConfigMissError, EjkernelRuntimeError
 from ..core.kernel import Invocation, Kernel
 from ..core.tuner import Tuner
 from ..core.types import Cfg
+from ..utils.devices import device_target
 from .cache import ConfigCache, autotune_override, overlays
 from .persistent import PersistentCache
 
@@ -84,6 +85,7 @@ class ConfigSelectorChain(Generic[Cfg]):
         self._policy = policy if autotune is None else AutotunePolicy(allow_autotune=autotune)
         self._on_event = on_event
         self._measurements = _LockByKey()
+        self._not_measurable: set[str] = set()
         self._warned: set[str] = set()
 
     @property
@@ -100,17 +102,15 @@ class ConfigSelectorChain(Generic[Cfg]):
             ConfigMissError: none is stored, and the policy allows neither to measure nor to guess.
         """
         if override is not None:
-            if self._on_event is not None:
-                self._tell("override", kernel, kernel.key_builder(inv), override)
-            return override
+            key = None if self._on_event is None else kernel.key_builder(inv)
+            return self._tell("override", kernel, key, override)
         key = kernel.key_builder(inv)
-        event, config = (
-            self._stored(kernel, inv, key) or self._measured(kernel, inv, key) or self._guessed(kernel, inv, key)
-        )
+        for find in (self._stored, self._measured, self._guessed):
+            if (config := find(kernel, inv, key)) is not None:
+                break
         for cache in (*overlays(), self.cache):
             if key not in cache:
                 cache.answered_by_another(key)
-        self._tell(event, kernel, key, config)
         return config
 
     def measure(self, kernel: Kernel[Cfg, Any], inv: Invocation) -> Cfg:
@@ -127,45 +127,49 @@ class ConfigSelectorChain(Generic[Cfg]):
         self.cache.put(key, config)
         if self.persistent is not None:
             self.persistent.put(key, config, inv.device_fingerprint)
-        return config
+        return self._tell("autotune_finish", kernel, key, config)
 
-    def _stored(self, kernel: Kernel, inv: Invocation, key: str) -> tuple[str, Cfg] | None:
+    def _stored(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
         for overlay in overlays():
             if (config := overlay.get(key)) is not None:
-                return "overlay_hit", config
+                return self._tell("overlay_hit", kernel, key, config)
         if (config := self.cache.get(key)) is not None:
-            return "cache_hit", config
+            return self._tell("cache_hit", kernel, key, config)
         on_disk = [("persistent_hit", self.persistent)] if self.persistent is not None else []
         for event, store in (*on_disk, *(("table_hit", table) for table in self.tables)):
             if (config := store.get(key, inv.device_fingerprint, kernel.config_class)) is not None:
                 self.cache.put(key, config)
-                return event, config
+                return self._tell(event, kernel, key, config)
         return None
 
-    def _measured(self, kernel: Kernel, inv: Invocation, key: str) -> tuple[str, Cfg] | None:
-        if not self.policy.allow_autotune or set(kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
+    def _measured(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
+        if not self.policy.allow_autotune or key in self._not_measurable or inv.target != device_target():
+            return None
+        if set(kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
             return None
         if reason := self.tuner.refusal(inv):
-            self._warn_once(f"{reason}; the heuristic configs are used")
+            self._warn_once(f"{reason}; the heuristic ones are used")
             return None
         with self._measurements.of(key):
             if (config := self.cache.get(key)) is not None:  # another thread has measured it meanwhile
-                return "cache_hit", config
+                return self._tell("cache_hit", kernel, key, config)
             try:
-                return "autotune_finish", self.measure(kernel, inv)
+                return self.measure(kernel, inv)
             except EjkernelRuntimeError as error:
+                self._not_measurable.add(key)
                 self._warn_once(f"{error}; the heuristic config is used")
                 return None
 
-    def _guessed(self, kernel: Kernel, inv: Invocation, key: str) -> tuple[str, Cfg]:
+    def _guessed(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg:
         if self.policy.allow_heuristics:
-            return "heuristics", kernel.heuristic_cfg(inv)
+            return self._tell("heuristics", kernel, key, kernel.heuristic_cfg(inv))
         self._tell("error", kernel, key, None)
         raise ConfigMissError(f"{kernel.op_id}: no config is stored for {key}, and the policy is to raise an error")
 
-    def _tell(self, event: str, kernel: Kernel, key: str, config: Cfg | None) -> None:
+    def _tell(self, event: str, kernel: Kernel, key: str | None, config: Cfg | None) -> Cfg | None:
         if self._on_event is not None:
             self._on_event(event, kernel.op_id, key, config)
+        return config
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -9,10 +9,12 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -55,11 +57,11 @@ class Tuner:
         that waits for a measurement would keep the others waiting in their collectives.
         """
         if jax.process_count() > 1:
-            return "with several processes configs are not measured"
+            return "configs are not measured with several processes"
         if jax.sharding.get_abstract_mesh().manual_axes:
-            return "under shard_map or pmap configs are not measured"
+            return "configs are not measured under shard_map or pmap"
         if inv.target != device_target():
-            return f"a config for {inv.target} cannot be measured on {device_target()}"
+            return f"configs for {inv.target} cannot be measured on {device_target()}"
         return None
 
     def fastest(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None = None) -> Cfg:
@@ -83,32 +85,33 @@ class Tuner:
             EjkernelRuntimeError: there is none; the message says of each why not.
         """
         args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
-        inv = Invocation(kernel, args, kwargs, inv.metadata, inv.target)
+        inv = replace(inv, args=args, kwargs=kwargs)
         return _outside_any_trace(lambda: self._times(kernel, inv, configs))
 
     def _times(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None) -> dict[Cfg, float]:
-        with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        try:
+            args, kwargs = kernel.synthetic_inputs(inv)
+            inv = replace(inv, args=args, kwargs=kwargs)
+            heuristic = kernel.heuristic_cfg(inv)
+            configs = dict.fromkeys(kernel.config_space(inv) if configs is None else configs)
+            enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
+            programs = _compiled_in_turn(kernel, inv, list(dict.fromkeys([heuristic, *configs])))
+            first = next(programs)
+            with _measuring:
+                reference = jax.block_until_ready(first[1].result()())
+        except Exception as error:
+            raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {_first_line(error)}") from error
+        report, rejected, times = _Report(kernel.op_id, len(configs)), [], {}
+        for config, program in chain([first] if heuristic in configs else [], programs):
             try:
-                args, kwargs = kernel.synthetic_inputs(inv)
-                inv = Invocation(kernel, args, kwargs, inv.metadata, inv.target)
-                heuristic = kernel.heuristic_cfg(inv)
-                reference = _compiled(kernel, inv, heuristic, compilers).result()()
-                configs = list(dict.fromkeys(kernel.config_space(inv) if configs is None else configs))
-                enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
+                times[config] = self._measured(program.result(), reference, min(times.values(), default=math.inf))
             except Exception as error:
-                raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {error}") from error
-            configs.sort(key=lambda config: config != heuristic)
-            report, rejected, times = _Report(kernel.op_id, len(configs)), [], {}
-            for config, program in _compiled_in_turn(kernel, inv, configs, compilers):
-                try:
-                    times[config] = self._measured(program.result(), reference, min(times.values(), default=math.inf))
-                except Exception as error:
-                    rejected.append(f"{config}: {error}")
-                    report.tell(config, f"rejected, {error}")
-                    continue
-                report.tell(config, f"{times[config]:.4f} ms")
-                if times[config] <= enough:
-                    break
+                rejected.append(f"{config}: {_first_line(error)}")
+                report.tell(config, f"rejected, {_first_line(error)}")
+                continue
+            report.tell(config, f"{times[config]:.4f} ms")
+            if times[config] <= enough:
+                break
         report.close()
         if not times:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
@@ -139,23 +142,22 @@ def _roofline(kernel: Kernel, inv: Invocation) -> float:
     return 1e3 * ceilings.seconds(*cost, next(arrays).dtype)
 
 
-def _compiled_in_turn(
-    kernel: Kernel, inv: Invocation, configs: Sequence[Any], compilers: ThreadPoolExecutor
-) -> Iterator[tuple[Any, Future]]:
-    """Each config with its program. As many as there are cores are compiled together, and none while one is timed."""
+def _compiled_in_turn(kernel: Kernel, inv: Invocation, configs: Sequence[Any]) -> Iterator[tuple[Any, Future]]:
+    """Each config with its program. As many as there are cores are compiled at once, when the first of them is due."""
     for start in range(0, len(configs), os.cpu_count()):
-        together = configs[start : start + os.cpu_count()]
-        programs = [_compiled(kernel, inv, config, compilers) for config in together]
-        wait(programs)
-        yield from zip(together, programs, strict=True)
+        yield from _compiled(kernel, inv, configs[start : start + os.cpu_count()]).items()
 
 
-def _compiled(kernel: Kernel, inv: Invocation, config: Any, compilers: ThreadPoolExecutor) -> Future:
-    """The call as a compiled program without arguments. It is traced here, and compiled beside the other candidates."""
+def _compiled(kernel: Kernel, inv: Invocation, configs: Iterable[Any]) -> dict[Any, Future]:
+    """The call with each config as a compiled program without arguments, or the error of making it.
+
+    They are lowered one by one and compiled all at once. When this returns nothing is being compiled any more, for
+    compilers measure too, and would disturb.
+    """
     leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
 
-    def call(*arrays):
+    def call(config, *arrays):
         given = iter(arrays)
         args, kwargs = jax.tree.unflatten(structure, [next(given) if is_array(leaf) else leaf for leaf in leaves])
         return kernel.bind(args, kwargs, config)
@@ -164,12 +166,19 @@ def _compiled(kernel: Kernel, inv: Invocation, config: Any, compilers: ThreadPoo
         program = lowered.compile()
         return lambda: program(*arrays)
 
-    try:
-        return compilers.submit(compile, jax.jit(call).lower(*arrays))
-    except Exception as error:
-        failed = Future()
-        failed.set_exception(error)
-        return failed
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        programs = {}
+        for config in configs:
+            try:
+                programs[config] = compilers.submit(compile, jax.jit(partial(call, config)).lower(*arrays))
+            except Exception as error:
+                programs[config] = Future()
+                programs[config].set_exception(error)
+    return programs
+
+
+def _first_line(error: Exception) -> str:
+    return f"{error}".partition("\n")[0][:200] or type(error).__name__
 
 
 def _without_tracers(x: Any) -> Any:

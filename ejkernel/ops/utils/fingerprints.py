@@ -1,7 +1,6 @@
 """The key under which the config of a call is kept, and the fingerprints that it is made of.
 
-    my_kernel@v1|((f32[4,4]@x=2;P('x'), f32[4,4]), {'causal': true})|cpu (cpu)|source 0f3c5a…|jax 0.11.2, jaxlib …,
-    triton …
+    matmul@v1|((f32[4,4]@x=2;P('x', None), f32[4,4]), {'fast': true})|cuda (NVIDIA H200)|source 0f3c…|jax 0.11.2, …
 
 A key is of structure, never of values; it holds everything that makes a measured config stale: the operation, the types
 and shardings of its operands, its options, the device, the source of its implementation, and the versions of what
@@ -54,10 +53,11 @@ def key_of(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: 
 def structure_fingerprint(tree: Any) -> str:
     """The tree with each array as its type and sharding, `f32[4,4]@x=2;P('x')`, and every other leaf as JSON."""
     leaves, structure = jax.tree.flatten(tree)
-    between = iter(_text_between_leaves(structure))
-    text = next(between)
-    for leaf in leaves:
-        text += _leaf_fingerprint(leaf) + next(between)
+    text, *between = _text_between_leaves(structure)
+    if len(between) != len(leaves):  # there is a "*" in a name
+        return f"{structure}: {', '.join(map(_leaf_fingerprint, leaves))}"
+    for leaf, after in zip(leaves, between, strict=True):
+        text += _leaf_fingerprint(leaf) + after
     return text
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from jax import Array
 
-from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, KernelConfig, Platform, Target
@@ -19,6 +19,8 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     """Why the forward and the tangent cannot run on these operands (arrays or shapes), or None."""
     if target.platform not in ("cuda", "rocm"):
         return f"Triton runs on cuda and rocm, not on {target.platform}"
+    if target.platform == "rocm" and target.device_kind is None:
+        return "jax-triton compiles for rocm only where such a GPU is"
     if target.platform == "cuda" and target.compute_capability < 80:
         return f"Triton's kernels need compute capability 8.0, not {target.compute_capability / 10}"
     if reason := _launch.missing():
@@ -56,7 +58,8 @@ def _registered(operation: str, predicate):
     """The decorators of the three implementations."""
     register = kernel_registry.register(operation, Platform.TRITON, Backend.GPU, PRIORITY)
     configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
-    return lambda implementation: register(supported_if(predicate)(configured(implementation)))
+    emitting = emits(*_launch.CUSTOM_CALLS)
+    return lambda implementation: register(supported_if(predicate)(configured(emitting(implementation))))
 
 
 @_registered("flash_attention", supports)

@@ -68,7 +68,8 @@ def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: Ke
         grid=blocks * problem.G * problem.B,
         config=config,
         problem=problem,
-        PHASES=problem.phases(config.block_q, over_keys=False),
+        EDGES=problem.edges(config.block_q, over_keys=False),
+        CHECKED=problem.checked(config.block_q, over_keys=False),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
@@ -89,7 +90,8 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        PHASES=problem.phases(config.block_q, over_keys=True),
+        EDGES=problem.edges(config.block_q, over_keys=True),
+        CHECKED=problem.checked(config.block_q, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_k,
         BLOCK_K=config.block_q,
@@ -128,7 +130,8 @@ def dk_dv_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
     do, lse, delta,
     dk, dv,
-    problem: tl.constexpr, PHASES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, batch = tiles.place(BLOCKS, problem.G)
     first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
@@ -137,8 +140,8 @@ def dk_dv_kernel(
     masks = (mask, q_segment_ids, kv_segment_ids)
     k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
     v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-    k_tile = tiles.load_tile(k, first, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, True)
-    v_tile = tiles.load_tile(v, first, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, True)
+    k_tile = tiles.load_tile(k, first, 0, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, True)
+    v_tile = tiles.load_tile(v, first, 0, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, True)
     dk_tile = tl.full([BLOCK_K, problem.D_PAD], 0.0, tl.float32)
     dv_tile = tl.full([BLOCK_K, problem.V_PAD], 0.0, tl.float32)
 
@@ -152,47 +155,38 @@ def dk_dv_kernel(
         delta_head = tiles.at(delta, batch, head, problem.H, q_start, problem.S, 1)
         scale = tiles.total_scale(softmax_scale, frame, problem)
         low, high = tiles.band(frame, problem)
-        bounds = tiles.schedule(
-            first, -high, -low, q_len, problem.right is not None, problem.left is not None, PHASES, BLOCK_K, BLOCK_Q
+        begin, end, first_full, last_full = tiles.schedule(
+            first, -high, -low, q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
         )
-        for phase in tl.static_range(3):
-            if PHASES[phase]:
-                for start in tl.range(bounds[phase], bounds[phase + 1], BLOCK_Q):
-                    i = start + tl.arange(0, BLOCK_Q)[None, :]
-                    q_tile = tiles.load_tile(
-                        q_head, start, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, phase != 1
-                    )
-                    do_tile = tiles.load_tile(
-                        do_head, start, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, phase != 1
-                    )
-                    lse_row = tiles.load_rows(lse_head, start, q_len, BLOCK_Q, phase != 1, float("inf"))
-                    delta_row = tiles.load_rows(delta_head, start, q_len, BLOCK_Q, phase != 1, 0.0)
-                    ok = tiles.visible(i, j, masks, frame, problem) if phase != 1 else None
-                    if phase != 1 and problem.masked_everywhere:
-                        q_tile = tiles.drop_unseen(q_tile, ok, 0)
-                        do_tile = tiles.drop_unseen(do_tile, ok, 0)
-                    product = tl.dot(k_tile, q_tile.T, input_precision="ieee")
-                    dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")
-                    p, ds = tiles.weights_and_logit_cotangents(
-                        product,
-                        dp,
-                        lse_row[None, :],
-                        delta_row[None, :],
-                        scale,
-                        bias,
-                        dropout,
-                        i,
-                        j,
-                        ok,
-                        frame,
-                        problem,
-                    )
-                    if softmax_scale is not None:
-                        ds *= scale
-                    if dv is not None:
-                        dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
-                    if dk is not None:
-                        dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
+        if begin < end:  # see tiles.py on loops
+            for start in tl.range(begin, end, BLOCK_Q):
+                i = start + tl.arange(0, BLOCK_Q)[None, :]
+                q_tile = tiles.load_tile(
+                    q_head, start, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, CHECKED
+                )
+                do_tile = tiles.load_tile(
+                    do_head, start, 0, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, CHECKED
+                )
+                lse_row = tiles.load_rows(lse_head, start, q_len, BLOCK_Q, CHECKED, float("inf"))[None, :]
+                delta_row = tiles.load_rows(delta_head, start, q_len, BLOCK_Q, CHECKED, 0.0)[None, :]
+                if problem.masked_everywhere:
+                    ok = tiles.visible(i, j, masks, frame, problem)
+                    q_tile = tiles.drop_unseen(q_tile, ok, 0)
+                    do_tile = tiles.drop_unseen(do_tile, ok, 0)
+                product = tl.dot(k_tile, q_tile.T, input_precision="ieee")
+                dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")
+                p, ds = tiles.weights_and_logit_cotangents(
+                    product, dp, lse_row, delta_row, scale, bias, dropout, i, j, frame, problem
+                )
+                if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
+                    ok = tiles.visible(i, j, masks, frame, problem)
+                    p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
+                if softmax_scale is not None:
+                    ds *= scale
+                if dv is not None:
+                    dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, dv_tile, input_precision="ieee")
+                if dk is not None:
+                    dk_tile = tl.dot(ds.to(q_tile.dtype), q_tile, dk_tile, input_precision="ieee")
 
     if dk is not None:
         if softmax_scale is None:
@@ -209,8 +203,8 @@ def dq_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
     do, lse, delta,
     dq,
-    problem: tl.constexpr, PHASES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    SCALED: tl.constexpr,
+    problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tiles.place(BLOCKS, problem.H)
     if problem.right is not None:
@@ -231,34 +225,35 @@ def dq_kernel(
 
     scale = tiles.total_scale(softmax_scale, frame, problem)
     low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, PHASES, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full = tiles.schedule(
+        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
-    do_tile = tiles.load_tile(do, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True)
+    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+    do_tile = tiles.load_tile(do, first, 0, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True)
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))[:, None]
     delta_rows = tiles.load_rows(delta, first, q_len, BLOCK_Q, True, 0.0)[:, None]
     dq_tile = tl.full([BLOCK_Q, problem.D_PAD], 0.0, tl.float32)
-    for phase in tl.static_range(3):
-        if PHASES[phase]:
-            for start in tl.range(bounds[phase], bounds[phase + 1], BLOCK_K):
-                j = start + tl.arange(0, BLOCK_K)[None, :]
-                k_tile = tiles.load_tile(
-                    k, start, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, phase != 1
-                )
-                v_tile = tiles.load_tile(
-                    v, start, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, phase != 1
-                )
-                ok = tiles.visible(i, j, masks, frame, problem) if phase != 1 else None
-                if phase != 1 and problem.unseen_keys:
-                    k_tile = tiles.drop_unseen(k_tile, ok, 0)
-                product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-                dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-                _p, ds = tiles.weights_and_logit_cotangents(
-                    product, dp, lse_rows, delta_rows, scale, bias, dropout, i, j, ok, frame, problem
-                )
-                dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision="ieee")
+    if begin < end:  # see tiles.py on loops
+        for start in tl.range(begin, end, BLOCK_K):
+            j = start + tl.arange(0, BLOCK_K)[None, :]
+            k_tile = tiles.load_tile(
+                k, start, seen_begin, seen_end, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, CHECKED
+            )
+            v_tile = tiles.load_tile(
+                v, start, seen_begin, seen_end, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, CHECKED
+            )
+            if problem.masked_everywhere:
+                k_tile = tiles.drop_unseen(k_tile, tiles.visible(i, j, masks, frame, problem), 0)
+            product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+            _p, ds = tiles.weights_and_logit_cotangents(
+                product, dp, lse_rows, delta_rows, scale, bias, dropout, i, j, frame, problem
+            )
+            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
+                ds = tl.where(tiles.visible(i, j, masks, frame, problem), ds, 0.0)
+            dq_tile = tl.dot(ds.to(k_tile.dtype), k_tile, dq_tile, input_precision="ieee")
 
     if SCALED:
         dq_tile *= scale
@@ -301,10 +296,10 @@ def dbias_kernel(
             lse_head = tiles.at(lse, batch, head, problem.H, 0, problem.S, 1)
             delta_head = tiles.at(delta, batch, head, problem.H, 0, problem.S, 1)
             q_tile = tiles.load_tile(
-                q_head, i0, problem.S, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True
+                q_head, i0, 0, problem.S, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True
             )
             do_tile = tiles.load_tile(
-                do_head, i0, problem.S, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True
+                do_head, i0, 0, problem.S, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True
             )
             lse_rows = tiles.load_rows(lse_head, i0, problem.S, BLOCK_Q, True, float("inf"))[:, None]
             delta_rows = tiles.load_rows(delta_head, i0, problem.S, BLOCK_Q, True, 0.0)[:, None]
@@ -318,18 +313,17 @@ def dbias_kernel(
                     k_head = tiles.at(k, batch, 0, problem.K, kv_head, problem.G, problem.D)
                     v_head = tiles.at(v, batch, 0, problem.K, kv_head, problem.G, problem.V)
                     k_tile = tiles.load_tile(
-                        k_head, j0, problem.K, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, True
+                        k_head, j0, 0, problem.K, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, True
                     )
                     v_tile = tiles.load_tile(
-                        v_head, j0, problem.K, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, True
+                        v_head, j0, 0, problem.K, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, True
                     )
-                    ok = tiles.visible(i, j, masks, frame, problem)
                     product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
                     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
                     _p, ds = tiles.weights_and_logit_cotangents(
-                        product, dp, lse_rows, delta_rows, scale, bias, dropout, i, j, ok, frame, problem
+                        product, dp, lse_rows, delta_rows, scale, bias, dropout, i, j, frame, problem
                     )
-                    total += ds
+                    total += tl.where(tiles.visible(i, j, masks, frame, problem), ds, 0.0)
 
     strides: tl.constexpr = problem.bias_strides
     i = row_block * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]

@@ -1,9 +1,11 @@
 """Which configs the kernels of flash_attention are run with: one by heuristics, and the space that tuning searches.
 
-The candidates are listed by the wider of the two feature sizes, best first. None of them spills registers: a mask,
-segment ids, a bias, dropout or packed sequences (in the backward also a window and grouped heads) put indices and
-further tiles into registers, and such calls have lists of their own. Those that fit into shared memory count.
+The candidates are listed by the wider of the two feature sizes, the one that was fastest on an H200 first. A mask,
+segment ids, a bias, dropout or packed sequences put indices and further tiles into registers: such calls have lists of
+their own. Of a list those count that fit into the shared memory of the target.
 """
+
+import os
 
 import numpy as np
 
@@ -15,21 +17,24 @@ from .problem import padded
 # (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
 PLAIN = {
     "flash_attention": {
-        64: ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3)),
-        128: ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2)),
-        256: ((128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2)),
+        64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3)),
+        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
+        256: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2)),
     },
     "flash_attention_bwd": {
-        64: ((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
-        128: ((64, 128, 8, 2), (64, 128, 8, 3), (32, 128, 8, 2), (64, 64, 8, 2), (32, 64, 4, 2)),
-        256: ((32, 64, 8, 2), (32, 64, 8, 1)),
+        64: ((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2)),
+        128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
+        256: ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
     },
     "flash_attention_jvp": {
-        64: ((128, 64, 8, 2), (128, 128, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
-        128: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
-        256: ((128, 32, 8, 1), (64, 32, 8, 1)),
+        64: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
+        128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
+        256: ((64, 32, 4, 1), (128, 32, 8, 1)),
     },
 }
+# Where a query sees few keys, many small programs fill the device better.
+SHORT = 2048
+SHORT_FORWARD = (64, 64, 4, 3)
 FURTHER = {
     "flash_attention": {
         64: ((128, 64, 8, 2), (64, 64, 4, 2)),
@@ -67,12 +72,12 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     width = max(64, padded(operands.q.shape[3]), padded(operands.v.shape[3]))
     further = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q, operands.dropout)
     plain = all(x is None for x in further)
-    if operation == "flash_attention_bwd":
-        plain = plain and spec.window[0] is None and operands.q.shape[2] == operands.k.shape[2]
     table = PLAIN if plain else FURTHER
     if operands.q.dtype == np.float32:
         table = FLOAT32
     candidates = table[operation][width]
+    if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
+        candidates = (SHORT_FORWARD, *(c for c in candidates if c != SHORT_FORWARD))
     limit = shared_memory_limit(target)
     fitting = [c for c in candidates if shared_memory(operation, operands, *c) <= limit] or [candidates[-1]]
     return [
@@ -88,6 +93,14 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     ]
 
 
+def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
+    """How many keys a query sees at most, as far as the window and the length say."""
+    left, right = spec.window
+    right = 0 if spec.causal else right
+    length = operands.k.shape[1]
+    return length if left is None or right is None else min(length, left + right + 1)
+
+
 def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
     """Bytes of the tiles that a program keeps in shared memory."""
     D, V = padded(operands.q.shape[3]), padded(operands.v.shape[3])
@@ -99,10 +112,13 @@ def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int
         elements = (block_k + stages * block_q) * (D + V)
     if operands.bias is not None:
         elements += stages * block_q * block_k
-    return elements * np.dtype(operands.q.dtype).itemsize + 4096
+    return elements * np.dtype(operands.q.dtype).itemsize + 1024
 
 
 def shared_memory_limit(target: Target) -> int:
+    """Bytes a program may use on the target; `EJKERNEL_TRITON_SMEM_LIMIT` overrides."""
+    if limit := os.environ.get("EJKERNEL_TRITON_SMEM_LIMIT"):
+        return int(limit)
     if target.platform == "rocm":
         return LDS
     return SHARED_MEMORY.get(target.compute_capability, SMALL_SHARED_MEMORY)

@@ -32,7 +32,8 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        PHASES=problem.phases(config.block_k, over_keys=True),
+        EDGES=problem.edges(config.block_k, over_keys=True),
+        CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
@@ -44,7 +45,8 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
 def forward_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
     o, lse,
-    problem: tl.constexpr, PHASES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tiles.place(BLOCKS, problem.H)
     if problem.right is not None:
@@ -66,48 +68,44 @@ def forward_kernel(
     acc = tl.full([BLOCK_Q, problem.V_PAD], 0.0, tl.float32)
 
     low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, PHASES, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full = tiles.schedule(
+        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
-    for phase in tl.static_range(3):
-        if PHASES[phase]:
-            for start in tl.range(bounds[phase], bounds[phase + 1], BLOCK_K):
-                j = start + tl.arange(0, BLOCK_K)[None, :]
-                k_tile = tiles.load_tile(
-                    k, start, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, phase != 1
-                )
-                s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-                s = tiles.logits(s, scale, bias, i, j, frame, problem)
-                v_tile = tiles.load_tile(
-                    v, start, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, phase != 1
-                )
-                if phase != 1:
-                    ok = tiles.visible(i, j, masks, frame, problem)
-                    s = tl.where(ok, s, float("-inf"))
-                    if problem.unseen_keys:
-                        v_tile = tiles.drop_unseen(v_tile, ok, 0)
-                m_new = tl.maximum(m, tl.max(s, 1))
-                m_safe = m_new
-                if phase != 1 or bias is not None:
-                    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
-                rescale = tl.exp2((m - m_safe) * (problem.unit * tiles.LOG2E))
-                p = tiles.exponential(s, (m_safe * problem.unit)[:, None], problem)
-                l = l * rescale + tl.sum(p, 1)
-                acc *= rescale[:, None]
-                if dropout is not None:
-                    p = tl.where(tiles.kept(dropout, i, j, frame, problem), p, 0.0)
-                acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
-                m = m_new
+    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+    if begin < end:  # see tiles.py on loops
+        for start in tl.range(begin, end, BLOCK_K):
+            j = start + tl.arange(0, BLOCK_K)[None, :]
+            k_tile = tiles.load_tile(
+                k, start, seen_begin, seen_end, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, CHECKED
+            )
+            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            s = tiles.logits(s, scale, bias, i, j, frame, problem)
+            v_tile = tiles.load_tile(
+                v, start, seen_begin, seen_end, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, CHECKED
+            )
+            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
+                ok = tiles.visible(i, j, masks, frame, problem)
+                s = tl.where(ok, s, float("-inf"))
+                if problem.masked_everywhere:
+                    v_tile = tiles.drop_unseen(v_tile, ok, 0)
+            m_new = tl.maximum(m, tl.max(s, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+            rescale = tiles.exponential(m - m_safe, 0.0, problem)
+            p = tiles.exponential(s, (m_safe * problem.unit)[:, None], problem)
+            l = l * rescale + tl.sum(p, 1)
+            acc *= rescale[:, None]
+            if dropout is not None:
+                p = tl.where(tiles.kept(dropout, i, j, frame, problem), p, 0.0)
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+            m = m_new
 
     if problem.N is not None:
         l = tl.where(sequence < problem.N, l, 0.0)
     rows = first + tl.arange(0, BLOCK_Q)
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)
-    tl.store(
-        lse + rows, tl.where(empty, float("-inf"), m * problem.unit + tl.log2(total) * tiles.LN2), mask=rows < q_len
-    )
+    tl.store(lse + rows, tl.where(empty, float("-inf"), m * problem.unit + tl.log(total)), mask=rows < q_len)
     acc *= (problem.keep_scale / total)[:, None]
     tiles.store_tile(o, acc, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD)

@@ -106,9 +106,9 @@ class Problem:
 
     @property
     def unseen_keys(self) -> bool:
-        """A tile may hold keys that no query sees, whose contents must not be multiplied even by zero."""
+        """The band may hide keys from every query; their contents must not be multiplied even by zero."""
         left_behind = self.left is not None and (self.N is not None or self.left < self.K - self.S)
-        return self.masked_everywhere or left_behind or (self.right is not None and self.right < 0)
+        return left_behind or (self.right is not None and self.right < 0)
 
     def blocks(self, block: int, of_keys: bool = False) -> int:
         """How many blocks of queries (or keys) one head is cut into.
@@ -118,12 +118,16 @@ class Problem:
         tokens = self.K if of_keys else self.S
         return triton.cdiv(tokens, block) if self.N is None else tokens // block + self.N + 1
 
-    def phases(self, block: int, over_keys: bool) -> tuple[bool, bool, bool]:
-        """Which of the three loops over the blocks of keys (or of queries) there are: see `tiles.schedule`."""
-        length, first, last = (self.K, self.left, self.right) if over_keys else (self.S, self.right, self.left)
-        if self.masked_everywhere:
-            return False, False, True
-        return first is not None, True, last is not None or self.N is not None or length % block != 0
+    def edges(self, block: int, over_keys: bool) -> bool:
+        """Whether a loop over blocks of keys (or of queries) may meet tiles that are seen in part."""
+        return self.left is not None or self.right is not None or self._uneven(block, over_keys)
+
+    def checked(self, block: int, over_keys: bool) -> bool:
+        """Whether such a loop may meet tokens that must not be loaded."""
+        return self._uneven(block, over_keys) or (over_keys and self.unseen_keys)
+
+    def _uneven(self, block: int, over_keys: bool) -> bool:
+        return self.N is not None or (self.K if over_keys else self.S) % block != 0
 
 
 def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:

@@ -41,7 +41,8 @@ def flash_attention_jvp(
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        PHASES=problem.phases(config.block_k, over_keys=True),
+        EDGES=problem.edges(config.block_k, over_keys=True),
+        CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
@@ -56,8 +57,8 @@ def tangent_kernel(
     q_dot, k_dot, v_dot, bias_dot, sinks_dot, scale_dot,
     o, lse,
     o_dot, lse_dot,
-    problem: tl.constexpr, PHASES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    LOGITS_MOVE: tl.constexpr,
+    problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, LOGITS_MOVE: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tiles.place(BLOCKS, problem.H)
     if problem.right is not None:
@@ -81,64 +82,66 @@ def tangent_kernel(
         v_dot = tiles.at(v_dot, batch, k_start, problem.K, kv_head, problem.G, problem.V)
 
     i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
     if q_dot is not None:
         q_dot = tiles.at(q_dot, batch, q_start, problem.S, head, problem.H, problem.D)
         q_dot_tile = tiles.load_tile(
-            q_dot, first, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True
+            q_dot, first, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True
         )
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
     scale = tiles.total_scale(softmax_scale, frame, problem)
     low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, PHASES, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full = tiles.schedule(
+        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    seen_begin, seen_end = tiles.seen_keys(frame, problem)
     moved = tiles.sinks_tangent(sinks, sinks_dot, lse_rows, frame, problem)
     acc = tl.full([BLOCK_Q, problem.V_PAD], 0.0, tl.float32)
-    for phase in tl.static_range(3):
-        if PHASES[phase]:
-            for start in tl.range(bounds[phase], bounds[phase + 1], BLOCK_K):
-                j = start + tl.arange(0, BLOCK_K)[None, :]
-                k_tile = tiles.load_tile(
-                    k, start, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, phase != 1
-                )
-                v_tile = tiles.load_tile(
-                    v, start, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, phase != 1
-                )
-                ok = tiles.visible(i, j, masks, frame, problem) if phase != 1 else None
-                if phase != 1 and problem.unseen_keys:
+    if begin < end:  # see tiles.py on loops
+        for start in tl.range(begin, end, BLOCK_K):
+            j = start + tl.arange(0, BLOCK_K)[None, :]
+            k_tile = tiles.load_tile(
+                k, start, seen_begin, seen_end, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, CHECKED
+            )
+            v_tile = tiles.load_tile(
+                v, start, seen_begin, seen_end, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, CHECKED
+            )
+            product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            s_dot = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
+            if q_dot is not None:
+                s_dot = tl.dot(q_dot_tile, k_tile.T, s_dot, input_precision="ieee")
+            if k_dot is not None:
+                k_dot_tile = tiles.load_tile(
+                    k_dot, start, seen_begin, seen_end, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD,
+                    CHECKED,
+                )  # fmt: skip
+                s_dot = tl.dot(q_tile, k_dot_tile.T, s_dot, input_precision="ieee")
+            if v_dot is not None:
+                v_dot_tile = tiles.load_tile(
+                    v_dot, start, seen_begin, seen_end, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD,
+                    CHECKED,
+                )  # fmt: skip
+            s = tiles.logits(product, scale, bias, i, j, frame, problem)
+            if LOGITS_MOVE:
+                s_dot = tiles.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem)
+            p = tiles.exponential(s, lse_rows[:, None], problem)
+            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
+                ok = tiles.visible(i, j, masks, frame, problem)
+                p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
+                if problem.masked_everywhere:
                     v_tile = tiles.drop_unseen(v_tile, ok, 0)
-                product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-                s_dot = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
-                if q_dot is not None:
-                    s_dot = tl.dot(q_dot_tile, k_tile.T, s_dot, input_precision="ieee")
-                if k_dot is not None:
-                    k_dot_tile = tiles.load_tile(
-                        k_dot, start, k_len, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, phase != 1
-                    )
-                    s_dot = tl.dot(q_tile, k_dot_tile.T, s_dot, input_precision="ieee")
-                s = tiles.logits(product, scale, bias, i, j, frame, problem)
-                p = tiles.exponential(s, lse_rows[:, None], problem)
-                if ok is not None:
-                    p = tl.where(ok, p, 0.0)
-                kept_p = p
-                if dropout is not None:
-                    kept_p = p * tl.where(tiles.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
-                if LOGITS_MOVE:
-                    s_dot = tiles.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem)
-                    if ok is not None:
-                        s_dot = tl.where(ok, s_dot, 0.0)
-                    moved += tl.sum(p * s_dot, 1)
-                    acc = tl.dot((kept_p * s_dot).to(v_tile.dtype), v_tile, acc, input_precision="ieee")
-                if v_dot is not None:
-                    v_dot_tile = tiles.load_tile(
-                        v_dot, start, k_len, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, phase != 1
-                    )
-                    if phase != 1 and problem.unseen_keys:
+                    if v_dot is not None:
                         v_dot_tile = tiles.drop_unseen(v_dot_tile, ok, 0)
-                    acc = tl.dot(kept_p.to(v_dot_tile.dtype), v_dot_tile, acc, input_precision="ieee")
+            kept_p = p
+            if dropout is not None:
+                kept_p = p * tl.where(tiles.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
+            if LOGITS_MOVE:
+                moved += tl.sum(p * s_dot, 1)
+                acc = tl.dot((kept_p * s_dot).to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+            if v_dot is not None:
+                acc = tl.dot(kept_p.to(v_dot_tile.dtype), v_dot_tile, acc, input_precision="ieee")
 
-    o_tile = tiles.load_tile(o, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True)
+    o_tile = tiles.load_tile(o, first, 0, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True)
     acc -= moved[:, None] * o_tile.to(tl.float32)
     rows = first + tl.arange(0, BLOCK_Q)
     tl.store(lse_dot + rows, moved, mask=rows < q_len)

@@ -4,6 +4,10 @@ A program holds one block of queries (or of keys) of one head, and loops over th
 can see. Rows i and columns j count within the sequence. Index tensors are given as [rows, 1] and [1, columns], or the
 other way round where a tile is held transposed: what is computed from them follows their shapes.
 
+Every loop is one loop, which masks the tiles that are not seen whole, and stands in a branch that is taken if it is not
+empty: where the accumulator of a loop that may be empty meets its initial value, ptxas gives up running the matrix
+products asynchronously (its remark C7515).
+
 The frame of a program is where it works: (batch, head, sequence, q_start, q_len, k_start, k_len). In a dense call the
 sequence is number 0, and begins at 0.
 """
@@ -12,6 +16,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.9259629911e-08)  # log₂e less its rounding to float32
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -54,38 +59,35 @@ def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, PHASES: tl.constexpr,
-             HELD: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
-    """The bounds (a, b, c, d) of three loops by STEP over the y in [0, length) with x + low ≤ y ≤ x + high for some
-    x in [first, first + HELD).
-
-    The tiles of the middle loop, from b to c, are seen whole by every x and need no mask; those from a to b and from c
-    to d do. Where there are such tiles at all is known in advance, and PHASES says so.
+def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, HELD: tl.constexpr,
+             STEP: tl.constexpr):  # fmt: skip
+    """The bounds of a loop by STEP over the y in [0, length) with x + low ≤ y ≤ x + high for some x in
+    [first, first + HELD); and the first and the last tile whose every y is seen by every x, which needs no mask.
     """
-    begin, end, full_begin, full_end = 0, length, 0, length // STEP * STEP
+    begin, end, first_full, last_full = 0, length, 0, length - STEP
     if HAS_LOW:
         begin = tl.maximum(first + low, 0) // STEP * STEP
-        full_begin = (tl.maximum(first + HELD - 1 + low, 0) + STEP - 1) // STEP * STEP
+        first_full = first + HELD - 1 + low
     if HAS_HIGH:
-        end = tl.maximum(tl.minimum(end, first + HELD + high), begin)
-        full_end = tl.minimum(full_end, tl.maximum(first + high + 1, 0) // STEP * STEP)
-    if not PHASES[1]:
-        return begin, begin, begin, end
-    else:
-        full_begin = tl.minimum(full_begin, end)
-        return begin, full_begin, tl.maximum(full_end, full_begin), end
+        end = tl.minimum(end, first + HELD + high)
+        last_full = tl.minimum(last_full, first + high + 1 - STEP)
+    return begin, end, first_full, last_full
 
 
 @triton.jit
-def load_tile(ptr, first, length, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+def load_tile(ptr, first, begin, end, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
               CHECKED: tl.constexpr):  # fmt: skip
-    """Rows first … first + ROWS of a [length, WIDTH] matrix as a tile [ROWS, PADDED]; zeros outside, where CHECKED."""
+    """Rows first … first + ROWS of a matrix of WIDTH columns as a tile [ROWS, PADDED].
+
+    Where CHECKED, rows outside of [begin, end) are not read, but zero.
+    """
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     address = ptr + tl.cast(first, tl.int64) * stride + (rows * stride + columns)
+    inside = (first + rows >= begin) & (first + rows < end)
     if CHECKED and WIDTH != PADDED:
-        return tl.load(address, mask=(first + rows < length) & (columns < WIDTH), other=0.0)
+        return tl.load(address, mask=inside & (columns < WIDTH), other=0.0)
     elif CHECKED:
-        return tl.load(address, mask=first + rows < length, other=0.0)
+        return tl.load(address, mask=inside, other=0.0)
     elif WIDTH != PADDED:
         return tl.load(address, mask=columns < WIDTH, other=0.0)
     else:
@@ -94,7 +96,7 @@ def load_tile(ptr, first, length, stride, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def store_tile(ptr, tile, first, length, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """What `load_tile` loads."""
+    """Stores what `load_tile` loads."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     address = ptr + tl.cast(first, tl.int64) * stride + (rows * stride + columns)
     tl.store(address, tile.to(ptr.dtype.element_ty), mask=(first + rows < length) & (columns < WIDTH))
@@ -153,9 +155,18 @@ def logits(product, scale, bias, i, j, frame, problem: tl.constexpr):
 
 @triton.jit
 def exponential(s, row, problem: tl.constexpr):
-    """exp of the logits less a number for each row; with one multiply-add for an exponent where the scale is folded."""
+    """exp of the logits less a number for each row; with one multiply-add for an exponent where the scale is folded.
+
+    In float32, what the product y = x·log₂e loses in rounding is put back: exp(x) = 2^y·(1 + (x·log₂e − y)·ln 2).
+    """
     if problem.folded:
         return tl.exp2(s * (problem.scale * LOG2E) - row * LOG2E)
+    elif problem.exact:
+        x = tl.maximum(s - row, -1000.0, tl.PropagateNan.ALL)  # of infinite differences nothing is lost
+        y = x * LOG2E
+        lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
+        power = tl.exp2(y)
+        return tl.fma(power, lost * LN2, power)
     else:
         return tl.exp2((s - row) * LOG2E)
 
@@ -190,6 +201,19 @@ def band(frame, problem: tl.constexpr):
     low = k_len - q_len - problem.left if problem.left is not None else 0
     high = k_len - q_len + problem.right if problem.right is not None else 0
     return low, high
+
+
+@triton.jit
+def seen_keys(frame, problem: tl.constexpr):
+    """The bounds of the keys that the band shows to any query."""
+    _, _, _, _, q_len, _, k_len = frame
+    low, high = band(frame, problem)
+    begin, end = 0, k_len
+    if problem.left is not None:
+        begin = tl.maximum(low, 0)
+    if problem.right is not None:
+        end = tl.minimum(end, q_len + high)
+    return begin, end
 
 
 @triton.jit
@@ -234,9 +258,9 @@ def kept(dropout, i, j, frame, problem: tl.constexpr):
 
 @triton.jit
 def weights_and_logit_cotangents(
-    product, dp, lse, delta, scale, bias, dropout, i, j, ok, frame, problem: tl.constexpr
+    product, dp, lse, delta, scale, bias, dropout, i, j, frame, problem: tl.constexpr
 ):  # fmt: skip
-    """p̃ and ds of a tile, from q·kᵀ, do·vᵀ, and the rows' logsumexp and delta; `ok` is None where all is seen.
+    """p̃ and ds of a tile before masks, from q·kᵀ, do·vᵀ, and the rows' logsumexp and delta.
 
     p = exp(s − lse),  p̃ = p ∘ keep/(1 − rate),  ds = p ∘ (dp ∘ keep/(1 − rate) − delta) ∘ (1 − (s/softcap)²)
     """
@@ -249,8 +273,6 @@ def weights_and_logit_cotangents(
     ds = p * (dp - delta)
     if problem.softcap is not None:
         ds *= softcap_slope(s, problem)
-    if ok is not None:
-        left, ds = tl.where(ok, left, 0.0), tl.where(ok, ds, 0.0)
     return left, ds
 
 

@@ -1,35 +1,96 @@
-"""flash_attention on TPU: Pallas kernels for Mosaic, of the forward, its gradients and its tangent."""
+"""flash_attention on TPU: Pallas kernels, compiled by Mosaic.
 
-import jax
+What stands here imports no Pallas; the kernels are imported when they are first needed.
+"""
 
+from functools import partial
+
+from jax import Array
+
+from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .backward import backward
-from .forward import forward
-from .tangent import tangent
-
-
-def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
-    """softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows."""
-    return forward(Operands(*operands), spec, config)
+PRIORITY = 100
+# Scalar memory of every chip since v4 is 1 MiB; the tables of tiles and the scalars of a call leave some to the compiler.
+SMEM_BYTES = 768 * 1024
 
 
-def flash_attention_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: FlashAttentionSpec, config: KernelConfig
+def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the kernels cannot run on these operands (arrays or shapes), or None."""
+    from .configs import scalar_bytes
+
+    if target.platform != "tpu":
+        return f"Mosaic runs on tpu, not on {target.platform}"
+    if operands.q.dtype.name not in ("bfloat16", "float32"):
+        return f"q is {operands.q.dtype}; the matrix unit takes bfloat16 and float32"
+    for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
+        if size > 256:
+            return f"{name} has {size} features; the kernels take up to 256"
+    if 0 in operands.q.shape or 0 in operands.k.shape:
+        return "an empty batch or sequence"
+    if operands.dropout is not None:
+        return "dropout: Philox multiplies 32-bit integers into 64 bits, which the vector unit does not"
+    if (size := scalar_bytes(spec, operands, target)) > SMEM_BYTES:
+        return f"the tables of tiles and the scalars take {size} bytes; scalar memory has room for {SMEM_BYTES}"
+    return None
+
+
+def _heuristic(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
+    from .configs import heuristic
+
+    return heuristic(operation, operands, spec, target)
+
+
+def _space(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+    from .configs import space
+
+    return space(operation, operands, spec, target)
+
+
+def _registered(operation: str):
+    """The decorators of the three implementations."""
+    register = kernel_registry.register(operation, Platform.PALLAS, Backend.TPU, PRIORITY)
+    configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
+    return lambda implementation: register(supported_if(supports)(configured(implementation)))
+
+
+@_registered("flash_attention")
+def flash_attention(
+    *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
-    """The tangents of o and lse; a None tangent is zero."""
-    return tangent(primals, outputs, tangents, spec, config)
+    """o and lse."""
+    from .forward import flash_attention
+
+    return flash_attention(*operands, spec=spec, config=config)
 
 
+@_registered("flash_attention_jvp")
+def flash_attention_jvp(
+    primals: Operands,
+    outputs: Outputs,
+    tangents: Operands,
+    *,
+    spec: FlashAttentionSpec = FlashAttentionSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> Outputs:
+    """The tangents of o and lse; a tangent of None is zero."""
+    from .tangent import flash_attention_jvp
+
+    return flash_attention_jvp(primals, outputs, tangents, spec=spec, config=config)
+
+
+@_registered("flash_attention_bwd")
 def flash_attention_bwd(
     primals: Operands,
     outputs: Outputs,
     cotangents: Outputs,
     *,
     wrt: tuple[str, ...],
-    spec: FlashAttentionSpec,
-    config: KernelConfig,
-) -> tuple[jax.Array, ...]:
-    """The cotangents of the operands named in `wrt`; a None cotangent is zero."""
-    return backward(primals, outputs, cotangents, wrt, spec, config)
+    spec: FlashAttentionSpec = FlashAttentionSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> tuple[Array, ...]:
+    """The cotangents of the operands named in wrt; a cotangent of None is zero."""
+    from .backward import flash_attention_bwd
+
+    return flash_attention_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)

@@ -16,16 +16,20 @@ from jax.experimental import pallas as pl
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .launch import launch, vmem
+from .launch import block_specs, launch, vmem
 from .problem import LOG2_E, Problem, Tile, arrange, merge_heads, per_query, plan, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
-from .tiles import contract, for_kind, gradients_of, load_keys, scale_of
+from .tiles import contract, for_kind, gradient_products, gradients_of, only_seen, scale_of, sweep
+
+# As much of dq as is kept on the chip beside the tiles.
+DQ_BYTES = 36 * 2**20
 
 
-def backward(
+def flash_attention_bwd(
     primals: Operands,
     outputs: Outputs,
     cotangents: Outputs,
+    *,
     wrt: tuple[str, ...],
     spec: FlashAttentionSpec,
     config: KernelConfig,
@@ -33,17 +37,25 @@ def backward(
     problem = plan(primals, spec, config)
     lse, delta = statistics(outputs, cotangents)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
+    if problem.hidden_keys:
+        # A query that saw nothing may hold anything as well.
+        blind = (outputs.lse == -jnp.inf).swapaxes(1, 2)[:, :, :, None]
+        primals, do = primals._replace(q=jnp.where(blind, 0, primals.q)), jnp.where(blind, 0, do)
     tile = arrange(primals, problem)._replace(
         do=merge_heads(do, problem.padded_queries),
         lse=per_query(lse, problem, constant_values=jnp.inf),
         delta=per_query(delta, problem),
     )
     seen = visibility(primals, problem)
-    gradients = {}
-    if {"k", "v"} & set(wrt):
-        gradients |= _by_keys(tile, problem, walk(*seen, by="keys"), primals, wrt)
-    if {"q", "softmax_scale"} & set(wrt):
-        gradients |= _by_queries(tile, problem, walk(*seen, by="queries"), primals, wrt)
+    wants_keys, wants_queries = ({"k", "v"} & set(wrt), {"q", "softmax_scale"} & set(wrt))
+    together = wants_keys and wants_queries and config.algorithm != "split" and _dq_bytes(tile, problem) <= DQ_BYTES
+    gradients, dq = {}, None
+    if wants_keys:
+        gradients, dq = _by_keys(tile, problem, walk(*seen, by="keys"), primals, wrt, with_dq=together)
+    if wants_queries and not together:
+        dq = _by_queries(tile, problem, walk(*seen, by="queries"))
+    if wants_queries:
+        gradients |= _scaled(split_heads(dq, primals.q.shape), problem, primals)
     if "bias" in wrt:
         gradients["bias"] = _bias(tile, problem, seen, primals.bias)
     if "sinks" in wrt:
@@ -51,6 +63,16 @@ def backward(
         weights = jnp.exp2(primals.sinks[:, :, :, None] * LOG2_E - lse[:, :, None])
         gradients["sinks"] = sum_to(-(weights * delta[:, :, None]).sum(-1), primals.sinks)
     return tuple(gradients[name] for name in wrt)
+
+
+def _scaled(dq: jax.Array, problem: Problem, primals: Operands) -> dict[str, jax.Array]:
+    """From Σ ds·k the gradient of q, which is that times the scale, and of the scale, which is its product with q."""
+    static, scale = problem.spec.softmax_scale, primals.softmax_scale
+    if scale is None:
+        return {"q": (dq * static).astype(primals.q.dtype)}
+    dscale = static * jnp.einsum("bshd,bshd->bh", primals.q.astype(jnp.float32), dq)
+    dq = dq * (static * scale[:, None, :, None])
+    return {"q": dq.astype(primals.q.dtype), "softmax_scale": sum_to(dscale, scale)}
 
 
 def statistics(outputs: Outputs, cotangents: Outputs) -> tuple[jax.Array, jax.Array]:
@@ -68,89 +90,110 @@ def sum_to(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.sum(axes, keepdims=True).astype(like.dtype)
 
 
-# ---- dk, dv ----------------------------------------------------------------------------------------------------------
+# ---- dk, dv, and dq beside them --------------------------------------------------------------------------------------
 
 
-def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands, wrt) -> dict[str, jax.Array]:
-    group, block = problem.group, problem.block_k
+def _dq_bytes(tile: Tile, problem: Problem) -> int:
+    """Of dq for the heads of a group, in float32 and twice: one is written out while the next is computed."""
+    return 2 * 4 * problem.group * problem.padded_queries * (tile.q.shape[2] // problem.heads)
+
+
+def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands, wrt, with_dq: bool):
+    """dk and dv as wanted, by name, and Σ ds·k in float32 if it is to be collected too."""
+    group = problem.group
 
     def where(b, g, step, member, table):
         j, i = blocks_at(table, b, step)
         return b, g * group + member, i, j
 
-    wanted = {"k": tile.k if "k" in wrt else None, "v": tile.v if "v" in wrt else None}
-    scratch = {name: None if x is None else vmem((block, x.shape[2] // problem.kv_heads)) for name, x in wanted.items()}
+    wanted = {name: getattr(tile, name) for name in ("k", "v") if name in wrt}
+    outputs = Tile(**{name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in wanted.items()})
+    specs = block_specs(outputs, problem, where)
+    if with_dq:
+        block = tile.q.shape[2] // problem.heads, problem.block_q
+        dq = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.q_blocks, *block), jnp.float32)
+        whole = pl.BlockSpec((None, group, problem.q_blocks, *block), lambda b, g, *_: (b, g, 0, 0, 0))
+        outputs, specs = outputs._replace(q=dq), specs._replace(q=whole)
     out = launch(
         functools.partial(_keys_kernel, problem=problem, schedule=schedule),
-        "flash_attention_backward_keys",
+        "flash_attention_backward" if with_dq else "flash_attention_backward_keys",
         problem,
         schedule,
         (tile,),
-        Tile(**jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted)),
+        outputs,
+        out_specs=specs,
         where=where,
         grid=(problem.batch, problem.kv_heads, schedule.steps, group),
-        scratch=Tile(**scratch),
-        matmuls=(2, 2),
+        scratch=Tile(**{name: vmem((problem.block_k, x.shape[2] // problem.kv_heads)) for name, x in wanted.items()}),
+        matmuls=(3 if with_dq else 2, 2),
     )
-    return {n: split_heads(getattr(out, n), getattr(primals, n).shape) for n, x in wanted.items() if x is not None}
+    gradients = {name: split_heads(getattr(out, name), getattr(primals, name).shape) for name in wanted}
+    return gradients, out.q.transpose(0, 2, 4, 1, 3).reshape(tile.q.shape) if with_dq else None
 
 
 def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, schedule: Schedule):
     b, g, member = pl.program_id(0), pl.program_id(1), pl.program_id(3)
-    step = step_at(table, b, pl.program_id(2))
+    number = pl.program_id(2)
+    step = step_at(table, b, number)
     scale = scale_of(tile, problem, b, g * problem.group + member)
+
+    if out.q is not None:
+
+        @pl.when(number == 0)
+        def _():
+            out.q[member] = jnp.zeros_like(out.q[member])
 
     @pl.when(step.opens & (member == 0))
     def _():
         for x in jax.tree.leaves(sums):
             x[...] = jnp.zeros_like(x)
 
-    def gather(visible):
-        k, v = load_keys(tile, problem, visible)
-        p, ds = gradients_of(tile, problem, k, v, scale, visible)
-        q, do = tile.q[...], tile.do[...]
-        if sums.v is not None:
-            sums.v[...] += contract(p.astype(do.dtype), do, (1, 0))
-        if sums.k is not None:
-            sums.k[...] += scale * contract(ds.astype(q.dtype), q, (1, 0))
+    def gather(mask):
+        def use(rows, products):
+            visible = mask(rows)
+            p, ds = gradients_of(tile, problem, rows, products, scale, visible)
+            q, do = tile.q[...], tile.do[...]
+            ds = ds.astype(q.dtype)
+            if sums.v is not None:
+                sums.v[rows] += contract(p.astype(do.dtype), do, (1, 0))
+            if sums.k is not None:
+                sums.k[rows] += scale * contract(ds, q, (1, 0))
+            if out.q is not None:
+                out.q[member, step.minor] += contract(only_seen(tile.k[rows], problem, visible), ds, (0, 0))
+
+        sweep(problem, functools.partial(gradient_products, tile), use)
 
     for_kind(step.kind, schedule.kinds, tile, step.major, gather)
 
     @pl.when(step.closes & (member == problem.group - 1))
     def _():
-        for x, total in zip(jax.tree.leaves(out), jax.tree.leaves(sums), strict=True):
-            x[...] = total[...].astype(x.dtype)
+        if sums.k is not None:
+            out.k[...] = sums.k[...].astype(out.k.dtype)
+        if sums.v is not None:
+            out.v[...] = sums.v[...].astype(out.v.dtype)
 
 
 # ---- dq, dscale ------------------------------------------------------------------------------------------------------
 
 
-def _by_queries(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands, wrt) -> dict[str, jax.Array]:
-    # A gradient of the scale is Σ q·dq / scale, from dq before it is scaled and rounded.
-    unscaled = "softmax_scale" in wrt
+def _by_queries(tile: Tile, problem: Problem, schedule: Schedule) -> jax.Array:
     features = tile.q.shape[2] // problem.heads
     out = launch(
-        functools.partial(_queries_kernel, problem=problem, schedule=schedule, unscaled=unscaled),
+        functools.partial(_queries_kernel, problem=problem, schedule=schedule),
         "flash_attention_backward_queries",
         problem,
         schedule,
         (tile,),
-        Tile(q=jax.ShapeDtypeStruct(tile.q.shape, jnp.float32 if unscaled else tile.q.dtype)),
+        Tile(q=jax.ShapeDtypeStruct(tile.q.shape, jnp.float32)),
         where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
         grid=(problem.batch, problem.heads, schedule.steps),
         scratch=vmem((features, problem.block_q)),
         matmuls=(2, 1),
     )
-    dq = split_heads(out.q, primals.q.shape)
-    if not unscaled:
-        return {"q": dq}
-    static, scale = problem.spec.softmax_scale, primals.softmax_scale
-    dscale = static * jnp.einsum("bshd,bshd->bh", primals.q.astype(jnp.float32), dq)
-    dq = (dq * (static * scale[:, None, :, None])).astype(primals.q.dtype)
-    return {"q": dq, "softmax_scale": sum_to(dscale, scale)}
+    return out.q
 
 
-def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, schedule: Schedule, unscaled: bool):
+def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
     step = step_at(table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
@@ -159,16 +202,20 @@ def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sc
     def _():
         total[...] = jnp.zeros_like(total)
 
-    def gather(visible):
-        k, v = load_keys(tile, problem, visible)
-        _, ds = gradients_of(tile, problem, k, v, scale, visible)
-        total[...] += contract(k, ds.astype(k.dtype), (0, 0))
+    def gather(mask):
+        def use(rows, products):
+            visible = mask(rows)
+            _, ds = gradients_of(tile, problem, rows, products, scale, visible)
+            k = only_seen(tile.k[rows], problem, visible)
+            total[...] += contract(k, ds.astype(k.dtype), (0, 0))
+
+        sweep(problem, functools.partial(gradient_products, tile), use)
 
     for_kind(step.kind, schedule.kinds, tile, step.minor, gather)
 
     @pl.when(step.closes)
     def _():
-        out.q[...] = (total[...] if unscaled else scale * total[...]).T.astype(out.q.dtype)
+        out.q[...] = total[...].T
 
 
 # ---- dbias -----------------------------------------------------------------------------------------------------------
@@ -209,6 +256,7 @@ def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sched
     one_column, one_row = sums
     position = tuple(pl.program_id(axis) for axis in range(4))
     b, h, _, j = where(*position, table)
+    scale = scale_of(tile, problem, b, h)
     step, member, members = step_at(table, b, position[2]), position[3], pl.num_programs(3)
     opens, closes = step.opens | (not one_row and not one_column), step.closes | (not one_row and not one_column)
     if one_row and one_column:
@@ -218,9 +266,11 @@ def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sched
     def _():
         total[...] = jnp.zeros_like(total)
 
-    def gather(visible):
-        k, v = load_keys(tile, problem, visible)
-        total[...] += gradients_of(tile, problem, k, v, scale_of(tile, problem, b, h), visible)[1]
+    def gather(mask):
+        def use(rows, products):
+            total[rows] += gradients_of(tile, problem, rows, products, scale, mask(rows))[1]
+
+        sweep(problem, functools.partial(gradient_products, tile), use)
 
     for_kind(step.kind, schedule.kinds, tile, j, gather)
 

@@ -20,7 +20,7 @@ from ejkernel.types import KernelConfig
 from .launch import launch, vmem
 from .problem import LOG2_E, Problem, Tile, arrange, plan, sink_of, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
-from .tiles import MASKED, contract, for_kind, load_keys, logits_of, scalar, scale_of
+from .tiles import MASKED, contract, for_kind, logits_of, only_seen, scalar, scale_of, sweep
 
 
 class Softmax(NamedTuple):
@@ -31,7 +31,8 @@ class Softmax(NamedTuple):
     weighted: Any
 
 
-def forward(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
+def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
+    operands = Operands(*operands)
     problem = plan(operands, spec, config)
     schedule = walk(*visibility(operands, problem), by="queries")
     tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks))
@@ -76,15 +77,22 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
             state.maximum[...] = jnp.maximum(sink, MASKED)
             state.total[...] = jnp.exp2(sink - state.maximum[...])
 
-    def attend(visible):
-        k, v = load_keys(tile, problem, visible)
-        logits, _ = logits_of(tile, problem, contract(k, tile.q[...], (1, 1)), scale, visible)
-        maximum = jnp.maximum(state.maximum[...], jnp.max(logits, axis=0, keepdims=True))
-        weights = jnp.exp2(logits - maximum)
-        fade = jnp.exp2(state.maximum[...] - maximum)
-        state.maximum[...] = maximum
-        state.total[...] = state.total[...] * fade + jnp.sum(weights, axis=0, keepdims=True)
-        state.weighted[...] = state.weighted[...] * fade + contract(v, weights.astype(v.dtype), (0, 0))
+    def attend(mask):
+        def products(rows):
+            return contract(tile.k[rows], tile.q[...], (1, 1))
+
+        def use(rows, qk):
+            visible = mask(rows)
+            logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
+            maximum = jnp.maximum(state.maximum[...], jnp.max(logits, axis=0, keepdims=True))
+            weights = jnp.exp2(logits - maximum)
+            fade = jnp.exp2(state.maximum[...] - maximum)
+            v = only_seen(tile.v[rows], problem, visible)
+            state.maximum[...] = maximum
+            state.total[...] = state.total[...] * fade + jnp.sum(weights, axis=0, keepdims=True)
+            state.weighted[...] = state.weighted[...] * fade + contract(v, weights.astype(v.dtype), (0, 0))
+
+        sweep(problem, products, use)
 
     for_kind(step.kind, schedule.kinds, tile, step.minor, attend)
 

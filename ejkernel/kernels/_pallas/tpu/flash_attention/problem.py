@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """The spec, the sizes, and the blocks that they are cut into."""
+    """The spec, the sizes, the blocks that they are cut into, and the chunk of keys that a tile is computed by."""
 
     spec: FlashAttentionSpec
     batch: int
@@ -56,6 +56,7 @@ class Problem:
     kv_heads: int
     block_q: int
     block_k: int
+    chunk: int
     # Some keys may be hidden from every query and hold anything: not to be multiplied by a weight of 0, as 0·NaN = NaN.
     hidden_keys: bool
 
@@ -84,6 +85,7 @@ class Problem:
 def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Problem:
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
+    block_k = _balanced(keys, config.block_k)
     arbitrary = (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
     return Problem(
         spec=spec,
@@ -93,7 +95,8 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> 
         heads=heads,
         kv_heads=kv_heads,
         block_q=_balanced(queries, config.block_q),
-        block_k=_balanced(keys, config.block_k),
+        block_k=block_k,
+        chunk=_chunk(block_k, config.num_stages),
         hidden_keys=any(x is not None for x in arbitrary) or spec.window != (None, None),
     )
 
@@ -101,6 +104,12 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> 
 def _balanced(size: int, limit: int) -> int:
     """The smallest block that covers `size` in as few blocks as `limit` does: 2176 by 1024 is 3 of 768."""
     return round_up(-(-size // -(-size // limit)), LANES)
+
+
+def _chunk(block: int, stages: int) -> int:
+    """The keys of a stage: a block of whole lanes cut into `stages` equal parts, or into the next more that it can be."""
+    lanes = block // LANES
+    return block // next(parts for parts in range(min(stages, lanes), lanes + 1) if lanes % parts == 0)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -108,7 +108,7 @@ def visibility(operands: Operands, problem: Problem) -> tuple[Any, Any]:
         touched = touched & (q_low <= k_high) & (k_low <= q_high)
         whole = whole & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
     if operands.mask is not None:
-        whole = whole & False
+        touched, whole = touched & _any_in_tiles(operands.mask, problem), np.zeros_like(whole, bool)
     return touched, whole
 
 
@@ -117,3 +117,16 @@ def _extremes(x, block: int) -> tuple[Any, Any]:
     whole = -(-x.shape[1] // block) * block
     x = pad_axis(x, 1, whole, mode="edge").reshape(x.shape[0], -1, block)
     return x.min(2)[:, :, None], x.max(2)[:, :, None]
+
+
+def _any_in_tiles(mask, problem: Problem):
+    """[b?,h?,s?,t?] → whether a tile has anything in any head, [b?, q_blocks?, k_blocks?]."""
+    some = mask.any(1)
+    for axis, block, padded in (
+        (1, problem.block_q, problem.padded_queries),
+        (2, problem.block_k, problem.padded_keys),
+    ):
+        if some.shape[axis] > 1:
+            some = pad_axis(some, axis, padded)
+            some = some.reshape(*some.shape[:axis], -1, block, *some.shape[axis + 1 :]).any(axis + 1)
+    return some

@@ -27,7 +27,7 @@ from .backward import statistics
 from .launch import launch, vmem
 from .problem import LOG2_E, Problem, Tile, arrange, arrange_differentiable, per_query, plan, sink_of, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
-from .tiles import column, contract, for_kind, load_keys, logits_of, only_seen, scalar, scale_of
+from .tiles import column, contract, for_kind, logits_of, of_rows, only_seen, scalar, scale_of, sweep
 
 
 class Moments(NamedTuple):
@@ -39,8 +39,8 @@ class Moments(NamedTuple):
     moved: Any  # a, [features, block_q]
 
 
-def tangent(
-    primals: Operands, outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, config: KernelConfig
+def flash_attention_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: FlashAttentionSpec, config: KernelConfig
 ) -> Outputs:
     problem = plan(primals, spec, config)
     schedule = walk(*visibility(primals, problem), by="queries")
@@ -90,21 +90,32 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
         weight = state.weight[...]
         return jnp.where(weight > 0, state.change[...] / weight, 0)
 
-    def move(visible):
-        k, v = load_keys(tile, problem, visible)
-        qk = contract(k, tile.q[...], (1, 1))
-        logits, slope = logits_of(tile, problem, qk, scale, visible)
-        p = jnp.exp2(logits - tile.lse[...])
-        change = _logit_change(tile, dots, problem, k, qk, scale, slope, visible, (b, h))
-        before = mean()
-        state.weight[...] += jnp.sum(p, axis=0, keepdims=True)
-        state.change[...] += jnp.sum(p * change, axis=0, keepdims=True)
-        after = mean()
-        moved = contract(v, (p * (change - after)).astype(v.dtype), (0, 0))
-        if dots.v is not None:
-            moved += contract(only_seen(dots.v[...], problem, visible), p.astype(v.dtype), (0, 0))
-        state.moved[...] += moved - (after - before) * state.value[...]
-        state.value[...] += contract(v, p.astype(v.dtype), (0, 0))
+    def move(mask):
+        def products(rows):
+            qk = contract(tile.k[rows], tile.q[...], (1, 1))
+            change = None if dots.q is None else contract(tile.k[rows], dots.q[...], (1, 1))
+            if dots.k is not None:
+                by_key = contract(dots.k[rows], tile.q[...], (1, 1))
+                change = by_key if change is None else change + by_key
+            return qk, change
+
+        def use(rows, products):
+            visible = mask(rows)
+            logits, slope = logits_of(tile, problem, rows, products[0], scale, visible)
+            p = jnp.exp2(logits - tile.lse[...])
+            change = _logit_change(dots, problem, rows, products, scale, slope, visible, (b, h))
+            before = mean()
+            state.weight[...] += jnp.sum(p, axis=0, keepdims=True)
+            state.change[...] += jnp.sum(p * change, axis=0, keepdims=True)
+            after = mean()
+            v = only_seen(tile.v[rows], problem, visible)
+            moved = contract(v, (p * (change - after)).astype(v.dtype), (0, 0))
+            if dots.v is not None:
+                moved += contract(only_seen(dots.v[rows], problem, visible), p.astype(v.dtype), (0, 0))
+            state.moved[...] += moved - (after - before) * state.value[...]
+            state.value[...] += contract(v, p.astype(v.dtype), (0, 0))
+
+        sweep(problem, products, use)
 
     for_kind(step.kind, schedule.kinds, tile, step.minor, move)
 
@@ -119,17 +130,16 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
         out.lse[...] = change
 
 
-def _logit_change(tile: Tile, dots: Tile, problem: Problem, k, qk, scale, slope, visible, head) -> jax.Array:
+def _logit_change(dots: Tile, problem: Problem, rows: slice, products, scale, slope, visible, head) -> jax.Array:
     """ẏ of the equation above, by the tangents that there are."""
-    change = jnp.zeros_like(qk)
-    if dots.q is not None:
-        change += scale * contract(k, dots.q[...], (1, 1))
-    if dots.k is not None:
-        change += scale * contract(only_seen(dots.k[...], problem, visible), tile.q[...], (1, 1))
+    qk, change = products
+    change = jnp.zeros_like(qk) if change is None else scale * change
     if dots.scale is not None:
         change += problem.spec.softmax_scale * scalar(dots.scale, *head) * qk
     if dots.bias is not None:
-        change += dots.bias[...].astype(jnp.float32)
+        change += of_rows(dots.bias, rows).astype(jnp.float32)
     if dots.key_bias is not None:
-        change += column(dots.key_bias).astype(jnp.float32)
-    return change if slope is None else change * slope
+        change += column(dots.key_bias, rows).astype(jnp.float32)
+    if slope is not None:
+        change = change * slope
+    return jnp.where(visible, change, 0) if visible is not None and problem.hidden_keys else change

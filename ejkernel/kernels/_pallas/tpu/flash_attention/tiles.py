@@ -5,6 +5,7 @@ sublanes by plain vector arithmetic and broadcast back for nothing, where the ot
 lanes for every row. Logits are in base two (times log2 e), since that is what the hardware exponentiates.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from .problem import LOG2_E, Problem, Tile
-from .schedule import PARTIAL, SKIPPED
+from .schedule import PARTIAL, SKIPPED, WHOLE
 
 # A masked logit: its exponential is 0 beside any real one, and unlike −inf it has differences.
 MASKED = -0.7 * float(np.finfo(np.float32).max)
@@ -26,9 +27,9 @@ def contract(x, y, axes: tuple[int, int]) -> jax.Array:
     return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def column(row) -> jax.Array:
-    """[1,n] in lanes → [n,1] in sublanes."""
-    return row[...].T
+def column(ref, rows: slice) -> jax.Array:
+    """[1,n] in lanes → [rows,1] in sublanes; an axis of size 1 stays."""
+    return (ref[:, rows] if ref.shape[1] > 1 else ref[...]).T
 
 
 def scalar(ref, b, h) -> jax.Array:
@@ -42,49 +43,58 @@ def scale_of(tile: Tile, problem: Problem, b, h):
     return static if tile.scale is None else static * scalar(tile.scale, b, h)
 
 
+def sweep(problem: Problem, products: Callable, use: Callable) -> None:
+    """`use(rows, products(rows))` for the chunks of keys of a tile, in a pipeline.
+
+    The products of a chunk are written before the one before is used: the compiler schedules what is near, and so fills the
+    matrix unit with the next logits while the vector unit takes the exponentials of these.
+    """
+    size = problem.chunk
+    chunks = [slice(start, start + size) for start in range(0, problem.block_k, size)]
+    following = products(chunks[0])
+    for rows, after in zip(chunks, [*chunks[1:], None], strict=True):
+        current = following
+        following = None if after is None else products(after)
+        use(rows, current)
+
+
 def for_kind(kind, kinds: tuple[int, ...], tile: Tile, j, compute: Callable) -> None:
-    """Runs `compute(visible)` as the tile's kind asks: with a mask, with None for one, or not at all."""
+    """Runs `compute(mask)` as the kind of tile asks, or not at all; `mask(rows)` is `visible`, or None in whole tiles."""
+    masks = {PARTIAL: lambda rows: visible(tile, j, rows), WHOLE: lambda rows: None}
     for candidate in kinds:
         if candidate != SKIPPED:
-            pl.when(kind == candidate)(
-                lambda masked=candidate == PARTIAL: compute(visible(tile, j) if masked else None)
-            )
+            pl.when(kind == candidate)(functools.partial(compute, masks[candidate]))
 
 
-def visible(tile: Tile, j) -> jax.Array:
-    """Which query sees which key, bool [block_k, block_q]: its interval, cut down by mask and segments."""
-    block_k, block_q = tile.k.shape[0], tile.q.shape[0]
-    key = j * block_k + jax.lax.broadcasted_iota(jnp.int32, (block_k, block_q), 0)
-    conditions = [key >= 0]
-    if tile.first is not None:
-        conditions.append(key >= tile.first[...])
-    if tile.last is not None:
-        conditions.append(key <= tile.last[...])
-    if tile.mask is not None:
-        conditions.append(tile.mask[...].astype(jnp.int32) != 0)
-    if tile.key_mask is not None:
-        conditions.append(column(tile.key_mask) != 0)
-    if tile.q_segments is not None:
-        conditions.append(column(tile.k_segments) == tile.q_segments[...])
-    seen = conditions[0]
-    for condition in conditions[1:]:
-        seen = seen & condition
-    return seen
+def visible(tile: Tile, j, rows: slice) -> jax.Array:
+    """Which query sees which key of a chunk, bool [rows, block_q]: its interval, cut down by mask and segments."""
+    (block_k, _), (block_q, _) = tile.k.shape, tile.q.shape
+    shape = (rows.stop - rows.start, block_q)
+    key = j * block_k + rows.start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    conditions = [
+        key >= tile.first[...] if tile.first is not None else None,
+        key <= tile.last[...] if tile.last is not None else None,
+        of_rows(tile.mask, rows).astype(jnp.int32) != 0 if tile.mask is not None else None,
+        column(tile.key_mask, rows) != 0 if tile.key_mask is not None else None,
+        column(tile.k_segments, rows) == tile.q_segments[...] if tile.q_segments is not None else None,
+    ]
+    conditions = [condition for condition in conditions if condition is not None]
+    return jnp.broadcast_to(functools.reduce(jnp.logical_and, conditions), shape)
 
 
-def load_keys(tile: Tile, problem: Problem, visible) -> tuple[jax.Array, jax.Array]:
-    """k and v, with zeros for keys that no query of the tile sees where such keys may hold anything."""
-    return tuple(only_seen(x, problem, visible) for x in (tile.k[...], tile.v[...]))
+def of_rows(ref, rows: slice) -> jax.Array:
+    return ref[rows] if ref.shape[0] > 1 else ref[...]
 
 
-def only_seen(rows: jax.Array, problem: Problem, visible) -> jax.Array:
+def only_seen(keys: jax.Array, problem: Problem, visible) -> jax.Array:
+    """k or v with zeros for the keys that no query of the tile sees, where such keys may hold anything."""
     if visible is None or not problem.hidden_keys:
-        return rows
+        return keys
     seen = jnp.max(visible.astype(jnp.float32), axis=1, keepdims=True) > 0
-    return jnp.where(seen, rows.astype(jnp.float32), 0).astype(rows.dtype)
+    return jnp.where(seen, keys.astype(jnp.float32), 0).astype(keys.dtype)
 
 
-def logits_of(tile: Tile, problem: Problem, qk: jax.Array, scale, visible) -> tuple[jax.Array, jax.Array | None]:
+def logits_of(tile: Tile, problem: Problem, rows: slice, qk: jax.Array, scale, visible):
     """The logits in base two from q·kᵀ, and their slope in the uncapped ones (None for 1):
 
     x = scale·q·kᵀ + bias;  without softcap: x;  with: softcap·tanh(x / softcap), slope 1 − tanh²
@@ -93,9 +103,9 @@ def logits_of(tile: Tile, problem: Problem, qk: jax.Array, scale, visible) -> tu
     unit = LOG2_E if softcap is None else 1 / softcap
     x = qk * (scale * unit)
     if tile.bias is not None:
-        x = x + tile.bias[...].astype(jnp.float32) * unit
+        x = x + of_rows(tile.bias, rows).astype(jnp.float32) * unit
     if tile.key_bias is not None:
-        x = x + column(tile.key_bias).astype(jnp.float32) * unit
+        x = x + column(tile.key_bias, rows).astype(jnp.float32) * unit
     slope = None
     if softcap is not None:
         t = jnp.tanh(x)
@@ -103,12 +113,20 @@ def logits_of(tile: Tile, problem: Problem, qk: jax.Array, scale, visible) -> tu
     return (x if visible is None else jnp.where(visible, x, MASKED)), slope
 
 
-def gradients_of(tile: Tile, problem: Problem, k, v, scale, visible) -> tuple[jax.Array, jax.Array]:
-    """The weights p and the gradient ds of the uncapped logits:
+def gradients_of(tile: Tile, problem: Problem, rows: slice, products, scale, visible) -> tuple[jax.Array, jax.Array]:
+    """The weights p and the gradient ds of the uncapped logits from `gradient_products`:
 
-    p = exp(s − lse);  dp = v·doᵀ;  ds = p·(dp − delta)·slope with delta = Σ do·o − dlse
+    p = exp(s − lse);  ds = p·(v·doᵀ − delta)·slope with delta = Σ do·o − dlse
     """
-    x, slope = logits_of(tile, problem, contract(k, tile.q[...], (1, 1)), scale, visible)
+    qk, dp = products
+    x, slope = logits_of(tile, problem, rows, qk, scale, visible)
     p = jnp.exp2(x - tile.lse[...])
-    ds = p * (contract(v, tile.do[...], (1, 1)) - tile.delta[...])
-    return p, ds if slope is None else ds * slope
+    ds = p * (dp - tile.delta[...])
+    if slope is not None:
+        ds = ds * slope
+    return p, jnp.where(visible, ds, 0) if visible is not None and problem.hidden_keys else ds
+
+
+def gradient_products(tile: Tile, rows: slice) -> tuple[jax.Array, jax.Array]:
+    """k·qᵀ and v·doᵀ."""
+    return contract(tile.k[rows], tile.q[...], (1, 1)), contract(tile.v[rows], tile.do[...], (1, 1))

@@ -1,0 +1,2 @@
+def scalar_bytes(*a):
+    return 0

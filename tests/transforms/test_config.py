@@ -1,0 +1,21 @@
+"""A config changes how a result is computed, never what it is."""
+
+import jax
+import pytest
+from cases import assert_close, each_case, gradient, oracle, tangent
+
+pytestmark = pytest.mark.core
+
+
+@each_case
+@pytest.mark.parametrize("blocks", ((4, 4), (8, 3), (1, 128)), ids=str)
+def test_blocks(case, blocks):
+    """Blocks that divide the axes, that do not, and that are larger than them."""
+    config = dict(zip(("block_q", "block_k"), blocks, strict=True))
+    call = lambda arrays: case.call(arrays, config=config)
+    arrays, tangents = case.arrays(), case.tangents()
+    cotangents = case.cotangents(arrays)
+    found = jax.jit(tangent(call, case.differentiable))(arrays, tangents)
+    assert_close(found, oracle(case, tangent)(arrays, tangents))
+    found = jax.jit(gradient(call, case.differentiable))(arrays, cotangents)
+    assert_close(found, oracle(case, gradient)(arrays, cotangents))

@@ -1,0 +1,51 @@
+"""In every dtype an operation errs at most twice as much as its formula in that dtype, and its gradient three times.
+
+Both are measured against float64 on the same inputs, by the norm of all errors of a result. No result can be nearer
+than the exact one rounded, which so is the least that the formula is taken to err.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, FAMILIES, gradient, oracle
+
+pytestmark = pytest.mark.core
+
+each_dtype = pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16), ids=lambda x: x.__name__)
+
+
+def check(case, dtype, transform, factor):
+    arrays = case.arrays(dtype=dtype)
+    args = (arrays,) if transform is None else (arrays, case.cotangents(arrays))
+    of = lambda f: jax.jit(f if transform is None else transform(f, case.differentiable))
+    found, formula, exact = of(case.call)(*args), of(case.formula)(*args), oracle(case, transform)(*args)
+    for (path, x), y, z in zip(jax.tree.leaves_with_path(found), *map(jax.tree.leaves, (formula, exact)), strict=True):
+        rounded = jnp.asarray(z, x.dtype)
+        error, allowed = distance(x, z), factor * max(distance(y, z), distance(rounded, z))
+        assert error <= allowed, f"{jax.tree_util.keystr(path)}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+def distance(x, exact):
+    """The norm of x − exact where that is finite; elsewhere they must be equal."""
+    x, finite = np.asarray(x, np.float64), np.isfinite(exact)
+    np.testing.assert_array_equal(x[~finite], exact[~finite])
+    return np.linalg.norm(x[finite] - exact[finite])
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+@each_dtype
+def test_result(case, dtype):
+    check(case, dtype, None, 2)
+
+
+@pytest.mark.parametrize("case", FAMILIES, ids=str)
+@each_dtype
+def test_gradient(case, dtype):
+    check(case, dtype, gradient, 3)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_case_in_bfloat16(case):
+    check(case, jnp.bfloat16, None, 2)
+    check(case, jnp.bfloat16, gradient, 3)

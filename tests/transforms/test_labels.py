@@ -1,0 +1,46 @@
+"""Which kernel runs with which config can be read in the jaxpr, in the lowered program and in the optimised HLO."""
+
+import jax
+import pytest
+from cases import each_case, each_operation, pullback, tangent
+from programs import equations
+
+import ejkernel
+from ejkernel.ops import extract_labels_from_hlo_text, find_labels_in_lowered, labels_to_configs
+
+pytestmark = pytest.mark.core
+
+
+def traced(case, transform):
+    arrays = case.arrays()
+    direction = case.cotangents(arrays) if transform is pullback else case.tangents()
+    return jax.jit(transform(case.call, case.differentiable)).trace(arrays, direction)
+
+
+@each_case
+@pytest.mark.parametrize("transform, suffix", [(pullback, "_bwd"), (tangent, "_jvp")], ids=("grad", "jvp"))
+def test_labels(case, transform, suffix, monkeypatch):
+    """One label for each kernel, with the config that its equation has."""
+    monkeypatch.setenv("EJKERNEL_OPS_STAMP", "json")
+    program = traced(case, transform)
+    kernels = equations(program.jaxpr, case.operation)
+    assert [e.primitive.name for e in kernels] == [case.operation, case.operation + suffix]
+    configs = [e.params["config"] for e in kernels]
+    assert all(f"config={config}" in str(program.jaxpr) for config in configs)
+    lowered = program.lower()
+    for labels in (find_labels_in_lowered(lowered), extract_labels_from_hlo_text(lowered.compile().as_text())):
+        assert sorted(label.split(";config=")[0] for label in labels) == [
+            f"ejkernel[op={e.primitive.name};impl={e.params['config'].platform}" for e in kernels
+        ]
+        assert [labels_to_configs([label])[label] for label in sorted(labels)] == configs
+
+
+@each_operation
+@pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
+def test_the_label_names_what_was_explained(case, platform):
+    """On whatever platform a program is lowered for, devices of which need not be here."""
+    explained = ejkernel.explain(case.operation, target=platform, **case.arrays(), **case.options)
+    runs = next(entry.platform for entry, reason in explained.candidates if reason is None)
+    labels = find_labels_in_lowered(traced(case, pullback).lower(lowering_platforms=(platform,)))
+    assert f"ejkernel[op={case.operation};impl={runs}]" in labels
+    assert {label.split(";")[0] for label in labels} == {f"ejkernel[op={case.operation}{kind}" for kind in ("", "_bwd")}
