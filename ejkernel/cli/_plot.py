@@ -36,7 +36,7 @@ def plot(losses: Mapping[str, np.ndarray], tolerance: np.ndarray, title: str, fi
         plt.close(figure)
 
 
-def _running_mean(curve: np.ndarray, over: int = 20) -> np.ndarray:
+def _running_mean(curve: np.ndarray, over: int = 50) -> np.ndarray:
     """The mean of up to that many steps before each, and itself."""
     sums = np.cumsum(np.concatenate([np.zeros(1), curve]))
     end = np.arange(1, len(curve) + 1)

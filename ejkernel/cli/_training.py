@@ -12,7 +12,7 @@ from jax import Array
 
 from ._model import Attention, Model, Parameters, cross_entropy, initialise, logits
 
-_PEAK_RATE, _WARM_UP = 5e-3, 20
+_PEAK_RATE, _WARM_UP = 3e-3, 20
 _DECAY = 0.9, 0.95
 
 
@@ -47,7 +47,7 @@ def train(
     for done, tokens in enumerate(excerpts):
         parameters, first, second, value = compiled(parameters, first, second, done, tokens)
         losses.append(float(value))
-        show(done + 1, f"loss {np.mean(losses[-20:]):.3f}")
+        show(done + 1, f"loss {np.mean(losses[-50:]):.3f}")
     return Training(np.array(losses), parameters, traced.jaxpr, compiled.as_text())
 
 

@@ -143,6 +143,11 @@ def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_pa
     assert [file.name for file in tmp_path.iterdir()] == ["loss.csv"]
 
 
+def test_a_directory_that_cannot_be_made_is_told(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "File exists" in refused(capsys, "demo", "--out", str(tmp_path / "file"))
+
+
 def test_demo_fails_where_the_curves_part(capsys):
     tolerance = np.array([1e-5, 0.1])
     agree = lambda *ours: demo._compare({"ejkernel": np.array(ours), "reference": np.array([4.0, 3.0])}, tolerance)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 def test_hessian_vector_product(case, order):
     arrays, tangents = case.arrays(), case.tangents()
     cotangents = case.cotangents(arrays)
-    found = order(case.call, case.differentiable)(arrays, cotangents, tangents)
+    found = jax.jit(order(case.call, case.differentiable))(arrays, cotangents, tangents)
     assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
 
 
@@ -23,7 +23,7 @@ def test_reverse_over_forward(case):
     """The gradient of a tangent."""
     arrays, tangents = case.arrays(), case.tangents()
     cotangents = case.cotangents(arrays)
-    found = reverse_over_forward(case.call, case.differentiable)(arrays, cotangents, tangents)
+    found = jax.jit(reverse_over_forward(case.call, case.differentiable))(arrays, cotangents, tangents)
     assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
 
 

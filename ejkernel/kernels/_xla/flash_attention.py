@@ -21,6 +21,7 @@ Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and 
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -71,6 +72,7 @@ class _Softmax(NamedTuple):
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
+@partial(jax.jit, static_argnames=("spec", "config"))
 def flash_attention(
     *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
@@ -118,6 +120,7 @@ class _Rows(NamedTuple):
 
 
 @kernel_registry.register("flash_attention_jvp", Platform.XLA, Backend.ANY)
+@partial(jax.jit, static_argnames=("spec", "config"))
 def flash_attention_jvp(
     primals: Operands,
     outputs: Outputs,
@@ -155,6 +158,7 @@ def flash_attention_jvp(
 
 
 @kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
+@partial(jax.jit, static_argnames=("wrt", "spec", "config"))
 def flash_attention_bwd(
     primals: Operands,
     outputs: Outputs,
