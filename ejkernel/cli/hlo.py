@@ -48,7 +48,7 @@ def instructions_by_label(text: str) -> Counter[str]:
     """How many instructions carry each label, in the order of their first appearance.
 
     In HLO a label stands in the line of its instruction. In StableHLO the line refers to a location, which is defined
-    in a line of its own and may refer to others.
+    in a line of its own and may refer to others; the call of a function that is not inlined yet is one instruction.
     """
     located: dict[str, set[str]] = {}
 
