@@ -7,7 +7,8 @@ The canonical form of a call, which caches, recordings and tuning see, is that o
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from ..errors import type_error
 from ..kernels._dispatch import candidates, select
 from ..kernels._registry import kernel_registry
 from ..ops import Invocation, Kernel, default_executor
+from ..ops.recording import named_kernels
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive, Trio
 from ..types import Backend, KernelConfig, Target
@@ -69,6 +71,15 @@ class PrimitiveKernel(Kernel):
         """A config says where it was chosen for; one for a platform that was asked for holds on every backend."""
         backend = target.backend if platform == "auto" else Backend.ANY
         return replace(config, platform=entry.platform, backend=backend)
+
+    def cost(self, inv: Invocation) -> tuple[float, float] | None:
+        """The operations that the operation tells, and each operand and result moved once."""
+        named, results = self.arrays(inv), inv.kwargs["results"]
+        operations = OPERATIONS[TRIOS[self.name].name].operations(named, results, inv.kwargs["spec"])
+        if operations is None:
+            return None
+        moved = [(x.shape, x.dtype) for x in inv.args] + list(self.primitive.result_shapes(named, results).values())
+        return operations, sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved)
 
     def source_fingerprint(self) -> str:
         """A hash of the files of every implementation."""
@@ -153,7 +164,9 @@ class Operation(Kernel):
     def __init_subclass__(cls, **how: Any):
         super().__init_subclass__(**how)
         for primitive in (cls.trio.forward, cls.trio.tangent, cls.trio.backward):
-            KERNELS[primitive.name], TRIOS[primitive.name] = PrimitiveKernel(primitive), cls.trio
+            kernel = PrimitiveKernel(primitive)
+            KERNELS[primitive.name], TRIOS[primitive.name] = kernel, cls.trio
+            named_kernels[primitive.name] = kernel
             primitive.choose_config, primitive.heuristic_config = _choose_config, _heuristic_config
         cls.prepare_arguments.__qualname__ = cls.trio.name  # what Python calls it where an argument is missing
         cls.prepare_arguments.__qualname__ = cls.trio.name  # as which Python names it to who forgets an argument
@@ -178,6 +191,15 @@ class Operation(Kernel):
         """Values to measure with in the place of operands without: here random numbers."""
         del spec
         return random_like(dict(operands))
+
+    @classmethod
+    def operations(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
+        """Multiplications and additions in the matrix products of a call (forward, tangent or backward), at the least.
+
+        None where they are not known from the shapes.
+        """
+        del named, results, spec
+        return None
 
     @classmethod
     def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:

@@ -5,11 +5,15 @@ Both forms name the same registry:
     record_invocation("gpu|NVIDIA H200", "matmul@v1", call_key, kernel, args, kwargs)
     record_invocation(kernel, invocation)
 
-With `EJKERNEL_OPS_RECORD=1` every call of an executor is recorded. Arrays are recorded as their types, so nothing is
-kept alive and nothing leaks out of a trace. The registry lives as long as the process.
+With `EJKERNEL_OPS_RECORD=1` every call that an executor chooses a config for is recorded, the backward of a gradient
+too. Arrays are recorded as their types, so nothing is kept alive and nothing leaks out of a trace. The registry lives
+as long as the process; `save_invocations` keeps it.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, overload
 
 from .core.kernel import Invocation
@@ -20,6 +24,7 @@ Calls = dict[str, tuple[Any, tuple, dict[str, Any]]]
 
 _recorded: dict[str, dict[str, Calls]] = {}
 _lock = threading.Lock()
+_listener: ContextVar[dict[str, Calls] | None] = ContextVar("ejkernel_recording", default=None)
 
 
 @overload
@@ -41,9 +46,8 @@ def record_invocation(*call: Any, **named: Any) -> None:
     """
     form = _of_invocation if len(call) + len(named) == 2 else _explicit
     device, operation, call_key, kernel, args, kwargs = form(*call, **named)
-    recorded = (kernel, *abstract((tuple(args), dict(kwargs))))
     with _lock:
-        _recorded.setdefault(device, {}).setdefault(operation, {})[call_key] = recorded
+        _keep(_recorded.setdefault(device, {}), operation, call_key, kernel, args, kwargs)
 
 
 def _explicit(dev, op_id_v, call_key, kernel, args, kwargs):
@@ -52,6 +56,40 @@ def _explicit(dev, op_id_v, call_key, kernel, args, kwargs):
 
 def _of_invocation(kernel, inv):
     return inv.device_fingerprint, kernel.op_id, inv.call_key, kernel, inv.args, inv.kwargs
+
+
+def _keep(calls, operation, call_key, kernel, args, kwargs):
+    calls.setdefault(operation, {})[call_key] = (kernel, *abstract((tuple(args), dict(kwargs))))
+
+
+@contextmanager
+def recording() -> Iterator[dict[str, Calls]]:
+    """Gives the calls that are traced within this context, in the form of `get_invocations`, as they come.
+
+        with recording() as calls:
+            jax.eval_shape(jax.grad(loss), q, k, v)
+        autotune_recorded(calls)
+
+    What JAX has traced before, a function that was jitted and called, is not traced again and gives none.
+    """
+    calls: dict[str, Calls] = {}
+    before = _listener.set(calls)
+    try:
+        yield calls
+    finally:
+        _listener.reset(before)
+
+
+def overheard(inv: Invocation) -> None:
+    """Gives a call to the `recording` in progress, if there is one."""
+    if (calls := _listener.get()) is not None:
+        _keep(calls, inv.kernel.op_id, inv.call_key, inv.kernel, inv.args, inv.kwargs)
+
+
+def recorded_devices() -> list[str]:
+    """The devices that calls were recorded for."""
+    with _lock:
+        return list(_recorded)
 
 
 def get_invocations(dev: str | None = None) -> dict[str, Calls]:

@@ -53,3 +53,43 @@ def test_a_config_is_found_by_measuring(call, suffix):
         results = ("q_bar", "k_bar") if suffix == "_bwd" else None
         inv = kernel.invocation({**named, "o": o, "lse": lse, **further}, inv.kwargs["spec"], results)
     assert ops.Tuner(warmup=1, iters=1).fastest(kernel, inv, CONFIGS) in CONFIGS
+
+
+def cost_of(arrays, suffix="", **options):
+    """(operations, bytes) of the forward, or of the gradient of q and v or its tangent."""
+    given = []
+
+    def record(x):
+        given.append(OPERATIONS["flash_attention"].invocation(**x, **options)[0])
+
+    jax.eval_shape(record, arrays)
+    inv, kernel = given[0], KERNELS["flash_attention" + suffix]
+    named = {name: abstract(x) for name, x in inv.kernel.arrays(inv).items()}
+    b, s, h, _ = named["q"].shape
+    o = {"o": of_type(b, s, h, named["v"].shape[-1]), "lse": of_type(b, h, s)}
+    if suffix == "_bwd":
+        inv = kernel.invocation({**named, **o, "o_bar": o["o"]}, inv.kwargs["spec"], ("q_bar", "v_bar"))
+    elif suffix == "_jvp":
+        inv = kernel.invocation({**named, **o, "q_dot": named["q"], "v_dot": named["v"]}, inv.kwargs["spec"])
+    return kernel.cost(inv)
+
+
+def test_the_cost_of_attention_counts_the_pairs_that_are_seen():
+    arrays = dict(q=of_type(2, 6, 4, 16), k=of_type(2, 9, 2, 16), v=of_type(2, 9, 2, 8))
+    q, k, v, o, lse = 2 * 6 * 4 * 16, 2 * 9 * 2 * 16, 2 * 9 * 2 * 8, 2 * 6 * 4 * 8, 2 * 6 * 4
+    causal = sum(range(4, 10))  # row i sees i + 9 − 6 and all before it
+    assert cost_of(arrays) == (2 * 2 * 4 * 6 * 9 * (16 + 8), 4 * (q + k + v + o + lse))
+    assert cost_of(arrays, causal=True)[0] == 2 * 2 * 4 * causal * (16 + 8)
+    assert cost_of(arrays, window=(1, 0))[0] == 2 * 2 * 4 * 6 * 2 * (16 + 8)
+    assert cost_of(arrays, "_bwd", causal=True) == (
+        2 * 2 * 4 * causal * (16 + 8 + 16 + 8),  # s, dp, dq, dv
+        4 * (q + k + v + o + lse + o + q + v),
+    )
+    assert cost_of(arrays, "_jvp", causal=True)[0] == 2 * 2 * 4 * causal * (16 + 16 + 8 + 8)  # s, dq·k, ṡ·v, p·dv
+
+
+def test_the_cost_is_unknown_where_values_decide_what_is_seen():
+    assert cost_of(CALLS["plain"]) is not None
+    assert cost_of({name: x for name, x in CALLS["masked"].items() if name != "mask"}) is None
+    assert cost_of(DENSE | {"mask": of_type(100, 100, dtype=bool)}) is None
+    assert cost_of(CALLS["packed"]) is None

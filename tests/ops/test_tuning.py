@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, ones, ran
 
+from ejkernel.callib import Ceilings
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.ops import ConfigCache, Tuner, autotune, benchmark, pmap_with_config, vmap_with_config
+from ejkernel.ops import ConfigCache, Invocation, Tuner, autotune, benchmark, pmap_with_config, vmap_with_config
 from ejkernel.ops.core.checking import disagreement, same_bits
+from ejkernel.ops.utils.devices import device_target
 from ejkernel.ops.utils.operands import random_like
 
 
@@ -85,6 +87,31 @@ def test_an_error_of_the_user_is_raised_by_the_call_itself():
     with pytest.raises(KeyError, match="mine"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         executor(autotune=True)(Broken(), ones())
+
+
+# --- Times
+
+
+def test_the_heuristic_config_is_measured_first():
+    kernel = Candidates()
+    assert list(quick.times(kernel, Invocation(kernel, (ones(),), {}), [Config(2), HEURISTIC, Config(3)])) == [
+        HEURISTIC,
+        Config(2),
+        Config(3),
+    ]
+
+
+@pytest.mark.parametrize("factor, measured", [(1e3, 1), (1e-6, 3)])
+def test_the_search_ends_where_the_roofline_leaves_nothing_to_gain(monkeypatch, factor, measured):
+    class Known(Candidates):
+        def cost(self, inv):
+            return 1.0, inv.args[0].nbytes * factor
+
+    ceilings = Ceilings(device_target().device_kind, copy=1e6, matmul={"float32": 1e12}, jax="")
+    monkeypatch.setattr("ejkernel.ops.core.tuner.known_ceilings", {ceilings.device_kind: ceilings}.get)
+    kernel, configs = Known(), [HEURISTIC, Config(2), Config(3)]
+    assert len(quick.times(kernel, Invocation(kernel, (ones(64, 64),), {}), configs)) == measured
+    assert len(quick.times(Candidates(), Invocation(Candidates(), (ones(64, 64),), {}), configs)) == 3
 
 
 # --- Checks

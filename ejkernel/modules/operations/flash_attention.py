@@ -275,6 +275,14 @@ def _dropout(rate, key, q):
     return jnp.stack([jnp.full((batch, heads), first), jnp.full((batch, heads), second), *grid], axis=-1)
 
 
+def _pairs(queries: int, keys: int, spec: FlashAttentionSpec) -> int:
+    """How many (i, j) causality and the window leave: max(i' − left, 0) ≤ j ≤ min(i' + right, K − 1)."""
+    left, right = (queries + keys if bound is None else bound for bound in spec.window)
+    rows = np.arange(queries) + keys - queries
+    last = np.minimum(rows + (0 if spec.causal else right), keys - 1)
+    return int(np.maximum(last - np.maximum(rows - left, 0) + 1, 0).sum())
+
+
 class FlashAttention(Operation):
     """Softmax attention in tiles, never a whole row of weights: `ejkernel.lax.flash_attention` as a kernel object."""
 
@@ -308,6 +316,20 @@ class FlashAttention(Operation):
             elif name == "dropout":
                 values[name] = _dropout(spec.dropout_rate, jax.random.key(0), values["q"])
         return values
+
+    @classmethod
+    def operations(cls, named, results, spec):
+        """2 for each pair that is seen and each feature of a product; None where values decide what is seen.
+
+        The products are s = q·kᵀ; forward p·v; one for each tangent or gradient of q, k and v; and with one of q or k
+        also do·vᵀ (or ṡ·v).
+        """
+        if not named.keys().isdisjoint(("mask", "q_segment_ids", "cu_seqlens_q")):
+            return None
+        (batch, length, heads, d), e = named["q"].shape, named["v"].shape[-1]
+        of_q, of_k, of_v = (f"{name}_dot" in named or f"{name}_bar" in results for name in "qkv")
+        features = d + e * ("o" in results) + d * (of_q + of_k) + e * (of_q or of_k) + e * of_v
+        return 2.0 * batch * heads * _pairs(length, named["k"].shape[1], spec) * features
 
     @classmethod
     def convert(cls, arguments):

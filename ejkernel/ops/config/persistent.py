@@ -5,7 +5,7 @@ from typing import Any
 
 from ..utils.devices import device_fingerprint
 from ..utils.serialization import pack, unpack
-from ..utils.shared_file import SharedFile, cache_directory
+from ..utils.shared_file import SharedFile, cache_directory, path_in
 
 
 class PersistentCache:
@@ -20,7 +20,7 @@ class PersistentCache:
 
     def __init__(self, path: str | os.PathLike | None = None):
         self._path = path
-        self._files: dict[tuple[str, str], SharedFile] = {}
+        self._files: dict[str, SharedFile] = {}
 
     def get(self, key: str, device: str | None = None, cls: type | None = None) -> Any | None:
         """The config of `key` for `device` (a `device_fingerprint`; by default that in use), None if there is none.
@@ -48,6 +48,10 @@ class PersistentCache:
         except TypeError as error:
             file.warn(str(error))
 
+    def path_of(self, device: str | None = None) -> str:
+        """The file for `device`, a table like any other: it may be copied, and read with `load_table`."""
+        return path_in(self._path or cache_directory(), device or device_fingerprint())
+
     def _file(self, device: str | None) -> SharedFile:
-        which = (self._path or cache_directory(), device or device_fingerprint())
-        return self._files.get(which) or self._files.setdefault(which, SharedFile(*which))
+        path = self.path_of(device)
+        return self._files.get(path) or self._files.setdefault(path, SharedFile(path))

@@ -1,6 +1,6 @@
 """ConfigSelectorChain: which config a call runs with.
 
-    override → overlay → cache → persistent → autotune → heuristics
+    override → overlay → cache → persistent → tables → autotune → heuristics
 
 The first that has an answer gives it. What was measured is kept, in memory and on disk; what heuristics chose never is.
 """
@@ -8,7 +8,7 @@ The first that has an answer gives it. What was measured is kept, in memory and 
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
@@ -54,12 +54,15 @@ class ConfigSelectorChain(Generic[Cfg]):
     """Chooses configs in the order above, each level under the same key (`Kernel.key_builder`).
 
     Args:
-        cache: configs in memory; by default a new one. policy: what to do on a miss; by default what
-        `EJKERNEL_AUTOTUNE_POLICY` says at the time. tuner: how to measure. persistent: configs on disk; None for none.
-        autotune: short for `policy=AutotunePolicy(allow_autotune=autotune)`. on_event: called as `on_event(event,
-        operation, key, config)` with each choice. The events are override, overlay_hit,
-            cache_hit, persistent_hit, autotune_start (config None), autotune_finish, heuristics, and error (config
-            None).
+        cache: configs in memory; by default a new one.
+        policy: what to do on a miss; by default what `EJKERNEL_AUTOTUNE_POLICY` says at the time.
+        tuner: how to measure.
+        persistent: configs on disk; None for none.
+        tables: configs on disk that are only read.
+        autotune: short for `policy=AutotunePolicy(allow_autotune=autotune)`.
+        on_event: called as `on_event(event, operation, key, config)` with each choice. The events are override,
+            overlay_hit, cache_hit, persistent_hit, table_hit, autotune_start (config None), autotune_finish,
+            heuristics, and error (config None).
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ConfigSelectorChain(Generic[Cfg]):
         tuner: Tuner | None = None,
         persistent: PersistentCache | None = None,
         *,
+        tables: Sequence[PersistentCache] = (),
         autotune: bool | None = None,
         on_event: Callable[[str, str, str, Cfg | None], Any] | None = None,
     ):
@@ -77,6 +81,7 @@ class ConfigSelectorChain(Generic[Cfg]):
         self.cache = ConfigCache() if cache is None else cache
         self.tuner = Tuner() if tuner is None else tuner
         self.persistent = persistent
+        self.tables = tables
         self._policy = policy if autotune is None else AutotunePolicy(allow_autotune=autotune)
         self._on_event = on_event
         self._measurements = _LockByKey()
@@ -130,13 +135,12 @@ class ConfigSelectorChain(Generic[Cfg]):
                 return self._tell("overlay_hit", kernel, key, config)
         if (config := self.cache.get(key)) is not None:
             return self._tell("cache_hit", kernel, key, config)
-        if self.persistent is None:
-            return None
-        config = self.persistent.get(key, inv.device_fingerprint, kernel.config_class)
-        if config is None:
-            return None
-        self.cache.put(key, config)
-        return self._tell("persistent_hit", kernel, key, config)
+        on_disk = [("persistent_hit", self.persistent)] if self.persistent is not None else []
+        for event, store in (*on_disk, *(("table_hit", table) for table in self.tables)):
+            if (config := store.get(key, inv.device_fingerprint, kernel.config_class)) is not None:
+                self.cache.put(key, config)
+                return self._tell(event, kernel, key, config)
+        return None
 
     def _measured(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
         if not self.policy.allow_autotune or key in self._not_measurable or inv.target != device_target():

@@ -5,19 +5,22 @@ its own: there no trace is in progress, so it can be done in the midst of `jax.j
 numbers agree with those of the heuristic config and are the same, bit for bit, in a second run.
 """
 
+import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
 import numpy as np
 
+from ejkernel.callib import known_ceilings
 from ejkernel.errors import EjkernelRuntimeError
 
 from ..utils.devices import device_target
@@ -29,6 +32,8 @@ from .types import Cfg
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
+# What takes at most this much of the least time that its work can take is not improved upon.
+_AT_THE_ROOFLINE = 1.03
 
 _measuring = threading.Lock()
 
@@ -65,37 +70,52 @@ class Tuner:
         Raises:
             EjkernelRuntimeError: there is none; the message says of each why not.
         """
+        times = self.times(kernel, inv, configs)
+        return min(times, key=times.get)
+
+    def times(
+        self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None = None
+    ) -> dict[Cfg, float]:
+        """Milliseconds of those of `configs` that compute the right numbers, in the order in which they were measured.
+
+        The heuristic config comes first if it is among them. One that is hopeless is timed once, and the search ends at
+        one that takes hardly longer than the work takes at the ceilings of the device, where both are known.
+
+        Raises:
+            EjkernelRuntimeError: there is none; the message says of each why not.
+        """
         args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
         inv = replace(inv, args=args, kwargs=kwargs)
-        return _outside_any_trace(lambda: self._fastest(kernel, inv, configs))
+        return _outside_any_trace(lambda: self._times(kernel, inv, configs))
 
-    def _fastest(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None) -> Cfg:
+    def _times(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None) -> dict[Cfg, float]:
         try:
             args, kwargs = kernel.synthetic_inputs(inv)
             inv = replace(inv, args=args, kwargs=kwargs)
             heuristic = kernel.heuristic_cfg(inv)
-            configs = list(dict.fromkeys(kernel.config_space(inv) if configs is None else configs))
-            programs = _compiled(kernel, inv, dict.fromkeys([heuristic, *configs]))
+            configs = dict.fromkeys(kernel.config_space(inv) if configs is None else configs)
+            enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
+            programs = _compiled_in_turn(kernel, inv, list(dict.fromkeys([heuristic, *configs])))
+            first = next(programs)
             with _measuring:
-                reference = jax.block_until_ready(programs[heuristic].result()())
+                reference = jax.block_until_ready(first[1].result()())
         except Exception as error:
             raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {_first_line(error)}") from error
-        report, rejected = _Report(kernel.op_id, len(configs)), []
-        best, best_time = None, float("inf")
-        for config in configs:
+        report, rejected, times = _Report(kernel.op_id, len(configs)), [], {}
+        for config, program in chain([first] if heuristic in configs else [], programs):
             try:
-                milliseconds = self._measured(programs[config].result(), reference, best_time)
+                times[config] = self._measured(program.result(), reference, min(times.values(), default=math.inf))
             except Exception as error:
                 rejected.append(f"{config}: {_first_line(error)}")
                 report.tell(config, f"rejected, {_first_line(error)}")
                 continue
-            report.tell(config, f"{milliseconds:.4f} ms")
-            if milliseconds < best_time:
-                best, best_time = config, milliseconds
+            report.tell(config, f"{times[config]:.4f} ms")
+            if times[config] <= enough:
+                break
         report.close()
-        if best is None:
+        if not times:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
-        return best
+        return times
 
     def _measured(self, program: Callable[[], Any], reference: Any, best_time: float) -> float:
         """Milliseconds of a program; only of the first batch where that is already hopeless."""
@@ -111,6 +131,21 @@ class Tuner:
                 if times[0] > _HOPELESS * best_time:
                     break
             return float(np.median(times))
+
+
+def _roofline(kernel: Kernel, inv: Invocation) -> float:
+    """Milliseconds that the work takes at the ceilings of the device; 0 where kernel or device do not tell."""
+    cost, ceilings = kernel.cost(inv), known_ceilings(inv.target.device_kind)
+    if cost is None or ceilings is None:
+        return 0.0
+    arrays = (leaf for leaf in jax.tree.leaves((inv.args, inv.kwargs)) if is_array(leaf))
+    return 1e3 * ceilings.seconds(*cost, next(arrays).dtype)
+
+
+def _compiled_in_turn(kernel: Kernel, inv: Invocation, configs: Sequence[Any]) -> Iterator[tuple[Any, Future]]:
+    """Each config with its program. As many as there are cores are compiled at once, when the first of them is due."""
+    for start in range(0, len(configs), os.cpu_count()):
+        yield from _compiled(kernel, inv, configs[start : start + os.cpu_count()]).items()
 
 
 def _compiled(kernel: Kernel, inv: Invocation, configs: Iterable[Any]) -> dict[Any, Future]:

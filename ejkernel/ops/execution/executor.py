@@ -1,16 +1,17 @@
 """Executor: chooses the config of a call, records the call if asked to, and binds the kernel's primitive with it."""
 
 import functools
-import os
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol
 
 from ..config.cache import ConfigCache
 from ..config.persistent import PersistentCache
 from ..config.selection import ConfigSelectorChain
+from ..config.tables import shipped_tables
 from ..core.kernel import Invocation, Kernel
 from ..core.types import Cfg, Out
-from ..registry import Calls, record_invocation
+from ..recording import record_if_asked
+from ..registry import Calls
 
 
 class ConfigChooser(Protocol[Cfg]):
@@ -36,13 +37,12 @@ class Executor(Generic[Cfg, Out]):
 
     def run(self, inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Any:
         """What `bind` returns for an invocation whose arguments are prepared."""
-        if os.environ.get("EJKERNEL_OPS_RECORD", "0") not in ("", "0"):
-            record_invocation(inv.kernel, inv)
         chosen = self.choose(inv.kernel, inv, cfg)
         return inv.kernel.bind(inv.args, inv.kwargs, chosen, inv.target if cfg is None else None)
 
     def choose(self, kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Cfg:
-        """The config that a call would run with."""
+        """The config that a call runs with. The call is recorded, if that is asked for."""
+        record_if_asked(inv)
         return self.selector.choose(kernel, inv, cfg)
 
 
@@ -50,9 +50,10 @@ class Executor(Generic[Cfg, Out]):
 def default_executor() -> Executor:
     """The executor of a kernel that is called without one.
 
-    It keeps configs in memory and on disk, and does on a miss what `EJKERNEL_AUTOTUNE_POLICY` says at the time.
+    It keeps configs in memory and on disk, knows the tables that are shipped, and does on a miss what
+    `EJKERNEL_AUTOTUNE_POLICY` says at the time.
     """
-    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache()))
+    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), tables=shipped_tables))
 
 
 def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | None = None) -> dict[tuple[str, str], Any]:

@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote
 import jax
 
 from .serialization import pack, unpack
-from .shared_file import SharedFile, cache_directory
+from .shared_file import SharedFile, cache_directory, path_in
 
 _LABEL = re.compile(r"ejkernel\[[^\]]*\]")
 _STAMPS = ("none", "hash", "json")
@@ -65,8 +65,14 @@ def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
 
 def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
     """The config of each label that is stamped with one known here."""
-    configs = {text: _config_of(_fields(text).get("config")) for text in labels}
+    configs = {text: _config_of(label_fields(text).get("config")) for text in labels}
     return {text: config for text, config in configs.items() if config is not None}
+
+
+def label_fields(text: str) -> dict[str, str]:
+    """What a label says: `op`, and `impl`, `config` (a hash or JSON) or `call` where it has them."""
+    pairs = (field.partition("=") for field in text.removeprefix("ejkernel[").removesuffix("]").split(";"))
+    return {name: unquote(value) for name, _, value in pairs}
 
 
 # --- Text
@@ -74,11 +80,6 @@ def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
 
 def _label(**fields: str) -> str:
     return "ejkernel[" + ";".join(f"{name}={quote(value, safe='')}" for name, value in fields.items()) + "]"
-
-
-def _fields(text: str) -> dict[str, str]:
-    pairs = (field.partition("=") for field in text.removeprefix("ejkernel[").removesuffix("]").split(";"))
-    return {name: unquote(value) for name, _, value in pairs}
 
 
 # --- Configs
@@ -115,4 +116,4 @@ def _stamped() -> SharedFile:
 
 @functools.cache
 def _file_in(directory: str) -> SharedFile:
-    return SharedFile(directory, "labels")
+    return SharedFile(path_in(directory, "labels"))

@@ -81,14 +81,19 @@ def unpack(packed: Any, cls: type | None = None) -> Any:
 
 
 def _known_class(name: str) -> type | None:
-    if name in _packed_classes:
-        return _packed_classes[name]
+    """A frozen dataclass: the constructor of another class could do anything."""
+    found = _packed_classes.get(name) or class_named(name)
+    frozen = found is not None and dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
+    return found if frozen else None
+
+
+def class_named(name: str) -> type | None:
+    """The class of that `class_name`, if this process has imported it."""
     module, _, qualified = name.partition(":")
     found = sys.modules.get(module)
     for part in qualified.split("."):
         found = vars(found).get(part) if isinstance(found, types.ModuleType | type) else None
-    frozen = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
-    return found if frozen else None
+    return found if isinstance(found, type) else None
 
 
 # --- To JSON

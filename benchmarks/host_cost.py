@@ -1,0 +1,155 @@
+"""What a call costs the host, beside `jax.nn.dot_product_attention`: `python benchmarks/host_cost.py`.
+
+On the CPU and with arrays so small that nothing else counts: the way of an eager and of a jitted call to the device, a
+cache hit of the Executor, and tracing and lowering of the forward and of the gradient. A time is the least over rounds
+in which ours and the rival take turns, so that what else the machine does is left out. Tracing and lowering start with
+the caches of JAX empty, and their time is that of the processor: they wait for nothing. Prints a table, keeps a record,
+and exits with 1 where a bar is not reached.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["EJKERNEL_CACHE_DIR"] = tempfile.mkdtemp()
+
+import jax
+import jax.numpy as jnp
+from _harness import RESULTS, result_file
+
+from ejkernel.cli.info import versions
+from ejkernel.lax import flash_attention
+from ejkernel.modules import FlashAttention
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
+
+SHAPE = (1, 16, 2, 16)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cost in microseconds, that of the rival, and the bar: a ratio to the rival, or microseconds without one."""
+
+    name: str
+    ours: float
+    rival: float | None
+    bar: float | None
+
+    @property
+    def measure(self) -> float:
+        return self.ours if self.rival is None else self.ours / self.rival
+
+    @property
+    def reached(self) -> bool:
+        return self.bar is None or self.measure <= self.bar
+
+
+def main() -> int:
+    """Measures, prints and keeps."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each contender, ten times as many of calls")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    arguments = parser.parse_args()
+    rows = [*calls(arguments.rounds), cache_hit(arguments.rounds), *tracing_and_lowering(arguments.rounds)]
+    print(f"{'':<38}{'ours':>11}{'rival':>11}{'ratio':>8}{'bar':>9}")
+    for row in rows:
+        rival, ratio = ("", "") if row.rival is None else (f"{row.rival:.1f} µs", f"{row.measure:.2f}")
+        unit = " µs" if row.rival is None else ""
+        bar = "" if row.bar is None else f"{row.bar:g}{unit}"
+        over = "" if row.reached else "  over the bar"
+        print(f"{row.name:<38}{row.ours:>8.1f} µs{rival:>11}{ratio:>8}{bar:>9}{over}")
+    file = result_file("host_cost", arguments.out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "versions": versions(),
+        "convention": f"microseconds of a call, least of {arguments.rounds} rounds in turns; float32 {list(SHAPE)}",
+        "rows": [asdict(row) | {"reached": row.reached} for row in rows],
+    }
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"kept in {file}")
+    return int(not all(row.reached for row in rows))
+
+
+def least(contenders: list[Callable[[], Any]], rounds: int, calls: int, *, cold: bool = False) -> list[float]:
+    """Microseconds of a call of each contender; with `cold` of the processor, the caches of JAX emptied before it."""
+    clock = time.process_time if cold else time.perf_counter
+    times = [float("inf")] * len(contenders)
+    for _ in range(rounds + 1):  # one more than asked for, since the first also warms up
+        for i, contender in enumerate(contenders):
+            if cold:
+                jax.clear_caches()
+            start = clock()
+            for _ in range(calls):
+                result = contender()
+            jax.block_until_ready(result)
+            times[i] = min(times[i], (clock() - start) / calls * 1e6)
+    return times
+
+
+def arrays() -> list[jax.Array]:
+    return [jax.random.normal(jax.random.key(i), SHAPE) for i in range(3)]
+
+
+def calls(rounds: int) -> list[Row]:
+    """Eager and jitted calls, each beside a jitted call of the rival."""
+    x = arrays()
+    rival, jitted = jax.jit(jax.nn.dot_product_attention), jax.jit(lambda q, k, v: flash_attention(q, k, v))
+    eager, ours, theirs = least([lambda: flash_attention(*x), lambda: jitted(*x), lambda: rival(*x)], 10 * rounds, 20)
+    return [Row("eager call, rival jitted", eager, theirs, 6.0), Row("jitted call", ours, theirs, None)]
+
+
+def cache_hit(rounds: int) -> Row:
+    """The Executor's choice where the config is in memory."""
+    run = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
+    inv, _ = FlashAttention().prepare(arrays(), {})
+    run.selector.cache.put(inv.kernel.key_builder(inv), inv.kernel.heuristic_cfg(inv))
+    (hit,) = least([lambda: run.choose(inv.kernel, inv)], 10 * rounds, 20)
+    return Row("cache hit of the Executor", hit, None, 20.0)
+
+
+def tracing_and_lowering(rounds: int) -> list[Row]:
+    """Of the forward and of the gradient with respect to q, k and v; each function is new to JAX.
+
+    Our primitive stays whole while it is traced, and what it does is traced when it is lowered: of the rival it is the
+    other way round, so the two of them together are a row of their own.
+    """
+    types = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * 3
+
+    def forward(attention):
+        return lambda q, k, v: attention(q, k, v)
+
+    def gradient(attention):
+        return jax.grad(lambda q, k, v: attention(q, k, v).sum(), argnums=(0, 1, 2))
+
+    def trace(make, attention):
+        return lambda: jax.make_jaxpr(make(attention))(*types) and None
+
+    def lower(make, attention):
+        traced = jax.jit(make(attention)).trace(*types)
+        return lambda: traced.lower(lowering_platforms=("cpu",)) and None
+
+    def whole(make, attention):
+        return lambda: jax.jit(make(attention)).trace(*types).lower(lowering_platforms=("cpu",)) and None
+
+    both = (flash_attention, jax.nn.dot_product_attention)
+    return [
+        Row(f"{what} of the {make.__name__}", *least([how(make, f) for f in both], rounds, 1, cold=True), bar)
+        for what, how, bar in (("tracing", trace, 1.0), ("lowering", lower, 2.0), ("both", whole, None))
+        for make in (forward, gradient)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Measures the configs of calls and keeps the fastest: of recorded calls, or of a model's attention.
+
+    EJKERNEL_OPS_RECORD=calls.json python train.py && ejkernel tune --recorded calls.json
+    ejkernel tune --model llama3-8b --sizes 4x4096,1x32768 --out llama3.json
+    ejkernel tune --merge a.json b.json --out all.json
+
+The configs are added to the file in which programs on this machine look for them, or to a table of their own (--out),
+which can be shipped, shared and merged. Each is kept as soon as it is found.
+"""
+
+import argparse
+import importlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import short_type
+from ..lax import flash_attention
+from ..modules._operation import PrimitiveKernel
+from ..ops import Invocation, PersistentCache, Tuner, load_invocations, merge_tables, policy_override, recording
+from ..ops.registry import Calls
+from ..ops.utils.operands import is_array
+from ..ops.utils.serialization import pack
+from ..ops.utils.shared_file import SharedFile
+from ..types import ATTENTION_SHAPES, AttentionShape
+from ._progress import progress
+from ._table import print_table
+
+_TANGENT = "_jvp"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to tune, which of it, and where the configs go."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--recorded", nargs="+", type=Path, metavar="FILE", help="files of EJKERNEL_OPS_RECORD")
+    what.add_argument("--model", choices=ATTENTION_SHAPES, metavar="NAME", help=f"one of {', '.join(ATTENTION_SHAPES)}")
+    what.add_argument("--merge", nargs="+", type=Path, metavar="TABLE", help="measure nothing, only merge tables")
+    model = parser.add_argument_group("with --model")
+    model.add_argument(
+        "--sizes", type=_sizes, metavar="BxS,…", help="batches and lengths; three around its own if not given"
+    )
+    model.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of its arrays")
+    recorded = parser.add_argument_group("with --recorded")
+    recorded.add_argument(
+        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="where own kernels are"
+    )
+    parser.add_argument("--operations", metavar="NAME,…", help=f"all but tangents ({_TANGENT}) if not given")
+    parser.add_argument("--out", type=Path, metavar="TABLE", help="a table, in place of this machine's own file")
+    parser.add_argument("--dry-run", action="store_true", help="show the calls, and measure nothing")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints a table of what was tuned; 1 if there was nothing, or a call could not be measured."""
+    try:
+        return _merge(arguments) if arguments.merge else _tune(arguments)
+    except (OSError, ValueError, ImportError) as error:
+        raise argparse.ArgumentError(None, str(error)) from error
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    if arguments.out is None:
+        raise ValueError("--merge needs --out")
+    print(f"{merge_tables(arguments.merge, arguments.out)} configs added to {arguments.out}")
+    return 0
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    calls = _chosen(arguments.operations, _calls(arguments))
+    if not calls:
+        print("there is nothing to tune")
+        return 1
+    if arguments.dry_run:
+        print_table(("operation", "configs", "call"), [_planned(inv) for inv in calls])
+        return 0
+    table = SharedFile(arguments.out or PersistentCache().path_of())
+    table.add({})  # now is the time to learn that it cannot be written
+    show = progress("tune", len(calls), every=1)
+    rows = []
+    for done, inv in enumerate(calls, 1):
+        rows.append(_tuned(inv, table))
+        show(done, inv.kernel.name)
+    print_table(("operation", "ms", "heuristic", "gain", "config", "call"), [row.cells for row in rows])
+    print(f"kept in {table.path}")
+    return int(any(row.config is None for row in rows))
+
+
+# --- Which calls
+
+
+def _calls(arguments: argparse.Namespace) -> list[Invocation]:
+    if arguments.model:
+        shape = ATTENTION_SHAPES[arguments.model]
+        return [
+            inv for size in arguments.sizes or _around(shape) for inv in _of_attention(shape.at(*size), arguments.dtype)
+        ]
+    for module in arguments.modules:
+        importlib.import_module(module)
+    calls: dict[tuple[str, str], Invocation] = {}
+    for path in arguments.recorded:
+        calls |= {(inv.kernel.op_id, inv.call_key): inv for inv in _invocations(load_invocations(path))}
+    return list(calls.values())
+
+
+def _invocations(calls: Mapping[str, Calls]) -> list[Invocation]:
+    return [Invocation(*call) for of_operation in calls.values() for call in of_operation.values()]
+
+
+def _around(shape: AttentionShape) -> list[tuple[int, int]]:
+    """Its own batch and length, and half and double the length at about the same number of tokens."""
+    batch, length = shape.batch, shape.seq_q
+    return [(batch, length), (2 * batch, length // 2), (max(batch // 2, 1), 2 * length)]
+
+
+def _of_attention(shape: AttentionShape, dtype: str) -> list[Invocation]:
+    """The calls that a gradient of this attention makes: forward, tangent and backward."""
+    wide = {"sinks": jnp.float32}
+    arrays = {name: jax.ShapeDtypeStruct(size, wide.get(name, dtype)) for name, size in shape.sizes.items()}
+    with recording() as calls, _heuristics():
+        jax.eval_shape(jax.grad(lambda x: flash_attention(**x, **shape.options).astype(jnp.float32).sum()), arrays)
+    return _invocations(calls)
+
+
+@contextmanager
+def _heuristics() -> Iterator[None]:
+    """Nothing is measured within, and nothing missed, whatever policy the environment asks programs for."""
+    asked = os.environ.pop("EJKERNEL_AUTOTUNE_POLICY", None)
+    try:
+        with policy_override(autotune=False):
+            yield
+    finally:
+        if asked is not None:
+            os.environ["EJKERNEL_AUTOTUNE_POLICY"] = asked
+
+
+def _chosen(names: str | None, calls: Sequence[Invocation]) -> list[Invocation]:
+    if names is None:
+        return [inv for inv in calls if not inv.kernel.name.endswith(_TANGENT)]
+    known, asked = {inv.kernel.name for inv in calls}, names.split(",")
+    if unknown := [name for name in asked if name not in known]:
+        raise ValueError(f"no call of {', '.join(unknown)}; there are {', '.join(sorted(known)) or 'none at all'}")
+    return [inv for inv in calls if inv.kernel.name in asked]
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    sizes = [size.partition("x")[::2] for size in text.split(",")]
+    if not all(batch.isdecimal() and length.isdecimal() and int(batch) and int(length) for batch, length in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of batches and lengths such as 4x4096,1x32768")
+    return [(int(batch), int(length)) for batch, length in sizes]
+
+
+# --- Measuring
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What came of one call: its fastest config, and the milliseconds of that and of the heuristic one; or why none."""
+
+    inv: Invocation
+    config: Any = None
+    milliseconds: float | None = None
+    heuristic: float | None = None
+    reason: str = ""
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        name, call = self.inv.kernel.name, _described(self.inv)
+        if self.config is None:
+            return name, "", "", "", f"not measured: {self.reason}", call
+        heuristic, gain = "failed", ""
+        if self.heuristic is not None:
+            heuristic, gain = f"{self.heuristic:.4f}", f"{self.heuristic / self.milliseconds:.2f} ×"
+        return name, f"{self.milliseconds:.4f}", heuristic, gain, repr(self.config), call
+
+
+def _tuned(inv: Invocation, table: SharedFile) -> _Row:
+    """Measures a call and keeps its fastest config."""
+    kernel, tuner = inv.kernel, Tuner()
+    if reason := tuner.refusal(inv):
+        return _Row(inv, reason=reason)
+    try:
+        heuristic = kernel.heuristic_cfg(inv)
+        times = tuner.times(kernel, inv, [heuristic, *kernel.config_space(inv)])
+        fastest = min(times, key=times.get)
+        entry = {kernel.key_builder(inv): pack(fastest)}
+    except Exception as error:  # of a kernel: the other calls can still be tuned
+        return _Row(inv, reason=" ".join(str(error).split()))
+    table.add(entry)
+    return _Row(inv, fastest, times[fastest], times.get(heuristic))
+
+
+# --- What is shown
+
+
+def _planned(inv: Invocation) -> tuple[str, ...]:
+    try:
+        configs = str(len({inv.kernel.heuristic_cfg(inv), *inv.kernel.config_space(inv)}))
+    except Exception as error:
+        configs = " ".join(str(error).split())
+    return inv.kernel.name, configs, _described(inv)
+
+
+def _described(inv: Invocation) -> str:
+    """The types of the arrays, each once, and the options."""
+    types = dict.fromkeys(short_type(x) for x in jax.tree.leaves((inv.args, inv.kwargs)) if is_array(x))
+    if isinstance(inv.kernel, PrimitiveKernel):
+        return " ".join((*types, repr(inv.kwargs["spec"])))
+    return " ".join((*types, *(f"{name}={x!r}" for name, x in inv.kwargs.items() if not is_array(x))))

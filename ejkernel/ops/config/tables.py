@@ -1,0 +1,47 @@
+"""Tables: files of tuned configs that are shipped, shared and merged.
+
+A table is what `PersistentCache` writes, so the file of a machine is one, and a table that is copied into a cache
+directory under the name of a device serves there. Its keys name device, source and versions: what does not fit is
+never asked for, and tables of many devices may be merged into one.
+"""
+
+import os
+from collections.abc import Iterable
+
+from ..utils.serialization import unpack
+from ..utils.shared_file import SharedFile, read_entries
+from .cache import ConfigCache
+from .persistent import PersistentCache
+
+shipped_tables: list[PersistentCache] = []
+"""What comes with the library. The floors above add their directories; nothing is ever written there."""
+
+
+def load_table(path: str | os.PathLike) -> ConfigCache:
+    """The configs of a table; with `overlay_cache(load_table(path))` they come first.
+
+    Those of classes that this process has not imported are left out: code is never loaded for the sake of a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or no table.
+    """
+    table = ConfigCache()
+    for key, packed in read_entries(path).items():
+        if (config := unpack(packed)) is not None:
+            table.put(key, config)
+    return table
+
+
+def merge_tables(paths: Iterable[str | os.PathLike], out: str | os.PathLike) -> int:
+    """Adds the configs of tables to those of the table `out`, and returns how many there were to add.
+
+    Of several for one key the last one holds.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: one is damaged, or no table. `out` is then as it was.
+    """
+    merged = {key: packed for path in paths for key, packed in read_entries(path).items()}
+    SharedFile(out).add(merged)
+    return len(merged)

@@ -1,0 +1,122 @@
+"""Recorded calls in a file: what a program calls, to be measured later, elsewhere, and without the program.
+
+    EJKERNEL_OPS_RECORD=calls.json python train.py       # the file is written when the process ends
+    python -m ejkernel tune --recorded calls.json
+
+A file holds types and static options: no values, and no code. A built-in kernel is found again by its name, a user's by
+its class if the process that reads the file has imported it. Many processes may write one file.
+"""
+
+import atexit
+import functools
+import os
+import warnings
+from typing import Any
+
+import jax
+
+from .core.kernel import Invocation, Kernel
+from .registry import Calls, get_invocations, overheard, record_invocation, recorded_devices
+from .utils.operands import is_array
+from .utils.packing import pack_tree, unpack_tree
+from .utils.serialization import class_name, class_named
+from .utils.shared_file import SharedFile, read_entries
+
+named_kernels: dict[str, Kernel] = {}
+"""The kernels that a file names; the floor above adds the built-in ones."""
+
+
+def record_if_asked(inv: Invocation) -> None:
+    """Records a call as `EJKERNEL_OPS_RECORD` says: "1" in memory, a path that ends in ".json" also in that file."""
+    overheard(inv)
+    where = os.environ.get("EJKERNEL_OPS_RECORD", "0")
+    if where not in ("", "0"):
+        record_invocation(inv.kernel, inv)
+        if where.endswith(".json"):
+            _save_at_exit(os.path.abspath(os.path.expanduser(where)))
+
+
+@functools.cache
+def _save_at_exit(path: str) -> None:
+    def save():
+        try:
+            save_invocations(path)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"ejkernel: {path}: the recorded calls are lost: {error}", UserWarning, stacklevel=1)
+
+    atexit.register(save)
+
+
+def save_invocations(path: str | os.PathLike) -> None:
+    """Adds every recorded call, for whatever device, to a file.
+
+    A call that has no JSON (a function among its options, say) is left out, with a warning.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: it is there, and no file of recorded calls.
+    """
+    entries = {}
+    for device in recorded_devices():
+        for operation, calls in get_invocations(device).items():
+            for call_key, (kernel, args, kwargs) in calls.items():
+                try:
+                    packed = {"kernel": _pack_kernel(kernel), "args": pack_tree(args), "kwargs": pack_tree(kwargs)}
+                except TypeError as error:
+                    _left_out(path, operation, error)
+                    continue
+                where = {"device": device, "operation": operation, "call": call_key}
+                entries["|".join(where.values())] = where | packed
+    SharedFile(path, "calls").add(entries)
+
+
+def load_invocations(path: str | os.PathLike, dev: str | None = None) -> dict[str, Calls]:
+    """The calls in a file: operation → call → (kernel, args, kwargs), in the form of `get_invocations`.
+
+    `autotune_recorded` measures them on the device in use, whatever they were recorded on; with `dev` only those that
+    were recorded for that device are given. A call of a kernel whose class is not imported is left out, with a
+    warning.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged, or no file of recorded calls.
+    """
+    found: dict[str, Calls] = {}
+    for entry in read_entries(path, "calls").values():
+        try:
+            device, operation, call_key = (entry[name] for name in ("device", "operation", "call"))
+            call = (_unpack_kernel(entry["kernel"]), *map(unpack_tree, (entry["args"], entry["kwargs"])))
+            if dev in (None, device):
+                found.setdefault(operation, {})[call_key] = call
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            _left_out(path, entry.get("operation") if isinstance(entry, dict) else None, error)
+    return found
+
+
+def _left_out(path: str | os.PathLike, operation: str | None, error: Exception) -> None:
+    warnings.warn(f"ejkernel: {os.fspath(path)}: a call of {operation} is left out: {error}", UserWarning, stacklevel=3)
+
+
+# --- Kernels
+
+
+def _pack_kernel(kernel: Kernel) -> dict[str, Any]:
+    if named_kernels.get(kernel.name) is kernel:
+        return {"name": kernel.name}
+    if any(map(is_array, jax.tree.leaves(vars(kernel)))):
+        raise TypeError("the kernel holds arrays")
+    return {"class": class_name(type(kernel)), "attributes": pack_tree(vars(kernel))}
+
+
+def _unpack_kernel(packed: dict[str, Any]) -> Kernel:
+    """A kernel that equals the one that was packed. Of a user's class no code is run, not even its constructor."""
+    if "name" in packed:
+        if packed["name"] not in named_kernels:
+            raise ValueError(f"there is no built-in kernel {packed['name']}")
+        return named_kernels[packed["name"]]
+    cls = class_named(packed["class"])
+    if cls is None or not issubclass(cls, Kernel):
+        raise ValueError(f"the kernel {packed['class']} is not imported here")
+    kernel = object.__new__(cls)
+    vars(kernel).update(unpack_tree(packed["attributes"]))
+    return kernel
