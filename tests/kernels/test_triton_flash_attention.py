@@ -20,7 +20,13 @@ LENGTH = 40
 CONFIG = KernelConfig(block_q=16, block_k=32)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ALWAYS = ("causal", "grouped heads", "packed, causal")  # the interpreter takes ten seconds and more a case
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES],
+)
 def test_in_the_interpreter(case, monkeypatch):
     """Forward, backward and tangent of small float32 calls, keys that no query sees holding NaN."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels._xla import _attention
+from ejkernel.kernels._xla import _attention, _tiles
 from ejkernel.kernels._xla.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp, reference
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -187,7 +187,7 @@ FAMILIES = {
 
 @partial(jax.jit, static_argnames=("spec", "config"))
 def errors_of_both(operands, moved, cotangents, spec, config):
-    """Of kernel and formula in one precision, against the formula in float64; and the last bit of the largest."""
+    """Of kernel and formula in one precision against the formula in float64; the last bit of the largest number."""
     wide = lambda x: jax.tree.map(lambda a: a.astype(jnp.float64), x)
     truth = of_reference(wide(operands), spec, wide(moved), wide(cotangents))
     error = lambda found: jax.tree.map(lambda a, b: jnp.abs(a.astype(jnp.float64) - b).max(), found, truth)
@@ -299,7 +299,7 @@ def test_nothing_of_nothing(s, t):
 def test_a_tile_is_visited_if_something_in_it_is_seen(s, t, window, causal):
     spec = FlashAttentionSpec(causal=bool(causal), window=window)
     operands = plain(s=s, t=t)
-    _, grid = _attention.cut(operands, spec, 8, 16)
+    _, grid = _tiles.cut(operands, spec, KernelConfig(block_q=8, block_k=16))
     seen = np.asarray(_attention.visible(_attention.folded(operands, spec), spec)).reshape(s, t)
     seen = np.pad(seen, [(0, -n % size) for n, size in zip(seen.shape, grid.size, strict=True)])
     rows, columns = grid.size

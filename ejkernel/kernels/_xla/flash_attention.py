@@ -29,8 +29,9 @@ from jax import Array, lax
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._registry import Backend, Platform, kernel_registry
+from .._registry import Backend, Platform, configured_by, kernel_registry
 from . import _attention as attention
+from . import _tiles as tiles
 from ._attention import (
     Folded,
     dropped,
@@ -72,13 +73,14 @@ class _Softmax(NamedTuple):
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
+@configured_by(tiles.heuristic, tiles.space)
 @partial(jax.jit, static_argnames=("spec", "config"))
 def flash_attention(
     *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
     """o and lse, tile by tile."""
     operands = Operands(*operands)
-    x, grid = attention.cut(operands, spec, config.block_q, config.block_k)
+    x, grid = tiles.cut(operands, spec, config)
     dtype = attention.statistics_dtype(x.q.dtype)
 
     def of_tile(x):
@@ -89,7 +91,7 @@ def flash_attention(
 
     lowest, of_rows = jnp.finfo(dtype).min, partial(_of_rows, x, dtype)
     nothing = _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
-    softmax = attention.trim(attention.sweep(of_tile, (x,), _merged, nothing, grid), grid)
+    softmax = tiles.trim(tiles.sweep(of_tile, (x,), _merged, nothing, grid), grid)
     if x.sinks is not None:
         sinks = x.sinks.astype(dtype)
         m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
@@ -120,6 +122,7 @@ class _Rows(NamedTuple):
 
 
 @kernel_registry.register("flash_attention_jvp", Platform.XLA, Backend.ANY)
+@configured_by(tiles.heuristic, tiles.space)
 @partial(jax.jit, static_argnames=("spec", "config"))
 def flash_attention_jvp(
     primals: Operands,
@@ -130,8 +133,8 @@ def flash_attention_jvp(
     config: KernelConfig = KernelConfig(),
 ) -> Outputs:
     """The tangents of o and lse; a tangent of None is zero."""
-    x, grid = attention.cut(primals, spec, config.block_q, config.block_k)
-    dx = attention.pad(attention.fold(tangents, primals.k.shape[2]), grid.padding)
+    x, grid = tiles.cut(primals, spec, config)
+    dx = tiles.pad(attention.fold(tangents, primals.k.shape[2]), grid.padding)
     lse = _floored(_fold_outputs(outputs, primals, grid).lse)
 
     def sums(x, dx, rows):
@@ -147,17 +150,18 @@ def flash_attention_jvp(
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_dead(dx, logits.living).v)}
 
     of_rows = partial(_of_rows, x, lse.dtype)
-    totals = attention.sweep(sums, (x, dx, _Rows(lse)), _added, {"l": of_rows(1), "dlse": of_rows(1)}, grid)
+    totals = tiles.sweep(sums, (x, dx, _Rows(lse)), _added, {"l": of_rows(1), "dlse": of_rows(1)}, grid)
     excess = _excess(totals["l"], x, lse)
     dlse = totals["dlse"] * jnp.exp(-excess)
     if dx.sinks is not None:
         dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = _Rows(lse, excess, dlse=dlse)
-    do = attention.sweep(change, (x, dx, rows), _added, {"do": of_rows(x.v.shape[-1])}, grid)["do"]
-    return _outputs(**attention.trim({"o": do, "lse": dlse}, grid), dtype=primals.q.dtype)
+    do = tiles.sweep(change, (x, dx, rows), _added, {"do": of_rows(x.v.shape[-1])}, grid)["do"]
+    return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=primals.q.dtype)
 
 
 @kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
+@configured_by(tiles.heuristic, tiles.space)
 @partial(jax.jit, static_argnames=("wrt", "spec", "config"))
 def flash_attention_bwd(
     primals: Operands,
@@ -169,7 +173,7 @@ def flash_attention_bwd(
     config: KernelConfig = KernelConfig(),
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt; a cotangent of None is zero."""
-    x, grid = attention.cut(primals, spec, config.block_q, config.block_k)
+    x, grid = tiles.cut(primals, spec, config)
     rows = _rows_of_backward(primals, outputs, cotangents, x, spec, grid)
     (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
     shapes = {"q": x.q.shape, "k": (b, g, d, t), "v": (b, g, e, t)}
@@ -192,7 +196,7 @@ def flash_attention_bwd(
         }
         return {name: parts[name]() for name in nothing}
 
-    totals = attention.trim(attention.sweep(gradients, (x, rows), _added, nothing, grid), grid) if nothing else {}
+    totals = tiles.trim(tiles.sweep(gradients, (x, rows), _added, nothing, grid), grid) if nothing else {}
     if "sinks" in wrt:
         of_rows = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
         totals["dsinks"] = attention.sum_to(of_rows.sum(3, keepdims=True), x.sinks.shape)
@@ -207,7 +211,7 @@ def flash_attention_bwd(
 
 
 def _rows_of_backward(
-    primals: Operands, outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: attention.Grid
+    primals: Operands, outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: tiles.Grid
 ) -> _Rows:
     lse = _floored(_fold_outputs(outputs, primals, grid).lse)
     do, dlse = _fold_outputs(cotangents, primals, grid)
@@ -220,7 +224,7 @@ def _rows_of_backward(
         return {"l": p.sum(-1, keepdims=True), "delta": delta}
 
     nothing = {"l": _of_rows(x, lse.dtype, 1), "delta": _of_rows(x, lse.dtype, 1)}
-    totals = attention.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing, grid)
+    totals = tiles.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing, grid)
     excess = _excess(totals["l"], x, lse)
     delta = totals["delta"] * jnp.exp(-excess)
     return _Rows(lse, excess, delta if dlse is None else delta - dlse, do)
@@ -312,12 +316,12 @@ def _of_rows(x: Folded, dtype: Any, width: int, value: float = 0) -> Array:
     return lax.full((*x.q.shape[:4], width), value, dtype)
 
 
-def _fold_outputs(outputs: Outputs, operands: Operands, grid: attention.Grid) -> Outputs:
+def _fold_outputs(outputs: Outputs, operands: Operands, grid: tiles.Grid) -> Outputs:
     """o [b,g,r,s,e] and lse [b,g,r,s,1], padded."""
     groups = operands.k.shape[2]
     o = None if outputs.o is None else fold_rows(outputs.o, groups)
     lse = None if outputs.lse is None else lax.expand_dims(fold_heads(outputs.lse, groups), (4,))
-    return attention.pad(Outputs(o, lse), grid.padding)
+    return tiles.pad(Outputs(o, lse), grid.padding)
 
 
 def _outputs(o: Array, lse: Array, dtype: Any) -> Outputs:

@@ -1,0 +1,197 @@
+"""The loop over the tiles of the logits that causal, window and sequences leave, in which nothing is kept per tile.
+
+Arrays are named: their name says which axis holds the rows of the logits and which the columns.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+from ejkernel.types import KernelConfig, Target
+
+from ._attention import Folded, bounds, folded
+
+# Where an array keeps the rows and where the columns of the logits. One without a name here, and an axis of size 1,
+# belongs to every tile.
+AXES = (
+    dict.fromkeys(("q", "o", "m", "l", "lse", "excess", "delta", "dq", "do", "dlse", "rows"), (-2, None))
+    | dict.fromkeys(("k", "v"), (None, -2))
+    | dict.fromkeys(("dk", "dv", "columns"), (None, -1))
+    | dict.fromkeys(("bias", "dbias", "mask"), (-2, -1))
+)
+Start = tuple[Any, Any]  # row and column of a tile's first logit, uint32: unsigned, they are not looked at for wrapping
+ORIGIN = (np.uint32(0), np.uint32(0))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The tiles of the logits that are computed.
+
+    Attributes:
+        size: rows and columns of a tile.
+        starts: the first row of each tile, and the first column, uint32.
+        shape: rows and columns of all the logits, without padding.
+        padding: rows and columns appended to make whole tiles.
+        divided: tokens are divided into sequences or segments, so that more tiles turn out to be empty at run time.
+    """
+
+    size: tuple[int, int]
+    starts: tuple[np.ndarray, np.ndarray]
+    shape: tuple[int, int]
+    padding: tuple[int, int]
+    divided: bool
+
+
+def cut(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> tuple[Folded, Grid]:
+    """The operands padded to whole tiles, and the tiles that causal and window leave: all of them where packed.
+
+    Blocks are made as equal as possible, so that little is padded: 1000 rows in blocks of at most 512 are 2 · 500.
+    """
+    s, t = shape = operands.q.shape[1], operands.k.shape[1]
+    blocks = zip(shape, (config.block_q, config.block_k), strict=True)
+    size = tuple(math.ceil(n / math.ceil(n / block)) if n else 1 for n, block in blocks)
+    padding = -s % size[0], -t % size[1]
+    packed, divided = operands.cu_seqlens_q is not None, operands.q_segment_ids is not None
+    starts = _starts(shape, size, (None, None) if packed else bounds(spec))
+    x = folded(operands, spec)
+    if any(padding) and x.rows.sequence is None:  # a negative sequence tells the padding apart
+        rows, columns = jnp.zeros((1, 1, 1, s, 1), jnp.int32), jnp.zeros((1, 1, 1, 1, t), jnp.int32)
+        x = x._replace(rows=x.rows._replace(sequence=rows), columns=x.columns._replace(sequence=columns))
+    return pad(x, padding), Grid(size, starts, shape, padding, packed or divided)
+
+
+def _starts(shape: tuple, size: tuple, within: tuple) -> tuple[np.ndarray, np.ndarray]:
+    (s, t), (left, right) = shape, within
+    row, column = np.meshgrid(np.arange(0, s, size[0]), np.arange(0, t, size[1]), indexing="ij")
+    first, last = row + (t - s), np.minimum(row + size[0], s) - 1 + (t - s)
+    inside = np.ones(row.shape, bool) if right is None else column <= last + right
+    inside &= True if left is None else np.minimum(column + size[1], t) - 1 >= first - left
+    return row[inside].astype(np.uint32), column[inside].astype(np.uint32)
+
+
+def pad(x: Any, amount: tuple[int, int]) -> Any:
+    """Arrays named by AXES with rows and columns appended: 0, but −1 for tokens, which makes them padding."""
+
+    def grow(name, a):
+        widths = [(0, 0, 0)] * a.ndim
+        for axis, side in _tiled_axes(name, a):
+            widths[axis] = (0, amount[side], 0)
+        return lax.pad(a, np.array(-1 if name in ("rows", "columns") else 0, a.dtype), widths)
+
+    return _map_named(grow, x) if any(amount) else x
+
+
+def tile(x: Any, start: Start, size: tuple[int, int]) -> Any:
+    """The part in a tile of arrays named by AXES."""
+
+    def part(name, a):
+        starts, sizes = [np.uint32(0)] * a.ndim, list(a.shape)
+        for axis, side in _tiled_axes(name, a):
+            starts[axis], sizes[axis] = start[side], size[side]
+        return a if tuple(sizes) == a.shape else lax.dynamic_slice(a, starts, sizes)
+
+    return _map_named(part, x)
+
+
+def put(totals: Any, parts: Any, start: Start) -> Any:
+    """The totals with a tile's part of them replaced."""
+
+    def replaced(name, total, part):
+        starts = [np.uint32(0)] * total.ndim
+        for axis, side in _tiled_axes(name, total):
+            starts[axis] = start[side]
+        return part if part.shape == total.shape else lax.dynamic_update_slice(total, part, starts)
+
+    return _map_named(replaced, totals, parts)
+
+
+def _map_named(f: Callable[..., Array], *trees: Any) -> Any:
+    """f(name, *arrays) for the arrays under each name of dicts, or of NamedTuples."""
+    first, *others = trees if isinstance(trees[0], dict) else [tree._asdict() for tree in trees]
+    mapped = {
+        name: jax.tree.map(partial(f, name), value, *(other[name] for other in others)) for name, value in first.items()
+    }
+    return mapped if isinstance(trees[0], dict) else type(trees[0])(**mapped)
+
+
+def _tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
+    """(axis, 0 for rows or 1 for columns) of the axes that are cut."""
+    sides = enumerate(AXES.get(name, ()))
+    return [(axis, side) for side, axis in sides if axis is not None and x.shape[axis] > 1]
+
+
+def sweep(of_tile: Callable, x: tuple, add: Callable, nothing: Any, grid: Grid) -> Any:
+    """of_tile(*tile of x) of every tile, added to `nothing` by add(total, part), each in its own part of the totals.
+
+    The first of x is `Folded`. The totals, and so the parts, are named and hold the padding. Derivatives keep nothing
+    of a tile but where it starts: it is computed again.
+    """
+    tiles = len(grid.starts[0])
+    if tiles == 0:
+        return nothing
+    if tiles == 1 and grid.size == grid.shape:
+        return of_tile(*x)
+    nothing = varying_like(x, nothing)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def part(x, start):
+        x = tuple(tile(a, start, grid.size) for a in x)
+        if not grid.divided:
+            return of_tile(*x)
+        return lax.cond(_may_see(x[0]), of_tile, lambda *_: tile(nothing, ORIGIN, grid.size), *x)
+
+    def step(totals, start):
+        return put(totals, add(tile(totals, start, grid.size), part(x, start)), start), None
+
+    return lax.scan(step, nothing, grid.starts)[0]
+
+
+def _may_see(x: Folded) -> Array:
+    """Whether rows and columns can have a sequence and a segment in common, by the smallest and the largest of each."""
+
+    def overlap(row, column):
+        ends = [(i.min((1, 2, 3, 4)), i.max((1, 2, 3, 4))) for i in (row, column)]
+        return jnp.maximum(0, jnp.maximum(ends[0][0], ends[1][0])) <= jnp.minimum(ends[0][1], ends[1][1])
+
+    kinds = (x.rows.sequence, x.columns.sequence), (x.rows.segment, x.columns.segment)
+    return reduce(jnp.logical_and, (overlap(*kind) for kind in kinds if kind[0] is not None)).any()
+
+
+def trim(x: Any, grid: Grid) -> Any:
+    """Arrays named by AXES without the padding."""
+    return tile(x, ORIGIN, grid.shape)
+
+
+def varying_like(x: Any, constants: Any) -> Any:
+    """Constants that vary over the manual mesh axes that x varies over: under shard_map, what a loop carries must."""
+    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(x)))
+    return jax.tree.map(lambda a: lax.pcast(a, tuple(axes), to="varying"), constants) if axes else constants
+
+
+# --- Configs ---------------------------------------------------------------------------------------------------------
+
+
+def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
+    """Square tiles, no wider than a window, whose logits over all heads fit the cache of a CPU, or memory elsewhere."""
+    b, _, h, _ = operands.q.shape
+    logits, largest = (2**20, 512) if target.platform == "cpu" else (2**26, 1024)
+    block = math.isqrt(logits // max(1, b * h))
+    left, right = bounds(spec)
+    if None not in (left, right):
+        block = min(block, left + right + 1)
+    block = min(largest, max(128, 2 ** math.floor(math.log2(max(1, block)))))
+    return KernelConfig(block_q=block, block_k=block)
+
+
+def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+    """Tiles from 128 to 1024 on a side, up to the smallest that holds all rows or columns."""
+    sides = [[n for n in (128, 256, 512, 1024) if n < 2 * x.shape[1]] or [128] for x in (operands.q, operands.k)]
+    return [KernelConfig(block_q=block_q, block_k=block_k) for block_q in sides[0] for block_k in sides[1]]
