@@ -21,7 +21,13 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
     """Runs `grid` programs of `kernel(*operands, *outputs, **constants)` and returns the outputs in `out_type`'s tree.
 
     `operands` are arrays or None; an output that is not wanted is given by name as None in `constants`.
+
+    Raises:
+        ValueError: a block of the config is not a power of two of at least 16, which a matrix unit needs.
     """
+    for name in ("block_q", "block_k"):
+        if (size := getattr(config, name)) < 16 or size & (size - 1):
+            raise ValueError(f"{kernel.__name__}: config.{name} is {size}; Triton needs a power of two of at least 16")
     return jax_triton().triton_call(
         *operands,
         kernel=kernel,
