@@ -20,7 +20,6 @@ from ejkernel.ops import (
     recording,
     save_invocations,
 )
-from ejkernel.types import KernelConfig
 
 
 class Improvable(Shown):
@@ -132,8 +131,8 @@ def test_the_calls_of_a_model_are_those_that_its_gradient_makes(capsys, tmp_path
     found = load_table(table)
     for operation, (call,) in ((name, list(of.values())) for name, of in made.items()):
         inv = Invocation(*call)
-        expected = None if "_jvp" in operation else KernelConfig(platform="xla", backend="cpu")
-        assert found.get(inv.kernel.key_builder(inv)) == expected, operation
+        config = found.get(inv.kernel.key_builder(inv))
+        assert config is None if "_jvp" in operation else config in inv.kernel.config_space(inv), operation
 
 
 @pytest.mark.parametrize("policy", ["autotune", "heuristics", "error"])
@@ -142,10 +141,9 @@ def test_a_dry_run_shows_what_would_be_measured(capsys, monkeypatch, tmp_path, p
     monkeypatch.setattr(Tuner, "times", lambda *_: pytest.fail("measured"))
     status, out = tuned(capsys, "--model", "gpt-oss-local", "--dry-run", "--out", tmp_path / "table.json")
     rows = [line.split()[:2] for line in out.splitlines()]
-    assert status == 0 and rows == [
-        ["operation", "configs"],
-        *[["flash_attention", "1"], ["flash_attention_bwd", "1"]] * 3,
-    ]
+    assert status == 0 and rows[0] == ["operation", "configs"]
+    assert [operation for operation, _ in rows[1:]] == ["flash_attention", "flash_attention_bwd"] * 3
+    assert all(int(configs) >= 1 for _, configs in rows[1:])
     assert "bf16[4,4096,64,64]" in out and "bf16[8,2048,64,64]" in out and "bf16[2,8192,64,64]" in out
     assert "window=(127, 0)" in out and not (tmp_path / "table.json").exists()
 

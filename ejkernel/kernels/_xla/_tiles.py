@@ -192,6 +192,11 @@ def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> K
 
 
 def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """Tiles from 128 to 1024 on a side, up to the smallest that holds all rows or columns."""
+    """Tiles from 128 to 1024 on a side, up to the smallest that holds all rows or columns.
+
+    On a CPU only the heuristic one: to compile and time the others takes longer than they could save.
+    """
+    if target.platform == "cpu":
+        return [heuristic(spec, operands, target)]
     sides = [[n for n in (128, 256, 512, 1024) if n < 2 * x.shape[1]] or [128] for x in (operands.q, operands.k)]
     return [KernelConfig(block_q=block_q, block_k=block_k) for block_q in sides[0] for block_k in sides[1]]
