@@ -82,7 +82,12 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
             local = dict(zip(operands, avals, strict=True))
             _refuse_on_tpu(primitive, local, spec, target, forced)
             run = automatic(primitive, body, local, results)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    # What a user forbids in a program of theirs is no rule for the code of an implementation.
+    with (
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        jax.numpy_rank_promotion("allow"),
+        jax.numpy_dtype_promotion("standard"),
+    ):
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 
 
