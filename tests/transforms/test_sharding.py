@@ -126,6 +126,11 @@ def test_shard_map(case, transform, check_vma):
 
 
 @each_operation
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 11),
+    reason="jax 0.10 gathers what is split over an Explicit axis inside a shard_map over another axis",
+    strict=True,
+)
 @pytest.mark.parametrize("transform", (None, gradient), ids=("eval", "grad"))
 def test_shard_map_over_the_batch(case, transform):
     """The other axis of the mesh, which splits the heads, stays Explicit inside."""
