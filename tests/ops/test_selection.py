@@ -62,6 +62,18 @@ def test_events_of_each_level(told, tmp_path):
     assert {(operation, found) for _, operation, found, _ in events} == {("shown@v1", key)}
 
 
+def test_with_several_processes_the_file_of_one_host_is_not_asked(tmp_path, monkeypatch):
+    store, table = PersistentCache(tmp_path / "own"), PersistentCache(tmp_path / "shipped")
+    key = key_of(Shown(), ones())
+    store.put(key, TUNED)
+    run = lambda **given: ran(executor(persistent=store, autotune=False, **given)(Shown(), ones()))
+    assert run() == TUNED
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert run() == HEURISTIC
+    table.put(key, OTHER)
+    assert run(tables=[table]) == OTHER
+
+
 def test_event_of_an_error(told):
     events, note = told
     with pytest.raises(ConfigMissError, match="shown@v1: no config is stored"):
