@@ -1,8 +1,8 @@
 """The one lowering rule: primitive × platform → implementation → MLIR, under a label.
 
-The config of the equation, if it was chosen for this target, names the implementation and is used; if it was chosen for
-another one, the registry picks the implementation, and the config is chosen again by heuristics, deterministically. The implementation is
-traced on the arrays of one device.
+The config of the equation, if it was chosen for this target, names the implementation and is used. If it was chosen for
+another one, the registry picks the implementation, and the config is chosen again by heuristics, deterministically.
+The implementation is traced on the arrays of one device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
