@@ -115,7 +115,8 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
         )
     avals = {n: jax.typeof(x) for n, x in named.items()}
     body = body_of(primitive, operands, results, spec, config, Target("cpu"), Platform.XLA)
-    run = explicit(primitive, body, avals, results, spec)
+    # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
+    run = explicit(primitive, body, avals, results, spec) if primitive.split(avals)[0] else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
     _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
     return list(out.values()), change
