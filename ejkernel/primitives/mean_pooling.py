@@ -18,8 +18,8 @@ from ._sharding import Layout
 class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
 
-    x [b,s,d]; segments [b?,n,2] int32, the first token of each segment and the one after its last, ascending and
-    without overlap. Without segments all tokens are one, n = 1.
+    x [b,s,d]; segments [b?,n,2] int32, the first token of each segment and the one after its last, where the next one
+    begins. Without segments all tokens are one, n = 1.
     """
 
     x: Any
