@@ -87,13 +87,13 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
     forced = config.platform if config.backend == Backend.ANY else "auto"
     body = body_of(primitive, operands, results, spec, config, target, forced)
     if primitive.split(named)[1] is not None:
-        run, avals = explicit(primitive, body, named, results), ctx.avals_in
+        run, avals = explicit(primitive, body, named, results, spec), ctx.avals_in
     else:
         run, avals = body, [without_sharding(aval) for aval in ctx.avals_in]
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
             _refuse_on_tpu(primitive, local, spec, config, target, forced)
-            run = automatic(primitive, body, local, results)
+            run = automatic(primitive, body, local, results, spec)
     # What a user forbids in a program of theirs is no rule for the code of an implementation.
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
@@ -127,7 +127,8 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
         )
     avals = {n: jax.typeof(x) for n, x in named.items()}
     body = body_of(primitive, operands, results, spec, config, Target("cpu"), Platform.XLA)
-    run = explicit(primitive, body, avals, results)
+    # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
+    run = explicit(primitive, body, avals, results, spec) if primitive.split(avals)[0] else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
     _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
     return list(out.values()), change

@@ -76,10 +76,13 @@ class PrimitiveKernel(Kernel):
     def cost(self, inv: Invocation) -> tuple[float, float] | None:
         """The operations that the operation tells, and each operand and result moved once."""
         named, results = self.arrays(inv), inv.kwargs["results"]
-        operations = OPERATIONS[TRIOS[self.name].name].operations(named, results, inv.kwargs["spec"])
+        spec = inv.kwargs["spec"]
+        operations = OPERATIONS[TRIOS[self.name].name].operations(named, results, spec)
         if operations is None:
             return None
-        moved = [(x.shape, x.dtype) for x in inv.args] + list(self.primitive.result_shapes(named, results).values())
+        moved = [(x.shape, x.dtype) for x in inv.args] + list(
+            self.primitive.result_shapes(named, results, spec).values()
+        )
         return operations, sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved)
 
     def source_fingerprint(self) -> str:

@@ -66,7 +66,7 @@ def test_vmap_of_vmap(case):
     """Two mapped axes: of the same operands, and each operand along one axis while the others go along the other."""
     names = tuple(case.operands)
     rest = {name: tuple(n for n in names if n != name) for name in names}
-    for inner, outer in [(names, names), *(((name,), others) for name, others in rest.items())]:
+    for inner, outer in [(names, names), *(((name,), others) for name, others in rest.items() if others)]:
         check_nested(case, inner, outer)
 
 
