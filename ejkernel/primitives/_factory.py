@@ -6,8 +6,8 @@ what it returns; `spec`, what is computed; `config`, how. The table of axes give
 A trio is a differentiable operation:
 
 * `x`      operands → outputs, residuals among them;
-* `x_jvp`  operands, outputs, tangents → tangents of the outputs, linear in the tangents;
-* `x_bwd`  operands, outputs, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
+* `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
+* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
 
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`. So `grad` costs one forward and one
 backward kernel. The jvps of `x_jvp` and `x_bwd` are those of their XLA implementations, which the floors above
@@ -154,10 +154,12 @@ class Trio:
         differentiable: the operands that have tangents.
         dtypes: from the operands' dtypes to those of the outputs.
         layout: how axes fold and split.
+        residuals: the outputs that the derivatives are given; all of them if not told.
     """
 
-    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout()):
+    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout(), residuals=None):
         self.name, self.operands, self.outputs, self.differentiable = name, operands, outputs, tuple(differentiable)
+        self.residuals = outputs._fields if residuals is None else tuple(residuals)
         dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
         barred = {n + COTANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
         of = lambda named: operands(*map(named.get, operands._fields))
@@ -169,7 +171,8 @@ class Trio:
             {**table, **dotted},
             layout,
             [n + TANGENT for n in outputs._fields],
-            like={n + TANGENT: n for n in outputs._fields},
+            like={n + TANGENT: n for n in self.residuals},
+            dtypes=lambda of: {n + TANGENT: dtype for n, dtype in dtypes(of).items()},
             linear=TANGENT,
             operands=of,
             arguments=self._tangent_arguments,
@@ -202,7 +205,8 @@ class Trio:
         }
         if not moving:
             return list(out.values()), [ad.Zero.from_primal_value(x) for x in out.values()]
-        named = {**arrays, **out, **{name + TANGENT: t for name, t in moving.items()}}
+        residuals = {name: out[name] for name in self.residuals}
+        named = {**arrays, **residuals, **{name + TANGENT: t for name, t in moving.items()}}
         config = self.tangent.choose_config(self.tangent, named, spec, self.tangent.results, config)
         return list(out.values()), list(self.tangent.bind(named, spec=spec, config=config).values())
 
