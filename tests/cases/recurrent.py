@@ -5,8 +5,8 @@ from ._recurrence import PACKED, TINY, case, family, gate, remembering
 from .flash_attention import lengths
 
 CASES = (
-    case("recurrent", "decays_by_head", dict(g=gate("b s h"), g_gamma=gate("h")), return_state=True, tiny=TINY),
     case("recurrent", "decays_by_feature_reversed", dict(gk=gate("b s h d"), gv=gate("b s h e")), reverse=True),
+    case("recurrent", "decays_by_head", dict(g=gate("b s h"), g_gamma=gate("h")), return_state=True, tiny=TINY),
     case(
         "recurrent",
         "packed",
