@@ -14,7 +14,7 @@ import jax
 from jax.interpreters import ad, mlir
 from jax.sharding import AbstractMesh
 
-from ejkernel.compat import automatic_devices, requires_devices_during_lowering, without_sharding
+from ejkernel.compat import automatic_devices, requires_devices_during_lowering, without_manual_axes, without_sharding
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._dispatch import candidates, select
 from ejkernel.kernels._registry import KernelSpec
@@ -87,7 +87,8 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
     forced = config.platform if config.backend == Backend.ANY else "auto"
     body = body_of(primitive, operands, results, spec, config, target, forced)
     if primitive.split(named)[1] is not None:
-        run, avals = explicit(primitive, body, named, results, spec), ctx.avals_in
+        run = explicit(primitive, body, named, results, spec)
+        avals = [without_manual_axes(aval) for aval in ctx.avals_in]
     else:
         run, avals = body, [without_sharding(aval) for aval in ctx.avals_in]
         if automatic_devices(ctx) > 1:
