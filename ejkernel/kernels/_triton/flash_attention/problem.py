@@ -65,14 +65,6 @@ class Problem:
         return self.H // self.G
 
     @property
-    def D_PAD(self) -> int:
-        return padded(self.D)
-
-    @property
-    def V_PAD(self) -> int:
-        return padded(self.V)
-
-    @property
     def N_PAD(self) -> int:
         """Sequences of a packed call, with the tokens past the last one as one more, in a power of two."""
         return triton.next_power_of_2(self.N + 1)
@@ -92,7 +84,7 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """The logit that 1.0 stands for in what `tiles.logits` returns."""
+        """The logit that 1.0 stands for in what `logits.capped` returns."""
         return self.scale if self.folded else 1.0
 
     @property
@@ -165,8 +157,24 @@ def broadcast_strides(x) -> Strides | None:
     return Strides(*(step if size > 1 else 0 for step, size in zip(steps, x.shape, strict=True)))
 
 
+@triton.constexpr_function
+def parts(size: int) -> tuple[tuple[int, int], ...]:
+    """The tiles that `size` features are laid into, as (first feature, width): two where those are narrower than one."""
+    first = 1 << (size.bit_length() - 1)
+    whole, rest = padded(size), size - first
+    if first < 16 or rest == 0 or first + padded(rest) == whole:
+        return ((0, whole),)
+    return (0, first), (first, padded(rest))
+
+
+def tiled(size: int) -> int:
+    """The features that tiles of `size` features have room for."""
+    return sum(width for _, width in parts(size))
+
+
+@triton.constexpr_function
 def padded(size: int) -> int:
-    """The width of a tile that holds `size` features: a power of two that a matrix unit takes."""
+    """The least power of two that holds `size` features and that a matrix unit takes."""
     return max(16, triton.next_power_of_2(size))
 
 
