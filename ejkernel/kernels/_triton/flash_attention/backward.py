@@ -27,6 +27,7 @@ from ejkernel.types import KernelConfig
 from . import logits, tiles
 from .bias_gradient import bias_gradient
 from .problem import Problem, problem_of, seen_lse, sum_to_shape
+from .segments import spans
 
 
 def flash_attention_bwd(
@@ -76,6 +77,7 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
     return _launch.launch(
         dq_kernel,
         *primals,
+        spans(primals, config.block_k, config.block_q),
         *saved,
         out_type=tuple(results.values()),
         grid=blocks * problem.H * problem.B,
@@ -96,6 +98,7 @@ def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: Ke
     return _launch.launch(
         dk_dv_kernel,
         *primals,
+        spans(primals, config.block_k, config.block_q, of_keys=True),
         *saved,
         out_type={name: jax.ShapeDtypeStruct.like(getattr(primals, name)) for name in wanted},
         grid=blocks * problem.G * problem.B,
@@ -113,7 +116,7 @@ def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: Ke
 @triton.jit
 def dk_dv_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    do, lse, correction, delta,
+    spans, do, lse, correction, delta,
     dk, dv,
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,6 +148,7 @@ def dk_dv_kernel(
         begin, end, first_full, last_full = tiles.schedule(
             first, -high, -low, q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
         )
+        begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
         if begin < end:  # see tiles.py on loops
             for start in tl.range(begin, end, BLOCK_Q):
                 i = start + tl.arange(0, BLOCK_Q)[None, :]
@@ -187,7 +191,7 @@ def dk_dv_kernel(
 @triton.jit
 def dq_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    do, lse, dlse, delta,
+    spans, do, lse, dlse, delta,
     dq, dscale, correction,
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -213,6 +217,7 @@ def dq_kernel(
     begin, end, first_full, last_full = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)

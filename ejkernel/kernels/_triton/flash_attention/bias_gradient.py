@@ -88,16 +88,19 @@ def dbias_kernel(
                 )
                 if seen:
                     j = j0 + tl.arange(0, BLOCK_K)[None, :]
-                    k_head = tiles.at(k, batch, 0, problem.K, kv_head, problem.G, problem.D)
-                    v_head = tiles.at(v, batch, 0, problem.K, kv_head, problem.G, problem.V)
-                    k_tile = tiles.load_tile(k_head, j0, 0, problem.K, problem.G, problem.D, BLOCK_K, True)
-                    v_tile = tiles.load_tile(v_head, j0, 0, problem.K, problem.G, problem.V, BLOCK_K, True)
-                    product = tiles.over_features(q_tile, k_tile, None)
-                    dp = tiles.over_features(do_tile, v_tile, None)
-                    _p, _left, ds = logits.weights_and_logit_cotangents(
-                        product, dp, lse_rows, correction_rows, delta_rows, scale, bias, dropout, i, j, frame, problem
-                    )
-                    total += tl.where(logits.visible(i, j, masks, frame, problem), ds, 0.0)
+                    ok = logits.visible(i, j, masks, frame, problem)
+                    if tl.max(ok.to(tl.int32)) > 0:
+                        k_head = tiles.at(k, batch, 0, problem.K, kv_head, problem.G, problem.D)
+                        v_head = tiles.at(v, batch, 0, problem.K, kv_head, problem.G, problem.V)
+                        k_tile = tiles.load_tile(k_head, j0, 0, problem.K, problem.G, problem.D, BLOCK_K, True)
+                        v_tile = tiles.load_tile(v_head, j0, 0, problem.K, problem.G, problem.V, BLOCK_K, True)
+                        product = tiles.over_features(q_tile, k_tile, None)
+                        dp = tiles.over_features(do_tile, v_tile, None)
+                        _p, _left, ds = logits.weights_and_logit_cotangents(
+                            product, dp, lse_rows, correction_rows, delta_rows, scale, bias, dropout, i, j, frame,
+                            problem,
+                        )  # fmt: skip
+                        total += tl.where(ok, ds, 0.0)
 
     strides: tl.constexpr = problem.bias_strides
     i = row_block * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]

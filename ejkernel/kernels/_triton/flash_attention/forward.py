@@ -15,6 +15,7 @@ from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .problem import problem_of
+from .segments import spans
 
 
 def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
@@ -25,6 +26,7 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
     o, lse = _launch.launch(
         forward_kernel,
         *operands,
+        spans(operands, config.block_q, config.block_k),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), operands.q.dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32),
@@ -44,6 +46,7 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
 @triton.jit
 def forward_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    spans,
     o, lse,
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -71,6 +74,7 @@ def forward_kernel(
     begin, end, first_full, last_full = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)

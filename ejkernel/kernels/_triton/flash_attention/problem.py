@@ -159,7 +159,7 @@ def broadcast_strides(x) -> Strides | None:
 
 @triton.constexpr_function
 def parts(size: int) -> tuple[tuple[int, int], ...]:
-    """The tiles that `size` features are laid into, as (first feature, width): two where those are narrower than one."""
+    """The tiles that hold `size` features, as (first feature, width): two where those are narrower than one."""
     first = 1 << (size.bit_length() - 1)
     whole, rest = padded(size), size - first
     if first < 16 or rest == 0 or first + padded(rest) == whole:

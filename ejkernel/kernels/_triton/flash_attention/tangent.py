@@ -19,6 +19,7 @@ from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .problem import problem_of, seen_lse
+from .segments import spans
 
 
 def flash_attention_jvp(
@@ -36,6 +37,7 @@ def flash_attention_jvp(
     o_dot, lse_dot = _launch.launch(
         tangent_kernel,
         *primals,
+        spans(primals, config.block_q, config.block_k),
         *(tangents.q, tangents.k, tangents.v, tangents.bias, tangents.sinks, tangents.softmax_scale),
         outputs.o,
         seen_lse(outputs.lse),
@@ -56,6 +58,7 @@ def flash_attention_jvp(
 @triton.jit
 def tangent_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    spans,
     q_dot, k_dot, v_dot, bias_dot, sinks_dot, scale_dot,
     o, lse,
     o_dot, lse_dot,
@@ -94,6 +97,7 @@ def tangent_kernel(
     begin, end, first_full, last_full = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
     acc = tiles.zeros(BLOCK_Q, problem.V)

@@ -76,6 +76,15 @@ def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.const
 
 
 @triton.jit
+def within_segments(begin, end, spans, batch, block, BLOCKS: tl.constexpr):
+    """The bounds of a loop, narrowed to what this block shares segments with (see segments.py)."""
+    if spans is not None:
+        spans += (batch * BLOCKS + block) * 2
+        begin, end = tl.maximum(begin, tl.load(spans)), tl.minimum(end, tl.load(spans + 1))
+    return begin, end
+
+
+@triton.jit
 def load_tile(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               CHECKED: tl.constexpr):  # fmt: skip
     """Rows first … first + ROWS of one head of a dense [·, HEADS, WIDTH] as a tile.
