@@ -134,49 +134,49 @@ def dk_dv_kernel(
     dv_tile = tiles.zeros(BLOCK_K, problem.V)
 
     j = first + tl.arange(0, BLOCK_K)[:, None]
-    for member in range(problem.group):
-        head = kv_head * problem.group + member
-        frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
-        q_head = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-        do_head = tiles.at(do, batch, q_start, problem.S, head, problem.H, problem.V)
-        lse_head = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
-        delta_head = tiles.at(delta, batch, head, problem.H, q_start, problem.S, 1)
-        if correction is not None:
-            correction_head = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
-        scale = logits.total_scale(softmax_scale, frame, problem)
-        low, high = tiles.band(frame, problem)
-        begin, end, first_full, last_full = tiles.schedule(
-            first, -high, -low, q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
-        )
-        begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
-        if begin < end:  # see tiles.py on loops
-            for start in tl.range(begin, end, BLOCK_Q):
-                i = start + tl.arange(0, BLOCK_Q)[None, :]
-                q_tile = tiles.load_tile(q_head, start, 0, q_len, problem.H, problem.D, BLOCK_Q, CHECKED)
-                do_tile = tiles.load_tile(do_head, start, 0, q_len, problem.H, problem.V, BLOCK_Q, CHECKED)
-                lse_row = tiles.load_rows(lse_head, start, q_len, BLOCK_Q, CHECKED, float("inf"))[None, :]
-                delta_row = tiles.load_rows(delta_head, start, q_len, BLOCK_Q, CHECKED, 0.0)[None, :]
-                correction_row = None
-                if correction is not None:
-                    correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
-                if problem.masked_everywhere:
-                    ok = logits.visible(i, j, masks, frame, problem)
-                    q_tile = tiles.drop_unseen(q_tile, ok, 0)
-                    do_tile = tiles.drop_unseen(do_tile, ok, 0)
-                product = tiles.over_features(k_tile, q_tile, None)
-                dp = tiles.over_features(v_tile, do_tile, None)
-                _p, p, ds = logits.weights_and_logit_cotangents(
-                    product, dp, lse_row, correction_row, delta_row, scale, bias, dropout, i, j, frame, problem
-                )
-                if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
-                    ok = logits.visible(i, j, masks, frame, problem)
-                    p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
-                if softmax_scale is not None:
-                    ds *= scale
-                if dv is not None:
-                    dv_tile = tiles.over_tokens(p, do_tile, dv_tile)
-                if dk is not None:
-                    dk_tile = tiles.over_tokens(ds, q_tile, dk_tile)
+    low, high = tiles.band((batch, 0, sequence, q_start, q_len, k_start, k_len), problem)
+    begin, end, first_full, last_full = tiles.schedule(
+        first, -high, -low, q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
+    )
+    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
+    if begin < end:  # see tiles.py on loops
+        steps = (end - begin + BLOCK_Q - 1) // BLOCK_Q
+        for step in tl.range(0, steps * problem.group):  # the heads that share these keys, one after the other
+            head = kv_head * problem.group + step // steps
+            start = begin + step % steps * BLOCK_Q
+            frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+            scale = logits.total_scale(softmax_scale, frame, problem)
+            q_head = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
+            do_head = tiles.at(do, batch, q_start, problem.S, head, problem.H, problem.V)
+            lse_head = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
+            delta_head = tiles.at(delta, batch, head, problem.H, q_start, problem.S, 1)
+            i = start + tl.arange(0, BLOCK_Q)[None, :]
+            q_tile = tiles.load_tile(q_head, start, 0, q_len, problem.H, problem.D, BLOCK_Q, CHECKED)
+            do_tile = tiles.load_tile(do_head, start, 0, q_len, problem.H, problem.V, BLOCK_Q, CHECKED)
+            lse_row = tiles.load_rows(lse_head, start, q_len, BLOCK_Q, CHECKED, float("inf"))[None, :]
+            delta_row = tiles.load_rows(delta_head, start, q_len, BLOCK_Q, CHECKED, 0.0)[None, :]
+            correction_row = None
+            if correction is not None:
+                correction_head = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
+                correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
+            if problem.masked_everywhere:
+                ok = logits.visible(i, j, masks, frame, problem)
+                q_tile = tiles.drop_unseen(q_tile, ok, 0)
+                do_tile = tiles.drop_unseen(do_tile, ok, 0)
+            product = tiles.over_features(k_tile, q_tile, None)
+            dp = tiles.over_features(v_tile, do_tile, None)
+            _p, p, ds = logits.weights_and_logit_cotangents(
+                product, dp, lse_row, correction_row, delta_row, scale, bias, dropout, i, j, frame, problem
+            )
+            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
+                ok = logits.visible(i, j, masks, frame, problem)
+                p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
+            if softmax_scale is not None:
+                ds *= scale
+            if dv is not None:
+                dv_tile = tiles.over_tokens(p, do_tile, dv_tile)
+            if dk is not None:
+                dk_tile = tiles.over_tokens(ds, q_tile, dk_tile)
 
     if dk is not None:
         if softmax_scale is None:
