@@ -28,6 +28,7 @@ from . import logits, tiles
 from .bias_gradient import bias_gradient
 from .problem import Problem, problem_of, seen_lse, sum_to_shape
 from .segments import spans
+from .unseen import zero_blind_queries, zero_unseen_keys
 
 
 def flash_attention_bwd(
@@ -74,16 +75,16 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
         "dscale": rows if "softmax_scale" in wrt else None,
         "correction": rows if problem.exact else None,
     }
+    (k,) = zero_unseen_keys(primals, problem, primals.k)
     return _launch.launch(
         dq_kernel,
-        *primals,
+        *primals._replace(k=k),
         spans(primals, config.block_k, config.block_q),
         *saved,
         out_type=tuple(results.values()),
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        EDGES=problem.edges(config.block_q, over_keys=True),
         CHECKED=problem.checked(config.block_q, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_k,
@@ -95,16 +96,16 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
 def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: KernelConfig) -> dict:
     wanted = [name for name in ("k", "v") if name in wrt]
     blocks = problem.blocks(config.block_k, of_keys=True)
+    q, do = zero_blind_queries(primals, problem, primals.q, saved[0])
     return _launch.launch(
         dk_dv_kernel,
-        *primals,
+        *primals._replace(q=q),
         spans(primals, config.block_k, config.block_q, of_keys=True),
-        *saved,
+        *(do, *saved[1:]),
         out_type={name: jax.ShapeDtypeStruct.like(getattr(primals, name)) for name in wanted},
         grid=blocks * problem.G * problem.B,
         config=config,
         problem=problem,
-        EDGES=problem.edges(config.block_q, over_keys=False),
         CHECKED=problem.checked(config.block_q, over_keys=False),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
@@ -118,7 +119,7 @@ def dk_dv_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
     spans, do, lse, correction, delta,
     dk, dv,
-    problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, kv_head, batch = tiles.place(BLOCKS, problem.G)
@@ -135,15 +136,17 @@ def dk_dv_kernel(
 
     j = first + tl.arange(0, BLOCK_K)[:, None]
     low, high = tiles.band((batch, 0, sequence, q_start, q_len, k_start, k_len), problem)
-    begin, end, first_full, last_full = tiles.schedule(
+    bounds = tiles.schedule(
         first, -high, -low, q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
     )
-    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
+    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_Q)
     if begin < end:  # see tiles.py on loops
         steps = (end - begin + BLOCK_Q - 1) // BLOCK_Q
         for step in tl.range(0, steps * problem.group):  # the heads that share these keys, one after the other
-            head = kv_head * problem.group + step // steps
-            start = begin + step % steps * BLOCK_Q
+            if problem.group == 1:
+                head, start = kv_head, begin + step * BLOCK_Q
+            else:
+                head, start = kv_head * problem.group + step // steps, begin + step % steps * BLOCK_Q
             frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
             scale = logits.total_scale(softmax_scale, frame, problem)
             q_head = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
@@ -159,16 +162,12 @@ def dk_dv_kernel(
             if correction is not None:
                 correction_head = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
                 correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
-            if problem.masked_everywhere:
-                ok = logits.visible(i, j, masks, frame, problem)
-                q_tile = tiles.drop_unseen(q_tile, ok, 0)
-                do_tile = tiles.drop_unseen(do_tile, ok, 0)
             product = tiles.over_features(k_tile, q_tile, None)
             dp = tiles.over_features(v_tile, do_tile, None)
             _p, p, ds = logits.weights_and_logit_cotangents(
                 product, dp, lse_row, correction_row, delta_row, scale, bias, dropout, i, j, frame, problem
             )
-            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
+            if problem.masked_everywhere or (start < first_full or start > last_full):
                 ok = logits.visible(i, j, masks, frame, problem)
                 p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
             if softmax_scale is not None:
@@ -193,7 +192,7 @@ def dq_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
     spans, do, lse, dlse, delta,
     dq, dscale, correction,
-    problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, head, batch = tiles.place(BLOCKS, problem.H)
@@ -214,10 +213,10 @@ def dq_kernel(
 
     scale = logits.total_scale(softmax_scale, frame, problem)
     low, high = tiles.band(frame, problem)
-    begin, end, first_full, last_full = tiles.schedule(
+    bounds = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
-    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
+    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
@@ -232,14 +231,12 @@ def dq_kernel(
             j = start + tl.arange(0, BLOCK_K)[None, :]
             k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
             v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
-            if problem.masked_everywhere:
-                k_tile = tiles.drop_unseen(k_tile, logits.visible(i, j, masks, frame, problem), 0)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
                 product, dp, lse_rows[:, None], None, delta_rows[:, None], scale, bias, dropout, i, j, frame, problem
             )
-            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
+            if problem.masked_everywhere or (start < first_full or start > last_full):
                 ok = logits.visible(i, j, masks, frame, problem)
                 p, left, ds = tl.where(ok, p, 0.0), tl.where(ok, left, 0.0), tl.where(ok, ds, 0.0)
             if correction is not None:

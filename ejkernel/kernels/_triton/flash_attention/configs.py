@@ -14,26 +14,28 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .problem import tiled
 
-WIDTHS = (64, 128, 192, 256)
 # (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
 PLAIN = {
     "flash_attention": {
         64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3)),
-        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
+        96: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
         192: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        256: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2)),
+        256: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
     },
     "flash_attention_bwd": {
         64: ((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2)),
-        128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
-        192: ((32, 128, 8, 2), (16, 64, 4, 2), (32, 64, 8, 2)),
+        96: ((64, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+        128: ((64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
+        192: ((32, 128, 8, 3), (32, 128, 8, 2), (16, 64, 4, 2)),
         256: ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
     },
     "flash_attention_jvp": {
         64: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
+        96: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
         128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
         192: ((128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 4, 1)),
-        256: ((64, 32, 4, 1), (128, 32, 8, 1)),
+        256: ((128, 32, 8, 1), (128, 16, 8, 2)),
     },
 }
 # Where a query sees few keys, many small programs fill the device better.
@@ -86,13 +88,13 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
-    width = min(width for width in WIDTHS if width >= features)
     further = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q, operands.dropout)
     plain = all(x is None for x in further)
     table = PLAIN if plain else FURTHER
     if operands.q.dtype == np.float32:
         table = FLOAT32
+    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
+    width = min(width for width in table[operation] if width >= features)
     candidates = table[operation][width]
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
         candidates = (SHORT_FORWARD, *(c for c in candidates if c != SHORT_FORWARD))

@@ -16,6 +16,7 @@ from ejkernel.types import KernelConfig
 from . import logits, tiles
 from .problem import problem_of
 from .segments import spans
+from .unseen import zero_unseen_keys
 
 
 def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
@@ -23,9 +24,10 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
     blocks = problem.blocks(config.block_q)
+    (v,) = zero_unseen_keys(operands, problem, operands.v)
     o, lse = _launch.launch(
         forward_kernel,
-        *operands,
+        *operands._replace(v=v),
         spans(operands, config.block_q, config.block_k),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), operands.q.dtype),
@@ -34,7 +36,7 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        EDGES=problem.edges(config.block_k, over_keys=True),
+        EDGES=problem.edges(config.block_k),
         CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
@@ -71,10 +73,10 @@ def forward_kernel(
     acc = tiles.zeros(BLOCK_Q, problem.V)
 
     low, high = tiles.band(frame, problem)
-    begin, end, first_full, last_full = tiles.schedule(
+    bounds = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
-    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
+    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
@@ -88,8 +90,6 @@ def forward_kernel(
             if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
                 ok = logits.visible(i, j, masks, frame, problem)
                 s = tl.where(ok, s, float("-inf"))
-                if problem.masked_everywhere:
-                    v_tile = tiles.drop_unseen(v_tile, ok, 0)
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
             rescale = logits.exponential(m - m_safe, 0.0, problem)

@@ -33,7 +33,8 @@ class Problem:
         sinks: how many there are per head.
         bias_strides, …: of the optional operands; None for those that are absent.
         exact: q, k and v are float32.
-        masked_everywhere: a mask or segment ids may hide any key from any query, so that no tile is known to be full.
+        masked_everywhere: a mask may hide any key from any query, so that no tile is known to be full.
+        segmented: queries and keys have segment ids.
     """
 
     B: int
@@ -58,6 +59,7 @@ class Problem:
     cu_k_strides: Strides | None
     exact: bool
     masked_everywhere: bool
+    segmented: bool
 
     @property
     def group(self) -> int:
@@ -110,9 +112,9 @@ class Problem:
         tokens = self.K if of_keys else self.S
         return triton.cdiv(tokens, block) if self.N is None else tokens // block + self.N + 1
 
-    def edges(self, block: int, over_keys: bool) -> bool:
-        """Whether a loop over blocks of keys (or of queries) may meet tiles that are seen in part."""
-        return self.left is not None or self.right is not None or self._uneven(block, over_keys)
+    def edges(self, block: int) -> bool:
+        """Whether a loop over blocks of keys may meet tiles that are seen in part."""
+        return self.segmented or self.left is not None or self.right is not None or self._uneven(block, True)
 
     def checked(self, block: int, over_keys: bool) -> bool:
         """Whether such a loop may meet tokens that must not be loaded."""
@@ -145,7 +147,8 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
         cu_q_strides=broadcast_strides(operands.cu_seqlens_q),
         cu_k_strides=broadcast_strides(operands.cu_seqlens_k),
         exact=operands.q.dtype == jnp.float32,
-        masked_everywhere=operands.mask is not None or operands.q_segment_ids is not None,
+        masked_everywhere=operands.mask is not None,
+        segmented=operands.q_segment_ids is not None,
     )
 
 

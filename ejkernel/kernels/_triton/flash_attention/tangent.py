@@ -20,6 +20,7 @@ from ejkernel.types import KernelConfig
 from . import logits, tiles
 from .problem import problem_of, seen_lse
 from .segments import spans
+from .unseen import zero_unseen_keys
 
 
 def flash_attention_jvp(
@@ -33,19 +34,20 @@ def flash_attention_jvp(
     """The tangents of o and lse."""
     problem = problem_of(primals, spec)
     blocks = problem.blocks(config.block_q)
+    v, v_dot = zero_unseen_keys(primals, problem, primals.v, tangents.v)
     moving = (tangents.q, tangents.k, tangents.bias, tangents.softmax_scale)
     o_dot, lse_dot = _launch.launch(
         tangent_kernel,
-        *primals,
+        *primals._replace(v=v),
         spans(primals, config.block_q, config.block_k),
-        *(tangents.q, tangents.k, tangents.v, tangents.bias, tangents.sinks, tangents.softmax_scale),
+        *(tangents.q, tangents.k, v_dot, tangents.bias, tangents.sinks, tangents.softmax_scale),
         outputs.o,
         seen_lse(outputs.lse),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs),
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        EDGES=problem.edges(config.block_k, over_keys=True),
+        EDGES=problem.edges(config.block_k),
         CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
@@ -94,10 +96,10 @@ def tangent_kernel(
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
     scale = logits.total_scale(softmax_scale, frame, problem)
     low, high = tiles.band(frame, problem)
-    begin, end, first_full, last_full = tiles.schedule(
+    bounds = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
-    begin, end = tiles.within_segments(begin, end, spans, batch, block, BLOCKS)
+    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
     acc = tiles.zeros(BLOCK_Q, problem.V)
@@ -128,10 +130,6 @@ def tangent_kernel(
             if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
                 ok = logits.visible(i, j, masks, frame, problem)
                 p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
-                if problem.masked_everywhere:
-                    v_tile = tiles.drop_unseen(v_tile, ok, 0)
-                    if v_dot is not None:
-                        v_dot_tile = tiles.drop_unseen(v_dot_tile, ok, 0)
             kept_p = p
             if dropout is not None:
                 kept_p = p * tl.where(logits.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)

@@ -76,12 +76,15 @@ def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.const
 
 
 @triton.jit
-def within_segments(begin, end, spans, batch, block, BLOCKS: tl.constexpr):
-    """The bounds of a loop, narrowed to what this block shares segments with (see segments.py)."""
+def within_segments(bounds, spans, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
+    """What `schedule` returned, narrowed to what this block shares segments with (see segments.py)."""
+    begin, end, first_full, last_full = bounds
     if spans is not None:
-        spans += (batch * BLOCKS + block) * 2
+        spans += (batch * BLOCKS + block) * 4
         begin, end = tl.maximum(begin, tl.load(spans)), tl.minimum(end, tl.load(spans + 1))
-    return begin, end
+        first_full = tl.maximum(first_full, tl.load(spans + 2))
+        last_full = tl.minimum(last_full, tl.load(spans + 3) - STEP)
+    return begin, end, first_full, last_full
 
 
 @triton.jit
@@ -222,13 +225,3 @@ def seen_keys(frame, problem: tl.constexpr):
     if problem.right is not None:
         end = tl.minimum(end, q_len + high)
     return begin, end
-
-
-@triton.jit
-def drop_unseen(tile, ok, AXIS: tl.constexpr):
-    """The tile with zeros in the rows that nothing sees: AXIS of `ok` runs over those who might."""
-    seen = (tl.max(ok.to(tl.int32), AXIS) > 0)[:, None]
-    result = ()
-    for n in tl.static_range(len(tile)):
-        result = joined(result, tl.where(seen, tile[n], 0.0))
-    return result
