@@ -52,13 +52,13 @@ FURTHER = {
         64: ((32, 128, 8, 2), (32, 64, 4, 2)),
         128: ((32, 128, 8, 2), (32, 64, 8, 2)),
         192: ((16, 64, 8, 2), (16, 64, 8, 1)),
-        256: ((16, 64, 8, 2), (16, 64, 8, 1)),
+        256: ((32, 64, 8, 2), (16, 64, 8, 1)),
     },
     "flash_attention_jvp": {
         64: ((128, 32, 8, 2), (64, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 8, 2)),
         192: ((64, 32, 8, 1), (64, 16, 8, 1)),
-        256: ((64, 32, 8, 1), (64, 16, 8, 1)),
+        256: ((128, 16, 8, 2), (64, 16, 8, 1)),
     },
 }
 FLOAT32 = {
@@ -88,7 +88,7 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    further = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q, operands.dropout)
+    further = (operands.bias, operands.mask, operands.cu_seqlens_q, operands.dropout)
     plain = all(x is None for x in further)
     table = PLAIN if plain else FURTHER
     if operands.q.dtype == np.float32:
