@@ -31,7 +31,7 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return "an empty batch or sequence"
     if operands.dropout is not None:
         return "dropout: Philox multiplies 32-bit integers into 64 bits, which the vector unit does not"
-    if (size := scalar_bytes(spec, operands, target)) > SMEM_BYTES:
+    if (size := scalar_bytes(operands, KernelConfig(block_q=256, block_k=256))) > SMEM_BYTES:
         return f"the tables of tiles and the scalars take {size} bytes; scalar memory has room for {SMEM_BYTES}"
     return None
 

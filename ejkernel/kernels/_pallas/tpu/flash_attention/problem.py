@@ -6,6 +6,7 @@ What belongs to a query (lse, delta, segment id …) is a lane vector, [b,h,1,s]
 queries.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +47,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """The spec, the sizes, the blocks that they are cut into, and the chunk of keys that a tile is computed by."""
+    """The spec, the sizes, and the blocks that they are cut into.
+
+    A tile is computed by chunks of keys, the products of `ahead` of them before they are used.
+    """
 
     spec: FlashAttentionSpec
     batch: int
@@ -54,9 +58,12 @@ class Problem:
     keys: int
     heads: int
     kv_heads: int
+    # Features of a value, in whole sublanes of any dtype.
+    values: int
     block_q: int
     block_k: int
     chunk: int
+    ahead: int
     # Some keys may be hidden from every query and hold anything: not to be multiplied by a weight of 0, as 0·NaN = NaN.
     hidden_keys: bool
 
@@ -82,7 +89,8 @@ class Problem:
         return self.k_blocks * self.block_k
 
 
-def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Problem:
+def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chunk: int = 2 * LANES) -> Problem:
+    """Chunks of 256 keys suit the products that contract keys, since matrix units are 256 deep or divide that."""
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
     block_k = _balanced(keys, config.block_k)
@@ -94,9 +102,11 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> 
         keys=keys,
         heads=heads,
         kv_heads=kv_heads,
+        values=round_up(operands.v.shape[3], 32),
         block_q=_balanced(queries, config.block_q),
         block_k=block_k,
-        chunk=_chunk(block_k, config.num_stages),
+        chunk=math.gcd(block_k, chunk),
+        ahead=config.num_stages - 1,
         hidden_keys=any(x is not None for x in arbitrary) or spec.window != (None, None),
     )
 
@@ -104,12 +114,6 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> 
 def _balanced(size: int, limit: int) -> int:
     """The smallest block that covers `size` in as few blocks as `limit` does: 2176 by 1024 is 3 of 768."""
     return round_up(-(-size // -(-size // limit)), LANES)
-
-
-def _chunk(block: int, stages: int) -> int:
-    """The keys of a stage: a block of whole lanes cut into `stages` equal parts, or more where that does not go."""
-    lanes = block // LANES
-    return block // next(parts for parts in range(min(stages, lanes), lanes + 1) if lanes % parts == 0)
 
 
 def round_up(n: int, multiple: int) -> int:
