@@ -13,11 +13,14 @@ import re
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
+from .backward import DQ_BYTES
 from .launch import VMEM_BYTES
-from .problem import LANES, Problem, plan, round_up
+from .problem import LANES, balanced, plan, round_up
 from .schedule import visibility
 
-BLOCK_Q, BLOCK_K = (256, 512, 1024), (256, 512, 1024, 2048)
+BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
+# Scalar memory of every chip since v4 is 1 MiB; the compiler takes some of it.
+SMEM_BYTES = 768 * 1024
 # Products of a tile: k·q and v·p; with v·do, p·do, ds·q and ds·k; with k·q̇, k̇·q, v̇·p and v·(p·ẏ).
 PRODUCTS = {"flash_attention": 2, "flash_attention_bwd": 5, "flash_attention_jvp": 6}
 # float32 is multiplied in six passes of bfloat16.
@@ -26,7 +29,7 @@ FLOAT32_PASSES = 6
 STEP_BUNDLES = 400
 # A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule.
 TILE_BUNDLES = 6144
-WORTH_TIMING = 6
+WORTH_TIMING = 4
 
 
 def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
@@ -36,19 +39,32 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    costs = {}
-    for block_q, block_k in itertools.product(BLOCK_Q, BLOCK_K):
-        problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k))
-        blocks = problem.block_q, problem.block_k
-        bundles = tile_bundles(operation, operands, target, *blocks)
-        fits = bundles <= TILE_BUNDLES and vmem_bytes(operation, operands, *blocks) <= VMEM_BYTES
-        if fits or (block_q, block_k) == (BLOCK_Q[0], BLOCK_K[0]):
-            costs[blocks] = _tiles(operands, problem) * (bundles + STEP_BUNDLES)
+    costs = {
+        blocks: _tiles(operands, spec, blocks) * (tile_bundles(operation, operands, target, *blocks) + STEP_BUNDLES)
+        for blocks in fitting_blocks(operation, operands, target)
+    }
     best = sorted(costs, key=lambda blocks: (costs[blocks], -blocks[0]))  # many queries: keys are fetched less often
     return [
         KernelConfig(block_q=block_q, block_k=block_k, num_stages=n, platform=Platform.PALLAS, backend=Backend.TPU)
         for (block_q, block_k), n in itertools.product(best, stages(operation, target))
     ][:WORTH_TIMING]
+
+
+def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[tuple[int, int]]:
+    """The blocks that the memories of a core hold, cut down to the sequences, and that compile in seconds."""
+    queries, keys = operands.q.shape[1], operands.k.shape[1]
+    vmem = VMEM_BYTES - (DQ_BYTES if operation == "flash_attention_bwd" else 0)
+    blocks = {
+        (balanced(queries, block_q), balanced(keys, block_k))
+        for block_q, block_k in itertools.product(BLOCK_Q, BLOCK_K)
+    }
+    return [
+        (block_q, block_k)
+        for block_q, block_k in sorted(blocks)
+        if scalar_bytes(operands, block_q, block_k) <= SMEM_BYTES
+        and vmem_bytes(operation, operands, block_q, block_k) <= vmem
+        and tile_bundles(operation, operands, target, block_q, block_k) <= TILE_BUNDLES
+    ]
 
 
 def stages(operation: str, target: Target) -> tuple[int, ...]:
@@ -91,10 +107,10 @@ def vmem_bytes(operation: str, operands: Operands, block_q: int, block_k: int) -
     return 2 * size * copied + 4 * sums + per_logit * block_q * block_k
 
 
-def scalar_bytes(operands: Operands, config: KernelConfig) -> int:
-    """Bytes of scalar memory of a call: the table of tiles, scale, sinks."""
+def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
+    """Bytes of scalar memory of a call: the table of tiles (all of them, at most), scale, sinks."""
     batch, queries, heads, _ = operands.q.shape
-    tiles = math.ceil(queries / config.block_q) * math.ceil(operands.k.shape[1] / config.block_k)
+    tiles = math.ceil(queries / block_q) * math.ceil(operands.k.shape[1] / block_k)
     varying = any(
         x is not None and x.shape[0] > 1 for x in (operands.q_segment_ids, operands.mask, operands.cu_seqlens_q)
     )
@@ -102,8 +118,10 @@ def scalar_bytes(operands: Operands, config: KernelConfig) -> int:
     return 4 * (tiles * (batch if varying else 1) + scalars)
 
 
-def _tiles(operands: Operands, problem: Problem) -> int:
+def _tiles(operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]) -> int:
     """How many tiles causality and the window leave of a head."""
+    block_q, block_k = blocks
+    problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k))
     touched, _ = visibility(Operands(operands.q, operands.k, operands.v), problem)
     return int(touched.sum())
 

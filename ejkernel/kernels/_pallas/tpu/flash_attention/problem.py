@@ -93,7 +93,7 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
     """Chunks of 256 keys suit the products that contract keys, since matrix units are 256 deep or divide that."""
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
-    block_k = _balanced(keys, config.block_k)
+    block_k = balanced(keys, config.block_k)
     arbitrary = (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
     return Problem(
         spec=spec,
@@ -103,7 +103,7 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
         heads=heads,
         kv_heads=kv_heads,
         values=round_up(operands.v.shape[3], 32),
-        block_q=_balanced(queries, config.block_q),
+        block_q=balanced(queries, config.block_q),
         block_k=block_k,
         chunk=math.gcd(block_k, chunk),
         ahead=config.num_stages - 1,
@@ -111,7 +111,7 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
     )
 
 
-def _balanced(size: int, limit: int) -> int:
+def balanced(size: int, limit: int) -> int:
     """The smallest block that covers `size` in as few blocks as `limit` does: 2176 by 1024 is 3 of 768."""
     return round_up(-(-size // -(-size // limit)), LANES)
 
