@@ -107,8 +107,14 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
         block_k=block_k,
         chunk=math.gcd(block_k, chunk),
         ahead=config.num_stages - 1,
-        hidden_keys=any(x is not None for x in arbitrary) or spec.window != (None, None),
+        hidden_keys=any(x is not None for x in arbitrary) or _window_hides(spec, queries, keys),
     )
+
+
+def _window_hides(spec: FlashAttentionSpec, queries: int, keys: int) -> bool:
+    """Whether a key is in the window of no query: the last key of the last, or the first key of the first."""
+    left, right = spec.window
+    return (right is not None and right < 0) or (left is not None and left < keys - queries)
 
 
 def balanced(size: int, limit: int) -> int:
