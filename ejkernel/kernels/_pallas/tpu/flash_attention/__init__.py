@@ -16,7 +16,7 @@ PRIORITY = 100
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels cannot run on these operands (arrays or shapes), or None."""
-    from .configs import fitting_blocks
+    from .configs import PRODUCTS, fitting_blocks
 
     if target.platform != "tpu":
         return f"Mosaic runs on tpu, not on {target.platform}"
@@ -29,7 +29,7 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return "an empty batch or sequence"
     if operands.dropout is not None:
         return "dropout: Philox multiplies 32-bit integers into 64 bits, which the vector unit does not"
-    if not fitting_blocks("flash_attention_bwd", operands, target):
+    if not all(fitting_blocks(operation, operands, target) for operation in PRODUCTS):
         return "no blocks are large enough for scalar memory to hold the table of tiles, and small enough for a program"
     return None
 

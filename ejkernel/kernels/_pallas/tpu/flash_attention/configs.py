@@ -1,9 +1,9 @@
 """Which configs the kernels of flash_attention are run with: how many queries and keys a tile has.
 
-A step of the grid costs what its products take in the matrix unit, and about as much again for every tile, however
-small: filling the pipeline within the tile, addresses, waits. So tiles are large, but not so large that causality or a
-window wastes more on the tiles at their edges: the heuristic counts the tiles that a call visits and takes the cheapest
-blocks, of those that vector memory holds and whose program stays short enough to compile in seconds.
+A step of the grid costs what its products take in the matrix units, and as much again for every tile, however small:
+filling the pipeline within the tile, addresses, branches. So tiles are large, but not so large that causality or a
+window wastes more at their edges: the heuristic counts the tiles that a call visits and takes the cheapest blocks, of
+those that the memories of a core hold and whose program stays short enough to compile in seconds.
 """
 
 import itertools

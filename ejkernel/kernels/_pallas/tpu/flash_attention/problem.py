@@ -90,7 +90,7 @@ class Problem:
 
 
 def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chunk: int = 2 * LANES) -> Problem:
-    """Chunks of 256 keys suit the products that contract keys, since matrix units are 256 deep or divide that."""
+    """The problem, computed by `chunk` keys at once or a divisor of that; a matrix unit contracts up to 256."""
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
     block_k = balanced(keys, config.block_k)
