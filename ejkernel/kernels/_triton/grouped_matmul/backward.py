@@ -1,0 +1,124 @@
+"""The backward: dlhs by the kernel of the forward, and the kernel that multiplies the rows of a group with each other.
+
+    dlhs_i = (do_i σ_g) · rhs_gᵀ        drhs_g = (Σ_{i∈g} lhs_iᵀ · do_i) σ_g        dσ_g = Σ_k rhs_g ∘ (drhs_g / σ_g)
+
+A program computes one tile of one matrix of drhs, and walks over the rows of its group: those of all batches that share
+the matrix, one batch after the other. No two programs add to one number, so that every run gives the same bits, and a
+group without rows gets its zeros.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
+from ejkernel.types import KernelConfig
+
+from . import tiles
+from .forward import BAND, multiply, outside
+from .problem import in_memory, problem_of
+
+
+def grouped_matmul_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: GroupedMatmulSpec,
+    config: KernelConfig,
+) -> tuple:
+    """The cotangents of the operands that `wrt` names, in that order."""
+    x, do, found = primals, cotangents.o, {}
+    narrow = do.astype(x.lhs.dtype)
+    if "lhs" in wrt:
+        product = x._replace(lhs=narrow, rhs=x.rhs.swapaxes(2, 3), existing_out=None)
+        problem = problem_of(product, not spec.transpose_rhs, scaled_features=True)
+        found["lhs"] = multiply(product, problem, x.lhs.dtype, config)
+    if "rhs_scale" in wrt:
+        unscaled = _matrices(x._replace(rhs_scale=None), narrow, jnp.float32, spec, config)
+        scale, dscale = x.rhs_scale, (unscaled * x.rhs.astype(jnp.float32)).sum(2)
+        axes = [axis for axis, size in enumerate(scale.shape) if size < dscale.shape[axis]]
+        found["rhs_scale"] = dscale.sum(axes, keepdims=True)
+        if "rhs" in wrt:
+            found["rhs"] = unscaled * scale[:, :, None]
+    elif "rhs" in wrt:
+        found["rhs"] = _matrices(x, narrow, x.rhs.dtype, spec, config)
+    if "existing_out" in wrt:
+        found["existing_out"] = outside(do, x)
+    return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
+
+
+def _matrices(x: Operands, do: jax.Array, dtype, spec: GroupedMatmulSpec, config: KernelConfig) -> jax.Array:
+    """drhs [b?, e, k, n]."""
+    problem = problem_of(x, spec.transpose_rhs)
+    shape = jax.eval_shape(lambda rhs: in_memory(rhs, problem.transposed), x.rhs).shape
+    lhs, do = x.lhs.reshape(-1, problem.K), do.reshape(-1, problem.N)
+    rows, columns, depth = config.block_q, config.block_k, config.block_d
+    if problem.described:
+        lhs, do = _launch.described(lhs, (depth, rows)), _launch.described(do, (depth, columns))
+    drhs = _launch.launch(
+        groups_kernel,
+        lhs,
+        do,
+        x.group_sizes,
+        x.group_offset,
+        x.rhs_scale,
+        out_type=jax.ShapeDtypeStruct(shape, dtype),
+        grid=shape[0] * problem.E * triton.cdiv(problem.K, rows) * triton.cdiv(problem.N, columns),
+        config=config,
+        problem=problem,
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        BLOCK_K=depth,
+        BAND=BAND,
+    )
+    return in_memory(drhs, problem.transposed)
+
+
+@triton.jit
+def groups_kernel(
+    lhs, do, group_sizes, group_offset, rhs_scale,
+    drhs,
+    problem: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+):  # fmt: skip
+    down: tl.constexpr = (problem.K + BLOCK_M - 1) // BLOCK_M
+    across: tl.constexpr = (problem.N + BLOCK_N - 1) // BLOCK_N
+    tile = tl.program_id(0) % (down * across)
+    which = tl.program_id(0) // (down * across)
+    k, n = tiles.in_bands(tile, down, across, BAND)
+    k, n = k * BLOCK_M, n * BLOCK_N
+    held, first_batch = which % problem.E, which // problem.E
+
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for batch in range(first_batch, first_batch + problem.shared):
+        group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
+        chosen = group == offset + held
+        start = batch * problem.M + tiles.pick(starts, chosen)
+        end = batch * problem.M + tiles.pick(ends, chosen)
+        whole = start + (end - start) // BLOCK_K * BLOCK_K
+        for row in tl.range(start, whole, BLOCK_K):
+            x = tiles.load_rows(lhs, row, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
+            y = tiles.load_rows(do, row, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
+            total = tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
+        if whole < end:  # the rows of the next group, or NaN, stand in the same tile
+            inside = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
+            x = tiles.load_rows(lhs, whole, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
+            y = tiles.load_rows(do, whole, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
+            x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
+            total = tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
+
+    if rhs_scale is not None:
+        total *= tiles.load_scale(rhs_scale, first_batch, held, n, problem.N, problem, BLOCK_N)
+    rows, columns = (k + tl.arange(0, BLOCK_M))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
+    row_step: tl.constexpr = 1 if problem.transposed else problem.N
+    column_step: tl.constexpr = problem.K if problem.transposed else 1
+    drhs += which.to(tl.int64) * problem.K * problem.N
+    tl.store(
+        drhs + rows.to(tl.int64) * row_step + columns.to(tl.int64) * column_step,
+        total.to(drhs.dtype.element_ty),
+        mask=(rows < problem.K) & (columns < problem.N),
+    )
