@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._grouped_matmul import outside, scale_cotangent
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import tiles
-from .forward import BAND, multiply, outside
+from .forward import BAND, multiply
 from .problem import in_memory, problem_of
 
 
@@ -39,11 +40,9 @@ def grouped_matmul_bwd(
         found["lhs"] = multiply(product, problem, x.lhs.dtype, config)
     if "rhs_scale" in wrt:
         unscaled = _matrices(x._replace(rhs_scale=None), narrow, jnp.float32, spec, config)
-        scale, dscale = x.rhs_scale, (unscaled * x.rhs.astype(jnp.float32)).sum(2)
-        axes = [axis for axis, size in enumerate(scale.shape) if size < dscale.shape[axis]]
-        found["rhs_scale"] = dscale.sum(axes, keepdims=True)
+        found["rhs_scale"] = scale_cotangent(x, unscaled)
         if "rhs" in wrt:
-            found["rhs"] = unscaled * scale[:, :, None]
+            found["rhs"] = unscaled * x.rhs_scale[:, :, None]
     elif "rhs" in wrt:
         found["rhs"] = _matrices(x, narrow, x.rhs.dtype, spec, config)
     if "existing_out" in wrt:
