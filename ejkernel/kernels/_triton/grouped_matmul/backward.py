@@ -94,10 +94,8 @@ def groups_kernel(
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for batch in range(first_batch, first_batch + problem.shared):
-        group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
-        chosen = group == offset + held
-        start = batch * problem.M + tiles.pick(starts, chosen)
-        end = batch * problem.M + tiles.pick(ends, chosen)
+        start, end = tiles.rows_of_group(group_sizes, group_offset, batch, held, problem)
+        start, end = batch * problem.M + start, batch * problem.M + end
         whole = start + (end - start) // BLOCK_K * BLOCK_K
         for row in tl.range(start, whole, BLOCK_K):
             x = tiles.load_rows(lhs, row, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
