@@ -148,7 +148,7 @@ def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[fl
     """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with."""
     found: dict[str, Any] = {name: [] for name in batches}
     calls = {}
-    for turn in range(-1, repeats):  # the first round warms up and says how many calls fill a batch
+    for turn in range(-2, repeats):  # the first round loads the programs, the second says how many calls fill a batch
         for name, batch in batches.items():
             if isinstance(found[name], Exception):
                 continue

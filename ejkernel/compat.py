@@ -34,3 +34,10 @@ def without_sharding(aval: Any) -> Any:
     from jax._src import core
 
     return core.ShapedArray(aval.shape, aval.dtype)
+
+
+def without_manual_axes(aval: Any) -> Any:
+    """The aval without manual axes in its type: what is lowered was checked, and plain code does not carry them on."""
+    from jax._src import core
+
+    return core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding)

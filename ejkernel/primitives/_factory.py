@@ -6,8 +6,8 @@ what it returns; `spec`, what is computed; `config`, how. The table of axes give
 A trio is a differentiable operation:
 
 * `x`      operands → outputs, residuals among them;
-* `x_jvp`  operands, outputs, tangents → tangents of the outputs, linear in the tangents;
-* `x_bwd`  operands, outputs, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
+* `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
+* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
 
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`. So `grad` costs one forward and one
 backward kernel. The jvps of `x_jvp` and `x_bwd` are those of their XLA implementations, which the floors above

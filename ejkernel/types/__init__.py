@@ -3,7 +3,7 @@
 from ._repr import ShortRepr
 from .config import BwdParams, FwdParams, KernelConfig
 from .enums import Backend, Platform
-from .shapes import ATTENTION_SHAPES, AttentionShape
+from .shapes import ATTENTION_SHAPES, AttentionShape, visible_pairs
 from .target import Target
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "Platform",
     "ShortRepr",
     "Target",
+    "visible_pairs",
 ]

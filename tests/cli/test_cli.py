@@ -7,10 +7,15 @@ import jax
 import numpy as np
 import pytest
 
+import ejkernel
 from ejkernel.__main__ import main
 from ejkernel.cli import demo, info
 from ejkernel.cli._model import plain_attention
 from ejkernel.kernels._registry import kernel_registry
+from ejkernel.modules._operation import KERNELS
+from ejkernel.ops import ConfigCache, PersistentCache, default_executor, overlay_cache
+from ejkernel.primitives.flash_attention import FlashAttentionSpec
+from ejkernel.types import KernelConfig
 
 
 def printed(capsys, *arguments):
@@ -46,6 +51,16 @@ def test_info_says_why_a_platform_is_missing(monkeypatch):
     assert info.available("rocm") == "none: jax-rocm7-plugin or jax-rocm60-plugin is not installed"
 
 
+def test_info_counts_the_tuned_configs_that_fit(capsys, monkeypatch, tmp_path):
+    table, kernel = PersistentCache(tmp_path), KERNELS["flash_attention"]
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")
+    key = kernel.key_builder(kernel.invocation(dict(q=x, k=x, v=x), FlashAttentionSpec()))
+    for stored in (key, key.replace("source ", "source of another time ")):
+        table.put(stored, KernelConfig(), "gpu|NVIDIA H200")
+    monkeypatch.setattr(info, "shipped_tables", [table])
+    assert "gpu_NVIDIA_H200  2 configs, 1 of what is installed here" in printed(capsys, "info")
+
+
 def test_a_package_that_is_not_installed_has_no_version():
     assert info._version("no-such-package") is None
 
@@ -59,6 +74,23 @@ def test_explain_shows_every_implementation(capsys, target):
     assert out.startswith(f"flash_attention on {target}: ")
     for entry in kernel_registry.list_implementations("flash_attention"):
         assert f"{entry.platform}/{entry.backend}" in out
+
+
+def test_explain_says_where_a_config_comes_from(monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")
+    inv = KERNELS["flash_attention"].invocation(dict(q=x, k=x, v=x), FlashAttentionSpec(softmax_scale=0.25))
+    config, chain = KernelConfig(block_q=32, platform="xla", backend="cpu"), default_executor().selector
+    monkeypatch.setattr(chain, "cache", ConfigCache())
+    told = lambda: str(ejkernel.explain("flash_attention", x, x, x)).partition("\n")[0]
+    assert told().endswith(", by heuristics")
+    chain.persistent.put(inv.kernel.key_builder(inv), config)
+    assert told() == f"flash_attention on {inv.target}: xla/cpu with {config}, measured on this machine"
+    chain.cache.put(inv.kernel.key_builder(inv), config)
+    assert told().endswith(f"{config}, from the cache in memory")
+    overlay = ConfigCache()
+    overlay.put(inv.kernel.key_builder(inv), config)
+    with overlay_cache(overlay):
+        assert told().endswith(f"{config}, from an overlay")
 
 
 EVERY_OPTION = """
