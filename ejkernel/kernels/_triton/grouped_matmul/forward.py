@@ -39,8 +39,7 @@ def grouped_matmul_jvp(
 
 def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.Array:
     """x.lhs · x.rhs by groups; `problem` says how rhs lies in memory, and whose the scale is."""
-    rows, columns = config.block_q, config.block_k
-    depth = config.block_d
+    rows, columns, depth = config.block_q, config.block_k, config.block_d
     lhs, rhs = x.lhs.reshape(-1, problem.K), in_memory(x.rhs, problem.transposed)
     rhs = rhs.reshape(-1, *rhs.shape[2:])
     if problem.described:
