@@ -101,12 +101,12 @@ def groups_kernel(
             x = tiles.load_rows(lhs, row, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
             y = tiles.load_rows(do, row, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
             total = tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
-        if whole < end:  # the rows of the next group, or NaN, stand in the same tile
-            inside = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
-            x = tiles.load_rows(lhs, whole, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
-            y = tiles.load_rows(do, whole, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
-            x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
-            total = tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
+        # The last rows, with those before them in a tile: what is masked is of the same group then. A group of less
+        # than a tile has neighbours in it, which may be NaN, so that both factors are masked.
+        if whole < end and end - start >= BLOCK_K:
+            total = add_rows(total, lhs, do, end - BLOCK_K, whole, end, k, n, problem, BLOCK_M, BLOCK_N, BLOCK_K, False)
+        elif whole < end:
+            total = add_rows(total, lhs, do, start, start, end, k, n, problem, BLOCK_M, BLOCK_N, BLOCK_K, True)
 
     if rhs_scale is not None:
         total *= tiles.load_scale(rhs_scale, first_batch, held, n, problem.N, problem, BLOCK_N)
@@ -119,3 +119,19 @@ def groups_kernel(
         total.to(drhs.dtype.element_ty),
         mask=(rows < problem.K) & (columns < problem.N),
     )
+
+
+@triton.jit
+def add_rows(
+    total, lhs, do, row, start, end, k, n, problem: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BOTH: tl.constexpr,
+):  # fmt: skip
+    """total + Σ lhsᵀ · do over the rows from `start` to `end` of the tile that begins with `row`."""
+    rows = row + tl.arange(0, BLOCK_K)[:, None]
+    inside = (rows >= start) & (rows < end)
+    x = tiles.load_rows(lhs, row, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
+    y = tiles.load_rows(do, row, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
+    x = tl.where(inside, x, 0.0)
+    if BOTH:
+        y = tl.where(inside, y, 0.0)
+    return tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
