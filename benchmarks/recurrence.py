@@ -21,7 +21,7 @@ from _recurrence import CONVENTION, WORK, contenders, gate, inputs, operations
 from ejkernel import callib
 from ejkernel.types import RECURRENCE_SHAPES, RecurrenceShape
 
-# The largest error of ours and of a rival, in units of that of rounding the exact result; float32 has long sums besides.
+# The largest error of ours and of a rival, in units of that of rounding the exact result; in float32 sums err more.
 _OURS, _RIVAL, _IN_FLOAT32 = 3.0, 10.0, 30.0
 _ON_CPU = "lightning-h16-d128@1x512,gla-h16-d128@1x256"
 
