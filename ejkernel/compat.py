@@ -34,3 +34,13 @@ def without_sharding(aval: Any) -> Any:
     from jax._src import core
 
     return core.ShapedArray(aval.shape, aval.dtype)
+
+
+def without_manual_axes() -> Any:
+    """A context in which types name no manual axes, as those of `without_sharding` do not.
+
+    Inside a `jax.shard_map` that checks them Pallas wants its outputs to name them otherwise (0.10.2 – 0.12).
+    """
+    from jax._src import config
+
+    return config._check_vma(False)
