@@ -239,6 +239,8 @@ def dq_kernel(
             if problem.masked_everywhere or (start < first_full or start > last_full):
                 ok = logits.visible(i, j, masks, frame, problem)
                 p, left, ds = tl.where(ok, p, 0.0), tl.where(ok, left, 0.0), tl.where(ok, ds, 0.0)
+                if dscale is not None:
+                    product, dp = tl.where(ok, product, 0.0), tl.where(ok, dp, 0.0)
             if correction is not None:
                 total += tl.sum(p, 1)
             if dscale is not None:
