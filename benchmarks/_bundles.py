@@ -128,6 +128,7 @@ def _run(code: _Code, tables: Sequence[np.ndarray]) -> tuple[list[int], int]:
     memory, runs = {}, [0] * len(code.blocks)
 
     def load(operand: int, address: int) -> None:
+        operand = operand if operand < 16 else operand >> 4  # an address in VMEM may be shifted to bytes
         if operand < len(tables):  # others are numbers for vector instructions
             memory.update(enumerate(_words(tables[operand]), address))
 
@@ -216,9 +217,7 @@ class _Translator:
             return self._assign(result, f"memory.get({' + '.join(operands)}, 0)")
         if opcode == "sst":
             return f"memory[{' + '.join(operands[:-1])}] = {operands[-1]}"
-        if opcode == "dma.vmem_to_smem":  # the address of an operand there is in words
-            return f"load({operands[0]} >> 4, {operands[2]})"
-        if opcode == "dma.hbm_to_smem":
+        if opcode in ("dma.vmem_to_smem", "dma.hbm_to_smem"):
             return f"load({operands[0]}, {operands[2]})"
         if opcode in ("dma.hbm_to_vmem", "dma.vmem_to_hbm"):
             return f"copied += {operands[1]}"
