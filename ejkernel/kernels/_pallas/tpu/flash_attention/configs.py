@@ -39,11 +39,10 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    costs = {}
-    for blocks in fitting_blocks(operation, operands, target):
-        visited, cut = _tiles(operands, spec, blocks)
-        whole = tile_bundles(operation, operands, target, *blocks) + STEP_BUNDLES
-        costs[blocks] = visited * whole + cut * mask_bundles(spec, *blocks)
+    costs = {
+        blocks: _tiles(operands, spec, blocks) * (tile_bundles(operation, operands, target, *blocks) + STEP_BUNDLES)
+        for blocks in fitting_blocks(operation, operands, target)
+    }
     best = sorted(costs, key=lambda blocks: (costs[blocks], -blocks[0]))  # many queries: keys are fetched less often
     return [
         KernelConfig(block_q=block_q, block_k=block_k, num_stages=n, platform=Platform.PALLAS, backend=Backend.TPU)
@@ -94,13 +93,6 @@ def tile_bundles(operation: str, operands: Operands, target: Target, block_q: in
     return PRODUCTS[operation] * passes * features * block_q * block_k / rate
 
 
-def mask_bundles(spec: FlashAttentionSpec, block_q: int, block_k: int) -> float:
-    """Bundles that masking adds to a tile: for each bound four vector instructions, which fit into one bundle."""
-    left, right = spec.window
-    bounds = (left is not None) + (spec.causal or right is not None)
-    return bounds * block_q * block_k / 1024
-
-
 def vmem_bytes(operation: str, operands: Operands, block_q: int, block_k: int) -> int:
     """Bytes of vector memory of a tile: blocks that are copied while the ones before are used, sums, and logits."""
     d, e, size = _lanes(operands.q), _lanes(operands.v), operands.q.dtype.itemsize
@@ -126,12 +118,12 @@ def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
     return 4 * (tiles * (batch if varying else 1) + scalars)
 
 
-def _tiles(operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]) -> tuple[int, int]:
-    """How many tiles causality and the window leave of a head, and how many of these they cut through."""
+def _tiles(operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]) -> int:
+    """How many tiles causality and the window leave of a head."""
     block_q, block_k = blocks
     problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k))
-    touched, whole = visibility(Operands(operands.q, operands.k, operands.v), problem)
-    return int(touched.sum()), int((touched & ~whole).sum())
+    touched, _ = visibility(Operands(operands.q, operands.k, operands.v), problem)
+    return int(touched.sum())
 
 
 def _lanes(x) -> int:
