@@ -181,13 +181,11 @@ def queued(function: Callable[..., Any], *arguments: Any) -> Batch:
 # --- What is shown and what is kept
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
+def show(title: str, rows: Sequence[Row], unit: str = "TFLOP/s") -> None:
     """Prints the rows of one case and mode; the last column is how many times faster than the best rival one is."""
     rivals = [row.milliseconds for row in rows if row.milliseconds and not row.ours]
     best = min(rivals, default=None)
-    print(
-        f"\n{title}\n  {'':<22}{'ms':>9}{'quartiles':>20}{'TFLOP/s':>10}{'ceiling':>9}{'error':>8}{'vs best rival':>15}"
-    )
+    print(f"\n{title}\n  {'':<22}{'ms':>9}{'quartiles':>20}{unit:>10}{'ceiling':>9}{'error':>8}{'vs best rival':>15}")
     for row in rows:
         if row.status != "timed":
             print(f"  {row.contender:<22}{row.status}: {row.reason}")

@@ -73,6 +73,15 @@ class PrimitiveKernel(Kernel):
         backend = target.backend if platform == "auto" else Backend.ANY
         return replace(config, platform=entry.platform, backend=backend)
 
+    def repeats(self, inv: Invocation, cfg: KernelConfig) -> bool:
+        """Whether the implementation that the config names would take the call where `deterministic` is asked for."""
+        spec = inv.kwargs["spec"]
+        if not hasattr(spec, "deterministic"):
+            return True
+        strict = replace(spec, deterministic=True)
+        of = candidates(self.name, strict, self.primitive.operands(self.arrays(inv)), inv.target, cfg.platform)
+        return any(reason is None for _, reason in of)
+
     def cost(self, inv: Invocation) -> tuple[float, float] | None:
         """The operations that the operation tells, and each operand and result moved once."""
         named, results = self.arrays(inv), inv.kwargs["results"]

@@ -43,6 +43,15 @@ def invocation(arrays):
     return ops.Invocation(found[0].kernel, abstract(found[0].args), found[0].kwargs)
 
 
+def test_a_config_has_to_repeat_where_its_implementation_takes_deterministic_calls(monkeypatch):
+    inv, entry = invocation(DENSE), kernel_registry.list_implementations("flash_attention")[-1]
+    assert inv.kernel.repeats(inv, CONFIGS[0])
+    monkeypatch.setattr(
+        entry.implementation, "supports", lambda spec, *_: "adds in any order" if spec.deterministic else None
+    )
+    assert not inv.kernel.repeats(inv, CONFIGS[0])
+
+
 def test_a_gradient_measures_no_tangent(monkeypatch):
     for name in ("flash_attention", "flash_attention_jvp", "flash_attention_bwd"):
         for entry in kernel_registry.list_implementations(name):

@@ -73,8 +73,17 @@ def described(x: jax.Array, block: tuple[int, ...]) -> Any:
 
 
 def has_descriptors() -> bool:
-    """Whether this jaxlib can make TMA descriptors."""
+    """Whether the device has TMA, and this jaxlib can make descriptors for it."""
+    if _is_rocm() or compute_capability() < 90:
+        return False
     return hasattr(jax_triton().triton_lib.triton_kernel_call_lib, "create_tma_descriptor_parameter")
+
+
+def _is_rocm() -> bool:
+    try:
+        return bool(jax.local_devices(backend="rocm"))
+    except RuntimeError:
+        return False
 
 
 def multiprocessors() -> int:

@@ -2,7 +2,8 @@
 
 A call is measured on values (its own, or synthetic ones where it is being traced), as compiled programs, in a thread of
 its own: there no trace is in progress, so it can be done in the midst of `jax.jit`. A candidate's time counts once its
-numbers agree with those of the heuristic config and are the same, bit for bit, in a second run.
+numbers agree with those of the heuristic config and are the same, bit for bit, in a second run (unless its kernel says
+that they need not be).
 """
 
 import math
@@ -106,7 +107,8 @@ class Tuner:
         report, rejected, times, runnable = _Report(kernel.op_id, len(configs)), [], {}, {}
         for config, program in chain([first] if heuristic in configs else [], programs):
             try:
-                times[config] = self._measured(program.result(), reference, min(times.values(), default=math.inf))
+                best, repeats = min(times.values(), default=math.inf), kernel.repeats(inv, config)
+                times[config] = self._measured(program.result(), reference, best, repeats)
             except Exception as error:
                 rejected.append(f"{config}: {_first_line(error)}")
                 report.tell(config, f"rejected, {_first_line(error)}")
@@ -129,13 +131,13 @@ class Tuner:
             rounds = zip(*(batches(program, 1, self.iters) for program in programs.values()), strict=True)
             return dict(zip(programs, np.median(np.array(list(rounds)), axis=0).tolist(), strict=True))
 
-    def _measured(self, program: Callable[[], Any], reference: Any, best_time: float) -> float:
+    def _measured(self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool) -> float:
         """Milliseconds of a program; only of the first batch where that is already hopeless."""
         with _measuring:
             result = program()
             if how := disagreement(result, reference):
                 raise EjkernelRuntimeError(how)
-            if not same_bits(result, program()):
+            if repeats and not same_bits(result, program()):
                 raise EjkernelRuntimeError("other bits in a second run")
             times = []
             for milliseconds in batches(program, self.warmup, self.iters):

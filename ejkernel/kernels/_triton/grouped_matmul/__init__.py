@@ -7,6 +7,7 @@ from functools import partial
 
 from jax import Array
 
+from ejkernel.kernels._grouped_matmul import scale_varies_alone
 from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
@@ -41,10 +42,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
 
 def supports_bwd(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    scale = operands.rhs_scale
-    if scale is not None and scale.shape[0] > operands.rhs.shape[0]:
-        return "rhs_scale varies over a batch that shares rhs"
-    return supports(spec, operands, target)
+    return scale_varies_alone(operands) or supports(spec, operands, target)
 
 
 def _heuristic(operation: str, spec: GroupedMatmulSpec, operands: Operands, target: Target) -> KernelConfig:

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._grouped_matmul import outside, scale_cotangent
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import tiles
-from .forward import BAND, multiply, outside
+from .forward import BAND, multiply
 from .problem import in_memory, problem_of
 
 
@@ -39,11 +40,9 @@ def grouped_matmul_bwd(
         found["lhs"] = multiply(product, problem, x.lhs.dtype, config)
     if "rhs_scale" in wrt:
         unscaled = _matrices(x._replace(rhs_scale=None), narrow, jnp.float32, spec, config)
-        scale, dscale = x.rhs_scale, (unscaled * x.rhs.astype(jnp.float32)).sum(2)
-        axes = [axis for axis, size in enumerate(scale.shape) if size < dscale.shape[axis]]
-        found["rhs_scale"] = dscale.sum(axes, keepdims=True)
+        found["rhs_scale"] = scale_cotangent(x, unscaled)
         if "rhs" in wrt:
-            found["rhs"] = unscaled * scale[:, :, None]
+            found["rhs"] = unscaled * x.rhs_scale[:, :, None]
     elif "rhs" in wrt:
         found["rhs"] = _matrices(x, narrow, x.rhs.dtype, spec, config)
     if "existing_out" in wrt:
@@ -95,21 +94,19 @@ def groups_kernel(
 
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for batch in range(first_batch, first_batch + problem.shared):
-        group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
-        chosen = group == offset + held
-        start = batch * problem.M + tiles.pick(starts, chosen)
-        end = batch * problem.M + tiles.pick(ends, chosen)
+        start, end = tiles.rows_of_group(group_sizes, group_offset, batch, held, problem)
+        start, end = batch * problem.M + start, batch * problem.M + end
         whole = start + (end - start) // BLOCK_K * BLOCK_K
         for row in tl.range(start, whole, BLOCK_K):
             x = tiles.load_rows(lhs, row, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
             y = tiles.load_rows(do, row, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
             total = tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
-        if whole < end:  # the rows of the next group, or NaN, stand in the same tile
-            inside = (whole + tl.arange(0, BLOCK_K) < end)[:, None]
-            x = tiles.load_rows(lhs, whole, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
-            y = tiles.load_rows(do, whole, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
-            x, y = tl.where(inside, x, 0.0), tl.where(inside, y, 0.0)
-            total = tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
+        # The last rows, with those before them in a tile: what is masked is of the same group then. A group of less
+        # than a tile has neighbours in it, which may be NaN, so that both factors are masked.
+        if whole < end and end - start >= BLOCK_K:
+            total = add_rows(total, lhs, do, end - BLOCK_K, whole, end, k, n, problem, BLOCK_M, BLOCK_N, BLOCK_K, False)
+        elif whole < end:
+            total = add_rows(total, lhs, do, start, start, end, k, n, problem, BLOCK_M, BLOCK_N, BLOCK_K, True)
 
     if rhs_scale is not None:
         total *= tiles.load_scale(rhs_scale, first_batch, held, n, problem.N, problem, BLOCK_N)
@@ -122,3 +119,19 @@ def groups_kernel(
         total.to(drhs.dtype.element_ty),
         mask=(rows < problem.K) & (columns < problem.N),
     )
+
+
+@triton.jit
+def add_rows(
+    total, lhs, do, row, start, end, k, n, problem: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BOTH: tl.constexpr,
+):  # fmt: skip
+    """total + Σ lhsᵀ · do over the rows from `start` to `end` of the tile that begins with `row`."""
+    rows = row + tl.arange(0, BLOCK_K)[:, None]
+    inside = (rows >= start) & (rows < end)
+    x = tiles.load_rows(lhs, row, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
+    y = tiles.load_rows(do, row, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
+    x = tl.where(inside, x, 0.0)
+    if BOTH:
+        y = tl.where(inside, y, 0.0)
+    return tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)

@@ -6,14 +6,13 @@ tiles p, p + programs, and so on. Nothing about the groups is known to the host.
 """
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._grouped_matmul import tangent
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
 from ejkernel.types import KernelConfig
-from ejkernel.xla_utils.groups import group_bounds
 
 from . import tiles
 from .problem import Problem, in_memory, problem_of
@@ -32,20 +31,15 @@ def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> 
 def grouped_matmul_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: KernelConfig
 ) -> Outputs:
-    """ȯ = (l̇hs · rhs + lhs · ṙhs) σ + (lhs · rhs) σ̇, and of existing_out where there is no group."""
-    x, dx = primals._replace(existing_out=None), tangents
-    moved = [x._replace(**{name: t}) for name in ("lhs", "rhs", "rhs_scale") if (t := getattr(dx, name)) is not None]
-    dtype = result_dtype(x.lhs.dtype, spec)
-    terms = [multiply(y, problem_of(y, spec.transpose_rhs), dtype, config) for y in moved]
-    if dx.existing_out is not None:
-        terms.append(outside(dx.existing_out, x))
-    return Outputs(sum(terms[1:], terms[0]))
+    """The tangent of o."""
+    dtype = result_dtype(primals.lhs.dtype, spec)
+    product = lambda x: multiply(x, problem_of(x, spec.transpose_rhs), dtype, config)
+    return Outputs(tangent(primals, tangents, product))
 
 
 def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.Array:
     """x.lhs · x.rhs by groups; `problem` says how rhs lies in memory, and whose the scale is."""
-    rows, columns = config.block_q, config.block_k
-    depth = config.block_d
+    rows, columns, depth = config.block_q, config.block_k, config.block_d
     lhs, rhs = x.lhs.reshape(-1, problem.K), in_memory(x.rhs, problem.transposed)
     rhs = rhs.reshape(-1, *rhs.shape[2:])
     if problem.described:
@@ -71,14 +65,6 @@ def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.
         BLOCK_K=depth,
         BAND=BAND,
     )
-
-
-def outside(a: jax.Array, x: Operands) -> jax.Array:
-    """a [b, m, n] in rows of no group, 0 in those of groups."""
-    bounds = group_bounds(x.group_sizes, x.group_offset, x.rhs.shape[1], a.shape[1])
-    row = jnp.arange(a.shape[1])[None]
-    is_outside = (row < bounds[:, :1]) | (row >= bounds[:, -1:])
-    return jnp.where(is_outside[..., None], a, 0)
 
 
 def residents(config: KernelConfig) -> int:

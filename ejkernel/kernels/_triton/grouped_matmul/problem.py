@@ -78,7 +78,7 @@ def problem_of(x: Operands, transposed: bool, scaled_features: bool = False) -> 
 def can_describe(*arrays) -> bool:
     """TMA, from Hopper on, wants rows that begin at multiples of 16 bytes, along whichever axis they lie."""
     aligned = all(size * a.dtype.itemsize % 16 == 0 for a in arrays for size in a.shape[-2:])
-    return aligned and _launch.compute_capability() >= 90 and _launch.has_descriptors()
+    return aligned and _launch.has_descriptors()
 
 
 def in_memory(rhs, transposed: bool):

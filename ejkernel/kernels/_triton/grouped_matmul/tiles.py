@@ -19,6 +19,19 @@ def group_rows(group_sizes, group_offset, batch, problem: tl.constexpr):
 
 
 @triton.jit
+def rows_of_group(group_sizes, group_offset, batch, held, problem: tl.constexpr):
+    """The first row of one of the groups that are here, and the row after its last."""
+    group = tl.arange(0, problem.F_PAD)
+    if problem.sizes_vary:
+        group_sizes += batch * problem.F
+    if group_offset is not None:
+        held += tl.load(group_offset + batch if problem.offset_varies else group_offset)
+    size = tl.load(group_sizes + held, mask=held < problem.F, other=0)
+    start = tl.sum(tl.load(group_sizes + group, mask=(group < held) & (group < problem.F), other=0))
+    return tl.minimum(start, problem.M), tl.minimum(start + size, problem.M)
+
+
+@triton.jit
 def pick(values, chosen):
     """The value where `chosen` is true, once."""
     return tl.sum(tl.where(chosen, values, 0))

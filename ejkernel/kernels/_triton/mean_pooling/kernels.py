@@ -130,12 +130,13 @@ def sum_kernel(
     start, end = ends_of(segments, batch, number, problem)
     first, last = part_of(start, end, part, problem, BLOCK_S)
     columns = column + tl.arange(0, BLOCK_D)[None, :]
-    x += batch.to(tl.int64) * problem.S * problem.D
+    row, at = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_S)[:, None] * problem.D + columns
+    x += (batch.to(tl.int64) * problem.S + first) * problem.D
     total = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
     for token in tl.range(first, last, BLOCK_S):
-        tokens = token + tl.arange(0, BLOCK_S)[:, None]
-        at, ok = tokens.to(tl.int64) * problem.D + columns, (tokens < last) & (columns < problem.D)
-        total += tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+        tile = tl.load(x + at, mask=(row < last - token) & (columns < problem.D), other=0.0)
+        total += tile.to(tl.float32)
+        x += BLOCK_S * problem.D
     mean = tl.sum(total, axis=0, keep_dims=True)
     if problem.parts == 1:
         mean /= tl.maximum(end - start, 1)
@@ -162,9 +163,9 @@ def spread_kernel(
         start = tl.where(number < problem.N, start, tl.where(number == problem.N, 0, behind))
         end = tl.where(number < problem.N, end, tl.where(number == problem.N, before, problem.S))
     first, last = part_of(start, end, part, problem, BLOCK_S)
-    dx += batch.to(tl.int64) * problem.S * problem.D
+    row, at = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_S)[:, None] * problem.D + columns
+    dx += (batch.to(tl.int64) * problem.S + first) * problem.D
     tile = tl.broadcast_to(share.to(dx.dtype.element_ty), [BLOCK_S, BLOCK_D])
     for token in tl.range(first, last, BLOCK_S):
-        tokens = token + tl.arange(0, BLOCK_S)[:, None]
-        at, ok = tokens.to(tl.int64) * problem.D + columns, (tokens < last) & (columns < problem.D)
-        tl.store(dx + at, tile, mask=ok)
+        tl.store(dx + at, tile, mask=(row < last - token) & (columns < problem.D))
+        dx += BLOCK_S * problem.D
