@@ -32,8 +32,8 @@ class Issued:
 
 
 def execute(program: str, utilization: str, tables: Sequence[np.ndarray], delay: int) -> Issued:
-    """Runs the text of a final program; `utilization` is the text beside it, `tables` what it copies to scalar memory,
-    in that order, and `delay` how many bundles after a branch are issued before it is taken."""
+    """Runs the text of a final program; `utilization` is the text beside it, `tables` its first operands, which
+    it copies to scalar memory, and `delay` how many bundles after a branch are issued before it is taken."""
     code = _read(program, delay)
     runs, copied = _run(code, tables)
     capacity, used = _read_utilization(utilization)
@@ -103,14 +103,18 @@ _BINARY = {
     **{f"scmp.{name}.s32": f"{{}} {sign} {{}}" for name, sign in _COMPARISONS},
     **{f"scmp.{name}.u32": f"({{}} & 0xFFFFFFFF) {sign} ({{}} & 0xFFFFFFFF)" for name, sign in _COMPARISONS},
 }  # fmt: skip
-_NEUTRAL = ("inlined_call_operand", "shalt.err", "sfence", "sbr.rel", "dma.done.wait")
+_NEUTRAL = ("shalt.err", "sfence", "sbr.rel", "dma.done.wait")
 _OPERAND = re.compile(r"!?%[sp]\d+_[sp]\d+|#allocation\w+|\$0x[0-9a-f]+|(?<![\w.$])-?\d+")
 
 
 def _run(code: _Code, tables: Sequence[np.ndarray]) -> tuple[list[int], int]:
     """How often each block runs, and the granules copied."""
     translate = _Translator(code)
-    lines = ["def run(memory, load, runs):", "    copied = block = 0", f"    {' = '.join(sorted(translate.names))} = 0"]
+    lines = [
+        "def run(memory, load, word, runs):",
+        "    copied = block = 0",
+        f"    {' = '.join(sorted(translate.names))} = 0",
+    ]
     lines += [f"    while block < {len(code.blocks)}:", "        runs[block] += 1"]
     for n, branch in enumerate(code.branches):
         lines += [f"        {'if' if n == 0 else 'elif'} block == {n}:"]
@@ -121,12 +125,17 @@ def _run(code: _Code, tables: Sequence[np.ndarray]) -> tuple[list[int], int]:
     lines += ["    return copied"]
     scope: dict[str, Any] = {"int32": _int32}
     exec("\n".join(lines), scope)
-    memory, runs, arrays = {}, [0] * len(code.blocks), iter(tables)
+    memory, runs = {}, [0] * len(code.blocks)
 
-    def load(address: int) -> None:
-        memory.update(enumerate(_words(next(arrays)), address))
+    def load(operand: int, address: int) -> None:
+        operand = operand if operand < 16 else operand >> 4  # an address in VMEM may be shifted to bytes
+        if operand < len(tables):  # others are numbers for vector instructions
+            memory.update(enumerate(_words(tables[operand]), address))
 
-    return runs, scope["run"](memory, load, runs)
+    def word(operand: int) -> int:
+        return _words(tables[operand])[0] if operand < len(tables) else 0
+
+    return runs, scope["run"](memory, load, word, runs)
 
 
 def _int32(x: int) -> int:
@@ -180,6 +189,9 @@ class _Translator:
             return ""
         result, opcode, rest = match.groups()
         opcode = re.sub(r"\.(totalorder|vmem|hbm|sflag|smem)$", "", opcode)
+        if opcode == "inlined_call_operand":  # for an address, which operand it is of; a lone word comes itself
+            number = re.search(r"index: (\d+)", rest)[1]
+            return self._assign(result, f"word({number})" if "<no memory space>" in rest else number)
         predicate = re.search(r"\((!?%p\w+)(?:, *(%\w+))?\)", rest)
         operands = [self.operand(x) for x in _OPERAND.findall(rest.replace(predicate[0], "") if predicate else rest)]
         line = self._effect(result, opcode, operands)
@@ -206,7 +218,7 @@ class _Translator:
         if opcode == "sst":
             return f"memory[{' + '.join(operands[:-1])}] = {operands[-1]}"
         if opcode in ("dma.vmem_to_smem", "dma.hbm_to_smem"):
-            return f"load({operands[2]})"
+            return f"load({operands[0]}, {operands[2]})"
         if opcode in ("dma.hbm_to_vmem", "dma.vmem_to_hbm"):
             return f"copied += {operands[1]}"
         if opcode in _NEUTRAL:

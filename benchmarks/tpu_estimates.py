@@ -4,7 +4,8 @@ Not a measurement. The compiler's `cost_analysis()` does not see inside Mosaic k
 that a kernel was given, and without one says next to nothing), but the programs that it makes can be read: `_bundles`
 counts the bundles that each kernel issues, and the bytes that it copies. Kernels alone are compared, without the layout
 changes and small fusions around them. Rivals are JAX's splash_attention and flash_attention, each with the best of the
-block sizes below for every case; what they lack (grouped heads in flash_attention) they are given.
+block sizes below for every case; what they lack (grouped heads in flash_attention) they are given. Bundles do not show
+all that a matrix unit may wait for: where a rate comes near the peak of a chip, or above it, the time is a lower bound.
 """
 
 import argparse

@@ -115,6 +115,19 @@ def test_operands_and_options(generation, case, dtype):
     assert compiled(all_three, generation, x, out).as_text().count("tpu_custom_call") >= 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("operation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("generation", ["v5p", "tpu7x"])
+def test_the_largest_tiles(generation, operation):
+    """A bias and a mask for every logit, beside as much of dq as is held, where vector memory is smallest."""
+    x, spec = call_of(ATTENTION_SHAPES["llama3-70b"])
+    logits = (1, 1, x.q.shape[1], x.k.shape[1])
+    x = x._replace(bias=jax.ShapeDtypeStruct(logits, jnp.float32), mask=jax.ShapeDtypeStruct(logits, jnp.bool_))
+    config = IMPLEMENTATIONS[operation].heuristic(spec, x, TARGETS[generation])
+    out = jax.eval_shape(lambda *x: flash_attention(*x, spec=spec, config=config), *x)
+    assert "tpu_custom_call" in compiled(run(operation, spec, config), generation, x, out).as_text()
+
+
 @pytest.mark.parametrize("generation", TARGETS)
 def test_memory_of_a_core(generation):
     """No kernel may take more than the smallest vector memory, whatever is known of the target."""
