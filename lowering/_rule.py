@@ -14,7 +14,13 @@ import jax
 from jax.interpreters import ad, mlir
 from jax.sharding import AbstractMesh
 
-from ejkernel.compat import automatic_devices, requires_devices_during_lowering, without_manual_axes, without_sharding
+from ejkernel.compat import (
+    automatic_devices,
+    requires_devices_during_lowering,
+    unchecked_manual_axes,
+    without_manual_axes,
+    without_sharding,
+)
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._dispatch import candidates, select
 from ejkernel.kernels._registry import KernelSpec
@@ -98,6 +104,7 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
     # What a user forbids in a program of theirs is no rule for the code of an implementation.
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        unchecked_manual_axes(),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
     ):

@@ -16,7 +16,9 @@ from ejkernel import callib
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-harness, attention, entry = map(importlib.import_module, ("_harness", "_attention", "flash_attention"))
+harness, attention, rivals, entry = map(
+    importlib.import_module, ("_harness", "_attention", "_attention_rivals", "flash_attention")
+)
 
 SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap=5.0, sinks=1)
 
@@ -66,7 +68,7 @@ def test_every_shape_is_under_its_name_and_has_whole_groups():
 def test_the_gate_passes_what_is_right_and_stops_what_is_not(mode, dtype):
     given = attention.inputs(SMALL, jnp.dtype(dtype))
     judge = attention.gate(SMALL, mode, given)
-    ours, formula, *_ = attention.contenders(SMALL, mode, given, ["auto"])
+    ours, formula, *_ = rivals.contenders(SMALL, mode, given, ["auto"])
     prepared = ours.prepare()
     assert judge(prepared.results) <= 3 and judge(formula.prepare().results) <= 3
     assert "flash_attention" in prepared.detail and "KernelConfig(" in prepared.detail

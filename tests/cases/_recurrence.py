@@ -4,7 +4,7 @@ import numpy as np
 
 from ._case import Case, Operand
 
-SIZES = dict(b=4, s=7, h=4, g=2, d=4, e=6)
+SIZES = dict(b=4, s=7, h=4, g=2, d=8, e=16)
 TINY = dict(b=1, s=3, h=2, g=1, d=2, e=2)
 QKV = dict(q="b s h d", k="b s g d", v="b s g e")
 PACKED = dict(q="1 s h d", k="1 s g d", v="1 s g e")

@@ -10,7 +10,7 @@ import pytest
 import ejkernel
 from ejkernel.__main__ import main
 from ejkernel.cli import demo, info
-from ejkernel.cli._model import plain_attention
+from ejkernel.cli._formulas import plain_attention, plain_gla, plain_grouped_matmul
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import KERNELS
 from ejkernel.ops import ConfigCache, PersistentCache, default_executor, overlay_cache
@@ -168,6 +168,15 @@ def test_demo_trains_shows_and_saves(capsys, tmp_path, monkeypatch):
     assert len((tmp_path / "new" / "sample.txt").read_text()) == 128 + 8
 
 
+def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_SAMPLED", 8)
+    out = printed(capsys, "demo", "--mixer", "gla", "--moe", "--steps", "3", "--out", str(tmp_path))
+    assert "the kernels and the formula train alike" in out
+    assert "4 × gla, 4 × gla_bwd, 12 × grouped_matmul, 12 × grouped_matmul_bwd" in out
+    assert "ejkernel[op=gla;" in out and "ejkernel[op=grouped_matmul;" in out
+    assert "8 of 8 characters, written one by one with the states carried, are those of the whole text" in out
+
+
 def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     demo._save_losses({"ejkernel": np.ones(2), "reference": np.ones(2)}, np.ones(2), "", tmp_path)
@@ -197,3 +206,21 @@ def test_the_formula_of_the_demo_is_that_of_the_operation():
         np.testing.assert_allclose(
             plain_attention(q, k, v, **options), lax.flash_attention(q, k, v, **options), atol=2e-6
         )
+
+
+def test_the_formula_of_gated_linear_attention_is_that_of_the_operation():
+    from ejkernel import lax
+
+    q, k, v, gk = (jax.random.normal(jax.random.key(i), (2, 40, heads, 16)) for i, heads in enumerate((4, 2, 2, 4)))
+    given = (q, k, v, -jax.numpy.abs(gk), jax.random.normal(jax.random.key(4), (2, 4, 16, 16)))
+    for ours, plain in zip(lax.gla(*given, return_state=True), plain_gla(*given, return_state=True), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_the_formula_of_experts_is_that_of_the_operation():
+    from ejkernel import lax
+
+    lhs, rhs = jax.random.normal(jax.random.key(0), (9, 8)), jax.random.normal(jax.random.key(1), (4, 8, 6))
+    given = (lhs, rhs, jax.numpy.array([3, 0, 5, 1]))
+    plain = plain_grouped_matmul(*given, preferred_element_type=lhs.dtype)
+    np.testing.assert_allclose(lax.grouped_matmul(*given), plain, atol=1e-5)

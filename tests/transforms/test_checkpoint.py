@@ -8,8 +8,6 @@ from programs import equations, scopes
 
 from ejkernel import checkpoint_policies
 
-pytestmark = pytest.mark.core
-
 
 def check_count(case, f, times, *args):
     """The forward kernel stands that often in the jaxpr, and in the compiled program: XLA merged and dropped none.

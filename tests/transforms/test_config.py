@@ -7,8 +7,6 @@ from cases import assert_close, each_case, each_operation, gradient, oracle, tan
 from ejkernel.ops import find_labels_in_lowered
 from ejkernel.types import KernelConfig
 
-pytestmark = pytest.mark.core
-
 
 @each_case
 @pytest.mark.parametrize("blocks", ((4, 4), (8, 3), (1, 128)), ids=str)

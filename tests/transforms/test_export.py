@@ -1,12 +1,9 @@
 """`jax.export` carries an operation and its gradient to other processes and platforms in one artifact."""
 
 import jax
-import pytest
 from cases import assert_close, each_case, each_operation, gradient, oracle, pullback
 from jax.export import DisabledSafetyCheck, deserialize, export
 from jax.sharding import AxisType, NamedSharding
-
-pytestmark = pytest.mark.core
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # JAX guarantees no compatibility of Triton's calls over versions, and wants to be told that one does without.

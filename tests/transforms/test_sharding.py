@@ -10,12 +10,10 @@ from collections import Counter
 
 import jax
 import pytest
-from cases import CASES, assert_close, curvature, each_case, each_operation, gradient, oracle
+from cases import CASES, assert_close, curvature, each, each_case, each_operation, gradient, oracle
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
-
-pytestmark = pytest.mark.core
 
 BATCH = {"b": "x"}
 each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
@@ -92,7 +90,7 @@ def test_auto(case, transform):
     assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
 
 
-@each_case
+@each_operation
 @each_type
 @pytest.mark.parametrize("split", (lambda case: BATCH, rest), ids=("batch", "rest"))
 def test_one_split(case, types, split):
@@ -116,7 +114,7 @@ def test_under_set_mesh(case, types, transform):
     assert check(case, transform, both(case), mesh, jax.set_mesh(mesh)) == needed(case, both(case), transform)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.local], ids=str)
+@each([case for case in CASES if case.local])
 @each_transform
 @pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
 def test_shard_map(case, transform, check_vma):
@@ -193,7 +191,7 @@ def test_auto_operands_that_disagree(case):
         assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"{first} over {spec}: ")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if len(batched(case)) > 1], ids=str)
+@each([case for case in CASES if len(batched(case)) > 1])
 def test_operands_that_disagree(case):
     """The batch of one is split over one axis of the mesh, that of the others over another."""
     mesh = mesh_of(shape=(2, 4))
@@ -204,7 +202,7 @@ def test_operands_that_disagree(case):
         jax.make_jaxpr(case.call)(arrays)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if 1 < case.sizes.get("g", 1) < 4], ids=str)
+@each([case for case in CASES if 1 < case.sizes.get("g", 1) < 4])
 def test_fewer_key_value_heads_than_devices(case):
     """Explicit: an error that gives both numbers. Auto: XLA gathers the heads."""
     explicit, automatic = (mesh_of(types, shape=(2, 4)) for types in (AxisType.Explicit, AxisType.Auto))

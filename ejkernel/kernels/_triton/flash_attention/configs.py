@@ -12,24 +12,30 @@ import numpy as np
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .problem import padded
+from .problem import tiled
 
 # (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
 PLAIN = {
     "flash_attention": {
         64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3)),
-        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
-        256: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2)),
+        96: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
+        192: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        256: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
     },
     "flash_attention_bwd": {
         64: ((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2)),
-        128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
+        96: ((64, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+        128: ((64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
+        192: ((32, 128, 8, 3), (32, 128, 8, 2), (16, 64, 4, 2)),
         256: ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
     },
     "flash_attention_jvp": {
         64: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
+        96: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
         128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
-        256: ((64, 32, 4, 1), (128, 32, 8, 1)),
+        192: ((128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 4, 1)),
+        256: ((128, 32, 8, 1), (128, 16, 8, 2)),
     },
 }
 # Where a query sees few keys, many small programs fill the device better.
@@ -39,23 +45,36 @@ FURTHER = {
     "flash_attention": {
         64: ((128, 64, 8, 2), (64, 64, 4, 2)),
         128: ((128, 64, 8, 2), (64, 64, 8, 2)),
+        192: ((128, 32, 8, 2), (64, 32, 8, 2)),
         256: ((128, 32, 8, 2), (64, 32, 8, 2)),
     },
     "flash_attention_bwd": {
         64: ((32, 128, 8, 2), (32, 64, 4, 2)),
         128: ((32, 128, 8, 2), (32, 64, 8, 2)),
-        256: ((16, 64, 8, 2), (16, 64, 8, 1)),
+        192: ((16, 64, 8, 2), (16, 64, 8, 1)),
+        256: ((32, 64, 8, 2), (16, 64, 8, 1)),
     },
     "flash_attention_jvp": {
         64: ((128, 32, 8, 2), (64, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 8, 2)),
-        256: ((64, 32, 8, 1), (64, 16, 8, 1)),
+        192: ((64, 32, 8, 1), (64, 16, 8, 1)),
+        256: ((128, 16, 8, 2), (64, 16, 8, 1)),
     },
 }
 FLOAT32 = {
-    "flash_attention": {64: ((64, 32, 8, 2),), 128: ((32, 32, 8, 2),), 256: ((32, 32, 8, 1),)},
-    "flash_attention_bwd": {64: ((32, 32, 8, 2),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
-    "flash_attention_jvp": {64: ((32, 32, 8, 1),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
+    "flash_attention": {64: ((64, 32, 8, 2),), 128: ((32, 32, 8, 2),), 192: ((32, 32, 8, 1),), 256: ((32, 32, 8, 1),)},
+    "flash_attention_bwd": {
+        64: ((32, 32, 8, 2),),
+        128: ((32, 32, 8, 1),),
+        192: ((16, 16, 8, 1),),
+        256: ((16, 16, 8, 1),),
+    },
+    "flash_attention_jvp": {
+        64: ((32, 32, 8, 1),),
+        128: ((32, 32, 8, 1),),
+        192: ((16, 16, 8, 1),),
+        256: ((16, 16, 8, 1),),
+    },
 }
 # Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -69,12 +88,13 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    width = max(64, padded(operands.q.shape[3]), padded(operands.v.shape[3]))
-    further = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q, operands.dropout)
+    further = (operands.bias, operands.mask, operands.cu_seqlens_q, operands.dropout)
     plain = all(x is None for x in further)
     table = PLAIN if plain else FURTHER
     if operands.q.dtype == np.float32:
         table = FLOAT32
+    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
+    width = min(width for width in table[operation] if width >= features)
     candidates = table[operation][width]
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
         candidates = (SHORT_FORWARD, *(c for c in candidates if c != SHORT_FORWARD))
@@ -103,7 +123,7 @@ def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
 
 def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
     """Bytes of the tiles that a program keeps in shared memory."""
-    D, V = padded(operands.q.shape[3]), padded(operands.v.shape[3])
+    D, V = tiled(operands.q.shape[3]), tiled(operands.v.shape[3])
     if operation == "flash_attention":
         elements = block_q * D + stages * block_k * (D + V)
     elif operation == "flash_attention_jvp":
