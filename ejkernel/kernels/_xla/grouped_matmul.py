@@ -28,27 +28,27 @@ from ._tiles import varying_like
 
 
 def reference(*operands, spec=GroupedMatmulSpec()) -> Outputs:
-    """The formula, with a copy of its matrix for each row. Differentiable to any order."""
+    """The formula: every row times every matrix, of which each row takes that of its group.
+
+    The products are those of the platform for these dtypes. Differentiable to any order.
+    """
     x = Operands(*operands)
-    (b, m, _), e = x.lhs.shape, x.rhs.shape[1]
-    bounds = group_bounds(x.group_sizes, x.group_offset, e, m)[:, None]
-    row = jnp.arange(m, dtype=jnp.int32)[None, :, None]
-    member = jnp.broadcast_to((row >= bounds[..., :-1]) & (row < bounds[..., 1:]), (b, m, e))
-    inside, group = member.any(-1, keepdims=True), member.argmax(-1)
-    batch = jnp.arange(b)[:, None]
-    of_row = lambda a: jnp.broadcast_to(a, (b, e, *a.shape[2:]))[batch, group]
-    lhs, rhs = jnp.where(inside, x.lhs, jnp.zeros((), x.lhs.dtype)), of_row(x.rhs).astype(x.lhs.dtype)
-    o = jnp.einsum(
-        "bmk,bmkn->bmn",
+    (b, m, _), (_, e, _, n) = x.lhs.shape, x.rhs.shape
+    bounds = group_bounds(x.group_sizes, x.group_offset, e, m)[..., None]
+    row = jnp.arange(m, dtype=jnp.int32)[None, None]
+    member = jnp.broadcast_to((row >= bounds[:, :-1]) & (row < bounds[:, 1:]), (b, e, m))[..., None]
+    lhs = jnp.where(member.any(1), x.lhs, jnp.zeros((), x.lhs.dtype))
+    products = jnp.einsum(
+        "bmk,bekn->bemn",
         lhs,
-        rhs,
+        jnp.broadcast_to(x.rhs, (b, *x.rhs.shape[1:])).astype(lhs.dtype),
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=_accumulator(x.lhs.dtype),
+        preferred_element_type=_accumulator(lhs.dtype),
     )
     if x.rhs_scale is not None:
-        o = o * of_row(x.rhs_scale)
-    o = o.astype(result_dtype(x.lhs.dtype, spec))
-    return Outputs(jnp.where(inside, o, jnp.zeros((), o.dtype) if x.existing_out is None else x.existing_out))
+        products = products * jnp.broadcast_to(x.rhs_scale, (b, e, n))[:, :, None]
+    o = jnp.where(member, products, jnp.zeros((), products.dtype)).sum(1).astype(result_dtype(lhs.dtype, spec))
+    return Outputs(jnp.where(member.any(1), o, jnp.zeros((), o.dtype) if x.existing_out is None else x.existing_out))
 
 
 # --- Configs ---------------------------------------------------------------------------------------------------------

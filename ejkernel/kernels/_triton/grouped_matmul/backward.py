@@ -38,13 +38,11 @@ def grouped_matmul_bwd(
         product = x._replace(lhs=narrow, rhs=x.rhs.swapaxes(2, 3), existing_out=None)
         problem = problem_of(product, not spec.transpose_rhs, scaled_features=True)
         found["lhs"] = multiply(product, problem, x.lhs.dtype, config)
-    if "rhs_scale" in wrt:
-        unscaled = _matrices(x._replace(rhs_scale=None), narrow, jnp.float32, spec, config)
-        found["rhs_scale"] = scale_cotangent(x, unscaled)
-        if "rhs" in wrt:
-            found["rhs"] = unscaled * x.rhs_scale[:, :, None]
-    elif "rhs" in wrt:
+    if "rhs" in wrt:
         found["rhs"] = _matrices(x, narrow, x.rhs.dtype, spec, config)
+    if "rhs_scale" in wrt:
+        unscaled = x._replace(rhs_scale=None)
+        found["rhs_scale"] = scale_cotangent(x, do, lambda do: _matrices(unscaled, do, jnp.float32, spec, config))
     if "existing_out" in wrt:
         found["existing_out"] = outside(do, x)
     return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
@@ -100,7 +98,7 @@ def groups_kernel(
         for row in tl.range(start, whole, BLOCK_K):
             x = tiles.load_rows(lhs, row, end, k, problem.K, BLOCK_K, BLOCK_M, problem.described)
             y = tiles.load_rows(do, row, end, n, problem.N, BLOCK_K, BLOCK_N, problem.described)
-            total = tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
+            total = tiles.add_product(total, x.T, y, problem)
         # The last rows, with those before them in a tile: what is masked is of the same group then. A group of less
         # than a tile has neighbours in it, which may be NaN, so that both factors are masked.
         if whole < end and end - start >= BLOCK_K:
@@ -134,4 +132,4 @@ def add_rows(
     x = tl.where(inside, x, 0.0)
     if BOTH:
         y = tl.where(inside, y, 0.0)
-    return tl.dot(x.T, y, total, input_precision="ieee" if problem.exact else None)
+    return tiles.add_product(total, x.T, y, problem)

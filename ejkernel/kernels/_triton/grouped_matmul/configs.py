@@ -12,8 +12,10 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 # (block_q, block_k, block_d, num_warps, num_stages)
 LARGE = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4))
+BACKWARD_LARGE = ((128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 32, 4, 6))
+BACKWARD = ((128, 128, 64, 4, 3), (128, 128, 32, 4, 6), (128, 256, 64, 8, 4))
 MIDDLE = ((64, 256, 64, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 4, 3))
-SMALL = ((16, 128, 128, 4, 4), (16, 256, 64, 4, 4), (32, 128, 64, 4, 4))
+SMALL = ((16, 256, 64, 4, 4), (32, 128, 64, 4, 4), (16, 128, 128, 4, 4), (64, 256, 64, 4, 3))
 FLOAT32 = ((64, 64, 16, 8, 2),)
 OLDER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 3))
 
@@ -45,6 +47,8 @@ def _candidates(operation: str, operands: Operands, target: Target) -> tuple:
     if target.platform == "rocm" or target.compute_capability < 90:
         return OLDER
     rows = operands.lhs.shape[1] / operands.rhs.shape[1]
-    if operation == "grouped_matmul_bwd" or rows > 96:
+    if operation == "grouped_matmul_bwd":
+        return BACKWARD_LARGE if rows >= 768 else BACKWARD
+    if rows > 96:
         return LARGE
     return MIDDLE if rows > 24 else SMALL

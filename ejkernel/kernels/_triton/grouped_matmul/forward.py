@@ -116,7 +116,7 @@ def rows_kernel(
             if rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles:
                 x = (x * tiles.load_scale(rhs_scale, batch, held, k, problem.K, problem, BLOCK_K)).to(x.dtype)
             matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N).to(x.dtype)
-            total_tile = tl.dot(x, matrix, total_tile, input_precision="ieee" if problem.exact else None)
+            total_tile = tiles.add_product(total_tile, x, matrix, problem)
 
         if rhs_scale is not None and not (problem.scaled_features and problem.scale_along_tiles):  # noqa: SIM102
             if tile < total:

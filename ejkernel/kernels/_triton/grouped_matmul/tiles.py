@@ -80,6 +80,17 @@ def load_matrix(rhs, which, k, n, problem: tl.constexpr, BLOCK_K: tl.constexpr, 
 
 
 @triton.jit
+def add_product(total, x, y, problem: tl.constexpr):
+    """total + x · y. Float32 is added up tile by tile, which errs less than number by number; it is subtracted, as the
+    compiler would make one product of a product and a sum."""
+    if problem.exact:
+        total -= tl.dot(-x, y, input_precision="ieee")
+    else:
+        total = tl.dot(x, y, total)
+    return total
+
+
+@triton.jit
 def load_scale(scale, batch, group, first, size: tl.constexpr, problem: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK factors [1, BLOCK] from `first` of `size` on, or the one of them all."""
     b: tl.constexpr = problem.scale_strides[0]

@@ -132,16 +132,15 @@ def sum_kernel(
     columns = column + tl.arange(0, BLOCK_D)[None, :]
     row, at = tl.arange(0, BLOCK_S)[:, None], tl.arange(0, BLOCK_S)[:, None] * problem.D + columns
     x += (batch.to(tl.int64) * problem.S + first) * problem.D
-    total = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    total = tl.zeros([1, BLOCK_D], tl.float32)
     for token in tl.range(first, last, BLOCK_S):
         tile = tl.load(x + at, mask=(row < last - token) & (columns < problem.D), other=0.0)
-        total += tile.to(tl.float32)
+        total += tl.sum(tile.to(tl.float32), axis=0, keep_dims=True)
         x += BLOCK_S * problem.D
-    mean = tl.sum(total, axis=0, keep_dims=True)
     if problem.parts == 1:
-        mean /= tl.maximum(end - start, 1)
+        total /= tl.maximum(end - start, 1)
     o += ((batch * problem.N + number).to(tl.int64) * problem.parts + part) * problem.D
-    tl.store(o + columns, mean.to(o.dtype.element_ty), mask=columns < problem.D)
+    tl.store(o + columns, total.to(o.dtype.element_ty), mask=columns < problem.D)
 
 
 @triton.jit

@@ -39,11 +39,11 @@ def grouped_matmul_bwd(
     if "lhs" in wrt:
         product = x._replace(lhs=narrow, rhs=x.rhs.swapaxes(2, 3), existing_out=None)
         found["lhs"] = multiply(product, not spec.transpose_rhs, x.lhs.dtype, config, scaled_features=True)
-    if "rhs_scale" in wrt:
-        unscaled = _matrices(x._replace(rhs_scale=None), narrow, jnp.dtype(jnp.float32), spec, config)
-        found["rhs_scale"] = scale_cotangent(x, unscaled)
     if "rhs" in wrt:
         found["rhs"] = _matrices(x, narrow, x.rhs.dtype, spec, config)
+    if "rhs_scale" in wrt:
+        unscaled, wide = x._replace(rhs_scale=None), jnp.dtype(jnp.float32)
+        found["rhs_scale"] = scale_cotangent(x, do, lambda do: _matrices(unscaled, do, wide, spec, config))
     if "existing_out" in wrt:
         found["existing_out"] = outside(do, x)
     return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
