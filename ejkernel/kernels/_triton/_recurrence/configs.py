@@ -19,9 +19,9 @@ FORWARD = (
     (64, 128, 64, 4, 3, "chunks"),
     (128, 128, 64, 8, 2, "chunks"),
 )
-FORWARD_BY_FEATURE = ((64, 128, 64, 8, 2, "chunks"), (32, 64, 64, 4, 2, "chunks"))
-BACKWARD = ((64, 64, 64, 4, 2, "chunks"), (64, 128, 64, 8, 3, "chunks"))
-BACKWARD_BY_FEATURE = ((32, 64, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
+FORWARD_BY_FEATURE = ((64, 128, 64, 8, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
+BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 4, 2, "chunks"))
+BACKWARD_BY_FEATURE = ((32, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
 
 
 def heuristic(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> KernelConfig:
