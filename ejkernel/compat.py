@@ -41,3 +41,13 @@ def without_manual_axes(aval: Any) -> Any:
     from jax._src import core
 
     return core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding)
+
+
+def unchecked_manual_axes() -> Any:
+    """A context in which types name no manual axes, as those of `without_sharding` do not.
+
+    Inside a `jax.shard_map` that checks them Pallas wants its outputs to name them otherwise (0.10.2 – 0.12).
+    """
+    from jax._src import config
+
+    return config._check_vma(False)

@@ -83,7 +83,7 @@ def recurrence(name: str) -> Trio:
         Outputs,
         TABLE,
         differentiable=("q", "k", "v", "g", "gk", "gv", "g_gamma", "initial_state"),
-        dtypes=lambda dtypes: {"o": dtypes["q"], "final_state": np.promote_types(dtypes["q"], np.float32)},
+        dtypes=lambda dtypes, spec: {"o": dtypes["q"], "final_state": np.promote_types(dtypes["q"], np.float32)},
         layout=Layout(advice="run it part by part, each from the state that the one before returned"),
         residuals=(),
     )

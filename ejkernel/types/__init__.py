@@ -4,7 +4,7 @@ from ._repr import ShortRepr
 from .config import BwdParams, FwdParams, KernelConfig
 from .enums import Backend, Platform
 from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
-from .shapes import ATTENTION_SHAPES, AttentionShape
+from .shapes import ATTENTION_SHAPES, AttentionShape, visible_pairs
 from .target import Target
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "RecurrenceShape",
     "ShortRepr",
     "Target",
+    "visible_pairs",
 ]

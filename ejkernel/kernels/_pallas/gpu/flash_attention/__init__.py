@@ -1,0 +1,82 @@
+"""flash_attention on Hopper GPUs: Pallas kernels, compiled by Mosaic GPU.
+
+What stands here imports no Pallas; the kernels are imported when they are first needed.
+"""
+
+from functools import partial
+
+from jax import Array
+
+from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+PRIORITY = 200
+HOPPER = 90
+# Fewer queries leave most of a tile empty.
+LEAST_QUERIES = 64
+FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
+ABSENT = ("bias", "mask", "q_segment_ids", "softmax_scale", "cu_seqlens_q", "dropout")
+
+
+def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the kernel cannot run on these operands (arrays or shapes), or None."""
+    if target.platform != "cuda":
+        return f"Mosaic GPU runs on cuda, not on {target.platform}"
+    if target.compute_capability != HOPPER:
+        return f"the kernels are for compute capability 9.0, not {target.compute_capability / 10}"
+    if operands.q.dtype.name not in ("bfloat16", "float16"):
+        return f"q is {operands.q.dtype}; the kernels take bfloat16 and float16"
+    if 0 in operands.q.shape or 0 in operands.k.shape:
+        return "an empty batch or sequence"
+    if (features := (operands.q.shape[3], operands.v.shape[3])) not in FEATURES:
+        return f"q and v have {features[0]} and {features[1]} features; the kernels take " + ", ".join(
+            f"{d} and {v}" for d, v in FEATURES
+        )
+    if operands.q.shape[1] < LEAST_QUERIES:
+        return f"{operands.q.shape[1]} queries; the tiles of the kernels are for {LEAST_QUERIES} or more"
+    for name in ABSENT:
+        if getattr(operands, name) is not None:
+            return f"{name}: the kernels have none"
+    if spec.softmax_scale <= 0:
+        return f"a scale of {spec.softmax_scale:g}; the kernels look for the greatest logit before they scale"
+    return _hidden_keys(spec, operands)
+
+
+def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
+    """Keys that no query sees may hold anything, and a weight of 0 does not undo that: 0·NaN = NaN."""
+    left, right = spec.window
+    if left is not None and left < operands.k.shape[1] - operands.q.shape[1]:
+        return "the first keys are seen by no query"
+    if right is not None and right < 0:
+        return "the last keys are seen by no query"
+    return None
+
+
+def _heuristic(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
+    from .configs import heuristic
+
+    return heuristic(operation, operands, spec, target)
+
+
+def _space(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+    from .configs import space
+
+    return space(operation, operands, spec, target)
+
+
+def _registered(operation: str):
+    """The decorators of the implementations."""
+    register = kernel_registry.register(operation, Platform.PALLAS, Backend.GPU, PRIORITY)
+    configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
+    return lambda implementation: register(supported_if(supports)(configured(implementation)))
+
+
+@_registered("flash_attention")
+def flash_attention(
+    *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
+) -> Outputs:
+    """o and lse."""
+    from .forward import flash_attention
+
+    return flash_attention(*operands, spec=spec, config=config)

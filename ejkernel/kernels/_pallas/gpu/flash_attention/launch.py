@@ -1,0 +1,97 @@
+"""What the kernels are built from: how they are launched, what their warpgroups share, and how these wait for another.
+
+A block of threads is a few warpgroups, of which the last loads tiles from device memory and the others compute on them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Rows that a warpgroup computes on: the height of a wgmma; and its threads.
+ROWS, THREADS = 64, 128
+WGMMA = plgpu.Layout.WGMMA
+PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+# Of the 16 named barriers Mosaic GPU uses those below this.
+FIRST_BARRIER = 4
+
+
+def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict):
+    """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups."""
+
+    def body(*refs):
+        pl.run_scoped(partial(kernel, *refs), **scratch, collective_axes="warpgroup")
+
+    return pl.kernel(
+        body,
+        out_type=out_type,
+        mesh=plgpu.Mesh(grid=(blocks,), grid_names=("block",), num_threads=warpgroups, thread_name="warpgroup"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,  # the kernels say themselves who waits for whom
+            reduction_scratch_bytes=0,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        name=name,
+    )(*operands)
+
+
+def shared(shape: tuple[int, ...], dtype: Any):
+    """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it."""
+    width = 128 // np.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+
+
+def whole_eights(x: Array) -> Array:
+    """[b, n, …] with zeros after the end up to a multiple of 8 rows, which the tensor memory accelerator counts in."""
+    if x.shape[1] % 8 == 0:
+        return x
+    return jnp.pad(x, [(0, -x.shape[1] % 8 if axis == 1 else 0) for axis in range(x.ndim)])
+
+
+def accumulator(rows: int, columns: int):
+    return plgpu.ACC((rows, columns), jnp.float32)
+
+
+def full(shape: tuple[int, ...], value, layout) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def across(rows: Array, like: Array) -> Array:
+    """A number for each row, along the columns of `like`."""
+    return lax.broadcast_in_dim(rows, like.shape, [0])
+
+
+def slot_of(step: Array, stages: int) -> Array:
+    return lax.rem(step, jnp.int32(stages))
+
+
+# ---- Named barriers: one instruction a warp, where an arrival in shared memory is one a thread
+
+
+def arrive(barrier: int | Array, warpgroups: int) -> None:
+    """Counts this warpgroup in, and goes on."""
+    _bar("arrive", barrier, warpgroups)
+
+
+def sync(barrier: int | Array, warpgroups: int) -> None:
+    """Waits until `warpgroups` have come to the barrier, this one among them."""
+    _bar("sync", barrier, warpgroups)
+
+
+def _bar(operation: str, barrier: int | Array, warpgroups: int) -> None:
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
+    def emit(_, number):
+        void = ir.Type.parse("!llvm.void")
+        text = f"bar.{operation} $0, {warpgroups * THREADS};"
+        llvm.inline_asm(void, [number.registers[()]], text, "r", has_side_effects=True)
+
+    emit(jnp.int32(barrier))

@@ -1,0 +1,93 @@
+"""The static side of a call, and which blocks a tile visits."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+
+LOG2_E = float(np.log2(np.e))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes and options of one call.
+
+    Attributes:
+        B, S, K, H, G, D, V: batch, queries, keys, query heads, key/value heads, and the two feature sizes.
+        scale: the factor of q·kᵀ.
+        softcap: logits become softcap·tanh(logits / softcap).
+        low, high: query i sees the keys j with i + low ≤ j ≤ i + high; None where unbounded.
+        dtype: of q, k, v and o.
+    """
+
+    B: int
+    S: int
+    K: int
+    H: int
+    G: int
+    D: int
+    V: int
+    scale: float
+    softcap: float | None
+    low: int | None
+    high: int | None
+    dtype: np.dtype
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.H // self.G
+
+    @property
+    def exponent(self) -> float:
+        """What `tiles.logits` returns times this is an exponent of two."""
+        return LOG2_E * (self.scale if self.softcap is None else self.softcap)
+
+
+def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
+    """The problem that a call poses."""
+    B, S, H, D = operands.q.shape
+    K, G, V = operands.k.shape[1], operands.k.shape[2], operands.v.shape[3]
+    left, right = spec.window
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    low = None if left is None else K - S - left
+    high = None if right is None else K - S + right
+    dtype = np.dtype(operands.q.dtype)
+    return Problem(B, S, K, H, G, D, V, spec.softmax_scale, spec.softcap, low, high, dtype)
+
+
+class Visits(NamedTuple):
+    """The blocks that a tile visits, [begin, end), of which [first_whole, last_whole) need no mask."""
+
+    begin: Array
+    end: Array
+    first_whole: Array
+    last_whole: Array
+
+
+def visits(first: Array, held: int, low: int | None, high: int | None, length: int, step: int) -> Visits:
+    """The blocks of `step` y's, of `length`, that x's in [first, first + held) see, where x + low ≤ y ≤ x + high.
+
+    At least one block: the rows that see nothing have to be written as well.
+    """
+    blocks = -(-length // step)
+    begin = first_whole = jnp.int32(0)
+    end, last_whole = jnp.int32(blocks), jnp.int32(length // step)
+    if high is not None:
+        end = jnp.clip(_floor(first + held + high + step - 1, step), 1, blocks)
+        last_whole = jnp.minimum(last_whole, _floor(first + high + 1, step))
+    if low is not None:
+        begin = jnp.minimum(_floor(first + low, step), end - 1)
+        first_whole = _floor(first + held - 1 + low + step - 1, step)
+    last_whole = jnp.clip(last_whole, begin, end)
+    return Visits(begin, end, jnp.clip(first_whole, begin, last_whole), last_whole)
+
+
+def _floor(x: Array, step: int) -> Array:
+    """⌊x / step⌋, 0 where x is negative."""
+    return lax.div(jnp.maximum(x, 0), jnp.int32(step))

@@ -1,0 +1,62 @@
+"""flash_attention in Mosaic GPU on a Hopper GPU: every feature it takes against the formula in float64."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention, supports
+from ejkernel.kernels._pallas.gpu.flash_attention.configs import heuristic, space
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Outputs
+
+from .attention_cases import CASES, CAUSAL, Case, check, derivatives, differentiable, like, poisoned
+from .test_flash_attention import DEVICE_KIND, TARGET
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE_KIND is None or TARGET.compute_capability != 90, reason="there is no Hopper GPU"),
+]
+FITTING = [replace(case, D=64, V=64) for case in CASES]
+TAKEN = [case for case in FITTING if supports(*reversed(case.make(256, jnp.bfloat16)), TARGET) is None]
+
+
+def compare(case: Case, length: int, dtype, config=None):
+    x, spec = case.make(length, dtype)
+    assert supports(spec, x, TARGET) is None
+    config = config or heuristic("flash_attention", x, spec, TARGET)
+    outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(poisoned(x, spec))
+    arguments = x, spec, like(outputs, 2), {name: like(getattr(x, name), 1) for name in differentiable(x)}
+    oracle, reference = (derivatives(*arguments, precision)[0] for precision in (jnp.float64, dtype))
+    for name, *arrays in zip(Outputs._fields, outputs, oracle, reference, strict=True):
+        check(name, *arrays, factor=2, rounding=0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+def test_feature(case, dtype):
+    compare(case, 300, dtype)
+
+
+@pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_configs_of_feature_sizes(D, V):
+    case = Case("sizes", S=0.9, H=4, G=2, D=D, V=V, spec=CAUSAL)
+    x, spec = case.make(640, jnp.bfloat16)
+    for config in space("flash_attention", x, spec, TARGET):
+        compare(case, 640, jnp.bfloat16, config)
+
+
+@pytest.mark.parametrize("window", [(None, None), (700, None), (100, 30)])
+def test_long(window):
+    """More tiles than the device runs at once, and runs of blocks that wrap around the stages many times."""
+    spec = FlashAttentionSpec(causal=window[1] is None, window=window)
+    compare(Case("long", B=2, H=8, G=2, D=128, V=128, spec=spec), 2048, jnp.bfloat16)
+
+
+def test_reruns_give_the_same_bits():
+    x, spec = Case("again", H=4, G=2, D=128, V=128, spec=CAUSAL).make(1000, jnp.bfloat16)
+    config = heuristic("flash_attention", x, spec, TARGET)
+    first, second = (jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
