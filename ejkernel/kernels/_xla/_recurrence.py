@@ -316,11 +316,18 @@ def recurrence_bwd(
     spec: RecurrenceSpec = RecurrenceSpec(),
     config: KernelConfig = KernelConfig(),
 ) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt; a cotangent of None is zero."""
-    f = partial(_outputs_of, primals, spec, config)
-    found, pull = jax.vjp(f, {name: getattr(primals, name) for name in wrt})
-    given = (jnp.zeros_like(x) if ct is None else ct for x, ct in zip(found, cotangents, strict=True))
-    (gradients,) = pull(Outputs(*given))
+    """The cotangents of the operands named in wrt; a cotangent of None is zero.
+
+    Of Σ outputs ∘ cotangents, as `jax.vjp` compares their types: in a `shard_map` inside another, the type of what is
+    computed does not tell any more over which axes it varies, while that of an argument does.
+    """
+    dtype = statistics_dtype(primals.q.dtype)
+
+    def weighed(moving):
+        pairs = zip(_outputs_of(primals, spec, config, moving), cotangents, strict=True)
+        return sum((x.astype(dtype) * ct.astype(dtype)).sum() for x, ct in pairs if ct is not None)
+
+    gradients = jax.grad(weighed)({name: getattr(primals, name) for name in wrt})
     return tuple(gradients[name] for name in wrt)
 
 

@@ -34,6 +34,11 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
         return "an empty batch or sequence"
     if operands.gv is not None:
         return "decays of value features (gv)"
+    from .configs import fits
+
+    if not fits(operands, target):
+        (d, e), dtype = (operands.q.shape[3], operands.v.shape[3]), operands.q.dtype
+        return f"a state of {d} × {e} for {dtype} does not fit into the shared memory of {target}"
     return None
 
 

@@ -6,11 +6,15 @@ that computes chunks. algorithm is "walk", "chunks" or "steps".
 
 import numpy as np
 
+from ejkernel.kernels._triton.flash_attention.configs import shared_memory_limit
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .problem import padded
 from .step import LONGEST
+
+SMALLEST = 16
+"""Tokens of the smallest chunk that a matrix unit takes."""
 
 # (block_q, block_k, block_d, num_warps, num_stages, algorithm), the one that was fastest on an H200 first.
 FORWARD = (
@@ -19,9 +23,9 @@ FORWARD = (
     (64, 128, 64, 4, 3, "chunks"),
     (128, 128, 64, 8, 2, "chunks"),
 )
-FORWARD_BY_FEATURE = ((64, 128, 64, 8, 2, "chunks"), (32, 64, 64, 4, 2, "chunks"))
-BACKWARD = ((64, 64, 64, 4, 2, "chunks"), (64, 128, 64, 8, 3, "chunks"))
-BACKWARD_BY_FEATURE = ((32, 64, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
+FORWARD_BY_FEATURE = ((64, 128, 64, 8, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
+BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 4, 2, "chunks"))
+BACKWARD_BY_FEATURE = ((32, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
 
 
 def heuristic(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> KernelConfig:
@@ -31,18 +35,32 @@ def heuristic(operation: str, operands: Operands, spec: RecurrenceSpec, target: 
 
 def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    s, d = operands.q.shape[1], operands.q.shape[3]
-    if operation == "forward" and s <= LONGEST and operands.spans is None:
+    if operation == "forward" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
-    wide = max(padded(d), padded(operands.v.shape[3])) > 128
-    if operands.q.dtype != np.dtype("bfloat16") or wide:
-        chunk, way = (16 if operands.q.dtype == np.float32 else 32), "chunks"
-        return [_config(chunk, 32, 32, warps, 2, way) for warps in (4, 8)]
-    if operation == "backward":
-        table = BACKWARD_BY_FEATURE if operands.gk is not None else BACKWARD
+    if operands.gk is None:
+        table = BACKWARD if operation == "backward" else FORWARD
     else:
-        table = FORWARD_BY_FEATURE if operands.gk is not None else FORWARD
-    return [_config(*values) for values in table]
+        table = BACKWARD_BY_FEATURE if operation == "backward" else FORWARD_BY_FEATURE
+    widest = max(padded(operands.q.shape[3]), padded(operands.v.shape[3]))
+    plain = operands.q.dtype == np.dtype("bfloat16") and widest <= 128
+    limit = shared_memory_limit(target)
+    fitting = [values for values in table if shared_memory(operands, values[0]) <= limit] if plain else []
+    if not fitting:
+        chunk = 32 if operands.q.dtype != np.float32 and shared_memory(operands, 32) <= limit else SMALLEST
+        fitting = [(chunk, 32, 32, warps, 2, "chunks") for warps in (4, 8)]
+    return [_config(*values) for values in fitting]
+
+
+def fits(operands: Operands, target: Target) -> bool:
+    """Whether there is a chunk whose tiles and the state fit into the shared memory of the target."""
+    return shared_memory(operands, SMALLEST) <= shared_memory_limit(target)
+
+
+def shared_memory(operands: Operands, chunk: int) -> int:
+    """Bytes that the largest kernel keeps there: tiles of q, k, v and do, a state, and two squares of pairs."""
+    d, e = padded(operands.q.shape[3]), padded(operands.v.shape[3])
+    elements = 2 * chunk * (d + e) + d * e + 2 * chunk**2
+    return elements * (2 if operands.q.dtype == np.dtype("bfloat16") else 4)
 
 
 def _config(block_q, block_k, block_d, num_warps, num_stages, algorithm) -> KernelConfig:

@@ -70,8 +70,8 @@ def states_kernel(
         at, left = token + p.step * (c * p.C), tokens - c * p.C
         if states is not None:
             number_of_chunk = (batch * p.chunks + first_chunk + c) * p.H + head
-            address, exists = tiles.state_pointers(states, number_of_chunk, row, ROWS, column, COLUMNS, p)
-            tl.store(address, state.to(states.dtype.element_ty), mask=exists)
+            kept, inside = tiles.state_pointers(states, number_of_chunk, row, ROWS, column, COLUMNS, p)
+            tl.store(kept, state.to(states.dtype.element_ty), mask=inside)
         x_tile = tiles.load_tile(x, batch, at, left, xy_head, HEADS, row, p.D, ROWS, p)
         y_tile = tiles.load_tile(y, batch, at, left, xy_head, HEADS, column, p.V, COLUMNS, p).to(p.dtype)
         _, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
