@@ -1,4 +1,4 @@
-"""What benchmarks of attention share: the work of a call, the formula as referee, inputs, and the rivals.
+"""What benchmarks of attention share: the work of a call, the formula as referee, and inputs.
 
 FLOPs of the forward: 4·B·H·Sq·Sk·D, that is 2·(D + V) for each pair of query and key; half of it when causal, the exact
 number of pairs with a window. The backward counts 2.5 times that (five products against two, one of them recomputed),
@@ -12,13 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Contender, Prepared, Unavailable, queued
 from jax import Array
 
-from ejkernel.cli._equations import equations
-from ejkernel.kernels._xla.flash_attention import reference
-from ejkernel.modules import flash_attention
-from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import AttentionShape
 
 WORK = {"fwd": 1.0, "bwd": 2.5, "fwd_bwd": 3.5, "jvp": 2.5}
@@ -138,143 +133,3 @@ def _distance(x: np.ndarray, y: np.ndarray) -> float:
 def _numbers(x: Any) -> np.ndarray:
     """An array of JAX or of torch as float64 numbers of the host."""
     return x.detach().double().cpu().numpy() if hasattr(x, "detach") else np.asarray(x).astype(np.float64)
-
-
-# --- The contenders
-
-
-def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:
-    """Ours on each platform ("auto" for the choice of the library), then the rivals."""
-    of_jax = lambda attention: lambda: _prepare(attention(shape, given), mode, given)
-    ours = lambda platform: of_jax(lambda shape, given: _ours(shape, given, platform))
-    return [
-        *(Contender(f"ejkernel {name}", ours(name), ours=True) for name in platforms),
-        Contender("plain formula", of_jax(_formula)),
-        Contender("jax.nn xla", of_jax(lambda shape, given: _jax_nn(shape, "xla"))),
-        Contender("jax.nn cudnn", of_jax(lambda shape, given: _jax_nn(shape, "cudnn"))),
-        Contender("tokamax mosaic", of_jax(lambda shape, given: _tokamax(shape, "mosaic"))),
-        Contender("tokamax triton", of_jax(lambda shape, given: _tokamax(shape, "triton"))),
-        Contender("torch cudnn", lambda: _torch(shape, mode, given, "CUDNN_ATTENTION")),
-        Contender("torch flash", lambda: _torch(shape, mode, given, "FLASH_ATTENTION")),
-    ]
-
-
-def _prepare(attention: Callable[..., Array], mode: str, given: Inputs) -> Prepared:
-    """Compiles and runs a call; the backward alone takes the residuals of a forward that ran before."""
-    x, dx, do = given.operands, given.tangents, given.cotangent
-    if mode == "bwd":
-        pull = jax.jit(lambda *x: jax.vjp(attention, *x)[1])(*x)
-        function, arguments = jax.jit(lambda pull, do: pull(do)), (pull, do)
-    else:
-        function, arguments = jax.jit(call(attention, mode)), (x, dx, do)
-    ran = equations(function.trace(*arguments).jaxpr, "flash_attention")
-    detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
-    return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
-
-
-def _ours(shape: AttentionShape, given: Inputs, platform: str) -> Callable[..., Array]:
-    return lambda q, k, v: flash_attention(
-        q,
-        k,
-        v,
-        causal=shape.causal,
-        sliding_window=shape.window,
-        logits_soft_cap=shape.softcap,
-        softmax_aux=given.sinks,
-        platform=None if platform == "auto" else platform,
-    )
-
-
-def _formula(shape: AttentionShape, given: Inputs) -> Callable[..., Array]:
-    """What a user would write, with all the logits in memory."""
-    spec = FlashAttentionSpec(**shape.options, softmax_scale=shape.head_dim**-0.5)
-    sinks = None if given.sinks is None else given.sinks[None]
-    return lambda q, k, v: reference(q, k, v, None, None, None, None, sinks, spec=spec).o
-
-
-def _jax_nn(shape: AttentionShape, implementation: str) -> Callable[..., Array]:
-    _refuse(shape, "jax.nn.dot_product_attention", "softcap", "sinks")
-    if implementation == "cudnn" and jax.default_backend() != "gpu":
-        raise Unavailable("cuDNN needs an NVIDIA GPU")
-    window = None if shape.window == (None, None) else _bounded(shape)
-    return lambda q, k, v: jax.nn.dot_product_attention(
-        q, k, v, is_causal=shape.causal, local_window_size=window, implementation=implementation
-    )
-
-
-def _tokamax(shape: AttentionShape, implementation: str) -> Callable[..., Array]:
-    _refuse(shape, "tokamax", "sinks")
-    if jax.default_backend() == "cpu":
-        raise Unavailable(f"tokamax {implementation} needs an accelerator")
-    try:
-        import tokamax
-    except ImportError as error:
-        raise Unavailable(f"tokamax cannot be imported: {error}") from error
-    window = None if shape.window == (None, None) else _bounded(shape)
-    return lambda q, k, v: tokamax.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=shape.causal,
-        local_window_size=window,
-        logits_soft_cap=shape.softcap,
-        implementation=implementation,
-    )
-
-
-def _torch(shape: AttentionShape, mode: str, given: Inputs, backend: str) -> Prepared:
-    _refuse(shape, "torch SDPA", "softcap", "sinks")
-    if shape.window != (None, None):
-        raise Unavailable("torch SDPA has no window")
-    if mode == "jvp":
-        raise Unavailable("torch SDPA has no forward mode")
-    try:
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError as error:
-        raise Unavailable(f"torch cannot be imported: {error}") from error
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and not torch.cuda.is_available():
-        raise Unavailable("this torch sees no GPU")
-    if not on_gpu and backend.startswith("CUDNN"):
-        raise Unavailable("cuDNN needs an NVIDIA GPU")
-    turned = lambda x: x.transpose(1, 2)  # [b,s,h,d] to [b,h,s,d], and back
-    x = [turned(torch.from_dlpack(x)).requires_grad_(mode != "fwd") for x in given.operands]
-    do = turned(torch.from_dlpack(given.cotangent))
-
-    def forward():
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(
-                *x, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads
-            )
-
-    def fwd_bwd():
-        o = forward()
-        return (o, *torch.autograd.grad(o, x, do))
-
-    saved = forward() if mode == "bwd" else None
-    once = {
-        "fwd": lambda: (forward(),),
-        "bwd": lambda: torch.autograd.grad(saved, x, do, retain_graph=True),
-        "fwd_bwd": fwd_bwd,
-    }[mode]
-
-    def batch(calls: int) -> None:
-        for _ in range(calls):
-            once()
-        if on_gpu:
-            torch.cuda.synchronize()
-
-    return Prepared([turned(x) for x in once()], batch)
-
-
-def _bounded(shape: AttentionShape) -> tuple[int, int]:
-    """The window without None: both rivals want numbers."""
-    left, right = (shape.seq_k if bound is None else bound for bound in shape.window)
-    return left, right
-
-
-def _refuse(shape: AttentionShape, rival: str, *missing: str) -> None:
-    for option in missing:
-        if getattr(shape, option):
-            raise Unavailable(f"{rival} has no {option}")

@@ -148,7 +148,7 @@ def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[fl
     """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with."""
     found: dict[str, Any] = {name: [] for name in batches}
     calls = {}
-    for turn in range(-1, repeats):  # the first round warms up and says how many calls fill a batch
+    for turn in range(-2, repeats):  # the first round loads the programs, the second says how many calls fill a batch
         for name, batch in batches.items():
             if isinstance(found[name], Exception):
                 continue
@@ -181,13 +181,11 @@ def queued(function: Callable[..., Any], *arguments: Any) -> Batch:
 # --- What is shown and what is kept
 
 
-def show(title: str, rows: Sequence[Row]) -> None:
+def show(title: str, rows: Sequence[Row], unit: str = "TFLOP/s") -> None:
     """Prints the rows of one case and mode; the last column is how many times faster than the best rival one is."""
     rivals = [row.milliseconds for row in rows if row.milliseconds and not row.ours]
     best = min(rivals, default=None)
-    print(
-        f"\n{title}\n  {'':<22}{'ms':>9}{'quartiles':>20}{'TFLOP/s':>10}{'ceiling':>9}{'error':>8}{'vs best rival':>15}"
-    )
+    print(f"\n{title}\n  {'':<22}{'ms':>9}{'quartiles':>20}{unit:>10}{'ceiling':>9}{'error':>8}{'vs best rival':>15}")
     for row in rows:
         if row.status != "timed":
             print(f"  {row.contender:<22}{row.status}: {row.reason}")

@@ -16,7 +16,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax
 import jax.numpy as jnp
-from _attention import CONVENTION, WORK, contenders, gate, inputs, operations
+from _attention import CONVENTION, WORK, gate, inputs, operations
+from _attention_rivals import contenders
 from _harness import RESULTS, Row, measure, result_file, save, show
 
 from ejkernel import callib

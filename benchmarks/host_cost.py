@@ -8,14 +8,11 @@ and exits with 1 where a bar is not reached.
 """
 
 import argparse
-import datetime
-import json
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +21,14 @@ os.environ["EJKERNEL_CACHE_DIR"] = tempfile.mkdtemp()
 
 import jax
 import jax.numpy as jnp
-from _harness import RESULTS, result_file
+from _bars import Row, conclude
+from _harness import RESULTS
 
-from ejkernel.cli.info import versions
 from ejkernel.lax import flash_attention
 from ejkernel.modules import FlashAttention
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
 
 SHAPE = (1, 16, 2, 16)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One cost in microseconds, that of the rival, and the bar: a ratio to the rival, or microseconds without one."""
-
-    name: str
-    ours: float
-    rival: float | None
-    bar: float | None
-
-    @property
-    def measure(self) -> float:
-        return self.ours if self.rival is None else self.ours / self.rival
-
-    @property
-    def reached(self) -> bool:
-        return self.bar is None or self.measure <= self.bar
 
 
 def main() -> int:
@@ -59,27 +38,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     arguments = parser.parse_args()
     rows = [*calls(arguments.rounds), cache_hit(arguments.rounds), *tracing_and_lowering(arguments.rounds)]
-    print(f"{'':<38}{'ours':>11}{'rival':>11}{'ratio':>8}{'bar':>9}")
-    for row in rows:
-        rival, ratio = ("", "") if row.rival is None else (f"{row.rival:.1f} µs", f"{row.measure:.2f}")
-        unit = " µs" if row.rival is None else ""
-        bar = "" if row.bar is None else f"{row.bar:g}{unit}"
-        over = "" if row.reached else "  over the bar"
-        print(f"{row.name:<38}{row.ours:>8.1f} µs{rival:>11}{ratio:>8}{bar:>9}{over}")
-    file = result_file("host_cost", arguments.out)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "versions": versions(),
-        "convention": f"microseconds of a call, least of {arguments.rounds} rounds in turns; float32 {list(SHAPE)}",
-        "rows": [asdict(row) | {"reached": row.reached} for row in rows],
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"kept in {file}")
-    return int(not all(row.reached for row in rows))
+    convention = f"of a call, least of {arguments.rounds} rounds in turns; float32 {list(SHAPE)}"
+    return conclude("host_cost", rows, convention, arguments.out)
 
 
 def least(contenders: list[Callable[[], Any]], rounds: int, calls: int, *, cold: bool = False) -> list[float]:
@@ -107,7 +67,7 @@ def calls(rounds: int) -> list[Row]:
     x = arrays()
     rival, jitted = jax.jit(jax.nn.dot_product_attention), jax.jit(lambda q, k, v: flash_attention(q, k, v))
     eager, ours, theirs = least([lambda: flash_attention(*x), lambda: jitted(*x), lambda: rival(*x)], 10 * rounds, 20)
-    return [Row("eager call, rival jitted", eager, theirs, 6.0), Row("jitted call", ours, theirs, None)]
+    return [Row("eager call, rival jitted", eager, theirs, 6.0, "µs"), Row("jitted call", ours, theirs, None, "µs")]
 
 
 def cache_hit(rounds: int) -> Row:
@@ -116,7 +76,7 @@ def cache_hit(rounds: int) -> Row:
     inv, _ = FlashAttention().prepare(arrays(), {})
     run.selector.cache.put(inv.kernel.key_builder(inv), inv.kernel.heuristic_cfg(inv))
     (hit,) = least([lambda: run.choose(inv.kernel, inv)], 10 * rounds, 20)
-    return Row("cache hit of the Executor", hit, None, 20.0)
+    return Row("cache hit of the Executor", hit, None, 20.0, "µs")
 
 
 def tracing_and_lowering(rounds: int) -> list[Row]:
@@ -145,7 +105,7 @@ def tracing_and_lowering(rounds: int) -> list[Row]:
 
     both = (flash_attention, jax.nn.dot_product_attention)
     return [
-        Row(f"{what} of the {make.__name__}", *least([how(make, f) for f in both], rounds, 1, cold=True), bar)
+        Row(f"{what} of the {make.__name__}", *least([how(make, f) for f in both], rounds, 1, cold=True), bar, "µs")
         for what, how, bar in (("tracing", trace, 1.0), ("lowering", lower, 2.0), ("both", whole, None))
         for make in (forward, gradient)
     ]

@@ -36,7 +36,14 @@ def without_sharding(aval: Any) -> Any:
     return core.ShapedArray(aval.shape, aval.dtype)
 
 
-def without_manual_axes() -> Any:
+def without_manual_axes(aval: Any) -> Any:
+    """The aval without manual axes in its type: what is lowered was checked, and plain code does not carry them on."""
+    from jax._src import core
+
+    return core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding)
+
+
+def unchecked_manual_axes() -> Any:
     """A context in which types name no manual axes, as those of `without_sharding` do not.
 
     Inside a `jax.shard_map` that checks them Pallas wants its outputs to name them otherwise (0.10.2 – 0.12).

@@ -31,12 +31,14 @@ from ejkernel.primitives._sharding import (
 Body = Callable[..., list[Any]]
 
 
-def explicit(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str]) -> Body:
+def explicit(
+    primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str], spec: Any
+) -> Body:
     """`body` over the Explicit axes of the operands' mesh; `body` itself where there are none."""
     split, mesh = primitive.split(operands)
     if mesh is None:
         return body
-    shapes = primitive.result_shapes(operands, results)
+    shapes = primitive.result_shapes(operands, results, spec)
     axes = frozenset().union(*(explicit_axes(x) for x in operands.values()))
     return jax.shard_map(
         _summing(primitive, body, results, shapes, split),
@@ -48,9 +50,11 @@ def explicit(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any]
     )
 
 
-def automatic(primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str]) -> Body:
+def automatic(
+    primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str], spec: Any
+) -> Body:
     """`body` under a rule that tells XLA's partitioner which axes may be split."""
-    shapes = primitive.result_shapes(operands, results)
+    shapes = primitive.result_shapes(operands, results, spec)
     outputs = {n: jax.ShapeDtypeStruct(*of) for n, of in shapes.items()}
     rule, whole, sizes = shardy_rule(primitive.table, primitive.layout, operands, outputs)
 

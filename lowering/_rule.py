@@ -1,8 +1,8 @@
 """The one lowering rule: primitive × platform → implementation → MLIR, under a label.
 
-The registry picks the implementation for the target; the config of the equation is used if it was chosen for this
-target, and chosen again by heuristics, deterministically, if it was chosen for another one. The implementation is
-traced on the arrays of one device.
+The config of the equation, if it was chosen for this target, names the implementation and is used. If it was chosen for
+another one, the registry picks the implementation, and the config is chosen again by heuristics, deterministically.
+The implementation is traced on the arrays of one device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,11 +17,12 @@ from jax.sharding import AbstractMesh
 from ejkernel.compat import (
     automatic_devices,
     requires_devices_during_lowering,
+    unchecked_manual_axes,
     without_manual_axes,
     without_sharding,
 )
 from ejkernel.errors import UnsupportedError
-from ejkernel.kernels._dispatch import select
+from ejkernel.kernels._dispatch import candidates, select
 from ejkernel.kernels._registry import KernelSpec
 from ejkernel.ops import labelled
 from ejkernel.ops.utils.devices import target_of
@@ -57,12 +58,24 @@ def body_of(
     def body(*arrays):
         named = dict(zip(names, arrays, strict=True))
         positional, extra = primitive.arguments(named, results)
-        entry = select(primitive.name, spec, primitive.operands(named), target, platform)
+        entry = implementation(primitive, named, spec, config, target, platform)
         used = config_for(primitive, named, spec, config, entry, target)
         with labelled(primitive.name, entry.platform, used):
             return list(entry.implementation(*positional, **extra, spec=spec, config=used))
 
     return body
+
+
+def implementation(
+    primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, config: Any, target: Target, platform: str
+) -> KernelSpec:
+    """That of the platform that was asked for; else the one whose config was chosen for this target, if it can run."""
+    operands = primitive.operands(named)
+    if platform == "auto" and config.backend == target.backend:
+        for entry, reason in candidates(primitive.name, spec, operands, target, config.platform):
+            if reason is None:
+                return entry
+    return select(primitive.name, spec, operands, target, platform)
 
 
 def config_for(
@@ -80,28 +93,29 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
     forced = config.platform if config.backend == Backend.ANY else "auto"
     body = body_of(primitive, operands, results, spec, config, target, forced)
     if primitive.split(named)[1] is not None:
-        run, avals = explicit(primitive, body, named, results), ctx.avals_in
+        run = explicit(primitive, body, named, results, spec)
+        avals = [without_manual_axes(aval) for aval in ctx.avals_in]
     else:
         run, avals = body, [without_sharding(aval) for aval in ctx.avals_in]
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
-            _refuse_on_tpu(primitive, local, spec, target, forced)
-            run = automatic(primitive, body, local, results)
+            _refuse_on_tpu(primitive, local, spec, config, target, forced)
+            run = automatic(primitive, body, local, results, spec)
     # What a user forbids in a program of theirs is no rule for the code of an implementation.
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-        without_manual_axes(),
+        unchecked_manual_axes(),
         jax.numpy_rank_promotion("allow"),
         jax.numpy_dtype_promotion("standard"),
     ):
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 
 
-def _refuse_on_tpu(primitive, named, spec, target, platform) -> None:
+def _refuse_on_tpu(primitive, named, spec, config, target, platform) -> None:
     """Mosaic kernels cannot be partitioned by XLA (jax#38196), and `custom_partitioning` does not exist on TPU."""
     if (
         target.platform == "tpu"
-        and select(primitive.name, spec, primitive.operands(named), target, platform).platform != Platform.XLA
+        and implementation(primitive, named, spec, config, target, platform).platform != Platform.XLA
     ):
         raise UnsupportedError(
             f"{primitive.name}: a TPU kernel cannot be partitioned automatically; use a mesh with Explicit axes "
@@ -121,7 +135,8 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
         )
     avals = {n: jax.typeof(x) for n, x in named.items()}
     body = body_of(primitive, operands, results, spec, config, Target("cpu"), Platform.XLA)
-    run = explicit(primitive, body, avals, results)
+    # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
+    run = explicit(primitive, body, avals, results, spec) if primitive.split(avals)[0] else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
     _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
     return list(out.values()), change

@@ -5,16 +5,20 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ejkernel
 from ejkernel import callib
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-harness, attention, entry = map(importlib.import_module, ("_harness", "_attention", "flash_attention"))
+harness, attention, rivals, entry = map(
+    importlib.import_module, ("_harness", "_attention", "_attention_rivals", "flash_attention")
+)
 
 SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap=5.0, sinks=1)
 
@@ -64,7 +68,7 @@ def test_every_shape_is_under_its_name_and_has_whole_groups():
 def test_the_gate_passes_what_is_right_and_stops_what_is_not(mode, dtype):
     given = attention.inputs(SMALL, jnp.dtype(dtype))
     judge = attention.gate(SMALL, mode, given)
-    ours, formula, *_ = attention.contenders(SMALL, mode, given, ["auto"])
+    ours, formula, *_ = rivals.contenders(SMALL, mode, given, ["auto"])
     prepared = ours.prepare()
     assert judge(prepared.results) <= 3 and judge(formula.prepare().results) <= 3
     assert "flash_attention" in prepared.detail and "KernelConfig(" in prepared.detail
@@ -150,3 +154,25 @@ def test_wrong_arguments_are_refused(wrong, capsys):
     with pytest.raises(SystemExit) as raised:
         entry.main(wrong.split())
     assert raised.value.code == 2 and wrong.split()[1] in capsys.readouterr().err
+
+
+# --- Operations over groups of rows
+
+
+@pytest.mark.parametrize("mode", ("fwd", "bwd", "fwd_bwd"))
+@pytest.mark.parametrize("name", ("grouped_matmul", "mean_pooling"))
+def test_groups_are_judged_and_timed(name, mode, monkeypatch):
+    """Ours and a rival of JAX pass the gate, which stops a result that is wrong in one of the groups it looks at."""
+    benchmark = importlib.import_module(name)
+    types = importlib.import_module(f"ejkernel.types.{name}")
+    small = {
+        "grouped_matmul": lambda: types.GroupedMatmulShape("small", 256, 64, 96, 4),
+        "mean_pooling": lambda: types.MeanPoolingShape("small", 256, 128, 4),
+    }[name]()
+    ceilings = callib.Ceilings("none", 1e10, {"bfloat16": 1e12}, "0")
+    arguments = SimpleNamespace(platforms=["auto"], repeats=2)
+    ours, rival, *_ = benchmark.case(small, mode, ceilings, arguments)
+    assert (ours.status, rival.status) == ("timed", "timed") and name in ours.detail
+    wrong = lambda *a, **k: 1.1 * getattr(ejkernel.modules, name)(*a, **k)
+    monkeypatch.setattr(benchmark, name, wrong)
+    assert benchmark.case(small, mode, ceilings, arguments)[0].status == "wrong"

@@ -1,24 +1,34 @@
 """The language model of the demo: decoder-only, with grouped-query heads, RoPE, RMSNorm and SwiGLU.
 
-The attention is an argument, so that one model runs on `ejkernel.lax.flash_attention` and on the plain formula below.
+Its layers mix tokens by attention or by gated linear attention, and may have experts in the place of one MLP. The
+operations are an argument, so that one model runs on `ejkernel.lax` and on the plain formulas in `_formulas`.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-Attention = Callable[..., Array]
 Parameters = dict[str, Any]
+
+
+class Operations(NamedTuple):
+    """What the model is made of, under the names and arguments of `ejkernel.lax`."""
+
+    flash_attention: Callable[..., Any]
+    gla: Callable[..., Any]
+    grouped_matmul: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Model:
-    """The size of the model. Layers whose window is None see everything before them."""
+    """The size of the model. Layers whose window is None see everything before them; gated linear ones all do.
+
+    With experts each token is computed by two of them, each half as wide as the one MLP.
+    """
 
     vocabulary: int = 128
     width: int = 128
@@ -28,24 +38,37 @@ class Model:
     hidden: int = 320
     windows: tuple[int | None, ...] = (64, None, None, None)
     softcap: float = 30.0
+    mixer: str = "attention"
+    experts: int = 0
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The names of those that it uses."""
+        return ("gla" if self.mixer == "gla" else "flash_attention", *["grouped_matmul"] * (self.experts > 0))
 
 
 def initialise(model: Model, key: Array) -> Parameters:
     """Normal weights of variance 1 / fan-in; those that write to the residual stream, smaller by its depth."""
-    keys = iter(jax.random.split(key, 2 + 6 * len(model.windows)))
+    keys = iter(jax.random.split(key, 2 + 8 * len(model.windows)))
     normal = lambda shape, fan_in, gain=1.0: gain * fan_in**-0.5 * jax.random.normal(next(keys), shape)
     d, h, g, e, f = model.width, model.heads, model.kv_heads, model.head_dim, model.hidden
     residual = (2 * len(model.windows)) ** -0.5
-    layer = lambda: {
-        "query": normal((d, h, e), d),
-        "key_value": normal((d, 2, g, e), d),
-        "output": normal((h, e, d), h * e, residual),
-        "gate": normal((d, f), d),
-        "up": normal((d, f), d),
-        "down": normal((f, d), f, residual),
-        "attention_norm": jnp.ones(d),
-        "mlp_norm": jnp.ones(d),
-    }
+    each, f = ((model.experts,), f // 2) if model.experts else ((), f)
+
+    def layer():
+        weights = {
+            "query": normal((d, h, e), d),
+            "key_value": normal((d, 2, g, e), d),
+            "output": normal((h, e, d), h * e, residual),
+            "gate": normal((*each, d, f), d),
+            "up": normal((*each, d, f), d),
+            "down": normal((*each, f, d), f, residual),
+            "attention_norm": jnp.ones(d),
+            "mlp_norm": jnp.ones(d),
+        }
+        weights |= {"decay": normal((d, h, e), d)} if model.mixer == "gla" else {}
+        return weights | ({"router": normal((d, model.experts), d)} if model.experts else {})
+
     return {
         "embedding": normal((model.vocabulary, d), 1),
         "layers": [layer() for _ in model.windows],
@@ -54,32 +77,95 @@ def initialise(model: Model, key: Array) -> Parameters:
     }
 
 
-def logits(model: Model, attention: Attention, parameters: Parameters, tokens: Array, dtype: Any) -> Array:
-    """Tokens [b,s] to the logits of the next one [b,s,vocabulary] float32; the layers compute in `dtype`."""
+def logits(
+    model: Model, operations: Operations, parameters: Parameters, tokens: Array, dtype: Any, states: Any = None
+) -> tuple[Array, Any]:
+    """Tokens [b,s] to the logits of the next one [b,s,vocabulary] float32, and the states of gated linear layers.
+
+    The layers compute in `dtype`, and begin with the states where those are given.
+    """
     w = jax.tree.map(lambda x: x.astype(dtype), parameters)
     x = w["embedding"][tokens]
-    for layer, window in zip(w["layers"], model.windows, strict=True):
+    after = []
+    for i, (layer, window) in enumerate(zip(w["layers"], model.windows, strict=True)):
         h = rms_norm(x, layer["attention_norm"])
-        q = rope(jnp.einsum("bsd,dhe->bshe", h, layer["query"]))
+        q = jnp.einsum("bsd,dhe->bshe", h, layer["query"])
         k, v = jnp.moveaxis(jnp.einsum("bsd,dcge->bscge", h, layer["key_value"]), 2, 0)
-        o = attention(q, rope(k), v, causal=True, window=window, softcap=model.softcap)
+        if model.mixer == "gla":
+            # Decays near 1, as in arXiv 2312.06635: a sixteenth of a log-sigmoid.
+            gk = jax.nn.log_sigmoid(jnp.einsum("bsd,dhe->bshe", h, layer["decay"]).astype(jnp.float32)) / 16
+            o, state = operations.gla(q, k, v, gk, None if states is None else states[i], return_state=True)
+            o, after = rms_norm(o, 1), [*after, state]
+        else:
+            o = operations.flash_attention(rope(q), rope(k), v, causal=True, window=window, softcap=model.softcap)
         x = x + jnp.einsum("bshe,hed->bsd", o, layer["output"])
         h = rms_norm(x, layer["mlp_norm"])
-        x = x + (jax.nn.silu(h @ layer["gate"]) * (h @ layer["up"])) @ layer["down"]
-    return (rms_norm(x, w["norm"]) @ w["head"]).astype(jnp.float32)
+        x = x + (experts(operations, layer, h) if model.experts else mlp(layer, h))
+    return (rms_norm(x, w["norm"]) @ w["head"]).astype(jnp.float32), after
+
+
+def mlp(layer: Parameters, x: Array) -> Array:
+    """SwiGLU."""
+    return (jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"]
+
+
+def experts(operations: Operations, layer: Parameters, x: Array) -> Array:
+    """SwiGLU by the two experts of each token [b,s,d] to which the router gives most, weighted by what they get."""
+    rows = x.reshape(-1, x.shape[-1])
+    given, chosen = jax.lax.top_k(jax.nn.softmax((rows @ layer["router"]).astype(jnp.float32)), 2)
+    order = jnp.argsort(chosen.reshape(-1))  # the rows of one expert after those of another
+    sizes = jnp.bincount(chosen.reshape(-1), length=layer["router"].shape[1])
+    of = lambda rows, name: operations.grouped_matmul(rows, layer[name], sizes, preferred_element_type=x.dtype)
+    sent = rows[order // 2]
+    out = of(jax.nn.silu(of(sent, "gate")) * of(sent, "up"), "down")
+    weighted = out * given.reshape(-1)[order, None].astype(x.dtype)
+    return jnp.zeros_like(rows).at[order // 2].add(weighted).reshape(x.shape)
+
+
+# --- Text
 
 
 def sample(
-    model: Model, attention: Attention, parameters: Parameters, prompt: Array, count: int, key: Array, dtype: Any
+    model: Model, operations: Operations, parameters: Parameters, prompt: Array, keys: Array, dtype: Any
 ) -> Array:
-    """Continues `prompt` [s] by `count` tokens, each drawn at temperature 0.7 from what the last s tokens predict."""
+    """Continues `prompt` [s] by a token for each key, drawn from what the last s tokens predict."""
 
-    def draw(window, key):
-        last = logits(model, attention, parameters, window[None], dtype)[0, -1]
-        token = jax.random.categorical(key, last / 0.7).astype(window.dtype)
+    def draw_next(window, key):
+        token = draw(logits(model, operations, parameters, window[None], dtype)[0][0, -1], key)
         return jnp.roll(window, -1).at[-1].set(token), token
 
-    return jax.lax.scan(draw, prompt, jax.random.split(key, count))[1]
+    return jax.lax.scan(draw_next, prompt, keys)[1].astype(prompt.dtype)
+
+
+def sample_by_state(
+    model: Model, operations: Operations, parameters: Parameters, prompt: Array, keys: Array, dtype: Any
+) -> Array:
+    """As `sample`, but one token at a time with the states carried along, which remember everything before."""
+    first, states = logits(model, operations, parameters, prompt[None], dtype)
+
+    def draw_next(carried, key):
+        last, states = carried
+        token = draw(last, key)
+        following, states = logits(model, operations, parameters, token[None, None], dtype, states)
+        return (following[0, -1], states), token
+
+    return jax.lax.scan(draw_next, (first[0, -1], states), keys)[1].astype(prompt.dtype)
+
+
+def drawn_at_once(
+    model: Model, operations: Operations, parameters: Parameters, text: Array, keys: Array, dtype: Any
+) -> Array:
+    """What the whole `text` at once predicts of its last tokens, one for each key and drawn with it."""
+    every = logits(model, operations, parameters, text[None, :-1], dtype)[0][0]
+    return jax.vmap(draw)(every[-len(keys) :], keys).astype(text.dtype)
+
+
+def draw(logits: Array, key: Array) -> Array:
+    """A token at temperature 0.7."""
+    return jax.random.categorical(key, logits / 0.7)
+
+
+# --- Parts
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
@@ -88,19 +174,7 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
     return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
 
 
-def plain_attention(q: Array, k: Array, v: Array, *, causal: bool, window: int | None, softcap: float) -> Array:
-    """The formula that the kernels are measured against: softmax(softcap·tanh(q·kᵀ / (√D softcap)), masked)·v."""
-    batch, length, heads, dim = q.shape
-    q = q.reshape(batch, length, k.shape[2], -1, dim)
-    s = jnp.einsum("bigrd,bjgd->bgrij", q, k, preferred_element_type=jnp.float32) / math.sqrt(dim)
-    s = softcap * jnp.tanh(s / softcap)
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    seen = (distance >= 0) & (distance < (window or length)) if causal else distance == distance
-    p = jax.nn.softmax(jnp.where(seen, s, -jnp.inf), -1).astype(v.dtype)
-    return jnp.einsum("bgrij,bjge->bigre", p, v).reshape(batch, length, heads, dim)
-
-
-def rms_norm(x: Array, scale: Array) -> Array:
+def rms_norm(x: Array, scale: Array | float) -> Array:
     """x / √mean(x²), scaled; the mean in float32."""
     mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
     return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ._model import Attention, Model, Parameters, cross_entropy, initialise, logits
+from ._model import Model, Operations, Parameters, cross_entropy, initialise, logits
 
 _PEAK_RATE, _WARM_UP = 3e-3, 20
 _DECAY = 0.9, 0.95
@@ -27,11 +27,16 @@ class Training:
 
 
 def train(
-    model: Model, attention: Attention, excerpts: np.ndarray, key: Array, dtype: Any, show: Callable[[int, str], None]
+    model: Model,
+    operations: Operations,
+    excerpts: np.ndarray,
+    key: Array,
+    dtype: Any,
+    show: Callable[[int, str], None],
 ) -> Training:
     """One step for each of `excerpts` [steps, batch, length + 1]."""
     total = len(excerpts)
-    loss = partial(mean_loss, model, attention, dtype)
+    loss = partial(mean_loss, model, operations, dtype)
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(parameters, first, second, done, tokens):
@@ -52,9 +57,9 @@ def train(
     return Training(np.array(losses), parameters, traced.jaxpr, compiled.as_text())
 
 
-def mean_loss(model: Model, attention: Attention, dtype: Any, parameters: Parameters, tokens: Array) -> Array:
+def mean_loss(model: Model, operations: Operations, dtype: Any, parameters: Parameters, tokens: Array) -> Array:
     """Nats per token of excerpts [batch, length + 1]."""
-    return cross_entropy(logits(model, attention, parameters, tokens[:, :-1], dtype), tokens[:, 1:])
+    return cross_entropy(logits(model, operations, parameters, tokens[:, :-1], dtype)[0], tokens[:, 1:])
 
 
 def adam(parameters, gradients, first, second, t, rate) -> tuple[Parameters, Parameters, Parameters]:

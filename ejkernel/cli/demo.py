@@ -1,9 +1,12 @@
 """Train a small language model on the source of Python, twice: with the kernels, and with the plain formula.
 
 The model is decoder-only (grouped-query heads, RoPE, RMSNorm, SwiGLU, a softcap, one sliding-window layer among full
-causal ones). Both runs start from the same weights and see the same text, so their losses must agree; the exit status
-is 1 if they do not. On a GPU or TPU the same command computes in bfloat16. The losses, a plot of them (with matplotlib
-installed) and a sample of generated text are left in a directory.
+causal ones). With --mixer gla its layers are gated linear attention, and the text is written one token at a time with
+the states carried along; with --moe each layer has four experts, of which a token uses two.
+
+Both runs start from the same weights and see the same text, so their losses must agree; the exit status is 1 if they do
+not. On a GPU or TPU the same command computes in bfloat16. The losses, a plot of them (with matplotlib installed) and a
+sample of generated text are left in a directory.
 """
 
 import argparse
@@ -20,13 +23,16 @@ import numpy as np
 from .. import lax, ops
 from . import _corpus
 from ._equations import equations
-from ._model import Model, plain_attention, sample
+from ._formulas import plain_attention, plain_gla, plain_grouped_matmul
+from ._model import Model, Operations, drawn_at_once, sample, sample_by_state
 from ._plot import plot
 from ._progress import progress
 from ._training import Training, mean_loss, train
 
 _BATCH, _LENGTH, _SAMPLED = 2, 128, 400
-_ATTENTIONS = {"ejkernel": lax.flash_attention, "reference": plain_attention}
+_EXPERTS = 4
+_KERNELS = Operations(lax.flash_attention, lax.gla, lax.grouped_matmul)
+_RUNS = {"ejkernel": _KERNELS, "reference": Operations(plain_attention, plain_gla, plain_grouped_matmul)}
 # By how much the two losses of a step may differ. A training amplifies every rounding, until in hundreds of steps it is
 # as large as the noise between batches; the first steps, where it is not yet, are the sharp test.
 _EARLY, _TOLERANCE = 50, {"float32": (1e-5, 0.05), "bfloat16": (5e-3, 0.2)}
@@ -35,6 +41,8 @@ _EARLY, _TOLERANCE = 50, {"float32": (1e-5, 0.05), "bfloat16": (5e-3, 0.2)}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """How long to train, from what, and where to leave the results."""
     parser.add_argument("--steps", type=int, default=800, help="of training, for each of the two runs")
+    parser.add_argument("--mixer", choices=("attention", "gla"), default="attention", help="how tokens are mixed")
+    parser.add_argument("--moe", action="store_true", help="experts in the place of each MLP")
     parser.add_argument("--out", type=Path, default=Path("ejkernel-demo"), metavar="DIR", help="where the files go")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the excerpts and the sample")
 
@@ -51,23 +59,24 @@ def run(arguments: argparse.Namespace) -> int:
         raise argparse.ArgumentError(None, str(error)) from error
     device = jax.devices()[0]
     dtype = jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
-    model = Model(vocabulary=_corpus.VOCABULARY)
+    experts = _EXPERTS if arguments.moe else 0
+    model = Model(vocabulary=_corpus.VOCABULARY, mixer=arguments.mixer, experts=experts)
     excerpts = _corpus.windows(text, arguments.steps, _BATCH, _LENGTH, arguments.seed)
     print(f"{device.device_kind}, {dtype}: {arguments.steps} steps of {_BATCH} × {_LENGTH} characters")
     print(f"text: the source of Python's standard library, {len(text):,} characters, and {len(held_out):,} held out\n")
 
     key = jax.random.key(arguments.seed)
     runs = {
-        name: train(model, attention, excerpts, key, dtype, progress(name, arguments.steps, every=100))
-        for name, attention in _ATTENTIONS.items()
+        name: train(model, operations, excerpts, key, dtype, progress(name, arguments.steps, every=100))
+        for name, operations in _RUNS.items()
     }
     tolerance = np.repeat(_TOLERANCE[dtype.name], (_EARLY, arguments.steps))[: arguments.steps]
     losses = {name: training.losses for name, training in runs.items()}
     agree = _compare(losses, tolerance)
-    _show_program(runs["ejkernel"])
-    _show_text(model, runs["ejkernel"], held_out, dtype, arguments)
+    _show_program(model, runs["ejkernel"])
+    same = _show_text(model, runs["ejkernel"], held_out, dtype, arguments)
     _save_losses(losses, tolerance, f"trained on {device.device_kind} in {dtype}", arguments.out)
-    return 0 if agree else 1
+    return 0 if agree and same else 1
 
 
 def _compare(losses: dict[str, np.ndarray], tolerance: np.ndarray) -> bool:
@@ -84,9 +93,9 @@ def _compare(losses: dict[str, np.ndarray], tolerance: np.ndarray) -> bool:
     return agree
 
 
-def _show_program(training: Training) -> None:
-    """Prints what became of the operation: its equations in the jaxpr of the step, its labels in the optimised HLO."""
-    found = list(equations(training.jaxpr, "flash_attention"))
+def _show_program(model: Model, training: Training) -> None:
+    """Prints what became of the operations: their equations in the jaxpr of the step, their labels in optimised HLO."""
+    found = [equation for operation in model.operations for equation in equations(training.jaxpr, operation)]
     counted = Counter(equation.primitive.name for equation in found)
     print("\nin the jaxpr of the training step: " + ", ".join(f"{n} × {name}" for name, n in counted.items()))
     for equation in found[:2]:  # a sliding-window layer and a full one
@@ -97,18 +106,30 @@ def _show_program(training: Training) -> None:
         print(f"  {label}  {config}")
 
 
-def _show_text(model: Model, training: Training, held_out: np.ndarray, dtype, arguments: argparse.Namespace) -> None:
-    """Prints and saves the loss on held-out text, and what the model writes after the beginning of it."""
+def _show_text(model: Model, training: Training, held_out: np.ndarray, dtype, arguments: argparse.Namespace) -> bool:
+    """Prints and saves the loss on held-out text, and what the model writes after the beginning of it.
+
+    False if it wrote that by its states, and the whole text at once tells another continuation.
+    """
     unseen = _corpus.windows(held_out, 1, 32, _LENGTH, arguments.seed)[0]
-    loss = jax.jit(partial(mean_loss, model, lax.flash_attention, dtype))(training.parameters, unseen)
-    prompt = jnp.asarray(unseen[0, :-1])
-    write = jax.jit(partial(sample, model, lax.flash_attention, count=_SAMPLED, dtype=dtype))
-    written = write(training.parameters, prompt, key=jax.random.key(arguments.seed))
+    loss = jax.jit(partial(mean_loss, model, _KERNELS, dtype))(training.parameters, unseen)
+    prompt, keys = jnp.asarray(unseen[0, :-1]), jax.random.split(jax.random.key(arguments.seed), _SAMPLED)
+    by_state, whole = model.mixer == "gla", jnp.float32  # in which the two ways to one text differ the least
+    write = partial(sample_by_state, dtype=whole) if by_state else partial(sample, dtype=dtype)
+    written = jax.jit(partial(write, model, _KERNELS))(training.parameters, prompt, keys)
     text = bytes([*prompt.tolist(), *written.tolist()]).decode("ascii")
     (arguments.out / "sample.txt").write_text(text)
     print(f"\nloss on held-out text {loss:.3f}; {_LENGTH} characters of it, continued by the model (│):")
     before, after = text[:_LENGTH], text[_LENGTH:]
     print("\n".join(f"  {line}" for line in f"{before}│{after}".splitlines()))
+    if not by_state:
+        return True
+    at_once = jax.jit(partial(drawn_at_once, model, _KERNELS, dtype=whole))
+    same = int((at_once(training.parameters, jnp.concatenate([prompt, written]), keys) == written).sum())
+    print(
+        f"\n{same} of {_SAMPLED} characters, written one by one with the states carried along, are those of the whole"
+    )
+    return same == _SAMPLED
 
 
 def _save_losses(losses: dict[str, np.ndarray], tolerance: np.ndarray, title: str, out: Path) -> None:

@@ -4,10 +4,15 @@ import argparse
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 
 import jax
 
 from ..kernels._registry import kernel_registry
+from ..modules._operation import KERNELS
+from ..ops.config.tables import shipped_tables
+from ..ops.utils.fingerprints import versions_fingerprint
+from ..ops.utils.shared_file import read_entries
 
 _PACKAGES = ("ejkernel", "jax", "jaxlib", "numpy", "triton", "jax-triton", "libtpu")
 _PLUGINS = {
@@ -24,13 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the three tables."""
+    """Prints the tables."""
     del arguments
     _table("Versions", {name: version or "not installed" for name, version in versions().items()})
     _table("Platforms", {name: available(name) for name in _PLUGINS})
     _table(
         "Implementations, by falling priority", {name: _registered(name) for name in kernel_registry.list_algorithms()}
     )
+    _table("Tuned tables", _tuned())
     return 0
 
 
@@ -62,6 +68,18 @@ def _missing(name: str) -> str | None:
 def _registered(algorithm: str) -> str:
     entries = kernel_registry.list_implementations(algorithm)
     return "   ".join(f"{entry.platform}/{entry.backend} ({entry.priority})" for entry in entries)
+
+
+def _tuned() -> dict[str, str]:
+    """Of each table that is shipped, how many configs it has, and how many of those are of the kernels here."""
+    here = {f"|source {kernel.source_fingerprint()}|{versions_fingerprint()}" for kernel in KERNELS.values()}
+    found = {}
+    for table in shipped_tables:
+        for file in sorted(Path(table.path_of()).parent.glob("*.json")):
+            keys = read_entries(file)
+            fitting = sum(any(key.endswith(end) for end in here) for key in keys)
+            found[file.stem] = f"{len(keys)} configs, {fitting} of what is installed here"
+    return found
 
 
 def _version(package: str) -> str | None:

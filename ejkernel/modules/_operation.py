@@ -4,6 +4,7 @@ The canonical form of a call, which caches, recordings and tuning see, is that o
 `args`, and `operands`, `results`, `spec` and `platform` as `kwargs`. What users write is brought to it by `prepare`.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -18,7 +19,7 @@ import jax
 from ..errors import type_error
 from ..kernels._dispatch import candidates, select
 from ..kernels._registry import kernel_registry
-from ..ops import Invocation, Kernel, default_executor
+from ..ops import Invocation, Kernel, default_executor, policy_override
 from ..ops.recording import named_kernels
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive, Trio
@@ -72,17 +73,29 @@ class PrimitiveKernel(Kernel):
         backend = target.backend if platform == "auto" else Backend.ANY
         return replace(config, platform=entry.platform, backend=backend)
 
+    def repeats(self, inv: Invocation, cfg: KernelConfig) -> bool:
+        """Whether the implementation that the config names would take the call where `deterministic` is asked for."""
+        spec = inv.kwargs["spec"]
+        if not hasattr(spec, "deterministic"):
+            return True
+        strict = replace(spec, deterministic=True)
+        of = candidates(self.name, strict, self.primitive.operands(self.arrays(inv)), inv.target, cfg.platform)
+        return any(reason is None for _, reason in of)
+
     def cost(self, inv: Invocation) -> tuple[float, float] | None:
         """The operations that the operation tells, and each operand and result moved once."""
         named, results = self.arrays(inv), inv.kwargs["results"]
-        operations = OPERATIONS[TRIOS[self.name].name].operations(named, results, inv.kwargs["spec"])
+        spec = inv.kwargs["spec"]
+        operations = OPERATIONS[TRIOS[self.name].name].operations(named, results, spec)
         if operations is None:
             return None
-        moved = [(x.shape, x.dtype) for x in inv.args] + list(self.primitive.result_shapes(named, results).values())
+        moved = [(x.shape, x.dtype) for x in inv.args] + list(
+            self.primitive.result_shapes(named, results, spec).values()
+        )
         return operations, sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved)
 
     def source_fingerprint(self) -> str:
-        """A hash of the files of every implementation."""
+        """A hash of the files of every implementation, and of those that its room shares."""
         return _source_of(self.name)
 
     def synthetic_inputs(self, inv: Invocation) -> tuple[tuple, dict[str, Any]]:
@@ -119,10 +132,15 @@ class PrimitiveKernel(Kernel):
 
 
 def _choose_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results, served: KernelConfig):
-    """The config of a tangent or backward, while tracing: on the platform that its forward was forced to, if it was."""
+    """The config of a tangent or backward, while tracing: on the platform that its forward was forced to, if it was.
+
+    A tangent is not measured here: a gradient asks for it too, only to transpose it away.
+    """
     forced = served.platform if served.backend == Backend.ANY else "auto"
     inv = KERNELS[primitive.name].invocation(named, spec, results, forced)
-    return default_executor().choose(inv.kernel, inv)
+    is_tangent = primitive is TRIOS[primitive.name].tangent
+    with policy_override(autotune=False) if is_tangent else contextlib.nullcontext():
+        return default_executor().choose(inv.kernel, inv)
 
 
 def _heuristic_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, platform: str, target: Target):
@@ -135,7 +153,9 @@ def _source_of(operation: str) -> str:
     digest = hashlib.sha256()
     for entry in kernel_registry.list_implementations(operation):
         file = Path(inspect.getsourcefile(inspect.unwrap(entry.implementation)))
-        for path in sorted(file.parent.glob("*.py")):
+        is_package = file.parent.name == TRIOS[operation].name
+        own, room = (file.parent.glob("*.py"), file.parent.parent) if is_package else ([file], file.parent)
+        for path in sorted({*own, *room.glob("_*.py")}):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -168,7 +188,6 @@ class Operation(Kernel):
             KERNELS[primitive.name], TRIOS[primitive.name] = kernel, cls.trio
             named_kernels[primitive.name] = kernel
             primitive.choose_config, primitive.heuristic_config = _choose_config, _heuristic_config
-        cls.prepare_arguments.__qualname__ = cls.trio.name  # what Python calls it where an argument is missing
         cls.prepare_arguments.__qualname__ = cls.trio.name  # as which Python names it to who forgets an argument
         OPERATIONS[cls.trio.name] = cls
 

@@ -6,8 +6,8 @@ what it returns; `spec`, what is computed; `config`, how. The table of axes give
 A trio is a differentiable operation:
 
 * `x`      operands → outputs, residuals among them;
-* `x_jvp`  operands, outputs, tangents → tangents of the outputs, linear in the tangents;
-* `x_bwd`  operands, outputs, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
+* `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
+* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
 
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`. So `grad` costs one forward and one
 backward kernel. The jvps of `x_jvp` and `x_bwd` are those of their XLA implementations, which the floors above
@@ -39,7 +39,7 @@ class KernelPrimitive:
         layout: how axes fold and split.
         results: the results in full; a call may ask for fewer only where `like` pairs them with operands.
         like: result → the operand whose shape, dtype and sharding it has.
-        dtypes: from the dtypes of the operands to those of the other results.
+        dtypes: from the dtypes of the operands, and the spec, to those of the other results.
         linear: the suffix of the operands in which the primitive is linear, if any.
         primitive: the primitive of JAX.
         arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
@@ -58,7 +58,7 @@ class KernelPrimitive:
         results: Sequence[str],
         *,
         like: Mapping[str, str] | None = None,
-        dtypes: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {},
+        dtypes: Callable[[Mapping[str, Any], Any], Mapping[str, Any]] = lambda dtypes, spec: {},
         linear: str | None = None,
         arguments: Callable[[Mapping[str, Any], Sequence[str]], tuple[tuple, dict]],
         operands: Callable[[Mapping[str, Any]], Any],
@@ -93,10 +93,10 @@ class KernelPrimitive:
         specs = {name: x.sharding.spec for name, x in operands.items()}
         return joined(self.name, self.table, self.layout, operands, specs, mesh), mesh
 
-    def result_shapes(self, operands: Mapping[str, Any], results: Sequence[str]) -> dict[str, tuple]:
+    def result_shapes(self, operands: Mapping[str, Any], results: Sequence[str], spec: Any) -> dict[str, tuple]:
         """Shape and dtype of each result."""
         size_of = sizes(self.name, self.table, operands)
-        dtypes = self.dtypes({name: x.dtype for name, x in operands.items()})
+        dtypes = self.dtypes({name: x.dtype for name, x in operands.items()}, spec)
         return {
             name: (operands[self.like[name]].shape, operands[self.like[name]].dtype)
             if name in self.like
@@ -115,7 +115,7 @@ class KernelPrimitive:
             manual = varying.manual_axis_type
             return base.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding, manual_axis_type=manual)
 
-        return [result(name, *of) for name, of in self.result_shapes(named, results).items()]
+        return [result(name, *of) for name, of in self.result_shapes(named, results, spec).items()]
 
     def _moved(self, mapped: Mapping[str, int | None]) -> set[str]:
         """Operands and their tangents where one of both is mapped: implementations may count on equal shapes."""
@@ -152,12 +152,14 @@ class Trio:
         outputs: a NamedTuple class of the results of the forward.
         table: the axes of each of both.
         differentiable: the operands that have tangents.
-        dtypes: from the operands' dtypes to those of the outputs.
+        dtypes: from the operands' dtypes and the spec to the dtypes of the outputs.
         layout: how axes fold and split.
+        residuals: the outputs that tangent and backward take; all by default. The others are not kept for them.
     """
 
-    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout()):
+    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout(), residuals=None):
         self.name, self.operands, self.outputs, self.differentiable = name, operands, outputs, tuple(differentiable)
+        self.residuals = outputs._fields if residuals is None else tuple(residuals)
         dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
         barred = {n + COTANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
         of = lambda named: operands(*map(named.get, operands._fields))
@@ -169,7 +171,8 @@ class Trio:
             {**table, **dotted},
             layout,
             [n + TANGENT for n in outputs._fields],
-            like={n + TANGENT: n for n in outputs._fields},
+            like={n + TANGENT: n for n in self.residuals},
+            dtypes=lambda of, spec: {n + TANGENT: dtype for n, dtype in dtypes(of, spec).items()},
             linear=TANGENT,
             operands=of,
             arguments=self._tangent_arguments,
@@ -202,7 +205,8 @@ class Trio:
         }
         if not moving:
             return list(out.values()), [ad.Zero.from_primal_value(x) for x in out.values()]
-        named = {**arrays, **out, **{name + TANGENT: t for name, t in moving.items()}}
+        kept = {name: out[name] for name in self.residuals}
+        named = {**arrays, **kept, **{name + TANGENT: t for name, t in moving.items()}}
         config = self.tangent.choose_config(self.tangent, named, spec, self.tangent.results, config)
         return list(out.values()), list(self.tangent.bind(named, spec=spec, config=config).values())
 

@@ -100,6 +100,6 @@ flash_attention = Trio(
     Outputs,
     TABLE,
     differentiable=("q", "k", "v", "bias", "sinks", "softmax_scale"),
-    dtypes=lambda dtypes: {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)},
+    dtypes=lambda dtypes, spec: {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)},
     layout=Layout(advice="shard the sequence with ring attention under shard_map"),
 )

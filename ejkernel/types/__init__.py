@@ -3,17 +3,21 @@
 from ._repr import ShortRepr
 from .config import BwdParams, FwdParams, KernelConfig
 from .enums import Backend, Platform
-from .shapes import ATTENTION_SHAPES, AttentionShape
+from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
+from .shapes import ATTENTION_SHAPES, AttentionShape, visible_pairs
 from .target import Target
 
 __all__ = [
     "ATTENTION_SHAPES",
+    "RECURRENCE_SHAPES",
     "AttentionShape",
     "Backend",
     "BwdParams",
     "FwdParams",
     "KernelConfig",
     "Platform",
+    "RecurrenceShape",
     "ShortRepr",
     "Target",
+    "visible_pairs",
 ]

@@ -61,13 +61,7 @@ class AttentionShape:
     @property
     def pairs(self) -> int:
         """How many pairs of a query and a key that it sees one head of one sequence has."""
-        left, right = self.window
-        if self.causal:
-            right = 0 if right is None else min(right, 0)
-        position = np.arange(self.seq_q) + self.seq_k - self.seq_q
-        first = 0 if left is None else np.maximum(position - left, 0)
-        end = self.seq_k if right is None else np.minimum(position + right + 1, self.seq_k)
-        return int(np.maximum(np.broadcast_to(end - first, self.seq_q), 0).sum())
+        return visible_pairs(self.seq_q, self.seq_k, self.causal, self.window)
 
     def __str__(self) -> str:
         heads = f"{self.heads}/{self.kv_heads}" if self.heads != self.kv_heads else f"{self.heads}"
@@ -81,6 +75,17 @@ class AttentionShape:
         if self.sinks:
             said.append(f"sinks {self.sinks}")
         return " ".join(said)
+
+
+def visible_pairs(queries: int, keys: int, causal: bool, window: tuple[int | None, int | None]) -> int:
+    """How many (i, j) have i' − left ≤ j ≤ i' + right, i' = i + keys − queries, where right is at most 0 if causal."""
+    left, right = window
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    position = np.arange(queries) + keys - queries
+    first = 0 if left is None else np.maximum(position - left, 0)
+    end = keys if right is None else np.minimum(position + right + 1, keys)
+    return int(np.maximum(np.broadcast_to(end - first, queries), 0).sum())
 
 
 def _layer(name, heads, kv_heads, head_dim, *, value_dim=None, batch=4, seq=4096, **options) -> AttentionShape:

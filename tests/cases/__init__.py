@@ -6,6 +6,7 @@ that a new operation needs to be tested.
 
 import importlib
 import pkgutil
+from collections.abc import Sequence
 
 import pytest
 
@@ -20,6 +21,7 @@ __all__ = [
     "assert_close",
     "curvature",
     "curvature_by_reverse",
+    "each",
     "each_case",
     "each_operation",
     "gradient",
@@ -37,5 +39,13 @@ _FILES = [
 CASES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.CASES)
 FAMILIES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.FAMILIES)
 
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
-each_operation = pytest.mark.parametrize("case", {case.operation: case for case in CASES[::-1]}.values(), ids=str)
+
+def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Runs a test for each of the cases; the first one of each operation is in the core of the tests."""
+    first = {case.operation: case for case in cases[::-1]}
+    marks = lambda case: [pytest.mark.core] if case is first[case.operation] else []
+    return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
+
+
+each_case = each(CASES)
+each_operation = each(list({case.operation: case for case in CASES[::-1]}.values()))

@@ -70,7 +70,12 @@ class Case:
 
     @property
     def differentiable(self) -> tuple[str, ...]:
-        return tuple(name for name in self.trio.differentiable if name in self.operands)
+        """The operands of the call that have tangents: quantised ones have none."""
+        return tuple(name for name in self.trio.differentiable if name in self.operands and self._is_float(name))
+
+    def _is_float(self, name: str) -> bool:
+        x = self.operands[name]
+        return np.issubdtype(np.asarray(x.values(np.random.default_rng(0), x.shape(self.sizes))).dtype, np.floating)
 
     def arrays(self, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
         """The arrays of the call: other values for another seed, and the same whatever else is in the case."""

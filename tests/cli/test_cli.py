@@ -7,10 +7,15 @@ import jax
 import numpy as np
 import pytest
 
+import ejkernel
 from ejkernel.__main__ import main
 from ejkernel.cli import demo, info
-from ejkernel.cli._model import plain_attention
+from ejkernel.cli._formulas import plain_attention, plain_gla, plain_grouped_matmul
 from ejkernel.kernels._registry import kernel_registry
+from ejkernel.modules._operation import KERNELS
+from ejkernel.ops import ConfigCache, PersistentCache, default_executor, overlay_cache
+from ejkernel.primitives.flash_attention import FlashAttentionSpec
+from ejkernel.types import KernelConfig
 
 
 def printed(capsys, *arguments):
@@ -46,6 +51,16 @@ def test_info_says_why_a_platform_is_missing(monkeypatch):
     assert info.available("rocm") == "none: jax-rocm7-plugin or jax-rocm60-plugin is not installed"
 
 
+def test_info_counts_the_tuned_configs_that_fit(capsys, monkeypatch, tmp_path):
+    table, kernel = PersistentCache(tmp_path), KERNELS["flash_attention"]
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")
+    key = kernel.key_builder(kernel.invocation(dict(q=x, k=x, v=x), FlashAttentionSpec()))
+    for stored in (key, key.replace("source ", "source of another time ")):
+        table.put(stored, KernelConfig(), "gpu|NVIDIA H200")
+    monkeypatch.setattr(info, "shipped_tables", [table])
+    assert "gpu_NVIDIA_H200  2 configs, 1 of what is installed here" in printed(capsys, "info")
+
+
 def test_a_package_that_is_not_installed_has_no_version():
     assert info._version("no-such-package") is None
 
@@ -59,6 +74,23 @@ def test_explain_shows_every_implementation(capsys, target):
     assert out.startswith(f"flash_attention on {target}: ")
     for entry in kernel_registry.list_implementations("flash_attention"):
         assert f"{entry.platform}/{entry.backend}" in out
+
+
+def test_explain_says_where_a_config_comes_from(monkeypatch):
+    x = jax.ShapeDtypeStruct((1, 64, 2, 16), "float32")
+    inv = KERNELS["flash_attention"].invocation(dict(q=x, k=x, v=x), FlashAttentionSpec(softmax_scale=0.25))
+    config, chain = KernelConfig(block_q=32, platform="xla", backend="cpu"), default_executor().selector
+    monkeypatch.setattr(chain, "cache", ConfigCache())
+    told = lambda: str(ejkernel.explain("flash_attention", x, x, x)).partition("\n")[0]
+    assert told().endswith(", by heuristics")
+    chain.persistent.put(inv.kernel.key_builder(inv), config)
+    assert told() == f"flash_attention on {inv.target}: xla/cpu with {config}, measured on this machine"
+    chain.cache.put(inv.kernel.key_builder(inv), config)
+    assert told().endswith(f"{config}, from the cache in memory")
+    overlay = ConfigCache()
+    overlay.put(inv.kernel.key_builder(inv), config)
+    with overlay_cache(overlay):
+        assert told().endswith(f"{config}, from an overlay")
 
 
 EVERY_OPTION = """
@@ -136,6 +168,15 @@ def test_demo_trains_shows_and_saves(capsys, tmp_path, monkeypatch):
     assert len((tmp_path / "new" / "sample.txt").read_text()) == 128 + 8
 
 
+def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_SAMPLED", 8)
+    out = printed(capsys, "demo", "--mixer", "gla", "--moe", "--steps", "3", "--out", str(tmp_path))
+    assert "the kernels and the formula train alike" in out
+    assert "4 × gla, 4 × gla_bwd, 12 × grouped_matmul, 12 × grouped_matmul_bwd" in out
+    assert "ejkernel[op=gla;" in out and "ejkernel[op=grouped_matmul;" in out
+    assert "8 of 8 characters, written one by one with the states carried, are those of the whole text" in out
+
+
 def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     demo._save_losses({"ejkernel": np.ones(2), "reference": np.ones(2)}, np.ones(2), "", tmp_path)
@@ -165,3 +206,21 @@ def test_the_formula_of_the_demo_is_that_of_the_operation():
         np.testing.assert_allclose(
             plain_attention(q, k, v, **options), lax.flash_attention(q, k, v, **options), atol=2e-6
         )
+
+
+def test_the_formula_of_gated_linear_attention_is_that_of_the_operation():
+    from ejkernel import lax
+
+    q, k, v, gk = (jax.random.normal(jax.random.key(i), (2, 40, heads, 16)) for i, heads in enumerate((4, 2, 2, 4)))
+    given = (q, k, v, -jax.numpy.abs(gk), jax.random.normal(jax.random.key(4), (2, 4, 16, 16)))
+    for ours, plain in zip(lax.gla(*given, return_state=True), plain_gla(*given, return_state=True), strict=True):
+        np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_the_formula_of_experts_is_that_of_the_operation():
+    from ejkernel import lax
+
+    lhs, rhs = jax.random.normal(jax.random.key(0), (9, 8)), jax.random.normal(jax.random.key(1), (4, 8, 6))
+    given = (lhs, rhs, jax.numpy.array([3, 0, 5, 1]))
+    plain = plain_grouped_matmul(*given, preferred_element_type=lhs.dtype)
+    np.testing.assert_allclose(lax.grouped_matmul(*given), plain, atol=1e-5)

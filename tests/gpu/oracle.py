@@ -1,5 +1,7 @@
 """What flash_attention means: one dense formula that JAX differentiates. In float64 it is the oracle of the tests."""
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,27 @@ import numpy as np
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 
 
-def attention(x: Operands, spec: FlashAttentionSpec) -> Outputs:
+class Known(NamedTuple):
+    """What follows from integers alone: who sees whom, what dropout keeps, which queries belong to a sequence."""
+
+    visible: Any
+    kept: Any
+    inside: Any
+
+
+def known(x: Operands, spec: FlashAttentionSpec) -> Known:
+    """Computed by NumPy, so that one program of `attention` serves all operands of the same shapes."""
+    inside = None
+    if x.cu_seqlens_q is not None:
+        inside = places(x.cu_seqlens_q, x.q.shape)[0] < x.cu_seqlens_q.shape[1] - 1
+    return Known(visible(x, spec), None if x.dropout is None else kept(x, spec), inside)
+
+
+def attention(x: Operands, spec: FlashAttentionSpec, facts: Known) -> Outputs:
     """o and lse in the dtype of q."""
     dtype = x.q.dtype
     group = x.q.shape[2] // x.k.shape[2]
-    ok = visible(x, spec)
+    ok = facts.visible
     k, v = (jnp.repeat(y, group, 2) for y in (x.k, x.v))
     s = jnp.einsum("bshd,bthd->bhst", x.q, k, precision="highest") * jnp.asarray(spec.softmax_scale, dtype)
     if x.softmax_scale is not None:
@@ -33,13 +51,12 @@ def attention(x: Operands, spec: FlashAttentionSpec) -> Outputs:
     empty = total == 0
     total = jnp.where(empty, 1, total)
     p = weights / total[..., None]
-    if x.dropout is not None:
-        p = p * (kept(x, spec).astype(dtype) / jnp.asarray(1 - spec.dropout_rate, dtype))
+    if facts.kept is not None:
+        p = p * (facts.kept.astype(dtype) / jnp.asarray(1 - spec.dropout_rate, dtype))
     o = jnp.einsum("bhst,bthe->bshe", p, v, precision="highest")
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
-    if x.cu_seqlens_q is not None:
-        packed = places(x.cu_seqlens_q, x.q.shape)[0] < x.cu_seqlens_q.shape[1] - 1
-        lse = jnp.where(packed[:, None, :], lse, -jnp.inf)
+    if facts.inside is not None:
+        lse = jnp.where(facts.inside[:, None, :], lse, -jnp.inf)
     return Outputs(o, lse)
 
 

@@ -23,20 +23,33 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE_KIND is None, reason="t
 TARGET = Target("cuda", DEVICE_KIND)
 
 
-def computed(x: Operands, spec: FlashAttentionSpec, configs=None):
-    """(outputs, gradients by name, tangents) by the kernels, and the cotangents and tangents that they were given."""
-    from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
-    from ejkernel.kernels._triton.flash_attention.configs import heuristic
+class Kernels:
+    """The three operations, each compiled once, on operands like x: called, they give all results of one call."""
 
-    operations = ("flash_attention", "flash_attention_bwd", "flash_attention_jvp")
-    forward, backward, tangent = configs or (heuristic(operation, x, spec, TARGET) for operation in operations)
-    wrt = differentiable(x)
-    tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
-    outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=forward))(x)
-    cotangents = like(outputs, 2)
-    gradients = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=backward))(x, outputs, cotangents)
-    moved = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=tangent))(x, outputs, tangents)
-    return (outputs, dict(zip(wrt, gradients, strict=True)), moved), cotangents, tangents
+    def __init__(self, x: Operands, spec: FlashAttentionSpec):
+        from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
+        from ejkernel.kernels._triton.flash_attention.configs import heuristic
+
+        operations = ("flash_attention", "flash_attention_bwd", "flash_attention_jvp")
+        forward, backward, tangent = (heuristic(operation, x, spec, TARGET) for operation in operations)
+        self.wrt = differentiable(x)
+        self.forward = jax.jit(lambda x: flash_attention(*x, spec=spec, config=forward))
+        self.backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=self.wrt, spec=spec, config=backward))
+        self.tangent = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=tangent))
+
+    def __call__(self, x: Operands, seed: int = 1):
+        """(outputs, gradients by name, tangents), and the cotangents and tangents that they were given."""
+        tangents = x._replace(
+            **{name: like(getattr(x, name), seed) if name in self.wrt else None for name in x._fields}
+        )
+        outputs = self.forward(x)
+        cotangents = like(outputs, seed + 1)
+        gradients = dict(zip(self.wrt, self.backward(x, outputs, cotangents), strict=True))
+        return (outputs, gradients, self.tangent(x, outputs, tangents)), cotangents, tangents
+
+
+def computed(x: Operands, spec: FlashAttentionSpec):
+    return Kernels(x, spec)(x)
 
 
 def compare(case: Case, length: int, dtype):

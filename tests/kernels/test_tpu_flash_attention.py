@@ -15,16 +15,19 @@ from ejkernel.kernels._pallas.tpu.flash_attention import (
 from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import CASES, check_all, derivatives, differentiable, like, poisoned
 
-LENGTH = 200
-CONFIG = KernelConfig(block_q=128, block_k=256, num_stages=2)
-# Those that a normal run has time for.
+# What a normal run has time for: tiles of one chunk.
+SMALL = 200, KernelConfig(block_q=128, block_k=128)
 QUICK = {
-    ("bias of pairs, capped", "float32"),
-    ("segments, causal, bias", "bfloat16"),
-    ("sinks, more queries", "float32"),
-    ("packed, causal", "float32"),
-    ("large logits", "bfloat16"),
+    ("bias of pairs, capped", "float32"): SMALL,
+    ("segments, causal, bias", "bfloat16"): SMALL,
+    ("sinks, more queries", "float32"): SMALL,
+    ("packed, causal", "float32"): SMALL,
+    ("large logits", "bfloat16"): SMALL,
+    ("grouped heads", "bfloat16"): (200, KernelConfig(block_q=128, block_k=128, algorithm="split")),
 }
+# Tiles of several chunks, more of them under way than there are or not.
+LARGE = 300, KernelConfig(block_q=128, block_k=256, num_stages=3)
+LARGE_SPLIT = 300, KernelConfig(block_q=256, block_k=256, num_stages=1, algorithm="split")
 
 
 def interpreted(f):
@@ -37,34 +40,33 @@ def interpreted(f):
     return run
 
 
-CALLS = [
-    pytest.param(
-        case,
-        dtype,
-        marks=() if (case.name, dtype) in QUICK else pytest.mark.slow,
-        id=f"{case.name}, {dtype}",
-    )
-    for case in CASES
-    for dtype in ("float32", "bfloat16")
-    if not case.spec.dropout_rate
-]
+def calls():
+    for case in CASES:
+        for dtype in ("float32", "bfloat16"):
+            if case.spec.dropout_rate:
+                continue
+            name = f"{case.name}, {dtype}"
+            if (case.name, dtype) in QUICK:
+                yield pytest.param(case, dtype, *QUICK[case.name, dtype], id=name)
+            large = LARGE if dtype == "float32" else LARGE_SPLIT
+            yield pytest.param(case, dtype, *large, id=f"{name}, large", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("case, dtype", CALLS)
-def test_in_the_interpreter(case, dtype):
+@pytest.mark.parametrize("case, dtype, length, config", list(calls()))
+def test_in_the_interpreter(case, dtype, length, config):
     """Forward, backward and tangent, keys that no query sees holding NaN."""
-    x, spec = case.make(LENGTH, jnp.dtype(dtype))
+    x, spec = case.make(length, jnp.dtype(dtype))
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
 
     @interpreted
     def run(x, tangents, cotangents):
-        outputs = flash_attention(*x, spec=spec, config=CONFIG)
-        gradients = flash_attention_bwd(x, outputs, cotangents, wrt=wrt, spec=spec, config=CONFIG)
-        moved = flash_attention_jvp(x, outputs, tangents, spec=spec, config=CONFIG)
+        outputs = flash_attention(*x, spec=spec, config=config)
+        gradients = flash_attention_bwd(x, outputs, cotangents, wrt=wrt, spec=spec, config=config)
+        moved = flash_attention_jvp(x, outputs, tangents, spec=spec, config=config)
         return outputs, dict(zip(wrt, gradients, strict=True)), moved
 
-    cotangents = like(jax.eval_shape(functools.partial(flash_attention, spec=spec, config=CONFIG), *x), 2)
+    cotangents = like(jax.eval_shape(functools.partial(flash_attention, spec=spec, config=config), *x), 2)
     oracle, reference = (
         derivatives(x, spec, cotangents, tangents._asdict(), t) for t in (jnp.float64, jnp.dtype(dtype))
     )

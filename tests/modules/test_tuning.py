@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import ejkernel
 from ejkernel import ops
+from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import KERNELS, OPERATIONS
 from ejkernel.ops.utils.operands import abstract
 from ejkernel.types import KernelConfig
@@ -39,6 +41,31 @@ def invocation(arrays):
     options = dict(causal=True, dropout_rate=0.1 if "dropout_key" in arrays else 0.0)
     jax.eval_shape(lambda x: found.append(OPERATIONS["flash_attention"].invocation(**x, **options)[0]), arrays)
     return ops.Invocation(found[0].kernel, abstract(found[0].args), found[0].kwargs)
+
+
+def test_a_config_has_to_repeat_where_its_implementation_takes_deterministic_calls(monkeypatch):
+    inv, entry = invocation(DENSE), kernel_registry.list_implementations("flash_attention")[-1]
+    assert inv.kernel.repeats(inv, CONFIGS[0])
+    monkeypatch.setattr(
+        entry.implementation, "supports", lambda spec, *_: "adds in any order" if spec.deterministic else None
+    )
+    assert not inv.kernel.repeats(inv, CONFIGS[0])
+
+
+def test_a_gradient_measures_no_tangent(monkeypatch):
+    for name in ("flash_attention", "flash_attention_jvp", "flash_attention_bwd"):
+        for entry in kernel_registry.list_implementations(name):
+            monkeypatch.setattr(entry.implementation, "space", lambda *_: CONFIGS)
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "autotune")
+    told, selector = [], ops.default_executor().selector
+    monkeypatch.setattr(selector, "_on_event", lambda event, operation, *_: told.append((operation[:-3], event)))
+    x = {name: jnp.ones(of.shape, of.dtype) for name, of in DENSE.items()}
+    jax.make_jaxpr(jax.grad(lambda x: ejkernel.lax.flash_attention(**x).sum()))(x)
+    assert ("flash_attention_jvp", "heuristics") in told
+    assert [operation for operation, event in told if event == "autotune_finish"] == [
+        "flash_attention",
+        "flash_attention_bwd",
+    ]
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -2,9 +2,10 @@
 
 import jax
 import pytest
-from cases import assert_close, each_case, gradient, oracle, tangent
+from cases import assert_close, each_case, each_operation, gradient, oracle, tangent
 
-pytestmark = pytest.mark.core
+from ejkernel.ops import find_labels_in_lowered
+from ejkernel.types import KernelConfig
 
 
 @each_case
@@ -19,3 +20,12 @@ def test_blocks(case, blocks):
     assert_close(found, oracle(case, tangent)(arrays, tangents))
     found = jax.jit(gradient(call, case.differentiable))(arrays, cotangents)
     assert_close(found, oracle(case, gradient)(arrays, cotangents))
+
+
+@each_operation
+def test_a_config_for_the_target_names_the_implementation(case):
+    """As when it was measured to be faster than one of higher priority."""
+    config = KernelConfig(platform="xla", backend="gpu")
+    traced = jax.jit(lambda arrays: case.call(arrays, config=config)).trace(case.arrays())
+    (label,) = find_labels_in_lowered(traced.lower(lowering_platforms=("cuda",)))
+    assert label.startswith(f"ejkernel[op={case.operation};impl=xla")

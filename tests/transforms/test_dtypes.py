@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, FAMILIES, gradient, oracle
-
-pytestmark = pytest.mark.core
+from cases import CASES, FAMILIES, each, gradient, oracle
 
 each_dtype = pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16), ids=lambda x: x.__name__)
 
@@ -33,19 +31,19 @@ def distance(x, exact):
     return np.linalg.norm(x[finite] - exact[finite])
 
 
-@pytest.mark.parametrize("case", FAMILIES, ids=str)
+@each(FAMILIES)
 @each_dtype
 def test_result(case, dtype):
     check(case, dtype, None, 2)
 
 
-@pytest.mark.parametrize("case", FAMILIES, ids=str)
+@each(FAMILIES)
 @each_dtype
 def test_gradient(case, dtype):
     check(case, dtype, gradient, 3)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each(CASES)
 def test_every_case_in_bfloat16(case):
     check(case, jnp.bfloat16, None, 2)
     check(case, jnp.bfloat16, gradient, 3)

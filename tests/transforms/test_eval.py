@@ -1,11 +1,8 @@
 """Results are those of the formula."""
 
-import pytest
 from cases import CASES, FAMILIES, assert_close, each_case, oracle
 
 from ejkernel.modules._operation import OPERATIONS
-
-pytestmark = pytest.mark.core
 
 
 def test_every_operation_has_cases():

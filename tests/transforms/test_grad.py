@@ -2,11 +2,8 @@
 
 import jax
 import numpy as np
-import pytest
 from cases import assert_close, each_case, gradient, oracle, tangent
 from programs import equations
-
-pytestmark = pytest.mark.core
 
 
 @each_case

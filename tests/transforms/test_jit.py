@@ -4,10 +4,7 @@ from functools import partial
 
 import jax
 import numpy as np
-import pytest
 from cases import Operand, each_case
-
-pytestmark = pytest.mark.core
 
 
 @each_case

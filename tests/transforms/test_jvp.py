@@ -1,10 +1,7 @@
 """Tangents are those of the formula, along each operand and along all of them."""
 
 import jax
-import pytest
 from cases import assert_close, each_case, oracle, tangent
-
-pytestmark = pytest.mark.core
 
 
 @each_case

@@ -8,8 +8,6 @@ from programs import equations
 import ejkernel
 from ejkernel.ops import extract_labels_from_hlo_text, find_labels_in_lowered, labels_to_configs
 
-pytestmark = pytest.mark.core
-
 
 def traced(case, transform):
     arrays = case.arrays()

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 from cases import each_case, pullback, tangent
 
-pytestmark = pytest.mark.core
-
 
 @each_case
 @pytest.mark.parametrize("transform", (pullback, tangent), ids=("grad", "jvp"))

@@ -2,9 +2,7 @@
 
 import jax
 import pytest
-from cases import CASES, assert_close, curvature, curvature_by_reverse, each_case, gradient, oracle, tangent
-
-pytestmark = pytest.mark.core
+from cases import CASES, assert_close, curvature, curvature_by_reverse, each, each_case, gradient, oracle, tangent
 
 
 @each_case
@@ -27,7 +25,7 @@ def test_reverse_over_forward(case):
     assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
 
 
-@pytest.mark.parametrize("case", [case.resized(case.tiny) for case in CASES if case.tiny], ids=str)
+@each([case.resized(case.tiny) for case in CASES if case.tiny])
 def test_hessian(case):
     """In whole, as `jax.hessian` maps over every direction at once."""
     arrays = case.arrays()

@@ -13,6 +13,7 @@ import jax
 from ejkernel.types import KernelConfig
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 
+DEFAULT_MULTIPROCESSORS = 132
 CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 """What a launch is lowered to."""
 
@@ -54,12 +55,43 @@ def missing() -> str | None:
 
 def jax_triton():
     """The module. Its 0.4 asks Triton for the number of a tensor-map type that 3.6 does not name and nothing here uses;
-    without the name it takes the whole CUDA backend for missing."""
+    without the name it takes the whole CUDA backend for missing. Of a descriptor it wants to be told whether it is for
+    images, which 3.6, that knows of no such, does not tell."""
     from triton.backends.nvidia import driver
 
     if not hasattr(driver, "TMA_TF32"):
         driver.TMA_TF32 = None
-    return importlib.import_module("jax_triton")
+    module = importlib.import_module("jax_triton")
+    if description := getattr(module.triton_lib, "TensorDescMeta", None):
+        description.__required_keys__ -= {"is_im2col"}
+    return module
+
+
+def described(x: jax.Array, block: tuple[int, ...]) -> Any:
+    """An operand that a kernel reads in blocks through a TMA descriptor; 0 beyond the ends of the array."""
+    return jax_triton().TensorDescriptor.from_array(x, block)
+
+
+def has_descriptors() -> bool:
+    """Whether the device has TMA, and this jaxlib can make descriptors for it."""
+    if _is_rocm() or compute_capability() < 90:
+        return False
+    return hasattr(jax_triton().triton_lib.triton_kernel_call_lib, "create_tma_descriptor_parameter")
+
+
+def _is_rocm() -> bool:
+    try:
+        return bool(jax.local_devices(backend="rocm"))
+    except RuntimeError:
+        return False
+
+
+def multiprocessors() -> int:
+    """Of the CUDA device of this process; of an H200 where a program is lowered without one."""
+    try:
+        return jax.local_devices(backend="cuda")[0].core_count
+    except RuntimeError:
+        return DEFAULT_MULTIPROCESSORS
 
 
 def compute_capability() -> int:

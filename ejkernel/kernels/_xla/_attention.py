@@ -7,6 +7,7 @@ Layout inside: a query head is member r of group g, and shares the key and value
 where an axis along which an array is broadcast stays of size 1.
 """
 
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ def fold(operands: Operands, groups: int) -> Folded:
     q, k, v, bias, mask, _, _, sinks, softmax_scale, _, _, dropout = operands
     return Folded(
         None if q is None else fold_rows(q, groups),
-        *(None if x is None else x.transpose(0, 2, 1, 3) for x in (k, v)),
+        *(None if x is None else lax.transpose(x, (0, 2, 1, 3)) for x in (k, v)),
         *(None if x is None else fold_heads(x, groups) for x in (bias, mask)),
         None if sinks is None else lax.expand_dims(fold_heads(sinks, groups), (3,)),
         None if softmax_scale is None else lax.expand_dims(fold_heads(softmax_scale, groups), (3, 4)),
@@ -69,24 +70,24 @@ def fold(operands: Operands, groups: int) -> Folded:
 def fold_heads(x: Array, groups: int) -> Array:
     """[b,h,…] -> [b,g,r,…], and [b,1,…] -> [b,1,1,…]."""
     heads = x.shape[1]
-    return x.reshape(x.shape[0], *((1, 1) if heads == 1 else (groups, heads // groups)), *x.shape[2:])
+    return lax.reshape(x, (x.shape[0], *((1, 1) if heads == 1 else (groups, heads // groups)), *x.shape[2:]))
 
 
 def fold_rows(x: Array, groups: int) -> Array:
     """[b,s,h,e] -> [b,g,r,s,e]."""
     b, s, h, e = x.shape
-    return x.transpose(0, 2, 1, 3).reshape(b, groups, h // groups, s, e)
+    return lax.reshape(lax.transpose(x, (0, 2, 1, 3)), (b, groups, h // groups, s, e))
 
 
 def unfold_rows(x: Array) -> Array:
     """[b,g,r,s,e] -> [b,s,h,e]."""
     b, g, r, s, e = x.shape
-    return x.reshape(b, g * r, s, e).transpose(0, 2, 1, 3)
+    return lax.transpose(lax.reshape(x, (b, g * r, s, e)), (0, 2, 1, 3))
 
 
 def unfold_columns(x: Array) -> Array:
     """[b,g,d,t] -> [b,t,g,d]."""
-    return x.transpose(0, 3, 1, 2)
+    return lax.transpose(x, (0, 3, 1, 2))
 
 
 # --- Who sees whom ---------------------------------------------------------------------------------------------------
@@ -101,18 +102,18 @@ def bounds(spec: FlashAttentionSpec) -> tuple[int | None, int | None]:
 def tokens(operands: Operands, spec: FlashAttentionSpec) -> tuple[Tokens, Tokens]:
     """The rows and the columns of the logits of a call, dense or packed."""
     s, t = operands.q.shape[1], operands.k.shape[1]
-    i, j = lax.iota(jnp.int32, s)[None], lax.iota(jnp.int32, t)[None]
-    n_i = n_j = None
+    drops, is_bounded, n_i, n_j = operands.dropout is not None, bounds(spec) != (None, None), None, None
+    if drops or is_bounded or operands.cu_seqlens_q is not None:
+        i, j = (lax.broadcasted_iota(jnp.int32, (1, n), 1) for n in (s, t))
     if operands.cu_seqlens_q is not None:
         (i, n_i, length_i), (j, n_j, length_j) = _split(i, operands.cu_seqlens_q), _split(j, operands.cu_seqlens_k)
         position = i + jnp.take_along_axis(length_j - length_i, jnp.maximum(n_i, 0), axis=1)
-    else:
+    elif is_bounded:
         position = i + (t - s)
         left, right = bounds(spec)
         first, last = (0 if left is None else t - s - left), t - 1 + min(0, right or 0)
         if first > 0 or last < t - 1:  # keys beyond every query's window are padding
             n_i, n_j = jnp.zeros_like(i), jnp.where((j >= first) & (j <= last), 0, -1)
-    drops, is_bounded = operands.dropout is not None, bounds(spec) != (None, None)
     rows = Tokens(i if drops else None, position if is_bounded else None, n_i, operands.q_segment_ids)
     columns = Tokens(j if drops else None, j if is_bounded else None, n_j, operands.kv_segment_ids)
     as_rows, as_columns = partial(lax.expand_dims, dimensions=(1, 2, 4)), partial(lax.expand_dims, dimensions=(1, 2, 3))
@@ -125,6 +126,11 @@ def _split(place: Array, cu_seqlens: Array) -> tuple[Array, Array, Array]:
     inside = (place >= cu_seqlens[:, :1]) & (place < cu_seqlens[:, -1:])
     index = place - jnp.take_along_axis(cu_seqlens, number, axis=1)
     return index, jnp.where(inside, number.astype(jnp.int32), -1), cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
+
+
+def hides(x: Folded) -> bool:
+    """Whether some logits may not count, and so perhaps none of a row."""
+    return x.mask is not None or any(kind is not None for kind in x.rows._replace(index=None))
 
 
 def visible(x: Folded, spec: FlashAttentionSpec) -> Array | None:
@@ -193,12 +199,12 @@ def over_features(q: Array, k: Array, dtype: Any = None) -> Array:
 
 def over_columns(p: Array, v: Array) -> Array:
     """Σ_t p [b,g,r,s,t] · v [b,g,t,e] -> [b,g,r,s,e]."""
-    return _dot(p.astype(v.dtype), v, ((4,), (2,)))
+    return _dot(lax.convert_element_type(p, v.dtype), v, ((4,), (2,)))
 
 
 def over_rows(do: Array, p: Array) -> Array:
     """Σ_{r,s} do [b,g,r,s,e] · p [b,g,r,s,t] -> [b,g,e,t]."""
-    return _dot(do, p.astype(do.dtype), ((2, 3), (2, 3)))
+    return _dot(do, lax.convert_element_type(p, do.dtype), ((2, 3), (2, 3)))
 
 
 def _dot(x: Array, y: Array, contracted: tuple, dtype: Any = None) -> Array:
@@ -211,3 +217,13 @@ def _dot(x: Array, y: Array, contracted: tuple, dtype: Any = None) -> Array:
 def sum_to(x: Array, shape: tuple) -> Array:
     """x summed over the axes along which an array of this shape was broadcast."""
     return x.sum([axis for axis, n in enumerate(shape) if n == 1 and x.shape[axis] != 1], keepdims=True)
+
+
+def over_row(reduction: Callable, x: Array) -> Array:
+    """`lax.reduce_max` or `lax.reduce_sum` over the columns, which stay as an axis of size 1."""
+    return lax.expand_dims(reduction(x, (x.ndim - 1,)), (x.ndim - 1,))
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """x · factor, in the dtype of x."""
+    return lax.mul(x, np.array(factor, x.dtype))

@@ -128,18 +128,18 @@ def _tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
     return [(axis, side) for side, axis in sides if axis is not None and x.shape[axis] > 1]
 
 
-def sweep(of_tile: Callable, x: tuple, add: Callable, nothing: Any, grid: Grid) -> Any:
-    """of_tile(*tile of x) of every tile, added to `nothing` by add(total, part), each in its own part of the totals.
+def sweep(of_tile: Callable, x: tuple, add: Callable, nothing: Callable[[], Any], grid: Grid) -> Any:
+    """of_tile(*tile of x) of every tile, added to `nothing()` by add(total, part), each in its own part of the totals.
 
     The first of x is `Folded`. The totals, and so the parts, are named and hold the padding. Derivatives keep nothing
     of a tile but where it starts: it is computed again.
     """
     tiles = len(grid.starts[0])
     if tiles == 0:
-        return nothing
+        return nothing()
     if tiles == 1 and grid.size == grid.shape:
         return of_tile(*x)
-    nothing = varying_like(x, nothing)
+    nothing = varying_like(x, nothing())
 
     @partial(jax.checkpoint, prevent_cse=False)
     def part(x, start):

@@ -21,7 +21,6 @@ Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and 
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -39,7 +38,9 @@ from ._attention import (
     fold_rows,
     over_columns,
     over_features,
+    over_row,
     over_rows,
+    scaled,
     unfold_columns,
     unfold_rows,
 )
@@ -74,7 +75,6 @@ class _Softmax(NamedTuple):
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
 @configured_by(tiles.heuristic, tiles.space)
-@partial(jax.jit, static_argnames=("spec", "config"))
 def flash_attention(
     *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
@@ -85,18 +85,22 @@ def flash_attention(
 
     def of_tile(x):
         x, _, _, s, _ = _logits(x, spec)
-        m = lax.stop_gradient(_floored(s.max(-1, keepdims=True)))
-        p = jnp.exp(s - m)
-        return _Softmax(m, p.sum(-1, keepdims=True), over_columns(dropped(p, x, spec), x.v))
+        m = over_row(lax.reduce_max, s)
+        m = lax.stop_gradient(_floored(m) if attention.hides(x) else m)
+        p = lax.exp(lax.sub(s, m))
+        return _Softmax(m, over_row(lax.reduce_sum, p), over_columns(dropped(p, x, spec), x.v))
 
     lowest, of_rows = jnp.finfo(dtype).min, partial(_of_rows, x, dtype)
-    nothing = _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
+    nothing = lambda: _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
     softmax = tiles.trim(tiles.sweep(of_tile, (x,), _merged, nothing, grid), grid)
     if x.sinks is not None:
         sinks = x.sinks.astype(dtype)
         m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
         softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
-    return _outputs(softmax.o / _not_zero(softmax.l), _lse(softmax.m, softmax.l), operands.q.dtype)
+    m, l, o = softmax
+    if attention.hides(x) or grid.shape[1] == 0:
+        return _outputs(lax.div(o, _not_zero(l)), _lse(m, l), operands.q.dtype)
+    return _outputs(lax.div(o, l), lax.add(m, lax.log(l)), operands.q.dtype)
 
 
 def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
@@ -123,7 +127,6 @@ class _Rows(NamedTuple):
 
 @kernel_registry.register("flash_attention_jvp", Platform.XLA, Backend.ANY)
 @configured_by(tiles.heuristic, tiles.space)
-@partial(jax.jit, static_argnames=("spec", "config"))
 def flash_attention_jvp(
     primals: Operands,
     outputs: Outputs,
@@ -141,7 +144,7 @@ def flash_attention_jvp(
         logits = _logits(x, spec)
         p = _weights(logits.s, rows)
         ds = _logits_tangent(logits, dx, spec)
-        return {"l": p.sum(-1, keepdims=True), "dlse": (p * ds).sum(-1, keepdims=True)}
+        return {"l": over_row(lax.reduce_sum, p), "dlse": over_row(lax.reduce_sum, lax.mul(p, ds))}
 
     def change(x, dx, rows):
         logits = _logits(x, spec)
@@ -150,19 +153,18 @@ def flash_attention_jvp(
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_dead(dx, logits.living).v)}
 
     of_rows = partial(_of_rows, x, lse.dtype)
-    totals = tiles.sweep(sums, (x, dx, _Rows(lse)), _added, {"l": of_rows(1), "dlse": of_rows(1)}, grid)
+    totals = tiles.sweep(sums, (x, dx, _Rows(lse)), _added, lambda: {"l": of_rows(1), "dlse": of_rows(1)}, grid)
     excess = _excess(totals["l"], x, lse)
     dlse = totals["dlse"] * jnp.exp(-excess)
     if dx.sinks is not None:
         dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = _Rows(lse, excess, dlse=dlse)
-    do = tiles.sweep(change, (x, dx, rows), _added, {"do": of_rows(x.v.shape[-1])}, grid)["do"]
+    do = tiles.sweep(change, (x, dx, rows), _added, lambda: {"do": of_rows(x.v.shape[-1])}, grid)["do"]
     return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=primals.q.dtype)
 
 
 @kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
 @configured_by(tiles.heuristic, tiles.space)
-@partial(jax.jit, static_argnames=("wrt", "spec", "config"))
 def flash_attention_bwd(
     primals: Operands,
     outputs: Outputs,
@@ -178,13 +180,14 @@ def flash_attention_bwd(
     (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
     shapes = {"q": x.q.shape, "k": (b, g, d, t), "v": (b, g, e, t)}
     shapes |= {name: getattr(x, name).shape for name in ("bias", "softmax_scale") if name in wrt}
-    nothing = {"d" + name: lax.full(shape, 0, rows.lse.dtype) for name, shape in shapes.items() if name in wrt}
+    shapes = {"d" + name: shape for name, shape in shapes.items() if name in wrt}
+    nothing = lambda: {name: lax.full(shape, 0, rows.lse.dtype) for name, shape in shapes.items()}
 
     def gradients(x, rows):
         x, raw, slope, s, _ = _logits(x, spec)
         p = _weights(s, rows)
         after_dropout = dropped(p, x, spec)
-        ds = after_dropout * over_features(rows.do, x.v) - p * rows.delta
+        ds = lax.sub(lax.mul(after_dropout, over_features(rows.do, x.v)), lax.mul(p, rows.delta))
         dz = ds if slope is None else ds * slope
         scaled = dz if x.softmax_scale is None else dz * x.softmax_scale.astype(dz.dtype)
         parts = {
@@ -194,18 +197,18 @@ def flash_attention_bwd(
             "dbias": lambda: attention.sum_to(dz, x.bias.shape),
             "dsoftmax_scale": lambda: attention.sum_to(dz * raw, x.softmax_scale.shape),
         }
-        return {name: parts[name]() for name in nothing}
+        return {name: parts[name]() for name in shapes}
 
-    totals = tiles.trim(tiles.sweep(gradients, (x, rows), _added, nothing, grid), grid) if nothing else {}
+    totals = tiles.trim(tiles.sweep(gradients, (x, rows), _added, nothing, grid), grid) if shapes else {}
     if "sinks" in wrt:
         of_rows = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
         totals["dsinks"] = attention.sum_to(of_rows.sum(3, keepdims=True), x.sinks.shape)
     for name in {"q", "k", "softmax_scale"}.intersection(wrt):
-        totals["d" + name] *= spec.softmax_scale
+        totals["d" + name] = scaled(totals["d" + name], spec.softmax_scale)
     unfold = {"q": unfold_rows, "k": unfold_columns, "v": unfold_columns}
     like = {name: getattr(primals, name) for name in wrt}
     return tuple(
-        unfold.get(name, lambda total: total)(totals["d" + name]).reshape(x.shape).astype(x.dtype)
+        lax.convert_element_type(lax.reshape(unfold.get(name, _as_it_is)(totals["d" + name]), x.shape), x.dtype)
         for name, x in like.items()
     )
 
@@ -220,18 +223,19 @@ def _rows_of_backward(
     def sums(x, rows):
         x, _, _, s, _ = _logits(x, spec)
         p = _weights(s, rows)
-        delta = (dropped(p, x, spec) * over_features(rows.do, x.v)).sum(-1, keepdims=True)
-        return {"l": p.sum(-1, keepdims=True), "delta": delta}
+        dp = over_features(rows.do, x.v)
+        delta = over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp))
+        return {"l": over_row(lax.reduce_sum, p), "delta": delta}
 
-    nothing = {"l": _of_rows(x, lse.dtype, 1), "delta": _of_rows(x, lse.dtype, 1)}
+    nothing = lambda: {"l": _of_rows(x, lse.dtype, 1), "delta": _of_rows(x, lse.dtype, 1)}
     totals = tiles.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing, grid)
     excess = _excess(totals["l"], x, lse)
-    delta = totals["delta"] * jnp.exp(-excess)
-    return _Rows(lse, excess, delta if dlse is None else delta - dlse, do)
+    delta = lax.mul(totals["delta"], lax.exp(lax.neg(excess)))
+    return _Rows(lse, excess, delta if dlse is None else lax.sub(delta, dlse), do)
 
 
 def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
-    return {name: a[name] + b[name] for name in a}
+    return {name: lax.add(a[name], b[name]) for name in a}
 
 
 # --- The parts of the formula ----------------------------------------------------------------------------------------
@@ -252,8 +256,8 @@ def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits
     seen = attention.visible(x, spec)
     living = attention.alive(x, seen)
     x, dtype = attention.zero_dead(x, living), attention.statistics_dtype(x.q.dtype)
-    raw = over_features(x.q, x.k, product).astype(dtype)
-    s, slope = raw * spec.softmax_scale, None
+    raw = lax.convert_element_type(over_features(x.q, x.k, product), dtype)
+    s, slope = scaled(raw, spec.softmax_scale), None
     if x.softmax_scale is not None:
         s = s * x.softmax_scale.astype(dtype)
     if x.bias is not None:
@@ -280,7 +284,8 @@ def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Ar
 
 def _weights(s: Array, rows: _Rows) -> Array:
     """p = exp(s − lse); excess, the smaller one, is subtracted last."""
-    return jnp.exp(s - rows.lse if rows.excess is None else s - rows.lse - rows.excess)
+    s = lax.sub(s, rows.lse)
+    return lax.exp(s if rows.excess is None else lax.sub(s, rows.excess))
 
 
 def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
@@ -291,7 +296,7 @@ def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
 def _excess(l: Array, x: Folded, lse: Array) -> Array:
     if x.sinks is not None:
         l = l + jnp.exp(x.sinks.astype(lse.dtype) - lse).sum(-1, keepdims=True)
-    return lax.stop_gradient(jnp.log(_not_zero(l)))
+    return lax.stop_gradient(lax.log(_not_zero(l)))
 
 
 def _floored(m: Array) -> Array:
@@ -305,7 +310,8 @@ def _not_zero(l: Array) -> Array:
 
 
 def _lse(m: Array, l: Array) -> Array:
-    return attention.where(l > 0, m + jnp.log(_not_zero(l)), -np.inf)
+    seen = lax.gt(l, np.zeros((), l.dtype))
+    return attention.where(seen, lax.add(m, lax.log(_not_zero(l))), -np.inf)
 
 
 # --- Between the layouts ---------------------------------------------------------------------------------------------
@@ -326,4 +332,8 @@ def _fold_outputs(outputs: Outputs, operands: Operands, grid: tiles.Grid) -> Out
 
 def _outputs(o: Array, lse: Array, dtype: Any) -> Outputs:
     b, g, r, s, _ = lse.shape
-    return Outputs(unfold_rows(o).astype(dtype), lse.reshape(b, g * r, s))
+    return Outputs(lax.convert_element_type(unfold_rows(o), dtype), lax.reshape(lse, (b, g * r, s)))
+
+
+def _as_it_is(x: Array) -> Array:
+    return x

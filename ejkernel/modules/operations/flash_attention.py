@@ -11,6 +11,7 @@ from ...errors import type_error, value_error
 from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ...primitives.flash_attention import flash_attention as trio
+from ...types import visible_pairs
 from .._operation import Operation, Prepared
 from ._arguments import (
     align,
@@ -275,14 +276,6 @@ def _dropout(rate, key, q):
     return jnp.stack([jnp.full((batch, heads), first), jnp.full((batch, heads), second), *grid], axis=-1)
 
 
-def _pairs(queries: int, keys: int, spec: FlashAttentionSpec) -> int:
-    """How many (i, j) causality and the window leave: max(i' − left, 0) ≤ j ≤ min(i' + right, K − 1)."""
-    left, right = (queries + keys if bound is None else bound for bound in spec.window)
-    rows = np.arange(queries) + keys - queries
-    last = np.minimum(rows + (0 if spec.causal else right), keys - 1)
-    return int(np.maximum(last - np.maximum(rows - left, 0) + 1, 0).sum())
-
-
 class FlashAttention(Operation):
     """Softmax attention in tiles, never a whole row of weights: `ejkernel.lax.flash_attention` as a kernel object."""
 
@@ -328,8 +321,9 @@ class FlashAttention(Operation):
             return None
         (batch, length, heads, d), e = named["q"].shape, named["v"].shape[-1]
         of_q, of_k, of_v = (f"{name}_dot" in named or f"{name}_bar" in results for name in "qkv")
+        pairs = visible_pairs(length, named["k"].shape[1], spec.causal, spec.window)
         features = d + e * ("o" in results) + d * (of_q + of_k) + e * (of_q or of_k) + e * of_v
-        return 2.0 * batch * heads * _pairs(length, named["k"].shape[1], spec) * features
+        return 2.0 * batch * heads * pairs * features
 
     @classmethod
     def convert(cls, arguments):

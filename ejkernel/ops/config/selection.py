@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
+import jax
+
 from ejkernel.errors import ConfigMissError, EjkernelRuntimeError
 
 from ..core.kernel import Invocation, Kernel
@@ -129,18 +131,27 @@ class ConfigSelectorChain(Generic[Cfg]):
             self.persistent.put(key, config, inv.device_fingerprint)
         return self._tell("autotune_finish", kernel, key, config)
 
-    def _stored(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
+    def stored(self, kernel: Kernel[Cfg, Any], inv: Invocation, key: str) -> tuple[str, Cfg] | None:
+        """The config that is stored for `inv` and the event that it would be, None if none is. Nothing is changed."""
         for overlay in overlays():
             if (config := overlay.get(key)) is not None:
-                return self._tell("overlay_hit", kernel, key, config)
+                return "overlay_hit", config
         if (config := self.cache.get(key)) is not None:
-            return self._tell("cache_hit", kernel, key, config)
-        on_disk = [("persistent_hit", self.persistent)] if self.persistent is not None else []
-        for event, store in (*on_disk, *(("table_hit", table) for table in self.tables)):
+            return "cache_hit", config
+        # A file of one host may hold what those of the others do not, and all must reach the same config.
+        own = [] if self.persistent is None or jax.process_count() > 1 else [("persistent_hit", self.persistent)]
+        for event, store in own + [("table_hit", table) for table in self.tables]:
             if (config := store.get(key, inv.device_fingerprint, kernel.config_class)) is not None:
-                self.cache.put(key, config)
-                return self._tell(event, kernel, key, config)
+                return event, config
         return None
+
+    def _stored(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
+        if (found := self.stored(kernel, inv, key)) is None:
+            return None
+        event, config = found
+        if event in ("persistent_hit", "table_hit"):
+            self.cache.put(key, config)
+        return self._tell(event, kernel, key, config)
 
     def _measured(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
         if not self.policy.allow_autotune or key in self._not_measurable or inv.target != device_target():

@@ -105,6 +105,11 @@ class Kernel(Generic[Cfg, Out]):
         """
         return random_like((inv.args, inv.kwargs))
 
+    def repeats(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> bool:
+        """Whether `inv` with `cfg` has the same bits in every run; one that ought to and has not is never chosen."""
+        del inv, cfg
+        return True
+
     def cost(self, inv: Invocation[Cfg, Out]) -> tuple[float, float] | None:
         """(operations, bytes moved) that no config of `inv` does without, None if that is not known.
 

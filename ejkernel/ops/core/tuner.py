@@ -2,7 +2,8 @@
 
 A call is measured on values (its own, or synthetic ones where it is being traced), as compiled programs, in a thread of
 its own: there no trace is in progress, so it can be done in the midst of `jax.jit`. A candidate's time counts once its
-numbers agree with those of the heuristic config and are the same, bit for bit, in a second run.
+numbers agree with those of the heuristic config and are the same, bit for bit, in a second run (unless its kernel says
+that they need not be).
 """
 
 import math
@@ -32,6 +33,8 @@ from .types import Cfg
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
+# Those that come this near to the best are timed again, in turns: what the clock of the device does is shared by all.
+_NEAR = 1.25
 # What takes at most this much of the least time that its work can take is not improved upon.
 _AT_THE_ROOFLINE = 1.03
 
@@ -44,7 +47,7 @@ class Tuner:
 
     Attributes:
         warmup: calls before the first that is timed.
-        iters: batches that are timed, of which the median counts.
+        iters: batches that are timed, of which the median counts; and as many again of those that are near the best.
     """
 
     warmup: int = 2
@@ -101,29 +104,40 @@ class Tuner:
                 reference = jax.block_until_ready(first[1].result()())
         except Exception as error:
             raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {_first_line(error)}") from error
-        report, rejected, times = _Report(kernel.op_id, len(configs)), [], {}
+        report, rejected, times, runnable = _Report(kernel.op_id, len(configs)), [], {}, {}
         for config, program in chain([first] if heuristic in configs else [], programs):
             try:
-                times[config] = self._measured(program.result(), reference, min(times.values(), default=math.inf))
+                best, repeats = min(times.values(), default=math.inf), kernel.repeats(inv, config)
+                times[config] = self._measured(program.result(), reference, best, repeats)
             except Exception as error:
                 rejected.append(f"{config}: {_first_line(error)}")
                 report.tell(config, f"rejected, {_first_line(error)}")
                 continue
+            runnable[config] = program.result()
             report.tell(config, f"{times[config]:.4f} ms")
             if times[config] <= enough:
                 break
         report.close()
         if not times:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
-        return times
+        limit = _NEAR * min(times.values())
+        return times | self._in_turns({config: runnable[config] for config in times if times[config] <= limit})
 
-    def _measured(self, program: Callable[[], Any], reference: Any, best_time: float) -> float:
+    def _in_turns(self, programs: dict[Cfg, Callable[[], Any]]) -> dict[Cfg, float]:
+        """Milliseconds of programs that were measured to be about equal."""
+        if len(programs) < 2:
+            return {}
+        with _measuring:
+            rounds = zip(*(batches(program, 1, self.iters) for program in programs.values()), strict=True)
+            return dict(zip(programs, np.median(np.array(list(rounds)), axis=0).tolist(), strict=True))
+
+    def _measured(self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool) -> float:
         """Milliseconds of a program; only of the first batch where that is already hopeless."""
         with _measuring:
             result = program()
             if how := disagreement(result, reference):
                 raise EjkernelRuntimeError(how)
-            if not same_bits(result, program()):
+            if repeats and not same_bits(result, program()):
                 raise EjkernelRuntimeError("other bits in a second run")
             times = []
             for milliseconds in batches(program, self.warmup, self.iters):

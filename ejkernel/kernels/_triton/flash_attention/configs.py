@@ -1,8 +1,8 @@
 """Which configs the kernels of flash_attention are run with: one by heuristics, and the space that tuning searches.
 
-The candidates are listed by the wider of the two feature sizes, the one that was fastest on an H200 first. A mask,
-segment ids, a bias, dropout or packed sequences put indices and further tiles into registers: such calls have lists of
-their own. Of a list those count that fit into the shared memory of the target.
+The candidates are listed by the wider of the two feature sizes, the one that was fastest on an H200 first. A mask, a
+bias, dropout or packed sequences put indices and further tiles into registers: such calls have lists of their own. Of
+a list those count that fit into the shared memory of the target, or else the last, which is the smallest.
 """
 
 import os
@@ -12,24 +12,30 @@ import numpy as np
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .problem import padded
+from .problem import tiled
 
 # (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
 PLAIN = {
     "flash_attention": {
         64: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 4, 3), (128, 128, 8, 3)),
-        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
-        256: ((128, 64, 8, 3), (128, 64, 8, 2), (64, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2)),
+        96: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
+        128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
+        192: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        256: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
     },
     "flash_attention_bwd": {
         64: ((64, 64, 4, 3), (32, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2)),
-        128: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
+        96: ((64, 64, 4, 3), (64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+        128: ((64, 128, 8, 3), (32, 128, 8, 3), (64, 128, 8, 2), (32, 64, 4, 3), (32, 64, 4, 2)),
+        192: ((32, 128, 8, 3), (32, 128, 8, 2), (16, 64, 4, 2)),
         256: ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
     },
     "flash_attention_jvp": {
         64: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
+        96: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
         128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
-        256: ((64, 32, 4, 1), (128, 32, 8, 1)),
+        192: ((128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 4, 1)),
+        256: ((128, 32, 8, 1), (128, 16, 8, 2)),
     },
 }
 # Where a query sees few keys, many small programs fill the device better.
@@ -39,17 +45,41 @@ FURTHER = {
     "flash_attention": {
         64: ((128, 64, 8, 2), (64, 64, 4, 2)),
         128: ((128, 64, 8, 2), (64, 64, 8, 2)),
+        192: ((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
         256: ((128, 32, 8, 2), (64, 32, 8, 2)),
     },
     "flash_attention_bwd": {
         64: ((32, 128, 8, 2), (32, 64, 4, 2)),
         128: ((32, 128, 8, 2), (32, 64, 8, 2)),
-        256: ((16, 64, 8, 2), (16, 64, 8, 1)),
+        192: ((32, 64, 8, 2), (16, 64, 8, 2)),
+        256: ((32, 64, 8, 2), (16, 64, 8, 2)),
     },
     "flash_attention_jvp": {
         64: ((128, 32, 8, 2), (64, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 8, 2)),
-        256: ((64, 32, 8, 1), (64, 16, 8, 1)),
+        192: ((128, 32, 8, 2), (128, 32, 8, 1)),
+        256: ((128, 16, 8, 1),),
+    },
+}
+# Packed sequences of that many features take a few registers more.
+PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}}
+# GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
+FROM_REGISTERS = {
+    "flash_attention": {
+        64: ((64, 64, 4, 2), (64, 32, 4, 2)),
+        128: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        256: ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1)),
+    },
+    "flash_attention_bwd": {
+        64: ((32, 64, 4, 2), (32, 64, 8, 2)),
+        128: ((64, 64, 4, 2), (32, 64, 8, 2), (16, 64, 8, 1)),
+        192: ((32, 32, 4, 1),),
+        256: ((32, 64, 8, 2), (16, 64, 8, 1)),
+    },
+    "flash_attention_jvp": {
+        128: ((64, 32, 4, 2), (64, 32, 8, 1)),
+        192: ((64, 32, 8, 1), (32, 32, 4, 1)),
+        256: ((64, 32, 4, 2), (32, 32, 4, 1)),
     },
 }
 FLOAT32 = {
@@ -69,15 +99,7 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    width = max(64, padded(operands.q.shape[3]), padded(operands.v.shape[3]))
-    further = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q, operands.dropout)
-    plain = all(x is None for x in further)
-    table = PLAIN if plain else FURTHER
-    if operands.q.dtype == np.float32:
-        table = FLOAT32
-    candidates = table[operation][width]
-    if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
-        candidates = (SHORT_FORWARD, *(c for c in candidates if c != SHORT_FORWARD))
+    candidates = _candidates(operation, operands, spec, target)
     limit = shared_memory_limit(target)
     fitting = [c for c in candidates if shared_memory(operation, operands, *c) <= limit] or [candidates[-1]]
     return [
@@ -93,6 +115,22 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     ]
 
 
+def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> tuple:
+    further = (operands.bias, operands.mask, operands.cu_seqlens_q, operands.dropout)
+    table = PLAIN if all(x is None for x in further) else FURTHER
+    if (target.compute_capability or 0) < 90:
+        table = FROM_REGISTERS
+    if operands.q.dtype == np.float32:
+        table = FLOAT32
+    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
+    width = min(width for width in table[operation] if width >= features)
+    if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
+        return (SHORT_FORWARD, *(c for c in table[operation][width] if c != SHORT_FORWARD))
+    if table is FURTHER and operands.cu_seqlens_q is not None:
+        return PACKED.get(operation, {}).get(width, table[operation][width])
+    return table[operation][width]
+
+
 def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
     """How many keys a query sees at most, as far as the window and the length say."""
     left, right = spec.window
@@ -103,16 +141,16 @@ def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
 
 def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
     """Bytes of the tiles that a program keeps in shared memory."""
-    D, V = padded(operands.q.shape[3]), padded(operands.v.shape[3])
+    D, V = tiled(operands.q.shape[3]), tiled(operands.v.shape[3])
+    tiles, moved = stages * block_q * block_k, 1
     if operation == "flash_attention":
         elements = block_q * D + stages * block_k * (D + V)
     elif operation == "flash_attention_jvp":
-        elements = 2 * block_q * D + 2 * stages * block_k * (D + V)
+        elements, moved = 2 * block_q * D + 2 * stages * block_k * (D + V), 2
     else:
-        elements = (block_k + stages * block_q) * (D + V)
-    if operands.bias is not None:
-        elements += stages * block_q * block_k
-    return elements * np.dtype(operands.q.dtype).itemsize + 1024
+        elements = (block_k + stages * block_q) * (D + V) + block_q * block_k
+    pairs = (0 if operands.bias is None else 4 * moved) + (0 if operands.mask is None else 1)
+    return elements * np.dtype(operands.q.dtype).itemsize + pairs * tiles + 1024
 
 
 def shared_memory_limit(target: Target) -> int:

@@ -13,8 +13,10 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import tiles
+from . import logits, tiles
 from .problem import problem_of
+from .segments import spans
+from .unseen import zero_unseen_keys
 
 
 def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
@@ -22,9 +24,11 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
     blocks = problem.blocks(config.block_q)
+    (v,) = zero_unseen_keys(operands, problem, operands.v)
     o, lse = _launch.launch(
         forward_kernel,
-        *operands,
+        *operands._replace(v=v),
+        spans(operands, config.block_q, config.block_k),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), operands.q.dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32),
@@ -32,7 +36,7 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        EDGES=problem.edges(config.block_k, over_keys=True),
+        EDGES=problem.edges(config.block_k),
         CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
@@ -44,6 +48,7 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
 @triton.jit
 def forward_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    spans,
     o, lse,
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -63,42 +68,37 @@ def forward_kernel(
     o = tiles.at(o, batch, q_start, problem.S, head, problem.H, problem.V)
     lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
 
-    scale = tiles.total_scale(softmax_scale, frame, problem)
-    m, l = tiles.first_statistics(sinks, frame, problem, BLOCK_Q)
-    acc = tl.full([BLOCK_Q, problem.V_PAD], 0.0, tl.float32)
+    scale = logits.total_scale(softmax_scale, frame, problem)
+    m, l = logits.first_statistics(sinks, frame, problem, BLOCK_Q)
+    acc = tiles.zeros(BLOCK_Q, problem.V)
 
     low, high = tiles.band(frame, problem)
-    begin, end, first_full, last_full = tiles.schedule(
+    bounds = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_tile(
-                k, start, seen_begin, seen_end, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, CHECKED
-            )
-            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")
-            s = tiles.logits(s, scale, bias, i, j, frame, problem)
-            v_tile = tiles.load_tile(
-                v, start, seen_begin, seen_end, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, CHECKED
-            )
+            k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
+            product = tiles.over_features(q_tile, k_tile, None)
+            s = logits.capped(product, scale, bias, i, j, frame, problem)
+            v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
             if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
-                ok = tiles.visible(i, j, masks, frame, problem)
+                ok = logits.visible(i, j, masks, frame, problem)
                 s = tl.where(ok, s, float("-inf"))
-                if problem.masked_everywhere:
-                    v_tile = tiles.drop_unseen(v_tile, ok, 0)
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
-            rescale = tiles.exponential(m - m_safe, 0.0, problem)
-            p = tiles.exponential(s, (m_safe * problem.unit)[:, None], problem)
+            rescale = logits.exponential(m - m_safe, 0.0, problem)
+            p = logits.exponential(s, (m_safe * problem.unit)[:, None], problem)
             l = l * rescale + tl.sum(p, 1)
-            acc *= rescale[:, None]
+            acc = tiles.scaled(acc, rescale[:, None])
             if dropout is not None:
-                p = tl.where(tiles.kept(dropout, i, j, frame, problem), p, 0.0)
-            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+                p = tl.where(logits.kept(dropout, i, j, frame, problem), p, 0.0)
+            acc = tiles.over_tokens(p, v_tile, acc)
             m = m_new
 
     if problem.N is not None:
@@ -107,5 +107,5 @@ def forward_kernel(
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)
     tl.store(lse + rows, tl.where(empty, float("-inf"), m * problem.unit + tl.log(total)), mask=rows < q_len)
-    acc *= (problem.keep_scale / total)[:, None]
-    tiles.store_tile(o, acc, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD)
+    acc = tiles.scaled(acc, (problem.keep_scale / total)[:, None])
+    tiles.store_tile(o, acc, first, q_len, problem.H, problem.V, BLOCK_Q)

@@ -33,7 +33,8 @@ class Problem:
         sinks: how many there are per head.
         bias_strides, …: of the optional operands; None for those that are absent.
         exact: q, k and v are float32.
-        masked_everywhere: a mask or segment ids may hide any key from any query, so that no tile is known to be full.
+        masked_everywhere: a mask may hide any key from any query, so that no tile is known to be full.
+        segmented: queries and keys have segment ids.
     """
 
     B: int
@@ -58,19 +59,12 @@ class Problem:
     cu_k_strides: Strides | None
     exact: bool
     masked_everywhere: bool
+    segmented: bool
 
     @property
     def group(self) -> int:
         """Query heads that share a key/value head."""
         return self.H // self.G
-
-    @property
-    def D_PAD(self) -> int:
-        return padded(self.D)
-
-    @property
-    def V_PAD(self) -> int:
-        return padded(self.V)
 
     @property
     def N_PAD(self) -> int:
@@ -92,7 +86,7 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """The logit that 1.0 stands for in what `tiles.logits` returns."""
+        """The logit that 1.0 stands for in what `logits.capped` returns."""
         return self.scale if self.folded else 1.0
 
     @property
@@ -118,9 +112,9 @@ class Problem:
         tokens = self.K if of_keys else self.S
         return triton.cdiv(tokens, block) if self.N is None else tokens // block + self.N + 1
 
-    def edges(self, block: int, over_keys: bool) -> bool:
-        """Whether a loop over blocks of keys (or of queries) may meet tiles that are seen in part."""
-        return self.left is not None or self.right is not None or self._uneven(block, over_keys)
+    def edges(self, block: int) -> bool:
+        """Whether a loop over blocks of keys may meet tiles that are seen in part."""
+        return self.segmented or self.left is not None or self.right is not None or self._uneven(block, True)
 
     def checked(self, block: int, over_keys: bool) -> bool:
         """Whether such a loop may meet tokens that must not be loaded."""
@@ -153,7 +147,8 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
         cu_q_strides=broadcast_strides(operands.cu_seqlens_q),
         cu_k_strides=broadcast_strides(operands.cu_seqlens_k),
         exact=operands.q.dtype == jnp.float32,
-        masked_everywhere=operands.mask is not None or operands.q_segment_ids is not None,
+        masked_everywhere=operands.mask is not None,
+        segmented=operands.q_segment_ids is not None,
     )
 
 
@@ -165,8 +160,24 @@ def broadcast_strides(x) -> Strides | None:
     return Strides(*(step if size > 1 else 0 for step, size in zip(steps, x.shape, strict=True)))
 
 
+@triton.constexpr_function
+def parts(size: int) -> tuple[tuple[int, int], ...]:
+    """The tiles that hold `size` features, as (first feature, width): two where those are narrower than one."""
+    first = 1 << (size.bit_length() - 1)
+    whole, rest = padded(size), size - first
+    if first < 16 or rest == 0 or first + padded(rest) == whole:
+        return ((0, whole),)
+    return (0, first), (first, padded(rest))
+
+
+def tiled(size: int) -> int:
+    """The features that tiles of `size` features have room for."""
+    return sum(width for _, width in parts(size))
+
+
+@triton.constexpr_function
 def padded(size: int) -> int:
-    """The width of a tile that holds `size` features: a power of two that a matrix unit takes."""
+    """The least power of two that holds `size` features and that a matrix unit takes."""
     return max(16, triton.next_power_of_2(size))
 
 

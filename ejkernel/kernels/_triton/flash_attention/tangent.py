@@ -5,6 +5,8 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
     s_dot = (scale·(q_dot·kᵀ + q·k_dotᵀ) + scale_dot·q·kᵀ + bias_dot) ∘ (1 − (s/softcap)²)
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
+
+In float32 the weights are corrected for the rounding of lse (see logits.py): by their sum, known when the pass ends.
 """
 
 import jax
@@ -15,8 +17,10 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import tiles
+from . import logits, tiles
 from .problem import problem_of, seen_lse
+from .segments import spans
+from .unseen import zero_unseen_keys
 
 
 def flash_attention_jvp(
@@ -30,18 +34,20 @@ def flash_attention_jvp(
     """The tangents of o and lse."""
     problem = problem_of(primals, spec)
     blocks = problem.blocks(config.block_q)
+    v, v_dot = zero_unseen_keys(primals, problem, primals.v, tangents.v)
     moving = (tangents.q, tangents.k, tangents.bias, tangents.softmax_scale)
     o_dot, lse_dot = _launch.launch(
         tangent_kernel,
-        *primals,
-        *(tangents.q, tangents.k, tangents.v, tangents.bias, tangents.sinks, tangents.softmax_scale),
+        *primals._replace(v=v),
+        spans(primals, config.block_q, config.block_k),
+        *(tangents.q, tangents.k, v_dot, tangents.bias, tangents.sinks, tangents.softmax_scale),
         outputs.o,
         seen_lse(outputs.lse),
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs),
         grid=blocks * problem.H * problem.B,
         config=config,
         problem=problem,
-        EDGES=problem.edges(config.block_k, over_keys=True),
+        EDGES=problem.edges(config.block_k),
         CHECKED=problem.checked(config.block_k, over_keys=True),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
@@ -54,6 +60,7 @@ def flash_attention_jvp(
 @triton.jit
 def tangent_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    spans,
     q_dot, k_dot, v_dot, bias_dot, sinks_dot, scale_dot,
     o, lse,
     o_dot, lse_dot,
@@ -82,67 +89,64 @@ def tangent_kernel(
         v_dot = tiles.at(v_dot, batch, k_start, problem.K, kv_head, problem.G, problem.V)
 
     i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True)
+    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     if q_dot is not None:
         q_dot = tiles.at(q_dot, batch, q_start, problem.S, head, problem.H, problem.D)
-        q_dot_tile = tiles.load_tile(
-            q_dot, first, 0, q_len, problem.H * problem.D, BLOCK_Q, problem.D, problem.D_PAD, True
-        )
+        q_dot_tile = tiles.load_tile(q_dot, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
-    scale = tiles.total_scale(softmax_scale, frame, problem)
+    scale = logits.total_scale(softmax_scale, frame, problem)
     low, high = tiles.band(frame, problem)
-    begin, end, first_full, last_full = tiles.schedule(
+    bounds = tiles.schedule(
         first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
+    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
-    moved = tiles.sinks_tangent(sinks, sinks_dot, lse_rows, frame, problem)
-    acc = tl.full([BLOCK_Q, problem.V_PAD], 0.0, tl.float32)
+    total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
+    acc = tiles.zeros(BLOCK_Q, problem.V)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_tile(
-                k, start, seen_begin, seen_end, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD, CHECKED
-            )
-            v_tile = tiles.load_tile(
-                v, start, seen_begin, seen_end, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD, CHECKED
-            )
-            product = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+            k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
+            v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
+            product = tiles.over_features(q_tile, k_tile, None)
             s_dot = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
             if q_dot is not None:
-                s_dot = tl.dot(q_dot_tile, k_tile.T, s_dot, input_precision="ieee")
+                s_dot = tiles.over_features(q_dot_tile, k_tile, s_dot)
             if k_dot is not None:
                 k_dot_tile = tiles.load_tile(
-                    k_dot, start, seen_begin, seen_end, problem.G * problem.D, BLOCK_K, problem.D, problem.D_PAD,
+                    k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K,
                     CHECKED,
                 )  # fmt: skip
-                s_dot = tl.dot(q_tile, k_dot_tile.T, s_dot, input_precision="ieee")
+                s_dot = tiles.over_features(q_tile, k_dot_tile, s_dot)
             if v_dot is not None:
                 v_dot_tile = tiles.load_tile(
-                    v_dot, start, seen_begin, seen_end, problem.G * problem.V, BLOCK_K, problem.V, problem.V_PAD,
+                    v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K,
                     CHECKED,
                 )  # fmt: skip
-            s = tiles.logits(product, scale, bias, i, j, frame, problem)
+            s = logits.capped(product, scale, bias, i, j, frame, problem)
             if LOGITS_MOVE:
-                s_dot = tiles.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem)
-            p = tiles.exponential(s, lse_rows[:, None], problem)
+                s_dot = logits.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem)
+            p = logits.exponential(s, lse_rows[:, None], problem)
             if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
-                ok = tiles.visible(i, j, masks, frame, problem)
+                ok = logits.visible(i, j, masks, frame, problem)
                 p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
-                if problem.masked_everywhere:
-                    v_tile = tiles.drop_unseen(v_tile, ok, 0)
-                    if v_dot is not None:
-                        v_dot_tile = tiles.drop_unseen(v_dot_tile, ok, 0)
             kept_p = p
             if dropout is not None:
-                kept_p = p * tl.where(tiles.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
+                kept_p = p * tl.where(logits.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
+            if problem.exact:
+                total += tl.sum(p, 1)
             if LOGITS_MOVE:
                 moved += tl.sum(p * s_dot, 1)
-                acc = tl.dot((kept_p * s_dot).to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+                acc = tiles.over_tokens(kept_p * s_dot, v_tile, acc)
             if v_dot is not None:
-                acc = tl.dot(kept_p.to(v_dot_tile.dtype), v_dot_tile, acc, input_precision="ieee")
+                acc = tiles.over_tokens(kept_p, v_dot_tile, acc)
 
-    o_tile = tiles.load_tile(o, first, 0, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD, True)
-    acc -= moved[:, None] * o_tile.to(tl.float32)
+    o_tile = tiles.load_tile(o, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
+    if problem.exact:
+        correction = logits.correction_of(total)
+        moved *= correction
+        acc = tiles.scaled(acc, correction[:, None])
+    acc = tiles.less(acc, moved[:, None], o_tile)
     rows = first + tl.arange(0, BLOCK_Q)
     tl.store(lse_dot + rows, moved, mask=rows < q_len)
-    tiles.store_tile(o_dot, acc, first, q_len, problem.H * problem.V, BLOCK_Q, problem.V, problem.V_PAD)
+    tiles.store_tile(o_dot, acc, first, q_len, problem.H, problem.V, BLOCK_Q)

@@ -12,13 +12,11 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 PRIORITY = 100
-# Scalar memory of every chip since v4 is 1 MiB; the tables of tiles and the scalars leave some to the compiler.
-SMEM_BYTES = 768 * 1024
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels cannot run on these operands (arrays or shapes), or None."""
-    from .configs import scalar_bytes
+    from .configs import PRODUCTS, fitting_blocks
 
     if target.platform != "tpu":
         return f"Mosaic runs on tpu, not on {target.platform}"
@@ -31,8 +29,8 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return "an empty batch or sequence"
     if operands.dropout is not None:
         return "dropout: Philox multiplies 32-bit integers into 64 bits, which the vector unit does not"
-    if (size := scalar_bytes(spec, operands, target)) > SMEM_BYTES:
-        return f"the tables of tiles and the scalars take {size} bytes; scalar memory has room for {SMEM_BYTES}"
+    if not all(fitting_blocks(operation, operands, target) for operation in PRODUCTS):
+        return "no blocks are large enough for scalar memory to hold the table of tiles, and small enough for a program"
     return None
 
 

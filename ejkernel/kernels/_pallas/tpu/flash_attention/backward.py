@@ -18,7 +18,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .launch import block_specs, launch, vmem
-from .problem import LOG2_E, Problem, Tile, arrange, merge_heads, per_query, plan, split_heads
+from .problem import LANES, LOG2_E, Problem, Tile, arrange, merge_heads, per_query, plan, round_up, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
 from .tiles import contract, for_kind, gradient_products, gradients_of, only_seen, scale_of, sweep
 
@@ -49,7 +49,7 @@ def flash_attention_bwd(
     )
     seen = visibility(primals, problem)
     wants_keys, wants_queries = ({"k", "v"} & set(wrt), {"q", "softmax_scale"} & set(wrt))
-    together = wants_keys and wants_queries and config.algorithm != "split" and _dq_bytes(tile, problem) <= DQ_BYTES
+    together = wants_keys and wants_queries and config.algorithm != "split" and dq_bytes(primals, problem) <= DQ_BYTES
     gradients, dq = {}, None
     if wants_keys:
         gradients, dq = _by_keys(tile, problem, walk(*seen, by="keys"), primals, wrt, with_dq=together)
@@ -94,9 +94,9 @@ def sum_to(x: jax.Array, like: jax.Array) -> jax.Array:
 # ---- dk, dv, and dq beside them --------------------------------------------------------------------------------------
 
 
-def _dq_bytes(tile: Tile, problem: Problem) -> int:
-    """Of dq for the heads of a group, in float32 and twice: one is written out while the next is computed."""
-    return 2 * 4 * problem.group * problem.padded_queries * (tile.q.shape[2] // problem.heads)
+def dq_bytes(primals: Operands, problem: Problem) -> int:
+    """Of dq for the heads of a group, in float32. It is held once: the wait for its copy is rare and short."""
+    return 4 * problem.group * problem.padded_queries * round_up(primals.q.shape[3], LANES)
 
 
 def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands, wrt, with_dq: bool):
@@ -113,7 +113,9 @@ def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands
     if with_dq:
         block = tile.q.shape[2] // problem.heads, problem.block_q
         dq = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.q_blocks, *block), jnp.float32)
-        whole = pl.BlockSpec((None, group, problem.q_blocks, *block), lambda b, g, *_: (b, g, 0, 0, 0))
+        whole = pl.BlockSpec(
+            (None, group, problem.q_blocks, *block), lambda b, g, *_: (b, g, 0, 0, 0), pipeline_mode=pl.Buffered(1)
+        )
         outputs, specs = outputs._replace(q=dq), specs._replace(q=whole)
     out = launch(
         functools.partial(_keys_kernel, problem=problem, schedule=schedule),

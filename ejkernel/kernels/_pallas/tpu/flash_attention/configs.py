@@ -1,20 +1,35 @@
-"""Which configs the kernels of flash_attention are run with: blocks that fit vector memory.
+"""Which configs the kernels of flash_attention are run with: how many queries and keys a tile has.
 
-Blocks are rows of queries by columns of keys; both are cut down to the sequence. `num_stages` cuts a block of keys into
-the parts that flow through the pipeline of the vector and matrix units.
+A step of the grid costs what its products take in the matrix units, and as much again for every tile, however small:
+filling the pipeline within the tile, addresses, branches. So tiles are large, but not so large that causality or a
+window wastes more at their edges: the heuristic counts the tiles that a call visits and takes the cheapest blocks, of
+those that the memories of a core hold and whose program stays short enough to compile in seconds.
 """
 
+import itertools
 import math
+import re
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-# (block_q, block_k, num_stages) by the wider of the two feature sizes, the likeliest first.
-CONFIGS = {
-    "flash_attention": {128: ((1024, 1024, 2), (512, 1024, 2), (512, 512, 2)), 256: ((512, 512, 2), (256, 512, 2))},
-    "flash_attention_bwd": {128: ((512, 512, 2), (512, 256, 2), (256, 256, 2)), 256: ((256, 256, 2), (128, 256, 2))},
-    "flash_attention_jvp": {128: ((512, 512, 2), (256, 512, 2), (256, 256, 2)), 256: ((256, 256, 2), (128, 256, 2))},
-}
+from .backward import DQ_BYTES
+from .launch import VMEM_BYTES
+from .problem import LANES, balanced, plan, round_up
+from .schedule import visibility
+
+BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
+# Scalar memory of every chip since v4 is 1 MiB; the compiler takes some of it.
+SMEM_BYTES = 768 * 1024
+# Products of a tile: k·q and v·p; with v·do, p·do, ds·q and ds·k; with k·q̇, k̇·q, v̇·p and v·(p·ẏ).
+PRODUCTS = {"flash_attention": 2, "flash_attention_bwd": 5, "flash_attention_jvp": 6}
+# float32 is multiplied in six passes of bfloat16.
+FLOAT32_PASSES = 6
+# Bundles of instructions that a step of the grid takes beside its products, counted in compiled programs.
+STEP_BUNDLES = 400
+# A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule.
+TILE_BUNDLES = 6144
+WORTH_TIMING = 4
 
 
 def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
@@ -24,20 +39,92 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    del spec, target
-    width = 256 if max(operands.q.shape[3], operands.v.shape[3]) > 128 else 128
+    costs = {
+        blocks: _tiles(operands, spec, blocks) * (tile_bundles(operation, operands, target, *blocks) + STEP_BUNDLES)
+        for blocks in fitting_blocks(operation, operands, target)
+    }
+    best = sorted(costs, key=lambda blocks: (costs[blocks], -blocks[0]))  # many queries: keys are fetched less often
     return [
-        KernelConfig(block_q=block_q, block_k=block_k, num_stages=stages, platform=Platform.PALLAS, backend=Backend.TPU)
-        for block_q, block_k, stages in CONFIGS[operation][width]
+        KernelConfig(block_q=block_q, block_k=block_k, num_stages=n, platform=Platform.PALLAS, backend=Backend.TPU)
+        for (block_q, block_k), n in itertools.product(best, stages(operation, target))
+    ][:WORTH_TIMING]
+
+
+def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[tuple[int, int]]:
+    """The blocks that the memories of a core hold, cut down to the sequences, and that compile in seconds."""
+    queries, keys = operands.q.shape[1], operands.k.shape[1]
+    vmem = VMEM_BYTES - (DQ_BYTES if operation == "flash_attention_bwd" else 0)
+    blocks = {
+        (balanced(queries, block_q), balanced(keys, block_k))
+        for block_q, block_k in itertools.product(BLOCK_Q, BLOCK_K)
+    }
+    return [
+        (block_q, block_k)
+        for block_q, block_k in sorted(blocks)
+        if scalar_bytes(operands, block_q, block_k) <= SMEM_BYTES
+        and vmem_bytes(operation, operands, block_q, block_k) <= vmem
+        and tile_bundles(operation, operands, target, block_q, block_k) <= TILE_BUNDLES
     ]
 
 
-def scalar_bytes(spec: FlashAttentionSpec, operands: Operands, target: Target) -> int:
-    """Bytes of scalar memory of a call with the smallest blocks of the spaces: the table of tiles, scale, sinks."""
-    del spec, target
+def stages(operation: str, target: Target) -> tuple[int, ...]:
+    """Chunks of a tile that are under way at once. The forward waits for its vector unit, unless the matrix unit is
+    small, and so it pays to have more logits ready; the others wait for the matrix unit."""
+    if operation != "flash_attention":
+        return (2,)
+    return (3, 2) if matrix_width(target) > LANES else (2, 3)
+
+
+def matrix_width(target: Target) -> int:
+    """Rows and columns of a matrix unit; up to v5 there are four of 128, since v6 (assumed if not known) two of 256."""
+    old = target.device_kind and re.match(r"TPU v[2-5]\b", target.device_kind)
+    return 128 if old else 256
+
+
+def tile_bundles(operation: str, operands: Operands, target: Target, block_q: int, block_k: int) -> float:
+    """Bundles during which the matrix units of a core are busy with a tile.
+
+    Four units of 128² multiply 2¹⁶ pairs of numbers in a bundle. Two of 256² could do four times as many (they take two
+    rows at once), but half of each idles where a product has 128 features.
+    """
+    features = (_lanes(operands.q) + _lanes(operands.v)) / 2
+    rate = 2**16 if matrix_width(target) == LANES else 2**17
+    passes = FLOAT32_PASSES if operands.q.dtype.itemsize == 4 else 1
+    return PRODUCTS[operation] * passes * features * block_q * block_k / rate
+
+
+def vmem_bytes(operation: str, operands: Operands, block_q: int, block_k: int) -> int:
+    """Bytes of vector memory of a tile: blocks that are copied while the ones before are used, sums, and logits."""
+    d, e, size = _lanes(operands.q), _lanes(operands.v), operands.q.dtype.itemsize
+    queries, keys = block_q * (d + e), block_k * (d + e)  # q with o or do; k with v
+    copied, sums = {
+        "flash_attention": (queries + keys, block_q * e),
+        "flash_attention_bwd": (queries + 2 * keys, keys),
+        "flash_attention_jvp": (2 * (queries + keys), 2 * block_q * e),
+    }[operation]
+    pairs = [x for x in (operands.bias, operands.mask) if x is not None and x.shape[2] > 1 and x.shape[3] > 1]
+    per_logit = 4 + sum(4 * x.dtype.itemsize for x in pairs)  # a bias has a tangent or a gradient as well
+    return 2 * size * copied + 4 * sums + per_logit * block_q * block_k
+
+
+def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
+    """Bytes of scalar memory of a call: the table of tiles (all of them, at most), scale, sinks."""
     batch, queries, heads, _ = operands.q.shape
-    smallest = min(min(config[:2]) for by_width in CONFIGS.values() for of in by_width.values() for config in of)
-    tiles = math.ceil(queries / smallest) * math.ceil(operands.k.shape[1] / smallest)
-    varying = any(x is not None and x.shape[0] > 1 for x in (operands.q_segment_ids, operands.mask))
+    tiles = math.ceil(queries / block_q) * math.ceil(operands.k.shape[1] / block_k)
+    varying = any(
+        x is not None and x.shape[0] > 1 for x in (operands.q_segment_ids, operands.mask, operands.cu_seqlens_q)
+    )
     scalars = sum(x is not None for x in (operands.sinks, operands.softmax_scale)) * batch * heads
     return 4 * (tiles * (batch if varying else 1) + scalars)
+
+
+def _tiles(operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]) -> int:
+    """How many tiles causality and the window leave of a head."""
+    block_q, block_k = blocks
+    problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k))
+    touched, _ = visibility(Operands(operands.q, operands.k, operands.v), problem)
+    return int(touched.sum())
+
+
+def _lanes(x) -> int:
+    return round_up(x.shape[3], LANES)

@@ -18,7 +18,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
-from .problem import LOG2_E, Problem, Tile, arrange, plan, sink_of, split_heads
+from .problem import LANES, LOG2_E, Problem, Tile, arrange, pad_axis, plan, round_up, sink_of, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
 from .tiles import MASKED, contract, for_kind, logits_of, only_seen, scalar, scale_of, sweep
 
@@ -33,7 +33,8 @@ class Softmax(NamedTuple):
 
 def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     operands = Operands(*operands)
-    problem = plan(operands, spec, config)
+    # The smaller a chunk, the sooner its maximum is known; but the accumulator is faded for each.
+    problem = plan(operands, spec, config, chunk=round_up(operands.v.shape[3], LANES))
     schedule = walk(*visibility(operands, problem), by="queries")
     tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks))
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
@@ -54,7 +55,7 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
         scratch=Softmax(
             maximum=vmem((1, problem.block_q)),
             total=vmem((1, problem.block_q)),
-            weighted=vmem((features, problem.block_q)),
+            weighted=vmem((problem.values, problem.block_q)),
         ),
         matmuls=(1, 1),
     )
@@ -87,7 +88,7 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
             maximum = jnp.maximum(state.maximum[...], jnp.max(logits, axis=0, keepdims=True))
             weights = jnp.exp2(logits - maximum)
             fade = jnp.exp2(state.maximum[...] - maximum)
-            v = only_seen(tile.v[rows], problem, visible)
+            v = only_seen(tile.v[rows, : problem.values], problem, visible)
             state.maximum[...] = maximum
             state.total[...] = state.total[...] * fade + jnp.sum(weights, axis=0, keepdims=True)
             state.weighted[...] = state.weighted[...] * fade + contract(v, weights.astype(v.dtype), (0, 0))
@@ -100,5 +101,6 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
     def _():
         # A query that saw nothing has met masked logits alone, each with a weight of 1: o = 0 and lse = −inf.
         seen = state.maximum[...] > MASKED
-        out.do[...] = jnp.where(seen, state.weighted[...] / state.total[...], 0).T.astype(out.do.dtype)
+        o = jnp.where(seen, state.weighted[...] / state.total[...], 0).T.astype(out.do.dtype)
+        out.do[...] = pad_axis(o, 1, out.do.shape[1])
         out.lse[...] = jnp.where(seen, (state.maximum[...] + jnp.log2(state.total[...])) / LOG2_E, -jnp.inf)

@@ -6,6 +6,7 @@ What belongs to a query (lse, delta, segment id …) is a lane vector, [b,h,1,s]
 queries.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +47,10 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """The spec, the sizes, the blocks that they are cut into, and the chunk of keys that a tile is computed by."""
+    """The spec, the sizes, and the blocks that they are cut into.
+
+    A tile is computed by chunks of keys, the products of `ahead` of them before they are used.
+    """
 
     spec: FlashAttentionSpec
     batch: int
@@ -54,9 +58,12 @@ class Problem:
     keys: int
     heads: int
     kv_heads: int
+    # Features of a value, in whole sublanes of any dtype.
+    values: int
     block_q: int
     block_k: int
     chunk: int
+    ahead: int
     # Some keys may be hidden from every query and hold anything: not to be multiplied by a weight of 0, as 0·NaN = NaN.
     hidden_keys: bool
 
@@ -82,10 +89,11 @@ class Problem:
         return self.k_blocks * self.block_k
 
 
-def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Problem:
+def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chunk: int = 2 * LANES) -> Problem:
+    """The problem, computed by `chunk` keys at once or a divisor of that; a matrix unit contracts up to 256."""
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
-    block_k = _balanced(keys, config.block_k)
+    block_k = balanced(keys, config.block_k)
     arbitrary = (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
     return Problem(
         spec=spec,
@@ -94,22 +102,24 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> 
         keys=keys,
         heads=heads,
         kv_heads=kv_heads,
-        block_q=_balanced(queries, config.block_q),
+        values=round_up(operands.v.shape[3], 32),
+        block_q=balanced(queries, config.block_q),
         block_k=block_k,
-        chunk=_chunk(block_k, config.num_stages),
-        hidden_keys=any(x is not None for x in arbitrary) or spec.window != (None, None),
+        chunk=math.gcd(block_k, chunk),
+        ahead=config.num_stages - 1,
+        hidden_keys=any(x is not None for x in arbitrary) or _window_hides(spec, queries, keys),
     )
 
 
-def _balanced(size: int, limit: int) -> int:
+def _window_hides(spec: FlashAttentionSpec, queries: int, keys: int) -> bool:
+    """Whether a key is in the window of no query: the last key of the last, or the first key of the first."""
+    left, right = spec.window
+    return (right is not None and right < 0) or (left is not None and left < keys - queries)
+
+
+def balanced(size: int, limit: int) -> int:
     """The smallest block that covers `size` in as few blocks as `limit` does: 2176 by 1024 is 3 of 768."""
     return round_up(-(-size // -(-size // limit)), LANES)
-
-
-def _chunk(block: int, stages: int) -> int:
-    """The keys of a stage: a block of whole lanes cut into `stages` equal parts, or more where that does not go."""
-    lanes = block // LANES
-    return block // next(parts for parts in range(min(stages, lanes), lanes + 1) if lanes % parts == 0)
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -92,12 +92,13 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
 
     def move(mask):
         def products(rows):
-            qk = contract(tile.k[rows], tile.q[...], (1, 1))
-            change = None if dots.q is None else contract(tile.k[rows], dots.q[...], (1, 1))
-            if dots.k is not None:
-                by_key = contract(dots.k[rows], tile.q[...], (1, 1))
-                change = by_key if change is None else change + by_key
-            return qk, change
+            # k·q̇ + k̇·q is one product, over the features of both: they fill a matrix unit that is 256 deep.
+            pairs = [(k, q) for k, q in ((tile.k, dots.q), (dots.k, tile.q)) if k is not None and q is not None]
+            change = None
+            if pairs:
+                keys, queries = zip(*((k[rows], q[...]) for k, q in pairs), strict=True)
+                change = contract(jnp.concatenate(keys, 1), jnp.concatenate(queries, 1), (1, 1))
+            return contract(tile.k[rows], tile.q[...], (1, 1)), change
 
         def use(rows, products):
             visible = mask(rows)

@@ -6,6 +6,7 @@ lanes for every row. Logits are in base two (times log2 e), since that is what t
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -46,16 +47,16 @@ def scale_of(tile: Tile, problem: Problem, b, h):
 def sweep(problem: Problem, products: Callable, use: Callable) -> None:
     """`use(rows, products(rows))` for the chunks of keys of a tile, in a pipeline.
 
-    The products of a chunk are written before the one before is used: the compiler schedules what is near, and so fills
-    the matrix unit with the next logits while the vector unit takes the exponentials of these.
+    The products of a chunk are written `ahead` chunks before they are used: the compiler schedules what is near, and so
+    fills the matrix unit with the next logits while the vector unit takes the exponentials of these.
     """
-    size = problem.chunk
+    size, ahead = problem.chunk, problem.ahead
     chunks = [slice(start, start + size) for start in range(0, problem.block_k, size)]
-    following = products(chunks[0])
-    for rows, after in zip(chunks, [*chunks[1:], None], strict=True):
-        current = following
-        following = None if after is None else products(after)
-        use(rows, current)
+    ready = [products(rows) for rows in chunks[:ahead]]
+    for rows, following in itertools.zip_longest(chunks, chunks[ahead:]):
+        if following is not None:
+            ready.append(products(following))
+        use(rows, ready.pop(0))
 
 
 def for_kind(kind, kinds: tuple[int, ...], tile: Tile, j, compute: Callable) -> None:

@@ -1,0 +1,56 @@
+"""Benchmarks that have bars to reach: a row for each, what is printed of them, and what is kept."""
+
+import datetime
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+from _harness import result_file
+
+from ejkernel.cli.info import versions
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cost of ours and that of the rival; the bar is of their ratio, or of ours in its unit without a rival."""
+
+    name: str
+    ours: float
+    rival: float | None
+    bar: float | None
+    unit: str
+
+    @property
+    def measure(self) -> float:
+        return self.ours if self.rival is None else self.ours / self.rival
+
+    @property
+    def reached(self) -> bool:
+        return self.bar is None or self.measure <= self.bar
+
+
+def conclude(benchmark: str, rows: Sequence[Row], convention: str, out: Path) -> int:
+    """Prints the table and keeps it as a file; 1 where a bar is not reached."""
+    print(f"{'':<38}{'ours':>12}{'rival':>12}{'ratio':>8}{'bar':>9}")
+    for row in rows:
+        rival, ratio = ("", "") if row.rival is None else (f"{row.rival:.1f} {row.unit}", f"{row.measure:.2f}")
+        bar = "" if row.bar is None else f"{row.bar:g}" + f" {row.unit}" * (row.rival is None)
+        over = "" if row.reached else "  over the bar"
+        print(f"{row.name:<38}{f'{row.ours:.1f} {row.unit}':>12}{rival:>12}{ratio:>8}{bar:>9}{over}")
+    file = result_file(benchmark, out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": jax.devices()[0].device_kind,
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        "versions": versions(),
+        "convention": convention,
+        "rows": [asdict(row) | {"reached": row.reached} for row in rows],
+    }
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    print(f"kept in {file}")
+    return int(not all(row.reached for row in rows))

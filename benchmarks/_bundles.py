@@ -1,0 +1,219 @@
+"""How long a TPU kernel takes by the program that the TPU compiler made of it.
+
+A TPU core issues one bundle of instructions a cycle in an order that the compiler has fixed; nothing but a wait for a
+copy from or to HBM holds it up. So the final program, which the compiler writes out if told to, says what a kernel
+costs: its scalar instructions (counters, addresses, branches) are executed here, which gives how often each of its
+bundles is issued; vector instructions are only counted. A pipelined kernel copies while it computes, hence
+
+    seconds = max(bundles issued / clock, bytes copied / bandwidth)
+"""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Copies are sized in granules.
+_GRANULE_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Issued:
+    """What a kernel issued: bundles, bytes copied from and to HBM, instructions by functional unit, and how many of
+    these a bundle can hold."""
+
+    bundles: int
+    copied: int
+    instructions: dict[str, int]
+    capacity: dict[str, int]
+
+
+def execute(program: str, utilization: str, tables: Sequence[np.ndarray], delay: int) -> Issued:
+    """Runs the text of a final program; `utilization` is the text beside it, `tables` what it copies to scalar memory,
+    in that order, and `delay` how many bundles after a branch are issued before it is taken."""
+    code = _read(program, delay)
+    runs, copied = _run(code, tables)
+    capacity, used = _read_utilization(utilization)
+    issued = np.zeros(len(code.bundles), np.int64)
+    for (first, last), count in zip(code.blocks, runs, strict=True):
+        issued[first:last] += count
+    totals = issued @ used[: len(issued)]
+    return Issued(
+        int(issued.sum()),
+        copied * _GRANULE_BYTES,
+        dict(zip(capacity, totals.tolist(), strict=True)),
+        capacity,
+    )
+
+
+def _read_utilization(text: str) -> tuple[dict[str, int], np.ndarray]:
+    """Capacity by unit, and a row of instructions by unit for each bundle."""
+    _, names, sizes, _, *rows = text.strip().splitlines()
+    names = [name.strip() for name in names.split(",")]
+    return dict(zip(names, map(int, sizes.split()), strict=True)), np.array([row.split() for row in rows], np.int64)
+
+
+# --- Reading
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Bundles as lists of instructions; the [first, last) bundles of each block; where a block branches to if
+    anywhere, as (block, condition)."""
+
+    bundles: list[list[str]]
+    blocks: list[tuple[int, int]]
+    branches: list[tuple[int, str] | None]
+
+
+def _read(text: str, delay: int) -> _Code:
+    bundles, regions = [], {}
+    for line in re.sub(r"/\*(?!\s*(?:Start|End)\b).*?\*/", "", text, flags=re.DOTALL).splitlines():
+        if match := re.match(r"\s*(?:0x)?[0-9a-f]+\s*(?:[A-Z]{2})?:[ >]*\{(.*)\}(.*)", line):
+            for number in re.findall(r"Start(?:/End empty)? region (\d+)", match[2]):
+                regions[int(number)] = len(bundles)
+            bundles.append([part.strip() for part in match[1].split(";;") if part.strip()])
+    jumps = {}
+    for at, bundle in enumerate(bundles):
+        for instruction in bundle:
+            if match := re.search(r"sbr\.rel (?:\((!?%\w+)\) )?target = \$region(\d+)", instruction):
+                jumps[at + delay + 1] = regions[int(match[2])], match[1] or ""
+    starts = sorted({0, len(bundles), *jumps, *(target for target, _ in jumps.values())})
+    blocks = list(itertools.pairwise(starts))
+    number = {first: n for n, (first, _) in enumerate(blocks)}
+    branches = [jumps.get(last) for _, last in blocks]
+    return _Code(bundles, blocks, [branch and (number[branch[0]], branch[1]) for branch in branches])
+
+
+# --- Executing: the scalar instructions are translated to one function of Python
+
+_COMPARISONS = (("ne", "!="), ("eq", "=="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">="))
+_BINARY = {
+    "sadd.s32": "int32({} + {})", "ssub.s32": "int32({} - {})", "smul.u32": "int32({} * {})", "sand.u32": "{} & {}",
+    "sor.u32": "{} | {}", "sxor.u32": "{} ^ {}", "sshll.u32": "int32({} << ({} & 31))",
+    "sshra.s32": "{} >> ({} & 31)", "sshrl.u32": "int32(({} & 0xFFFFFFFF) >> ({} & 31))",
+    "smax.s32": "max({}, {})", "smin.s32": "min({}, {})",
+    "smax.u32": "int32(max({} & 0xFFFFFFFF, {} & 0xFFFFFFFF))",
+    "smin.u32": "int32(min({} & 0xFFFFFFFF, {} & 0xFFFFFFFF))",
+    "por": "{} or {}", "pand": "{} and {}", "pnand": "not ({} and {})", "pnor": "not ({} or {})",
+    "scalar_lea": "int32({} + {})",
+    **{f"scmp.{name}.s32": f"{{}} {sign} {{}}" for name, sign in _COMPARISONS},
+    **{f"scmp.{name}.u32": f"({{}} & 0xFFFFFFFF) {sign} ({{}} & 0xFFFFFFFF)" for name, sign in _COMPARISONS},
+}  # fmt: skip
+_NEUTRAL = ("inlined_call_operand", "shalt.err", "sfence", "sbr.rel", "dma.done.wait")
+_OPERAND = re.compile(r"!?%[sp]\d+_[sp]\d+|#allocation\w+|\$0x[0-9a-f]+|(?<![\w.$])-?\d+")
+
+
+def _run(code: _Code, tables: Sequence[np.ndarray]) -> tuple[list[int], int]:
+    """How often each block runs, and the granules copied."""
+    translate = _Translator(code)
+    lines = ["def run(memory, load, runs):", "    copied = block = 0", f"    {' = '.join(sorted(translate.names))} = 0"]
+    lines += [f"    while block < {len(code.blocks)}:", "        runs[block] += 1"]
+    for n, branch in enumerate(code.branches):
+        lines += [f"        {'if' if n == 0 else 'elif'} block == {n}:"]
+        lines += [f"            {line}" for line in translate.blocks[n]]
+        target, condition = branch or (n + 1, "")
+        choice = f"{target} if {translate.operand(condition)} else {n + 1}" if condition else target
+        lines += [f"            block = {choice}"]
+    lines += ["    return copied"]
+    scope: dict[str, Any] = {"int32": _int32}
+    exec("\n".join(lines), scope)
+    memory, runs, arrays = {}, [0] * len(code.blocks), iter(tables)
+
+    def load(address: int) -> None:
+        memory.update(enumerate(_words(next(arrays)), address))
+
+    return runs, scope["run"](memory, load, runs)
+
+
+def _int32(x: int) -> int:
+    return (x + 2**31 & 0xFFFFFFFF) - 2**31
+
+
+def _words(table: np.ndarray) -> list[int]:
+    """As scalar memory holds it: rows of 128 words, small integers in the bytes of a word row over row."""
+    packed = 4 // table.dtype.itemsize
+    rows = table.reshape(-1, table.shape[-1]).astype(np.int64) & (2 ** (8 * table.dtype.itemsize) - 1)
+    rows = np.pad(rows, [(0, -rows.shape[0] % packed), (0, -rows.shape[1] % 128)])
+    rows = rows.reshape(-1, packed, rows.shape[1])
+    words = sum(rows[:, n] << 8 * table.dtype.itemsize * n for n in range(packed))
+    return [_int32(word) for word in words.ravel().tolist()]
+
+
+class _Translator:
+    """The lines of Python for each block, and the names in them.
+
+    Each value has a name of its own. One that is an operand of a phi is also kept as the phi's next value: of the
+    operands, the phi is the one that came last.
+    """
+
+    def __init__(self, code: _Code):
+        self.names, self.phis, self.spaces = set(), {}, {}
+        for instruction in itertools.chain(*code.bundles):
+            if match := re.match(r"%(\w+) = sphi (.*)", instruction):
+                for operand in _OPERAND.findall(match[2]):
+                    self.phis.setdefault(operand[1:], []).append(match[1])
+        self.blocks = [self._block(code.bundles[first:last]) for first, last in code.blocks]
+
+    def operand(self, text: str) -> str:
+        """A name or a number of Python; what has been given no value is 0."""
+        if text[0] == "!":
+            return f"(not {self.operand(text[1:])})"
+        if text[0] == "%":
+            self.names.add(text[1:])
+            return text[1:]
+        if text[0] == "#":
+            return str(self.spaces.setdefault(text, len(self.spaces) + 1) << 20)
+        return str(int(text[1:], 16) if text[0] == "$" else _int32(int(text)))
+
+    def _block(self, bundles: list[list[str]]) -> list[str]:
+        """The phis of a bundle are there before its other instructions, which stand in order."""
+        ordered = itertools.chain(*(sorted(bundle, key=lambda text: " = sphi " not in text) for bundle in bundles))
+        return [line for instruction in ordered if (line := self._line(instruction))] or ["pass"]
+
+    def _line(self, instruction: str) -> str:
+        match = re.match(r"%(\w+) = ([spid][a-z_]+(?:\.[a-z_0-9]+)*)(.*)", instruction)
+        if not match:
+            return ""
+        result, opcode, rest = match.groups()
+        opcode = re.sub(r"\.(totalorder|vmem|hbm|sflag|smem)$", "", opcode)
+        predicate = re.search(r"\((!?%p\w+)(?:, *(%\w+))?\)", rest)
+        operands = [self.operand(x) for x in _OPERAND.findall(rest.replace(predicate[0], "") if predicate else rest)]
+        line = self._effect(result, opcode, operands)
+        if not line or not predicate:
+            return line
+        condition = self.operand(predicate[1])
+        if predicate[2]:
+            return self._assign(result, f"{operands[0]} if {condition} else {self.operand(predicate[2])}")
+        return f"if {condition}: {line}"
+
+    def _effect(self, result: str, opcode: str, operands: list[str]) -> str:
+        if opcode in _BINARY:
+            return self._assign(result, _BINARY[opcode].format(*operands))
+        if opcode in ("smov.u32", "pmov", "int_to_ptr"):
+            return self._assign(result, operands[-1])
+        if opcode == "pneg":
+            return self._assign(result, f"not {operands[0]}")
+        if opcode == "scalar_select":
+            return self._assign(result, "{1} if {0} else {2}".format(*operands))
+        if opcode == "sphi":
+            return self._assign(result, f"next_{result}")
+        if opcode == "sld":
+            return self._assign(result, f"memory.get({' + '.join(operands)}, 0)")
+        if opcode == "sst":
+            return f"memory[{' + '.join(operands[:-1])}] = {operands[-1]}"
+        if opcode in ("dma.vmem_to_smem", "dma.hbm_to_smem"):
+            return f"load({operands[2]})"
+        if opcode in ("dma.hbm_to_vmem", "dma.vmem_to_hbm"):
+            return f"copied += {operands[1]}"
+        if opcode in _NEUTRAL:
+            return ""
+        raise NotImplementedError(f"{opcode} {operands}")
+
+    def _assign(self, result: str, value: str) -> str:
+        following = [f"next_{phi}" for phi in self.phis.get(result, ())]
+        self.names.update((result, *following))
+        return " = ".join((result, *following, value))

@@ -1,0 +1,41 @@
+"""What the kernels of grouped_matmul on all accelerators leave to plain JAX."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ejkernel.primitives.grouped_matmul import Operands
+from ejkernel.xla_utils.groups import group_bounds
+
+
+def tangent(x: Operands, dx: Operands, multiply: Callable[[Operands], jax.Array]) -> jax.Array:
+    """ȯ = (l̇hs · rhs + lhs · ṙhs) σ + (lhs · rhs) σ̇, and the tangent of existing_out in rows of no group."""
+    x = x._replace(existing_out=None)
+    moved = [x._replace(**{name: t}) for name in ("lhs", "rhs", "rhs_scale") if (t := getattr(dx, name)) is not None]
+    terms = [multiply(product) for product in moved]
+    if dx.existing_out is not None:
+        terms.append(outside(dx.existing_out, x))
+    return sum(terms[1:], terms[0])
+
+
+def outside(a: jax.Array, x: Operands) -> jax.Array:
+    """a [b, m, n] in rows of no group, 0 in those of groups."""
+    bounds = group_bounds(x.group_sizes, x.group_offset, x.rhs.shape[1], a.shape[1])
+    row = jnp.arange(a.shape[1])[None]
+    is_outside = (row < bounds[:, :1]) | (row >= bounds[:, -1:])
+    return jnp.where(is_outside[..., None], a, 0)
+
+
+def scale_cotangent(x: Operands, unscaled: jax.Array) -> jax.Array:
+    """dσ_g = Σ_k rhs_g ∘ Σ_i lhs_iᵀ · do_i, from the latter [b?, e, k, n] in float32."""
+    dscale = (unscaled * x.rhs.astype(jnp.float32)).sum(2)
+    axes = [axis for axis, size in enumerate(x.rhs_scale.shape) if size < dscale.shape[axis]]
+    return dscale.sum(axes, keepdims=True)
+
+
+def scale_varies_alone(x: Operands) -> str | None:
+    """Why the cotangent of rhs_scale does not follow from that of rhs, or None."""
+    if x.rhs_scale is not None and x.rhs_scale.shape[0] > x.rhs.shape[0]:
+        return "rhs_scale varies over a batch that shares rhs"
+    return None

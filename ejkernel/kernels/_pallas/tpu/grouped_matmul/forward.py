@@ -1,0 +1,139 @@
+"""The kernel that multiplies the rows of each group by its matrix: o, and by the matrices transposed dlhs.
+
+The grid is (tiles of columns, visits, tiles of features). The first visit of a tile of rows fills it with what stands
+in rows of no group, and every visit replaces the rows of its group.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.kernels._grouped_matmul import tangent
+from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
+from ejkernel.types import KernelConfig
+from ejkernel.xla_utils.groups import group_bounds
+
+from .. import _visits
+from .._visits import rows_inside
+
+# Scoped memory of a kernel. Every chip since v5e has at least 64 MiB, and the compiler's own default is 16 MiB on some.
+VMEM_BYTES = 56 * 2**20
+
+
+def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
+    """o."""
+    x = Operands(*operands)
+    return Outputs(multiply(x, spec.transpose_rhs, result_dtype(x.lhs.dtype, spec), config))
+
+
+def grouped_matmul_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: KernelConfig
+) -> Outputs:
+    """The tangent of o."""
+    dtype = result_dtype(primals.lhs.dtype, spec)
+    return Outputs(tangent(primals, tangents, lambda x: multiply(x, spec.transpose_rhs, dtype, config)))
+
+
+def multiply(
+    x: Operands, transposed: bool, dtype: Any, config: KernelConfig, scaled_features: bool = False
+) -> jax.Array:
+    """x.lhs · x.rhs by groups, whose matrices lie in memory as [n, k] if `transposed`."""
+    (b, m, k), (_, e, _, n) = x.lhs.shape, x.rhs.shape
+    rows, columns, depth = config.block_q, _visits.cut(n, config.block_k), _visits.cut(k, config.block_d)
+    rhs = x.rhs.swapaxes(2, 3) if transposed else x.rhs
+    bounds = jnp.broadcast_to(group_bounds(x.group_sizes, x.group_offset, e, m), (b, e + 1))
+    table = _visits.covering_visits(bounds, m, rows)
+
+    def of_rows(j, v, i, table):
+        visit = _visits.at(table, v)
+        return visit.batch, visit.tile, j
+
+    def of_features(j, v, i, table):
+        visit = _visits.at(table, v)
+        return visit.batch, visit.tile, i
+
+    def of_matrix(j, v, i, table):
+        return *_owner(x.rhs, _visits.at(table, v), e), *((j, i) if transposed else (i, j))
+
+    def of_scale(j, v, i, table):
+        return *_owner(x.rhs_scale, _visits.at(table, v), e), 0, i if scaled_features else j
+
+    scale = None if x.rhs_scale is None else wide(x.rhs_scale, k if scaled_features else n)
+    operands = {
+        "lhs": (x.lhs, pl.BlockSpec((None, rows, depth), of_features)),
+        "rhs": (rhs, pl.BlockSpec((None, None, *((columns, depth) if transposed else (depth, columns))), of_matrix)),
+        "existing_out": (x.existing_out, pl.BlockSpec((None, rows, columns), of_rows)),
+        "scale": (scale, pl.BlockSpec((None, None, 1, depth if scaled_features else columns), of_scale)),
+    }
+    given = {name: operand for name, operand in operands.items() if operand[0] is not None}
+    return pl.pallas_call(
+        partial(_kernel, names=tuple(given), transposed=transposed, scaled_features=scaled_features),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(pl.cdiv(n, columns), _visits.count_of(table), k // depth),
+            in_specs=[spec for _, spec in given.values()],
+            out_specs=pl.BlockSpec((None, rows, columns), of_rows),
+            scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((b, m, n), dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * b * m * k * n,
+            transcendentals=0,
+            bytes_accessed=sum(a.size * a.dtype.itemsize for a, _ in given.values()) + b * m * n * dtype.itemsize,
+        ),
+        name="grouped_matmul_rows",
+    )(table, *(array for array, _ in given.values()))
+
+
+def wide(scale: jax.Array, columns: int) -> jax.Array:
+    """[b?, e?, 1, columns]."""
+    return jnp.broadcast_to(scale, (*scale.shape[:2], columns))[:, :, None]
+
+
+def _owner(of: jax.Array, visit: _visits.Visits, groups: int) -> tuple[Any, Any]:
+    """Batch and group of the matrix, or the scale, that a visit needs."""
+    group = _visits.covered_segment(visit, groups)
+    return (visit.batch if of.shape[0] > 1 else 0), (group if of.shape[1] > 1 else 0)
+
+
+def _kernel(table, *refs, names: tuple[str, ...], transposed: bool, scaled_features: bool):
+    given, (o, total) = dict(zip(names, refs, strict=False)), refs[len(names) :]
+    lhs, rhs, scale = given["lhs"], given["rhs"], given.get("scale")
+    number, feature = pl.program_id(1), pl.program_id(2)
+    visit = _visits.at(table, number)
+
+    @pl.when(_visits.tile_begins(table, number) & (feature == 0))
+    def _():
+        o[...] = given["existing_out"][...] if "existing_out" in given else jnp.zeros_like(o)
+
+    @pl.when(feature == 0)
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    @pl.when(visit.start < visit.end)
+    def _():
+        x = lhs[...]
+        if scale is not None and scaled_features:
+            x = (x * scale[...]).astype(x.dtype)
+        total[...] += dot(x, rhs[...].astype(x.dtype), (1, 1 if transposed else 0))
+
+    @pl.when(feature == pl.num_programs(2) - 1)
+    def _():
+        product = total[...]
+        if scale is not None and not scaled_features:
+            product = product * scale[...]
+        o[...] = jnp.where(rows_inside(visit, o.shape[0]), product.astype(o.dtype), o[...])
+
+
+def dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """In float32, of float32 in full."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dimensions = (tuple((axis,) for axis in contracted), ((), ()))
+    return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)

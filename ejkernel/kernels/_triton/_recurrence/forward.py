@@ -1,0 +1,123 @@
+"""The forward: in one walk over the chunks of a head, or the states of all chunks first and then all chunks at once.
+
+A walk keeps the state in registers and reads everything once, but has no more programs than there are heads and blocks
+of columns. The other way writes the state that each chunk begins with and computes the chunks side by side.
+
+    o_i = scale (exp(G_i) q_iᵀ h + Σ_{j≤i} exp(G_i − G_j) q_i·k_j v_j),    h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
+from ejkernel.types import KernelConfig
+
+from . import segments, tiles
+from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
+from .states import chunk_states
+
+
+def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:
+    """o and the final state."""
+    x = gamma_of_batch(Operands(*operands))
+    parts = segments.number_of(x)
+    if parts == 1:
+        return _of_whole(x, spec, config)
+    q, k, v, g, gk = (segments.cut(a, parts) for a in x[:5])
+    x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, parts))
+    p = problem_of(x, spec, config.block_q)
+    gates = (x.g, x.gk, x.g_gamma)
+    start, final = segments.starts(k, v, gates, x.initial_state, parts, p, config, backward=False)
+    return Outputs(segments.joined(_of_whole(x._replace(initial_state=start), spec, config).o, parts), final)
+
+
+def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+    p = problem_of(x, spec, config.block_q)
+    places = places_of(x, p)
+    o_type = jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype)
+    block = min(config.block_k, p.V_PAD)
+    blocks = triton.cdiv(p.V, block)
+    given = (x.q, x.k, x.v, x.g, x.gk, x.g_gamma)
+    if config.algorithm == "walk":
+        o, final = _launch.launch(
+            walk_kernel,
+            *given,
+            x.initial_state,
+            *places[:3],
+            out_type=(o_type, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)),
+            grid=p.B * p.sequences * p.H * blocks,
+            config=config,
+            p=p,
+            BLOCK=block,
+            BLOCKS=blocks,
+        )
+    else:
+        states, final = chunk_states(*given[1:], x.initial_state, places, p, config, backward=False)
+        o = _launch.launch(
+            outputs_kernel,
+            *given,
+            states,
+            *places[:4],
+            out_type=o_type,
+            grid=p.B * p.chunks * p.H * blocks,
+            config=config,
+            p=p,
+            BLOCK=block,
+            BLOCKS=blocks,
+        )
+    return Outputs(zero_elsewhere(o, places), final)
+
+
+@triton.jit
+def walk_kernel(
+    q, k, v, g, gk, g_gamma, initial, first, length, chunk,
+    o, final,
+    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
+    n, batch = pid // (BLOCKS * p.H) % p.sequences, pid // (BLOCKS * p.H * p.sequences)
+    token, tokens, _ = tiles.sequence_at(batch, n, first, length, chunk, p)
+    number = (batch * p.sequences + n) * p.H + head
+    state = tl.full([p.D_PAD, BLOCK], 0.0, tl.float32)
+    if initial is not None:
+        address, exists = tiles.state_pointers(initial, number, 0, p.D_PAD, column, BLOCK, p)
+        state += tl.load(address, mask=exists, other=0.0)
+    kv_head = head // p.group
+    for start in tl.range(0, tokens, p.C):
+        at, left = token + p.step * start, tokens - start
+        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
+        v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+        gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
+        o_tile = tiles.chunk_outputs(q_tile, k_tile, v_tile, state.to(p.dtype), gate, G, T, p)
+        tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+        state = tiles.add_product(tiles.decayed(state, T, p), tl.trans(tiles.times(k_tile, U, p)), v_tile, p)
+    address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p)
+    tl.store(address, state, mask=exists)
+
+
+@triton.jit
+def outputs_kernel(
+    q, k, v, g, gk, g_gamma, states, first, length, chunk, owner,
+    o,
+    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
+    number, batch = pid // (BLOCKS * p.H) % p.chunks, pid // (BLOCKS * p.H * p.chunks)
+    at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
+    kv_head = head // p.group
+    q_tile = tiles.load_tile(q, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
+    k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
+    v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+    gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
+    address, exists = tiles.state_pointers(
+        states, (batch * p.chunks + number) * p.H + head, 0, p.D_PAD, column, BLOCK, p
+    )
+    state = tl.load(address, mask=exists, other=0.0)
+    o_tile = tiles.chunk_outputs(q_tile, k_tile, v_tile, state, gate, G, T, p)
+    tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

@@ -1,0 +1,153 @@
+"""What a kernel of the linear recurrence knows when it is compiled, and in which order it goes through the tokens."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+
+from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes and options of one call, as a compile-time constant.
+
+    Attributes:
+        B, S, H, G, D, V: batch, tokens, query heads, key/value heads, and the two feature sizes.
+        N: sequences in a packed call, None in a dense one.
+        C: tokens of a chunk.
+        scale: the factor of q.
+        reverse: time runs from the last token to the first.
+        by_head: there is a decay for each head, whether it varies with the token or not.
+        by_feature: there is a decay for each key feature.
+        dtype: of products, a name of Triton's.
+        precision: of products in float32.
+        exact: the inputs are float32: no sum of decays may be the difference of longer ones.
+    """
+
+    B: int
+    S: int
+    H: int
+    G: int
+    D: int
+    V: int
+    N: int | None
+    C: int
+    scale: float
+    reverse: bool
+    by_head: bool
+    by_feature: bool
+    dtype: Any
+    precision: str
+    exact: bool
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key/value head."""
+        return self.H // self.G
+
+    @property
+    def sequences(self) -> int:
+        return 1 if self.N is None else self.N
+
+    @property
+    def step(self) -> int:
+        """From a token to the next in time."""
+        return -1 if self.reverse else 1
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks a row of the batch is cut into; in a packed call each sequence may end in one not full."""
+        return triton.cdiv(self.S, self.C) if self.N is None else (self.S + self.N * (self.C - 1)) // self.C
+
+    @property
+    def split(self) -> bool:
+        """Weights and decayed keys are products' factors in two parts, the rounded one and what rounding left.
+
+        Where features decay, q and k are rounded once more than elsewhere, and one rounding less has to make up for it.
+        """
+        return self.by_feature and self.dtype == triton.language.bfloat16
+
+    @property
+    def D_PAD(self) -> int:
+        return padded(self.D)
+
+    @property
+    def V_PAD(self) -> int:
+        return padded(self.V)
+
+
+def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int) -> Problem:
+    """The problem that a call poses.
+
+    Products of float16 are computed in three of TF32: the range of float16 is too small for decays.
+    """
+    B, S, H, D = x.q.shape
+    half = x.q.dtype == jnp.bfloat16
+    return Problem(
+        *(B, S, H, x.k.shape[2], D, x.v.shape[3]),
+        N=None if x.spans is None else x.spans.shape[1],
+        C=chunk,
+        scale=spec.softmax_scale,
+        reverse=spec.reverse,
+        by_head=x.gk is None and (x.g is not None or x.g_gamma is not None),
+        by_feature=x.gk is not None,
+        dtype=triton.language.bfloat16 if half else triton.language.float32,
+        precision="tf32x3" if x.q.dtype == jnp.float16 else "ieee",
+        exact=x.q.dtype == jnp.float32,
+    )
+
+
+class Places(NamedTuple):
+    """Of a packed call, None in a dense one.
+
+    first, length, chunk [b,n]: the first token in time, the number of tokens and the first chunk of each sequence.
+    owner [b,chunks]: the sequence of each chunk, n where there is none. covered [b,s]: the tokens of any sequence.
+    """
+
+    first: Any = None
+    length: Any = None
+    chunk: Any = None
+    owner: Any = None
+    covered: Any = None
+
+
+def places_of(x: Operands, problem: Problem) -> Places:
+    """Where the sequences of a call are."""
+    if x.spans is None:
+        return Places()
+    spans = jnp.broadcast_to(x.spans, (problem.B, problem.N, 2))
+    begin, after = spans[..., 0], spans[..., 1]
+    length = after - begin
+    ends = jnp.cumsum((length + problem.C - 1) // problem.C, axis=1, dtype=np.int32)
+    chunk = ends - (length + problem.C - 1) // problem.C
+    find = lambda ends: jnp.searchsorted(ends, jnp.arange(problem.chunks, dtype=np.int32), side="right")
+    owner = jax.vmap(find)(ends).astype(np.int32)
+    mark = lambda begin, after: jnp.zeros(problem.S + 1, np.int32).at[begin].add(1).at[after].add(-1)
+    covered = jnp.cumsum(jax.vmap(mark)(begin, after), axis=1)[:, :-1] > 0
+    return Places(after - 1 if problem.reverse else begin, length, chunk, owner, covered)
+
+
+def gamma_of_batch(x: Operands) -> Operands:
+    """x with g_gamma [b,h], which may have been the same for the whole batch."""
+    return x if x.g_gamma is None else x._replace(g_gamma=jnp.broadcast_to(x.g_gamma, (x.q.shape[0], x.q.shape[2])))
+
+
+def repeated(x: Any, parts: int) -> Any:
+    """[b,…] -> [b·parts,…]."""
+    return None if x is None else jnp.repeat(x, parts, axis=0)
+
+
+def zero_elsewhere(x: Any, places: Places) -> Any:
+    """[b,s,…] with 0 for tokens of no sequence, which no program writes."""
+    if places.covered is None:
+        return x
+    return jnp.where(jax.lax.expand_dims(places.covered, range(2, x.ndim)), x, 0)
+
+
+def padded(size: int) -> int:
+    """The width of a tile that holds `size` features: a power of two that a matrix unit takes."""
+    return max(16, triton.next_power_of_2(size))

@@ -1,0 +1,81 @@
+"""The state that each chunk begins with; and, backwards in time, the cotangent of the state that each chunk ends with.
+
+h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ,    dh = exp(T) dh' + Σ_i exp(G_i) scale q_i do_iᵀ
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.types import KernelConfig
+
+from . import tiles
+from .problem import Places, Problem
+
+WARPS = 4
+
+
+def chunk_states(
+    x, y, g, gk, g_gamma, start, places: Places, p: Problem, config: KernelConfig, *, backward: bool, keep: bool = True
+):
+    """Those of all chunks [b,chunks,h,d,v] in the dtype of products, and what is left at the end [b,n,h,d,v] float32.
+
+    x and y are k and v, or backwards q and the cotangent of o; start is what it begins with, None for 0. Without `keep`
+    the first is None.
+    """
+    rows, columns = min(config.block_d, p.D_PAD), min(config.block_k, p.V_PAD)
+    dtype = jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32
+    end = jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)
+    found = _launch.launch(
+        states_kernel,
+        *(x, y, g, gk, g_gamma, start),
+        *places[:3],
+        out_type=(jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), dtype), end) if keep else (end,),
+        grid=p.B * p.sequences * p.H * triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns),
+        config=KernelConfig(block_q=config.block_q, num_warps=WARPS, num_stages=config.num_stages),
+        p=p,
+        BACKWARD=backward,
+        HEADS=x.shape[2],
+        ROWS=rows,
+        COLUMNS=columns,
+        **({} if keep else {"states": None}),
+    )
+    return found if keep else (None, *found)
+
+
+@triton.jit
+def states_kernel(
+    x, y, g, gk, g_gamma, start, first, length, chunk,
+    states, end,
+    p: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
+    pid = tl.program_id(0)
+    column, row = pid % blocks * COLUMNS, pid // blocks % row_blocks * ROWS
+    pid = pid // (blocks * row_blocks)
+    head, n, batch = pid % p.H, pid // p.H % p.sequences, pid // (p.H * p.sequences)
+    token, tokens, first_chunk = tiles.sequence_at(batch, n, first, length, chunk, p)
+    number = (batch * p.sequences + n) * p.H + head
+    state = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    if start is not None:
+        address, exists = tiles.state_pointers(start, number, row, ROWS, column, COLUMNS, p)
+        state += tl.load(address, mask=exists, other=0.0)
+    xy_head = head // (p.H // HEADS)
+    chunks = (tokens + p.C - 1) // p.C
+    for i in tl.range(0, chunks):
+        c = chunks - 1 - i if BACKWARD else i
+        at, left = token + p.step * (c * p.C), tokens - c * p.C
+        if states is not None:
+            number_of_chunk = (batch * p.chunks + first_chunk + c) * p.H + head
+            address, exists = tiles.state_pointers(states, number_of_chunk, row, ROWS, column, COLUMNS, p)
+            tl.store(address, state.to(states.dtype.element_ty), mask=exists)
+        x_tile = tiles.load_tile(x, batch, at, left, xy_head, HEADS, row, p.D, ROWS, p)
+        y_tile = tiles.load_tile(y, batch, at, left, xy_head, HEADS, column, p.V, COLUMNS, p).to(p.dtype)
+        _, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+        x_tile = tiles.times(x_tile, G, p) * p.scale if BACKWARD else tiles.times(x_tile, U, p)
+        state = tiles.add_product(tiles.decayed(state, T, p), tl.trans(x_tile), y_tile, p)
+    address, exists = tiles.state_pointers(end, number, row, ROWS, column, COLUMNS, p)
+    tl.store(address, state, mask=exists)

@@ -1,0 +1,71 @@
+"""A few tokens at a time, as in decoding: each program keeps a block of columns of the state and goes through them.
+
+h_t = diag(exp(gk_t)) · h_{t−1} · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
+from ejkernel.types import KernelConfig
+
+from .problem import gamma_of_batch, problem_of
+
+LONGEST = 8
+"""Tokens from which on chunks are faster."""
+
+
+def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:
+    """o and the final state of a dense call of at most LONGEST tokens."""
+    x = gamma_of_batch(Operands(*operands))
+    p = problem_of(x, spec, 16)
+    block = min(config.block_k, p.V_PAD)
+    o, final = _launch.launch(
+        step_kernel,
+        *(x.q, x.k, x.v, x.g, x.gk, x.g_gamma, x.initial_state),
+        out_type=(
+            jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype),
+            jax.ShapeDtypeStruct((p.B, 1, p.H, p.D, p.V), jnp.float32),
+        ),
+        grid=p.B * p.H * triton.cdiv(p.V, block),
+        config=config,
+        p=p,
+        BLOCK=block,
+    )
+    return Outputs(o, final)
+
+
+@triton.jit
+def step_kernel(
+    q, k, v, g, gk, g_gamma, initial,
+    o, final,
+    p: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (p.V + BLOCK - 1) // BLOCK
+    pid = tl.program_id(0)
+    head, batch = pid // blocks % p.H, pid // (blocks * p.H)
+    d, e = tl.arange(0, p.D_PAD), pid % blocks * BLOCK + tl.arange(0, BLOCK)
+    in_d, in_e = d < p.D, e < p.V
+    exists = in_d[:, None] & in_e[None, :]
+    of_state = tl.cast(batch * p.H + head, tl.int64) * (p.D * p.V) + d[:, None] * p.V + e[None, :]
+    state = tl.full([p.D_PAD, BLOCK], 0.0, tl.float32)
+    if initial is not None:
+        state += tl.load(initial + of_state, mask=exists, other=0.0)
+    for i in range(p.S):
+        token = tl.cast(batch, tl.int64) * p.S + (p.S - 1 - i if p.reverse else i)
+        row, kv_row = token * p.H + head, token * p.G + head // p.group
+        if g_gamma is not None:
+            state *= tl.exp(tl.load(g_gamma + batch * p.H + head))
+        if g is not None:
+            state *= tl.exp(tl.load(g + row).to(tl.float32))
+        if gk is not None:
+            state *= tl.exp(tl.load(gk + row * p.D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]
+        k_row = tl.load(k + kv_row * p.D + d, mask=in_d, other=0.0).to(tl.float32)
+        v_row = tl.load(v + kv_row * p.V + e, mask=in_e, other=0.0).to(tl.float32)
+        state += k_row[:, None] * v_row[None, :]
+        q_row = tl.load(q + row * p.D + d, mask=in_d, other=0.0).to(tl.float32) * p.scale
+        tl.store(o + row * p.V + e, tl.sum(q_row[:, None] * state, 0).to(o.dtype.element_ty), mask=in_e)
+    tl.store(final + of_state, state, mask=exists)

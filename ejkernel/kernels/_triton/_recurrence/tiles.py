@@ -1,0 +1,207 @@
+"""The pieces that the kernels of the linear recurrence are made of.
+
+Rows are tokens of a chunk in time: row r of a chunk that begins at token t is token t + step·r, and rows from `length`
+on do not exist. They are read as zeros, decays included, so that a state passes through them unchanged.
+
+Of the log decays of rows, `gate`, G_r is the sum up to row r, U_r of those behind it, T of all: [C] and T a number
+where heads decay, [C, D] and T a [D] where features do.
+"""
+
+import triton
+import triton.language as tl
+
+# A quotient of exponentials exp(G_i − m)·exp(m − G_j) is formed where no exponent is larger than this: numbers of q and
+# k up to 1e8 then stay inside the range of float32 and bfloat16.
+LARGEST_EXPONENT = tl.constexpr(65.0)
+LARGEST_EXACT_EXPONENT = tl.constexpr(10.0)  # the error of exp(x) is that of x, and so grows with x
+
+
+@triton.jit
+def sequence_at(batch, n, first, length, chunk, p: tl.constexpr):
+    """First token in time, number of tokens and first chunk of sequence n."""
+    if p.N is None:
+        return (p.S - 1 if p.reverse else 0), p.S, 0
+    else:
+        at = batch * p.N + n
+        return tl.load(first + at), tl.load(length + at), tl.load(chunk + at)
+
+
+@triton.jit
+def chunk_at(batch, number, first, length, chunk, owner, p: tl.constexpr):
+    """First token in time of a chunk, and how many of its rows exist."""
+    if p.N is None:
+        start = number * p.C
+        return (p.S - 1 - start if p.reverse else start), p.S - start
+    else:
+        n = tl.load(owner + batch * p.chunks + number)
+        token, tokens, first_chunk = sequence_at(batch, tl.minimum(n, p.N - 1), first, length, chunk, p)
+        start = (number - first_chunk) * p.C
+        return token + p.step * start, tl.where(n < p.N, tokens - start, 0)
+
+
+@triton.jit
+def load_tile(ptr, batch, token, length, head, HEADS: tl.constexpr, column, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+              p: tl.constexpr):  # fmt: skip
+    """Rows of a chunk and columns from `column` on of an array [b,s,heads,WIDTH], as a tile [C, PADDED]."""
+    rows, columns = tl.arange(0, p.C), column + tl.arange(0, PADDED)
+    row = (tl.cast(batch, tl.int64) * p.S + token) * HEADS + head
+    address = ptr + row * WIDTH + (rows * (p.step * HEADS * WIDTH))[:, None] + columns[None, :]
+    return tl.load(address, mask=(rows < length)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, tile, batch, token, length, head, HEADS: tl.constexpr, column, WIDTH: tl.constexpr,
+               PADDED: tl.constexpr, p: tl.constexpr):  # fmt: skip
+    """Stores what `load_tile` loads."""
+    rows, columns = tl.arange(0, p.C), column + tl.arange(0, PADDED)
+    row = (tl.cast(batch, tl.int64) * p.S + token) * HEADS + head
+    address = ptr + row * WIDTH + (rows * (p.step * HEADS * WIDTH))[:, None] + columns[None, :]
+    tl.store(address, tile.to(ptr.dtype.element_ty), mask=(rows < length)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def state_pointers(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
+    """Of a block of state `number` in an array [·,D,V], and which of them exist."""
+    rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+    address = ptr + tl.cast(number, tl.int64) * (p.D * p.V) + rows[:, None] * p.V + columns[None, :]
+    return address, (rows < p.D)[:, None] & (columns < p.V)[None, :]
+
+
+@triton.jit
+def gates(g, gk, g_gamma, batch, token, length, head, column, COLUMNS: tl.constexpr, p: tl.constexpr):
+    """gate, G, U and T of a chunk; zeros where nothing decays."""
+    rows = tl.arange(0, p.C)
+    by_head = tl.full([p.C], 0.0, tl.float32)
+    if g is not None:
+        at = (tl.cast(batch, tl.int64) * p.S + token) * p.H + head + rows * (p.step * p.H)
+        by_head += tl.load(g + at, mask=rows < length, other=0.0).to(tl.float32)
+    if g_gamma is not None:
+        by_head += tl.where(rows < length, tl.load(g_gamma + batch * p.H + head), 0.0)
+    if p.by_feature:
+        gate = load_tile(gk, batch, token, length, head, p.H, column, p.D, COLUMNS, p).to(tl.float32)
+        if g is not None or g_gamma is not None:
+            gate += by_head[:, None]
+        G, T = tl.cumsum(gate, 0), tl.sum(gate, 0)
+        return gate, G, (tl.cumsum(gate, 0, reverse=True) - gate if p.exact else T[None, :] - G), T
+    elif p.by_head:
+        G, T = tl.cumsum(by_head, 0), tl.sum(by_head, 0)
+        return by_head, G, (tl.cumsum(by_head, 0, reverse=True) - by_head if p.exact else T - G), T
+    else:
+        return 0.0, 0.0, 0.0, 0.0
+
+
+@triton.jit
+def times(tile, exponent, p: tl.constexpr):
+    """tile ∘ exp(exponent), for an exponent of the shape of G; float32."""
+    if p.by_feature:
+        return tile.to(tl.float32) * tl.exp(exponent)
+    elif p.by_head:
+        return tile.to(tl.float32) * tl.exp(exponent)[:, None]
+    else:
+        return tile.to(tl.float32)
+
+
+@triton.jit
+def decayed(state, T, p: tl.constexpr):
+    """exp(T) h, for the state [D, ·] of a chunk's beginning."""
+    if p.by_feature:
+        return state * tl.exp(T)[:, None]
+    elif p.by_head:
+        return state * tl.exp(T)
+    else:
+        return state
+
+
+@triton.jit
+def seen(p: tl.constexpr):
+    """Whether row i sees row j."""
+    rows = tl.arange(0, p.C)
+    return rows[:, None] >= rows[None, :]
+
+
+@triton.jit
+def product(a, b, p: tl.constexpr):
+    return tl.dot(a, b, input_precision=p.precision)
+
+
+@triton.jit
+def add_product(total, a, b, p: tl.constexpr):
+    """total + a·b for a tile `a` of float32, in two parts where the problem says so."""
+    rounded = a.to(p.dtype)
+    total = tl.dot(rounded, b, total, input_precision=p.precision)
+    if p.split:
+        total = tl.dot((a - rounded.to(tl.float32)).to(p.dtype), b, total, input_precision=p.precision)
+    return total
+
+
+@triton.jit
+def pair_decays(gate, G, p: tl.constexpr):
+    """exp(G_i − G_j) where row i sees row j, else 0, for heads that decay; 1 and 0 where nothing does."""
+    if p.by_head and p.exact:
+        rows = tl.arange(0, p.C)
+        between = tl.cumsum(tl.where(rows[:, None] > rows[None, :], gate[:, None], 0.0), 0)
+        return tl.where(seen(p), tl.exp(between), 0.0)
+    elif p.by_head:
+        return tl.where(seen(p), tl.exp(tl.where(seen(p), G[:, None] - G[None, :], 0.0)), 0.0)
+    else:
+        return tl.where(seen(p), 1.0, 0.0)
+
+
+@triton.jit
+def middle(T):
+    """m, the reference of a chunk's quotients, and G − m at most half of what a chunk decays by."""
+    return 0.5 * T
+
+
+@triton.jit
+def is_near(G, m, p: tl.constexpr):
+    """Whether no exponent G − m is too large to form quotients."""
+    return tl.max(tl.max(tl.abs(G - m[None, :]), 1), 0) < (LARGEST_EXACT_EXPONENT if p.exact else LARGEST_EXPONENT)
+
+
+@triton.jit
+def pair_weights(q, k, gate, G, T, p: tl.constexpr):
+    """S_ij = Σ_d q_id k_jd exp(G_id − G_jd) where row i sees row j, else 0; float32.
+
+    Where features decay, by the product of q exp(G − m) and k exp(m − G) if the exponents allow it. Else row by row.
+    """
+    if p.by_feature:
+        m = middle(T)
+        if is_near(G, m, p):
+            near_q = (q.to(tl.float32) * tl.exp(G - m[None, :])).to(p.dtype)
+            near_k = (k.to(tl.float32) * tl.exp(m[None, :] - G)).to(p.dtype)
+            S = tl.where(seen(p), product(near_q, tl.trans(near_k), p), 0.0)
+        else:
+            S = far_weights(q, k, gate, p)
+        return S
+    else:
+        return product(q, tl.trans(k), p) * pair_decays(gate, G, p)
+
+
+@triton.jit
+def far_weights(q, k, gate, p: tl.constexpr):
+    rows, wide_q, wide_k = tl.arange(0, p.C), q.to(tl.float32), k.to(tl.float32)
+    S = tl.full([p.C, p.C], 0.0, tl.float32)
+    for j in range(p.C):
+        row_k, decay = row_and_decays(j, wide_k, gate, p)
+        S += tl.where(rows[None, :] == j, tl.sum(wide_q * row_k[None, :] * decay, 1)[:, None], 0.0)
+    return S
+
+
+@triton.jit
+def row_and_decays(j, k, gate, p: tl.constexpr):
+    """k_j [D], and exp(G_i − G_j) [C, D] for the rows i that see j, else 0."""
+    rows = tl.arange(0, p.C)
+    between = tl.cumsum(tl.where((rows > j)[:, None], gate, 0.0), 0)
+    return tl.sum(tl.where((rows == j)[:, None], k, 0.0), 0), tl.where((rows >= j)[:, None], tl.exp(between), 0.0)
+
+
+@triton.jit
+def chunk_outputs(q, k, v, state, gate, G, T, p: tl.constexpr):
+    """o_i = scale (exp(G_i) q_iᵀ h + Σ_j S_ij v_j), for h at the beginning of the chunk; float32 [C, ·]."""
+    weights = pair_weights(q, k, gate, G, T, p) * p.scale
+    if p.by_feature:
+        from_state = product((times(q, G, p) * p.scale).to(p.dtype), state, p)
+    else:
+        from_state = times(product(q, state, p), G, p) * p.scale
+    return add_product(from_state, weights, v, p)

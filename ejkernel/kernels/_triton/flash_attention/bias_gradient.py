@@ -1,0 +1,116 @@
+"""The gradient of a bias: ds summed, tile by tile of the bias, over what it was broadcast to (see backward.py)."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives.flash_attention import Operands
+from ejkernel.types import KernelConfig
+
+from . import logits, tiles
+from .problem import Problem
+
+# The tile of bias that a program of dbias_kernel sums, whatever it was broadcast over.
+BIAS_TILE = KernelConfig(block_q=64, block_k=64, num_warps=4, num_stages=1)
+
+
+def bias_gradient(primals: Operands, saved, problem: Problem):
+    """dbias [b?,h?,s?,t?] float32.
+
+    Programs lie side by side along the axes that bias varies on, and loop along those it is broadcast on.
+    """
+    sizes = (problem.B, problem.H, triton.cdiv(problem.S, BIAS_TILE.block_q), triton.cdiv(problem.K, BIAS_TILE.block_k))
+    shape = primals.bias.shape
+    programs = tuple(size if n > 1 else 1 for n, size in zip(shape, sizes, strict=True))
+    loops = tuple(1 if n > 1 else size for n, size in zip(shape, sizes, strict=True))
+    return _launch.launch(
+        dbias_kernel,
+        *primals,
+        *saved,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        grid=math.prod(programs),
+        config=BIAS_TILE,
+        problem=problem,
+        PROGRAMS=programs,
+        LOOPS=loops,
+        BLOCK_Q=BIAS_TILE.block_q,
+        BLOCK_K=BIAS_TILE.block_k,
+    )
+
+
+@triton.jit
+def dbias_kernel(
+    q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    do, lse, correction, delta,
+    dbias,
+    problem: tl.constexpr, PROGRAMS: tl.constexpr, LOOPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One tile of dbias: the sum of ds over the batches, heads, rows and columns that it was broadcast to.
+
+    PROGRAMS and LOOPS are along (batches, heads, blocks of rows, blocks of columns); of each pair one is 1.
+    """
+    tile, bias_head, bias_batch = tiles.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
+    row_block, column_block = tile // PROGRAMS[3], tile % PROGRAMS[3]
+    _, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
+        row_block, bias_batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
+    )
+    low, high = tiles.band((bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len), problem)
+    masks = (mask, q_segment_ids, kv_segment_ids)
+    total = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
+    for shared in range(LOOPS[0] * LOOPS[1]):
+        batch, head = bias_batch + shared // LOOPS[1], bias_head + shared % LOOPS[1]
+        kv_head = head // problem.group
+        frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+        scale = logits.total_scale(softmax_scale, frame, problem)
+        for row in range(LOOPS[2]):
+            i0 = (row_block + row) * BLOCK_Q
+            i = i0 + tl.arange(0, BLOCK_Q)[:, None]
+            q_head = tiles.at(q, batch, 0, problem.S, head, problem.H, problem.D)
+            do_head = tiles.at(do, batch, 0, problem.S, head, problem.H, problem.V)
+            lse_head = tiles.at(lse, batch, head, problem.H, 0, problem.S, 1)
+            delta_head = tiles.at(delta, batch, head, problem.H, 0, problem.S, 1)
+            q_tile = tiles.load_tile(q_head, i0, 0, problem.S, problem.H, problem.D, BLOCK_Q, True)
+            do_tile = tiles.load_tile(do_head, i0, 0, problem.S, problem.H, problem.V, BLOCK_Q, True)
+            lse_rows = tiles.load_rows(lse_head, i0, problem.S, BLOCK_Q, True, float("inf"))[:, None]
+            delta_rows = tiles.load_rows(delta_head, i0, problem.S, BLOCK_Q, True, 0.0)[:, None]
+            correction_rows = None
+            if correction is not None:
+                correction_head = tiles.at(correction, batch, head, problem.H, 0, problem.S, 1)
+                correction_rows = tiles.load_rows(correction_head, i0, problem.S, BLOCK_Q, True, 1.0)[:, None]
+            for column in range(LOOPS[3]):
+                j0 = (column_block + column) * BLOCK_K
+                seen = (problem.right is None or j0 <= i0 + BLOCK_Q - 1 + high) and (
+                    problem.left is None or j0 + BLOCK_K - 1 >= i0 + low
+                )
+                if seen:
+                    j = j0 + tl.arange(0, BLOCK_K)[None, :]
+                    ok = logits.visible(i, j, masks, frame, problem)
+                    if tl.max(ok.to(tl.int32)) > 0:
+                        k_head = tiles.at(k, batch, 0, problem.K, kv_head, problem.G, problem.D)
+                        v_head = tiles.at(v, batch, 0, problem.K, kv_head, problem.G, problem.V)
+                        k_tile = tiles.load_tile(k_head, j0, 0, problem.K, problem.G, problem.D, BLOCK_K, True)
+                        v_tile = tiles.load_tile(v_head, j0, 0, problem.K, problem.G, problem.V, BLOCK_K, True)
+                        product = tiles.over_features(q_tile, k_tile, None)
+                        dp = tiles.over_features(do_tile, v_tile, None)
+                        _p, _left, ds = logits.weights_and_logit_cotangents(
+                            product, dp, lse_rows, correction_rows, delta_rows, scale, bias, dropout, i, j, frame,
+                            problem,
+                        )  # fmt: skip
+                        total += tl.where(ok, ds, 0.0)
+
+    strides: tl.constexpr = problem.bias_strides
+    i = row_block * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
+    j = column_block * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    inside = (i < problem.S) & (j < problem.K)
+    if strides.s == 0:
+        total = tl.sum(total, 0, keep_dims=True)
+        inside, i = j < problem.K, tl.full([1, 1], 0, tl.int32)
+    if strides.t == 0:
+        total = tl.sum(total, 1, keep_dims=True)
+        inside, j = i < problem.S, tl.full([1, 1], 0, tl.int32)
+    frame = (bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
+    tl.store(logits.pairs_at(dbias, i, j, frame, strides), total, mask=inside)

@@ -1,0 +1,218 @@
+"""What the kernels of flash_attention compute of a tile: logits, who sees whom, weights, and their derivatives.
+
+Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is held transposed: what is
+computed from them follows their shapes. On frames see tiles.py.
+
+The weights exp(s − lse) of a row would sum to 1, were lse not rounded: an lse of 200 in float32 is off by up to 8e-6,
+and with it every weight of the row. In 16 bits that is nothing. In float32 the row is divided by the sum itself; what
+it is multiplied by is its correction.
+"""
+
+import triton
+import triton.language as tl
+
+from .tiles import at, band
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.9259629911e-08)  # log₂e less its rounding to float32
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def pairs_at(ptr, i, j, frame, strides: tl.constexpr):
+    """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides."""
+    batch, head, _, q_start, _, k_start, _ = frame
+    row = tl.cast(i + q_start, tl.int64) * strides.s + tl.cast(head, tl.int64) * strides.h
+    return ptr + tl.cast(batch, tl.int64) * strides.b + row + (j + k_start) * strides.t
+
+
+@triton.jit
+def total_scale(softmax_scale, frame, problem: tl.constexpr):
+    """The factor of q·kᵀ."""
+    if softmax_scale is None:
+        return problem.scale
+    else:
+        strides: tl.constexpr = problem.scale_strides
+        return problem.scale * tl.load(softmax_scale + frame[0] * strides.b + frame[1] * strides.h)
+
+
+@triton.jit
+def capped(product, scale, bias, i, j, frame, problem: tl.constexpr):
+    """The logits, or q·kᵀ itself where the problem's scale is folded into the exponent."""
+    if problem.folded:
+        return product
+    else:
+        s = product * scale
+        if bias is not None:
+            _, _, _, _, q_len, _, k_len = frame
+            strides: tl.constexpr = problem.bias_strides
+            inside = (i < q_len) & (j < k_len)
+            s += tl.load(pairs_at(bias, i, j, frame, strides), mask=inside, other=0.0).to(tl.float32)
+        if problem.softcap is not None:
+            s = problem.softcap * tanh(s * (1 / problem.softcap))
+        return s
+
+
+@triton.jit
+def exponential(s, row, problem: tl.constexpr):
+    """exp of the logits less a number for each row; with one multiply-add for an exponent where the scale is folded.
+
+    In float32, what the product y = x·log₂e loses in rounding is put back: exp(x) = 2^y·(1 + (x·log₂e − y)·ln 2).
+    """
+    if problem.folded:
+        return tl.exp2(s * (problem.scale * LOG2E) - row * LOG2E)
+    elif problem.exact:
+        x = tl.maximum(s - row, -1000.0, tl.PropagateNan.ALL)  # of infinite differences nothing is lost
+        y = x * LOG2E
+        lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
+        power = tl.exp2(y)
+        return tl.fma(power, lost * LN2, power)
+    else:
+        return tl.exp2((s - row) * LOG2E)
+
+
+@triton.jit
+def tanh(x):
+    """(1 − e) / (1 + e) with e = exp(−2|x|), and the sign of x."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    y = (1 - e) / (1 + e)
+    return tl.where(x < 0, -y, y)
+
+
+@triton.jit
+def first_statistics(sinks, frame, problem: tl.constexpr, ROWS: tl.constexpr):
+    """The maximum (as a number of `capped`) and the sum that rows begin with: those of the sinks."""
+    if sinks is None:
+        return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    else:
+        strides: tl.constexpr = problem.sinks_strides
+        n = tl.arange(0, problem.SINKS_PAD)
+        sinks += frame[0] * strides.b + frame[1] * strides.h
+        sink = tl.load(sinks + n, mask=n < problem.sinks, other=float("-inf"))
+        m = tl.max(sink, 0)
+        l = tl.sum(tl.exp2((sink - tl.where(m == float("-inf"), 0.0, m)) * LOG2E), 0)
+        return tl.full([ROWS], 0.0, tl.float32) + m / problem.unit, tl.full([ROWS], 0.0, tl.float32) + l
+
+
+@triton.jit
+def visible(i, j, masks, frame, problem: tl.constexpr):
+    """Whether query i sees key j, by the lengths, the band, the mask and the segment ids."""
+    mask, q_segment_ids, kv_segment_ids = masks
+    batch, _, _, q_start, q_len, k_start, k_len = frame
+    low, high = band(frame, problem)
+    ok = (i < q_len) & (j < k_len)
+    if problem.left is not None:
+        ok &= j >= i + low
+    if problem.right is not None:
+        ok &= j <= i + high
+    if mask is not None:
+        strides: tl.constexpr = problem.mask_strides
+        ok &= tl.load(pairs_at(mask, i, j, frame, strides), mask=ok, other=0) != 0
+    if q_segment_ids is not None:
+        q_segment_ids = at(q_segment_ids, batch, q_start, problem.S, 0, 1, 1)
+        kv_segment_ids = at(kv_segment_ids, batch, k_start, problem.K, 0, 1, 1)
+        q_segment = tl.load(q_segment_ids + i, mask=i < q_len, other=-1)
+        kv_segment = tl.load(kv_segment_ids + j, mask=j < k_len, other=-1)
+        ok &= (q_segment == kv_segment) & (q_segment >= 0)
+    return ok
+
+
+@triton.jit
+def kept(dropout, i, j, frame, problem: tl.constexpr):
+    """Whether dropout keeps weight (i, j): word 0 of Philox-4x32-10 at counter (j, i, batch, head) is large enough."""
+    dropout += (frame[0] * problem.H + frame[1]) * 4
+    key_0, key_1 = tl.load(dropout), tl.load(dropout + 1)
+    batch, head = tl.load(dropout + 2) + tl.cast(frame[2], tl.uint32), tl.load(dropout + 3)
+    word, _, _, _ = tl.random.philox_impl(j.to(tl.uint32), i.to(tl.uint32), batch, head, key_0, key_1)
+    return word >= tl.full([], problem.keep_from, tl.uint32)
+
+
+@triton.jit
+def weights_and_logit_cotangents(
+    product, dp, lse, correction, delta, scale, bias, dropout, i, j, frame, problem: tl.constexpr
+):  # fmt: skip
+    """p, p̃ and ds of a tile before masks, from q·kᵀ, do·vᵀ, and the rows' logsumexp, its correction, and delta.
+
+    p = exp(s − lse)·correction,  p̃ = p ∘ keep/(1 − rate),  ds = (p̃ ∘ dp − p·delta) ∘ (1 − (s/softcap)²)
+    """
+    s = capped(product, scale, bias, i, j, frame, problem)
+    p = exponential(s, lse, problem)
+    if correction is not None:
+        p *= correction
+    left = p
+    if dropout is not None:
+        keep = tl.where(kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
+        left, dp = p * keep, dp * keep
+    ds = p * (dp - delta)
+    if problem.softcap is not None:
+        ds *= softcap_slope(s, problem)
+    return p, left, ds
+
+
+@triton.jit
+def no_sums(ROWS: tl.constexpr):
+    """What `sums_with` begins with."""
+    zero = tl.full([ROWS], 0.0, tl.float32)
+    return zero, zero, zero
+
+
+@triton.jit
+def sums_with(sums, s, product, dp, p, left, ds, problem: tl.constexpr):
+    """The sums Σ_j ds ∘ (q·kᵀ), Σ_j p ∘ (q·kᵀ) ∘ ds/dz and Σ_j p̃ ∘ dp of rows with those of one more tile."""
+    moved = p * product
+    if problem.softcap is not None:
+        moved *= softcap_slope(s, problem)
+    return sums[0] + tl.sum(ds * product, 1), sums[1] + tl.sum(moved, 1), sums[2] + tl.sum(left * dp, 1)
+
+
+@triton.jit
+def scale_cotangent(sums, correction, delta, dlse):
+    """Σ_j ds ∘ (q·kᵀ) of rows. Their delta was that of a rounded o; what it was off by is put back."""
+    products, slopes, deltas = sums
+    return correction * (products + (delta - (correction * deltas - dlse)) * slopes)
+
+
+@triton.jit
+def softcap_slope(s, problem: tl.constexpr):
+    """d(softcap·tanh(x/softcap))/dx at the x that was capped to s."""
+    ratio = s * (1 / problem.softcap)
+    return 1 - ratio * ratio
+
+
+@triton.jit
+def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem: tl.constexpr):
+    """The tangent of the logits s, from that of q·kᵀ (s_dot) and q·kᵀ itself (product)."""
+    s_dot *= scale
+    if scale_dot is not None:
+        s_dot += total_scale(scale_dot, frame, problem) * product
+    if bias_dot is not None:
+        _, _, _, _, q_len, _, k_len = frame
+        strides: tl.constexpr = problem.bias_strides
+        inside = (i < q_len) & (j < k_len)
+        s_dot += tl.load(pairs_at(bias_dot, i, j, frame, strides), mask=inside, other=0.0).to(tl.float32)
+    if problem.softcap is not None:
+        s_dot *= softcap_slope(s, problem)
+    return s_dot
+
+
+@triton.jit
+def sinks_weights(sinks, sinks_dot, lse, frame, problem: tl.constexpr):
+    """Of every row Σ_n exp(sink_n − lse) and Σ_n exp(sink_n − lse)·sink_dot_n."""
+    total, moved = tl.zeros_like(lse), tl.zeros_like(lse)
+    if sinks is not None:
+        strides: tl.constexpr = problem.sinks_strides
+        n = tl.arange(0, problem.SINKS_PAD)
+        start = frame[0] * strides.b + frame[1] * strides.h
+        sink = tl.load(sinks + start + n, mask=n < problem.sinks, other=float("-inf"))
+        weights = tl.exp2((sink[None, :] - lse[:, None]) * LOG2E)
+        total = tl.sum(weights, 1)
+        if sinks_dot is not None:
+            sink_dot = tl.load(sinks_dot + start + n, mask=n < problem.sinks, other=0.0)
+            moved = tl.sum(weights * sink_dot[None, :], 1)
+    return total, moved
+
+
+@triton.jit
+def correction_of(total):
+    """1 / Σ exp(s − lse) over keys and sinks; 1 of a row that sees nothing."""
+    return 1 / tl.where(total == 0, 1.0, total)

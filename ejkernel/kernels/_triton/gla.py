@@ -1,0 +1,5 @@
+"""gla in Triton: one of the family in `_recurrence`."""
+
+from ._recurrence import register
+
+register("gla")

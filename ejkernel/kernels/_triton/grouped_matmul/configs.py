@@ -1,0 +1,50 @@
+"""Which configs the kernels of grouped_matmul are run with: one by heuristics, and the space that tuning searches.
+
+block_q is the rows of a tile of the result, block_k its columns, block_d how much is multiplied at a time. The large
+tiles are for many rows a group, where the tensor cores are what limits; the small ones for few, where reading the
+matrices does.
+"""
+
+import numpy as np
+
+from ejkernel.primitives.grouped_matmul import Operands
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+# (block_q, block_k, block_d, num_warps, num_stages)
+LARGE = ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 64, 8, 4))
+MIDDLE = ((64, 256, 64, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 4, 3))
+SMALL = ((16, 128, 128, 4, 4), (16, 256, 64, 4, 4), (32, 128, 64, 4, 4))
+FLOAT32 = ((64, 64, 16, 8, 2),)
+OLDER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 3))
+
+
+def heuristic(operation: str, operands: Operands, target: Target) -> KernelConfig:
+    """The config for a call (arrays or shapes) that was not tuned."""
+    return space(operation, operands, target)[0]
+
+
+def space(operation: str, operands: Operands, target: Target) -> list[KernelConfig]:
+    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    return [
+        KernelConfig(
+            block_q=rows,
+            block_k=columns,
+            block_d=depth,
+            num_warps=warps,
+            num_stages=stages,
+            platform=Platform.TRITON,
+            backend=Backend.GPU,
+        )
+        for rows, columns, depth, warps, stages in _candidates(operation, operands, target)
+    ]
+
+
+def _candidates(operation: str, operands: Operands, target: Target) -> tuple:
+    if operands.lhs.dtype == np.float32:
+        return FLOAT32
+    if target.platform == "rocm" or target.compute_capability < 90:
+        return OLDER
+    rows = operands.lhs.shape[1] / operands.rhs.shape[1]
+    if operation == "grouped_matmul_bwd" or rows > 96:
+        return LARGE
+    return MIDDLE if rows > 24 else SMALL

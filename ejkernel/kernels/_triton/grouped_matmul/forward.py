@@ -1,0 +1,131 @@
+"""The kernel that multiplies the rows of each group by its matrix: o, and by the matrices transposed dlhs.
+
+A fixed number of programs share the tiles of the result. Every program reads the sizes of the groups and so knows how
+many tiles each group has; tiles are numbered group by group, the rows of no group come last, and program p computes the
+tiles p, p + programs, and so on. Nothing about the groups is known to the host.
+"""
+
+import jax
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._grouped_matmul import tangent
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
+from ejkernel.types import KernelConfig
+
+from . import tiles
+from .problem import Problem, in_memory, problem_of
+
+BAND = 8
+"""Tiles of rows that are visited together for each tile of columns."""
+
+
+def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
+    """o."""
+    x = Operands(*operands)
+    problem = problem_of(x, spec.transpose_rhs)
+    return Outputs(multiply(x, problem, result_dtype(x.lhs.dtype, spec), config))
+
+
+def grouped_matmul_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: KernelConfig
+) -> Outputs:
+    """The tangent of o."""
+    dtype = result_dtype(primals.lhs.dtype, spec)
+    product = lambda x: multiply(x, problem_of(x, spec.transpose_rhs), dtype, config)
+    return Outputs(tangent(primals, tangents, product))
+
+
+def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.Array:
+    """x.lhs · x.rhs by groups; `problem` says how rhs lies in memory, and whose the scale is."""
+    rows, columns, depth = config.block_q, config.block_k, config.block_d
+    lhs, rhs = x.lhs.reshape(-1, problem.K), in_memory(x.rhs, problem.transposed)
+    rhs = rhs.reshape(-1, *rhs.shape[2:])
+    if problem.described:
+        lhs = _launch.described(lhs, (rows, depth))
+        rhs = _launch.described(rhs, (1, columns, depth) if problem.transposed else (1, depth, columns))
+    most = triton.cdiv(problem.N, columns) * (triton.cdiv(problem.M, rows) + min(problem.E + 1, problem.M))
+    programs = min(most, _launch.multiprocessors() * residents(config))
+    return _launch.launch(
+        rows_kernel,
+        lhs,
+        rhs,
+        x.group_sizes,
+        x.group_offset,
+        x.existing_out,
+        x.rhs_scale,
+        out_type=jax.ShapeDtypeStruct((problem.B, problem.M, problem.N), dtype),
+        grid=programs * problem.B,
+        config=config,
+        problem=problem,
+        PROGRAMS=programs,
+        BLOCK_M=rows,
+        BLOCK_N=columns,
+        BLOCK_K=depth,
+        BAND=BAND,
+    )
+
+
+def residents(config: KernelConfig) -> int:
+    """Programs that a multiprocessor holds at a time: two fill it where each has but one tensor core's warps."""
+    return 2 if config.num_warps <= 4 else 1
+
+
+@triton.jit
+def rows_kernel(
+    lhs, rhs, group_sizes, group_offset, existing_out, rhs_scale,
+    o,
+    problem: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BAND: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(0) // PROGRAMS
+    columns: tl.constexpr = (problem.N + BLOCK_N - 1) // BLOCK_N
+    group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
+    here = (group >= offset) & (group < offset + problem.E)
+    count = tl.where(here, tl.cdiv(ends - starts, BLOCK_M), 0) * columns
+    after = tl.cumsum(count)
+    total = tl.sum(count)
+    first = tl.min(tl.where(here, starts, problem.M))  # rows before the first group that is here, and after the last
+    last = tl.maximum(tl.max(tl.where(here, ends, 0)), first)
+    before = tl.cdiv(first, BLOCK_M) * columns
+    behind = tl.cdiv(problem.M - last, BLOCK_M) * columns
+    o += batch.to(tl.int64) * problem.M * problem.N
+
+    for tile in tl.range(tl.program_id(0) % PROGRAMS, total + before + behind, PROGRAMS):
+        number = tl.sum((after <= tile).to(tl.int32))
+        chosen = group == number
+        start, end = tiles.pick(starts, chosen), tiles.pick(ends, chosen)
+        within = tile - tiles.pick(after - count, chosen)
+        depth = problem.K
+        if tile >= total:
+            is_before = tile < total + before
+            start, end = tl.where(is_before, 0, last), tl.where(is_before, first, problem.M)
+            within = tile - total - tl.where(is_before, 0, before)
+            depth = 0
+        row, column = tiles.in_bands(within, tl.cdiv(end - start, BLOCK_M), columns, BAND)
+        row, column = start + row * BLOCK_M, column * BLOCK_N
+
+        held = number - offset
+        which = held + (batch * problem.E if problem.rhs_varies else 0)
+        total_tile = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in tl.range(0, depth, BLOCK_K):
+            x = tiles.load_rows(
+                lhs, batch * problem.M + row, batch * problem.M + end, k, problem.K, BLOCK_M, BLOCK_K, problem.described
+            )
+            if rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles:
+                x = (x * tiles.load_scale(rhs_scale, batch, held, k, problem.K, problem, BLOCK_K)).to(x.dtype)
+            matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N).to(x.dtype)
+            total_tile = tl.dot(x, matrix, total_tile, input_precision="ieee" if problem.exact else None)
+
+        if rhs_scale is not None and not (problem.scaled_features and problem.scale_along_tiles):  # noqa: SIM102
+            if tile < total:
+                total_tile *= tiles.load_scale(rhs_scale, batch, held, column, problem.N, problem, BLOCK_N)
+        rows = row + tl.arange(0, BLOCK_M)[:, None]
+        cols = column + tl.arange(0, BLOCK_N)[None, :]
+        at, ok = rows.to(tl.int64) * problem.N + cols, (rows < end) & (cols < problem.N)
+        if existing_out is not None:  # noqa: SIM102
+            if tile >= total:
+                existing = existing_out + batch.to(tl.int64) * problem.M * problem.N
+                total_tile = tl.load(existing + at, mask=ok, other=0).to(tl.float32)
+        tl.store(o + at, total_tile.to(o.dtype.element_ty), mask=ok)

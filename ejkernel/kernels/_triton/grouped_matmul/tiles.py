@@ -1,0 +1,93 @@
+"""What the kernels of grouped_matmul share: where the groups are, and reading tiles through descriptors or pointers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def group_rows(group_sizes, group_offset, batch, problem: tl.constexpr):
+    """Of every group its number, first row and row after the last, and the number of the first that is here."""
+    group = tl.arange(0, problem.F_PAD)
+    if problem.sizes_vary:
+        group_sizes += batch * problem.F
+    sizes = tl.load(group_sizes + group, mask=group < problem.F, other=0)
+    offset = 0
+    if group_offset is not None:
+        offset = tl.load(group_offset + batch if problem.offset_varies else group_offset)
+    ends = tl.cumsum(sizes)
+    return group, tl.minimum(ends - sizes, problem.M), tl.minimum(ends, problem.M), offset
+
+
+@triton.jit
+def rows_of_group(group_sizes, group_offset, batch, held, problem: tl.constexpr):
+    """The first row of one of the groups that are here, and the row after its last."""
+    group = tl.arange(0, problem.F_PAD)
+    if problem.sizes_vary:
+        group_sizes += batch * problem.F
+    if group_offset is not None:
+        held += tl.load(group_offset + batch if problem.offset_varies else group_offset)
+    size = tl.load(group_sizes + held, mask=held < problem.F, other=0)
+    start = tl.sum(tl.load(group_sizes + group, mask=(group < held) & (group < problem.F), other=0))
+    return tl.minimum(start, problem.M), tl.minimum(start + size, problem.M)
+
+
+@triton.jit
+def pick(values, chosen):
+    """The value where `chosen` is true, once."""
+    return tl.sum(tl.where(chosen, values, 0))
+
+
+@triton.jit
+def in_bands(tile, rows, columns, BAND: tl.constexpr):
+    """Row and column of a tile in the order of bands of BAND rows, which reads little twice from memory."""
+    band = tile // (BAND * columns)
+    height = tl.minimum(rows - band * BAND, BAND)
+    within = tile - band * BAND * columns
+    return band * BAND + within % height, within // height
+
+
+@triton.jit
+def load_rows(x, row, end, column, width: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+              DESCRIBED: tl.constexpr):  # fmt: skip
+    """Rows from `row` on of x [rows, width]. Through a descriptor those from `end` on are whatever stands there."""
+    if DESCRIBED:
+        tile = x.load([row, column])
+    else:
+        rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        at = rows[:, None].to(tl.int64) * width + columns[None, :]
+        tile = tl.load(x + at, mask=(rows[:, None] < end) & (columns[None, :] < width), other=0.0)
+    return tile
+
+
+@triton.jit
+def load_matrix(rhs, which, k, n, problem: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile [BLOCK_K, BLOCK_N] of one matrix."""
+    if not problem.described:
+        row_step: tl.constexpr = 1 if problem.transposed else problem.N
+        column_step: tl.constexpr = problem.K if problem.transposed else 1
+        rows, columns = (k + tl.arange(0, BLOCK_K))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
+        at = (
+            which.to(tl.int64) * problem.K * problem.N
+            + rows.to(tl.int64) * row_step
+            + columns.to(tl.int64) * column_step
+        )
+        tile = tl.load(rhs + at, mask=(rows < problem.K) & (columns < problem.N), other=0.0)
+    elif problem.transposed:
+        tile = rhs.load([which, n, k]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        tile = rhs.load([which, k, n]).reshape(BLOCK_K, BLOCK_N)
+    return tile
+
+
+@triton.jit
+def load_scale(scale, batch, group, first, size: tl.constexpr, problem: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK factors [1, BLOCK] from `first` of `size` on, or the one of them all."""
+    b: tl.constexpr = problem.scale_strides[0]
+    e: tl.constexpr = problem.scale_strides[1]
+    scale += batch * b + group * e
+    if problem.scale_along_tiles:
+        columns = first + tl.arange(0, BLOCK)[None, :]
+        factors = tl.load(scale + columns, mask=columns < size, other=0.0)
+    else:
+        factors = tl.load(scale)
+    return factors

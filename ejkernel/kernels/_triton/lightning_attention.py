@@ -1,0 +1,5 @@
+"""lightning_attention in Triton: one of the family in `_recurrence`."""
+
+from ._recurrence import register
+
+register("lightning_attention")

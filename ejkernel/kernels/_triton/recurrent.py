@@ -1,0 +1,5 @@
+"""recurrent in Triton: one of the family in `_recurrence`."""
+
+from ._recurrence import register
+
+register("recurrent")

@@ -1,0 +1,7 @@
+"""lightning_attention in XLA: one of the family in `_recurrence`."""
+
+from ._recurrence import reference, register
+
+__all__ = ["reference"]
+
+register("lightning_attention")

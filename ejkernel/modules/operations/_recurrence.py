@@ -1,0 +1,170 @@
+"""What the operations over the linear recurrence share: from their arguments to the operands of the primitive."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import value_error
+from ...ops.utils.operands import random_like
+from ...primitives._factory import Trio
+from ...primitives._recurrence import Operands, Outputs, RecurrenceSpec
+from .._operation import Prepared
+from ._arguments import align, array, require_dtype, require_rank, require_same_dtype, static_bool, static_number
+
+
+def prepare(
+    trio: Trio,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    g: Any = None,
+    gk: Any = None,
+    gv: Any = None,
+    g_gamma: Any = None,
+    initial_state: Any,
+    cu_seqlens: Any,
+    softmax_scale: Any,
+    reverse: Any,
+    return_state: Any,
+) -> Prepared:
+    """A checked call of an operation of this family."""
+    name = trio.name
+    q, k, v = (array(name, of, x) for of, x in (("q", q), ("k", k), ("v", v)))
+    _check_tokens(name, q, k, v)
+    batch, length, heads, d = q.shape
+    dtype = np.promote_types(q.dtype, np.float32)  # of statistics; by numpy's table, as that of jax may refuse
+    spans = _spans(name, cu_seqlens, q)
+    sequences = batch if spans is None else spans.shape[1]
+    state = (sequences, heads, d, v.shape[-1])
+    of_states = f"({'batch' if spans is None else 'sequences'}, heads, features of k, features of v)"
+    initial_state = _gate(name, "initial_state", initial_state, state, of_states)
+    g_gamma = _gate(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
+    q, scale = _scaled(name, q, softmax_scale)
+    operands = Operands(
+        q,
+        k,
+        v,
+        g=_gate(name, "g", g, (batch, length, heads), "one number for each token and head of q"),
+        gk=_gate(name, "gk", gk, q.shape, "the shape of q"),
+        gv=_gate(name, "gv", gv, (batch, length, heads, v.shape[-1]), "features of v for each token and head of q"),
+        g_gamma=None if g_gamma is None else g_gamma.astype(dtype)[None],
+        initial_state=None
+        if initial_state is None
+        else initial_state.astype(dtype)[:, None]
+        if spans is None
+        else initial_state.astype(dtype)[None],
+        spans=spans,
+    )
+    spec = RecurrenceSpec(softmax_scale=scale, reverse=static_bool(name, "reverse", reverse))
+    return_state = static_bool(name, "return_state", return_state)
+    named = align(trio.forward, {of: x for of, x in operands._asdict().items() if x is not None})
+
+    def finish(out: dict[str, Any]):
+        o, final = Outputs(**out)
+        final = final[:, 0] if spans is None else final[0]
+        return (o, final) if return_state else o
+
+    return Prepared(named, spec, finish)
+
+
+def _check_tokens(name: str, q, k, v) -> None:
+    shown = dict(q=q, k=k, v=v)
+    require_rank(name, 4, "batch, length, heads, features", **shown)
+    require_dtype(name, np.floating, "a float type", **shown)
+    require_same_dtype(name, **shown)
+    for of, x in shown.items():
+        if 0 in x.shape[2:]:
+            raise value_error(name, f"{of} has {x.shape[2]} heads of {x.shape[3]} features; neither may be 0", **shown)
+    for of, x in (("k", k), ("v", v)):
+        if x.shape[:2] != q.shape[:2]:
+            raise value_error(
+                name, f"{of} has batch and length {x.shape[:2]} but q has {q.shape[:2]}; they must be equal", **shown
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise value_error(name, f"k has {k.shape[-1]} features but q has {q.shape[-1]}; they must be equal", q=q, k=k)
+    if v.shape[2] != k.shape[2]:
+        raise value_error(name, f"v has {v.shape[2]} heads but k has {k.shape[2]}; they must be equal", k=k, v=v)
+    if q.shape[2] % k.shape[2]:
+        raise value_error(
+            name,
+            f"k has {k.shape[2]} heads but q has {q.shape[2]}; query heads must be a multiple of key/value heads",
+            q=q,
+            k=k,
+        )
+
+
+def _gate(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
+    """An optional float array of that shape."""
+    if x is None:
+        return None
+    x = array(name, of, x)
+    require_dtype(name, np.floating, "a float type", **{of: x})
+    if x.shape != shape:
+        raise value_error(name, f"{of} must be {shape}, {meaning}", **{of: x})
+    return x
+
+
+def _spans(name: str, cu_seqlens, q):
+    """[1, n, 2]: where each sequence begins and ends."""
+    if cu_seqlens is None:
+        return None
+    cu_seqlens = array(name, "cu_seqlens", cu_seqlens)
+    require_rank(name, 1, "sequences + 1", cu_seqlens=cu_seqlens)
+    require_dtype(name, np.integer, "an integer type", cu_seqlens=cu_seqlens)
+    if cu_seqlens.shape[0] < 2:
+        raise value_error(name, "cu_seqlens must have sequences + 1 ≥ 2 entries", cu_seqlens=cu_seqlens)
+    if q.shape[0] != 1:
+        raise value_error(
+            name, f"q has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences", q=q
+        )
+    cu_seqlens = cu_seqlens.astype(jnp.int32)
+    return jnp.stack([cu_seqlens[:-1], cu_seqlens[1:]], axis=-1)[None]
+
+
+def _scaled(name: str, q, scale):
+    """q and the static scale: a traced one is multiplied into q."""
+    if scale is None:
+        return q, q.shape[-1] ** -0.5
+    if isinstance(scale, jax.Array | jax.core.Tracer):
+        if scale.shape != ():
+            raise value_error(name, "softmax_scale must be a scalar", softmax_scale=scale)
+        require_dtype(name, np.floating, "a float type", softmax_scale=scale)
+        dtype = np.promote_types(q.dtype, np.float32)
+        return (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
+    scale = static_number(name, "softmax_scale", scale)
+    if not np.isfinite(scale):
+        raise value_error(name, f"softmax_scale is {scale}; it must be finite")
+    return q, scale
+
+
+class Recurrence:
+    """What tuning and benchmarks ask of an operation of this family."""
+
+    @classmethod
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: RecurrenceSpec) -> dict[str, Any]:
+        """Decays of gates that remember some sixteen tokens, and sequences of unequal lengths."""
+        values = random_like({name: x for name, x in operands.items() if name != "spans"})
+        for name in values.keys() & {"g", "gk", "gv", "g_gamma"}:
+            wide = values[name].astype(jnp.float32)
+            values[name] = (jax.nn.log_sigmoid(wide) / 16).astype(values[name].dtype)
+        if "spans" in operands:
+            x, tokens = operands["spans"], operands["q"].shape[1]
+            ends = np.round(tokens * np.linspace(0, 1, x.shape[1] + 1) ** 1.5).astype(np.int32)
+            values["spans"] = jnp.broadcast_to(jnp.stack([ends[:-1], ends[1:]], axis=-1), x.shape)
+        return values
+
+    @classmethod
+    def operations(cls, named: Mapping[str, Any], results: Sequence[str], spec: RecurrenceSpec) -> float:
+        """2·d·e for each token, head and product: the recurrence writes k vᵀ to the state and reads q from it.
+
+        A backward or tangent does the former again; then each of q, k and v adds a product, and what moves in the state
+        (k or v do it) one more.
+        """
+        (batch, length, heads, d), e = named["q"].shape, named["v"].shape[-1]
+        moving = [f"{name}_dot" in named or f"{name}_bar" in results for name in "qkv"]
+        products = 2 if "o" in results else 1 + sum(moving) + any(moving[1:])
+        return 2.0 * batch * length * heads * d * e * products

@@ -1,0 +1,178 @@
+"""grouped_matmul as an operation: from the public arguments to the operands and spec of the primitive, and back."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import type_error, value_error
+from ...ops.utils.operands import random_like
+from ...primitives.grouped_matmul import GroupedMatmulSpec, Operands
+from ...primitives.grouped_matmul import grouped_matmul as trio
+from .._operation import Operation, Prepared
+from ._arguments import align, array, require_dtype, require_rank, static_bool
+
+NAME = trio.name
+NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
+RESULTS = ("float32", "bfloat16", "float16", "float64")
+
+
+def grouped_matmul_arguments(
+    lhs,
+    rhs,
+    group_sizes,
+    group_offset=None,
+    existing_out=None,
+    rhs_scale=None,
+    *,
+    transpose_rhs=False,
+    preferred_element_type=jnp.float32,
+) -> Prepared:
+    """The rows of each group times the matrix of that group: the product of a mixture of experts.
+
+    With g(i) the group of row i, where group g begins at row Σ_{h<g} group_sizes_h:
+
+        o_in = scale_{g(i),n} Σ_k lhs_ik rhs_{g(i),k,n},        rows after the last group: existing_out, or 0
+
+    The products are added up in float32. Groups may be empty and as uneven as they like; their sizes may be traced.
+    Rows after the last group may hold anything, NaN too: they reach neither results nor gradients.
+    Differentiable in lhs, rhs, existing_out and rhs_scale, to any order.
+
+    Args:
+        lhs: rows [M, K] of a float dtype, those of one group after those of another.
+        rhs: a matrix for each group [E, K, N], or [E, N, K] with transpose_rhs; in the dtype of lhs, or int8 or fp8,
+            which are brought to it.
+        group_sizes: [E] integers ≥ 0, may be traced: how many rows each group has. With group_offset [F], F ≥ E.
+        group_offset: an integer, scalar or [1], may be traced: rhs holds the groups from this one on, and rows of
+            others are like those after the last group. So a device that holds some of the experts computes its share.
+        existing_out: [M, N], what stands in the result in rows of no group.
+        rhs_scale: a factor of rhs, a scalar, [E], or [E, N] for one of each column (or [E, 1, N]).
+        transpose_rhs: the matrices of rhs are given as [N, K].
+        preferred_element_type: the dtype of the result: float32, bfloat16 or float16; with float64 arrays float64.
+
+    Returns:
+        o [M, N].
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    MegaBlocks, arXiv 2211.15841.
+    """
+    lhs, rhs, group_sizes = (
+        array(NAME, name, x) for name, x in (("lhs", lhs), ("rhs", rhs), ("group_sizes", group_sizes))
+    )
+    transpose_rhs = static_bool(NAME, "transpose_rhs", transpose_rhs)
+    _check_arrays(lhs, rhs, group_sizes, transpose_rhs)
+    spec = GroupedMatmulSpec(_result_dtype(preferred_element_type), transpose_rhs)
+    rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
+    operands = Operands(
+        lhs[None],
+        rhs[None],
+        group_sizes.astype(jnp.int32)[None],
+        group_offset=_offset(group_offset, group_sizes, rhs),
+        existing_out=_existing(existing_out, lhs, rhs, trio.forward.dtypes({"lhs": lhs.dtype}, spec)["o"]),
+        rhs_scale=_scale(rhs_scale, lhs, rhs),
+    )
+    named = align(trio.forward, {name: x for name, x in operands._asdict().items() if x is not None})
+    return Prepared(named, spec, lambda out: out["o"][0])
+
+
+def _check_arrays(lhs, rhs, group_sizes, transpose_rhs: bool) -> None:
+    require_rank(NAME, 2, "rows, contracted features", lhs=lhs)
+    require_rank(NAME, 3, "groups, " + ("columns, features" if transpose_rhs else "features, columns"), rhs=rhs)
+    require_rank(NAME, 1, "groups", group_sizes=group_sizes)
+    require_dtype(NAME, np.floating, "a float type", lhs=lhs)
+    require_dtype(NAME, np.integer, "an integer type", group_sizes=group_sizes)
+    if rhs.dtype != lhs.dtype and rhs.dtype.name not in NARROW:
+        raise type_error(
+            NAME, f"rhs is {rhs.dtype} but lhs is {lhs.dtype}; it must be that or {', '.join(NARROW)}", lhs=lhs, rhs=rhs
+        )
+    depth = rhs.shape[2 if transpose_rhs else 1]
+    if depth != lhs.shape[1]:
+        raise value_error(
+            NAME, f"rhs has {depth} features but lhs has {lhs.shape[1]}; they must be equal", lhs=lhs, rhs=rhs
+        )
+    for name, size in zip(("groups", "rows", "columns"), rhs.shape, strict=True):
+        if size == 0:
+            raise value_error(NAME, f"rhs has 0 {name}; it must have some", rhs=rhs)
+
+
+def _result_dtype(dtype) -> str:
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        raise type_error(NAME, f"preferred_element_type is {dtype!r}; it must be a dtype") from None
+    if name not in RESULTS:
+        raise type_error(NAME, f"preferred_element_type is {name}; it must be one of {', '.join(RESULTS)}")
+    return name
+
+
+def _offset(offset, group_sizes, rhs):
+    held, groups = rhs.shape[0], group_sizes.shape[0]
+    if offset is None:
+        if groups != held:
+            raise value_error(
+                NAME,
+                f"group_sizes has {groups} groups but rhs has {held}; they must be equal, or group_offset be given",
+                rhs=rhs,
+                group_sizes=group_sizes,
+            )
+        return None
+    offset = jnp.asarray(offset) if isinstance(offset, int) else array(NAME, "group_offset", offset)
+    require_dtype(NAME, np.integer, "an integer type", group_offset=offset)
+    if offset.shape not in ((), (1,)):
+        raise value_error(NAME, "group_offset must be a scalar or [1]", group_offset=offset)
+    if groups < held:
+        raise value_error(
+            NAME, f"group_sizes has {groups} groups but rhs has {held}; they must be at least as many", rhs=rhs
+        )
+    return offset.astype(jnp.int32).reshape(1)
+
+
+def _existing(existing_out, lhs, rhs, dtype):
+    if existing_out is None:
+        return None
+    existing_out = array(NAME, "existing_out", existing_out)
+    require_dtype(NAME, np.floating, "a float type", existing_out=existing_out)
+    shape = (lhs.shape[0], rhs.shape[2])
+    if existing_out.shape != shape:
+        raise value_error(
+            NAME, f"existing_out must be {shape}, rows of lhs and columns of rhs", existing_out=existing_out
+        )
+    return existing_out.astype(dtype)[None]
+
+
+def _scale(scale, lhs, rhs):
+    """[1, e?, n?]."""
+    if scale is None:
+        return None
+    scale = array(NAME, "rhs_scale", scale)
+    require_dtype(NAME, np.floating, "a float type", rhs_scale=scale)
+    (groups, _, columns), shape = rhs.shape, scale.shape
+    if shape not in ((), (groups,), (groups, columns), (groups, 1, columns)):
+        raise value_error(
+            NAME,
+            f"rhs_scale must be a scalar, [{groups}] or [{groups}, {columns}], one of each group or column",
+            rhs_scale=scale,
+        )
+    wide = scale.astype(np.promote_types(lhs.dtype, np.float32))
+    return wide.reshape(1, groups if shape else 1, columns if len(shape) > 1 else 1)
+
+
+class GroupedMatmul(Operation):
+    """A product with one matrix for each group of rows: `ejkernel.lax.grouped_matmul` as a kernel object."""
+
+    trio = trio
+    prepare_arguments = staticmethod(grouped_matmul_arguments)
+
+    @classmethod
+    def synthetic_operands(cls, operands, spec):
+        """Random arrays; the groups that are here share all rows, unevenly."""
+        values = random_like(dict(operands))
+        rows, groups = operands["lhs"].shape[1], operands["rhs"].shape[1]
+        of = operands["group_sizes"]
+        ends = np.round(rows * np.linspace(0, 1, groups + 1) ** 1.3).astype(np.int32)
+        sizes = np.pad(np.diff(ends), (0, of.shape[1] - groups))
+        values["group_sizes"] = jnp.broadcast_to(jnp.asarray(sizes), of.shape)
+        if "group_offset" in operands:
+            values["group_offset"] = jnp.zeros(operands["group_offset"].shape, jnp.int32)
+        return values

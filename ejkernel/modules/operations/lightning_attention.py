@@ -1,0 +1,99 @@
+"""lightning_attention as an operation: the linear recurrence with one constant decay for each head of a layer."""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ...errors import type_error, value_error
+from ...primitives.lightning_attention import lightning_attention as trio
+from .._operation import Operation, Prepared
+from ._recurrence import Recurrence, prepare
+
+NAME = trio.name
+
+
+def lightning_attention_arguments(
+    q,
+    k,
+    v,
+    initial_state=None,
+    cu_seqlens=None,
+    g_gamma=None,
+    *,
+    layer_idx,
+    num_layers,
+    softmax_scale=None,
+    reverse=False,
+    return_state=False,
+) -> Prepared:
+    """Lightning attention: a recurrence over a state h [K, V] for each head, computed in chunks.
+
+        h_t = exp(g_gamma) · h_{t−1} + k_t v_tᵀ,    o_t = (softmax_scale · q_t)ᵀ h_t
+        g_gamma = −(8/H) · (1 − layer_idx/num_layers) · (0, 1, …, H − 1)
+
+    Differentiable in every float array, the state and a traced softmax_scale included, to any order. A whole sequence
+    and one token at a time with the state carried along are the same function.
+
+    Args:
+        q: queries [B, S, H, K].
+        k: keys [B, S, G, K]; H is a multiple of G, and query head h uses head h // (H // G).
+        v: values [B, S, G, V]. q, k and v have one float dtype.
+        initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
+        cu_seqlens: [N + 1] integers, may be traced: B is 1 and sequence n is the tokens from entry n to entry n + 1.
+        g_gamma: [H] in the place of the formula above, which is that of all heads of a layer: under `jax.shard_map`
+            over heads each device has to be given its part of them.
+        layer_idx: the layer, from 0; later layers remember longer.
+        num_layers: how many layers there are.
+        softmax_scale: K**-0.5 by default; a number, or a traced scalar.
+        reverse: time runs backwards, from the last token of each sequence to its first.
+        return_state: also return the final state.
+
+    Returns:
+        o [B, S, H, V] in q's dtype, 0 for tokens past the last sequence, whose contents do not matter; with the final
+        state, of the initial state's shape, in float32 if asked for. An empty sequence leaves its state as it was.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    Lightning Attention-2, arXiv 2401.04658; the decays are those of TransNormerLLM, 2307.14995.
+    """
+    slopes = None if len(getattr(q, "shape", ())) != 4 else _g_gamma(q.shape[2], layer_idx, num_layers)
+    return prepare(
+        trio,
+        q,
+        k,
+        v,
+        g_gamma=slopes if g_gamma is None else g_gamma,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        softmax_scale=softmax_scale,
+        reverse=reverse,
+        return_state=return_state,
+    )
+
+
+def _g_gamma(heads: int, layer_idx: int, num_layers: int):
+    """The log decay of each head."""
+    for name, x in (("layer_idx", layer_idx), ("num_layers", num_layers)):
+        if isinstance(x, bool) or not isinstance(x, int | np.integer):
+            raise type_error(NAME, f"{name} must be a static int, not {type(x).__name__}")
+    if not 0 <= layer_idx < num_layers:
+        raise value_error(NAME, f"layer_idx is {layer_idx}; it must be at least 0 and below num_layers, {num_layers}")
+    return jnp.asarray(-8 / heads * (1 - layer_idx / num_layers) * np.arange(heads), jnp.float32)
+
+
+class LightningAttention(Recurrence, Operation):
+    """Linear attention with one decay for each head: `ejkernel.lax.lightning_attention` as a kernel object."""
+
+    trio = trio
+    prepare_arguments = staticmethod(lightning_attention_arguments)
+
+    @classmethod
+    def place(cls, arrays, given, specs):
+        """Every shard decays as its heads do in the whole."""
+        if "g_gamma" in arrays:
+            return dict(arrays), dict(specs)
+        heads = (*specs["q"], None, None, None)[2]
+        g_gamma = _g_gamma(arrays["q"].shape[2], given["layer_idx"], given["num_layers"])
+        return dict(arrays, g_gamma=g_gamma), dict(specs, g_gamma=PartitionSpec(heads))

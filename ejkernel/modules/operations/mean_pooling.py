@@ -1,0 +1,73 @@
+"""mean_pooling as an operation: from the public arguments to the operands and spec of the primitive, and back."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import value_error
+from ...ops.utils.operands import random_like
+from ...primitives.mean_pooling import MeanPoolingSpec, Operands
+from ...primitives.mean_pooling import mean_pooling as trio
+from .._operation import Operation, Prepared
+from ._arguments import align, array, require_dtype, require_rank, size_or_none
+
+NAME = trio.name
+
+
+def mean_pooling_arguments(x, cu_seqlens=None, *, chunk_size=None) -> Prepared:
+    """The mean of the tokens of each sequence, added up in float32.
+
+        o_n = Σ_{t in sequence n} x_t / length of n,    0 for an empty sequence
+
+    Tokens of no sequence may hold anything, NaN too: they reach neither results nor gradients. Differentiable in x.
+
+    Args:
+        x: [B, S, D] of a float dtype, or packed [T, D] with cu_seqlens.
+        cu_seqlens: [N + 1] integers, ascending, may be traced: sequence n is the tokens from entry n to entry n + 1.
+        chunk_size: tokens that are added up at a time; it changes no more than the order of the sum.
+
+    Returns:
+        o [B, D], or [N, D] with cu_seqlens, in x's dtype.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+    """
+    x = array(NAME, "x", x)
+    require_dtype(NAME, np.floating, "a float type", x=x)
+    segments = None
+    if cu_seqlens is None:
+        require_rank(NAME, 3, "batch, length, features (or 2 with cu_seqlens)", x=x)
+    else:
+        require_rank(NAME, 2, "tokens, features, since cu_seqlens is given", x=x)
+        segments = _segments(array(NAME, "cu_seqlens", cu_seqlens), x)
+        x = x[None]
+    spec = MeanPoolingSpec(size_or_none(NAME, "chunk_size", chunk_size))
+    named = align(trio.forward, {k: a for k, a in Operands(x, segments)._asdict().items() if a is not None})
+    return Prepared(named, spec, lambda out: out["o"][:, 0] if segments is None else out["o"][0])
+
+
+def _segments(cu_seqlens, x):
+    """[1, n, 2]: the first token of each sequence and the one after its last."""
+    require_rank(NAME, 1, "sequences + 1", cu_seqlens=cu_seqlens)
+    require_dtype(NAME, np.integer, "an integer type", cu_seqlens=cu_seqlens)
+    if cu_seqlens.shape[0] < 2:
+        raise value_error(NAME, "cu_seqlens must have sequences + 1 ≥ 2 entries", cu_seqlens=cu_seqlens)
+    ends = cu_seqlens.astype(jnp.int32).clip(0, x.shape[0])
+    return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
+
+
+class MeanPooling(Operation):
+    """The mean of each sequence: `ejkernel.lax.mean_pooling` as a kernel object."""
+
+    trio = trio
+    prepare_arguments = staticmethod(mean_pooling_arguments)
+
+    @classmethod
+    def synthetic_operands(cls, operands, spec):
+        """Random tokens; uneven segments that hold all of them."""
+        values = random_like(dict(operands))
+        if "segments" in operands:
+            shape, tokens = operands["segments"].shape, operands["x"].shape[1]
+            ends = np.round(tokens * np.linspace(0, 1, shape[1] + 1) ** 1.3).astype(np.int32)
+            values["segments"] = jnp.broadcast_to(jnp.asarray(np.stack([ends[:-1], ends[1:]], -1)), shape)
+        return values

@@ -1,0 +1,48 @@
+"""Shapes of mean pooling, by name: chunks as block-sparse attention pools them, and texts as embedders do."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class MeanPoolingShape:
+    """One call of mean_pooling on packed tokens.
+
+    Attributes:
+        name: what is pooled.
+        tokens: of all sequences.
+        features: of a token.
+        sequences: how many there are.
+        even: whether all are as long.
+    """
+
+    name: str
+    tokens: int
+    features: int
+    sequences: int
+    even: bool = True
+
+    def cu_seqlens(self, seed: int = 0) -> np.ndarray:
+        """The ends of the sequences, which hold all tokens; uneven ones are drawn, and one of them is empty."""
+        if self.even:
+            return np.linspace(0, self.tokens, self.sequences + 1).astype(np.int32)
+        cuts = np.sort(np.random.default_rng(seed).integers(0, self.tokens + 1, self.sequences - 1))
+        cuts[0] = 0
+        return np.array([0, *cuts, self.tokens], np.int32)
+
+    def __str__(self) -> str:
+        return f"{self.name}: t{self.tokens} d{self.features} n{self.sequences}" + " uneven" * (not self.even)
+
+
+_SHAPES = (
+    # Keys of 8 sequences of 16384 tokens, 16 heads of 128 features, in chunks of 64
+    MeanPoolingShape("chunks-64", 131072, 2048, 2048),
+    # BAAI/bge-m3 (1024 features): texts of all lengths, and few long ones
+    MeanPoolingShape("texts", 262144, 1024, 1024, even=False),
+    MeanPoolingShape("long-texts", 262144, 1024, 8),
+    MeanPoolingShape("one-text", 131072, 4096, 1),
+)
+
+MEAN_POOLING_SHAPES: dict[str, MeanPoolingShape] = {shape.name: shape for shape in _SHAPES}
+"""By name."""

@@ -1,0 +1,69 @@
+"""Groups of rows that follow one another, their sizes known only at run time: where they are, and their tiles."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+
+def group_bounds(group_sizes: Array, group_offset: Array | None, groups: int, rows: int) -> Array:
+    """[b?, groups + 1] int32: where each of the groups from `group_offset` [b?] on begins, and where the last ends."""
+    ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)
+    bounds = jnp.minimum(jnp.pad(ends, ((0, 0), (1, 0))), rows)
+    if group_offset is None:
+        return bounds
+    at = jnp.minimum(group_offset[:, None] + jnp.arange(groups + 1, dtype=jnp.int32)[None], group_sizes.shape[-1])
+    batch = max(at.shape[0], bounds.shape[0])
+    bounds, at = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (bounds, at))
+    return jnp.take_along_axis(bounds, at, axis=1)
+
+
+class RowTiles(NamedTuple):
+    """Tiles of rows, each of one group, none of which is larger than it must be.
+
+    rows [b, t, size]: which row stands in each slot; the number of all rows where the slot is empty.
+    group [b, t]: the group of each tile; that of a tile without rows is any.
+    slot [b, rows]: the slot in which each row stands, t · size where it is in no group.
+    """
+
+    rows: Array
+    group: Array
+    slot: Array
+
+
+def row_tiles(starts: Array, ends: Array, rows: int, size: int) -> RowTiles:
+    """The tiles of groups that are the rows from `starts` to `ends`, [b, e] each, ascending and without overlap.
+
+    Of t tiles, Σ_e ⌈rows_e / size⌉ ≤ (rows + e·(size − 1)) / size, those that are not needed come last, and are empty.
+    """
+    groups = starts.shape[1]
+    count = (rows + min(groups, rows) * (size - 1)) // size
+    needed = -(-(ends - starts) // size)
+    after = jnp.cumsum(needed, axis=1, dtype=jnp.int32)
+    before = after - needed
+    take = lambda of, at: jnp.take_along_axis(of, at, axis=1)
+
+    tile = jnp.arange(count, dtype=jnp.int32)[None]
+    number = _first_above(after, tile[0])
+    group = jnp.minimum(number, groups - 1)
+    first = take(starts, group) + (tile - take(before, group)) * size
+    row = first[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
+    filled = (row < take(ends, group)[..., None]) & (number < groups)[..., None]
+
+    token = jnp.arange(rows, dtype=jnp.int32)[None]
+    number = _first_above(ends, token[0])
+    owner = jnp.minimum(number, groups - 1)
+    place = token - take(starts, owner)
+    slot = take(before, owner) * size + place
+    return RowTiles(
+        rows=jnp.where(filled, row, rows),
+        group=group,
+        slot=jnp.where((number < groups) & (place >= 0), slot, count * size),
+    )
+
+
+def _first_above(ends: Array, values: Array) -> Array:
+    """For each value the first of the ends [b, e] that is larger: [b, values]; e where none is."""
+    search = lambda of: jnp.searchsorted(of, values, side="right")
+    return jax.vmap(search)(ends).astype(jnp.int32)

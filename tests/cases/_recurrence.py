@@ -1,0 +1,42 @@
+"""What the calls of the operations over the linear recurrence share: four query heads on two key/value heads."""
+
+import numpy as np
+
+from ._case import Case, Operand
+
+SIZES = dict(b=4, s=7, h=4, g=2, d=8, e=16)
+TINY = dict(b=1, s=3, h=2, g=1, d=2, e=2)
+QKV = dict(q="b s h d", k="b s g d", v="b s g e")
+PACKED = dict(q="1 s h d", k="1 s g d", v="1 s g e")
+
+
+def decays(rng, shape):
+    """Log decays of at most 0; some forget all but 5e-5 of the state, some nothing."""
+    return -np.abs(rng.standard_normal(shape)) * rng.choice([0, 1, 10], shape, p=[0.1, 0.8, 0.1])
+
+
+def gate(axes: str) -> Operand:
+    return Operand(axes, decays)
+
+
+def case(operation, name, operands=(), sizes=(), of=QKV, local=True, tiny=None, **options) -> Case:
+    batch = "1" if of is PACKED else "b"
+    results = (f"{batch} s h e", "n h d e" if of is PACKED else "b h d e")
+    results = results if options.get("return_state") else results[:1]
+    sizes, operands = {**SIZES, **dict(sizes)}, {**of, **dict(operands)}
+    return Case(operation, name, sizes, operands, results, options, local, tiny)
+
+
+# --- For the tests of precision ---------------------------------------------------------------------------------------
+
+
+def remembering(tokens: float):
+    """Gates by which the state is forgotten in about so many tokens."""
+    return lambda rng, shape: -np.abs(rng.standard_normal(shape)) / tokens
+
+
+def family(operation, name, sizes=(), of=(), **options) -> Case:
+    """A longer call; `of` gives axes and values of the gates by name."""
+    sizes = {**dict(b=2, s=80, h=2, g=1, d=16, e=16), **dict(sizes)}
+    operands = {name: Operand(*gate) for name, gate in dict(of).items()}
+    return case(operation, name, operands, sizes, return_state=True, **options)

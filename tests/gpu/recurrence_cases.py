@@ -1,0 +1,122 @@
+"""Calls of the linear recurrence that together meet every feature of its kernels, and what their results must be."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel.kernels._xla._recurrence import reference
+from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, and the largest log decay of a token in each gate that there is."""
+
+    name: str
+    gates: dict = field(default_factory=dict)
+    B: int = 2
+    H: int = 4
+    G: int = 2
+    D: int = 24
+    V: int = 40
+    state: bool = True
+    ends: tuple = ()
+    reverse: bool = False
+
+    def make(self, length: int, dtype) -> tuple[Operands, RecurrenceSpec]:
+        """Arrays of about that many tokens a sequence."""
+        B = 1 if self.ends else self.B
+        ends = np.array([round(end * length) for end in self.ends], np.int32)
+        S = max(ends) + 3 if self.ends else length
+        axes = dict(g=(B, S, self.H), gk=(B, S, self.H, self.D), g_gamma=(1, self.H))
+        decay = lambda name, size: -size * np.random.default_rng([9, *axes[name]]).random(axes[name])
+        gates = {name: jnp.asarray(decay(name, size)) for name, size in self.gates.items()}
+        gates = {name: x.astype(jnp.float32 if name == "g_gamma" else dtype) for name, x in gates.items()}
+        n = len(ends) - 1 if self.ends else 1
+        operands = Operands(
+            normal(1, (B, S, self.H, self.D), dtype),
+            normal(2, (B, S, self.G, self.D), dtype),
+            normal(3, (B, S, self.G, self.V), dtype),
+            **gates,
+            initial_state=normal(4, (B, n, self.H, self.D, self.V), jnp.float32) if self.state else None,
+            spans=jnp.stack([ends[:-1], ends[1:]], axis=-1)[None] if self.ends else None,
+        )
+        return operands, RecurrenceSpec(softmax_scale=self.D**-0.5, reverse=self.reverse)
+
+
+CASES = (
+    Case("no decay"),
+    Case("by head", dict(g=1.0, g_gamma=0.5), state=False),
+    Case("by head, fast, reversed", dict(g=30.0), reverse=True),
+    Case("by feature", dict(gk=1.0)),
+    Case("by feature, fast", dict(gk=30.0), G=4),
+    Case("by feature and head, reversed", dict(gk=0.5, g=0.5, g_gamma=0.2), reverse=True),
+    Case("packed", dict(g_gamma=0.5), ends=(0, 0.7, 0.7, 0.75, 1.6)),
+    Case("packed by feature, reversed", dict(gk=0.5), ends=(0.1, 0.8, 1.5), reverse=True),
+)
+
+
+def normal(seed, shape, dtype):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+
+
+def poisoned(x: Operands) -> Operands:
+    """x with NaN in the tokens of no sequence."""
+    if x.spans is None:
+        return x
+    token = jnp.arange(x.q.shape[1])
+    covered = ((x.spans[0, :, 0, None] <= token) & (token < x.spans[0, :, 1, None])).any(0)
+    poison = lambda a: None if a is None else jnp.where(covered.reshape(1, -1, *(1,) * (a.ndim - 2)), a, jnp.nan)
+    return x._replace(**{name: poison(getattr(x, name)) for name in ("q", "k", "v", "g", "gk")})
+
+
+def differentiable(x: Operands) -> tuple[str, ...]:
+    return tuple(n for n in x._fields if getattr(x, n) is not None and n != "spans")
+
+
+def like(x: Outputs) -> Outputs:
+    return Outputs(*(normal(7, a.shape, a.dtype) for a in x))
+
+
+def formula(x: Operands, spec: RecurrenceSpec, cotangents: Outputs, dtype=None):
+    """The formula's outputs and gradients; all in `dtype` if given."""
+    wide = lambda tree: jax.tree.map(lambda a: a.astype(dtype) if dtype and a.dtype != np.int32 else a, tree)
+
+    @jax.jit
+    def run(x, cotangents):
+        moving = {name: getattr(x, name) for name in differentiable(x)}
+        outputs, pull = jax.vjp(lambda moving: reference(*x._replace(**moving), spec=spec), moving)
+        return outputs, pull(cotangents)[0]
+
+    with jax.enable_x64(True):
+        return run(wide(x), wide(cotangents))
+
+
+OUTPUTS, GRADIENTS, DECAYS = 2.0, 3.0, 10.0
+"""How many times the error of the formula one may have. A kernel's gradient of a decay is a sum over the tokens behind
+it, where pairs of tokens cancel that it does not decay: their rounding in float32 stays, in up to a chunk of rows."""
+
+
+def check(found, exact, reference, dtype) -> None:
+    """Every result is as near to the exact one as it has to be."""
+    for name, ratio in ratios(found, exact, reference, dtype).items():
+        bound = OUTPUTS if name in Outputs._fields else DECAYS if name.startswith("dg") else GRADIENTS
+        assert ratio <= bound, f"{name}: {ratio:.2f} times the error of the formula"
+
+
+def ratios(found, exact, reference, dtype) -> dict[str, float]:
+    """The error of each array over that of the formula, or that of rounding to the products' dtype where it is more."""
+    (outputs, gradients), (right, right_gradients), (other, other_gradients) = found, exact, reference
+    arrays = {"o": 0, "final_state": 1}
+    every = {n: (outputs[i], right[i], other[i]) for n, i in arrays.items()}
+    every |= {f"d{n}": (x, right_gradients[n], other_gradients[n]) for n, x in gradients.items()}
+    return {n: _ratio(*of, dtype) for n, of in every.items()}
+
+
+def _ratio(x, exact, reference, dtype) -> float:
+    exact = np.asarray(exact, np.float64)
+    rounded = jnp.asarray(exact.astype(np.float32), dtype)
+    distance = lambda a: np.linalg.norm(np.asarray(a, np.float64) - exact)
+    return float(distance(x) / max(distance(reference), distance(rounded), 1e-30))

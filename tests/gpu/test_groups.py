@@ -1,0 +1,74 @@
+"""grouped_matmul and mean_pooling on a GPU: each kernel with each of its configs, by TMA where the device has it."""
+
+import jax.numpy as jnp
+import pytest
+from cases import Operand
+from cases import grouped_matmul as grouped
+from cases import mean_pooling as pooling
+
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.ops.utils.devices import local_target
+from tests.kernels import against_xla
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 1000
+SIZES = dict(m=ROWS, k=264, n=392, e=8, f=11)
+PRODUCTS = (
+    grouped.case("uneven", dict(lhs=grouped.LHS, rhs="e k n", group_sizes=Operand("e", grouped.sizes(ROWS))), SIZES),
+    grouped.case(
+        "share_of_the_experts",
+        dict(
+            lhs=grouped.LHS,
+            rhs="e n k",
+            group_sizes=Operand("f", grouped.sizes(ROWS)),
+            group_offset=Operand("", grouped.up_to(2)),
+            existing_out="m n",
+            rhs_scale=Operand("e n", grouped.positive),
+        ),
+        SIZES,
+        transpose_rhs=True,
+    ),
+    grouped.case(
+        "int8",
+        dict(
+            lhs=grouped.LHS,
+            rhs=Operand("e k n", grouped.small_integers),
+            group_sizes=Operand("e", grouped.sizes(ROWS)),
+            rhs_scale=Operand("e", grouped.positive),
+        ),
+        SIZES,
+    ),
+    grouped.case(
+        "few_rows_odd_features",
+        dict(lhs=grouped.LHS, rhs="e k n", group_sizes=Operand("e", grouped.sizes(40))),
+        dict(SIZES, m=40, k=77, n=131),
+    ),
+)
+POOLS = (
+    pooling.case("dense", dict(b=3, s=3000, d=200), dict(x="b s d"), "b d"),
+    pooling.case(
+        "packed",
+        dict(s=5000, d=264, n=20, m=21),
+        dict(x=Operand("s d", pooling.with_padding), cu_seqlens=Operand("m", pooling.lengths(5000))),
+        "n d",
+    ),
+)
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", (*PRODUCTS, *POOLS), ids=str)
+def test_every_config(case, dtype):
+    call = against_xla.prepared(case, jnp.dtype(dtype))
+    implementation = kernel_registry.get(case.operation, "triton", "gpu")
+    assert implementation.supports(call[1], call[0], local_target()) is None
+    for config in implementation.space(call[1], call[0], local_target()):
+        against_xla.check(case, call, "triton", "gpu", config, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", (PRODUCTS[0], POOLS[1]), ids=str)
+def test_a_batch(case):
+    call = against_xla.batched(case)
+    config = kernel_registry.get(case.operation, "triton", "gpu").heuristic(call[1], call[0], local_target())
+    against_xla.check(case, call, "triton", "gpu", config)

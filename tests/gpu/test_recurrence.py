@@ -1,0 +1,73 @@
+"""The linear recurrence in Triton on a GPU: every feature, dtype and derivative against the formula in float64."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.types import Target
+
+from .recurrence_cases import CASES, Case, check, differentiable, formula, like, poisoned
+
+
+def _device_kind() -> str | None:
+    try:
+        return jax.devices("gpu")[0].device_kind
+    except RuntimeError:
+        return None
+
+
+DEVICE_KIND = _device_kind()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE_KIND is None, reason="there is no GPU")]
+TARGET = Target("cuda", DEVICE_KIND)
+
+
+def computed(x, spec):
+    """(outputs, gradients by name) by the kernels, and the cotangents that they were given."""
+    from ejkernel.kernels._triton._recurrence import recurrence, recurrence_bwd
+    from ejkernel.kernels._triton._recurrence.configs import heuristic
+
+    forward, backward = (heuristic(operation, x, spec, TARGET) for operation in ("forward", "backward"))
+    wrt = differentiable(x)
+    outputs = jax.jit(lambda x: recurrence(*x, spec=spec, config=forward))(x)
+    cotangents = like(outputs)
+    gradients = jax.jit(lambda x, ct: recurrence_bwd(x, None, ct, wrt=wrt, spec=spec, config=backward))(x, cotangents)
+    return (outputs, dict(zip(wrt, gradients, strict=True))), cotangents
+
+
+def compare(case: Case, length: int, dtype):
+    x, spec = case.make(length, dtype)
+    found, cotangents = computed(poisoned(x), spec)
+    check(found, formula(x, spec, cotangents, jnp.float64), formula(x, spec, cotangents), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_feature(case, dtype):
+    compare(case, 200, dtype)
+
+
+@pytest.mark.parametrize("gates", [dict(g_gamma=0.1), dict(gk=0.1)], ids=lambda gates: "".join(gates))
+@pytest.mark.parametrize("D, V", [(16, 16), (64, 128), (128, 128), (256, 64), (256, 256)])
+def test_feature_sizes(D, V, gates):
+    compare(Case("sizes", gates, D=D, V=V), 200, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("case", [replace(case, B=1) for case in CASES[:6]], ids=lambda case: case.name)
+def test_two_thousand_tokens_in_segments(case):
+    compare(replace(case, D=64, V=64), 2048, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("length", (1, 3))
+def test_single_tokens(length):
+    compare(Case("steps", dict(gk=1.0, g=1.0, g_gamma=1.0), D=128, V=128), length, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("case", CASES[1:4], ids=lambda case: case.name)
+def test_reruns_give_the_same_bits(case):
+    x, spec = case.make(500, jnp.bfloat16)
+    first, second = (computed(x, spec)[0] for _ in range(2))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

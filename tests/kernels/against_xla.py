@@ -1,0 +1,69 @@
+"""The three implementations of an operation on one platform, against those in plain JAX, which the formula is for."""
+
+import jax
+import jax.numpy as jnp
+from cases import assert_close
+
+from ejkernel.kernels._registry import Backend, kernel_registry
+from ejkernel.modules._operation import OPERATIONS
+
+
+def prepared(case, dtype=jnp.float32):
+    """Operands, spec, and a tangent for each differentiable operand."""
+    call = OPERATIONS[case.operation].prepare_arguments(**case.arrays(dtype=dtype), **case.options)
+    x = case.trio.operands(**call.named)
+    moving = {n: _like(a, 1) for n, a in call.named.items() if n in case.trio.differentiable and _is_float(a)}
+    return x, call.spec, case.trio.operands(**{name: moving.get(name) for name in x._fields})
+
+
+def batched(case, dtype=jnp.float32):
+    """As `prepared`, with three calls along the batch axis, of which those arrays that may be shared are."""
+    x, spec, _ = prepared(case, dtype)
+    other = prepared(_Reseeded(case), dtype)[0]
+    axes = case.trio.forward.table
+    stack = lambda name, a, b: a if axes[name][0].optional and name != "group_sizes" else jnp.concatenate([a, b, b])
+    x = type(x)(*(None if a is None else stack(n, a, b) for n, a, b in zip(x._fields, x, other, strict=True)))
+    moving = {n: _like(a, 1) for n, a in x._asdict().items() if n in case.trio.differentiable and a is not None}
+    return x, spec, type(x)(**{name: moving.get(name) for name in x._fields})
+
+
+def check(case, call, platform, backend, config, tolerance=1e-5, run=lambda f: f):
+    """Forward, backward and tangent of a call as `prepared`; `run` makes a function run where the platform is."""
+    (x, spec, tangents), name = call, case.operation
+    wrt = tuple(n for n, t in tangents._asdict().items() if t is not None)
+    implementations = [kernel_registry.get(name + kind, platform, backend) for kind in ("", "_bwd", "_jvp")]
+    formulas = [kernel_registry.get(name + kind, "xla", Backend.ANY) for kind in ("", "_bwd", "_jvp")]
+
+    def derivatives(of, cotangents, **how):
+        forward, backward, tangent = of
+        nothing = case.trio.outputs(*[None] * len(cotangents))
+        outputs = forward(*x, spec=spec, **how)
+        gradients = backward(x, nothing, cotangents, wrt=wrt, spec=spec, **how)
+        return outputs, dict(zip(wrt, gradients, strict=True)), tangent(x, nothing, tangents, spec=spec, **how)
+
+    cotangents = jax.tree.map(lambda a: _like(a, 2), formulas[0](*x, spec=spec))
+    wanted = derivatives(formulas, cotangents)
+    found = run(lambda cotangents: derivatives(implementations, cotangents, config=config))(cotangents)
+    assert jax.tree.map(lambda a: a.dtype, found) == jax.tree.map(lambda a: a.dtype, wanted)
+    assert_close(found, wanted, tolerance)
+
+
+class _Reseeded:
+    """A case whose arrays are those of another seed."""
+
+    def __init__(self, case):
+        self.case = case
+
+    def __getattr__(self, name):
+        return getattr(self.case, name)
+
+    def arrays(self, dtype):
+        return self.case.arrays(seed=1, dtype=dtype)
+
+
+def _is_float(a):
+    return jnp.issubdtype(a.dtype, jnp.floating)
+
+
+def _like(a, seed):
+    return jax.random.normal(jax.random.key(seed), a.shape).astype(a.dtype)

@@ -1,0 +1,91 @@
+"""Compiles Triton kernels for GPUs that are not here, and reads what their assembler says of them."""
+
+import contextlib
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+}
+POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "bool": "i1"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with the types of its arguments, as `_launch.launch` was asked for it."""
+
+    kernel: Any
+    types: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        shown = {name: value for name, value in self.constants if isinstance(value, int | tuple)}
+        return f"{self.kernel.__name__} warps={self.num_warps} stages={self.num_stages} {shown}"
+
+
+@dataclass(frozen=True)
+class Binary:
+    """What a launch was compiled to: bytes of shared memory, and of NVIDIA's registers, spilled bytes and remarks."""
+
+    shared: int
+    registers: int
+    spilled: int
+    serialized: bool
+
+
+def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
+    """The launches of a call, which is made of shapes alone; `module` is that of `launch`."""
+    found = []
+
+    def launch(kernel, *operands, out_type, grid, config, **constants):
+        outputs = jax.tree.leaves(out_type)
+        arrays = iter([*operands, *outputs])
+        given = {p.name: constants[p.name] if p.name in constants else next(arrays) for p in kernel.params}
+        types = {
+            name: "constexpr" if name in constants or x is None else "*" + POINTERS[jnp.dtype(x.dtype).name]
+            for name, x in given.items()
+        }
+        fixed = {name: given[name] for name, kind in types.items() if kind == "constexpr"}
+        found.append(Launch(kernel, tuple(types.items()), tuple(fixed.items()), config.num_warps, config.num_stages))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "launch", launch)
+        jax.eval_shape(call)
+    return found
+
+
+def binary(launch: Launch, target: GPUTarget) -> Binary:
+    """Compiles a launch, pointers being aligned to 16 bytes, as those of JAX are."""
+    types = dict(launch.types)
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind != "constexpr"}
+    source = ASTSource(launch.kernel, types, dict(launch.constants), aligned)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        knobs.compilation.always_compile, knobs.nvidia.dump_ptxas_log = True, True
+        options = make_backend(target).parse_options(options).__dict__
+        compiled = triton.compile(source, target, options)
+    said = log.getvalue()
+    numbers = lambda pattern: sum(map(int, re.findall(pattern, said)))
+    return Binary(
+        compiled.metadata.shared,
+        numbers(r"Used (\d+) registers"),
+        numbers(r"(\d+) bytes spill"),
+        "serializ" in said.lower(),
+    )

@@ -1,0 +1,34 @@
+"""grouped_matmul on TPU: numbers, in the interpreter that simulates the chip, finds races and poisons fresh memory."""
+
+import jax
+import pytest
+from cases import CASES
+from jax.experimental.pallas import tpu as pltpu
+
+from ejkernel.types import KernelConfig
+
+from . import against_xla
+
+CONFIG = KernelConfig(block_q=8, block_k=128, block_d=128)
+OURS = [case for case in CASES if case.operation == "grouped_matmul"]
+
+
+def interpreted(f):
+    """f, jitted, in the interpreter."""
+
+    def run(*args):
+        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+            return jax.jit(f)(*args)
+
+    return run
+
+
+@pytest.mark.parametrize("case", OURS, ids=str)
+def test_in_the_interpreter(case):
+    """Forward, backward and tangent; the groups cross blocks, and rows of no group hold NaN."""
+    case = case.resized(dict(k=256, n=130))
+    against_xla.check(case, against_xla.prepared(case), "pallas", "tpu", CONFIG, run=interpreted)
+
+
+def test_a_batch_that_shares_the_matrices():
+    against_xla.check(OURS[0], against_xla.batched(OURS[0]), "pallas", "tpu", CONFIG, run=interpreted)

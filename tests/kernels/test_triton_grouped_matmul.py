@@ -1,0 +1,32 @@
+"""grouped_matmul in Triton: every kernel's masks and indices, by the interpreter, with pointers in place of TMA."""
+
+import pytest
+from cases import CASES
+
+from ejkernel.types import KernelConfig
+
+triton = pytest.importorskip("triton")
+from ejkernel.kernels._triton import _launch  # noqa: E402
+
+from . import against_xla, interpreter  # noqa: E402
+
+CONFIG = KernelConfig(block_q=16, block_k=16, block_d=16)
+OURS = [case for case in CASES if case.operation == "grouped_matmul"]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    monkeypatch.setattr(_launch, "has_descriptors", lambda: False)
+    monkeypatch.setattr(_launch, "multiprocessors", lambda: 2)
+
+
+@pytest.mark.parametrize("case", OURS, ids=str)
+def test_in_the_interpreter(case, interpreted):
+    """Forward, backward and tangent; the groups cross blocks, and rows of no group hold NaN."""
+    case = case.resized(dict(k=20, n=24))
+    against_xla.check(case, against_xla.prepared(case), "triton", "gpu", CONFIG)
+
+
+def test_a_batch_that_shares_the_matrices(interpreted):
+    against_xla.check(OURS[0], against_xla.batched(OURS[0]), "triton", "gpu", CONFIG)

@@ -1,0 +1,60 @@
+"""The linear recurrence in Triton: every kernel's masks and indices, by the interpreter, against float64."""
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.types import KernelConfig
+from tests.gpu.recurrence_cases import CASES, Case, check, differentiable, formula, like, poisoned
+
+triton = pytest.importorskip("triton")
+from ejkernel.kernels._triton import _launch  # noqa: E402
+from ejkernel.kernels._triton._recurrence import recurrence, recurrence_bwd, segments  # noqa: E402
+
+from . import interpreter  # noqa: E402
+
+ALWAYS = ("packed by feature, reversed",)  # the interpreter takes ten seconds and more a case
+CONFIG = dict(block_q=16, block_k=32, block_d=16)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES],
+)
+def test_in_the_interpreter(case):
+    """Both ways of the forward, and the backward, in float32; tokens of no sequence hold NaN."""
+    x, spec = case.make(40, jnp.float32)
+    wrt = differentiable(x)
+    walk, outputs = (
+        recurrence(*poisoned(x), spec=spec, config=KernelConfig(**CONFIG, algorithm=how)) for how in ("walk", "chunks")
+    )
+    cotangents = like(outputs)
+    gradients = recurrence_bwd(poisoned(x), None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
+    exact, rounded = formula(x, spec, cotangents, jnp.float64), formula(x, spec, cotangents)
+    for found in (walk, outputs):
+        check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
+
+
+@pytest.mark.parametrize("reverse", (False, True))
+def test_single_tokens_in_the_interpreter(reverse):
+    x, spec = Case("steps", dict(gk=1.0, g=1.0, g_gamma=1.0), reverse=reverse).make(3, jnp.float32)
+    found = recurrence(*x, spec=spec, config=KernelConfig(block_k=32, algorithm="steps"))
+    exact, rounded = (formula(x, spec, like(found), dtype)[0] for dtype in (jnp.float64, None))
+    check((found, {}), (exact, {}), (rounded, {}), jnp.float32)
+
+
+def test_segments_in_the_interpreter(monkeypatch):
+    """A long sequence of few heads is cut, forwards and backwards in time."""
+    monkeypatch.setattr(segments, "SHORTEST", 16)
+    x, spec = Case("long", dict(gk=0.5, g_gamma=0.5), B=1, reverse=True).make(32, jnp.float32)
+    assert segments.number_of(x) == 2
+    wrt = differentiable(x)
+    found = recurrence(*x, spec=spec, config=KernelConfig(**CONFIG, algorithm="walk"))
+    cotangents = like(found)
+    gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
+    exact, rounded = (formula(x, spec, cotangents, dtype) for dtype in (jnp.float64, None))
+    check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
