@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention, supports
+from ejkernel.kernels._pallas.gpu.flash_attention import (
+    flash_attention,
+    flash_attention_bwd,
+    supports,
+    supports_bwd,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import heuristic, space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Outputs
 
@@ -22,15 +27,25 @@ FITTING = [replace(case, D=64, V=64) for case in CASES]
 TAKEN = [case for case in FITTING if supports(*reversed(case.make(256, jnp.bfloat16)), TARGET) is None]
 
 
-def compare(case: Case, length: int, dtype, config=None):
+def compare(case: Case, length: int, dtype, config=None, backward_config=None):
+    """The outputs and, where the backward takes the call, the gradients."""
     x, spec = case.make(length, dtype)
     assert supports(spec, x, TARGET) is None
+    wrt, tangents = differentiable(x), {name: like(getattr(x, name), 1) for name in differentiable(x)}
     config = config or heuristic("flash_attention", x, spec, TARGET)
     outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(poisoned(x, spec))
-    arguments = x, spec, like(outputs, 2), {name: like(getattr(x, name), 1) for name in differentiable(x)}
-    oracle, reference = (derivatives(*arguments, precision)[0] for precision in (jnp.float64, dtype))
-    for name, *arrays in zip(Outputs._fields, outputs, oracle, reference, strict=True):
+    cotangents = like(outputs, 2)
+    (exact, exact_gradients, _), (rounded, rounded_gradients, _) = (
+        derivatives(x, spec, cotangents, tangents, precision) for precision in (jnp.float64, dtype)
+    )
+    for name, *arrays in zip(Outputs._fields, outputs, exact, rounded, strict=True):
         check(name, *arrays, factor=2, rounding=0)
+    lse_rounding = np.abs(exact.lse[np.isfinite(exact.lse)]).max(initial=0) * 2.0**-23
+    if supports_bwd(spec, x, TARGET) is None:
+        config = backward_config or heuristic("flash_attention_bwd", x, spec, TARGET)
+        backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=config))
+        for name, gradient in zip(wrt, backward(poisoned(x, spec), outputs, cotangents), strict=True):
+            check(f"d{name}", gradient, exact_gradients[name], rounded_gradients[name], 3, lse_rounding)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)
@@ -45,6 +60,9 @@ def test_configs_of_feature_sizes(D, V):
     x, spec = case.make(640, jnp.bfloat16)
     for config in space("flash_attention", x, spec, TARGET):
         compare(case, 640, jnp.bfloat16, config)
+    if supports_bwd(spec, x, TARGET) is None:
+        for config in space("flash_attention_bwd", x, spec, TARGET):
+            compare(case, 640, jnp.bfloat16, backward_config=config)
 
 
 @pytest.mark.parametrize("window", [(None, None), (700, None), (100, 30)])

@@ -6,9 +6,14 @@ import pytest
 
 import ejkernel
 from ejkernel.kernels._dispatch import select
-from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention, supports
+from ejkernel.kernels._pallas.gpu.flash_attention import (
+    flash_attention,
+    flash_attention_bwd,
+    supports,
+    supports_bwd,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
-from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, Platform, Target
 
 HOPPER = Target("cuda", "NVIDIA H200")
@@ -25,19 +30,42 @@ def lowered(function, *arguments) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def run(operation, spec, config):
+    """The operation as a function of the operands, the outputs and a cotangent of o."""
+
+    def forward(x, outputs, do):
+        return flash_attention(*x, spec=spec, config=config)
+
+    def backward(x, outputs, do):
+        wrt = ("q", "k", "v") if x.sinks is None else ("q", "k", "v", "sinks")
+        return flash_attention_bwd(x, outputs, Outputs(do, None), wrt=wrt, spec=spec, config=config)
+
+    return {"flash_attention": forward, "flash_attention_bwd": backward}[operation]
+
+
+def arguments(x: Operands):
+    batch, queries, heads, _ = x.q.shape
+    o = jax.ShapeDtypeStruct((batch, queries, heads, x.v.shape[3]), x.q.dtype)
+    return x, Outputs(o, jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)), o
+
+
 CALLS = {name: call(shape) for name, shape in ATTENTION_SHAPES.items()}
+PREDICATES = {"flash_attention": supports, "flash_attention_bwd": supports_bwd}
 CONFIGS = [
-    pytest.param(name, config, id=f"{name}, {config.block_k}x{config.num_stages}")
+    pytest.param(
+        operation, name, config, id=f"{operation}, {name}, {config.block_q}x{config.block_k}x{config.num_stages}"
+    )
+    for operation, predicate in PREDICATES.items()
     for name, (x, spec) in CALLS.items()
-    if supports(spec, x, HOPPER) is None
-    for config in space("flash_attention", x, spec, HOPPER)
+    if predicate(spec, x, HOPPER) is None
+    for config in space(operation, x, spec, HOPPER)
 ]
 
 
-@pytest.mark.parametrize("name, config", CONFIGS)
-def test_lowers(name, config):
+@pytest.mark.parametrize("operation, name, config", CONFIGS)
+def test_lowers(operation, name, config):
     x, spec = CALLS[name]
-    text = lowered(lambda *x: flash_attention(*x, spec=spec, config=config), *x)
+    text = lowered(run(operation, spec, config), *arguments(x))
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
@@ -51,13 +79,14 @@ def test_the_text_is_the_same_every_time(name):
     assert first == again
 
 
+@pytest.mark.parametrize("operation", PREDICATES)
 @pytest.mark.parametrize("queries, keys", [(64, 64), (77, 300), (1000, 130)])
-def test_lengths_that_fill_no_tile(queries, keys):
+def test_lengths_that_fill_no_tile(queries, keys, operation):
     x = Operands(*(jax.ShapeDtypeStruct((2, n, 2, 64), jnp.float16) for n in (queries, keys, keys)))
     spec = FlashAttentionSpec(causal=True)
-    assert supports(spec, x, HOPPER) is None
-    (config, *_) = space("flash_attention", x, spec, HOPPER)
-    assert CUSTOM_CALL in lowered(lambda *x: flash_attention(*x, spec=spec, config=config), *x)
+    assert PREDICATES[operation](spec, x, HOPPER) is None
+    (config, *_) = space(operation, x, spec, HOPPER)
+    assert CUSTOM_CALL in lowered(run(operation, spec, config), *arguments(x))
 
 
 def test_the_library_picks_it():
@@ -66,6 +95,22 @@ def test_the_library_picks_it():
     assert select("flash_attention", spec, x, Target("cuda", "NVIDIA A100-SXM4-80GB")).platform != Platform.PALLAS
     text = lowered(lambda q, k, v: ejkernel.lax.flash_attention(q, k, v, causal=True), *x[:3])
     assert CUSTOM_CALL in text
+
+
+def test_inside_a_shard_map_that_checks_its_axes():
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    part = jax.P("x", None, "y")
+    of_a_part = lambda *x: ejkernel.lax.flash_attention(*x, causal=True)
+    attention = jax.shard_map(of_a_part, mesh=mesh, in_specs=part, out_specs=part)
+    x = jax.device_put([jnp.ones((4, 64, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, part))
+    total = lambda x: attention(*x).astype(jnp.float32).sum()
+    assert lowered(jax.grad(total), x).count(f"custom_call @{CUSTOM_CALL}") == 2
+
+
+def test_a_gradient_is_two_kernels():
+    total = lambda x: ejkernel.lax.flash_attention(*x, causal=True).astype(jnp.float32).sum()
+    x, _ = CALLS["llama3-8b"]
+    assert lowered(jax.grad(total), x[:3]).count(f"custom_call @{CUSTOM_CALL}") == 2
 
 
 q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
@@ -88,3 +133,10 @@ def test_says_what_it_does_not_take(name):
     target, spec = changed.pop("target", HOPPER), changed.pop("spec", None)
     spec = spec or FlashAttentionSpec(window=changed.pop("window", (None, None)))
     assert reason in supports(spec, Operands(q, q, q)._replace(**changed), target)
+
+
+def test_says_what_the_backward_does_not_take():
+    refused = lambda **options: supports_bwd(FlashAttentionSpec(**options), Operands(q, q, q), HOPPER)
+    assert refused() is None
+    assert "order" in refused(deterministic=True)
+    assert "softcap" in refused(softcap=50.0)

@@ -20,7 +20,7 @@ ABSENT = ("bias", "mask", "q_segment_ids", "softmax_scale", "cu_seqlens_q", "dro
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why the kernel cannot run on these operands (arrays or shapes), or None."""
+    """Why the forward cannot run on these operands (arrays or shapes), or None."""
     if target.platform != "cuda":
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
@@ -41,6 +41,15 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if spec.softmax_scale <= 0:
         return f"a scale of {spec.softmax_scale:g}; the kernels look for the greatest logit before they scale"
     return _hidden_keys(spec, operands)
+
+
+def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward cannot run on these operands, or None."""
+    if spec.deterministic:
+        return "dq is summed in no certain order, and so not the same in every run"
+    if spec.softcap is not None:
+        return "softcap: the backward has none"
+    return supports(spec, operands, target)
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -65,14 +74,14 @@ def _space(operation: str, spec: FlashAttentionSpec, operands: Operands, target:
     return space(operation, operands, spec, target)
 
 
-def _registered(operation: str):
+def _registered(operation: str, predicate):
     """The decorators of the implementations."""
     register = kernel_registry.register(operation, Platform.PALLAS, Backend.GPU, PRIORITY)
     configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
-    return lambda implementation: register(supported_if(supports)(configured(implementation)))
+    return lambda implementation: register(supported_if(predicate)(configured(implementation)))
 
 
-@_registered("flash_attention")
+@_registered("flash_attention", supports)
 def flash_attention(
     *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
@@ -80,3 +89,19 @@ def flash_attention(
     from .forward import flash_attention
 
     return flash_attention(*operands, spec=spec, config=config)
+
+
+@_registered("flash_attention_bwd", supports_bwd)
+def flash_attention_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: FlashAttentionSpec = FlashAttentionSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> tuple[Array, ...]:
+    """The cotangents of the operands named in wrt; a cotangent of None is zero."""
+    from .backward import flash_attention_bwd
+
+    return flash_attention_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)

@@ -1,14 +1,28 @@
 """Which configs the kernels of flash_attention are run with: blocks of keys, and how many of them are in flight.
 
-A tile has 128 queries, 64 for each of two warpgroups. (block_k, num_stages), the likeliest first, by D + V: both of
-a block of keys lie in shared memory, and its logits in registers beside the accumulator.
+The forward holds block_q queries, 64 for each warpgroup that computes, and streams blocks of keys; the
+backward holds block_k keys, 64 where there are more than 128 features, and streams blocks of queries. Shared memory has
+room for num_stages of the blocks that stream by.
 """
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-CONFIGS = {"flash_attention": {128: ((128, 4), (128, 2)), 256: ((128, 2), (64, 4)), 320: ((128, 2),), 512: ((64, 2),)}}
-WARPS = {"flash_attention": 12}
+# (block_q, block_k, num_stages) by D + V, the likeliest first.
+CONFIGS = {
+    "flash_attention": {
+        128: ((192, 128, 2), (192, 128, 4), (128, 128, 2)),
+        256: ((128, 128, 2), (128, 64, 4)),
+        320: ((128, 128, 2),),
+        512: ((128, 64, 2),),
+    },
+    "flash_attention_bwd": {
+        128: ((64, 128, 3), (128, 128, 2)),
+        256: ((64, 128, 2),),
+        320: ((64, 64, 2), (64, 64, 3)),
+        512: ((64, 64, 2),),
+    },
+}
 
 
 def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
@@ -18,18 +32,20 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    del spec, target
+    del target
     features = operands.q.shape[3] + operands.v.shape[3]
     by_features = CONFIGS[operation]
     candidates = by_features[next(size for size in by_features if features <= size)]
+    if spec.window[0] is not None:  # three warpgroups have no registers for the masks of both ends
+        candidates = sorted(candidates, key=lambda blocks: blocks[0] > 128)
     return [
         KernelConfig(
-            block_q=128,
+            block_q=block_q,
             block_k=block_k,
-            num_warps=WARPS[operation],
+            num_warps=12 if operation == "flash_attention_bwd" else 4 * (block_q // 64 + 1),
             num_stages=stages,
             platform=Platform.PALLAS,
             backend=Backend.GPU,
         )
-        for block_k, stages in candidates
+        for block_q, block_k, stages in candidates
     ]

@@ -3,9 +3,9 @@
 Of row i, after the blocks of keys seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
 A block with a maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l.
 
-A tile of queries belongs to two warpgroups, 64 rows each. A warpgroup has q·kᵀ of one block and the product of weights
-and values of the block before under way at once, and computes the softmax of the one while the other ends. The two take
-turns in issuing products, so that one computes a softmax while the other keeps the tensor cores busy. Keys come from
+A tile of queries belongs to two or three warpgroups, 64 rows each. A warpgroup has q·kᵀ of one block and the product of
+weights and values of the block before under way at once, and computes the softmax of the one while the other ends. They
+take turns in issuing products, so that one computes a softmax while another keeps the tensor cores busy. Keys come from
 the last block down, so that what a causal mask cuts is met first.
 
 As many blocks of threads as the device runs at once walk over the tiles, where shared memory has room for o beside the
@@ -39,32 +39,39 @@ from .launch import (
     sync,
     whole_eights,
 )
-from .problem import LOG2_E, Problem, Visits, problem_of, visits
-from .tiles import Statistics, logits, seen, weights
+from .problem import LOG2_E, Problem, Visits, after_first, problem_of, visits
+from .tiles import Statistics, indices, logits, seen, weights
 
-# Warpgroups that compute, and all of them: one more loads.
-CONSUMERS, WARPGROUPS = 2, 3
-TILE = CONSUMERS * ROWS
 # Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory that a block of threads may use on one.
 PROCESSORS, SHARED_BYTES = 132, 227 * 1024
-# Barriers: the turn of each consumer, then q may be overwritten, then the slots of k, then those of v.
-TURN = FIRST_BARRIER
-Q_FREE = TURN + CONSUMERS
-K_FREE = Q_FREE + 1
-MOST_STAGES = (16 - K_FREE) // 2
+# Registers of a thread that computes and of one that loads, by how many warpgroups compute.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
+# Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
+Q_FREE = FIRST_BARRIER
+TURN = Q_FREE + 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its blocks of keys, and how the tiles are dealt out."""
+    """A problem, its blocks, and how the tiles are dealt out."""
 
     problem: Problem
+    block_q: int
     block_k: int
     stages: int
 
     @property
+    def consumers(self) -> int:
+        """Warpgroups that compute; one more loads."""
+        return self.block_q // ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        return self.consumers + 1
+
+    @property
     def q_tiles(self) -> int:
-        return -(-self.problem.S // TILE)
+        return -(-self.problem.S // self.block_q)
 
     @property
     def tiles(self) -> int:
@@ -79,13 +86,17 @@ class Plan:
         return min(self.tiles, PROCESSORS) if self.persistent else self.tiles
 
     @property
+    def k_free(self) -> int:
+        return TURN + self.consumers
+
+    @property
     def v_free(self) -> int:
-        return K_FREE + self.stages
+        return self.k_free + self.stages
 
     def shared_bytes(self, persistent: bool) -> int:
         """Bytes of shared memory: the tiles, and room for the rest."""
         D, V = self.problem.D, self.problem.V
-        held = TILE * (D + V if persistent else max(D, V))
+        held = self.block_q * (D + V if persistent else max(D, V))
         return (held + self.stages * self.block_k * (D + V)) * self.problem.dtype.itemsize + 2048
 
     def tile(self, turn: Array) -> tuple[Array, Array, Array]:
@@ -102,7 +113,7 @@ class Plan:
         i, batch_head = lax.div(number, batches), lax.rem(number, batches)
         if self.problem.high is not None:
             i = self.q_tiles - 1 - i
-        return i * TILE, lax.rem(batch_head, heads), lax.div(batch_head, heads)
+        return i * self.block_q, lax.rem(batch_head, heads), lax.div(batch_head, heads)
 
     def turns(self) -> Array:
         """How many tiles this block has."""
@@ -111,18 +122,18 @@ class Plan:
         return lax.div(self.tiles - 1 - lax.axis_index("block"), jnp.int32(self.blocks)) + 1
 
     def visits(self, first: Array) -> Visits:
-        return visits(first, TILE, self.problem.low, self.problem.high, self.problem.K, self.block_k)
+        return visits(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
 
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
-    plan = Plan(problem, config.block_k, config.num_stages)
+    plan = Plan(problem, config.block_q, config.block_k, config.num_stages)
     dtype, stages = problem.dtype, plan.stages
     sinks = operands.sinks
     if sinks is not None:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))
-    q, o = shared((TILE, problem.D), dtype), shared((CONSUMERS, ROWS, problem.V), dtype)
+    q, o = shared((plan.block_q, problem.D), dtype), shared((plan.consumers, ROWS, problem.V), dtype)
     arrays = (*map(whole_eights, operands[:3]), *(() if sinks is None else (sinks,)))
     o, lse = launch(
         partial(_kernel, plan=plan),
@@ -130,15 +141,15 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
         arrays,
         out_type=(
             jax.ShapeDtypeStruct((*arrays[0].shape[:3], problem.V), dtype),
-            jax.ShapeDtypeStruct((problem.B, problem.H, plan.q_tiles * TILE), jnp.float32),
+            jax.ShapeDtypeStruct((problem.B, problem.H, plan.q_tiles * plan.block_q), jnp.float32),
         ),
         blocks=plan.blocks,
-        warpgroups=WARPGROUPS,
+        warpgroups=plan.warpgroups,
         scratch=dict(
             q_and_o=(q, o) if plan.persistent else plgpu.RefUnion(q, o),
             k_tiles=shared((stages, plan.block_k, problem.D), dtype),
             v_tiles=shared((stages, plan.block_k, problem.V), dtype),
-            lse_tile=plgpu.SMEM((CONSUMERS, ROWS), jnp.float32),
+            lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
             q_full=plgpu.Barrier(),
             k_full=plgpu.Barrier(num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
@@ -154,10 +165,10 @@ def _kernel(q, k, v, *refs, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_f
     tiles = (q_tile, k_tiles, v_tiles), (q_full, k_full, v_full)
 
     def consume():
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
         for slot in range(2 * plan.stages):
-            arrive(K_FREE + slot, WARPGROUPS)
-        pl.when(number == 1)(lambda: arrive(TURN, CONSUMERS))
+            arrive(plan.k_free + slot, plan.warpgroups)
+        pl.when(number == plan.consumers - 1)(lambda: arrive(TURN, 2))
 
         def one(turn, step):
             first, head, batch = plan.tile(turn)
@@ -168,7 +179,7 @@ def _kernel(q, k, v, *refs, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_f
             if plan.persistent:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             elif plan.problem.D != plan.problem.V:
-                sync(Q_FREE, CONSUMERS)  # o lies over q of the other warpgroup
+                sync(Q_FREE, plan.consumers)  # o lies over q of the other warpgroup
             saw = last.total > 0
             total = jnp.where(saw, last.total, 1.0)
             o_tiles[number] = (acc * across(1 / total, acc)).astype(plan.problem.dtype)
@@ -183,27 +194,27 @@ def _kernel(q, k, v, *refs, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_f
         lax.fori_loop(0, plan.turns(), one, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(number < CONSUMERS, consume, lambda: _load((q, k, v), *tiles, plan))
+    lax.cond(number < plan.consumers, consume, lambda: _load((q, k, v), *tiles, plan))
 
 
 def _load(arrays, tiles, full_barriers, plan: Plan):
     """The warpgroup that loads: q of every tile, and its blocks of k and v into the slots as they come free."""
     (q, k, v), (q_tile, k_tiles, v_tiles), (q_full, k_full, v_full) = arrays, tiles, full_barriers
-    plgpu.set_max_registers(40, action="decrease")
+    plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
     def one(turn, step):
         first, head, batch = plan.tile(turn)
         visited = plan.visits(first)
-        pl.when(turn > 0)(lambda: sync(Q_FREE, WARPGROUPS))
-        plgpu.copy_gmem_to_smem(q.at[batch, pl.ds(first, TILE), head], q_tile, q_full)
+        pl.when(turn > 0)(lambda: sync(Q_FREE, plan.warpgroups))
+        plgpu.copy_gmem_to_smem(q.at[batch, pl.ds(first, plan.block_q), head], q_tile, q_full)
 
         def block(i, step):
             slot = slot_of(step, plan.stages)
             keys = pl.ds((visited.end - 1 - i) * plan.block_k, plan.block_k)
             at = batch, keys, lax.div(head, jnp.int32(plan.problem.group))
-            sync(K_FREE + slot, WARPGROUPS)
+            sync(plan.k_free + slot, plan.warpgroups)
             plgpu.copy_gmem_to_smem(k.at[at], k_tiles.at[slot], k_full.at[slot])
-            sync(plan.v_free + slot, WARPGROUPS)
+            sync(plan.v_free + slot, plan.warpgroups)
             plgpu.copy_gmem_to_smem(v.at[at], v_tiles.at[slot], v_full.at[slot])
             return step + 1
 
@@ -218,11 +229,14 @@ def _attend(tiles, full_barriers, start: Statistics, first: Array, step: Array, 
     problem, number, visited = plan.problem, lax.axis_index("warpgroup"), plan.visits(first)
     mine = q_tile.at[pl.ds(number * ROWS, ROWS)]
     products = accumulator(ROWS, plan.block_k)
-    my_turn, your_turn = partial(sync, TURN + number, CONSUMERS), partial(arrive, TURN + 1 - number, CONSUMERS)
+    my_turn, your_turn = partial(sync, TURN + number, 2), partial(arrive, TURN + slot_of(number + 1, plan.consumers), 2)
 
     def softmax(qk, before, i, masked):
-        column = (visited.end - 1 - i) * plan.block_k
-        ok = seen(first + number * ROWS, column, qk.shape, problem) if masked else None
+        ok = None
+        if masked:
+            queries = indices(first + number * ROWS, 0, qk.shape)
+            keys = indices((visited.end - 1 - i) * plan.block_k, 1, qk.shape)
+            ok = seen(queries, keys, problem.K % plan.block_k > 0, problem)
         return weights(logits(qk, problem), before, ok, problem)
 
     def begin(qk):
@@ -234,7 +248,7 @@ def _attend(tiles, full_barriers, start: Statistics, first: Array, step: Array, 
     plgpu.barrier_wait(q_full)
     plgpu.barrier_wait(k_full.at[slot_of(step, plan.stages)])
     p, statistics, _ = softmax(pl.run_scoped(begin, products), start, 0, True)
-    arrive(K_FREE + slot_of(step, plan.stages), WARPGROUPS)
+    arrive(plan.k_free + slot_of(step, plan.stages), plan.warpgroups)
     carry = full((ROWS, problem.V), 0.0, WGMMA), p.astype(problem.dtype), statistics
 
     def visit(i, carry, masked):
@@ -252,7 +266,7 @@ def _attend(tiles, full_barriers, start: Statistics, first: Array, step: Array, 
                 plgpu.wgmma(acc, p, v_tiles.at[before])
                 your_turn()
                 s = plgpu.wgmma_accumulator_load(qk, wait_n=1)
-                arrive(K_FREE + slot, WARPGROUPS)
+                arrive(plan.k_free + slot, plan.warpgroups)
                 for ref, value in zip(results, jax.tree.leaves(softmax(s, statistics, i, masked)), strict=True):
                     ref[...] = value
                 plgpu.wgmma_wait(0)
@@ -261,23 +275,17 @@ def _attend(tiles, full_barriers, start: Statistics, first: Array, step: Array, 
 
         room, rows = full((ROWS, plan.block_k), 0.0, WGMMA), statistics.total
         acc, weight, *found, fade = pl.run_state(both)((plgpu.ACC.init(acc), room, rows, rows, rows))
-        arrive(plan.v_free + before, WARPGROUPS)
+        arrive(plan.v_free + before, plan.warpgroups)
         return acc * across(fade, acc), weight.astype(problem.dtype), Statistics(*found)
 
-    bounds = (visited.last_whole, visited.first_whole, visited.begin)
-    after_masked, after_whole, count = (visited.end - bound for bound in bounds)
-    if problem.low is not None or problem.high is not None:
-        carry = lax.fori_loop(1, after_masked, partial(visit, masked=True), carry)
-    carry = lax.fori_loop(jnp.maximum(after_masked, 1), after_whole, partial(visit, masked=False), carry)
-    if problem.low is not None:
-        carry = lax.fori_loop(jnp.maximum(after_whole, 1), count, partial(visit, masked=True), carry)
-    acc, p, statistics = carry
+    acc, p, statistics = after_first(visited, visit, carry, problem)
+    count = visited.end - visited.begin
     if plan.persistent:
-        pl.when(more)(lambda: arrive(Q_FREE, WARPGROUPS))
+        pl.when(more)(lambda: arrive(Q_FREE, plan.warpgroups))
     last = slot_of(step + count - 1, plan.stages)
     plgpu.barrier_wait(v_full.at[last])
     my_turn()
     acc = pl.run_state(lambda acc: plgpu.wgmma(acc, p, v_tiles.at[last]))(plgpu.ACC.init(acc))
     your_turn()
-    arrive(plan.v_free + last, WARPGROUPS)
+    arrive(plan.v_free + last, plan.warpgroups)
     return acc, statistics, step + count

@@ -3,8 +3,9 @@
 A block of threads is a few warpgroups, of which the last loads tiles from device memory and the others compute on them.
 """
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax.numpy as jnp
@@ -67,6 +68,18 @@ def across(rows: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(rows, like.shape, [0])
 
 
+def down(columns: Array, like: Array) -> Array:
+    """A number for each column, along the rows of `like`."""
+    return lax.broadcast_in_dim(columns, like.shape, [1])
+
+
+def load_shared(ref, layout) -> Array:
+    """A vector from shared memory in a layout."""
+    wants_index = inspect.signature(plgpu.load).parameters.get("idx")  # in jax 0.10
+    index = ((),) if wants_index is not None and wants_index.default is wants_index.empty else ()
+    return plgpu.load(ref, *index, layout=layout)
+
+
 def slot_of(step: Array, stages: int) -> Array:
     return lax.rem(step, jnp.int32(stages))
 
@@ -95,3 +108,28 @@ def _bar(operation: str, barrier: int | Array, warpgroups: int) -> None:
         llvm.inline_asm(void, [number.registers[()]], text, "r", has_side_effects=True)
 
     emit(jnp.int32(barrier))
+
+
+# ---- What the compiler does not know
+
+
+def after(weights: Array, number: Array) -> Array:
+    """The number, in a way that the compiler cannot know before it has computed all the weights: none is negative.
+
+    It would rather start the next product early, and find that registers do not suffice for both.
+    """
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )
+    def emit(_, weights, number):
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((1,), i32)
+        words = [vector.extract(vector.bitcast(pair, x), [], [0]) for x in weights.registers.flat]
+        signs = arith.shrui(reduce(arith.ori, words), arith.constant(i32, ir.IntegerAttr.get(i32, 31)))
+        return number + type(number)(_registers=np.array(signs, object), _layout=number.layout, _is_signed=True)
+
+    return emit(weights, number)

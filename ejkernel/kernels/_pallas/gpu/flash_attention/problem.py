@@ -1,7 +1,9 @@
 """The static side of a call, and which blocks a tile visits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -86,6 +88,20 @@ def visits(first: Array, held: int, low: int | None, high: int | None, length: i
         first_whole = _floor(first + held - 1 + low + step - 1, step)
     last_whole = jnp.clip(last_whole, begin, end)
     return Visits(begin, end, jnp.clip(first_whole, begin, last_whole), last_whole)
+
+
+def after_first(visited: Visits, visit: Callable, carry: Any, problem: Problem) -> Any:
+    """`carry` after visit(step, carry, masked=…) of all blocks but the first, where step n is the n-th from the end."""
+    masked, whole = partial(visit, masked=True), partial(visit, masked=False)
+    begin_whole, end_whole, end = (
+        visited.end - bound for bound in (visited.last_whole, visited.first_whole, visited.begin)
+    )
+    if problem.low is not None or problem.high is not None:
+        carry = lax.fori_loop(1, begin_whole, masked, carry)
+    carry = lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
+    if problem.low is not None:
+        carry = lax.fori_loop(jnp.maximum(end_whole, 1), end, masked, carry)
+    return carry
 
 
 def _floor(x: Array, step: int) -> Array:

@@ -1,5 +1,7 @@
-"""What is computed from a tile of q·kᵀ, whose rows are queries and whose columns are keys."""
+"""What is computed from a tile of q·kᵀ."""
 
+import operator
+from functools import reduce
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -25,25 +27,25 @@ def logits(products: Array, problem: Problem) -> Array:
     return 1 - 2 / (e + 1)
 
 
-def seen(row: Array, column: Array, shape: tuple[int, int], problem: Problem) -> Array | None:
-    """Whether the queries from `row` on see the keys from `column` on; None where they all do."""
-    along = lambda axis: plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
-    i, j = along(0) + row, along(1) + column
+def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:
+    """first, first + 1, … along an axis of a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
+
+
+def seen(i: Array, j: Array, uneven_keys: bool, problem: Problem) -> Array | None:
+    """Whether queries i see keys j, which may lie past the end where there are `uneven_keys`; None where all do."""
     conditions = []
-    if problem.K % shape[1]:
+    if uneven_keys:
         conditions.append(j < problem.K)
     if problem.high is not None:
         conditions.append(j <= i + problem.high)
     if problem.low is not None:
         conditions.append(j >= i + problem.low)
-    ok = None
-    for condition in conditions:
-        ok = condition if ok is None else ok & condition
-    return ok
+    return reduce(operator.and_, conditions) if conditions else None
 
 
 def weights(s: Array, before: Statistics, ok: Array | None, problem: Problem) -> tuple[Array, Statistics, Array]:
-    """exp(s − maximum) under the new maximum, the statistics, and the factor that brings earlier sums to it."""
+    """Of rows of queries exp(s − maximum) under the new maximum, the statistics, and what brings earlier sums to it."""
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
     maximum = jnp.maximum(before.maximum, s.max(axis=1) * problem.exponent)

@@ -1,0 +1,192 @@
+"""The backward kernel, five products a tile: dk and dv of a block of keys, and what it adds to dq.
+
+With the weights p = exp(s − lse) computed again, and delta = Σ_e do·o − dlse,
+
+    dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k
+
+A block of threads holds 128 keys. Two warpgroups have the keys' dk and dv, 64 keys each, in registers, and compute
+every tile with keys as rows, so that p and ds are there as operands of the products that follow. The third warpgroup
+loads the queries; it takes the ds of both from shared memory, and adds ds·k to dq in device memory. In what order the
+blocks of keys get to do that is not known, so dq is not the same in every run. dk and dv are.
+
+The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
+the registers of these numbers.
+"""
+
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig
+
+from .holders import DONE, Q_FREE, WARPGROUPS, Plan, hold_both, hold_keys, hold_values
+from .launch import (
+    ROWS,
+    accumulator,
+    arrive,
+    launch,
+    shared,
+    slot_of,
+    sync,
+    whole_eights,
+)
+from .problem import problem_of
+
+
+def flash_attention_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: FlashAttentionSpec,
+    config: KernelConfig,
+) -> tuple[Array, ...]:
+    problem = problem_of(primals, spec)
+    plan = Plan(problem, config.block_q, config.num_stages)
+    do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
+    delta = jnp.einsum("bshe,bshe->bhs", do, outputs.o, preferred_element_type=jnp.float32)
+    if cotangents.lse is not None:
+        delta -= cotangents.lse
+    # Where nothing is seen, and past the end, the weights are exp(−∞).
+    start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / problem.scale))
+    past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
+    rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
+    dq, dk, dv = _gradients(*map(whole_eights, (*primals[:3], do)), *rows, plan)
+    found = {"q": (dq * problem.scale).astype(problem.dtype)[:, : problem.S]}
+    found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
+    if "sinks" in wrt:
+        # A sink is a key without a value: its p is exp(sink − lse), and its dp is 0.
+        lse = jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse)
+        dsinks = -(jnp.exp(primals.sinks[:, :, :, None] - lse[:, :, None]) * delta[:, :, None]).sum(-1)
+        found["sinks"] = dsinks if primals.sinks.shape[0] > 1 else dsinks.sum(0, keepdims=True)
+    return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
+
+
+def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, plan: Plan):
+    """dq in float32 and without the scale, dk and dv."""
+    block_q, stages, dtype = plan.block_q, plan.stages, plan.problem.dtype
+    dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+    dk, dv = launch(
+        partial(_kernel, plan=plan),
+        "flash_attention_backward",
+        (q, k, v, do, start, delta, dq),
+        out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
+        blocks=plan.blocks,
+        warpgroups=WARPGROUPS,
+        scratch=dict(
+            held=(shared((plan.holders, ROWS, k.shape[3]), dtype), shared((plan.holders, ROWS, v.shape[3]), dtype)),
+            streamed=(
+                shared((stages, block_q, q.shape[3]), dtype),
+                shared((stages, block_q, do.shape[3]), dtype),
+                plgpu.SMEM((stages, block_q), jnp.float32),
+                plgpu.SMEM((stages, block_q), jnp.float32),
+            ),
+            ds_tiles=shared((plan.ds_stages, plan.holders, ROWS, block_q), dtype),
+            p_tile=shared((ROWS, block_q), dtype) if plan.wide else None,
+            dq_tile=shared((block_q, ROWS if plan.wide else q.shape[3]), jnp.float32),
+            held_full=plgpu.Barrier(num_arrivals=2 * plan.holders),
+            q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            ds_free=plgpu.Barrier(num_barriers=plan.ds_stages),
+        ),
+    )
+    return jax.freeze(dq), dk, dv
+
+
+def _kernel(
+    q, k, v, do, start, delta, dq, dk, dv, *, plan: Plan,
+    held, streamed, ds_tiles, p_tile, dq_tile, held_full, q_full, do_full, ds_free,
+):  # fmt: skip
+    number = lax.axis_index("warpgroup")
+
+    def hold(of, *outputs):
+        """Computes the gradients that go to the outputs, and stores them by way of what was held."""
+        plgpu.set_max_registers(216, action="increase")
+        plgpu.barrier_wait(held_full)
+        body = partial(of, plan, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
+        gradients = pl.run_scoped(body, *(accumulator(ROWS, out.shape[3]) for out, _, _ in outputs))
+        sync(DONE, WARPGROUPS)
+        first, kv_head, batch = plan.tile()
+        holder = lax.rem(number, jnp.int32(plan.holders))
+        for rows, (out, tile, scale) in zip(gradients, outputs, strict=True):
+            tile[holder] = (rows * scale).astype(plan.problem.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile.at[holder], out.at[batch, pl.ds(first + holder * ROWS, ROWS), kv_head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    of_keys, of_values = (dk, held[0], plan.problem.scale), (dv, held[1], 1.0)
+
+    def load_and_collect():
+        plgpu.set_max_registers(72, action="decrease")
+        first, kv_head, batch = plan.tile()
+        for holder in range(plan.holders):
+            at = batch, pl.ds(first + holder * ROWS, ROWS), kv_head
+            for array, tile in zip((k, v), held, strict=True):
+                plgpu.copy_gmem_to_smem(array.at[at], tile.at[holder], held_full)
+        load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan)
+        steps = plan.steps()
+        lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
+        plgpu.barrier_wait(held_full)
+
+        def visit(step, _):
+            _collect(step, held[0], ds_tiles, ds_free, dq_tile, dq, plan)
+
+            @pl.when(step + plan.stages < steps)
+            def _():
+                sync(Q_FREE + slot_of(step, plan.stages), WARPGROUPS)
+                load(step + plan.stages)
+
+        lax.fori_loop(0, steps, visit, None)
+        arrive(DONE, WARPGROUPS)
+        plgpu.wait_smem_to_gmem(0)
+
+    if plan.wide:
+        roles = partial(hold, hold_values, of_values), partial(hold, hold_keys, of_keys), load_and_collect
+        lax.cond(number < 2, lambda: lax.cond(number == 0, *roles[:2]), roles[2])
+    else:
+        lax.cond(number < 2, partial(hold, hold_both, of_keys, of_values), load_and_collect)
+
+
+def _load(arrays, tiles, full_barriers, plan: Plan, step: Array) -> None:
+    """Begins to load what belongs to the queries of a step."""
+    (q, do, start, delta), (q_tiles, do_tiles, start_tiles, delta_tiles) = arrays, tiles
+    q_full, do_full = (barrier.at[slot_of(step, plan.stages)] for barrier in full_barriers)
+    block, head = plan.place(step)
+    batch, rows, slot = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), slot_of(step, plan.stages)
+    plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_tiles.at[slot], q_full)
+    plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[slot], q_full)
+    plgpu.copy_gmem_to_smem(do.at[batch, rows, head], do_tiles.at[slot], do_full)
+    plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[slot], do_full)
+
+
+def _collect(step: Array, k_tile, ds_tiles, ds_free, dq_tile, dq, plan: Plan) -> None:
+    """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
+    slot = slot_of(step, plan.ds_stages)
+    block, head = plan.place(step)
+    height, width = dq_tile.shape
+    sync(plan.ds_full + slot, plan.holders + 1)
+    for left in range(0, plan.problem.D, width):
+        for n, (row, column) in enumerate(itertools.product(range(0, height, ROWS), range(0, width, ROWS))):
+            rows, columns = slice(row, row + ROWS), slice(left + column, left + column + ROWS)
+
+            def product(acc, rows=rows, columns=columns):
+                for holder in range(plan.holders):
+                    plgpu.wgmma(acc, ds_tiles.at[slot, holder, :, rows].T, k_tile.at[holder, :, columns])
+                return acc[...]
+
+            square = pl.run_scoped(product, accumulator(ROWS, ROWS))
+            if n == 0:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            dq_tile[rows, column : column + ROWS] = square
+        if left + width == plan.problem.D:
+            plgpu.barrier_arrive(ds_free.at[slot])
+        plgpu.commit_smem()
+        at = plan.tile()[2], pl.ds(block * plan.block_q, height), head, slice(left, left + width)
+        plgpu.copy_smem_to_gmem(dq_tile, dq.at[at], reduction_op="add")

@@ -1,0 +1,200 @@
+"""The warpgroups of the backward that hold the gradients of keys in registers, and the plan that all of them follow."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .launch import FIRST_BARRIER, PER_COLUMN, ROWS, accumulator, after, arrive, down, load_shared, slot_of, sync
+from .problem import LOG2_E, Problem, Visits, visits
+from .tiles import indices, seen
+
+# Two warpgroups hold the gradients of keys, the third loads and collects.
+WARPGROUPS = 3
+# Named barriers: k and v may be overwritten; p is there, and has been read; and from here on the slots of q are free,
+# and those of ds full.
+DONE = FIRST_BARRIER
+P_FULL, P_FREE = DONE + 1, DONE + 2
+Q_FREE = P_FREE + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem, its blocks of queries, how many of them are in flight, and where this block of threads works."""
+
+    problem: Problem
+    block_q: int
+    stages: int
+
+    @property
+    def wide(self) -> bool:
+        """A warpgroup has no room for dk beside dv."""
+        return self.problem.D + self.problem.V > 256
+
+    @property
+    def holders(self) -> int:
+        """Blocks of 64 keys that a block of threads holds."""
+        return 1 if self.wide else 2
+
+    @property
+    def keys(self) -> int:
+        return self.holders * ROWS
+
+    @property
+    def ds_stages(self) -> int:
+        return 1 if self.wide else 2
+
+    @property
+    def ds_full(self) -> int:
+        return Q_FREE + self.stages
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.problem.K // self.keys) * self.problem.G * self.problem.B
+
+    def tile(self) -> tuple[Array, Array, Array]:
+        """The first key, the key/value head and the batch index.
+
+        All tiles of a head at about the same time: their queries and dq stay in the L2 cache. Under a causal mask the
+        first keys have most to do.
+        """
+        heads, tiles = jnp.int32(self.problem.G), jnp.int32(-(-self.problem.K // self.keys))
+        j, batch_head = lax.rem(lax.axis_index("block"), tiles), lax.div(lax.axis_index("block"), tiles)
+        return j * self.keys, lax.rem(batch_head, heads), lax.div(batch_head, heads)
+
+    def visits(self, first: Array) -> Visits:
+        low, high = self.problem.low, self.problem.high
+        low, high = None if high is None else -high, None if low is None else -low
+        return visits(first, self.keys, low, high, self.problem.S, self.block_q)
+
+    def steps(self) -> Array:
+        """Blocks of queries of all the heads that share the keys."""
+        visited = self.visits(self.tile()[0])
+        return (visited.end - visited.begin) * self.problem.group
+
+    def place(self, step: Array) -> tuple[Array, Array]:
+        """The block of queries and the head of a step: one head of the group after the other."""
+        first, kv_head, _ = self.tile()
+        visited = self.visits(first)
+        blocks = visited.end - visited.begin
+        return visited.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
+
+
+# ---- The parts of a step
+
+
+def _weigh(plan: Plan, holder: Array | int, held, streamed, step: Array) -> Array:
+    """p = exp(s − lse) of the keys of a holder and the queries of a step."""
+    problem, slot, first = plan.problem, slot_of(step, plan.stages), plan.tile()[0]
+    visited, uneven_keys = plan.visits(first), problem.K % plan.keys > 0
+
+    def masked(s, block):
+        keys, queries = indices(first + holder * ROWS, 0, s.shape), indices(block * plan.block_q, 1, s.shape)
+        return jnp.where(seen(queries, keys, uneven_keys, problem), s, -jnp.inf)
+
+    def scoped(s):
+        s[...] = down(load_shared(streamed[2].at[slot], PER_COLUMN), s)
+        plgpu.wgmma(s, held[0].at[holder], streamed[0].at[slot].T)
+        s = s[...]
+        if uneven_keys or problem.low is not None or problem.high is not None:
+            block, _ = plan.place(step)
+            whole = (block >= visited.first_whole) & (block < visited.last_whole)
+            if uneven_keys:
+                whole &= first + plan.keys <= problem.K
+            s = lax.cond(whole, lambda: s, lambda: masked(s, block))
+        return jnp.exp2(s * (problem.scale * LOG2_E)).astype(problem.dtype)
+
+    return lax.optimization_barrier(pl.run_scoped(scoped, accumulator(ROWS, plan.block_q)))
+
+
+def _begin_slopes(plan: Plan, holder: Array | int, held, streamed, slot: Array, delta_slot: Array, dp) -> None:
+    """Begins dp − delta."""
+    dp[...] = down(load_shared(streamed[3].at[delta_slot], PER_COLUMN), dp)
+    plgpu.wgmma(dp, held[1].at[holder], streamed[1].at[slot].T)
+
+
+def _hand_over(ds: Array, holder: Array | int, ds_tiles, ds_free, step: Array, plan: Plan) -> None:
+    """Gives ds to the warpgroup that collects."""
+    slot = slot_of(step, plan.ds_stages)
+    pl.when(step >= plan.ds_stages)(lambda: plgpu.barrier_wait(ds_free.at[slot]))
+    ds_tiles[slot, holder] = ds
+    plgpu.commit_smem()
+    arrive(plan.ds_full + slot, plan.holders + 1)
+
+
+# ---- The warpgroups: each returns the gradients of its keys after all steps, dk without the scale
+
+
+def hold_both(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
+    """Up to 128 features: each of two warpgroups has its own keys, and both gradients."""
+    del p_tile
+    (q_full, do_full, ds_free), holder = barriers, lax.axis_index("warpgroup")
+
+    def visit(step, _):
+        slot = slot_of(step, plan.stages)
+        plgpu.barrier_wait(q_full.at[slot])
+        p = _weigh(plan, holder, held, streamed, step)
+        plgpu.barrier_wait(do_full.at[slot])
+
+        def scoped(dp):
+            _begin_slopes(plan, holder, held, streamed, slot, after(p, slot), dp)
+            plgpu.wgmma(dv, p, streamed[1].at[slot])
+            return (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp, wait_n=1)).astype(plan.problem.dtype)
+
+        ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
+        plgpu.wgmma(dk, ds, streamed[0].at[slot])
+        _hand_over(ds, holder, ds_tiles, ds_free, step, plan)
+        plgpu.wgmma_wait(0)
+        arrive(Q_FREE + slot, WARPGROUPS)
+
+    lax.fori_loop(0, plan.steps(), visit, None)
+    return dk[...], dv[...]
+
+
+def hold_values(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dv):
+    """More features: the first warpgroup computes p and dv …"""
+    del ds_tiles
+    q_full, do_full, _ = barriers
+
+    def visit(step, _):
+        slot = slot_of(step, plan.stages)
+        plgpu.barrier_wait(q_full.at[slot])
+        p = _weigh(plan, 0, held, streamed, step)
+        plgpu.barrier_wait(do_full.at[slot])
+        plgpu.wgmma(dv, p, streamed[1].at[slot])
+        pl.when(step > 0)(lambda: sync(P_FREE, 2))
+        p_tile[...] = p
+        arrive(P_FULL, 2)
+        plgpu.wgmma_wait(0)
+        arrive(Q_FREE + slot, WARPGROUPS)
+
+    lax.fori_loop(0, plan.steps(), visit, None)
+    return (dv[...],)
+
+
+def hold_keys(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dk):
+    """… and the second, of the same keys, ds and dk."""
+    (_, do_full, ds_free), last = barriers, plan.steps() - 1
+
+    def visit(step, _):
+        slot = slot_of(step, plan.stages)
+        plgpu.barrier_wait(do_full.at[slot])
+
+        def scoped(dp):
+            _begin_slopes(plan, 0, held, streamed, slot, slot, dp)
+            sync(P_FULL, 2)
+            p = p_tile[...]
+            pl.when(step < last)(lambda: arrive(P_FREE, 2))
+            return (p.astype(jnp.float32) * dp[...]).astype(plan.problem.dtype)
+
+        ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
+        plgpu.barrier_wait(barriers[0].at[slot])
+        plgpu.wgmma(dk, ds, streamed[0].at[slot])
+        _hand_over(ds, 0, ds_tiles, ds_free, step, plan)
+        plgpu.wgmma_wait(0)
+        arrive(Q_FREE + slot, WARPGROUPS)
+
+    lax.fori_loop(0, plan.steps(), visit, None)
+    return (dk[...],)
