@@ -10,8 +10,10 @@ import pytest
 from ejkernel.kernels._pallas.gpu.flash_attention import (
     flash_attention,
     flash_attention_bwd,
+    flash_attention_jvp,
     supports,
     supports_bwd,
+    supports_jvp,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import heuristic, space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Outputs
@@ -28,19 +30,27 @@ TAKEN = [case for case in FITTING if supports(*reversed(case.make(256, jnp.bfloa
 
 
 def compare(case: Case, length: int, dtype, config=None, backward_config=None):
-    """The outputs and, where the backward takes the call, the gradients."""
+    """The outputs and, where the backward and the tangent take the call, the gradients and the tangents."""
     x, spec = case.make(length, dtype)
     assert supports(spec, x, TARGET) is None
     wrt, tangents = differentiable(x), {name: like(getattr(x, name), 1) for name in differentiable(x)}
     config = config or heuristic("flash_attention", x, spec, TARGET)
     outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(poisoned(x, spec))
     cotangents = like(outputs, 2)
-    (exact, exact_gradients, _), (rounded, rounded_gradients, _) = (
+    (exact, exact_gradients, exact_moved), (rounded, rounded_gradients, rounded_moved) = (
         derivatives(x, spec, cotangents, tangents, precision) for precision in (jnp.float64, dtype)
     )
     for name, *arrays in zip(Outputs._fields, outputs, exact, rounded, strict=True):
         check(name, *arrays, factor=2, rounding=0)
     lse_rounding = np.abs(exact.lse[np.isfinite(exact.lse)]).max(initial=0) * 2.0**-23
+    if supports_jvp(spec, x, TARGET) is None:
+        config = heuristic("flash_attention_jvp", x, spec, TARGET)
+        moving = x._replace(**{name: tangents.get(name) for name in x._fields})
+        moved = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=config))(
+            poisoned(x, spec), outputs, moving
+        )
+        for name, *arrays in zip(Outputs._fields, moved, exact_moved, rounded_moved, strict=True):
+            check(f"{name}_dot", *arrays, 3, lse_rounding)
     if supports_bwd(spec, x, TARGET) is None:
         config = backward_config or heuristic("flash_attention_bwd", x, spec, TARGET)
         backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=config))

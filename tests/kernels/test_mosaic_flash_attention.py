@@ -9,8 +9,10 @@ from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._pallas.gpu.flash_attention import (
     flash_attention,
     flash_attention_bwd,
+    flash_attention_jvp,
     supports,
     supports_bwd,
+    supports_jvp,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
@@ -31,7 +33,7 @@ def lowered(function, *arguments) -> str:
 
 
 def run(operation, spec, config):
-    """The operation as a function of the operands, the outputs and a cotangent of o."""
+    """The operation as a function of the operands (and tangents), the outputs and a cotangent of o."""
 
     def forward(x, outputs, do):
         return flash_attention(*x, spec=spec, config=config)
@@ -40,7 +42,10 @@ def run(operation, spec, config):
         wrt = ("q", "k", "v") if x.sinks is None else ("q", "k", "v", "sinks")
         return flash_attention_bwd(x, outputs, Outputs(do, None), wrt=wrt, spec=spec, config=config)
 
-    return {"flash_attention": forward, "flash_attention_bwd": backward}[operation]
+    def tangent(x, outputs, do):
+        return flash_attention_jvp(x, outputs, x, spec=spec, config=config)
+
+    return {"flash_attention": forward, "flash_attention_jvp": tangent, "flash_attention_bwd": backward}[operation]
 
 
 def arguments(x: Operands):
@@ -50,7 +55,7 @@ def arguments(x: Operands):
 
 
 CALLS = {name: call(shape) for name, shape in ATTENTION_SHAPES.items()}
-PREDICATES = {"flash_attention": supports, "flash_attention_bwd": supports_bwd}
+PREDICATES = {"flash_attention": supports, "flash_attention_jvp": supports_jvp, "flash_attention_bwd": supports_bwd}
 CONFIGS = [
     pytest.param(
         operation, name, config, id=f"{operation}, {name}, {config.block_q}x{config.block_k}x{config.num_stages}"
@@ -135,7 +140,21 @@ def test_says_what_it_does_not_take(name):
     assert reason in supports(spec, Operands(q, q, q)._replace(**changed), target)
 
 
-def test_says_what_the_backward_does_not_take():
+@pytest.mark.parametrize("moving", ["q", "k", "v", "qk", "kv"])
+def test_tangents_of_some_operands(moving):
+    x, outputs, _ = arguments(Operands(q, q, q))
+    spec = FlashAttentionSpec(causal=True)
+    (config, *_) = space("flash_attention_jvp", x, spec, HOPPER)
+    tangents = Operands(*(q if name in moving else None for name in "qkv"))
+    run = lambda *a: flash_attention_jvp(*a, spec=spec, config=config)
+    assert CUSTOM_CALL in lowered(run, x, outputs, tangents)
+
+
+def test_says_what_the_derivatives_do_not_take():
+    wide = Operands(*[jax.ShapeDtypeStruct((2, 128, 4, 256), q.dtype)] * 3)
+    assert "256 features" in supports_jvp(FlashAttentionSpec(), wide, HOPPER)
+    sinks = jax.ShapeDtypeStruct((1, 4, 1), jnp.float32)
+    assert "sinks" in supports_jvp(FlashAttentionSpec(), Operands(q, q, q, sinks=sinks), HOPPER)
     refused = lambda **options: supports_bwd(FlashAttentionSpec(**options), Operands(q, q, q), HOPPER)
     assert refused() is None
     assert "order" in refused(deterministic=True)

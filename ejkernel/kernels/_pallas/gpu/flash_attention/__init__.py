@@ -16,6 +16,7 @@ HOPPER = 90
 # Fewer queries leave most of a tile empty.
 LEAST_QUERIES = 64
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
+TANGENT_FEATURES = 128
 ABSENT = ("bias", "mask", "q_segment_ids", "softmax_scale", "cu_seqlens_q", "dropout")
 
 
@@ -49,6 +50,15 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
         return "dq is summed in no certain order, and so not the same in every run"
     if spec.softcap is not None:
         return "softcap: the backward has none"
+    return supports(spec, operands, target)
+
+
+def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the tangent cannot run on these operands, or None."""
+    if operands.sinks is not None:
+        return "sinks: the tangent has none"
+    if operands.q.shape[3] > TANGENT_FEATURES:
+        return f"q has {operands.q.shape[3]} features; the tiles and their tangents fit for up to {TANGENT_FEATURES}"
     return supports(spec, operands, target)
 
 
@@ -89,6 +99,21 @@ def flash_attention(
     from .forward import flash_attention
 
     return flash_attention(*operands, spec=spec, config=config)
+
+
+@_registered("flash_attention_jvp", supports_jvp)
+def flash_attention_jvp(
+    primals: Operands,
+    outputs: Outputs,
+    tangents: Operands,
+    *,
+    spec: FlashAttentionSpec = FlashAttentionSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> Outputs:
+    """The tangents of o and lse; a tangent of None is zero."""
+    from .tangent import flash_attention_jvp
+
+    return flash_attention_jvp(primals, outputs, tangents, spec=spec, config=config)
 
 
 @_registered("flash_attention_bwd", supports_bwd)

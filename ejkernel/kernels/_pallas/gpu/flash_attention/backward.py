@@ -5,9 +5,10 @@ With the weights p = exp(s − lse) computed again, and delta = Σ_e do·o − d
     dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k
 
 A block of threads holds 128 keys. Two warpgroups have the keys' dk and dv, 64 keys each, in registers, and compute
-every tile with keys as rows, so that p and ds are there as operands of the products that follow. The third warpgroup
-loads the queries; it takes the ds of both from shared memory, and adds ds·k to dq in device memory. In what order the
-blocks of keys get to do that is not known, so dq is not the same in every run. dk and dv are.
+every tile with keys as rows, so that p and ds are there as operands of the products that follow. Where the features are
+too many for that, both have the same 64 keys, one with dv and the other with dk. The third warpgroup loads the queries;
+it takes ds from shared memory, and adds ds·k to dq in device memory. In what order the blocks of threads get to do that
+is not known, so dq is not the same in every run. dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
 the registers of these numbers.

@@ -1,6 +1,6 @@
 """Which configs the kernels of flash_attention are run with: blocks of keys, and how many of them are in flight.
 
-The forward holds block_q queries, 64 for each warpgroup that computes, and streams blocks of keys; the
+The forward and the tangent hold block_q queries, 64 for each warpgroup that computes, and stream blocks of keys; the
 backward holds block_k keys, 64 where there are more than 128 features, and streams blocks of queries. Shared memory has
 room for num_stages of the blocks that stream by.
 """
@@ -17,11 +17,12 @@ CONFIGS = {
         512: ((128, 64, 2),),
     },
     "flash_attention_bwd": {
-        128: ((64, 128, 3), (128, 128, 2)),
+        128: ((128, 128, 2), (64, 128, 3)),
         256: ((64, 128, 2),),
         320: ((64, 64, 2), (64, 64, 3)),
         512: ((64, 64, 2),),
     },
+    "flash_attention_jvp": {128: ((128, 64, 4), (128, 64, 2)), 256: ((128, 64, 2),)},
 }
 
 
