@@ -121,7 +121,7 @@ def test_contenders_are_timed_in_turns():
     order = []
     batches = {name: lambda calls, name=name: order.append((name, calls)) for name in "ab"}
     found = harness.interleaved(batches, repeats=3)
-    assert [name for name, _ in order] == list("ab" * 4) and [len(times) for times in found.values()] == [3, 3]
+    assert [name for name, _ in order] == list("ab" * 5) and [len(times) for times in found.values()] == [3, 3]
     assert order[0] == ("a", 1) and order[-1] == ("b", harness._MOST_CALLS)
 
 
