@@ -174,7 +174,7 @@ def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypa
     assert "the kernels and the formula train alike" in out
     assert "4 × gla, 4 × gla_bwd, 12 × grouped_matmul, 12 × grouped_matmul_bwd" in out
     assert "ejkernel[op=gla;" in out and "ejkernel[op=grouped_matmul;" in out
-    assert "8 of 8 characters, written one by one with the states carried, are those of the whole text" in out
+    assert "8 of 8 characters, written one by one with the states carried along, are those of the whole" in out
 
 
 def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_path, monkeypatch):

@@ -9,8 +9,8 @@ from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 from ejkernel.types import KernelConfig
 from tests.gpu.recurrence_cases import Case, check, differentiable, formula, like, normal
 
-from .test_tpu_mean_pooling import interpreted
 from .tpu_compiler import TARGETS, compiled
+from .tpu_interpreter import interpreted
 
 forward, backward, tangent = (kernel_registry.get("recurrent" + kind, "pallas", "tpu") for kind in ("", "_bwd", "_jvp"))
 CONFIG = KernelConfig(block_q=16, block_k=8)
@@ -49,14 +49,15 @@ def test_in_the_interpreter(case):
     "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
 )
 @pytest.mark.parametrize("gates", ("g", "gk", "g gk g_gamma", ""))
-def test_the_compilers_take_every_config(gates, generation):
+def test_the_compilers_take_them(gates, generation):
+    """Every config for one generation, and the heuristic one for the others."""
     array = lambda *shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype)
     x = Operands(array(2, 1000, 8, 128), array(2, 1000, 4, 128), array(2, 1000, 4, 64))
     wide = dict(g=array(2, 1000, 8), gk=array(2, 1000, 8, 128), g_gamma=array(1, 8, dtype=jnp.float32))
     x, spec = x._replace(**{name: wide[name] for name in gates.split()}), RecurrenceSpec()
     wrt, run = differentiable(x), lambda *x, config: forward(*x, spec=spec, config=config)
     ct = jax.eval_shape(lambda *x: kernel_registry.get("recurrent", "xla")(*x, spec=spec), *x)
-    for config in forward.space(spec, x, TARGETS[generation]):
+    for config in forward.space(spec, x, TARGETS[generation])[: None if generation == "v5e" else 1]:
         compiled(lambda *x, config=config: run(*x, config=config), generation, *x)
         compiled(
             lambda x, ct, config=config: backward(x, None, ct, wrt=wrt, spec=spec, config=config), generation, x, ct

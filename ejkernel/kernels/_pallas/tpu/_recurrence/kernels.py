@@ -130,19 +130,19 @@ def _blocks(plan: Plan) -> range:
 def recurrence(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
     """o and the final state."""
     plan = _plan(x, spec, config)
-    o, state, _ = _forward(_tokens(x, plan), _state(x, plan), plan)
+    o, state, _ = _forward(_tokens(x, plan), _state(x, plan), plan, keep=False)
     return Outputs(_unordered(o, plan), state.swapaxes(2, 3)[:, None])
 
 
-def _forward(tokens: Tokens, state: Array, plan: Plan) -> tuple[Array, Array, Array]:
-    """o, the final state, and the states in which the chunks begin."""
+def _forward(tokens: Tokens, state: Array, plan: Plan, keep: bool) -> tuple[Array, Array, Array | None]:
+    """o, the final state, and to `keep` the states in which the chunks begin."""
     shapes = plan.shapes(tokens.q.dtype)
     return pl.pallas_call(
         partial(_forward_kernel, plan),
         grid=(plan.b, plan.h, plan.count),
         in_specs=[_specs(tokens, plan), plan.of_state()],
-        out_specs=[plan.of_tokens(plan.e), plan.of_state(), plan.of_states()],
-        out_shape=[shapes["o"], shapes["state"], shapes["states"]],
+        out_specs=[plan.of_tokens(plan.e), plan.of_state(), plan.of_states() if keep else None],
+        out_shape=[shapes["o"], shapes["state"], shapes["states"] if keep else None],
         scratch_shapes=[pltpu.VMEM((plan.e, plan.d), jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=ORDER),
         name="recurrence_forward",
@@ -155,7 +155,8 @@ def _forward_kernel(plan, tokens, first, o, last, states, state):
         state[...] = first[...]
 
     h = state[...]
-    states[...] = h
+    if states is not None:
+        states[...] = h
     for n in _blocks(plan):
         h, out = block(plan.scale, h, _read(tokens, n, plan))
         o[pl.ds(n * plan.block, plan.block), :] = out.astype(o.dtype)
@@ -218,7 +219,7 @@ def recurrence_bwd(
     tokens, first = _tokens(x, plan), _state(x, plan)
     do = jnp.zeros((plan.b, plan.s, plan.h, plan.e), x.q.dtype) if cotangents.o is None else cotangents.o
     dlast = _state(Operands(None, None, None, initial_state=cotangents.final_state), plan)
-    _, _, states = _forward(tokens, first, plan)
+    _, _, states = _forward(tokens, first, plan, keep=True)
     wide = Tokens(plan.d, plan.d, plan.e, None if tokens.g is None else 1, None if tokens.gk is None else plan.d)
     of_head = lambda width: jax.ShapeDtypeStruct((plan.b, plan.h, plan.count * plan.chunk, width), jnp.float32)
     gradients, dstate = pl.pallas_call(
