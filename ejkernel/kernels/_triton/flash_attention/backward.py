@@ -126,7 +126,7 @@ def dk_dv_kernel(
     first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
         block, batch, cu_q, cu_k, problem, BLOCK_K, OF_KEYS=True
     )
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
     v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
     k_tile = tiles.load_tile(k, first, 0, k_len, problem.G, problem.D, BLOCK_K, True)
@@ -162,18 +162,25 @@ def dk_dv_kernel(
             if correction is not None:
                 correction_head = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
                 correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
+            bias_tile, mask_tile = None, None
+            if bias is not None:
+                bias_tile = logits.biases(bias, i, j, frame, problem)
+            if mask is not None:
+                mask_tile = logits.unmasked(mask, i, j, frame, problem)
             product = tiles.over_features(k_tile, q_tile, None)
             dp = tiles.over_features(v_tile, do_tile, None)
-            _p, p, ds = logits.weights_and_logit_cotangents(
-                product, dp, lse_row, correction_row, delta_row, scale, bias, dropout, i, j, frame, problem
+            p, left, ds = logits.weights_and_logit_cotangents(
+                product, dp, lse_row, correction_row, delta_row, scale, bias_tile, dropout, i, j, frame, problem
             )
-            if problem.masked_everywhere or (start < first_full or start > last_full):
-                ok = logits.visible(i, j, masks, frame, problem)
-                p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
+            if mask is not None:
+                p, left, ds = logits.where_seen(mask_tile, p, left, ds)
+            if start < first_full or start > last_full:
+                ok = logits.visible(i, j, segments, frame, problem)
+                p, left, ds = logits.where_seen(ok, p, left, ds)
             if softmax_scale is not None:
                 ds *= scale
             if dv is not None:
-                dv_tile = tiles.over_tokens(p, do_tile, dv_tile)
+                dv_tile = tiles.over_tokens(left, do_tile, dv_tile)
             if dk is not None:
                 dk_tile = tiles.over_tokens(ds, q_tile, dk_tile)
 
@@ -202,7 +209,7 @@ def dq_kernel(
         block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
     frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     kv_head = head // problem.group
     q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
     k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
@@ -231,20 +238,30 @@ def dq_kernel(
             j = start + tl.arange(0, BLOCK_K)[None, :]
             k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
             v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
+            bias_tile, mask_tile = None, None
+            if bias is not None:
+                bias_tile = logits.biases(bias, i, j, frame, problem)
+            if mask is not None:
+                mask_tile = logits.unmasked(mask, i, j, frame, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
-                product, dp, lse_rows[:, None], None, delta_rows[:, None], scale, bias, dropout, i, j, frame, problem
-            )
-            if problem.masked_everywhere or (start < first_full or start > last_full):
-                ok = logits.visible(i, j, masks, frame, problem)
-                p, left, ds = tl.where(ok, p, 0.0), tl.where(ok, left, 0.0), tl.where(ok, ds, 0.0)
+                product, dp, lse_rows[:, None], None, delta_rows[:, None], scale, bias_tile, dropout, i, j, frame,
+                problem,
+            )  # fmt: skip
+            if mask is not None:
+                p, left, ds = logits.where_seen(mask_tile, p, left, ds)
+                if dscale is not None:
+                    product, dp = tl.where(mask_tile, product, 0.0), tl.where(mask_tile, dp, 0.0)
+            if start < first_full or start > last_full:
+                ok = logits.visible(i, j, segments, frame, problem)
+                p, left, ds = logits.where_seen(ok, p, left, ds)
                 if dscale is not None:
                     product, dp = tl.where(ok, product, 0.0), tl.where(ok, dp, 0.0)
             if correction is not None:
                 total += tl.sum(p, 1)
             if dscale is not None:
-                s = logits.capped(product, scale, bias, i, j, frame, problem)
+                s = logits.capped(product, scale, bias_tile, problem)
                 sums = logits.sums_with(sums, s, product, dp, p, left, ds, problem)
             if dq is not None:
                 dq_tile = tiles.over_tokens(ds, k_tile, dq_tile)

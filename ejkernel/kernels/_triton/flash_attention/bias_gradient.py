@@ -59,7 +59,7 @@ def dbias_kernel(
         row_block, bias_batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
     low, high = tiles.band((bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len), problem)
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     total = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
     for shared in range(LOOPS[0] * LOOPS[1]):
         batch, head = bias_batch + shared // LOOPS[1], bias_head + shared % LOOPS[1]
@@ -88,7 +88,9 @@ def dbias_kernel(
                 )
                 if seen:
                     j = j0 + tl.arange(0, BLOCK_K)[None, :]
-                    ok = logits.visible(i, j, masks, frame, problem)
+                    ok = logits.visible(i, j, segments, frame, problem)
+                    if mask is not None:
+                        ok &= logits.unmasked(mask, i, j, frame, problem)
                     if tl.max(ok.to(tl.int32)) > 0:
                         k_head = tiles.at(k, batch, 0, problem.K, kv_head, problem.G, problem.D)
                         v_head = tiles.at(v, batch, 0, problem.K, kv_head, problem.G, problem.V)
@@ -97,20 +99,18 @@ def dbias_kernel(
                         product = tiles.over_features(q_tile, k_tile, None)
                         dp = tiles.over_features(do_tile, v_tile, None)
                         _p, _left, ds = logits.weights_and_logit_cotangents(
-                            product, dp, lse_rows, correction_rows, delta_rows, scale, bias, dropout, i, j, frame,
-                            problem,
+                            product, dp, lse_rows, correction_rows, delta_rows, scale,
+                            logits.biases(bias, i, j, frame, problem), dropout, i, j, frame, problem,
                         )  # fmt: skip
                         total += tl.where(ok, ds, 0.0)
 
     strides: tl.constexpr = problem.bias_strides
     i = row_block * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     j = column_block * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (i < problem.S) & (j < problem.K)
     if strides.s == 0:
         total = tl.sum(total, 0, keep_dims=True)
-        inside, i = j < problem.K, tl.full([1, 1], 0, tl.int32)
     if strides.t == 0:
         total = tl.sum(total, 1, keep_dims=True)
-        inside, j = i < problem.S, tl.full([1, 1], 0, tl.int32)
     frame = (bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
-    tl.store(logits.pairs_at(dbias, i, j, frame, strides), total, mask=inside)
+    address, inside = logits.pairs_at(dbias, i, j, frame, strides)
+    tl.store(address, total, mask=inside)

@@ -33,7 +33,6 @@ class Problem:
         sinks: how many there are per head.
         bias_strides, …: of the optional operands; None for those that are absent.
         exact: q, k and v are float32.
-        masked_everywhere: a mask may hide any key from any query, so that no tile is known to be full.
         segmented: queries and keys have segment ids.
     """
 
@@ -58,7 +57,6 @@ class Problem:
     cu_q_strides: Strides | None
     cu_k_strides: Strides | None
     exact: bool
-    masked_everywhere: bool
     segmented: bool
 
     @property
@@ -147,7 +145,6 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
         cu_q_strides=broadcast_strides(operands.cu_seqlens_q),
         cu_k_strides=broadcast_strides(operands.cu_seqlens_k),
         exact=operands.q.dtype == jnp.float32,
-        masked_everywhere=operands.mask is not None,
         segmented=operands.q_segment_ids is not None,
     )
 
