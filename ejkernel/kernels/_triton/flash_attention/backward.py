@@ -131,8 +131,8 @@ def dk_dv_kernel(
     v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
     k_tile = tiles.load_tile(k, first, 0, k_len, problem.G, problem.D, BLOCK_K, True)
     v_tile = tiles.load_tile(v, first, 0, k_len, problem.G, problem.V, BLOCK_K, True)
-    dk_tile = tiles.zeros(BLOCK_K, problem.D)
-    dv_tile = tiles.zeros(BLOCK_K, problem.V)
+    dk_tile = tiles.zeros(BLOCK_K, problem.D, problem)
+    dv_tile = tiles.zeros(BLOCK_K, problem.V, problem)
 
     j = first + tl.arange(0, BLOCK_K)[:, None]
     low, high = tiles.band((batch, 0, sequence, q_start, q_len, k_start, k_len), problem)
@@ -230,7 +230,7 @@ def dq_kernel(
     do_tile = tiles.load_tile(do, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
     delta_rows = tiles.load_rows(delta, first, q_len, BLOCK_Q, True, 0.0)
-    dq_tile = tiles.zeros(BLOCK_Q, problem.D)
+    dq_tile = tiles.zeros(BLOCK_Q, problem.D, problem)
     total, _moved = logits.sinks_weights(sinks, None, lse_rows, frame, problem)
     sums = logits.no_sums(BLOCK_Q)
     if begin < end:  # see tiles.py on loops

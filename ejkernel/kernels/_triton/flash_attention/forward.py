@@ -70,7 +70,7 @@ def forward_kernel(
 
     scale = logits.total_scale(softmax_scale, frame, problem)
     m, l = logits.first_statistics(sinks, frame, problem, BLOCK_Q)
-    acc = tiles.zeros(BLOCK_Q, problem.V)
+    acc = tiles.zeros(BLOCK_Q, problem.V, problem)
 
     low, high = tiles.band(frame, problem)
     bounds = tiles.schedule(

@@ -157,9 +157,19 @@ def broadcast_strides(x) -> Strides | None:
     return Strides(*(step if size > 1 else 0 for step, size in zip(steps, x.shape, strict=True)))
 
 
+# In float32 that many features are multiplied and summed before others are added: errors grow with the length of a sum,
+# and so do the registers that it takes.
+FLOAT32_PART = 32
+
+
 @triton.constexpr_function
-def parts(size: int) -> tuple[tuple[int, int], ...]:
-    """The tiles that hold `size` features, as (first feature, width): two where those are narrower than one."""
+def parts(size: int, exact: bool) -> tuple[tuple[int, int], ...]:
+    """The tiles that hold `size` features, as (first feature, width): two where those are narrower than one.
+
+    In float32 (`exact`) they are as narrow as `FLOAT32_PART`.
+    """
+    if exact:
+        return tuple((n, min(FLOAT32_PART, padded(size - n))) for n in range(0, size, FLOAT32_PART))
     first = 1 << (size.bit_length() - 1)
     whole, rest = padded(size), size - first
     if first < 16 or rest == 0 or first + padded(rest) == whole:
@@ -169,7 +179,7 @@ def parts(size: int) -> tuple[tuple[int, int], ...]:
 
 def tiled(size: int) -> int:
     """The features that tiles of `size` features have room for."""
-    return sum(width for _, width in parts(size))
+    return sum(width for _, width in parts(size, False))
 
 
 @triton.constexpr_function

@@ -92,6 +92,7 @@ def tangent_kernel(
 
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
+    q_dot_tile = None
     if q_dot is not None:
         q_dot = tiles.at(q_dot, batch, q_start, problem.S, head, problem.H, problem.D)
         q_dot_tile = tiles.load_tile(q_dot, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
@@ -105,7 +106,7 @@ def tangent_kernel(
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
     rounded_off = tl.zeros_like(moved)
-    acc = tiles.zeros(BLOCK_Q, problem.V)
+    acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
@@ -118,21 +119,16 @@ def tangent_kernel(
                 bias_dot_tile = logits.biases(bias_dot, i, j, frame, problem)
             if mask is not None:
                 mask_tile = logits.unmasked(mask, i, j, frame, problem)
-            product = tiles.over_features(q_tile, k_tile, None)
-            s_dot = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
-            if q_dot is not None:
-                s_dot = tiles.over_features(q_dot_tile, k_tile, s_dot)
+            k_dot_tile = None
             if k_dot is not None:
                 k_dot_tile = tiles.load_tile(
-                    k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K,
-                    CHECKED,
-                )  # fmt: skip
-                s_dot = tiles.over_features(q_tile, k_dot_tile, s_dot)
+                    k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED
+                )
             if v_dot is not None:
                 v_dot_tile = tiles.load_tile(
-                    v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K,
-                    CHECKED,
-                )  # fmt: skip
+                    v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED
+                )
+            product, s_dot = tiles.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
             s = logits.capped(product, scale, bias_tile, problem)
             if LOGITS_MOVE:
                 s_dot = logits.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot_tile, frame, problem)
