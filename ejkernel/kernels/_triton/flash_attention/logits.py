@@ -5,7 +5,7 @@ computed from them follows their shapes. On frames see tiles.py.
 
 The weights exp(s − lse) of a row would sum to 1, were lse not rounded: an lse of 200 in float32 is off by up to 8e-6,
 and with it every weight of the row. In 16 bits that is nothing. In float32 the row is divided by the sum itself; what
-it is multiplied by is its correction.
+it is multiplied by is its correction (see rows.py).
 """
 
 import triton
@@ -162,6 +162,15 @@ def weights_and_logit_cotangents(
     p = exp(s − lse)·correction,  p̃ = p ∘ keep/(1 − rate),  ds = (p̃ ∘ dp − p·delta) ∘ (1 − (s/softcap)²)
     """
     s = capped(product, scale, bias, problem)
+    p, left, ds = weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, frame, problem)
+    if problem.softcap is not None:
+        ds *= softcap_slope(s, problem)
+    return p, left, ds
+
+
+@triton.jit
+def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, frame, problem: tl.constexpr):
+    """p, p̃ and p̃ ∘ dp − p·delta."""
     p = exponential(s, lse, problem)
     if correction is not None:
         p *= correction
@@ -169,33 +178,7 @@ def weights_and_logit_cotangents(
     if dropout is not None:
         keep = tl.where(kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
         left, dp = p * keep, dp * keep
-    ds = p * (dp - delta)
-    if problem.softcap is not None:
-        ds *= softcap_slope(s, problem)
-    return p, left, ds
-
-
-@triton.jit
-def no_sums(ROWS: tl.constexpr):
-    """What `sums_with` begins with."""
-    zero = tl.full([ROWS], 0.0, tl.float32)
-    return zero, zero, zero
-
-
-@triton.jit
-def sums_with(sums, s, product, dp, p, left, ds, problem: tl.constexpr):
-    """The sums Σ_j ds ∘ (q·kᵀ), Σ_j p ∘ (q·kᵀ) ∘ ds/dz and Σ_j p̃ ∘ dp of rows with those of one more tile."""
-    moved = p * product
-    if problem.softcap is not None:
-        moved *= softcap_slope(s, problem)
-    return sums[0] + tl.sum(ds * product, 1), sums[1] + tl.sum(moved, 1), sums[2] + tl.sum(left * dp, 1)
-
-
-@triton.jit
-def scale_cotangent(sums, correction, delta, dlse):
-    """Σ_j ds ∘ (q·kᵀ) of rows. Their delta was that of a rounded o; what it was off by is put back."""
-    products, slopes, deltas = sums
-    return correction * (products + (delta - (correction * deltas - dlse)) * slopes)
+    return p, left, p * (dp - delta)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
 
-In float32 the weights are corrected for the rounding of lse (see logits.py): by their sum, known when the pass ends.
+In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends.
 In 16 bits p̃ ∘ s_dot is rounded for its product with v, and o is taken off by as much as was rounded: what a row whose
 weight is all on one key loses in one, it loses in the other.
 """
@@ -121,13 +121,9 @@ def tangent_kernel(
                 mask_tile = logits.unmasked(mask, i, j, frame, problem)
             k_dot_tile = None
             if k_dot is not None:
-                k_dot_tile = tiles.load_tile(
-                    k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED
-                )
+                k_dot_tile = tiles.load_tile(k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
             if v_dot is not None:
-                v_dot_tile = tiles.load_tile(
-                    v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED
-                )
+                v_dot_tile = tiles.load_tile(v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
             product, s_dot = tiles.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
             s = logits.capped(product, scale, bias_tile, problem)
             if LOGITS_MOVE:
