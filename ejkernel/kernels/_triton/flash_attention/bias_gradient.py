@@ -14,16 +14,14 @@ from ejkernel.types import KernelConfig
 from . import logits, tiles
 from .problem import Problem
 
-# The tile of bias that a program of dbias_kernel sums, whatever it was broadcast over.
-BIAS_TILE = KernelConfig(block_q=64, block_k=64, num_warps=4, num_stages=1)
-
 
 def bias_gradient(primals: Operands, saved, problem: Problem):
     """dbias [b?,h?,s?,t?] float32.
 
     Programs lie side by side along the axes that bias varies on, and loop along those it is broadcast on.
     """
-    sizes = (problem.B, problem.H, triton.cdiv(problem.S, BIAS_TILE.block_q), triton.cdiv(problem.K, BIAS_TILE.block_k))
+    tile = _tile(problem)
+    sizes = (problem.B, problem.H, triton.cdiv(problem.S, tile.block_q), triton.cdiv(problem.K, tile.block_k))
     shape = primals.bias.shape
     programs = tuple(size if n > 1 else 1 for n, size in zip(shape, sizes, strict=True))
     loops = tuple(1 if n > 1 else size for n, size in zip(shape, sizes, strict=True))
@@ -33,13 +31,21 @@ def bias_gradient(primals: Operands, saved, problem: Problem):
         *saved,
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=math.prod(programs),
-        config=BIAS_TILE,
+        config=tile,
         problem=problem,
         PROGRAMS=programs,
         LOOPS=loops,
-        BLOCK_Q=BIAS_TILE.block_q,
-        BLOCK_K=BIAS_TILE.block_k,
+        BLOCK_Q=tile.block_q,
+        BLOCK_K=tile.block_k,
     )
+
+
+def _tile(problem: Problem) -> KernelConfig:
+    """The tile of bias that a program of dbias_kernel sums, whatever it was broadcast over."""
+    block_q, block_k, warps = 64, 32, 8
+    if problem.exact:
+        block_q, block_k, warps = (32, 32, 8) if max(problem.D, problem.V) <= 128 else (16, 16, 4)
+    return KernelConfig(block_q=block_q, block_k=block_k, num_warps=warps, num_stages=1)
 
 
 @triton.jit
