@@ -17,7 +17,7 @@ HOPPER = 90
 LEAST_QUERIES = 64
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
 TANGENT_FEATURES = 128
-ABSENT = ("bias", "mask", "q_segment_ids", "softmax_scale", "cu_seqlens_q", "dropout")
+ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -55,15 +55,18 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    if operands.sinks is not None:
-        return "sinks: the tangent has none"
     if operands.q.shape[3] > TANGENT_FEATURES:
         return f"q has {operands.q.shape[3]} features; the tiles and their tangents fit for up to {TANGENT_FEATURES}"
     return supports(spec, operands, target)
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
-    """Keys that no query sees may hold anything, and a weight of 0 does not undo that: 0·NaN = NaN."""
+    """Keys that no query sees may hold anything, and a weight of 0 does not undo that: 0·NaN = NaN.
+
+    Those that segments and the ends of packed sequences hide are known to reach.py.
+    """
+    if operands.cu_seqlens_q is not None or operands.q_segment_ids is not None:
+        return None
     left, right = spec.window
     if left is not None and left < operands.k.shape[1] - operands.q.shape[1]:
         return "the first keys are seen by no query"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -23,10 +24,15 @@ FIRST_BARRIER = 4
 
 
 def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict):
-    """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups."""
+    """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups.
+
+    An operand may be a tree of arrays, and is one of refs then.
+    """
+    arrays, tree = jax.tree.flatten(operands)
 
     def body(*refs):
-        pl.run_scoped(partial(kernel, *refs), **scratch, collective_axes="warpgroup")
+        given = jax.tree.unflatten(tree, refs[: len(arrays)])
+        pl.run_scoped(partial(kernel, *given, *refs[len(arrays) :]), **scratch, collective_axes="warpgroup")
 
     return pl.kernel(
         body,
@@ -39,7 +45,7 @@ def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: 
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         name=name,
-    )(*operands)
+    )(*arrays)
 
 
 def shared(shape: tuple[int, ...], dtype: Any):
@@ -73,11 +79,11 @@ def down(columns: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(columns, like.shape, [1])
 
 
-def load_shared(ref, layout) -> Array:
-    """A vector from shared memory in a layout."""
+def load_vector(ref, layout, optimized: bool = True) -> Array:
+    """A vector from shared memory in a layout; not `optimized`, from device memory."""
     wants_index = inspect.signature(plgpu.load).parameters.get("idx")  # in jax 0.10
     index = ((),) if wants_index is not None and wants_index.default is wants_index.empty else ()
-    return plgpu.load(ref, *index, layout=layout)
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
 def slot_of(step: Array, stages: int) -> Array:

@@ -35,14 +35,15 @@ from .launch import (
     arrive,
     full,
     launch,
-    load_shared,
+    load_vector,
     shared,
     slot_of,
     sync,
     whole_eights,
 )
-from .problem import LOG2_E, after_first, problem_of
-from .tiles import indices, logits, seen
+from .problem import LOG2_E, Visits, after_first, problem_of
+from .reach import Reach, reach_of, without_unseen
+from .tiles import Corner, logits, seen
 
 
 class Tensors(NamedTuple):
@@ -76,7 +77,8 @@ def flash_attention_jvp(
     problem = problem_of(primals, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages)
     eights = lambda x: None if x is None else whole_eights(x)
-    tensors = Tensors(*map(eights, (*primals[:3], *tangents[:3])))
+    v, v_dot = without_unseen(primals, spec, problem, primals.v, tangents.v)
+    tensors = Tensors(*map(eights, (primals.q, primals.k, v, tangents.q, tangents.k, v_dot)))
     # Where nothing is seen the weights are exp(−∞).
     lse = jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse * LOG2_E)
     rows = plan.q_tiles * plan.block_q
@@ -85,9 +87,15 @@ def flash_attention_jvp(
     held = (plan.consumers, ROWS, problem.D)
     streamed = lambda x, width: None if x is None else shared((stages, plan.block_k, width), dtype)
     o_dot, lse_dot = launch(
-        partial(_kernel, plan=plan, tree=jax.tree.structure(tensors)),
+        partial(_kernel, plan=plan),
         "flash_attention_tangent",
-        (*jax.tree.leaves(tensors), whole_eights(outputs.o), lse),
+        (
+            tensors,
+            whole_eights(outputs.o),
+            lse,
+            _sinks_moved(primals, lse, tangents),
+            reach_of(primals, spec, problem, plan.block_q, plan.block_k),
+        ),
         out_type=(
             jax.ShapeDtypeStruct((*tensors.q.shape[:3], problem.V), dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, rows), jnp.float32),
@@ -115,11 +123,21 @@ def flash_attention_jvp(
     return Outputs(o_dot[:, : problem.S], lse_dot[:, :, : problem.S])
 
 
-def _kernel(*refs, plan: Plan, tree, tiles, lse_tile, q_full, o_full, k_full, v_full):
-    *tensors, o, lse, o_dot, lse_dot = refs
-    tensors, tiles = jax.tree.unflatten(tree, tensors), Tensors(*tiles)
-    number = lax.axis_index("warpgroup")
+def _sinks_moved(primals: Operands, lse: Array, tangents: Operands) -> Array | None:
+    """What sinks add to Σ p·ṡ of the rows, Σ_n exp(sink_n − lse)·sink_dot_n: [b, h, rows]; `lse` is one of twos."""
+    if primals.sinks is None or tangents.sinks is None:
+        return None
+    p = jnp.exp2(primals.sinks[:, :, :, None] * LOG2_E - lse[:, :, None])
+    return (p * tangents.sinks[:, :, :, None]).sum(2)
+
+
+def _kernel(
+    tensors: Tensors, o, lse, sinks_moved, reach: Reach | None, o_dot, lse_dot, *, plan: Plan,
+    tiles, lse_tile, q_full, o_full, k_full, v_full,
+):  # fmt: skip
+    tiles, number = Tensors(*tiles), lax.axis_index("warpgroup")
     first, head, batch = plan.tile(jnp.int32(0))
+    visited = plan.visits(first, batch, reach)
     rows_of = lambda consumer: pl.ds(first + consumer * ROWS, ROWS)
 
     def consume():
@@ -128,7 +146,12 @@ def _kernel(*refs, plan: Plan, tree, tiles, lse_tile, q_full, o_full, k_full, v_
             arrive(plan.k_free + slot, plan.warpgroups)
         pl.when(number == plan.consumers - 1)(lambda: arrive(TURN, 2))
         plgpu.barrier_wait(q_full)
-        acc, moved, rounded_moved = _accumulate(tiles, load_shared(lse_tile.at[number], PER_ROW), k_full, v_full, plan)
+        corner = Corner(batch, first + number * ROWS, jnp.int32(0))
+        moved = full((ROWS,), 0.0, PER_ROW)
+        if sinks_moved is not None:
+            moved = load_vector(sinks_moved.at[batch, head, rows_of(number)], PER_ROW, optimized=False)
+        given = load_vector(lse_tile.at[number], PER_ROW), moved
+        acc, moved, rounded_moved = _accumulate(tiles, reach, given, corner, visited, k_full, v_full, plan)
         plgpu.barrier_wait(o_full)
         acc -= across(rounded_moved, acc) * tiles.q[number].astype(jnp.float32)
         tiles.q[number] = acc.astype(plan.problem.dtype)
@@ -146,7 +169,6 @@ def _kernel(*refs, plan: Plan, tree, tiles, lse_tile, q_full, o_full, k_full, v_
             if tensors.q_dot is not None:
                 plgpu.copy_gmem_to_smem(tensors.q_dot.at[at], tiles.q_dot.at[consumer], q_full)
             plgpu.copy_gmem_to_smem(lse.at[batch, head, rows_of(consumer)], lse_tile.at[consumer], q_full)
-        visited = plan.visits(first)
 
         def block(step, _):
             slot = slot_of(step, plan.stages)
@@ -167,16 +189,20 @@ def _kernel(*refs, plan: Plan, tree, tiles, lse_tile, q_full, o_full, k_full, v_
     lax.cond(number < plan.consumers, consume, load)
 
 
-def _accumulate(tiles: Tensors, lse: Array, k_full, v_full, plan: Plan) -> tuple[Array, Array, Array]:
-    """Of the rows of this warpgroup Σ p·ṡ·v + p·v̇, Σ p·ṡ, and the latter of what it was rounded to."""
+def _accumulate(
+    tiles: Tensors, reach: Reach | None, lse_and_moved: tuple[Array, Array], corner: Corner, visited: Visits,
+    k_full, v_full, plan: Plan,
+) -> tuple[Array, Array, Array]:  # fmt: skip
+    """Of the rows of this warpgroup Σ p·ṡ·v + p·v̇, Σ p·ṡ beside what sinks add, and that with the p·ṡ rounded."""
     problem, number = plan.problem, lax.axis_index("warpgroup")
-    first = plan.tile(jnp.int32(0))[0]
-    visited, product = plan.visits(first), accumulator(ROWS, plan.block_k)
+    (lse, moved), product = lse_and_moved, accumulator(ROWS, plan.block_k)
     my_turn, your_turn = partial(sync, TURN + number, 2), partial(arrive, TURN + slot_of(number + 1, plan.consumers), 2)
     moves, values_move = tiles.q_dot is not None or tiles.k_dot is not None, tiles.v_dot is not None
     room, rounded = full((ROWS, plan.block_k), 0.0, WGMMA), lambda x: x.astype(problem.dtype)
 
-    weigh = partial(_weigh, lse, plan)
+    def weigh(s, s_dot, moved, step, masked):
+        at = corner._replace(column=(visited.end - 1 - step) * plan.block_k) if masked else None
+        return _weigh(lse, plan, reach, s, s_dot, moved, at)
 
     def begin_keys(s, s_dot, slot):
         plgpu.wgmma(s, tiles.q.at[number], tiles.k.at[slot].T)
@@ -200,10 +226,10 @@ def _accumulate(tiles: Tensors, lse: Array, k_full, v_full, plan: Plan) -> tuple
     plgpu.barrier_wait(k_full.at[0])
     products = pl.run_scoped(begin, product, product)
     arrive(plan.k_free, plan.warpgroups)
-    p, p_dot, moved = weigh(*products, full((ROWS,), 0.0, PER_ROW), 0, masked=True)
+    p, p_dot, first_moved = weigh(*products, moved, 0, masked=True)
     sum_of = lambda x: x.astype(jnp.float32).sum(axis=1)
     p, p_dot = rounded(p), rounded(p_dot)
-    carry = full((ROWS, problem.V), 0.0, WGMMA), p, p_dot, moved, sum_of(p_dot)
+    carry = full((ROWS, problem.V), 0.0, WGMMA), p, p_dot, first_moved, moved + sum_of(p_dot)
 
     def visit(step, carry, masked):
         acc, p, p_dot, moved, rounded_moved = carry
@@ -243,17 +269,17 @@ def _accumulate(tiles: Tensors, lse: Array, k_full, v_full, plan: Plan) -> tuple
     return acc, moved, rounded_moved
 
 
-def _weigh(lse: Array, plan: Plan, s: Array, s_dot: Array, moved: Array, step: Array | int, *, masked: bool):
-    """p, p·ṡ, and the sum of the latter over the keys so far."""
-    problem, first = plan.problem, plan.tile(jnp.int32(0))[0]
+def _weigh(lse: Array, plan: Plan, reach: Reach | None, s: Array, s_dot: Array, moved: Array, at: Corner | None):
+    """p, p·ṡ, and the sum of the latter over the keys so far; masked where it is said `at` what corner."""
+    problem, ok = plan.problem, None
     s = logits(s, problem)
-    if masked:
-        queries = indices(first + lax.axis_index("warpgroup") * ROWS, 0, s.shape)
-        keys = indices((plan.visits(first).end - 1 - step) * plan.block_k, 1, s.shape)
-        ok = seen(queries, keys, problem.K % plan.block_k > 0, problem)
+    if at is not None:
+        ok = seen(at, s.shape, problem.K % plan.block_k > 0, problem, reach)
         s = s if ok is None else jnp.where(ok, s, -jnp.inf)
     p = jnp.exp2(s * problem.exponent - across(lse, s))
     p_dot = p * s_dot * problem.scale
     if problem.softcap is not None:
-        p_dot = jnp.where(p > 0, p_dot * (1 - s * s), 0.0)
+        p_dot = p_dot * (1 - s * s)
+    if ok is not None and (problem.softcap is not None or reach is not None):
+        p_dot = jnp.where(ok, p_dot, 0.0)  # s is infinite, or k or its tangent perhaps NaN
     return p, p_dot, moved + p_dot.sum(axis=1)

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import WGMMA, across
+from .launch import PER_COLUMN, PER_ROW, WGMMA, across, down, load_vector
 from .problem import LOG2_E, Problem
+from .reach import Reach
 
 
 class Statistics(NamedTuple):
@@ -32,16 +34,40 @@ def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
 
 
-def seen(i: Array, j: Array, uneven_keys: bool, problem: Problem) -> Array | None:
-    """Whether queries i see keys j, which may lie past the end where there are `uneven_keys`; None where all do."""
+class Corner(NamedTuple):
+    """Where a tile stands: the batch index, its first row and its first column; rows are queries, or keys."""
+
+    batch: Array
+    row: Array
+    column: Array
+    of_keys: bool = False
+
+
+def seen(at: Corner, shape: tuple[int, int], uneven_keys: bool, problem: Problem, reach: Reach | None) -> Array | None:
+    """Who in a tile sees whom, keys perhaps past the end where there are `uneven_keys`; None where all see all."""
+    rows, columns = indices(at.row, 0, shape), indices(at.column, 1, shape)
     conditions = []
-    if uneven_keys:
-        conditions.append(j < problem.K)
-    if problem.high is not None:
-        conditions.append(j <= i + problem.high)
-    if problem.low is not None:
-        conditions.append(j >= i + problem.low)
+    if reach is not None and reach.ranges is not None:
+        low, high = (across(_load(x, at.batch, at.row, shape[0], PER_ROW), rows) for x in reach.ranges)
+        conditions += [columns >= low, columns < high]
+    elif reach is not None:
+        of_rows, of_columns = reach.ids
+        ids = across(_load(of_rows, at.batch, at.row, shape[0], PER_ROW), rows)
+        conditions.append(ids == down(_load(of_columns, at.batch, at.column, shape[1], PER_COLUMN), columns))
+    elif uneven_keys:
+        conditions.append((rows if at.of_keys else columns) < problem.K)
+    low, high = problem.band(at.of_keys)
+    if high is not None:
+        conditions.append(columns <= rows + high)
+    if low is not None:
+        conditions.append(columns >= rows + low)
     return reduce(operator.and_, conditions) if conditions else None
+
+
+def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
+    """Of vectors [b, n] in device memory a part of one."""
+    batch = batch if vectors.shape[0] > 1 else 0
+    return load_vector(vectors.at[batch, pl.ds(first, length)], layout, optimized=False)
 
 
 def weights(s: Array, before: Statistics, ok: Array | None, problem: Problem) -> tuple[Array, Statistics, Array]:
