@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import (
+    FEATURES,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
@@ -19,6 +20,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
 )
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import heuristic, space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig
 
 from .attention_cases import CASES, CAUSAL, Case, check, derivatives, differentiable, like, poisoned
 from .test_flash_attention import DEVICE_KIND, TARGET
@@ -55,26 +57,57 @@ def judged(case: Case, length: int, dtype) -> Judged:
     return Judged(x, spec, cotangents, tangents, *results)
 
 
-def compare(case: Case, length: int, dtype, config=None, backward_config=None):
-    """The outputs and, where the backward and the tangent take the call, the gradients and the tangents."""
-    x, spec, cotangents, tangents, exact, rounded = judged(case, length, dtype)
-    given, wrt = poisoned(x, spec), differentiable(x)
+@cache
+def outputs(case: Case, length: int, dtype, config: KernelConfig | None = None) -> Outputs:
+    x, spec, *_ = judged(case, length, dtype)
     config = config or heuristic("flash_attention", x, spec, TARGET)
-    outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(given)
-    for name, *arrays in zip(Outputs._fields, outputs, exact[0], rounded[0], strict=True):
+    return jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(poisoned(x, spec))
+
+
+def lse_rounding(exact) -> float:
+    """What the weights exp(s − lse) carry of the rounding of lse."""
+    lse = exact[0].lse
+    return np.abs(lse[np.isfinite(lse)]).max(initial=0) * 2.0**-23
+
+
+def compare_forward(case: Case, length: int, dtype, config: KernelConfig | None = None):
+    *_, exact, rounded = judged(case, length, dtype)
+    for name, *arrays in zip(Outputs._fields, outputs(case, length, dtype, config), exact[0], rounded[0], strict=True):
         check(name, *arrays, factor=2, rounding=0)
-    lse_rounding = np.abs(exact[0].lse[np.isfinite(exact[0].lse)]).max(initial=0) * 2.0**-23
-    if supports_jvp(spec, x, TARGET) is None:
-        config = heuristic("flash_attention_jvp", x, spec, TARGET)
-        moving = x._replace(**{name: tangents.get(name) for name in x._fields})
-        moved = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=config))(given, outputs, moving)
-        for name, *arrays in zip(Outputs._fields, moved, exact[2], rounded[2], strict=True):
-            check(f"{name}_dot", *arrays, 3, lse_rounding)
-    if supports_bwd(spec, x, TARGET) is None:
-        config = backward_config or heuristic("flash_attention_bwd", x, spec, TARGET)
-        backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=config))
-        for name, gradient in zip(wrt, backward(given, outputs, cotangents), strict=True):
-            check(f"d{name}", gradient, exact[1][name], rounded[1][name], 3, lse_rounding)
+
+
+def compare_tangent(case: Case, length: int, dtype, config: KernelConfig | None = None):
+    x, spec, _, tangents, exact, rounded = judged(case, length, dtype)
+    assert supports_jvp(spec, x, TARGET) is None
+    config = config or heuristic("flash_attention_jvp", x, spec, TARGET)
+    moving = x._replace(**{name: tangents.get(name) for name in x._fields})
+    tangent = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=config))
+    moved = tangent(poisoned(x, spec), outputs(case, length, dtype), moving)
+    for name, *arrays in zip(Outputs._fields, moved, exact[2], rounded[2], strict=True):
+        check(f"{name}_dot", *arrays, 3, lse_rounding(exact))
+
+
+def compare_backward(case: Case, length: int, dtype, config: KernelConfig | None = None):
+    x, spec, cotangents, _, exact, rounded = judged(case, length, dtype)
+    assert supports_bwd(spec, x, TARGET) is None
+    config, wrt = config or heuristic("flash_attention_bwd", x, spec, TARGET), differentiable(x)
+    backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=config))
+    gradients = backward(poisoned(x, spec), outputs(case, length, dtype), cotangents)
+    for name, gradient in zip(wrt, gradients, strict=True):
+        check(f"d{name}", gradient, exact[1][name], rounded[1][name], 3, lse_rounding(exact))
+
+
+COMPARE = {
+    "flash_attention": compare_forward,
+    "flash_attention_jvp": compare_tangent,
+    "flash_attention_bwd": compare_backward,
+}
+
+
+def compare(case: Case, length: int, dtype):
+    """The outputs, the tangents and the gradients, by the config of the heuristic."""
+    for compare_operation in COMPARE.values():
+        compare_operation(case, length, dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)
@@ -83,15 +116,20 @@ def test_feature(case, dtype):
     compare(case, 300, dtype)
 
 
-@pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (192, 128), (256, 256)])
-def test_configs_of_feature_sizes(D, V):
+@pytest.mark.parametrize("operation", COMPARE)
+@pytest.mark.parametrize("D, V", FEATURES)
+def test_configs_of_feature_sizes(D, V, operation):
     case = Case("sizes", S=0.9, H=4, G=2, D=D, V=V, spec=CAUSAL)
     x, spec = case.make(640, jnp.bfloat16)
-    for config in space("flash_attention", x, spec, TARGET):
-        compare(case, 640, jnp.bfloat16, config)
-    if supports_bwd(spec, x, TARGET) is None:
-        for config in space("flash_attention_bwd", x, spec, TARGET):
-            compare(case, 640, jnp.bfloat16, backward_config=config)
+    for config in space(operation, x, spec, TARGET):
+        COMPARE[operation](case, 640, jnp.bfloat16, config)
+
+
+@pytest.mark.parametrize("D, V", [(128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("sight", [dict(segments=True), dict(packed=True), dict(sinks=1)], ids=lambda x: next(iter(x)))
+def test_sight_of_feature_sizes(sight, D, V):
+    spec = FlashAttentionSpec(causal=True, softcap=None if "packed" in sight else 3.0)
+    compare(Case("sight", H=4, G=2, D=D, V=V, spec=spec, **sight), 700, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("window", [(None, None), (700, None), (100, 30)])

@@ -16,7 +16,6 @@ HOPPER = 90
 # Fewer queries leave most of a tile empty.
 LEAST_QUERIES = 64
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
-TANGENT_FEATURES = 128
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
 
@@ -48,15 +47,11 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
     """Why the backward cannot run on these operands, or None."""
     if spec.deterministic:
         return "dq is summed in no certain order, and so not the same in every run"
-    if spec.softcap is not None:
-        return "softcap: the backward has none"
     return supports(spec, operands, target)
 
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    if operands.q.shape[3] > TANGENT_FEATURES:
-        return f"q has {operands.q.shape[3]} features; the tiles and their tangents fit for up to {TANGENT_FEATURES}"
     return supports(spec, operands, target)
 
 

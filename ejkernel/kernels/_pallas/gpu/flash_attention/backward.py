@@ -11,7 +11,7 @@ it takes ds from shared memory, and adds ds·k to dq in device memory. In what o
 is not known, so dq is not the same in every run. dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
-the registers of these numbers.
+the registers of these numbers; with a softcap, which comes between, only the latter.
 """
 
 import itertools
@@ -37,7 +37,7 @@ from .launch import (
     sync,
     whole_eights,
 )
-from .problem import problem_of
+from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_blind, without_unseen
 
 
@@ -59,7 +59,8 @@ def flash_attention_bwd(
     if cotangents.lse is not None:
         delta -= cotangents.lse
     # Where nothing is seen, and past the end, the weights are exp(−∞).
-    start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / problem.scale))
+    unit = problem.scale if problem.softcap is None else 1 / LOG2_E
+    start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
     seen_by = reach_of(primals, spec, problem, plan.keys, plan.block_q, of_keys=True)

@@ -8,9 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .launch import FIRST_BARRIER, PER_COLUMN, ROWS, accumulator, after, arrive, down, load_vector, slot_of, sync
-from .problem import LOG2_E, Problem, Visits, visits
+from .problem import Problem, Visits, visits
 from .reach import Reach
-from .tiles import Corner, seen
+from .tiles import Corner, logits, seen
 
 # Two warpgroups hold the gradients of keys, the third loads and collects.
 WARPGROUPS = 3
@@ -87,28 +87,37 @@ class Plan:
 # ---- The parts of a step
 
 
-def _weigh(plan: Plan, holder: Array | int, reach: Reach | None, held, streamed, step: Array) -> Array:
-    """p = exp(s − lse) of the keys of a holder and the queries of a step."""
+def _weigh(plan: Plan, holder: Array | int, reach: Reach | None, held, streamed, step: Array) -> tuple[Array, Array]:
+    """p = exp(s − lse) of the keys of a holder and the queries of a step, and p times what a softcap makes of slopes.
+
+    With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and its slope is 1 − t² of that of scale·q·k.
+    """
     problem, slot, (first, _, batch) = plan.problem, slot_of(step, plan.stages), plan.tile()
     uneven_keys = problem.K % plan.keys > 0 and reach is None
 
-    def masked(s, block):
+    def masked(exponents, block):
         at = Corner(batch, first + holder * ROWS, block * plan.block_q, of_keys=True)
-        return jnp.where(seen(at, s.shape, uneven_keys, problem, reach), s, -jnp.inf)
+        return jnp.where(seen(at, exponents.shape, uneven_keys, problem, reach), exponents, -jnp.inf)
 
     def scoped(s):
-        s[...] = down(load_vector(streamed[2].at[slot], PER_COLUMN), s)
+        start = down(load_vector(streamed[2].at[slot], PER_COLUMN), s)
+        if problem.softcap is None:
+            s[...] = start
         plgpu.wgmma(s, held[0].at[holder], streamed[0].at[slot].T)
-        s = s[...]
+        t = logits(s[...], problem)
+        exponents = t * problem.exponent + (0 if problem.softcap is None else start)
         if uneven_keys or problem.cut:
             visited, (block, _) = plan.visits(reach), plan.place(reach, step)
             whole = (block >= visited.first_whole) & (block < visited.last_whole)
             if uneven_keys:
                 whole &= first + plan.keys <= problem.K
-            s = lax.cond(whole, lambda: s, lambda: masked(s, block))
-        return jnp.exp2(s * (problem.scale * LOG2_E)).astype(problem.dtype)
+            exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
+        p = jnp.exp2(exponents)
+        weights = (p,) if problem.softcap is None else (p, p * (1 - t * t))
+        return tuple(x.astype(problem.dtype) for x in weights)
 
-    return lax.optimization_barrier(pl.run_scoped(scoped, accumulator(ROWS, plan.block_q)))
+    weights = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(ROWS, plan.block_q)))
+    return weights[0], weights[-1]
 
 
 def _begin_slopes(plan: Plan, holder: Array | int, held, streamed, slot: Array, delta_slot: Array, dp) -> None:
@@ -137,13 +146,14 @@ def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[slot])
-        p = _weigh(plan, holder, reach, held, streamed, step)
+        p, p_sloped = _weigh(plan, holder, reach, held, streamed, step)
         plgpu.barrier_wait(do_full.at[slot])
 
         def scoped(dp):
             _begin_slopes(plan, holder, held, streamed, slot, after(p, slot), dp)
             plgpu.wgmma(dv, p, streamed[1].at[slot])
-            return (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp, wait_n=1)).astype(plan.problem.dtype)
+            dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+            return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
 
         ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
         plgpu.wgmma(dk, ds, streamed[0].at[slot])
@@ -163,11 +173,11 @@ def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_til
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[slot])
-        p = _weigh(plan, 0, reach, held, streamed, step)
+        p, p_sloped = _weigh(plan, 0, reach, held, streamed, step)
         plgpu.barrier_wait(do_full.at[slot])
         plgpu.wgmma(dv, p, streamed[1].at[slot])
         pl.when(step > 0)(lambda: sync(P_FREE, 2))
-        p_tile[...] = p
+        p_tile[...] = p_sloped
         arrive(P_FULL, 2)
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)

@@ -48,10 +48,13 @@ def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: 
     )(*arrays)
 
 
-def shared(shape: tuple[int, ...], dtype: Any):
-    """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it."""
-    width = 128 // np.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+def shared(shape: tuple[int, ...], dtype: Any, swizzle: int = 128):
+    """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it.
+
+    A second operand of `rows` rows, which the product sums over, takes a swizzle of as many numbers at most.
+    """
+    width = swizzle // np.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)))
 
 
 def whole_eights(x: Array) -> Array:

@@ -80,13 +80,13 @@ def _seen(operands: Operands, spec: FlashAttentionSpec, problem: Problem, of_key
     if problem.packed:
         low, high = _ranges(operands, spec, of_keys)
         return low < high
-    q_ids, kv_ids = operands.q_segment_ids[:, :, None], operands.kv_segment_ids[:, None, :]
-    ok = (q_ids == kv_ids) & (q_ids >= 0)
-    distance = jnp.arange(problem.K, dtype=jnp.int32) - jnp.arange(problem.S, dtype=jnp.int32)[:, None]
+    q_ids, kv_ids = _ids(operands)
+    i, j = (jnp.arange(n, dtype=jnp.int32) for n in (problem.S, problem.K))
+    ok = q_ids[:, :, None] == kv_ids[:, None, :]
     if problem.low is not None:
-        ok &= distance >= problem.low
+        ok &= (i + problem.low)[:, None] <= j
     if problem.high is not None:
-        ok &= distance <= problem.high
+        ok &= (i + problem.high)[:, None] >= j
     return ok.any(1 if of_keys else 2)
 
 
@@ -127,9 +127,7 @@ def _bounds_of_ranges(low: Array, high: Array, held: int, step: int, blocks: int
 
 
 def _reach_of_segments(operands: Operands, problem: Problem, held: int, step: int, of_keys: bool) -> Reach:
-    q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
-    ids = jnp.where(q_ids < 0, BLIND, q_ids), jnp.where(kv_ids < 0, UNSEEN, kv_ids)
-    (rows, columns), padding = ((x[::-1] if of_keys else x) for x in (ids, (BLIND, UNSEEN)))
+    (rows, columns), padding = ((x[::-1] if of_keys else x) for x in (_ids(operands), (BLIND, UNSEEN)))
     tiles, blocks = -(-rows.shape[1] // held), -(-columns.shape[1] // step)
     low, high = problem.band(of_keys)
     of_band = jax.vmap(lambda first: Visits(*visits(first, held, low, high, columns.shape[1], step)))
@@ -143,6 +141,12 @@ def _reach_of_segments(operands: Operands, problem: Problem, held: int, step: in
     )
     ids = _whole(rows, held, padding[0]), _whole(columns, step, padding[1])
     return Reach(jnp.stack(at_least_one(both, blocks), -1), None, ids)
+
+
+def _ids(operands: Operands) -> tuple[Array, Array]:
+    """Of queries and keys, where the same ones see each other."""
+    q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
+    return jnp.where(q_ids < 0, BLIND, q_ids), jnp.where(kv_ids < 0, UNSEEN, kv_ids)
 
 
 def _whole(x: Array, size: int, padding: int) -> Array:

@@ -84,8 +84,10 @@ def flash_attention_jvp(
     rows = plan.q_tiles * plan.block_q
     lse = jnp.pad(lse, [(0, 0), (0, 0), (0, rows - problem.S)], constant_values=jnp.inf)
     dtype, stages = problem.dtype, plan.stages
-    held = (plan.consumers, ROWS, problem.D)
-    streamed = lambda x, width: None if x is None else shared((stages, plan.block_k, width), dtype)
+    held = lambda width: shared((plan.consumers, ROWS, width), dtype)
+    keys = lambda x: None if x is None else shared((stages, plan.block_k, problem.D), dtype)
+    swizzle = min(128, plan.block_k * dtype.itemsize)
+    values = lambda x: None if x is None else shared((stages, plan.block_k, problem.V), dtype, swizzle)
     o_dot, lse_dot = launch(
         partial(_kernel, plan=plan),
         "flash_attention_tangent",
@@ -103,16 +105,10 @@ def flash_attention_jvp(
         blocks=plan.tiles,
         warpgroups=plan.warpgroups,
         scratch=dict(
-            tiles=tuple(
-                Tensors(
-                    shared(held, dtype),
-                    streamed(tensors.k, problem.D),
-                    streamed(tensors.v, problem.V),
-                    None if tensors.q_dot is None else shared(held, dtype),
-                    streamed(tensors.k_dot, problem.D),
-                    streamed(tensors.v_dot, problem.V),
-                )
-            ),
+            q_and_o=plgpu.RefUnion(held(problem.D), held(problem.V)),
+            q_dot_tile=None if tensors.q_dot is None else held(problem.D),
+            keys=(keys(tensors.k), keys(tensors.k_dot)),
+            values=(values(tensors.v), values(tensors.v_dot)),
             lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
             q_full=plgpu.Barrier(num_arrivals=plan.consumers * (2 + (tensors.q_dot is not None))),
             o_full=plgpu.Barrier(num_arrivals=plan.consumers),
@@ -133,9 +129,10 @@ def _sinks_moved(primals: Operands, lse: Array, tangents: Operands) -> Array | N
 
 def _kernel(
     tensors: Tensors, o, lse, sinks_moved, reach: Reach | None, o_dot, lse_dot, *, plan: Plan,
-    tiles, lse_tile, q_full, o_full, k_full, v_full,
+    q_and_o, q_dot_tile, keys, values, lse_tile, q_full, o_full, k_full, v_full,
 ):  # fmt: skip
-    tiles, number = Tensors(*tiles), lax.axis_index("warpgroup")
+    (q_tile, o_tiles), number = q_and_o, lax.axis_index("warpgroup")
+    tiles = Tensors(q_tile, keys[0], values[0], q_dot_tile, keys[1], values[1])
     first, head, batch = plan.tile(jnp.int32(0))
     visited = plan.visits(first, batch, reach)
     rows_of = lambda consumer: pl.ds(first + consumer * ROWS, ROWS)
@@ -153,11 +150,11 @@ def _kernel(
         given = load_vector(lse_tile.at[number], PER_ROW), moved
         acc, moved, rounded_moved = _accumulate(tiles, reach, given, corner, visited, k_full, v_full, plan)
         plgpu.barrier_wait(o_full)
-        acc -= across(rounded_moved, acc) * tiles.q[number].astype(jnp.float32)
-        tiles.q[number] = acc.astype(plan.problem.dtype)
+        acc -= across(rounded_moved, acc) * o_tiles[number].astype(jnp.float32)
+        o_tiles[number] = acc.astype(plan.problem.dtype)
         lse_tile[number] = moved
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(tiles.q.at[number], o_dot.at[batch, rows_of(number), head])
+        plgpu.copy_smem_to_gmem(o_tiles.at[number], o_dot.at[batch, rows_of(number), head])
         plgpu.copy_smem_to_gmem(lse_tile.at[number], lse_dot.at[batch, head, rows_of(number)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -184,7 +181,7 @@ def _kernel(
         lax.fori_loop(0, visited.end - visited.begin, block, None)
         sync(Q_FREE, plan.warpgroups)
         for consumer in range(plan.consumers):
-            plgpu.copy_gmem_to_smem(o.at[batch, rows_of(consumer), head], tiles.q.at[consumer], o_full)
+            plgpu.copy_gmem_to_smem(o.at[batch, rows_of(consumer), head], o_tiles.at[consumer], o_full)
 
     lax.cond(number < plan.consumers, consume, load)
 
