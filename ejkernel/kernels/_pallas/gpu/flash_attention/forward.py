@@ -40,8 +40,8 @@ from .launch import (
     whole_eights,
 )
 from .problem import LOG2_E, Problem, Visits, after_first, problem_of, visits
-from .reach import Reach, in_sequence, reach_of, without_unseen
-from .tiles import Corner, Statistics, logits, seen, weights
+from .reach import Reach, of_sequences, reach_of, without_unseen
+from .tiles import Statistics, View, logits, seen, weights
 
 # Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory that a block of threads may use on one.
 PROCESSORS, SHARED_BYTES = 132, 227 * 1024
@@ -159,10 +159,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
             v_full=plgpu.Barrier(num_barriers=stages),
         ),
     )
-    lse = lse[:, :, : problem.S]
-    if problem.packed and sinks is not None:
-        lse = jnp.where(in_sequence(operands)[:, None], lse, -jnp.inf)
-    return Outputs(o[:, : problem.S], lse)
+    return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
 
 
 def _kernel(
@@ -185,8 +182,8 @@ def _kernel(
             maximum = -jnp.inf if sinks is None else sinks[batch, head]
             total = 0.0 if sinks is None else jnp.where(maximum == -jnp.inf, 0.0, 1.0)
             start = Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS,), total, PER_ROW))
-            corner = Corner(batch, first + number * ROWS, jnp.int32(0))
-            acc, last, step = _attend(*tiles, reach, start, corner, visited, step, turn + 1 < plan.turns(), plan)
+            view = View(batch, first + number * ROWS, reach)
+            acc, last, step = _attend(*tiles, view, visited, start, step, turn + 1 < plan.turns(), plan)
             if plan.persistent:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             elif plan.problem.D != plan.problem.V:
@@ -234,10 +231,7 @@ def _load(arrays, tiles, full_barriers, reach: Reach | None, plan: Plan):
     lax.fori_loop(0, plan.turns(), one, jnp.int32(0))
 
 
-def _attend(
-    tiles, full_barriers, reach: Reach | None, start: Statistics, corner: Corner, visited: Visits, step: Array,
-    more: Array, plan: Plan,
-):  # fmt: skip
+def _attend(tiles, full_barriers, view: View, visited: Visits, start: Statistics, step: Array, more: Array, plan: Plan):
     """acc and the statistics of the rows of this warpgroup after all blocks, and the step of the pipeline by then."""
     (q_tile, k_tiles, v_tiles), (q_full, k_full, v_full) = tiles, full_barriers
     problem, number = plan.problem, lax.axis_index("warpgroup")
@@ -248,8 +242,8 @@ def _attend(
     def softmax(qk, before, i, masked):
         ok = None
         if masked:
-            at = corner._replace(column=(visited.end - 1 - i) * plan.block_k)
-            ok = seen(at, qk.shape, problem.K % plan.block_k > 0, problem, reach)
+            first_key = (visited.end - 1 - i) * plan.block_k
+            ok = seen(view, first_key, qk.shape, problem.K % plan.block_k > 0, problem)
         return weights(logits(qk, problem), before, ok, problem)
 
     def begin(qk):

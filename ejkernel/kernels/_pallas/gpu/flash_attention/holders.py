@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .launch import FIRST_BARRIER, PER_COLUMN, ROWS, accumulator, after, arrive, down, load_vector, slot_of, sync
 from .problem import Problem, Visits, visits
 from .reach import Reach
-from .tiles import Corner, logits, seen
+from .tiles import View, logits, seen
 
 # Two warpgroups hold the gradients of keys, the third loads and collects.
 WARPGROUPS = 3
@@ -96,8 +96,9 @@ def _weigh(plan: Plan, holder: Array | int, reach: Reach | None, held, streamed,
     uneven_keys = problem.K % plan.keys > 0 and reach is None
 
     def masked(exponents, block):
-        at = Corner(batch, first + holder * ROWS, block * plan.block_q, of_keys=True)
-        return jnp.where(seen(at, exponents.shape, uneven_keys, problem, reach), exponents, -jnp.inf)
+        view = View(batch, first + holder * ROWS, reach, of_keys=True)
+        ok = seen(view, block * plan.block_q, exponents.shape, uneven_keys, problem)
+        return jnp.where(ok, exponents, -jnp.inf)
 
     def scoped(s):
         start = down(load_vector(streamed[2].at[slot], PER_COLUMN), s)

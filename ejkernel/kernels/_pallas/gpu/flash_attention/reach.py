@@ -66,9 +66,12 @@ def without_blind(operands: Operands, spec: FlashAttentionSpec, problem: Problem
     return _where(_seen(operands, spec, problem, False), of_queries)
 
 
-def in_sequence(operands: Operands) -> Array:
-    """Whether a query of a packed call is in one of its sequences, and not past the last: bool [b, S]."""
-    return jnp.arange(operands.q.shape[1], dtype=jnp.int32) < operands.cu_seqlens_q[:, -1:]
+def of_sequences(lse: Array, operands: Operands) -> Array:
+    """lse [b, h, S], −∞ past the last sequence of a packed call, where sinks count for nothing either."""
+    if operands.cu_seqlens_q is None or operands.sinks is None:
+        return lse
+    inside = jnp.arange(lse.shape[2], dtype=jnp.int32) < operands.cu_seqlens_q[:, -1:]
+    return jnp.where(inside[:, None], lse, -jnp.inf)
 
 
 def _where(seen: Array, arrays: tuple) -> tuple:

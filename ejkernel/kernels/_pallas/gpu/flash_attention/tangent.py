@@ -11,6 +11,7 @@ Tiles and warpgroups are those of the forward: the products with the keys of one
 with the values of the block before. Products with a tangent that is zero are left out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ from .launch import (
 )
 from .problem import LOG2_E, Visits, after_first, problem_of
 from .reach import Reach, reach_of, without_unseen
-from .tiles import Corner, logits, seen
+from .tiles import View, logits, seen
 
 
 class Tensors(NamedTuple):
@@ -143,12 +144,11 @@ def _kernel(
             arrive(plan.k_free + slot, plan.warpgroups)
         pl.when(number == plan.consumers - 1)(lambda: arrive(TURN, 2))
         plgpu.barrier_wait(q_full)
-        corner = Corner(batch, first + number * ROWS, jnp.int32(0))
-        moved = full((ROWS,), 0.0, PER_ROW)
+        lse_of_rows, moved = load_vector(lse_tile.at[number], PER_ROW), full((ROWS,), 0.0, PER_ROW)
         if sinks_moved is not None:
             moved = load_vector(sinks_moved.at[batch, head, rows_of(number)], PER_ROW, optimized=False)
-        given = load_vector(lse_tile.at[number], PER_ROW), moved
-        acc, moved, rounded_moved = _accumulate(tiles, reach, given, corner, visited, k_full, v_full, plan)
+        weigh = partial(_weigh, lse_of_rows, View(batch, first + number * ROWS, reach), plan)
+        acc, moved, rounded_moved = _accumulate(tiles, weigh, moved, visited, k_full, v_full, plan)
         plgpu.barrier_wait(o_full)
         acc -= across(rounded_moved, acc) * o_tiles[number].astype(jnp.float32)
         o_tiles[number] = acc.astype(plan.problem.dtype)
@@ -186,20 +186,12 @@ def _kernel(
     lax.cond(number < plan.consumers, consume, load)
 
 
-def _accumulate(
-    tiles: Tensors, reach: Reach | None, lse_and_moved: tuple[Array, Array], corner: Corner, visited: Visits,
-    k_full, v_full, plan: Plan,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Of the rows of this warpgroup Σ p·ṡ·v + p·v̇, Σ p·ṡ beside what sinks add, and that with the p·ṡ rounded."""
-    problem, number = plan.problem, lax.axis_index("warpgroup")
-    (lse, moved), product = lse_and_moved, accumulator(ROWS, plan.block_k)
+def _accumulate(tiles: Tensors, weigh: Callable, moved: Array, visited: Visits, k_full, v_full, plan: Plan):
+    """Of the rows of this warpgroup Σ p·ṡ·v + p·v̇, Σ p·ṡ beside what is `moved` already, and that of rounded p·ṡ."""
+    problem, number, product = plan.problem, lax.axis_index("warpgroup"), accumulator(ROWS, plan.block_k)
     my_turn, your_turn = partial(sync, TURN + number, 2), partial(arrive, TURN + slot_of(number + 1, plan.consumers), 2)
     moves, values_move = tiles.q_dot is not None or tiles.k_dot is not None, tiles.v_dot is not None
     room, rounded = full((ROWS, plan.block_k), 0.0, WGMMA), lambda x: x.astype(problem.dtype)
-
-    def weigh(s, s_dot, moved, step, masked):
-        at = corner._replace(column=(visited.end - 1 - step) * plan.block_k) if masked else None
-        return _weigh(lse, plan, reach, s, s_dot, moved, at)
 
     def begin_keys(s, s_dot, slot):
         plgpu.wgmma(s, tiles.q.at[number], tiles.k.at[slot].T)
@@ -223,7 +215,8 @@ def _accumulate(
     plgpu.barrier_wait(k_full.at[0])
     products = pl.run_scoped(begin, product, product)
     arrive(plan.k_free, plan.warpgroups)
-    p, p_dot, first_moved = weigh(*products, moved, 0, masked=True)
+    first_key = lambda step: (visited.end - 1 - step) * plan.block_k
+    p, p_dot, first_moved = weigh(*products, moved, first_key(0))
     sum_of = lambda x: x.astype(jnp.float32).sum(axis=1)
     p, p_dot = rounded(p), rounded(p_dot)
     carry = full((ROWS, problem.V), 0.0, WGMMA), p, p_dot, first_moved, moved + sum_of(p_dot)
@@ -244,7 +237,8 @@ def _accumulate(
                 your_turn()
                 products = [plgpu.wgmma_accumulator_load(x, wait_n=moves + values_move) for x in (s, s_dot)]
                 arrive(plan.k_free + slot, plan.warpgroups)
-                for ref, value in zip(results, weigh(*products, moved, step, masked=masked), strict=True):
+                weighed = weigh(*products, moved, first_key(step) if masked else None)
+                for ref, value in zip(results, weighed, strict=True):
                     ref[...] = value
                 plgpu.wgmma_wait(0)
 
@@ -266,17 +260,17 @@ def _accumulate(
     return acc, moved, rounded_moved
 
 
-def _weigh(lse: Array, plan: Plan, reach: Reach | None, s: Array, s_dot: Array, moved: Array, at: Corner | None):
-    """p, p·ṡ, and the sum of the latter over the keys so far; masked where it is said `at` what corner."""
+def _weigh(lse: Array, view: View, plan: Plan, s: Array, s_dot: Array, moved: Array, first_key: Array | None):
+    """p, p·ṡ, and the sum of the latter over the keys so far; masked where it is said which key comes first."""
     problem, ok = plan.problem, None
     s = logits(s, problem)
-    if at is not None:
-        ok = seen(at, s.shape, problem.K % plan.block_k > 0, problem, reach)
+    if first_key is not None:
+        ok = seen(view, first_key, s.shape, problem.K % plan.block_k > 0, problem)
         s = s if ok is None else jnp.where(ok, s, -jnp.inf)
     p = jnp.exp2(s * problem.exponent - across(lse, s))
     p_dot = p * s_dot * problem.scale
     if problem.softcap is not None:
         p_dot = p_dot * (1 - s * s)
-    if ok is not None and (problem.softcap is not None or reach is not None):
+    if ok is not None and (problem.softcap is not None or view.reach is not None):
         p_dot = jnp.where(ok, p_dot, 0.0)  # s is infinite, or k or its tangent perhaps NaN
     return p, p_dot, moved + p_dot.sum(axis=1)

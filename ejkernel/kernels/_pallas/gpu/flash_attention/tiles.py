@@ -34,29 +34,30 @@ def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
 
 
-class Corner(NamedTuple):
-    """Where a tile stands: the batch index, its first row and its first column; rows are queries, or keys."""
+class View(NamedTuple):
+    """The batch index and the first row of a tile, rows being queries or keys, and what arrays say of whom it sees."""
 
     batch: Array
     row: Array
-    column: Array
+    reach: Reach | None
     of_keys: bool = False
 
 
-def seen(at: Corner, shape: tuple[int, int], uneven_keys: bool, problem: Problem, reach: Reach | None) -> Array | None:
-    """Who in a tile sees whom, keys perhaps past the end where there are `uneven_keys`; None where all see all."""
-    rows, columns = indices(at.row, 0, shape), indices(at.column, 1, shape)
+def seen(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem) -> Array | None:
+    """Who sees whom in a tile that begins at a column, keys perhaps past the end if `uneven_keys`; None if all do."""
+    batch, row, reach, of_keys = view
+    rows, columns = indices(row, 0, shape), indices(column, 1, shape)
     conditions = []
     if reach is not None and reach.ranges is not None:
-        low, high = (across(_load(x, at.batch, at.row, shape[0], PER_ROW), rows) for x in reach.ranges)
+        low, high = (across(_load(x, batch, row, shape[0], PER_ROW), rows) for x in reach.ranges)
         conditions += [columns >= low, columns < high]
     elif reach is not None:
         of_rows, of_columns = reach.ids
-        ids = across(_load(of_rows, at.batch, at.row, shape[0], PER_ROW), rows)
-        conditions.append(ids == down(_load(of_columns, at.batch, at.column, shape[1], PER_COLUMN), columns))
+        ids = across(_load(of_rows, batch, row, shape[0], PER_ROW), rows)
+        conditions.append(ids == down(_load(of_columns, batch, column, shape[1], PER_COLUMN), columns))
     elif uneven_keys:
-        conditions.append((rows if at.of_keys else columns) < problem.K)
-    low, high = problem.band(at.of_keys)
+        conditions.append((rows if of_keys else columns) < problem.K)
+    low, high = problem.band(of_keys)
     if high is not None:
         conditions.append(columns <= rows + high)
     if low is not None:
