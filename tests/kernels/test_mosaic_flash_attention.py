@@ -128,6 +128,13 @@ REFUSED = {
     "queries": (dict(q=jax.ShapeDtypeStruct((2, 1, 4, 64), q.dtype)), "1 queries"),
     "bias": (dict(bias=jax.ShapeDtypeStruct((1, 1, 128, 128), q.dtype)), "bias"),
     "negative scale": (dict(spec=FlashAttentionSpec(softmax_scale=-1.0)), "scale of -1"),
+    "sequences of few queries": (
+        dict(
+            k=jax.ShapeDtypeStruct((2, 900, 4, 64), q.dtype),
+            cu_seqlens_q=jax.ShapeDtypeStruct((1, 5), jnp.int32),
+        ),
+        "4 sequences of 128 queries",
+    ),
     "hidden first keys": (dict(q=jax.ShapeDtypeStruct((2, 64, 4, 64), q.dtype), window=(9, 0)), "first keys"),
     "hidden last keys": (dict(window=(None, -1)), "last keys"),
 }

@@ -35,6 +35,12 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         )
     if operands.q.shape[1] < LEAST_QUERIES:
         return f"{operands.q.shape[1]} queries; the tiles of the kernels are for {LEAST_QUERIES} or more"
+    if operands.cu_seqlens_q is not None:
+        queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
+        if keys > queries and queries < LEAST_QUERIES * sequences:
+            return (
+                f"{sequences} sequences of {queries} queries: a tile of them would visit the keys of several sequences"
+            )
     for name in ABSENT:
         if getattr(operands, name) is not None:
             return f"{name}: the kernels have none"
