@@ -133,7 +133,7 @@ REFUSED = {
             k=jax.ShapeDtypeStruct((2, 900, 4, 64), q.dtype),
             cu_seqlens_q=jax.ShapeDtypeStruct((1, 5), jnp.int32),
         ),
-        "4 sequences of 128 queries",
+        "4 sequences share 128 queries",
     ),
     "hidden first keys": (dict(q=jax.ShapeDtypeStruct((2, 64, 4, 64), q.dtype), window=(9, 0)), "first keys"),
     "hidden last keys": (dict(window=(None, -1)), "last keys"),
@@ -173,7 +173,9 @@ def test_segments_and_packed_sequences(sight, D, V, operation):
     sized = lambda heads, width: jax.ShapeDtypeStruct((*q.shape[:2], heads, width), q.dtype)
     x = Operands(sized(4, D), sized(2, D), sized(2, V), **SIGHTS[sight])
     spec = FlashAttentionSpec(causal=True, window=(50, None), softcap=30.0)
-    assert PREDICATES[operation](spec, x, HOPPER) is None
+    if (refused := PREDICATES[operation](spec, x, HOPPER)) is not None:
+        assert operation == "flash_attention_jvp" and V == 256 and "256 features" in refused
+        return
     (config, *_) = space(operation, x, spec, HOPPER)
     text = lowered(run(operation, spec, config), *arguments(x))
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1

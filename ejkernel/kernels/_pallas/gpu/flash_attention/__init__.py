@@ -3,19 +3,15 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from functools import partial
-
-from jax import Array
-
-from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types import Backend, Platform, Target
 
-PRIORITY = 200
 HOPPER = 90
 # Fewer queries leave most of a tile empty.
 LEAST_QUERIES = 64
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
+TANGENT_FEATURES = 128
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
 
@@ -38,9 +34,7 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if operands.cu_seqlens_q is not None:
         queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
         if keys > queries and queries < LEAST_QUERIES * sequences:
-            return (
-                f"{sequences} sequences of {queries} queries: a tile of them would visit the keys of several sequences"
-            )
+            return f"{sequences} sequences share {queries} queries: their tiles would visit the keys of several each"
     for name in ABSENT:
         if getattr(operands, name) is not None:
             return f"{name}: the kernels have none"
@@ -58,6 +52,8 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
+    if operands.v.shape[3] > TANGENT_FEATURES:
+        return f"v has {operands.v.shape[3]} features; registers suffice for the tangents of {TANGENT_FEATURES}"
     return supports(spec, operands, target)
 
 
@@ -76,66 +72,12 @@ def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     return None
 
 
-def _heuristic(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
-    from .configs import heuristic
+_tier = Tier(
+    __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.GPU, priority=200
+)
 
-    return heuristic(operation, operands, spec, target)
+flash_attention = _tier.forward("forward", supports)
+flash_attention_jvp = _tier.tangent("tangent", supports_jvp)
+flash_attention_bwd = _tier.backward("backward", supports_bwd)
 
-
-def _space(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    from .configs import space
-
-    return space(operation, operands, spec, target)
-
-
-def _registered(operation: str, predicate):
-    """The decorators of the implementations."""
-    register = kernel_registry.register(operation, Platform.PALLAS, Backend.GPU, PRIORITY)
-    configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
-    return lambda implementation: register(supported_if(predicate)(configured(implementation)))
-
-
-@_registered("flash_attention", supports)
-def flash_attention(
-    *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
-) -> Outputs:
-    """o and lse."""
-    from .forward import flash_attention
-
-    return flash_attention(*operands, spec=spec, config=config)
-
-
-def _not_yet(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """What the kernel refuses, and else that it waits for its check."""
-    return supports_jvp(spec, operands, target) or "how the kernel rounds was changed and not yet checked on a GPU"
-
-
-@_registered("flash_attention_jvp", _not_yet)
-def flash_attention_jvp(
-    primals: Operands,
-    outputs: Outputs,
-    tangents: Operands,
-    *,
-    spec: FlashAttentionSpec = FlashAttentionSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> Outputs:
-    """The tangents of o and lse; a tangent of None is zero."""
-    from .tangent import flash_attention_jvp
-
-    return flash_attention_jvp(primals, outputs, tangents, spec=spec, config=config)
-
-
-@_registered("flash_attention_bwd", supports_bwd)
-def flash_attention_bwd(
-    primals: Operands,
-    outputs: Outputs,
-    cotangents: Outputs,
-    *,
-    wrt: tuple[str, ...],
-    spec: FlashAttentionSpec = FlashAttentionSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt; a cotangent of None is zero."""
-    from .backward import flash_attention_bwd
-
-    return flash_attention_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
+_tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

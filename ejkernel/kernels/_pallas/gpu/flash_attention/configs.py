@@ -26,14 +26,8 @@ CONFIGS = {
         128: ((128, 64, 4), (128, 64, 2)),
         256: ((128, 64, 2),),
         320: ((128, 32, 2),),
-        512: ((128, 32, 1),),
     },
 }
-
-
-def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
-    """The config for a call (arrays or shapes) that was not tuned."""
-    return space(operation, operands, spec, target)[0]
 
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
