@@ -8,13 +8,11 @@ where o is taken off at the end, by the sum of what the p·ṡ of the row were r
 tangent is exact where all the weight is on one key.
 
 Tiles and warpgroups are those of the forward: the products with the keys of one block are under way at once with those
-with the values of the block before. Products with a tangent that is zero are left out.
+with the values of the block before, where registers suffice for the weights of both. Products with a tangent that is
+zero are left out.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import forward
 from .forward import Q_FREE, REGISTERS, TURN
 from .launch import (
     PER_ROW,
     ROWS,
-    WGMMA,
-    accumulator,
     across,
     arrive,
     full,
@@ -42,29 +37,10 @@ from .launch import (
     sync,
     whole_eights,
 )
-from .problem import LOG2_E, Visits, after_first, problem_of
+from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_unseen
-from .tiles import View, logits, seen
-
-
-class Tensors(NamedTuple):
-    """The arrays, or their tiles in shared memory; None where a tangent is zero."""
-
-    q: Any
-    k: Any
-    v: Any
-    q_dot: Any
-    k_dot: Any
-    v_dot: Any
-
-
-@dataclass(frozen=True)
-class Plan(forward.Plan):
-    """As in the forward, with a block of threads for each tile."""
-
-    @property
-    def persistent(self) -> bool:
-        return False
+from .tangent_rows import Plan, Rows, Tensors, accumulate, accumulate_wide
+from .tiles import View
 
 
 def flash_attention_jvp(
@@ -144,11 +120,11 @@ def _kernel(
             arrive(plan.k_free + slot, plan.warpgroups)
         pl.when(number == plan.consumers - 1)(lambda: arrive(TURN, 2))
         plgpu.barrier_wait(q_full)
-        lse_of_rows, moved = load_vector(lse_tile.at[number], PER_ROW), full((ROWS,), 0.0, PER_ROW)
+        view, lse_of_rows = View(batch, first + number * ROWS, reach), load_vector(lse_tile.at[number], PER_ROW)
+        rows, moved = Rows(plan, tiles, view, visited, lse_of_rows, k_full, v_full), full((ROWS,), 0.0, PER_ROW)
         if sinks_moved is not None:
             moved = load_vector(sinks_moved.at[batch, head, rows_of(number)], PER_ROW, optimized=False)
-        weigh = partial(_weigh, lse_of_rows, View(batch, first + number * ROWS, reach), plan)
-        acc, moved, rounded_moved = _accumulate(tiles, weigh, moved, visited, k_full, v_full, plan)
+        acc, moved, rounded_moved = (accumulate_wide if plan.wide else accumulate)(rows, moved)
         plgpu.barrier_wait(o_full)
         acc -= across(rounded_moved, acc) * o_tiles[number].astype(jnp.float32)
         o_tiles[number] = acc.astype(plan.problem.dtype)
@@ -184,93 +160,3 @@ def _kernel(
             plgpu.copy_gmem_to_smem(o.at[batch, rows_of(consumer), head], o_tiles.at[consumer], o_full)
 
     lax.cond(number < plan.consumers, consume, load)
-
-
-def _accumulate(tiles: Tensors, weigh: Callable, moved: Array, visited: Visits, k_full, v_full, plan: Plan):
-    """Of the rows of this warpgroup Σ p·ṡ·v + p·v̇, Σ p·ṡ beside what is `moved` already, and that of rounded p·ṡ."""
-    problem, number, product = plan.problem, lax.axis_index("warpgroup"), accumulator(ROWS, plan.block_k)
-    my_turn, your_turn = partial(sync, TURN + number, 2), partial(arrive, TURN + slot_of(number + 1, plan.consumers), 2)
-    moves, values_move = tiles.q_dot is not None or tiles.k_dot is not None, tiles.v_dot is not None
-    room, rounded = full((ROWS, plan.block_k), 0.0, WGMMA), lambda x: x.astype(problem.dtype)
-
-    def begin_keys(s, s_dot, slot):
-        plgpu.wgmma(s, tiles.q.at[number], tiles.k.at[slot].T)
-        if tiles.q_dot is not None:
-            plgpu.wgmma(s_dot, tiles.q_dot.at[number], tiles.k.at[slot].T)
-        if tiles.k_dot is not None:
-            plgpu.wgmma(s_dot, tiles.q.at[number], tiles.k_dot.at[slot].T)
-
-    def begin_values(acc, p, p_dot, slot):
-        if moves:
-            plgpu.wgmma(acc, p_dot, tiles.v.at[slot])
-        if values_move:
-            plgpu.wgmma(acc, p, tiles.v_dot.at[slot])
-
-    def begin(s, s_dot):
-        my_turn()
-        begin_keys(s, s_dot, 0)
-        your_turn()
-        return s[...], s_dot[...]
-
-    plgpu.barrier_wait(k_full.at[0])
-    products = pl.run_scoped(begin, product, product)
-    arrive(plan.k_free, plan.warpgroups)
-    first_key = lambda step: (visited.end - 1 - step) * plan.block_k
-    p, p_dot, first_moved = weigh(*products, moved, first_key(0))
-    sum_of = lambda x: x.astype(jnp.float32).sum(axis=1)
-    p, p_dot = rounded(p), rounded(p_dot)
-    carry = full((ROWS, problem.V), 0.0, WGMMA), p, p_dot, first_moved, moved + sum_of(p_dot)
-
-    def visit(step, carry, masked):
-        acc, p, p_dot, moved, rounded_moved = carry
-        slot, before = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
-        plgpu.barrier_wait(k_full.at[slot])
-
-        def both(refs):
-            acc, *results = refs
-
-            def scoped(s, s_dot):
-                my_turn()
-                begin_keys(s, s_dot, slot)
-                plgpu.barrier_wait(v_full.at[before])
-                begin_values(acc, p, p_dot, before)
-                your_turn()
-                products = [plgpu.wgmma_accumulator_load(x, wait_n=moves + values_move) for x in (s, s_dot)]
-                arrive(plan.k_free + slot, plan.warpgroups)
-                weighed = weigh(*products, moved, first_key(step) if masked else None)
-                for ref, value in zip(results, weighed, strict=True):
-                    ref[...] = value
-                plgpu.wgmma_wait(0)
-
-            pl.run_scoped(scoped, product, product)
-
-        acc, next_p, next_p_dot, moved_on = pl.run_state(both)((plgpu.ACC.init(acc), room, room, moved))
-        arrive(plan.v_free + before, plan.warpgroups)
-        next_p, next_p_dot = rounded(next_p), rounded(next_p_dot)
-        return acc, next_p, next_p_dot, moved_on, rounded_moved + sum_of(next_p_dot)
-
-    acc, p, p_dot, moved, rounded_moved = after_first(visited, visit, carry, problem)
-    count = visited.end - visited.begin
-    arrive(Q_FREE, plan.warpgroups)
-    last = slot_of(count - 1, plan.stages)
-    plgpu.barrier_wait(v_full.at[last])
-    my_turn()
-    acc = pl.run_state(lambda acc: begin_values(acc, p, p_dot, last))(plgpu.ACC.init(acc))
-    your_turn()
-    return acc, moved, rounded_moved
-
-
-def _weigh(lse: Array, view: View, plan: Plan, s: Array, s_dot: Array, moved: Array, first_key: Array | None):
-    """p, p·ṡ, and the sum of the latter over the keys so far; masked where it is said which key comes first."""
-    problem, ok = plan.problem, None
-    s = logits(s, problem)
-    if first_key is not None:
-        ok = seen(view, first_key, s.shape, problem.K % plan.block_k > 0, problem)
-        s = s if ok is None else jnp.where(ok, s, -jnp.inf)
-    p = jnp.exp2(s * problem.exponent - across(lse, s))
-    p_dot = p * s_dot * problem.scale
-    if problem.softcap is not None:
-        p_dot = p_dot * (1 - s * s)
-    if ok is not None and (problem.softcap is not None or view.reach is not None):
-        p_dot = jnp.where(ok, p_dot, 0.0)  # s is infinite, or k or its tangent perhaps NaN
-    return p, p_dot, moved + p_dot.sum(axis=1)
