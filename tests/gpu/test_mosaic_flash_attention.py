@@ -16,7 +16,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     flash_attention_jvp,
     supports,
     supports_bwd,
-    supports_jvp,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
@@ -78,7 +77,6 @@ def compare_forward(case: Case, length: int, dtype, config: KernelConfig | None 
 
 def compare_tangent(case: Case, length: int, dtype, config: KernelConfig | None = None):
     x, spec, _, tangents, exact, rounded = judged(case, length, dtype)
-    assert supports_jvp(spec, x, TARGET) is None
     config = config or space("flash_attention_jvp", x, spec, TARGET)[0]
     moving = x._replace(**{name: tangents.get(name) for name in x._fields})
     tangent = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=config))

@@ -15,7 +15,7 @@ ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why the forward cannot run on these operands (arrays or shapes), or None."""
+    """Why the forward and the tangent cannot run on these operands (arrays or shapes), or None."""
     if target.platform != "cuda":
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
@@ -49,11 +49,6 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
     return supports(spec, operands, target)
 
 
-def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why the tangent cannot run on these operands, or None."""
-    return supports(spec, operands, target)
-
-
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     """Keys that no query sees may hold anything, and a weight of 0 does not undo that: 0·NaN = NaN.
 
@@ -74,7 +69,7 @@ _tier = Tier(
 )
 
 flash_attention = _tier.forward("forward", supports)
-flash_attention_jvp = _tier.tangent("tangent", supports_jvp)
+flash_attention_jvp = _tier.tangent("tangent", supports)
 flash_attention_bwd = _tier.backward("backward", supports_bwd)
 
 _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
