@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -27,7 +28,6 @@ from ejkernel.types import KernelConfig
 from . import logits, tiles
 from .bias_gradient import bias_gradient
 from .problem import Problem, problem_of, seen_lse, sum_to_shape
-from .segments import spans
 from .unseen import zero_blind_queries, zero_unseen_keys
 
 

@@ -77,7 +77,7 @@ def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.const
 
 @triton.jit
 def within_segments(bounds, spans, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
-    """What `schedule` returned, narrowed to what this block shares segments with (see segments.py)."""
+    """What `schedule` returned, narrowed to what this block shares segments with (see kernels/_segments.py)."""
     begin, end, first_full, last_full = bounds
     if spans is not None:
         spans += (batch * BLOCKS + block) * 4
