@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels._pallas.tpu.flash_attention import (
     flash_attention,
@@ -15,6 +14,8 @@ from ejkernel.kernels._pallas.tpu.flash_attention import (
 from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import CASES, check_all, derivatives, differentiable, like, poisoned
 
+from .tpu_interpreter import interpreted
+
 # What a normal run has time for: tiles of one chunk.
 SMALL = 200, KernelConfig(block_q=128, block_k=128)
 QUICK = {
@@ -23,21 +24,13 @@ QUICK = {
     ("sinks, more queries", "float32"): SMALL,
     ("packed, causal", "float32"): SMALL,
     ("large logits", "bfloat16"): SMALL,
+    # Tiles of which some chunks are seen by nobody, in the forward and in the others.
+    ("window", "bfloat16"): (520, KernelConfig(block_q=128, block_k=512)),
     ("grouped heads", "bfloat16"): (200, KernelConfig(block_q=128, block_k=128, algorithm="split")),
 }
 # Tiles of several chunks, more of them under way than there are or not.
 LARGE = 300, KernelConfig(block_q=128, block_k=256, num_stages=3)
 LARGE_SPLIT = 300, KernelConfig(block_q=256, block_k=256, num_stages=1, algorithm="split")
-
-
-def interpreted(f):
-    """f, jitted, in the interpreter."""
-
-    def run(*args):
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
-            return jax.jit(f)(*args)
-
-    return run
 
 
 def calls():

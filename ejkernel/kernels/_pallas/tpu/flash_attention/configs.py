@@ -2,21 +2,25 @@
 
 A step of the grid costs what its products take in the matrix units, and as much again for every tile, however small:
 filling the pipeline within the tile, addresses, branches. So tiles are large, but not so large that causality or a
-window wastes more at their edges: the heuristic counts the tiles that a call visits and takes the cheapest blocks, of
-those that the memories of a core hold and whose program stays short enough to compile in seconds.
+window wastes more at their edges: the heuristic counts the tiles that a call visits, and what is computed of them, and
+takes the cheapest blocks, of those that the memories of a core hold and whose program stays short enough to compile in
+seconds.
 """
 
 import itertools
 import math
 import re
 
+import numpy as np
+
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .backward import DQ_BYTES
+from .forward import forward_chunk
 from .launch import VMEM_BYTES
 from .problem import LANES, balanced, plan, round_up
-from .schedule import visibility
+from .schedule import BLOCK_BITS, visibility
 
 BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
 # Scalar memory of every chip since v4 is 1 MiB; the compiler takes some of it.
@@ -39,10 +43,10 @@ def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, targ
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    costs = {
-        blocks: _tiles(operands, spec, blocks) * (tile_bundles(operation, operands, target, *blocks) + STEP_BUNDLES)
-        for blocks in fitting_blocks(operation, operands, target)
-    }
+    costs = {}
+    for blocks in fitting_blocks(operation, operands, target):
+        steps, tiles = _visited(operation, operands, spec, blocks)
+        costs[blocks] = steps * STEP_BUNDLES + tiles * tile_bundles(operation, operands, target, *blocks)
     best = sorted(costs, key=lambda blocks: (costs[blocks], -blocks[0]))  # many queries: keys are fetched less often
     return [
         KernelConfig(block_q=block_q, block_k=block_k, num_stages=n, platform=Platform.PALLAS, backend=Backend.TPU)
@@ -61,7 +65,8 @@ def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[t
     return [
         (block_q, block_k)
         for block_q, block_k in sorted(blocks)
-        if scalar_bytes(operands, block_q, block_k) <= SMEM_BYTES
+        if max(queries / block_q, keys / block_k) < 1 << BLOCK_BITS - 1
+        and scalar_bytes(operands, block_q, block_k) <= SMEM_BYTES
         and vmem_bytes(operation, operands, block_q, block_k) <= vmem
         and tile_bundles(operation, operands, target, block_q, block_k) <= TILE_BUNDLES
     ]
@@ -72,7 +77,7 @@ def stages(operation: str, target: Target) -> tuple[int, ...]:
     small, and so it pays to have more logits ready; the others wait for the matrix unit."""
     if operation != "flash_attention":
         return (2,)
-    return (3, 2) if matrix_width(target) > LANES else (2, 3)
+    return (4, 3) if matrix_width(target) > LANES else (2, 3)
 
 
 def matrix_width(target: Target) -> int:
@@ -118,12 +123,16 @@ def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
     return 4 * (tiles * (batch if varying else 1) + scalars)
 
 
-def _tiles(operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]) -> int:
-    """How many tiles causality and the window leave of a head."""
+def _visited(
+    operation: str, operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]
+) -> tuple[int, float]:
+    """How many tiles causality and the window leave of a head, and how many whole ones what is computed amounts to."""
     block_q, block_k = blocks
-    problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k))
-    touched, _ = visibility(Operands(operands.q, operands.k, operands.v), problem)
-    return int(touched.sum())
+    chunk = {"chunk": forward_chunk(operands)} if operation == "flash_attention" else {}
+    problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k), **chunk)
+    seen = visibility(Operands(operands.q, operands.k, operands.v), problem)
+    chunks = np.array([kind.last - kind.first for kind in seen.kinds])[seen.kind]
+    return int((chunks > 0).sum()), chunks.sum() * problem.chunk / block_k
 
 
 def _lanes(x) -> int:
