@@ -31,9 +31,10 @@ PRODUCTS = {"flash_attention": 2, "flash_attention_bwd": 5, "flash_attention_jvp
 FLOAT32_PASSES = 6
 # Bundles of instructions that a step of the grid takes beside its products, counted in compiled programs.
 STEP_BUNDLES = 400
-# A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule.
-TILE_BUNDLES = 6144
-WORTH_TIMING = 4
+# A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule; a program has one for
+# each kind of tile.
+TILE_BUNDLES, PROGRAM_BUNDLES = 6144, 8192
+WORTH_TIMING = 3
 
 
 def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
@@ -45,13 +46,20 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     costs = {}
     for blocks in fitting_blocks(operation, operands, target):
-        steps, tiles = _visited(operation, operands, spec, blocks)
-        costs[blocks] = steps * STEP_BUNDLES + tiles * tile_bundles(operation, operands, target, *blocks)
-    best = sorted(costs, key=lambda blocks: (costs[blocks], -blocks[0]))  # many queries: keys are fetched less often
+        steps, computed, code = _tiles(operation, operands, spec, blocks)
+        tile = tile_bundles(operation, operands, target, *blocks)
+        # Of two that cost the same, that of more queries: keys are fetched less often.
+        costs[blocks] = code * tile > PROGRAM_BUNDLES, steps * STEP_BUNDLES + computed * tile, -blocks[0]
     return [
-        KernelConfig(block_q=block_q, block_k=block_k, num_stages=n, platform=Platform.PALLAS, backend=Backend.TPU)
-        for (block_q, block_k), n in itertools.product(best, stages(operation, target))
-    ][:WORTH_TIMING]
+        KernelConfig(
+            block_q=block_q,
+            block_k=block_k,
+            num_stages=stages(operation, target),
+            platform=Platform.PALLAS,
+            backend=Backend.TPU,
+        )
+        for block_q, block_k in sorted(costs, key=costs.get)[:WORTH_TIMING]
+    ]
 
 
 def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[tuple[int, int]]:
@@ -72,12 +80,10 @@ def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[t
     ]
 
 
-def stages(operation: str, target: Target) -> tuple[int, ...]:
+def stages(operation: str, target: Target) -> int:
     """Chunks of a tile that are under way at once. The forward waits for its vector unit, unless the matrix unit is
     small, and so it pays to have more logits ready; the others wait for the matrix unit."""
-    if operation != "flash_attention":
-        return (2,)
-    return (4, 3) if matrix_width(target) > LANES else (2, 3)
+    return 4 if operation == "flash_attention" and matrix_width(target) > LANES else 2
 
 
 def matrix_width(target: Target) -> int:
@@ -123,16 +129,18 @@ def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
     return 4 * (tiles * (batch if varying else 1) + scalars)
 
 
-def _visited(
+def _tiles(
     operation: str, operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]
-) -> tuple[int, float]:
-    """How many tiles causality and the window leave of a head, and how many whole ones what is computed amounts to."""
+) -> tuple[int, float, float]:
+    """How many tiles causality and the window leave of a head; how many whole ones what is computed of them, and what
+    is written of them in the program, amount to."""
     block_q, block_k = blocks
     chunk = {"chunk": forward_chunk(operands)} if operation == "flash_attention" else {}
     problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k), **chunk)
     seen = visibility(Operands(operands.q, operands.k, operands.v), problem)
-    chunks = np.array([kind.last - kind.first for kind in seen.kinds])[seen.kind]
-    return int((chunks > 0).sum()), chunks.sum() * problem.chunk / block_k
+    written = np.array([kind.last - kind.first for kind in seen.kinds]) * problem.chunk / block_k
+    computed = written[seen.kind]
+    return int((computed > 0).sum()), computed.sum(), written.sum()
 
 
 def _lanes(x) -> int:
