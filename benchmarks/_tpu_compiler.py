@@ -42,6 +42,8 @@ GENERATIONS = {
 @functools.cache
 def device(generation: str) -> Any:
     """One core of a generation."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask the metadata server of a cloud machine, and wait
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # it would let one process at a time use chips
     return topologies.get_topology_desc(platform="tpu", topology_name=GENERATIONS[generation].topology).devices[0]
 
 
@@ -51,8 +53,6 @@ class Compiler:
     def __init__(self, folder: Path):
         self.folder = folder
         jax.config.update("jax_platforms", "cpu")
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask the metadata server of a cloud machine, and wait
-        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # it would let one process at a time use chips
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"
         os.environ["LIBTPU_INIT_ARGS"] = flags
 

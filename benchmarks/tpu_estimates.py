@@ -163,7 +163,7 @@ def _ours(shape: AttentionShape, mode: str, generation: str) -> Iterator[Call]:
     config = implementation.heuristic(spec, x, Target("tpu", device(generation).device_kind))
     run = partial(implementation, spec=spec, config=config)
     problem = plan(x, spec, config)
-    queries, keys = ([walk(*visibility(x, problem), by=by).table] for by in ("queries", "keys"))
+    queries, keys = ([walk(visibility(x, problem), by=by).table] for by in ("queries", "keys"))
     detail = f"{problem.block_q}×{problem.block_k}, {config.num_stages} stages"
     if mode == "fwd":
         yield Call(detail, lambda x: run(*x), (x,), {"flash_attention_forward": queries})
