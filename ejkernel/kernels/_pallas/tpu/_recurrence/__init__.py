@@ -10,6 +10,10 @@ from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 PRIORITY = 100
+# Scalar memory of every chip since v4 is 1 MiB; the table of chunks leaves some to the compiler.
+SMEM_BYTES = 768 * 1024
+# (block_q, block_k), the likeliest first.
+BY_HEAD, BY_FEATURE = ((128, 128), (256, 128), (64, 64)), ((64, 16), (128, 16))
 
 
 def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
@@ -18,18 +22,24 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
         return f"Mosaic runs on tpu, not on {target.platform}"
     if operands.q.dtype.name not in ("bfloat16", "float32"):
         return f"q is {operands.q.dtype}; the kernels take bfloat16 and float32"
-    for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
-        if size > 256:
-            return f"{name} has {size} features; the kernels take up to 256"
+    features, values = operands.q.shape[3], operands.v.shape[3]
+    if features > 256:
+        return f"q has {features} features; the kernels take up to 256"
+    if values > 256 and values % 128:
+        return f"v has {values} features; of more than 256 the kernels take multiples of 128"
     if 0 in operands.q.shape or 0 in operands.v.shape:
         return "an empty batch or sequence"
     if operands.q.shape[1] == 1:
         return "a single token, which fills no block"
-    if operands.spans is not None:
-        return "sequences of several lengths (cu_seqlens)"
-    if operands.gv is not None:
-        return "decays of value features (gv)"
+    if (size := _table_bytes(operands)) > SMEM_BYTES:
+        return f"the table of chunks takes {size} bytes; scalar memory has room for {SMEM_BYTES}"
     return None
+
+
+def _table_bytes(operands: Operands) -> int:
+    """Bytes of scalar memory that a call takes with the smallest chunks."""
+    packed, sequences = (1, 1) if operands.spans is None else operands.spans.shape[:2]
+    return 4 * packed * (operands.q.shape[1] // min(chunk for chunk, _ in BY_HEAD + BY_FEATURE) + sequences)
 
 
 def heuristic(spec: RecurrenceSpec, operands: Operands, target: Target) -> KernelConfig:
@@ -39,7 +49,7 @@ def heuristic(spec: RecurrenceSpec, operands: Operands, target: Target) -> Kerne
 
 def space(spec: RecurrenceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
     """block_q is a chunk, at whose end a state is kept; block_k a block of it, short with decays by feature."""
-    sizes = [(128, 128), (256, 128), (64, 64)] if operands.gk is None else [(64, 16), (128, 16)]
+    sizes = BY_HEAD if operands.gk is None and operands.gv is None else BY_FEATURE
     return [KernelConfig(block_q=q, block_k=k, platform=Platform.PALLAS, backend=Backend.TPU) for q, k in sizes]
 
 
