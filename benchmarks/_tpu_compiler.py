@@ -20,22 +20,24 @@ class Generation:
 
     Attributes:
         topology: to compile for.
+        kind: how JAX calls the device.
         clock: in Hz: the published peak over what the matrix units multiply in a cycle.
         bandwidth: of its share of HBM, in bytes per second.
         delay: bundles after a branch that are issued before it is taken, as seen in programs.
     """
 
     topology: str
+    kind: str
     clock: float
     bandwidth: float
     delay: int = 4
 
 
 GENERATIONS = {
-    "v5e": Generation("v5e:2x2", 1.5e9, 0.82e12),
-    "v5p": Generation("v5p:2x2x1", 1.75e9, 1.38e12),
-    "v6e": Generation("v6e:2x2", 1.75e9, 1.64e12),
-    "tpu7x": Generation("tpu7x:2x2x1", 2.2e9, 3.69e12, delay=5),
+    "v5e": Generation("v5e:2x2", "TPU v5 lite", 1.5e9, 0.82e12),
+    "v5p": Generation("v5p:2x2x1", "TPU v5", 1.75e9, 1.38e12),
+    "v6e": Generation("v6e:2x2", "TPU v6 lite", 1.75e9, 1.64e12),
+    "tpu7x": Generation("tpu7x:2x2x1", "TPU7x", 2.2e9, 3.69e12, delay=5),
 }
 
 

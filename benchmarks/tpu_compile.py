@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[Program]:
-    """One for each distinct program, generation after generation in turns."""
+    """One for each distinct program; of a call, the heuristic's choice first."""
     found = {}
     for operation in operations:
         for name, shape in OF_OPERATION[operation].items():
@@ -83,7 +83,7 @@ def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[
             for primitive in (trio.forward, trio.backward, trio.tangent):
                 for generation in generations:
                     implementation = kernel_registry.get(primitive.name, "pallas", "tpu")
-                    target = Target("tpu", device(generation).device_kind)
+                    target = Target("tpu", GENERATIONS[generation].kind)
                     if implementation.supports(spec, x, target) is None:
                         for config in implementation.space(spec, x, target):
                             program = Program(generation, primitive.name, name, config)
@@ -118,25 +118,26 @@ def outcome(program: Program) -> float | str:
 
 def compiled(program: Program) -> Any:
     """The executable."""
-    trio, config = TRIOS[program.primitive], program.config
-    x, spec = call(trio.name, OF_OPERATION[trio.name][program.shape])
-    run = kernel_registry.get(program.primitive, "pallas", "tpu")
+    operation = TRIOS[program.primitive].name
+    x, spec = call(operation, OF_OPERATION[operation][program.shape])
+    return compiled_call(program.generation, program.primitive, x, spec, program.config)
+
+
+def compiled_call(generation: str, primitive: str, x: Any, spec: Any, config: KernelConfig) -> Any:
+    """The executable of a primitive, for everything that is differentiable among these operands."""
+    trio, run = TRIOS[primitive], kernel_registry.get(primitive, "pallas", "tpu")
     forward = kernel_registry.get(trio.name, "pallas", "tpu")
     out = jax.eval_shape(lambda *x: forward(*x, spec=spec, config=config), *x)
-    moving = [
+    wrt = tuple(
         n for n in trio.differentiable if (a := getattr(x, n)) is not None and jnp.issubdtype(a.dtype, jnp.inexact)
-    ]
-    dx = type(x)(**{name: getattr(x, name) if name in moving else None for name in x._fields})
-    if program.primitive == trio.tangent.name:
-        function, arguments = (lambda x, out, dx: run(x, out, dx, spec=spec, config=config)), (x, out, dx)
-    elif program.primitive == trio.backward.name:
-        function, arguments = (
-            (lambda x, out, do: run(x, out, do, wrt=tuple(moving), spec=spec, config=config)),
-            (x, out, out),
-        )
-    else:
-        function, arguments = (lambda *x: run(*x, spec=spec, config=config)), x
-    on_core = jax.sharding.SingleDeviceSharding(device(program.generation))
+    )
+    dx = type(x)(**{name: getattr(x, name) if name in wrt else None for name in x._fields})
+    function, arguments = {
+        trio.forward.name: (lambda x: run(*x, spec=spec, config=config), (x,)),
+        trio.tangent.name: (lambda x, out, dx: run(x, out, dx, spec=spec, config=config), (x, out, dx)),
+        trio.backward.name: (lambda x, out, do: run(x, out, do, wrt=wrt, spec=spec, config=config), (x, out, out)),
+    }[primitive]
+    on_core = jax.sharding.SingleDeviceSharding(device(generation))
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_core), arguments)
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
 
