@@ -137,7 +137,7 @@ def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands
 def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, schedule: Schedule):
     b, g, member = pl.program_id(0), pl.program_id(1), pl.program_id(3)
     number = pl.program_id(2)
-    step = step_at(table, b, number)
+    step = step_at(schedule, table, b, number)
     scale = scale_of(tile, problem, b, g * problem.group + member)
 
     if out.q is not None:
@@ -198,7 +198,7 @@ def _by_queries(tile: Tile, problem: Problem, schedule: Schedule) -> jax.Array:
 
 def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.opens)
@@ -260,7 +260,7 @@ def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sched
     position = tuple(pl.program_id(axis) for axis in range(4))
     b, h, _, j = where(*position, table)
     scale = scale_of(tile, problem, b, h)
-    step, member, members = step_at(table, b, position[2]), position[3], pl.num_programs(3)
+    step, member, members = step_at(schedule, table, b, position[2]), position[3], pl.num_programs(3)
     opens, closes = step.opens | (not one_row and not one_column), step.closes | (not one_row and not one_column)
     if one_row and one_column:
         opens, closes = position[2] == 0, position[2] == pl.num_programs(2) - 1

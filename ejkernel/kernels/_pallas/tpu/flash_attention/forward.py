@@ -69,7 +69,7 @@ def forward_chunk(operands: Operands) -> int:
 
 def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.opens)

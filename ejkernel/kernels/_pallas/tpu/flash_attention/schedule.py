@@ -43,11 +43,20 @@ class Seen(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A table [b?,n] of tiles (major block · minor block · kind), how many of the n to walk, the kinds by number."""
+    """A table [b?,n] of tiles (major block · minor block · kind), how many of the n to walk, the kinds by number, and
+    whether there is one tile for each major block."""
 
     table: Any
     steps: Any
     kinds: tuple[Kind, ...]
+    single: bool
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the kinds that the table may hold."""
+        if not isinstance(self.table, np.ndarray):
+            return list(range(len(self.kinds)))
+        return np.unique(_kind_of(self.table)).tolist()
 
     def visits(self, batch: int) -> int:
         """Tiles that all batch elements visit; where that is traced, at most."""
@@ -72,14 +81,17 @@ def blocks_at(table, b, step) -> tuple[Any, Any]:
     return entry >> BLOCK_BITS + KIND_BITS, entry >> KIND_BITS & (1 << BLOCK_BITS) - 1
 
 
-def step_at(table, b, step) -> Step:
+def step_at(schedule: Schedule, table, b, step) -> Step:
     steps = table.shape[1]
     major, minor = blocks_at(table, b, step)
+    kind = _kind_of(_entry(table, b, step))
+    if schedule.single:
+        return Step(major, minor, kind, True, True)
     before, _ = blocks_at(table, b, jnp.maximum(step - 1, 0))
     after, _ = blocks_at(table, b, jnp.minimum(step + 1, steps - 1))
     end = pl.num_programs(2) - 1
     opens, closes = (step == 0) | (before != major), (step == end) | (after != major)
-    return Step(major, minor, _kind_of(_entry(table, b, step)), opens, closes)
+    return Step(major, minor, kind, opens, closes)
 
 
 def _entry(table, b, step):
@@ -108,7 +120,7 @@ def walk(seen: Seen, by: str, every: bool = False) -> Schedule:
     chosen = xp.take_along_axis(order, xp.minimum(position, count[:, None] - 1), axis=1)
     kind = xp.where(position < count[:, None], xp.take_along_axis(kind, chosen, axis=1), 0)
     table = (chosen // minors << BLOCK_BITS + KIND_BITS) | (chosen % minors << KIND_BITS) | kind
-    return Schedule(table.astype(xp.int32), tiles if xp is np else count.max(), seen.kinds)
+    return Schedule(table.astype(xp.int32), tiles if xp is np else count.max(), seen.kinds, minors == 1)
 
 
 def visibility(operands: Operands, problem: Problem) -> Seen:

@@ -90,7 +90,7 @@ def flash_attention_jvp(
 
 def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.opens)

@@ -59,9 +59,10 @@ def sweep(chunks: Sequence[slice], ahead: int, products: Callable, use: Callable
 
 def for_kind(step: Step, schedule: Schedule, compute: Callable[[Kind], None]) -> None:
     """Runs `compute(kind)` for the kind of tile that the step has, unless that is to be skipped."""
-    for number, kind in enumerate(schedule.kinds):
+    for number in schedule.numbers:
+        kind = schedule.kinds[number]
         if kind.last > kind.first:
-            pl.when(step.kind == number)(functools.partial(compute, kind))
+            pl.when(len(schedule.numbers) == 1 or step.kind == number)(functools.partial(compute, kind))
 
 
 def chunks_of(kind: Kind, problem: Problem) -> list[slice]:
