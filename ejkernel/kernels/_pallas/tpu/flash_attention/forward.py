@@ -105,6 +105,6 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
     def _():
         # A query that saw nothing has met masked logits alone, each with a weight of 1: o = 0 and lse = −inf.
         seen = state.maximum[...] > MASKED
-        o = jnp.where(seen, state.weighted[...] / state.total[...], 0).T.astype(out.do.dtype)
+        o = jnp.where(seen, state.weighted[...] / state.total[...], 0).astype(out.do.dtype).T
         out.do[...] = pad_axis(o, 1, out.do.shape[1])
         out.lse[...] = jnp.where(seen, (state.maximum[...] + jnp.log2(state.total[...])) / LOG2_E, -jnp.inf)
