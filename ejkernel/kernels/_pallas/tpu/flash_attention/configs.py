@@ -81,9 +81,11 @@ def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[t
 
 
 def stages(operation: str, target: Target) -> int:
-    """Chunks of a tile that are under way at once. The forward waits for its vector unit, unless the matrix unit is
-    small, and so it pays to have more logits ready; the others wait for the matrix unit."""
-    return 4 if operation == "flash_attention" and matrix_width(target) > LANES else 2
+    """Chunks of a tile that are under way at once. The forward waits for its vector unit, the more so the larger the
+    matrix unit, and so it pays to have more logits ready; the others wait for the matrix unit."""
+    if operation != "flash_attention":
+        return 2
+    return 4 if matrix_width(target) > LANES else 3
 
 
 def matrix_width(target: Target) -> int:
