@@ -87,8 +87,9 @@ def _ends(plan: Plan, table: Any, back: bool = False) -> tuple[Any, Any]:
 # --- Forward ----------------------------------------------------------------------------------------------------------
 
 
-def recurrence(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+def recurrence(*operands: Array | None, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
     """o and the final state."""
+    x = Operands(*operands)
     size = plan(x, spec, config)
     order, first = order_of(x, size), state_of(x.initial_state, size)
     o, state, _ = _forward(_tokens(x, order, size), first, order, size, keep=False)
@@ -136,8 +137,11 @@ def _forward_kernel(plan, table, tokens, first, o, last, states, state):
 # --- Tangent ----------------------------------------------------------------------------------------------------------
 
 
-def recurrence_jvp(x: Operands, dx: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+def recurrence_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: KernelConfig
+) -> Outputs:
     """The tangents of o and the final state."""
+    x, dx = primals, tangents
     size = plan(x, spec, config)
     order, first_dot = order_of(x, size), state_of(dx.initial_state, size)
     # A decay of the head moves with g or with g_gamma; where a decay is absent, so is its tangent.
@@ -180,9 +184,16 @@ def _tangent_kernel(plan, table, tokens, dots, first, first_dot, o_dot, last_dot
 
 
 def recurrence_bwd(
-    x: Operands, cotangents: Outputs, wrt: tuple[str, ...], spec: RecurrenceSpec, config: KernelConfig
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: RecurrenceSpec,
+    config: KernelConfig,
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt."""
+    x = primals
     size = plan(x, spec, config)
     order, first = order_of(x, size), state_of(x.initial_state, size)
     tokens, dlast = _tokens(x, order, size), state_of(cotangents.final_state, size)
