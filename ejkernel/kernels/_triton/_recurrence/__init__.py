@@ -27,9 +27,11 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
         return reason
     if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"q is {operands.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
+    if operands.q.shape[3] > 256:
+        return f"q has {operands.q.shape[3]} features; Triton's kernels take up to 256"
     for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
-        if size > 256 or size % 8:
-            return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
+        if size % 8:
+            return f"{name} has {size} features; Triton's kernels take multiples of 8"
     if 0 in operands.q.shape:
         return "an empty batch or sequence"
     if operands.gv is not None:
@@ -70,6 +72,21 @@ def recurrence(
     return run(*operands, spec=spec, config=config)
 
 
+@_decorated("tangent")
+def recurrence_jvp(
+    primals: Operands,
+    outputs: Outputs,
+    tangents: Operands,
+    *,
+    spec: RecurrenceSpec = RecurrenceSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> Outputs:
+    """The tangents of o and the final state; a tangent of None is zero."""
+    from .tangent import recurrence_jvp
+
+    return recurrence_jvp(primals, outputs, tangents, spec=spec, config=config)
+
+
 @_decorated("backward")
 def recurrence_bwd(
     primals: Operands,
@@ -87,6 +104,6 @@ def recurrence_bwd(
 
 
 def register(operation: str) -> None:
-    """Registers both as the implementation of an operation of this family."""
-    for name, implementation in ((operation, recurrence), (f"{operation}_bwd", recurrence_bwd)):
-        kernel_registry.register(name, Platform.TRITON, Backend.GPU, PRIORITY)(implementation)
+    """Registers the three as the implementation of an operation of this family."""
+    for suffix, implementation in (("", recurrence), ("_jvp", recurrence_jvp), ("_bwd", recurrence_bwd)):
+        kernel_registry.register(operation + suffix, Platform.TRITON, Backend.GPU, PRIORITY)(implementation)
