@@ -6,7 +6,7 @@ that computes chunks. algorithm is "walk", "chunks" or "steps".
 
 import numpy as np
 
-from ejkernel.kernels._triton.flash_attention.configs import shared_memory_limit
+from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -32,29 +32,22 @@ FORWARD = (
 FORWARD_BY_FEATURE = ((64, 128, 64, 8, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 TANGENT = ((64, 128, 64, 8, 1, "chunks"),)
 TANGENT_BY_FEATURE = ((32, 128, 32, 8, 1, "chunks"),)
-BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 4, 2, "chunks"))
+BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((32, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
 
 TABLES = {  # of heads that decay, or none; of features that do
-    "forward": (FORWARD, FORWARD_BY_FEATURE),
-    "tangent": (TANGENT, TANGENT_BY_FEATURE),
-    "backward": (BACKWARD, BACKWARD_BY_FEATURE),
+    "recurrence": (FORWARD, FORWARD_BY_FEATURE),
+    "recurrence_jvp": (TANGENT, TANGENT_BY_FEATURE),
+    "recurrence_bwd": (BACKWARD, BACKWARD_BY_FEATURE),
 }
-
-
-def heuristic(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> KernelConfig:
-    """The config for a call (arrays or shapes) that was not tuned."""
-    return space(operation, operands, spec, target)[0]
 
 
 def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    if operation == "forward" and operands.q.shape[1] <= LONGEST and operands.spans is None:
+    if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
-    table = TABLES[operation][operands.gk is not None]
-    plain = operands.q.dtype == np.dtype("bfloat16") and padded(operands.q.shape[3]) <= (
-        256 if operation == "forward" else 128
-    )
+    table, widest = TABLES[operation][operands.gk is not None], 256 if operation == "recurrence" else 128
+    plain = operands.q.dtype == np.dtype("bfloat16") and padded(operands.q.shape[3]) <= widest
     limit = shared_memory_limit(target)
     fitting = [values for values in table if shared_memory(operands, values[0]) <= limit] if plain else []
     if not fitting:
