@@ -16,7 +16,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax
 import jax.numpy as jnp
-from _harness import RESULTS, Row, measure, result_file, save, show
+from _harness import RESULTS, Row, means, measure, result_file, save, show
 from _recurrence import CONVENTION, contenders, gate, inputs, modes, work
 
 from ejkernel import callib
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         for mode in modes(shape):
             rows += _case(shape, mode, dtype, ceilings, arguments)
             save(file, rows, ceilings, CONVENTION)
-    print(f"\nwritten: {file}")
+    print("", *means(rows), f"written: {file}", sep="\n")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
 
 
