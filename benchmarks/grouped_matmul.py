@@ -21,6 +21,7 @@ from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES, GroupedMatmulSh
 CONVENTION = "FLOPs: forward 2·rows·features·columns, backward twice that"
 _FORWARD, _DERIVATIVE, _RIVAL = 2.0, 3.0, 10.0
 _ROWS = 256  # of each group that is judged
+_EXPANDED = 8 * 2**30  # bytes; with more the compiler tries kernels for minutes, and finds that memory does not suffice
 
 
 def case(shape: GroupedMatmulShape, mode: str, ceilings, arguments) -> list:
@@ -84,6 +85,9 @@ def _contenders(mode: str, arrays: tuple, do: jax.Array, sizes: np.ndarray, plat
         return of_jax(function, arrays, do, mode, "grouped_matmul")
 
     def ragged_dot():
+        expanded = sizes.size * arrays[0].nbytes
+        if expanded > _EXPANDED:
+            raise Unavailable(f"it brings lhs to [rows, groups, features], {expanded / 2**30:.0f} GiB")
         function = lambda lhs, rhs: jax.lax.ragged_dot(lhs, rhs, group_sizes, preferred_element_type=lhs.dtype)
         return of_jax(function, arrays, do, mode)
 
