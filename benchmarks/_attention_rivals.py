@@ -26,6 +26,7 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
         Contender("jax.nn cudnn", of_jax(lambda shape, given: _jax_nn(shape, "cudnn"))),
         Contender("tokamax mosaic", of_jax(lambda shape, given: _tokamax(shape, "mosaic"))),
         Contender("tokamax triton", of_jax(lambda shape, given: _tokamax(shape, "triton"))),
+        Contender("jax attention_mgpu", of_jax(lambda shape, given: _attention_mgpu(shape, mode))),
         Contender("torch cudnn", lambda: _torch(shape, mode, given, "CUDNN_ATTENTION")),
         Contender("torch flash", lambda: _torch(shape, mode, given, "FLASH_ATTENTION")),
         Contender("torch jvp_flash", lambda: _jvp_flash_attention(shape, mode, given)),
@@ -94,6 +95,33 @@ def _tokamax(shape: AttentionShape, implementation: str) -> Callable[..., Array]
         logits_soft_cap=shape.softcap,
         implementation=implementation,
     )
+
+
+def _attention_mgpu(shape: AttentionShape, mode: str) -> Callable[..., Array]:
+    """JAX's own example of a Mosaic GPU kernel, in blocks that fit; it has no scale, which q is multiplied with."""
+    _refuse(shape, "attention_mgpu", "softcap", "sinks")
+    if shape.window != (None, None) or shape.head_dim != shape.value_dim:
+        raise Unavailable("attention_mgpu has no window and no value size of its own")
+    if mode != "fwd" and (shape.causal or mode == "jvp"):
+        raise Unavailable("attention_mgpu has a gradient without causality alone")
+    try:
+        from jax.experimental.pallas.ops.gpu import attention_mgpu
+    except ImportError as error:
+        raise Unavailable(f"attention_mgpu cannot be imported: {error}") from error
+    block = 128 if shape.head_dim <= 128 else 64
+    config = attention_mgpu.TuningConfig(
+        block_q=64,
+        block_kv=block,
+        max_concurrent_steps=2,
+        causal=shape.causal,
+        compute_wgs_bwd=2,
+        block_q_dkv=64,
+        block_kv_dkv=64,
+        block_q_dq=64,
+        block_kv_dq=64,
+    )
+    scaled = lambda q: (q * (shape.head_dim**-0.5)).astype(q.dtype)
+    return lambda q, k, v: attention_mgpu.attention(scaled(q), k, v, config)
 
 
 def _torch(shape: AttentionShape, mode: str, given: Inputs, backend: str) -> Prepared:

@@ -13,7 +13,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -194,6 +194,23 @@ def show(title: str, rows: Sequence[Row], unit: str = "TFLOP/s") -> None:
         ratio = f"{best / row.milliseconds:.2f} ×" if best else "no rival"
         rate = f"{row.rate / 1e12:>10.3g}{row.of_ceiling:>9.0%}"
         print(f"  {row.contender:<22}{row.milliseconds:>9.3f}{quartiles:>20}{rate}{row.error:>8.2f}{ratio:>15}")
+
+
+def means(rows: Sequence[Row]) -> Iterator[str]:
+    """For each contender of ours and each mode, how many times faster than the best rival: the geometric mean."""
+    for mode, contender in dict.fromkeys((row.mode, row.contender) for row in rows if row.ours):
+        ratios = {}
+        for ours in rows:
+            if (ours.mode, ours.contender) == (mode, contender) and ours.milliseconds:
+                of_case = [row for row in rows if (row.case, row.mode) == (ours.case, mode)]
+                rivals = [row.milliseconds for row in of_case if row.milliseconds and not row.ours]
+                if rivals:
+                    ratios[ours.case] = min(rivals) / ours.milliseconds
+        if ratios:
+            least = min(ratios, key=ratios.get)
+            mean = statistics.geometric_mean(ratios.values())
+            told = f"{contender}, {mode}: {mean:.3f} × the best rival in {len(ratios)} cases"
+            yield f"{told}, {ratios[least]:.3f} × in {least}"
 
 
 def result_file(benchmark: str, out: Path = RESULTS) -> Path:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from _attention import CONVENTION, WORK, gate, inputs, operations
 from _attention_rivals import contenders
-from _harness import RESULTS, Row, measure, result_file, save, show
+from _harness import RESULTS, Row, means, measure, result_file, save, show
 
 from ejkernel import callib
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape, Platform
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         for mode in arguments.modes:
             rows += _case(shape, mode, dtype, ceilings, arguments)
             save(file, rows, ceilings, CONVENTION)
-    print(f"\nwritten: {file}")
+    print("", *means(rows), f"written: {file}", sep="\n")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
 
 
@@ -57,7 +57,11 @@ def _case(shape: AttentionShape, mode: str, dtype, ceilings, arguments: argparse
     rows = measure(
         str(shape),
         mode,
-        contenders(shape, mode, given, arguments.platforms),
+        [
+            contender
+            for contender in contenders(shape, mode, given, arguments.platforms)
+            if contender.ours or arguments.rivals is None or contender.name in arguments.rivals
+        ],
         lambda results: judge()(results),
         bounds=(_FORWARD if mode == "fwd" else _DERIVATIVE, _RIVAL),
         operations=operations(shape, mode),
@@ -77,6 +81,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=("bfloat16", "float16", "float32"), help="float32 on a CPU, bfloat16 elsewhere"
     )
     parser.add_argument("--platforms", type=_platforms, default=["auto"], help="of ours, e.g. auto,triton,xla")
+    parser.add_argument("--rivals", type=lambda text: text.split(","), help="e.g. 'jax.nn cudnn,torch cudnn'; or all")
     parser.add_argument("--repeats", type=_count, default=11, help="batches of each contender")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     return parser.parse_args(argv)

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
-from ejkernel.kernels._triton.flash_attention.configs import heuristic, space
+from ejkernel.kernels._triton.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig, Target
 
@@ -62,7 +62,7 @@ class Shape:
         x, cotangents = tree.unflatten(
             [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
         )
-        config = heuristic("flash_attention", x, self.spec, TARGET)
+        config = space("flash_attention", x, self.spec, TARGET)[0]
         outputs = jax.jit(operation("fwd", self.spec, config))(x, None, None, None)
         return x, outputs, cotangents, x
 
@@ -170,7 +170,7 @@ def seconds(compiled, arguments, repeats: int) -> float:
 def chosen_configs(which: list[str], op: str, shape: Shape) -> list[KernelConfig]:
     x, name = shape.abstract()[0], NAMES.get(op, "flash_attention_bwd")
     if which == ["heuristic"]:
-        return [heuristic(name, x, shape.spec, TARGET)]
+        return [space(name, x, shape.spec, TARGET)[0]]
     if which == ["space"]:
         return space(name, x, shape.spec, TARGET)
     if which == ["sweep"]:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,7 +106,8 @@ class PrimitiveKernel(Kernel):
         values = OPERATIONS[trio.name].synthetic_operands(operands, inv.kwargs["spec"])
         if any(name in trio.outputs._fields for name in named):
             forward = KERNELS[trio.name].invocation(values, inv.kwargs["spec"])
-            values |= jax.jit(lambda *args: forward.kernel.bind(args, forward.kwargs, KernelConfig()))(*forward.args)
+            config = forward.kernel.heuristic_cfg(forward)
+            values |= jax.jit(lambda *args: forward.kernel.bind(args, forward.kwargs, config))(*forward.args)
         rest = random_like({name: x for name, x in named.items() if name not in values})
         return tuple({**values, **rest}[name] for name in named), inv.kwargs
 
@@ -151,13 +153,21 @@ def _heuristic_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec
 @functools.cache
 def _source_of(operation: str) -> str:
     digest = hashlib.sha256()
-    for entry in kernel_registry.list_implementations(operation):
-        file = Path(inspect.getsourcefile(inspect.unwrap(entry.implementation)))
-        is_package = file.parent.name == TRIOS[operation].name
-        own, room = (file.parent.glob("*.py"), file.parent.parent) if is_package else ([file], file.parent)
-        for path in sorted({*own, *room.glob("_*.py")}):
-            digest.update(path.read_bytes())
+    for path in source_files(operation):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def source_files(operation: str) -> list[Path]:
+    """The files of its implementations: a module or a whole package, and what the other modules of a room share."""
+    files = set()
+    for entry in kernel_registry.list_implementations(operation):
+        module = sys.modules[entry.implementation.__module__]
+        file = Path(module.__file__)
+        is_package = hasattr(module, "__path__")
+        room = file.parent.parent if is_package else file.parent
+        files.update(file.parent.glob("*.py") if is_package else [file], room.glob("_*.py"))
+    return sorted(files)
 
 
 KERNELS: dict[str, PrimitiveKernel] = {}

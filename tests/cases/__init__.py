@@ -42,10 +42,14 @@ FAMILIES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.FAMI
 
 def each(cases: Sequence[Case]) -> pytest.MarkDecorator:
     """Runs a test for each of the cases; the first one of each operation is in the core of the tests."""
-    first = {case.operation: case for case in cases[::-1]}
-    marks = lambda case: [pytest.mark.core] if case is first[case.operation] else []
+    marks = lambda case: [pytest.mark.core] if case in first_of_each(cases) else []
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
+def first_of_each(cases: Sequence[Case]) -> list[Case]:
+    """The first case of each operation."""
+    return list({case.operation: case for case in cases[::-1]}.values())
+
+
 each_case = each(CASES)
-each_operation = each(list({case.operation: case for case in CASES[::-1]}.values()))
+each_operation = each(first_of_each(CASES))

@@ -28,10 +28,9 @@ class Kernels:
 
     def __init__(self, x: Operands, spec: FlashAttentionSpec):
         from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
-        from ejkernel.kernels._triton.flash_attention.configs import heuristic
 
-        operations = ("flash_attention", "flash_attention_bwd", "flash_attention_jvp")
-        forward, backward, tangent = (heuristic(operation, x, spec, TARGET) for operation in operations)
+        implementations = flash_attention, flash_attention_bwd, flash_attention_jvp
+        forward, backward, tangent = (f.heuristic(spec, x, TARGET) for f in implementations)
         self.wrt = differentiable(x)
         self.forward = jax.jit(lambda x: flash_attention(*x, spec=spec, config=forward))
         self.backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=self.wrt, spec=spec, config=backward))

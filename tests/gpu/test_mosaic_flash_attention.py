@@ -15,7 +15,7 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     supports_bwd,
     supports_jvp,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention.configs import heuristic, space
+from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Outputs
 
 from .attention_cases import CASES, CAUSAL, Case, check, derivatives, differentiable, like, poisoned
@@ -34,7 +34,7 @@ def compare(case: Case, length: int, dtype, config=None, backward_config=None):
     x, spec = case.make(length, dtype)
     assert supports(spec, x, TARGET) is None
     wrt, tangents = differentiable(x), {name: like(getattr(x, name), 1) for name in differentiable(x)}
-    config = config or heuristic("flash_attention", x, spec, TARGET)
+    config = config or space("flash_attention", x, spec, TARGET)[0]
     outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(poisoned(x, spec))
     cotangents = like(outputs, 2)
     (exact, exact_gradients, exact_moved), (rounded, rounded_gradients, rounded_moved) = (
@@ -44,7 +44,7 @@ def compare(case: Case, length: int, dtype, config=None, backward_config=None):
         check(name, *arrays, factor=2, rounding=0)
     lse_rounding = np.abs(exact.lse[np.isfinite(exact.lse)]).max(initial=0) * 2.0**-23
     if supports_jvp(spec, x, TARGET) is None:
-        config = heuristic("flash_attention_jvp", x, spec, TARGET)
+        config = space("flash_attention_jvp", x, spec, TARGET)[0]
         moving = x._replace(**{name: tangents.get(name) for name in x._fields})
         moved = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=config))(
             poisoned(x, spec), outputs, moving
@@ -52,7 +52,7 @@ def compare(case: Case, length: int, dtype, config=None, backward_config=None):
         for name, *arrays in zip(Outputs._fields, moved, exact_moved, rounded_moved, strict=True):
             check(f"{name}_dot", *arrays, 3, lse_rounding)
     if supports_bwd(spec, x, TARGET) is None:
-        config = backward_config or heuristic("flash_attention_bwd", x, spec, TARGET)
+        config = backward_config or space("flash_attention_bwd", x, spec, TARGET)[0]
         backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=config))
         for name, gradient in zip(wrt, backward(poisoned(x, spec), outputs, cotangents), strict=True):
             check(f"d{name}", gradient, exact_gradients[name], rounded_gradients[name], 3, lse_rounding)
@@ -84,7 +84,7 @@ def test_long(window):
 
 def test_reruns_give_the_same_bits():
     x, spec = Case("again", H=4, G=2, D=128, V=128, spec=CAUSAL).make(1000, jnp.bfloat16)
-    config = heuristic("flash_attention", x, spec, TARGET)
+    config = space("flash_attention", x, spec, TARGET)[0]
     first, second = (jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))

@@ -27,9 +27,8 @@ TARGET = Target("cuda", DEVICE_KIND)
 def computed(x, spec):
     """(outputs, gradients by name) by the kernels, and the cotangents that they were given."""
     from ejkernel.kernels._triton._recurrence import recurrence, recurrence_bwd
-    from ejkernel.kernels._triton._recurrence.configs import heuristic
 
-    forward, backward = (heuristic(operation, x, spec, TARGET) for operation in ("forward", "backward"))
+    forward, backward = (f.heuristic(spec, x, TARGET) for f in (recurrence, recurrence_bwd))
     wrt = differentiable(x)
     outputs = jax.jit(lambda x: recurrence(*x, spec=spec, config=forward))(x)
     cotangents = like(outputs)

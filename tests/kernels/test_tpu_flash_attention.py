@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.kernels._pallas.tpu.flash_attention import (
     flash_attention,
@@ -14,6 +13,8 @@ from ejkernel.kernels._pallas.tpu.flash_attention import (
 )
 from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import CASES, check_all, derivatives, differentiable, like, poisoned
+
+from .tpu_interpreter import interpreted
 
 # What a normal run has time for: tiles of one chunk.
 SMALL = 200, KernelConfig(block_q=128, block_k=128)
@@ -28,16 +29,6 @@ QUICK = {
 # Tiles of several chunks, more of them under way than there are or not.
 LARGE = 300, KernelConfig(block_q=128, block_k=256, num_stages=3)
 LARGE_SPLIT = 300, KernelConfig(block_q=256, block_k=256, num_stages=1, algorithm="split")
-
-
-def interpreted(f):
-    """f, jitted, in the interpreter."""
-
-    def run(*args):
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
-            return jax.jit(f)(*args)
-
-    return run
 
 
 def calls():

@@ -1,26 +1,15 @@
 """grouped_matmul on TPU: numbers, in the interpreter that simulates the chip, finds races and poisons fresh memory."""
 
-import jax
 import pytest
 from cases import CASES
-from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.types import KernelConfig
 
 from . import against_xla
+from .tpu_interpreter import interpreted
 
 CONFIG = KernelConfig(block_q=8, block_k=128, block_d=128)
 OURS = [case for case in CASES if case.operation == "grouped_matmul"]
-
-
-def interpreted(f):
-    """f, jitted, in the interpreter."""
-
-    def run(*args):
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
-            return jax.jit(f)(*args)
-
-    return run
 
 
 @pytest.mark.parametrize("case", OURS, ids=str)

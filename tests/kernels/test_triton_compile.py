@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("triton")
 
 from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
-from ejkernel.kernels._triton.flash_attention.configs import shared_memory_limit, space
+from ejkernel.kernels._triton.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.primitives.flash_attention import flash_attention as trio
 from ejkernel.types import ATTENTION_SHAPES, Target

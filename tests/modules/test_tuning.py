@@ -68,10 +68,16 @@ def test_a_gradient_measures_no_tangent(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("suffix", ["", "_jvp", "_bwd"])
-def test_a_config_is_found_by_measuring(call, suffix):
-    inv = invocation(CALLS[call])
+def test_the_results_that_a_gradient_is_measured_on_are_computed_by_the_heuristic_config(monkeypatch):
+    used, bind = [], KERNELS["flash_attention"].bind
+    monkeypatch.setattr(KERNELS["flash_attention"], "bind", lambda *call: used.append(call[2]) or bind(*call))
+    inv = derived(invocation(DENSE), "_bwd")
+    inv.kernel.synthetic_inputs(inv)
+    assert used == [KERNELS["flash_attention"].heuristic_cfg(invocation(DENSE))]
+
+
+def derived(inv, suffix):
+    """The call of the forward, tangent or backward that belongs to that of a forward."""
     named, kernel = inv.kernel.arrays(inv), KERNELS["flash_attention" + suffix]
     if suffix:
         b, s, h, _ = named["q"].shape
@@ -79,7 +85,14 @@ def test_a_config_is_found_by_measuring(call, suffix):
         further = {"q_dot": named["q"], "v_dot": named["v"]} if suffix == "_jvp" else {"o_bar": o, "lse_bar": lse}
         results = ("q_bar", "k_bar") if suffix == "_bwd" else None
         inv = kernel.invocation({**named, "o": o, "lse": lse, **further}, inv.kwargs["spec"], results)
-    assert ops.Tuner(warmup=1, iters=1).fastest(kernel, inv, CONFIGS) in CONFIGS
+    return inv
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("suffix", ["", "_jvp", "_bwd"])
+def test_a_config_is_found_by_measuring(call, suffix):
+    inv = derived(invocation(CALLS[call]), suffix)
+    assert ops.Tuner(warmup=1, iters=1).fastest(inv.kernel, inv, CONFIGS) in CONFIGS
 
 
 def cost_of(arrays, suffix="", **options):

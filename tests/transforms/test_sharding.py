@@ -10,7 +10,7 @@ from collections import Counter
 
 import jax
 import pytest
-from cases import CASES, assert_close, curvature, each, each_case, each_operation, gradient, oracle
+from cases import CASES, assert_close, curvature, each, each_case, each_operation, first_of_each, gradient, oracle
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
@@ -22,12 +22,11 @@ each_transform = pytest.mark.parametrize("transform", (None, gradient), ids=("ev
 
 def each_program(cases):
     """Evaluates and differentiates each case, and differentiates twice the first one of each operation, the core."""
-    first = {case.operation: case for case in cases[::-1]}
     of = {"eval": None, "grad": gradient}
     programs = [
         pytest.param(case, transform, id=f"{case}-{name}", marks=[pytest.mark.core] if is_first else [])
         for case in cases
-        for is_first in [case is first[case.operation]]
+        for is_first in [case in first_of_each(cases)]
         for name, transform in (of | {"curvature": curvature} if is_first else of).items()
     ]
     return pytest.mark.parametrize(("case", "transform"), programs)

@@ -5,17 +5,21 @@ constants alone: shapes and strides are part of a constant, and an operand that 
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ejkernel.types import KernelConfig
+from ejkernel.types import KernelConfig, Target
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 
 DEFAULT_MULTIPROCESSORS = 132
 CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 """What a launch is lowered to."""
+# Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SMALL_SHARED_MEMORY, LDS = 99 * 1024, 64 * 1024
 
 
 def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: KernelConfig, **constants: Any) -> Any:
@@ -42,8 +46,14 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
     )
 
 
-def missing() -> str | None:
-    """Why no Triton kernel can be launched in this environment, or None."""
+def refusal(target: Target) -> str | None:
+    """Why no Triton kernel can be launched on the target, from this environment, or None."""
+    if target.platform not in ("cuda", "rocm"):
+        return f"Triton runs on cuda and rocm, not on {target.platform}"
+    if target.platform == "rocm" and target.device_kind is None:
+        return "jax-triton compiles for rocm only where such a GPU is"
+    if target.platform == "cuda" and target.compute_capability < 80:
+        return f"Triton's kernels need compute capability 8.0, not {target.compute_capability / 10}"
     try:
         version = jax_triton().__version__
     except ImportError as error:
@@ -70,6 +80,15 @@ def jax_triton():
 def described(x: jax.Array, block: tuple[int, ...]) -> Any:
     """An operand that a kernel reads in blocks through a TMA descriptor; 0 beyond the ends of the array."""
     return jax_triton().TensorDescriptor.from_array(x, block)
+
+
+def shared_memory_limit(target: Target) -> int:
+    """Bytes that a program may use on the target; `EJKERNEL_TRITON_SMEM_LIMIT` overrides."""
+    if limit := os.environ.get("EJKERNEL_TRITON_SMEM_LIMIT"):
+        return int(limit)
+    if target.platform == "rocm":
+        return LDS
+    return SHARED_MEMORY.get(target.compute_capability, SMALL_SHARED_MEMORY)
 
 
 def has_descriptors() -> bool:

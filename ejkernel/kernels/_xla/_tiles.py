@@ -192,11 +192,13 @@ def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> K
 
 
 def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """Tiles from 128 to 1024 on a side, up to the smallest that holds all rows or columns.
+    """The heuristic one, and square tiles from 128 to 1024 on a side, up to the smallest that holds all tokens.
 
-    On a CPU only the heuristic one: to compile and time the others takes longer than they could save.
+    On a CPU only the former: to compile and time the others takes longer than they could save.
     """
+    chosen = heuristic(spec, operands, target)
     if target.platform == "cpu":
-        return [heuristic(spec, operands, target)]
-    sides = [[n for n in (128, 256, 512, 1024) if n < 2 * x.shape[1]] or [128] for x in (operands.q, operands.k)]
-    return [KernelConfig(block_q=block_q, block_k=block_k) for block_q in sides[0] for block_k in sides[1]]
+        return [chosen]
+    longest = max(operands.q.shape[1], operands.k.shape[1])
+    squares = (KernelConfig(block_q=n, block_k=n) for n in (128, 256, 512, 1024) if n < 2 * longest)
+    return list(dict.fromkeys([chosen, *squares]))

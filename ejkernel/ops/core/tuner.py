@@ -35,6 +35,8 @@ from .types import Cfg
 _HOPELESS = 1.5
 # Those that come this near to the best are timed again, in turns: what the clock of the device does is shared by all.
 _NEAR = 1.25
+# A batch of these lasts longer, so that a difference of one in a hundred is seen.
+_SECONDS_OF_A_TURN = 2e-2
 # What takes at most this much of the least time that its work can take is not improved upon.
 _AT_THE_ROOFLINE = 1.03
 
@@ -128,7 +130,9 @@ class Tuner:
         if len(programs) < 2:
             return {}
         with _measuring:
-            rounds = zip(*(batches(program, 1, self.iters) for program in programs.values()), strict=True)
+            rounds = zip(
+                *(batches(program, 1, self.iters, _SECONDS_OF_A_TURN) for program in programs.values()), strict=True
+            )
             return dict(zip(programs, np.median(np.array(list(rounds)), axis=0).tolist(), strict=True))
 
     def _measured(self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool) -> float:

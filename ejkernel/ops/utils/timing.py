@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 _SECONDS_OF_A_BATCH = 5e-3
-_MOST_CALLS_OF_A_BATCH = 50
+# A batch has no more calls than of one that takes so long: their queue is short.
+_SECONDS_OF_THE_SHORTEST_CALL = 1e-4
 
 
 def benchmark(fn: Callable[[], Any], num_warmup: int = 2, num_iters: int = 10) -> float:
@@ -20,11 +21,13 @@ def benchmark(fn: Callable[[], Any], num_warmup: int = 2, num_iters: int = 10) -
     return float(np.median(list(batches(fn, num_warmup, num_iters))))
 
 
-def batches(fn: Callable[[], Any], num_warmup: int, num_iters: int) -> Iterator[float]:
-    """Milliseconds of a call, batch by batch, as each is asked for."""
+def batches(
+    fn: Callable[[], Any], num_warmup: int, num_iters: int, seconds: float = _SECONDS_OF_A_BATCH
+) -> Iterator[float]:
+    """Milliseconds of a call, batch by batch of about so many seconds, as each is asked for."""
     for _ in range(max(num_warmup, 1)):
         jax.block_until_ready(fn())
-    calls = max(1, min(_MOST_CALLS_OF_A_BATCH, round(_SECONDS_OF_A_BATCH / _seconds(fn, 1))))
+    calls = max(1, round(seconds / max(_SECONDS_OF_THE_SHORTEST_CALL, _seconds(fn, 1))))
     for _ in range(max(num_iters, 1)):
         yield _seconds(fn, calls) * 1e3 / calls
 

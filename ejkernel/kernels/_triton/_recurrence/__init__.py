@@ -3,27 +3,15 @@
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """
 
-from functools import partial
-
-from jax import Array
-
-from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
+from ejkernel.kernels._tier import Tier
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import Backend, KernelConfig, Platform, Target
-
-PRIORITY = 100
+from ejkernel.types import Backend, Platform, Target
 
 
 def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
     """Why no kernel can run on these operands (arrays or shapes), or None."""
-    if target.platform not in ("cuda", "rocm"):
-        return f"Triton runs on cuda and rocm, not on {target.platform}"
-    if target.platform == "rocm" and target.device_kind is None:
-        return "jax-triton compiles for rocm only where such a GPU is"
-    if target.platform == "cuda" and target.compute_capability < 80:
-        return f"Triton's kernels need compute capability 8.0, not {target.compute_capability / 10}"
-    if reason := _launch.missing():
+    if reason := _launch.refusal(target):
         return reason
     if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"q is {operands.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
@@ -42,51 +30,22 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-def _heuristic(operation: str, spec: RecurrenceSpec, operands: Operands, target: Target) -> KernelConfig:
-    from .configs import heuristic
+_tier = Tier(
+    __name__,
+    "recurrence",
+    RecurrenceSpec,
+    Operands,
+    Outputs,
+    Platform.TRITON,
+    Backend.GPU,
+    priority=100,
+    custom_calls=_launch.CUSTOM_CALLS,
+)
 
-    return heuristic(operation, operands, spec, target)
-
-
-def _space(operation: str, spec: RecurrenceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    from .configs import space
-
-    return space(operation, operands, spec, target)
-
-
-def _decorated(operation: str):
-    configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
-    return lambda implementation: supported_if(supports)(configured(emits(*_launch.CUSTOM_CALLS)(implementation)))
-
-
-@_decorated("forward")
-def recurrence(
-    *operands: Array | None, spec: RecurrenceSpec = RecurrenceSpec(), config: KernelConfig = KernelConfig()
-) -> Outputs:
-    """o and the final state."""
-    from . import forward, step
-
-    run = step.recurrence if config.algorithm == "steps" else forward.recurrence
-    return run(*operands, spec=spec, config=config)
-
-
-@_decorated("backward")
-def recurrence_bwd(
-    primals: Operands,
-    outputs: Outputs,
-    cotangents: Outputs,
-    *,
-    wrt: tuple[str, ...],
-    spec: RecurrenceSpec = RecurrenceSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt; a cotangent of None is zero."""
-    from .gradients import recurrence_bwd
-
-    return recurrence_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
+recurrence = _tier.forward("forward", supports)
+recurrence_bwd = _tier.backward("gradients", supports)
 
 
 def register(operation: str) -> None:
-    """Registers both as the implementation of an operation of this family."""
-    for name, implementation in ((operation, recurrence), (f"{operation}_bwd", recurrence_bwd)):
-        kernel_registry.register(name, Platform.TRITON, Backend.GPU, PRIORITY)(implementation)
+    """Registers them for an operation of this family."""
+    _tier.register(operation, recurrence, recurrence_bwd)

@@ -6,7 +6,7 @@ that computes chunks. algorithm is "walk", "chunks" or "steps".
 
 import numpy as np
 
-from ejkernel.kernels._triton.flash_attention.configs import shared_memory_limit
+from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -28,19 +28,14 @@ BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 4, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((32, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
 
 
-def heuristic(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> KernelConfig:
-    """The config for a call (arrays or shapes) that was not tuned."""
-    return space(operation, operands, spec, target)[0]
-
-
 def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    if operation == "forward" and operands.q.shape[1] <= LONGEST and operands.spans is None:
+    if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
     if operands.gk is None:
-        table = BACKWARD if operation == "backward" else FORWARD
+        table = BACKWARD if operation == "recurrence_bwd" else FORWARD
     else:
-        table = BACKWARD_BY_FEATURE if operation == "backward" else FORWARD_BY_FEATURE
+        table = BACKWARD_BY_FEATURE if operation == "recurrence_bwd" else FORWARD_BY_FEATURE
     widest = max(padded(operands.q.shape[3]), padded(operands.v.shape[3]))
     plain = operands.q.dtype == np.dtype("bfloat16") and widest <= 128
     limit = shared_memory_limit(target)

@@ -15,13 +15,15 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
-from . import segments, tiles
+from . import segments, step, tiles
 from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import chunk_states
 
 
 def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:
     """o and the final state."""
+    if config.algorithm == "steps":
+        return step.recurrence(*operands, spec=spec, config=config)
     x = gamma_of_batch(Operands(*operands))
     parts = segments.number_of(x)
     if parts == 1:

@@ -5,10 +5,9 @@ bias, dropout or packed sequences put indices and further tiles into registers: 
 a list those count that fit into the shared memory of the target, or else the last, which is the smallest.
 """
 
-import os
-
 import numpy as np
 
+from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -87,14 +86,6 @@ FLOAT32 = {
     "flash_attention_bwd": {64: ((32, 32, 8, 2),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
     "flash_attention_jvp": {64: ((32, 32, 8, 1),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
 }
-# Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-SMALL_SHARED_MEMORY, LDS = 99 * 1024, 64 * 1024
-
-
-def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
-    """The config for a call (arrays or shapes) that was not tuned."""
-    return space(operation, operands, spec, target)[0]
 
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
@@ -151,12 +142,3 @@ def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int
         elements = (block_k + stages * block_q) * (D + V) + block_q * block_k
     pairs = (0 if operands.bias is None else 4 * moved) + (0 if operands.mask is None else 1)
     return elements * np.dtype(operands.q.dtype).itemsize + pairs * tiles + 1024
-
-
-def shared_memory_limit(target: Target) -> int:
-    """Bytes a program may use on the target; `EJKERNEL_TRITON_SMEM_LIMIT` overrides."""
-    if limit := os.environ.get("EJKERNEL_TRITON_SMEM_LIMIT"):
-        return int(limit)
-    if target.platform == "rocm":
-        return LDS
-    return SHARED_MEMORY.get(target.compute_capability, SMALL_SHARED_MEMORY)

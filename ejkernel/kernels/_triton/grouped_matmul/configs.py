@@ -7,7 +7,7 @@ matrices does.
 
 import numpy as np
 
-from ejkernel.primitives.grouped_matmul import Operands
+from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 # (block_q, block_k, block_d, num_warps, num_stages)
@@ -20,12 +20,7 @@ FLOAT32 = ((64, 64, 16, 8, 2),)
 OLDER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 3))
 
 
-def heuristic(operation: str, operands: Operands, target: Target) -> KernelConfig:
-    """The config for a call (arrays or shapes) that was not tuned."""
-    return space(operation, operands, target)[0]
-
-
-def space(operation: str, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     return [
         KernelConfig(

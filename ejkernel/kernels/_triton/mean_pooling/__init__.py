@@ -3,26 +3,15 @@
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """
 
-from jax import Array
-
-from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
+from ejkernel.kernels._tier import Tier
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
-from ejkernel.types import Backend, KernelConfig, Platform, Target
-
-PRIORITY = 100
-LARGEST_TILE = 128
+from ejkernel.types import Backend, Platform, Target
 
 
 def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str | None:
     """Why no kernel can run on these operands (arrays or shapes), or None."""
-    if target.platform not in ("cuda", "rocm"):
-        return f"Triton runs on cuda and rocm, not on {target.platform}"
-    if target.platform == "rocm" and target.device_kind is None:
-        return "jax-triton compiles for rocm only where such a GPU is"
-    if target.platform == "cuda" and target.compute_capability < 80:
-        return f"Triton's kernels need compute capability 8.0, not {target.compute_capability / 10}"
-    if reason := _launch.missing():
+    if reason := _launch.refusal(target):
         return reason
     if operands.x.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"x is {operands.x.dtype}; Triton's kernels take bfloat16, float16 and float32"
@@ -31,71 +20,20 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     return None
 
 
-def heuristic(spec: MeanPoolingSpec, operands: Operands, target: Target) -> KernelConfig:
-    """Tiles of 64 tokens and 128 bytes of features, each of one warp: many small programs hide each other's waits."""
-    return space(spec, operands, target)[0]
+_tier = Tier(
+    __name__,
+    "mean_pooling",
+    MeanPoolingSpec,
+    Operands,
+    Outputs,
+    Platform.TRITON,
+    Backend.GPU,
+    priority=100,
+    custom_calls=_launch.CUSTOM_CALLS,
+)
 
+mean_pooling = _tier.forward("kernels", supports)
+mean_pooling_jvp = _tier.tangent("kernels", supports)
+mean_pooling_bwd = _tier.backward("kernels", supports)
 
-def space(spec: MeanPoolingSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """Tiles of 16 to 64 tokens, or of the chunk that was asked for, and from 128 bytes to 2 KiB of features."""
-    chunk = spec.chunk_size and min(LARGEST_TILE, max(16, 1 << (spec.chunk_size - 1).bit_length()))
-    features = max(16, 1 << (operands.x.shape[2] - 1).bit_length())
-    sizes = ((64, 64, 1), (64, 128, 2), (64, 64, 2), (16, 512, 2), (16, 1024, 4))  # tokens, features, warps
-    return [
-        KernelConfig(
-            block_q=chunk or tokens,
-            block_k=min(features, max(16, 2 * width // operands.x.dtype.itemsize)),
-            num_warps=warps,
-            platform=Platform.TRITON,
-            backend=Backend.GPU,
-        )
-        for tokens, width, warps in sizes
-    ]
-
-
-def _registered(operation: str):
-    """The decorators of the three implementations."""
-    register = kernel_registry.register(operation, Platform.TRITON, Backend.GPU, PRIORITY)
-    configured, emitting = configured_by(heuristic, space), emits(*_launch.CUSTOM_CALLS)
-    return lambda implementation: register(supported_if(supports)(configured(emitting(implementation))))
-
-
-@_registered("mean_pooling")
-def mean_pooling(
-    *operands: Array | None, spec: MeanPoolingSpec = MeanPoolingSpec(), config: KernelConfig = KernelConfig()
-) -> Outputs:
-    """o."""
-    from .kernels import mean_pooling
-
-    return Outputs(mean_pooling(Operands(*operands), config))
-
-
-@_registered("mean_pooling_jvp")
-def mean_pooling_jvp(
-    primals: Operands,
-    outputs: Outputs,
-    tangents: Operands,
-    *,
-    spec: MeanPoolingSpec = MeanPoolingSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> Outputs:
-    """The tangent of o, which is linear in x."""
-    from .kernels import mean_pooling
-
-    return Outputs(mean_pooling(Operands(tangents.x, primals.segments), config))
-
-
-@_registered("mean_pooling_bwd")
-def mean_pooling_bwd(
-    primals: Operands,
-    outputs: Outputs,
-    cotangents: Outputs,
-    *,
-    wrt: tuple[str, ...],
-    spec: MeanPoolingSpec = MeanPoolingSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> tuple[Array, ...]:
-    """The cotangent of x."""
-    from .kernels import mean_pooling_bwd
-
-    return (mean_pooling_bwd(primals, cotangents.o, config),)
+_tier.register("mean_pooling", mean_pooling, mean_pooling_jvp, mean_pooling_bwd)

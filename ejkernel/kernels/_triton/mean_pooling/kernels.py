@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.primitives.mean_pooling import Operands
+from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 LONG_PART, SHORT_PART = 512, 64
@@ -40,8 +40,19 @@ class Problem:
     segments_vary: bool
 
 
-def mean_pooling(operands: Operands, config: KernelConfig) -> jax.Array:
+def mean_pooling(*operands: jax.Array | None, spec: MeanPoolingSpec, config: KernelConfig) -> Outputs:
     """o [b, n, d]."""
+    return Outputs(_means(Operands(*operands), config))
+
+
+def mean_pooling_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: MeanPoolingSpec, config: KernelConfig
+) -> Outputs:
+    """The tangent of o, which is linear in x."""
+    return Outputs(_means(Operands(tangents.x, primals.segments), config))
+
+
+def _means(operands: Operands, config: KernelConfig) -> jax.Array:
     x, segments = operands
     problem = _problem_of(x, segments, config)
     B, N, D = problem.B, problem.N, problem.D
@@ -65,14 +76,22 @@ def mean_pooling(operands: Operands, config: KernelConfig) -> jax.Array:
     return (sums.sum(2) / lengths).astype(x.dtype)
 
 
-def mean_pooling_bwd(operands: Operands, do: jax.Array, config: KernelConfig) -> jax.Array:
-    """dx [b, s, d]."""
-    x, segments = operands
+def mean_pooling_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: MeanPoolingSpec,
+    config: KernelConfig,
+) -> tuple[jax.Array]:
+    """The cotangent of x [b, s, d]."""
+    x, segments = primals
     problem = _problem_of(x, segments, config)
     count = problem.N + (0 if segments is None else 2)
-    return _launch.launch(
+    dx = _launch.launch(
         spread_kernel,
-        do,
+        cotangents.o,
         segments,
         out_type=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=problem.B * count * problem.parts * triton.cdiv(problem.D, config.block_k),
@@ -82,6 +101,7 @@ def mean_pooling_bwd(operands: Operands, do: jax.Array, config: KernelConfig) ->
         BLOCK_S=config.block_q,
         BLOCK_D=config.block_k,
     )
+    return (dx,)
 
 
 def _problem_of(x: jax.Array, segments: jax.Array | None, config: KernelConfig) -> Problem:

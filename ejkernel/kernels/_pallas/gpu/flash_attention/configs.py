@@ -26,11 +26,6 @@ CONFIGS = {
 }
 
 
-def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
-    """The config for a call (arrays or shapes) that was not tuned."""
-    return space(operation, operands, spec, target)[0]
-
-
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     del target

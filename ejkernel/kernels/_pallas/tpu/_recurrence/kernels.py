@@ -127,8 +127,9 @@ def _blocks(plan: Plan) -> range:
 # --- Forward ----------------------------------------------------------------------------------------------------------
 
 
-def recurrence(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+def recurrence(*operands: Array | None, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
     """o and the final state."""
+    x = Operands(*operands)
     plan = _plan(x, spec, config)
     o, state, _ = _forward(_tokens(x, plan), _state(x, plan), plan, keep=False)
     return Outputs(_unordered(o, plan), state.swapaxes(2, 3)[:, None])
@@ -170,8 +171,11 @@ def _forward_kernel(plan, tokens, first, o, last, states, state):
 # --- Tangent ----------------------------------------------------------------------------------------------------------
 
 
-def recurrence_jvp(x: Operands, dx: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+def recurrence_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: KernelConfig
+) -> Outputs:
     """The tangents of o and the final state."""
+    x, dx = primals, tangents
     plan = _plan(x, spec, config)
     # A decay of the head moves with g or with g_gamma; where a decay is absent, so is its tangent.
     moving = dx._replace(q=jnp.zeros_like(x.q) if dx.q is None else dx.q)
@@ -212,9 +216,16 @@ def _tangent_kernel(plan, tokens, dots, first, first_dot, o_dot, last_dot, state
 
 
 def recurrence_bwd(
-    x: Operands, cotangents: Outputs, wrt: tuple[str, ...], spec: RecurrenceSpec, config: KernelConfig
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: RecurrenceSpec,
+    config: KernelConfig,
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt."""
+    x = primals
     plan = _plan(x, spec, config)
     tokens, first = _tokens(x, plan), _state(x, plan)
     do = jnp.zeros((plan.b, plan.s, plan.h, plan.e), x.q.dtype) if cotangents.o is None else cotangents.o

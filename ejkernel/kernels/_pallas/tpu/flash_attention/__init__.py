@@ -3,15 +3,9 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from functools import partial
-
-from jax import Array
-
-from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.types import Backend, KernelConfig, Platform, Target
-
-PRIORITY = 100
+from ejkernel.types import Backend, Platform, Target
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -34,61 +28,12 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     return None
 
 
-def _heuristic(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
-    from .configs import heuristic
+_tier = Tier(
+    __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100
+)
 
-    return heuristic(operation, operands, spec, target)
+flash_attention = _tier.forward("forward", supports)
+flash_attention_jvp = _tier.tangent("tangent", supports)
+flash_attention_bwd = _tier.backward("backward", supports)
 
-
-def _space(operation: str, spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    from .configs import space
-
-    return space(operation, operands, spec, target)
-
-
-def _registered(operation: str):
-    """The decorators of the three implementations."""
-    register = kernel_registry.register(operation, Platform.PALLAS, Backend.TPU, PRIORITY)
-    configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
-    return lambda implementation: register(supported_if(supports)(configured(implementation)))
-
-
-@_registered("flash_attention")
-def flash_attention(
-    *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
-) -> Outputs:
-    """o and lse."""
-    from .forward import flash_attention
-
-    return flash_attention(*operands, spec=spec, config=config)
-
-
-@_registered("flash_attention_jvp")
-def flash_attention_jvp(
-    primals: Operands,
-    outputs: Outputs,
-    tangents: Operands,
-    *,
-    spec: FlashAttentionSpec = FlashAttentionSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> Outputs:
-    """The tangents of o and lse; a tangent of None is zero."""
-    from .tangent import flash_attention_jvp
-
-    return flash_attention_jvp(primals, outputs, tangents, spec=spec, config=config)
-
-
-@_registered("flash_attention_bwd")
-def flash_attention_bwd(
-    primals: Operands,
-    outputs: Outputs,
-    cotangents: Outputs,
-    *,
-    wrt: tuple[str, ...],
-    spec: FlashAttentionSpec = FlashAttentionSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt; a cotangent of None is zero."""
-    from .backward import flash_attention_bwd
-
-    return flash_attention_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
+_tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

@@ -10,6 +10,7 @@ import itertools
 import math
 import re
 
+from ejkernel.kernels._pallas.tpu import SMEM_BYTES
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -19,8 +20,6 @@ from .problem import LANES, balanced, plan, round_up
 from .schedule import visibility
 
 BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
-# Scalar memory of every chip since v4 is 1 MiB; the compiler takes some of it.
-SMEM_BYTES = 768 * 1024
 # Products of a tile: k·q and v·p; with v·do, p·do, ds·q and ds·k; with k·q̇, k̇·q, v̇·p and v·(p·ẏ).
 PRODUCTS = {"flash_attention": 2, "flash_attention_bwd": 5, "flash_attention_jvp": 6}
 # float32 is multiplied in six passes of bfloat16.
@@ -30,11 +29,6 @@ STEP_BUNDLES = 400
 # A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule.
 TILE_BUNDLES = 6144
 WORTH_TIMING = 4
-
-
-def heuristic(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> KernelConfig:
-    """The config for a call (arrays or shapes) that was not tuned."""
-    return space(operation, operands, spec, target)[0]
 
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:

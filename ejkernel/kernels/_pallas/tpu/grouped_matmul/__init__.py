@@ -3,18 +3,11 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from functools import partial
-
-from jax import Array
-
 from ejkernel.kernels._grouped_matmul import scale_varies_alone
-from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.kernels._pallas.tpu import SMEM_BYTES
+from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
-from ejkernel.types import Backend, KernelConfig, Platform, Target
-
-PRIORITY = 100
-# Scalar memory of every chip since v4 is 1 MiB; the table of visits leaves some to the compiler.
-SMEM_BYTES = 768 * 1024
+from ejkernel.types import Backend, Platform, Target
 
 
 def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str | None:
@@ -45,61 +38,12 @@ def supports_bwd(spec: GroupedMatmulSpec, operands: Operands, target: Target) ->
     return scale_varies_alone(operands) or supports(spec, operands, target)
 
 
-def _heuristic(operation: str, spec: GroupedMatmulSpec, operands: Operands, target: Target) -> KernelConfig:
-    from .configs import heuristic
+_tier = Tier(
+    __name__, "grouped_matmul", GroupedMatmulSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100
+)
 
-    return heuristic(operands)
+grouped_matmul = _tier.forward("forward", supports)
+grouped_matmul_jvp = _tier.tangent("forward", supports)
+grouped_matmul_bwd = _tier.backward("backward", supports_bwd)
 
-
-def _space(operation: str, spec: GroupedMatmulSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    from .configs import space
-
-    return space(operands)
-
-
-def _registered(operation: str, predicate):
-    """The decorators of the three implementations."""
-    register = kernel_registry.register(operation, Platform.PALLAS, Backend.TPU, PRIORITY)
-    configured = configured_by(partial(_heuristic, operation), partial(_space, operation))
-    return lambda implementation: register(supported_if(predicate)(configured(implementation)))
-
-
-@_registered("grouped_matmul", supports)
-def grouped_matmul(
-    *operands: Array | None, spec: GroupedMatmulSpec = GroupedMatmulSpec(), config: KernelConfig = KernelConfig()
-) -> Outputs:
-    """o."""
-    from .forward import grouped_matmul
-
-    return grouped_matmul(*operands, spec=spec, config=config)
-
-
-@_registered("grouped_matmul_jvp", supports)
-def grouped_matmul_jvp(
-    primals: Operands,
-    outputs: Outputs,
-    tangents: Operands,
-    *,
-    spec: GroupedMatmulSpec = GroupedMatmulSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> Outputs:
-    """The tangent of o; a tangent of None is zero."""
-    from .forward import grouped_matmul_jvp
-
-    return grouped_matmul_jvp(primals, outputs, tangents, spec=spec, config=config)
-
-
-@_registered("grouped_matmul_bwd", supports_bwd)
-def grouped_matmul_bwd(
-    primals: Operands,
-    outputs: Outputs,
-    cotangents: Outputs,
-    *,
-    wrt: tuple[str, ...],
-    spec: GroupedMatmulSpec = GroupedMatmulSpec(),
-    config: KernelConfig = KernelConfig(),
-) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt."""
-    from .backward import grouped_matmul_bwd
-
-    return grouped_matmul_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
+_tier.register("grouped_matmul", grouped_matmul, grouped_matmul_jvp, grouped_matmul_bwd)

@@ -8,22 +8,26 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ejkernel.primitives.mean_pooling import Operands
+from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from .. import _visits
 from .._visits import rows_inside
 
 
-def table_bytes(operands: Operands, config: KernelConfig) -> int:
-    """Bytes of scalar memory that a call takes."""
-    b, s, _ = operands.x.shape
-    segments = 1 if operands.segments is None else operands.segments.shape[1]
-    return 4 * len(_visits.Visits._fields) * b * _visits.most_visits(s, config.block_q, segments + 2)
-
-
-def mean_pooling(operands: Operands, config: KernelConfig) -> jax.Array:
+def mean_pooling(*operands: jax.Array | None, spec: MeanPoolingSpec, config: KernelConfig) -> Outputs:
     """o [b, n, d]."""
+    return Outputs(_means(Operands(*operands), config))
+
+
+def mean_pooling_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: MeanPoolingSpec, config: KernelConfig
+) -> Outputs:
+    """The tangent of o, which is linear in x."""
+    return Outputs(_means(Operands(tangents.x, primals.segments), config))
+
+
+def _means(operands: Operands, config: KernelConfig) -> jax.Array:
     x, bounds, lengths = operands.x, *_ends_of(operands)
     (b, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_q
     features = _visits.cut(d, config.block_k)
@@ -51,13 +55,21 @@ def mean_pooling(operands: Operands, config: KernelConfig) -> jax.Array:
     return (sums.reshape(b, n, d) / lengths).astype(x.dtype)
 
 
-def mean_pooling_bwd(operands: Operands, do: jax.Array, config: KernelConfig) -> jax.Array:
-    """dx [b, s, d]."""
-    x, bounds, lengths = operands.x, *_ends_of(operands)
+def mean_pooling_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: MeanPoolingSpec,
+    config: KernelConfig,
+) -> tuple[jax.Array]:
+    """The cotangent of x [b, s, d]."""
+    x, bounds, lengths = primals.x, *_ends_of(primals)
     (_, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_q
     features = _visits.cut(d, config.block_k)
     table = _visits.covering_visits(bounds, s, size)
-    shares = (do.astype(jnp.float32) / lengths)[:, :, None]
+    shares = (cotangents.o.astype(jnp.float32) / lengths)[:, :, None]
 
     def of_tokens(j, v, table):
         visit = _visits.at(table, v)
@@ -67,7 +79,7 @@ def mean_pooling_bwd(operands: Operands, do: jax.Array, config: KernelConfig) ->
         visit = _visits.at(table, v)
         return visit.batch, _visits.covered_segment(visit, n), 0, j
 
-    return pl.pallas_call(
+    dx = pl.pallas_call(
         _spread_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -80,6 +92,7 @@ def mean_pooling_bwd(operands: Operands, do: jax.Array, config: KernelConfig) ->
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="mean_pooling_spread",
     )(table, shares)
+    return (dx,)
 
 
 def _ends_of(operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,19 @@
+"""Which configs the kernels of the linear recurrence are run with.
+
+block_q is a chunk, at whose end a state is kept; block_k a block of it, short where decays vary by feature.
+"""
+
+from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+# (block_q, block_k), the likeliest first.
+BY_HEAD = ((128, 128), (256, 128), (64, 64))
+BY_FEATURE = ((64, 16), (128, 16))
+
+
+def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[KernelConfig]:
+    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    return [
+        KernelConfig(block_q=chunk, block_k=block, platform=Platform.PALLAS, backend=Backend.TPU)
+        for chunk, block in (BY_HEAD if operands.gk is None else BY_FEATURE)
+    ]

@@ -1,0 +1,31 @@
+"""Which configs the kernels of mean_pooling are run with: block_q tokens and block_k features of a tile."""
+
+from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+from .._visits import Visits, most_visits
+
+WIDTHS = (1024, 512)
+
+
+def space(operation: str, operands: Operands, spec: MeanPoolingSpec, target: Target) -> list[KernelConfig]:
+    """Tiles of about twice as many tokens as a segment has on average, or of the chunk that was asked for."""
+    return [
+        KernelConfig(block_q=_tokens(operands, spec), block_k=width, platform=Platform.PALLAS, backend=Backend.TPU)
+        for width in WIDTHS
+    ]
+
+
+def table_bytes(operands: Operands, spec: MeanPoolingSpec) -> int:
+    """Bytes of scalar memory that a call takes."""
+    b, s, _ = operands.x.shape
+    return 4 * len(Visits._fields) * b * most_visits(s, _tokens(operands, spec), _segments(operands) + 2)
+
+
+def _tokens(operands: Operands, spec: MeanPoolingSpec) -> int:
+    length = spec.chunk_size or 2 * operands.x.shape[1] // max(1, _segments(operands))
+    return min(1024, max(64, 1 << (length - 1).bit_length()))
+
+
+def _segments(operands: Operands) -> int:
+    return 1 if operands.segments is None else operands.segments.shape[1]

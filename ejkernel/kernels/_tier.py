@@ -1,0 +1,113 @@
+"""A tier of an algorithm: its kernels for one kind of device, imported when they are first needed.
+
+    tier = Tier(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.TRITON, Backend.GPU, 100)
+
+    flash_attention = tier.forward("forward", supports)
+    flash_attention_jvp = tier.tangent("tangent", supports)
+    flash_attention_bwd = tier.backward("backward", supports_bwd)
+
+    tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
+
+The package has a module for each of the three with a function of that name, and `configs` with
+`space(name, operands, spec, target)`: the configs that may be best for a call, the likeliest first.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax import Array
+
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+from ._registry import configured_by, emits, kernel_registry, supported_if
+
+Predicate = Callable[[Any, Any, Target], str | None]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Where the kernels stand and what they take.
+
+    Attributes:
+        package: the name of the package.
+        algorithm: the name of the forward; the others are called `<algorithm>_jvp` and `<algorithm>_bwd`.
+        spec, operands, outputs: the types that the trio of primitives defines.
+        platform: what the kernels are written in.
+        backend: the hardware that they run on.
+        priority: of several tiers that take a call, the highest is taken.
+        custom_calls: what they are lowered to and `jax.export` does not know.
+    """
+
+    package: str
+    algorithm: str
+    spec: type
+    operands: type
+    outputs: type
+    platform: Platform
+    backend: Backend
+    priority: int
+    custom_calls: tuple[str, ...] = ()
+
+    def forward(self, module: str, supports: Predicate) -> Callable[..., Any]:
+        """(*operands, spec, config) → outputs."""
+        Spec, Outputs = self.spec, self.outputs
+
+        def forward(*operands: Array | None, spec: Spec = Spec(), config: KernelConfig = KernelConfig()) -> Outputs:
+            return self._function(module, "")(*operands, spec=spec, config=config)
+
+        return self._presented(forward, "", supports)
+
+    def tangent(self, module: str, supports: Predicate) -> Callable[..., Any]:
+        """(primals, outputs, tangents, spec, config) → the tangents of the outputs; a tangent of None is zero."""
+        Spec, Operands, Outputs = self.spec, self.operands, self.outputs
+
+        def tangent(
+            primals: Operands,
+            outputs: Outputs,
+            tangents: Operands,
+            *,
+            spec: Spec = Spec(),
+            config: KernelConfig = KernelConfig(),
+        ) -> Outputs:
+            return self._function(module, "_jvp")(primals, outputs, tangents, spec=spec, config=config)
+
+        return self._presented(tangent, "_jvp", supports)
+
+    def backward(self, module: str, supports: Predicate) -> Callable[..., Any]:
+        """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands that wrt names."""
+        Spec, Operands, Outputs = self.spec, self.operands, self.outputs
+
+        def backward(
+            primals: Operands,
+            outputs: Outputs,
+            cotangents: Outputs,
+            *,
+            wrt: tuple[str, ...],
+            spec: Spec = Spec(),
+            config: KernelConfig = KernelConfig(),
+        ) -> tuple[Array, ...]:
+            return self._function(module, "_bwd")(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
+
+        return self._presented(backward, "_bwd", supports)
+
+    def register(self, operation: str, *implementations: Callable[..., Any]) -> None:
+        """Registers the implementations for an operation, which is the algorithm or one of its family."""
+        for implementation in implementations:
+            name = operation + implementation.__name__.removeprefix(self.algorithm)
+            kernel_registry.register(name, self.platform, self.backend, self.priority)(implementation)
+
+    def _function(self, module: str, suffix: str) -> Callable[..., Any]:
+        return getattr(importlib.import_module(f"{self.package}.{module}"), self.algorithm + suffix)
+
+    def _presented(self, implementation: Callable[..., Any], suffix: str, supports: Predicate) -> Callable[..., Any]:
+        name = self.algorithm + suffix
+        implementation.__module__, implementation.__name__, implementation.__qualname__ = self.package, name, name
+
+        def space(spec: Any, operands: Any, target: Target) -> list[KernelConfig]:
+            configs = importlib.import_module(f"{self.package}.configs")
+            return configs.space(name, operands, spec, target)
+
+        configured = configured_by(lambda *call: space(*call)[0], space)
+        return emits(*self.custom_calls)(configured(supported_if(supports)(implementation)))

@@ -1,0 +1,27 @@
+"""Which configs the kernels of mean_pooling are run with: block_q tokens and block_k features of a tile.
+
+The first is the one that was fastest on an H200: many small programs of one warp hide each other's waits.
+"""
+
+from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+# (tokens, features of two bytes, warps)
+SIZES = ((64, 64, 1), (64, 128, 2), (64, 64, 2), (16, 512, 2), (16, 1024, 4))
+LARGEST_TILE = 128
+
+
+def space(operation: str, operands: Operands, spec: MeanPoolingSpec, target: Target) -> list[KernelConfig]:
+    """Tiles of 16 to 64 tokens, or of the chunk that was asked for, and from 128 bytes to 2 KiB of features."""
+    chunk = spec.chunk_size and min(LARGEST_TILE, max(16, 1 << (spec.chunk_size - 1).bit_length()))
+    features = max(16, 1 << (operands.x.shape[2] - 1).bit_length())
+    return [
+        KernelConfig(
+            block_q=chunk or tokens,
+            block_k=min(features, max(16, 2 * width // operands.x.dtype.itemsize)),
+            num_warps=warps,
+            platform=Platform.TRITON,
+            backend=Backend.GPU,
+        )
+        for tokens, width, warps in SIZES
+    ]
