@@ -24,8 +24,8 @@ BAND = 8
 def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
     """o."""
     x = Operands(*operands)
-    problem = problem_of(x, spec.transpose_rhs)
-    return Outputs(multiply(x, problem, result_dtype(x.lhs.dtype, spec), config))
+    dtype = result_dtype(x.lhs.dtype, spec)
+    return Outputs(multiply(x, problem_of(x, dtype, spec.transpose_rhs), dtype, config))
 
 
 def grouped_matmul_jvp(
@@ -33,7 +33,7 @@ def grouped_matmul_jvp(
 ) -> Outputs:
     """The tangent of o."""
     dtype = result_dtype(primals.lhs.dtype, spec)
-    product = lambda x: multiply(x, problem_of(x, spec.transpose_rhs), dtype, config)
+    product = lambda x: multiply(x, problem_of(x, dtype, spec.transpose_rhs), dtype, config)
     return Outputs(tangent(primals, tangents, product))
 
 

@@ -81,9 +81,9 @@ def load_matrix(rhs, which, k, n, problem: tl.constexpr, BLOCK_K: tl.constexpr, 
 
 @triton.jit
 def add_product(total, x, y, problem: tl.constexpr):
-    """total + x · y. Float32 is added up tile by tile, which errs less than number by number; it is subtracted, as the
-    compiler would make one product of a product and a sum."""
-    if problem.exact:
+    """total + x · y. Where tiles are added up by themselves they are subtracted, as the compiler would make one product
+    of a product and a sum."""
+    if problem.apart:
         total -= tl.dot(-x, y, input_precision="ieee")
     else:
         total = tl.dot(x, y, total)
