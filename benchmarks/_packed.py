@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
 
 import jax
 import numpy as np
-from _harness import RESULTS, Prepared, Row, Unavailable, queued, result_file, save, show
+from _harness import RESULTS, Prepared, Row, Unavailable, means, queued, result_file, save, show
 
 from ejkernel import callib
 from ejkernel.cli._equations import equations
@@ -36,24 +35,9 @@ def run(benchmark: str, doc: str, shapes: Mapping[str, Any], case: Case, convent
             show(f"{shapes[name]}, {mode}", found, unit)
             rows += found
             save(file, rows, ceilings, convention)
-    for mode in arguments.modes:
-        print(_standing(mode, [row for row in rows if row.mode == mode]))
+    print("", *means(rows), sep="\n")
     print(f"\nwritten: {file}")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
-
-
-def _standing(mode: str, rows: Sequence[Row]) -> str:
-    """How the best of ours stands to the best rival, on the geometric mean over the cases where both were timed."""
-    ratios = []
-    for case in dict.fromkeys(row.case for row in rows):
-        best = lambda ours, case=case: min(
-            (row.milliseconds for row in rows if row.case == case and row.ours == ours and row.milliseconds),
-            default=None,
-        )
-        if best(True) and best(False):
-            ratios.append(best(False) / best(True))
-    mean = f"{statistics.geometric_mean(ratios):.2f} × the best rival" if ratios else "no rival"
-    return f"{mode}: {mean} on the geometric mean of {len(ratios)} cases"
 
 
 def _arguments(doc: str, shapes: Mapping[str, Any]) -> argparse.Namespace:
