@@ -19,7 +19,8 @@ SMALL = ((16, 256, 64, 4, 4), (32, 128, 64, 4, 4), (16, 128, 128, 4, 4), (64, 25
 # Weights of 8 bits, which are converted on the way to a product: of two programs on a multiprocessor one converts while
 # the other multiplies.
 NARROW_LARGE = ((128, 128, 128, 4, 2), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3))
-NARROW = ((64, 128, 128, 4, 3), (64, 256, 64, 4, 3), (16, 128, 128, 4, 4))
+NARROW_MIDDLE = ((64, 128, 128, 4, 3), (64, 256, 64, 4, 3), (32, 128, 128, 4, 4))
+NARROW_SMALL = ((16, 128, 128, 4, 4), (16, 256, 64, 4, 4), (32, 128, 128, 4, 4), (64, 128, 128, 4, 3))
 FLOAT16 = ((128, 128, 64, 8, 3), (64, 128, 64, 8, 3))  # with sums in float32, which need registers of their own
 FLOAT32 = ((64, 64, 16, 8, 2),)
 OLDER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 3))
@@ -52,7 +53,7 @@ def _candidates(operation: str, operands: Operands, spec: GroupedMatmulSpec, tar
     if lhs.dtype == np.float16 and in_float32:
         return FLOAT16
     if rhs.dtype != lhs.dtype:
-        return NARROW_LARGE if rows > 96 else NARROW
+        return NARROW_LARGE if rows > 96 else NARROW_MIDDLE if rows > 24 else NARROW_SMALL
     if backward:
         return BACKWARD_LARGE if rows >= 768 else BACKWARD
     if rows > 96:

@@ -20,6 +20,7 @@ class Problem:
         scale_strides: the steps of rhs_scale along batch, group, and columns of rhs; 0 where it is broadcast.
         scaled_features: rhs_scale belongs to the contracted features, not to the columns.
         apart: the products of tiles are added up by themselves, which errs less than the tensor cores do.
+        narrow: the matrices are of 8 bits.
         described: tiles are read through TMA descriptors, not pointers.
     """
 
@@ -36,6 +37,7 @@ class Problem:
     scale_strides: tuple[int, int, int]
     scaled_features: bool
     apart: bool
+    narrow: bool
     described: bool
 
     @property
@@ -71,6 +73,7 @@ def problem_of(x: Operands, dtype, transposed: bool, scaled_features: bool = Fal
         scale_strides=_strides(x.rhs_scale),
         scaled_features=scaled_features,
         apart=dtype == jnp.float32 and x.lhs.dtype != jnp.bfloat16,
+        narrow=x.rhs.dtype != x.lhs.dtype,
         described=can_describe(x.lhs, x.rhs),
     )
 
