@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -28,7 +29,6 @@ from . import logits, tiles
 from .bias_gradient import bias_gradient
 from .problem import Problem, problem_of, seen_lse, sum_to_shape
 from .rows import exact_rows
-from .segments import spans
 from .unseen import zero_blind_queries, zero_unseen_keys
 
 

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .problem import problem_of
-from .segments import spans
 from .unseen import zero_unseen_keys
 
 

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .problem import Problem
-from .segments import spans
 
 
 def exact_rows(primals: Operands, saved, problem: Problem, config: KernelConfig) -> tuple:
