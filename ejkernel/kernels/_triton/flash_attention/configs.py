@@ -59,7 +59,7 @@ FURTHER = {
         64: ((128, 32, 8, 2), (64, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 8, 2)),
         192: ((128, 32, 8, 2), (128, 32, 8, 1)),
-        256: ((32, 16, 8, 1),),
+        256: ((128, 16, 8, 2),),
     },
 }
 # Two of those at once.
@@ -69,7 +69,7 @@ CROWDED = {
     "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((64, 16, 8, 1),), 256: ((32, 16, 8, 1),)},
 }
 # Packed sequences of that many features take a few registers more.
-PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}}
+PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 16, 8, 1),)}}
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
     "flash_attention": {
