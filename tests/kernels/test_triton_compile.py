@@ -62,6 +62,8 @@ class Call:
         optional = {
             "bias": array((1, H, S, K), "float32"),
             "mask": array((B, 1, S, K), "bool"),
+            "bias_of_keys": array((B, 1, 1, K), "float32"),
+            "mask_of_keys": array((B, 1, 1, K), "bool"),
             "q_segment_ids": array((B, S), "int32"),
             "kv_segment_ids": array((B, K), "int32"),
             "softmax_scale": array((1, H), "float32"),
@@ -69,7 +71,7 @@ class Call:
             "cu_seqlens_k": array((1, 6), "int32"),
             "dropout": array((B, H, 4), "uint32"),
         }
-        x = Operands(q, k, v, **{name: shape for name, shape in optional.items() if name in self.has})
+        x = Operands(q, k, v, **{name.removesuffix("_of_keys"): optional[name] for name in self.has})
         return x._replace(sinks=array((1, H, self.sinks), "float32")) if self.sinks else x
 
 
@@ -79,6 +81,8 @@ FEATURES = {
     "uneven": Call(S=1000, K=1010),
     "bias": Call(has=("bias",)),
     "mask": Call(has=("mask",)),
+    "bias_of_keys": Call(has=("bias_of_keys",)),
+    "mask_of_keys": Call(has=("mask_of_keys",)),
     "segments": Call(has=SEGMENTS),
     "packed": Call(has=PACKED),
     "dropout": Call(has=("dropout",)),

@@ -6,9 +6,11 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
 
-In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends.
-In 16 bits p̃ ∘ s_dot is rounded for its product with v, and o is taken off by as much as was rounded: what a row whose
-weight is all on one key loses in one, it loses in the other.
+In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends. And
+s_dot is taken relative to a number c of its row, its mean over the first keys, lest what should cancel leaves its
+rounding where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
+
+In 16 bits p̃ ∘ s_dot is rounded for its product with v, and o is taken off by the sum of what was rounded: so there too.
 """
 
 import jax
@@ -105,7 +107,9 @@ def tangent_kernel(
     begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
-    rounded_off = tl.zeros_like(moved)
+    if problem.exact:
+        sinks_total, reference = total, tl.zeros_like(moved)
+    rounded_moved = moved
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
@@ -134,6 +138,10 @@ def tangent_kernel(
             if EDGES and (start < first_full or start > last_full):
                 ok = logits.visible(i, j, segments, frame, problem)
                 p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
+            if problem.exact:
+                if start == begin:
+                    reference = tl.sum(p * s_dot, 1) * logits.correction_of(tl.sum(p, 1))
+                s_dot -= reference[:, None]
             kept_p = p
             if dropout is not None:
                 kept_p = p * tl.where(logits.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
@@ -141,9 +149,12 @@ def tangent_kernel(
                 total += tl.sum(p, 1)
             if LOGITS_MOVE:
                 moved += tl.sum(p * s_dot, 1)
-                shares = kept_p * s_dot
-                if not problem.exact:
-                    rounded_off += tl.sum(shares - shares.to(o.dtype.element_ty).to(tl.float32), 1)
+                shares = (kept_p * s_dot).to(o.dtype.element_ty)
+                if dropout is None:
+                    rounded_moved += tl.sum(shares.to(tl.float32), 1)
+                else:
+                    off = (shares.to(tl.float32) - kept_p * s_dot) * (1 / problem.keep_scale)
+                    rounded_moved += tl.sum(p * s_dot + off, 1)
                 acc = tiles.over_tokens(shares, v_tile, acc)
             if v_dot is not None:
                 acc = tiles.over_tokens(kept_p, v_dot_tile, acc)
@@ -151,9 +162,10 @@ def tangent_kernel(
     o_tile = tiles.load_tile(o, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
     if problem.exact:
         correction = logits.correction_of(total)
-        moved *= correction
+        rounded_moved = (moved - sinks_total * reference) * correction
+        moved = rounded_moved + reference
         acc = tiles.scaled(acc, correction[:, None])
-    acc = tiles.less(acc, (moved - rounded_off / problem.keep_scale)[:, None], o_tile)
+    acc = tiles.less(acc, rounded_moved[:, None], o_tile)
     rows = first + tl.arange(0, BLOCK_Q)
     tl.store(lse_dot + rows, moved, mask=rows < q_len)
     tiles.store_tile(o_dot, acc, first, q_len, problem.H, problem.V, BLOCK_Q)

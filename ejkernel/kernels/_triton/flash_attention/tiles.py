@@ -176,13 +176,19 @@ def less(tile, factor, other):
 def over_features(x, y, total):
     """total + x·yᵀ of two tiles; a total of None is zero."""
     for n in tl.static_range(len(x)):
-        if total is None:
-            total = tl.dot(x[n], y[n].T, input_precision="ieee")
-        elif x[n].dtype == tl.float32:
-            total += tl.dot(x[n], y[n].T, input_precision="ieee")
-        else:
-            total = tl.dot(x[n], y[n].T, total, input_precision="ieee")
+        total = plus_product(total, x[n], y[n].T)
     return total
+
+
+@triton.jit
+def plus_product(total, x, y):
+    """total + x·y of two parts. In float32 the product is a sum of its own: errors grow with the length of a sum."""
+    if total is None:
+        return tl.dot(x, y, input_precision="ieee")
+    elif x.dtype == tl.float32:
+        return tl.fma(tl.dot(x, y, input_precision="ieee"), 1.0, total)  # Triton makes of + a longer sum
+    else:
+        return tl.dot(x, y, total)
 
 
 @triton.jit
@@ -204,7 +210,7 @@ def over_tokens(weights, x, total):
     """total + weights·x, the weights rounded to the type of the tile x."""
     result = ()
     for n in tl.static_range(len(x)):
-        result = joined(result, tl.dot(weights.to(x[n].dtype), x[n], total[n], input_precision="ieee"))
+        result = joined(result, plus_product(total[n], weights.to(x[n].dtype), x[n]))
     return result
 
 
