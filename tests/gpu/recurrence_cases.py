@@ -30,7 +30,7 @@ class Case:
         B = 1 if self.ends else self.B
         ends = np.array([round(end * length) for end in self.ends], np.int32)
         S = max(ends) + 3 if self.ends else length
-        axes = dict(g=(B, S, self.H), gk=(B, S, self.H, self.D), g_gamma=(1, self.H))
+        axes = dict(g=(B, S, self.H), gk=(B, S, self.H, self.D), gv=(B, S, self.H, self.V), g_gamma=(1, self.H))
         decay = lambda name, size: -size * np.random.default_rng([9, *axes[name]]).random(axes[name])
         gates = {name: jnp.asarray(decay(name, size)) for name, size in self.gates.items()}
         gates = {name: x.astype(jnp.float32 if name == "g_gamma" else dtype) for name, x in gates.items()}
@@ -69,7 +69,7 @@ def poisoned(x: Operands) -> Operands:
     token = jnp.arange(x.q.shape[1])
     covered = ((x.spans[0, :, 0, None] <= token) & (token < x.spans[0, :, 1, None])).any(0)
     poison = lambda a: None if a is None else jnp.where(covered.reshape(1, -1, *(1,) * (a.ndim - 2)), a, jnp.nan)
-    return x._replace(**{name: poison(getattr(x, name)) for name in ("q", "k", "v", "g", "gk")})
+    return x._replace(**{name: poison(getattr(x, name)) for name in ("q", "k", "v", "g", "gk", "gv")})
 
 
 def differentiable(x: Operands) -> tuple[str, ...]:
