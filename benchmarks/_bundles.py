@@ -211,6 +211,8 @@ class _Translator:
             return self._assign(result, f"not {operands[0]}")
         if opcode == "scalar_select":
             return self._assign(result, "{1} if {0} else {2}".format(*operands))
+        if opcode == "spop":  # from a vector, by which the cores of a chip see that they have met
+            return self._assign(result, "0")
         if opcode == "sphi":
             return self._assign(result, f"next_{result}")
         if opcode == "sld":

@@ -20,28 +20,32 @@ class Generation:
 
     Attributes:
         topology: to compile for.
+        kind: how JAX calls the device.
         clock: in Hz: the published peak over what the matrix units multiply in a cycle.
         bandwidth: of its share of HBM, in bytes per second.
         delay: bundles after a branch that are issued before it is taken, as seen in programs.
     """
 
     topology: str
+    kind: str
     clock: float
     bandwidth: float
     delay: int = 4
 
 
 GENERATIONS = {
-    "v5e": Generation("v5e:2x2", 1.5e9, 0.82e12),
-    "v5p": Generation("v5p:2x2x1", 1.75e9, 1.38e12),
-    "v6e": Generation("v6e:2x2", 1.75e9, 1.64e12),
-    "tpu7x": Generation("tpu7x:2x2x1", 2.2e9, 3.69e12, delay=5),
+    "v5e": Generation("v5e:2x2", "TPU v5 lite", 1.5e9, 0.82e12),
+    "v5p": Generation("v5p:2x2x1", "TPU v5", 1.75e9, 1.38e12),
+    "v6e": Generation("v6e:2x2", "TPU v6 lite", 1.75e9, 1.64e12),
+    "tpu7x": Generation("tpu7x:2x2x1", "TPU7x", 2.2e9, 3.69e12, delay=5),
 }
 
 
 @functools.cache
 def device(generation: str) -> Any:
     """One core of a generation."""
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask the metadata server of a cloud machine, and wait
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # it would let one process at a time use chips
     return topologies.get_topology_desc(platform="tpu", topology_name=GENERATIONS[generation].topology).devices[0]
 
 
@@ -51,8 +55,6 @@ class Compiler:
     def __init__(self, folder: Path):
         self.folder = folder
         jax.config.update("jax_platforms", "cpu")
-        os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # it would ask the metadata server of a cloud machine, and wait
-        os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"  # it would let one process at a time use chips
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"
         os.environ["LIBTPU_INIT_ARGS"] = flags
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from _attention import operations
 from _harness import RESULTS
-from _tpu_compiler import GENERATIONS, Compiler, device
+from _tpu_compiler import GENERATIONS, Compiler
 from jax.experimental.pallas.ops.tpu import flash_attention as flash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -160,10 +160,10 @@ def _ours(shape: AttentionShape, mode: str, generation: str) -> Iterator[Call]:
         "bwd": ours.flash_attention_bwd,
         "jvp": ours.flash_attention_jvp,
     }[mode]
-    config = implementation.heuristic(spec, x, Target("tpu", device(generation).device_kind))
+    config = implementation.heuristic(spec, x, Target("tpu", GENERATIONS[generation].kind))
     run = partial(implementation, spec=spec, config=config)
     problem = plan(x, spec, config)
-    queries, keys = ([walk(*visibility(x, problem), by=by).table] for by in ("queries", "keys"))
+    queries, keys = ([walk(visibility(x, problem), by=by).table] for by in ("queries", "keys"))
     detail = f"{problem.block_q}×{problem.block_k}, {config.num_stages} stages"
     if mode == "fwd":
         yield Call(detail, lambda x: run(*x), (x,), {"flash_attention_forward": queries})

@@ -23,6 +23,11 @@ class MeanPoolingShape:
     sequences: int
     even: bool = True
 
+    @property
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of x and cu_seqlens."""
+        return {"x": (self.tokens, self.features), "cu_seqlens": (self.sequences + 1,)}
+
     def cu_seqlens(self, seed: int = 0) -> np.ndarray:
         """The ends of the sequences, which hold all tokens; uneven ones are drawn, and one of them is empty."""
         if self.even:

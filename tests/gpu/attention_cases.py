@@ -156,7 +156,8 @@ def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tang
         return jax.tree.map(np.asarray, _derivatives(moving, cotangents, tangents, known(x, spec), spec))
 
 
-@partial(jax.jit, static_argnames="spec")
+# It runs a few times only: what optimization costs does not pay.
+@partial(jax.jit, static_argnames="spec", compiler_options={"xla_backend_optimization_level": 0})
 def _derivatives(moving, cotangents, tangents, facts, spec: FlashAttentionSpec):
     formula = lambda moving: attention(Operands(**moving), spec, facts)
     outputs, pull = jax.vjp(formula, moving)

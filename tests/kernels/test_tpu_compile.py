@@ -1,9 +1,12 @@
-"""The TPU kernels of flash_attention pass the real TPU compiler, for every generation, within its memories.
+"""The TPU kernels pass the real TPU compiler, for every generation, within its memories.
 
-A program is determined by the features, options and blocks of a call, not by how many heads or sequences there are: of
-the named shapes that share one, the first stands for all. What the compiler takes to do is minutes in all, so that a
-normal run has the heuristics' choice for one shape on each generation, and a few calls with the rarer operands.
+What the compiler takes for all configs of all named shapes is hours; a normal run has the heuristics' choice for a
+few shapes on each generation, and a few calls with the rarer operands; `benchmarks/tpu_compile.py` keeps a record.
 """
+
+import importlib
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +16,15 @@ from jax.experimental.pallas import tpu as pltpu
 import ejkernel
 from ejkernel.kernels._pallas.tpu.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
 from ejkernel.kernels._pallas.tpu.flash_attention.launch import VMEM_BYTES
-from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
-from ejkernel.types import ATTENTION_SHAPES, AttentionShape, KernelConfig
-from tests.gpu.attention_cases import CASES, differentiable
+from ejkernel.types import ATTENTION_SHAPES
+from tests.gpu.attention_cases import CASES
 
 from .tpu_compiler import TARGETS, compiled, device
 
 pytest.importorskip("libtpu")
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+programs = importlib.import_module("tpu_compile")
 
 IMPLEMENTATIONS = {f.__name__: f for f in (flash_attention, flash_attention_bwd, flash_attention_jvp)}
 # What a normal run compiles: shapes with the heuristics' configs, and calls of the list of cases.
@@ -32,6 +37,10 @@ QUICK_SHAPES = {
     ("v6e", "flash_attention_bwd", "bert-large"),
     ("tpu7x", "flash_attention_bwd", "gemma2-9b-local"),
     ("tpu7x", "flash_attention_jvp", "vit-large"),
+    ("v5e", "mean_pooling_bwd", "texts"),
+    ("v5p", "gla", "gla-1.3b"),
+    ("v6e", "grouped_matmul", "mixtral-8x7b-up"),
+    ("tpu7x", "lightning_attention_bwd", "minimax-text-01"),
 }
 QUICK_CASES = {
     ("v5e", "bias of pairs, capped", "float32"),
@@ -41,52 +50,20 @@ QUICK_CASES = {
 }
 
 
-def call_of(shape: AttentionShape, dtype=jnp.bfloat16) -> tuple[Operands, FlashAttentionSpec]:
-    sizes = shape.sizes
-    q, k, v = (jax.ShapeDtypeStruct(sizes[name], dtype) for name in "qkv")
-    sinks = jax.ShapeDtypeStruct((1, *sizes["sinks"]), jnp.float32) if shape.sinks else None
-    return Operands(q, k, v, sinks=sinks), FlashAttentionSpec(**shape.options, softmax_scale=shape.head_dim**-0.5)
+def parameters():
+    """Of every program, whether a normal run has it."""
+    calls = set()
+    for program in programs.programs(list(TARGETS), list(programs.OF_OPERATION)):
+        call = (program.generation, program.primitive, program.shape)
+        quick = call in QUICK_SHAPES and call not in calls
+        calls.add(call)
+        yield pytest.param(program, marks=() if quick else pytest.mark.slow, id=str(program))
 
 
-def run(operation: str, spec: FlashAttentionSpec, config: KernelConfig):
-    """The operation as a function of operands and outputs, which also stand for tangents and cotangents."""
-    if operation == "flash_attention":
-        return lambda x, out: flash_attention(*x, spec=spec, config=config)
-    if operation == "flash_attention_jvp":
-        return lambda x, out: flash_attention_jvp(x, out, moving(x), spec=spec, config=config)
-    return lambda x, out: flash_attention_bwd(x, out, out, wrt=differentiable(x), spec=spec, config=config)
-
-
-def moving(x: Operands) -> Operands:
-    return x._replace(**{name: None for name in x._fields if name not in differentiable(x)})
-
-
-def distinct_calls():
-    """(generation, operation, shape, config) of all spaces, one for each distinct program."""
-    calls = {}
-    for generation, target in TARGETS.items():
-        for shape in ATTENTION_SHAPES.values():
-            x, spec = call_of(shape)
-            for operation, implementation in IMPLEMENTATIONS.items():
-                for n, config in enumerate(implementation.space(spec, x, target)):
-                    options = (shape.head_dim, shape.value_dim, shape.sinks, shape.softcap, shape.causal, shape.window)
-                    call = (generation, operation, shape, config, n == 0)
-                    calls.setdefault((generation, operation, options, config), call)
-    return calls.values()
-
-
-def parameter(generation: str, operation: str, shape: AttentionShape, config: KernelConfig, is_first: bool):
-    quick = is_first and (generation, operation, shape.name) in QUICK_SHAPES
-    name = f"{generation}-{operation}-{shape.name}-{config.block_q}x{config.block_k}x{config.num_stages}"
-    return pytest.param(generation, operation, shape, config, marks=() if quick else pytest.mark.slow, id=name)
-
-
-@pytest.mark.parametrize("generation, operation, shape, config", [parameter(*call) for call in distinct_calls()])
-def test_named_shapes(generation, operation, shape, config):
+@pytest.mark.parametrize("program", list(parameters()))
+def test_named_shapes(program):
     """Every config of the space of every named shape."""
-    x, spec = call_of(shape)
-    out = jax.eval_shape(lambda *x: flash_attention(*x, spec=spec, config=config), *x)
-    assert "tpu_custom_call" in compiled(run(operation, spec, config), generation, x, out).as_text()
+    assert "tpu_custom_call" in programs.compiled(program).as_text()
 
 
 @pytest.mark.parametrize(
@@ -109,10 +86,9 @@ def test_operands_and_options(generation, case, dtype):
     """Forward, backward and tangent with all that a call may have, by the heuristics' configs."""
     x, spec = case.make(300, jnp.dtype(dtype))
     x = jax.eval_shape(lambda: x)
-    configs = {name: f.heuristic(spec, x, TARGETS[generation]) for name, f in IMPLEMENTATIONS.items()}
-    out = jax.eval_shape(lambda *x: flash_attention(*x, spec=spec, config=configs["flash_attention"]), *x)
-    all_three = lambda x, out: [run(name, spec, config)(x, out) for name, config in configs.items()]
-    assert compiled(all_three, generation, x, out).as_text().count("tpu_custom_call") >= 3
+    for name, implementation in IMPLEMENTATIONS.items():
+        config = implementation.heuristic(spec, x, TARGETS[generation])
+        assert "tpu_custom_call" in programs.compiled_call(generation, name, x, spec, config).as_text()
 
 
 @pytest.mark.slow
@@ -120,12 +96,11 @@ def test_operands_and_options(generation, case, dtype):
 @pytest.mark.parametrize("generation", ["v5p", "tpu7x"])
 def test_the_largest_tiles(generation, operation):
     """A bias and a mask for every logit, beside as much of dq as is held, where vector memory is smallest."""
-    x, spec = call_of(ATTENTION_SHAPES["llama3-70b"])
+    x, spec = programs.call("flash_attention", ATTENTION_SHAPES["llama3-70b"])
     logits = (1, 1, x.q.shape[1], x.k.shape[1])
     x = x._replace(bias=jax.ShapeDtypeStruct(logits, jnp.float32), mask=jax.ShapeDtypeStruct(logits, jnp.bool_))
     config = IMPLEMENTATIONS[operation].heuristic(spec, x, TARGETS[generation])
-    out = jax.eval_shape(lambda *x: flash_attention(*x, spec=spec, config=config), *x)
-    assert "tpu_custom_call" in compiled(run(operation, spec, config), generation, x, out).as_text()
+    assert "tpu_custom_call" in programs.compiled_call(generation, operation, x, spec, config).as_text()
 
 
 @pytest.mark.parametrize("generation", TARGETS)

@@ -23,7 +23,9 @@ QUICK = {
     ("segments, causal, bias", "bfloat16"): SMALL,
     ("sinks, more queries", "float32"): SMALL,
     ("packed, causal", "float32"): SMALL,
-    ("large logits", "bfloat16"): SMALL,
+    ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),
+    # Tiles of which some chunks are seen by nobody, in the forward and in the others.
+    ("window", "bfloat16"): (520, KernelConfig(block_q=128, block_k=512)),
     ("grouped heads", "bfloat16"): (200, KernelConfig(block_q=128, block_k=128, algorithm="split")),
 }
 # Tiles of several chunks, more of them under way than there are or not.

@@ -60,6 +60,12 @@ FURTHER = {
         256: ((128, 16, 8, 1),),
     },
 }
+# Two of those at once.
+CROWDED = {
+    "flash_attention": {64: ((128, 64, 8, 2), (64, 64, 4, 2)), 128: ((64, 64, 8, 2),), 256: ((64, 32, 8, 2),)},
+    "flash_attention_bwd": {64: ((32, 128, 8, 2), (32, 64, 4, 2)), 128: ((32, 64, 8, 2),), 256: ((16, 64, 8, 1),)},
+    "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((64, 16, 8, 1),), 256: ((32, 16, 8, 1),)},
+}
 # Packed sequences of that many features take a few registers more.
 PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}}
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
@@ -107,13 +113,15 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
 
 
 def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> tuple:
+    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
     further = (operands.bias, operands.mask, operands.cu_seqlens_q, operands.dropout)
     table = PLAIN if all(x is None for x in further) else FURTHER
+    if sum(x is not None for x in (*further, operands.q_segment_ids)) > 1:
+        table = CROWDED
     if (target.compute_capability or 0) < 90:
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
-    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
     width = min(width for width in table[operation] if width >= features)
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
         return (SHORT_FORWARD, *(c for c in table[operation][width] if c != SHORT_FORWARD))

@@ -3,6 +3,7 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
+from ejkernel.kernels._pallas.tpu import SMEM_BYTES
 from ejkernel.kernels._tier import Tier
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, Platform, Target
@@ -10,21 +11,23 @@ from ejkernel.types import Backend, Platform, Target
 
 def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
     """Why no kernel can run on these operands (arrays or shapes), or None."""
+    from .configs import table_bytes
+
     if target.platform != "tpu":
         return f"Mosaic runs on tpu, not on {target.platform}"
     if operands.q.dtype.name not in ("bfloat16", "float32"):
         return f"q is {operands.q.dtype}; the kernels take bfloat16 and float32"
-    for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
-        if size > 256:
-            return f"{name} has {size} features; the kernels take up to 256"
+    features, values = operands.q.shape[3], operands.v.shape[3]
+    if features > 256:
+        return f"q has {features} features; the kernels take up to 256"
+    if values > 256 and values % 128:
+        return f"v has {values} features; of more than 256 the kernels take multiples of 128"
     if 0 in operands.q.shape or 0 in operands.v.shape:
         return "an empty batch or sequence"
     if operands.q.shape[1] == 1:
         return "a single token, which fills no block"
-    if operands.spans is not None:
-        return "sequences of several lengths (cu_seqlens)"
-    if operands.gv is not None:
-        return "decays of value features (gv)"
+    if (size := table_bytes(operands)) > SMEM_BYTES:
+        return f"the table of chunks takes {size} bytes; scalar memory has room for {SMEM_BYTES}"
     return None
 
 

@@ -15,5 +15,11 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     return [
         KernelConfig(block_q=chunk, block_k=block, platform=Platform.PALLAS, backend=Backend.TPU)
-        for chunk, block in (BY_HEAD if operands.gk is None else BY_FEATURE)
+        for chunk, block in (BY_HEAD if operands.gk is None and operands.gv is None else BY_FEATURE)
     ]
+
+
+def table_bytes(operands: Operands) -> int:
+    """Bytes of scalar memory that a call takes with the smallest chunks."""
+    packed, sequences = (1, 1) if operands.spans is None else operands.spans.shape[:2]
+    return 4 * packed * (operands.q.shape[1] // min(chunk for chunk, _ in BY_HEAD + BY_FEATURE) + sequences)

@@ -5,11 +5,11 @@ beginning of each chunk; within a chunk it computes the states once more. What J
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,80 +17,32 @@ from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
 from .block import Tokens, block
-
-ORDER = ("parallel", "parallel", "arbitrary")
-
-
-class Plan(NamedTuple):
-    """Batch, query heads, key/value heads, tokens, features of keys and values; tokens of a chunk and of a block."""
-
-    b: int
-    h: int
-    g: int
-    s: int
-    d: int
-    e: int
-    chunk: int
-    block: int
-    scale: float
-    reverse: bool
-
-    @property
-    def count(self) -> int:
-        return -(-self.s // self.chunk)
-
-    def of_tokens(self, width: int, group: bool = False, back: bool = False) -> pl.BlockSpec:
-        """A chunk of [b,h,s,width]."""
-        # Mosaic lowers `//` only where the device is known.
-        head = (lambda h: lax.div(h, self.h // self.g)) if group else (lambda h: h)
-        at = (lambda i: self.count - 1 - i) if back else (lambda i: i)
-        return pl.BlockSpec((None, None, self.chunk, width), lambda b, h, i: (b, head(h), at(i), 0))
-
-    def of_state(self) -> pl.BlockSpec:
-        """The state [e,d] of a head, of [b,h,e,d]."""
-        return pl.BlockSpec((None, None, self.e, self.d), lambda b, h, i: (b, h, 0, 0))
-
-    def of_states(self, back: bool = False) -> pl.BlockSpec:
-        """That of a chunk, of [b,h,count,e,d]."""
-        at = (lambda i: self.count - 1 - i) if back else (lambda i: i)
-        return pl.BlockSpec((None, None, None, self.e, self.d), lambda b, h, i: (b, h, at(i), 0, 0))
-
-    def shapes(self, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-        """Of o, of a state, and of the states of all chunks."""
-        tokens = (self.b, self.h, self.count * self.chunk)
-        return {
-            "o": jax.ShapeDtypeStruct((*tokens, self.e), dtype),
-            "state": jax.ShapeDtypeStruct((self.b, self.h, self.e, self.d), jnp.float32),
-            "states": jax.ShapeDtypeStruct((self.b, self.h, self.count, self.e, self.d), jnp.float32),
-        }
+from .layout import Order, Plan, of_all_sequences, order_of, ordered, plan, state_of, unordered
 
 
-def _plan(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Plan:
-    (b, s, h, d), (_, _, g, e) = x.q.shape, x.v.shape
-    size = min(config.block_k, config.block_q)
-    return Plan(b, h, g, s, d, e, config.block_q // size * size, size, spec.softmax_scale, spec.reverse)
+def _launch(kernel, name: str, plan: Plan, table: Array, operands: tuple, in_specs: list, outputs: list, states: int):
+    """Runs `kernel(plan, table, *operands, *outputs, *states)`; `outputs` are pairs of a block and a shape."""
+    specs, shapes = zip(*outputs, strict=True)
+    return pl.pallas_call(
+        partial(kernel, plan),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=plan.grid,
+            in_specs=in_specs,
+            out_specs=list(specs),
+            scratch_shapes=[pltpu.VMEM((plan.part, plan.d), jnp.float32)] * states,
+        ),
+        out_shape=list(shapes),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        name=name,
+    )(table, *operands)
 
 
-# --- Operands in the layout of the kernels ----------------------------------------------------------------------------
-
-
-def _tokens(x: Operands, plan: Plan) -> Tokens:
-    """[b,h,count·chunk,…] in the order of time, 0 after the last token; decays in float32."""
-    parts = (x.q, x.k, x.v, _gates_of_heads(x), None if x.gk is None else x.gk.astype(jnp.float32))
-    return Tokens(*(None if a is None else _ordered(a, plan) for a in parts))
-
-
-def _ordered(a: Array, plan: Plan) -> Array:
-    """[b,s,h,…] -> [b,h,count·chunk,…]."""
-    a = lax.rev(a, (1,)) if plan.reverse else a
-    a = jnp.pad(a, [(0, plan.count * plan.chunk - n if i == 1 else 0) for i, n in enumerate(a.shape)])
-    return a.transpose(0, 2, 1, 3)
-
-
-def _unordered(a: Array, plan: Plan) -> Array:
-    """[b,h,count·chunk,…] -> [b,s,h,…]."""
-    a = a.transpose(0, 2, 1, 3)[:, : plan.s]
-    return lax.rev(a, (1,)) if plan.reverse else a
+def _tokens(x: Operands, order: Order, plan: Plan) -> Tokens:
+    """The operands in the layout of the kernels, decays in float32."""
+    wide = lambda a: None if a is None else a.astype(jnp.float32)
+    parts = (x.q, x.k, x.v, _gates_of_heads(x), wide(x.gk), wide(x.gv))
+    return Tokens(*(None if a is None else ordered(a, order, plan) for a in parts))
 
 
 def _gates_of_heads(x: Operands) -> Array | None:
@@ -100,18 +52,16 @@ def _gates_of_heads(x: Operands) -> Array | None:
     return sum(gates)[..., None] if gates else None
 
 
-def _state(x: Operands, plan: Plan) -> Array:
-    """[b,h,e,d]."""
-    if x.initial_state is None:
-        return jnp.zeros((plan.b, plan.h, plan.e, plan.d), jnp.float32)
-    return x.initial_state[:, 0].astype(jnp.float32).swapaxes(2, 3)
-
-
 def _specs(tokens: Tokens, plan: Plan, back: bool = False) -> Tokens:
-    widths = (plan.d, plan.d, plan.e, 1, plan.d)
-    groups = (False, True, True, False, False)
-    specs = zip(tokens, widths, groups, strict=True)
-    return Tokens(*(None if a is None else plan.of_tokens(width, group, back) for a, width, group in specs))
+    specs = Tokens(
+        q=plan.of_keys(plan.d, plan.h, back),
+        k=plan.of_keys(plan.d, plan.g, back),
+        v=plan.of_values(plan.g, back),
+        g=plan.of_keys(1, plan.h, back),
+        gk=plan.of_keys(plan.d, plan.h, back),
+        gv=plan.of_values(plan.h, back),
+    )
+    return Tokens(*(None if a is None else spec for a, spec in zip(tokens, specs, strict=True)))
 
 
 def _read(tokens: Tokens, n: int, plan: Plan) -> Tokens:
@@ -124,34 +74,50 @@ def _blocks(plan: Plan) -> range:
     return range(plan.chunk // plan.block)
 
 
+def _ends(plan: Plan, table: Any, back: bool = False) -> tuple[Any, Any]:
+    """Whether the chunk is the first, and the last, that is visited of its sequence."""
+    b, i = pl.program_id(0), pl.program_id(2)
+    turned = (lambda i: plan.count - 1 - i) if back else (lambda i: i)
+    at = lambda i: plan.sequence(table, b, turned(i))
+    opens = (i == 0) | (at(i) != at(jnp.maximum(i - 1, 0)))
+    closes = (i == plan.count - 1) | (at(i) != at(jnp.minimum(i + 1, plan.count - 1)))
+    return opens, closes
+
+
 # --- Forward ----------------------------------------------------------------------------------------------------------
 
 
 def recurrence(*operands: Array | None, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
     """o and the final state."""
     x = Operands(*operands)
-    plan = _plan(x, spec, config)
-    o, state, _ = _forward(_tokens(x, plan), _state(x, plan), plan, keep=False)
-    return Outputs(_unordered(o, plan), state.swapaxes(2, 3)[:, None])
+    size = plan(x, spec, config)
+    order, first = order_of(x, size), state_of(x.initial_state, size)
+    o, state, _ = _forward(_tokens(x, order, size), first, order, size, keep=False)
+    return Outputs(unordered(o, order, size), of_all_sequences(state, first, order))
 
 
-def _forward(tokens: Tokens, state: Array, plan: Plan, keep: bool) -> tuple[Array, Array, Array | None]:
+def _forward(tokens: Tokens, first: Array, order: Order, plan: Plan, keep: bool) -> tuple[Array, Array, Array | None]:
     """o, the final state, and to `keep` the states in which the chunks begin."""
-    shapes = plan.shapes(tokens.q.dtype)
-    return pl.pallas_call(
-        partial(_forward_kernel, plan),
-        grid=(plan.b, plan.h, plan.count),
-        in_specs=[_specs(tokens, plan), plan.of_state()],
-        out_specs=[plan.of_tokens(plan.e), plan.of_state(), plan.of_states() if keep else None],
-        out_shape=[shapes["o"], shapes["state"], shapes["states"] if keep else None],
-        scratch_shapes=[pltpu.VMEM((plan.e, plan.d), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=ORDER),
-        name="recurrence_forward",
-    )(tokens, state)
+    return _launch(
+        _forward_kernel,
+        "recurrence_forward",
+        plan,
+        order.table,
+        (tokens, first),
+        [_specs(tokens, plan), plan.of_state()],
+        [
+            (plan.of_values(plan.h), plan.tokens(plan.h, plan.e, tokens.q.dtype)),
+            (plan.of_state(), plan.state),
+            (plan.of_states(), plan.states) if keep else (None, None),
+        ],
+        states=1,
+    )
 
 
-def _forward_kernel(plan, tokens, first, o, last, states, state):
-    @pl.when(pl.program_id(2) == 0)
+def _forward_kernel(plan, table, tokens, first, o, last, states, state):
+    opens, closes = _ends(plan, table)
+
+    @pl.when(opens)
     def _():
         state[...] = first[...]
 
@@ -163,7 +129,7 @@ def _forward_kernel(plan, tokens, first, o, last, states, state):
         o[pl.ds(n * plan.block, plan.block), :] = out.astype(o.dtype)
     state[...] = h
 
-    @pl.when(pl.program_id(2) == plan.count - 1)
+    @pl.when(closes)
     def _():
         last[...] = h
 
@@ -176,26 +142,28 @@ def recurrence_jvp(
 ) -> Outputs:
     """The tangents of o and the final state."""
     x, dx = primals, tangents
-    plan = _plan(x, spec, config)
+    size = plan(x, spec, config)
+    order, first_dot = order_of(x, size), state_of(dx.initial_state, size)
     # A decay of the head moves with g or with g_gamma; where a decay is absent, so is its tangent.
     moving = dx._replace(q=jnp.zeros_like(x.q) if dx.q is None else dx.q)
-    tokens, dots = _tokens(x, plan), _tokens(moving, plan)
-    shapes = plan.shapes(tokens.q.dtype)
-    o, state = pl.pallas_call(
-        partial(_tangent_kernel, plan),
-        grid=(plan.b, plan.h, plan.count),
-        in_specs=[_specs(tokens, plan), _specs(dots, plan), plan.of_state(), plan.of_state()],
-        out_specs=[plan.of_tokens(plan.e), plan.of_state()],
-        out_shape=[shapes["o"], shapes["state"]],
-        scratch_shapes=[pltpu.VMEM((plan.e, plan.d), jnp.float32)] * 2,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=ORDER),
-        name="recurrence_tangent",
-    )(tokens, dots, _state(x, plan), _state(dx, plan))
-    return Outputs(_unordered(o, plan), state.swapaxes(2, 3)[:, None])
+    tokens, dots = _tokens(x, order, size), _tokens(moving, order, size)
+    o, state = _launch(
+        _tangent_kernel,
+        "recurrence_tangent",
+        size,
+        order.table,
+        (tokens, dots, state_of(x.initial_state, size), first_dot),
+        [_specs(tokens, size), _specs(dots, size), size.of_state(), size.of_state()],
+        [(size.of_values(size.h), size.tokens(size.h, size.e, x.q.dtype)), (size.of_state(), size.state)],
+        states=2,
+    )
+    return Outputs(unordered(o, order, size), of_all_sequences(state, first_dot, order))
 
 
-def _tangent_kernel(plan, tokens, dots, first, first_dot, o_dot, last_dot, state, state_dot):
-    @pl.when(pl.program_id(2) == 0)
+def _tangent_kernel(plan, table, tokens, dots, first, first_dot, o_dot, last_dot, state, state_dot):
+    opens, closes = _ends(plan, table)
+
+    @pl.when(opens)
     def _():
         state[...], state_dot[...] = first[...], first_dot[...]
 
@@ -207,7 +175,7 @@ def _tangent_kernel(plan, tokens, dots, first, first_dot, o_dot, last_dot, state
         o_dot[pl.ds(n * plan.block, plan.block), :] = out.astype(o_dot.dtype)
     state[...], state_dot[...] = h, h_dot
 
-    @pl.when(pl.program_id(2) == plan.count - 1)
+    @pl.when(closes)
     def _():
         last_dot[...] = h_dot
 
@@ -226,48 +194,60 @@ def recurrence_bwd(
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt."""
     x = primals
-    plan = _plan(x, spec, config)
-    tokens, first = _tokens(x, plan), _state(x, plan)
-    do = jnp.zeros((plan.b, plan.s, plan.h, plan.e), x.q.dtype) if cotangents.o is None else cotangents.o
-    dlast = _state(Operands(None, None, None, initial_state=cotangents.final_state), plan)
-    _, _, states = _forward(tokens, first, plan, keep=True)
-    wide = Tokens(plan.d, plan.d, plan.e, None if tokens.g is None else 1, None if tokens.gk is None else plan.d)
-    of_head = lambda width: jax.ShapeDtypeStruct((plan.b, plan.h, plan.count * plan.chunk, width), jnp.float32)
-    gradients, dstate = pl.pallas_call(
-        partial(_backward_kernel, plan),
-        grid=(plan.b, plan.h, plan.count),
-        in_specs=[
-            _specs(tokens, plan, back=True),
-            plan.of_states(back=True),
-            plan.of_tokens(plan.e, back=True),
-            plan.of_state(),
+    size = plan(x, spec, config)
+    order, first = order_of(x, size), state_of(x.initial_state, size)
+    tokens, dlast = _tokens(x, order, size), state_of(cotangents.final_state, size)
+    do = jnp.zeros((*x.q.shape[:3], size.e), x.q.dtype) if cotangents.o is None else cotangents.o
+    _, _, states = _forward(tokens, first, order, size, keep=True)
+    outputs = _gradients(tokens, size)
+    *found, dfirst = _launch(
+        _backward_kernel,
+        "recurrence_backward",
+        size,
+        order.table,
+        (tokens, states, ordered(do, order, size), dlast),
+        [
+            _specs(tokens, size, back=True),
+            size.of_states(back=True),
+            size.of_values(size.h, back=True),
+            size.of_state(back=True),
         ],
-        out_specs=[Tokens(*(n and plan.of_tokens(n, back=True) for n in wide)), plan.of_state()],
-        out_shape=[Tokens(*(n and of_head(n) for n in wide)), plan.shapes(x.q.dtype)["state"]],
-        scratch_shapes=[pltpu.VMEM((plan.e, plan.d), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=ORDER),
-        name="recurrence_backward",
-    )(tokens, states, _ordered(do, plan), dlast)
-    found = {name: None if a is None else _unordered(a, plan) for name, a in gradients._asdict().items()}
+        [*outputs, (size.of_state(back=True), size.state)],
+        states=1,
+    )
+    found = {
+        name: None if a is None else unordered(a, order, size) for name, a in zip(Tokens._fields, found, strict=True)
+    }
+    of_parts = lambda name: found[name].reshape(*x.q.shape[:3], size.parts, -1).sum(3)
+    of_gates = lambda: of_parts("g")[..., 0]
+    of_groups = lambda a: a.reshape(*a.shape[:2], size.g, size.h // size.g, a.shape[3]).sum(3)
     totals = {
-        "q": lambda: found["q"],
-        "k": lambda: _of_groups(found["k"], plan),
-        "v": lambda: _of_groups(found["v"], plan),
-        "g": lambda: found["g"][..., 0],
-        "gk": lambda: found["gk"],
-        "g_gamma": lambda: found["g"][..., 0].sum((0, 1) if x.g_gamma.shape[0] == 1 else 1).reshape(x.g_gamma.shape),
-        "initial_state": lambda: dstate.swapaxes(2, 3)[:, None],
+        "q": lambda: of_parts("q"),
+        "k": lambda: of_groups(of_parts("k")),
+        "v": lambda: of_groups(found["v"]),
+        "g": of_gates,
+        "gk": lambda: of_parts("gk"),
+        "gv": lambda: found["gv"],
+        "g_gamma": lambda: of_gates().sum((0, 1) if x.g_gamma.shape[0] == 1 else 1).reshape(x.g_gamma.shape),
+        "initial_state": lambda: of_all_sequences(dfirst, dlast, order),
     }
     return tuple(totals[name]().astype(getattr(x, name).dtype) for name in wrt)
 
 
-def _of_groups(a: Array, plan: Plan) -> Array:
-    """[b,s,h,…] -> [b,s,g,…]: the sums over the query heads that share a key/value head."""
-    return a.reshape(*a.shape[:2], plan.g, plan.h // plan.g, a.shape[3]).sum(3)
+def _gradients(tokens: Tokens, plan: Plan) -> list[tuple[Any, Any]]:
+    """Of every part of a head the gradients of what it shares with others, [b,h·parts,tokens,…], and of its own."""
+    heads = plan.h * plan.parts
+    shared = lambda width: (plan.of_keys(width, heads, back=True), plan.tokens(heads, width))
+    own = (plan.of_values(plan.h, back=True), plan.tokens(plan.h, plan.e))
+    outputs = Tokens(q=shared(plan.d), k=shared(plan.d), v=own, g=shared(1), gk=shared(plan.d), gv=own)
+    return [(None, None) if a is None else output for a, output in zip(tokens, outputs, strict=True)]
 
 
-def _backward_kernel(plan, tokens, states, do, dlast, gradients, dfirst, dstate):
-    @pl.when(pl.program_id(2) == 0)
+def _backward_kernel(plan, table, tokens, states, do, dlast, *rest):
+    *gradients, dfirst, dstate = rest
+    opens, closes = _ends(plan, table, back=True)
+
+    @pl.when(opens)
     def _():
         dstate[...] = dlast[...]
 
@@ -284,6 +264,6 @@ def _backward_kernel(plan, tokens, states, do, dlast, gradients, dfirst, dstate)
                 out[part, :] = gradient
     dstate[...] = dh
 
-    @pl.when(pl.program_id(2) == plan.count - 1)
+    @pl.when(closes)
     def _():
         dfirst[...] = dh

@@ -20,7 +20,7 @@ from ejkernel.types import KernelConfig
 from .launch import block_specs, launch, vmem
 from .problem import LANES, LOG2_E, Problem, Tile, arrange, merge_heads, per_query, plan, round_up, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
-from .tiles import contract, for_kind, gradient_products, gradients_of, only_seen, scale_of, sweep
+from .tiles import chunks_of, contract, for_kind, gradient_products, gradients_of, mask_of, only_seen, scale_of, sweep
 
 # As much of dq as is kept on the chip beside the tiles.
 DQ_BYTES = 36 * 2**20
@@ -52,9 +52,9 @@ def flash_attention_bwd(
     together = wants_keys and wants_queries and config.algorithm != "split" and dq_bytes(primals, problem) <= DQ_BYTES
     gradients, dq = {}, None
     if wants_keys:
-        gradients, dq = _by_keys(tile, problem, walk(*seen, by="keys"), primals, wrt, with_dq=together)
+        gradients, dq = _by_keys(tile, problem, walk(seen, by="keys"), primals, wrt, with_dq=together)
     if wants_queries and not together:
-        dq = _by_queries(tile, problem, walk(*seen, by="queries"))
+        dq = _by_queries(tile, problem, walk(seen, by="queries"))
     if wants_queries:
         gradients |= _scaled(split_heads(dq, primals.q.shape), problem, primals)
     if "bias" in wrt:
@@ -137,7 +137,7 @@ def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands
 def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, schedule: Schedule):
     b, g, member = pl.program_id(0), pl.program_id(1), pl.program_id(3)
     number = pl.program_id(2)
-    step = step_at(table, b, number)
+    step = step_at(schedule, table, b, number)
     scale = scale_of(tile, problem, b, g * problem.group + member)
 
     if out.q is not None:
@@ -151,9 +151,9 @@ def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, 
         for x in jax.tree.leaves(sums):
             x[...] = jnp.zeros_like(x)
 
-    def gather(mask):
+    def gather(kind):
         def use(rows, products):
-            visible = mask(rows)
+            visible = mask_of(kind, tile, step.major, rows)
             p, ds = gradients_of(tile, problem, rows, products, scale, visible)
             q, do = tile.q[...], tile.do[...]
             ds = ds.astype(q.dtype)
@@ -164,9 +164,9 @@ def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, 
             if out.q is not None:
                 out.q[member, step.minor] += contract(only_seen(tile.k[rows], problem, visible), ds, (0, 0))
 
-        sweep(problem, functools.partial(gradient_products, tile), use)
+        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
-    for_kind(step.kind, schedule.kinds, tile, step.major, gather)
+    for_kind(step, schedule, gather)
 
     @pl.when(step.closes & (member == problem.group - 1))
     def _():
@@ -198,23 +198,23 @@ def _by_queries(tile: Tile, problem: Problem, schedule: Schedule) -> jax.Array:
 
 def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.opens)
     def _():
         total[...] = jnp.zeros_like(total)
 
-    def gather(mask):
+    def gather(kind):
         def use(rows, products):
-            visible = mask(rows)
+            visible = mask_of(kind, tile, step.minor, rows)
             _, ds = gradients_of(tile, problem, rows, products, scale, visible)
             k = only_seen(tile.k[rows], problem, visible)
             total[...] += contract(k, ds.astype(k.dtype), (0, 0))
 
-        sweep(problem, functools.partial(gradient_products, tile), use)
+        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
-    for_kind(step.kind, schedule.kinds, tile, step.minor, gather)
+    for_kind(step, schedule, gather)
 
     @pl.when(step.closes)
     def _():
@@ -229,7 +229,7 @@ def _bias(tile: Tile, problem: Problem, seen, bias: jax.Array) -> jax.Array:
     batch, heads = (n if n > 1 else 1 for n in bias.shape[:2])
     summed_heads = problem.heads // heads
     one_row, one_column = bias.shape[2] < problem.queries, bias.shape[3] < problem.keys
-    schedule = walk(*seen, by="keys" if one_row else "queries", every=True)
+    schedule = walk(seen, by="keys" if one_row else "queries", every=True)
 
     def where(b, h, step, member, table):
         b, h = b + jax.lax.div(member, summed_heads), h + jax.lax.rem(member, summed_heads)
@@ -260,7 +260,7 @@ def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sched
     position = tuple(pl.program_id(axis) for axis in range(4))
     b, h, _, j = where(*position, table)
     scale = scale_of(tile, problem, b, h)
-    step, member, members = step_at(table, b, position[2]), position[3], pl.num_programs(3)
+    step, member, members = step_at(schedule, table, b, position[2]), position[3], pl.num_programs(3)
     opens, closes = step.opens | (not one_row and not one_column), step.closes | (not one_row and not one_column)
     if one_row and one_column:
         opens, closes = position[2] == 0, position[2] == pl.num_programs(2) - 1
@@ -269,13 +269,13 @@ def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sched
     def _():
         total[...] = jnp.zeros_like(total)
 
-    def gather(mask):
+    def gather(kind):
         def use(rows, products):
-            total[rows] += gradients_of(tile, problem, rows, products, scale, mask(rows))[1]
+            total[rows] += gradients_of(tile, problem, rows, products, scale, mask_of(kind, tile, j, rows))[1]
 
-        sweep(problem, functools.partial(gradient_products, tile), use)
+        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
-    for_kind(step.kind, schedule.kinds, tile, j, gather)
+    for_kind(step, schedule, gather)
 
     @pl.when(closes & (member == members - 1))
     def _():

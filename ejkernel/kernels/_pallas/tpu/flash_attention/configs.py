@@ -2,22 +2,26 @@
 
 A step of the grid costs what its products take in the matrix units, and as much again for every tile, however small:
 filling the pipeline within the tile, addresses, branches. So tiles are large, but not so large that causality or a
-window wastes more at their edges: the heuristic counts the tiles that a call visits and takes the cheapest blocks, of
-those that the memories of a core hold and whose program stays short enough to compile in seconds.
+window wastes more at their edges: the heuristic counts the tiles that a call visits, and what is computed of them, and
+takes the cheapest blocks, of those that the memories of a core hold and whose program stays short enough to compile in
+seconds.
 """
 
 import itertools
 import math
 import re
 
+import numpy as np
+
 from ejkernel.kernels._pallas.tpu import SMEM_BYTES
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .backward import DQ_BYTES
+from .forward import forward_chunk
 from .launch import VMEM_BYTES
 from .problem import LANES, balanced, plan, round_up
-from .schedule import visibility
+from .schedule import BLOCK_BITS, visibility
 
 BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
 # Products of a tile: k·q and v·p; with v·do, p·do, ds·q and ds·k; with k·q̇, k̇·q, v̇·p and v·(p·ẏ).
@@ -26,22 +30,30 @@ PRODUCTS = {"flash_attention": 2, "flash_attention_bwd": 5, "flash_attention_jvp
 FLOAT32_PASSES = 6
 # Bundles of instructions that a step of the grid takes beside its products, counted in compiled programs.
 STEP_BUNDLES = 400
-# A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule.
-TILE_BUNDLES = 6144
-WORTH_TIMING = 4
+# A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule; a program has one for
+# each kind of tile.
+TILE_BUNDLES, PROGRAM_BUNDLES = 6144, 8192
+WORTH_TIMING = 3
 
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    costs = {
-        blocks: _tiles(operands, spec, blocks) * (tile_bundles(operation, operands, target, *blocks) + STEP_BUNDLES)
-        for blocks in fitting_blocks(operation, operands, target)
-    }
-    best = sorted(costs, key=lambda blocks: (costs[blocks], -blocks[0]))  # many queries: keys are fetched less often
+    costs = {}
+    for blocks in fitting_blocks(operation, operands, target):
+        steps, computed, code = _tiles(operation, operands, spec, blocks)
+        tile = tile_bundles(operation, operands, target, *blocks)
+        # Of two that cost the same, that of more queries: keys are fetched less often.
+        costs[blocks] = code * tile > PROGRAM_BUNDLES, steps * STEP_BUNDLES + computed * tile, -blocks[0]
     return [
-        KernelConfig(block_q=block_q, block_k=block_k, num_stages=n, platform=Platform.PALLAS, backend=Backend.TPU)
-        for (block_q, block_k), n in itertools.product(best, stages(operation, target))
-    ][:WORTH_TIMING]
+        KernelConfig(
+            block_q=block_q,
+            block_k=block_k,
+            num_stages=stages(operation, target),
+            platform=Platform.PALLAS,
+            backend=Backend.TPU,
+        )
+        for block_q, block_k in sorted(costs, key=costs.get)[:WORTH_TIMING]
+    ]
 
 
 def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[tuple[int, int]]:
@@ -55,18 +67,19 @@ def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[t
     return [
         (block_q, block_k)
         for block_q, block_k in sorted(blocks)
-        if scalar_bytes(operands, block_q, block_k) <= SMEM_BYTES
+        if max(queries / block_q, keys / block_k) < 1 << BLOCK_BITS - 1
+        and scalar_bytes(operands, block_q, block_k) <= SMEM_BYTES
         and vmem_bytes(operation, operands, block_q, block_k) <= vmem
         and tile_bundles(operation, operands, target, block_q, block_k) <= TILE_BUNDLES
     ]
 
 
-def stages(operation: str, target: Target) -> tuple[int, ...]:
-    """Chunks of a tile that are under way at once. The forward waits for its vector unit, unless the matrix unit is
-    small, and so it pays to have more logits ready; the others wait for the matrix unit."""
+def stages(operation: str, target: Target) -> int:
+    """Chunks of a tile that are under way at once. The forward waits for its vector unit, the more so the larger the
+    matrix unit, and so it pays to have more logits ready; the others wait for the matrix unit."""
     if operation != "flash_attention":
-        return (2,)
-    return (3, 2) if matrix_width(target) > LANES else (2, 3)
+        return 2
+    return 4 if matrix_width(target) > LANES else 3
 
 
 def matrix_width(target: Target) -> int:
@@ -112,12 +125,18 @@ def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
     return 4 * (tiles * (batch if varying else 1) + scalars)
 
 
-def _tiles(operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]) -> int:
-    """How many tiles causality and the window leave of a head."""
+def _tiles(
+    operation: str, operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]
+) -> tuple[int, float, float]:
+    """How many tiles causality and the window leave of a head; how many whole ones what is computed of them, and what
+    is written of them in the program, amount to."""
     block_q, block_k = blocks
-    problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k))
-    touched, _ = visibility(Operands(operands.q, operands.k, operands.v), problem)
-    return int(touched.sum())
+    chunk = {"chunk": forward_chunk(operands)} if operation == "flash_attention" else {}
+    problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k), **chunk)
+    seen = visibility(Operands(operands.q, operands.k, operands.v), problem)
+    written = np.array([kind.last - kind.first for kind in seen.kinds]) * problem.chunk / block_k
+    computed = written[seen.kind]
+    return int((computed > 0).sum()), computed.sum(), written.sum()
 
 
 def _lanes(x) -> int:

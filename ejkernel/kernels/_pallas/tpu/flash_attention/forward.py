@@ -20,7 +20,7 @@ from ejkernel.types import KernelConfig
 from .launch import launch, vmem
 from .problem import LANES, LOG2_E, Problem, Tile, arrange, pad_axis, plan, round_up, sink_of, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
-from .tiles import MASKED, contract, for_kind, logits_of, only_seen, scalar, scale_of, sweep
+from .tiles import MASKED, chunks_of, contract, for_kind, logits_of, mask_of, only_seen, scalar, scale_of, sweep
 
 
 class Softmax(NamedTuple):
@@ -33,9 +33,8 @@ class Softmax(NamedTuple):
 
 def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     operands = Operands(*operands)
-    # The smaller a chunk, the sooner its maximum is known; but the accumulator is faded for each.
-    problem = plan(operands, spec, config, chunk=round_up(operands.v.shape[3], LANES))
-    schedule = walk(*visibility(operands, problem), by="queries")
+    problem = plan(operands, spec, config, chunk=forward_chunk(operands))
+    schedule = walk(visibility(operands, problem), by="queries")
     tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks))
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
     features = tile.v.shape[2] // problem.kv_heads
@@ -63,9 +62,14 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
     return Outputs(split_heads(out.do, shape), out.lse[:, :, 0, : problem.queries])
 
 
+def forward_chunk(operands: Operands) -> int:
+    """Keys of a chunk. The fewer, the sooner their maximum is known; but the accumulator is faded for each chunk."""
+    return round_up(operands.v.shape[3], LANES)
+
+
 def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.opens)
@@ -78,12 +82,12 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
             state.maximum[...] = jnp.maximum(sink, MASKED)
             state.total[...] = jnp.exp2(sink - state.maximum[...])
 
-    def attend(mask):
+    def attend(kind):
         def products(rows):
             return contract(tile.k[rows], tile.q[...], (1, 1))
 
         def use(rows, qk):
-            visible = mask(rows)
+            visible = mask_of(kind, tile, step.minor, rows)
             logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
             maximum = jnp.maximum(state.maximum[...], jnp.max(logits, axis=0, keepdims=True))
             weights = jnp.exp2(logits - maximum)
@@ -93,14 +97,14 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
             state.total[...] = state.total[...] * fade + jnp.sum(weights, axis=0, keepdims=True)
             state.weighted[...] = state.weighted[...] * fade + contract(v, weights.astype(v.dtype), (0, 0))
 
-        sweep(problem, products, use)
+        sweep(chunks_of(kind, problem), problem.ahead, products, use)
 
-    for_kind(step.kind, schedule.kinds, tile, step.minor, attend)
+    for_kind(step, schedule, attend)
 
     @pl.when(step.closes)
     def _():
         # A query that saw nothing has met masked logits alone, each with a weight of 1: o = 0 and lse = −inf.
         seen = state.maximum[...] > MASKED
-        o = jnp.where(seen, state.weighted[...] / state.total[...], 0).T.astype(out.do.dtype)
+        o = jnp.where(seen, state.weighted[...] / state.total[...], 0).astype(out.do.dtype).T
         out.do[...] = pad_axis(o, 1, out.do.shape[1])
         out.lse[...] = jnp.where(seen, (state.maximum[...] + jnp.log2(state.total[...])) / LOG2_E, -jnp.inf)

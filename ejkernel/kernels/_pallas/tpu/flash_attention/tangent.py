@@ -27,7 +27,19 @@ from .backward import statistics
 from .launch import launch, vmem
 from .problem import LOG2_E, Problem, Tile, arrange, arrange_differentiable, per_query, plan, sink_of, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
-from .tiles import column, contract, for_kind, logits_of, of_rows, only_seen, scalar, scale_of, sweep
+from .tiles import (
+    chunks_of,
+    column,
+    contract,
+    for_kind,
+    logits_of,
+    mask_of,
+    of_rows,
+    only_seen,
+    scalar,
+    scale_of,
+    sweep,
+)
 
 
 class Moments(NamedTuple):
@@ -43,7 +55,7 @@ def flash_attention_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: FlashAttentionSpec, config: KernelConfig
 ) -> Outputs:
     problem = plan(primals, spec, config)
-    schedule = walk(*visibility(primals, problem), by="queries")
+    schedule = walk(visibility(primals, problem), by="queries")
     lse, _ = statistics(outputs, Outputs(None, None))
     tile = arrange(primals, problem)._replace(
         lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks)
@@ -78,7 +90,7 @@ def flash_attention_jvp(
 
 def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.opens)
@@ -90,7 +102,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
         weight = state.weight[...]
         return jnp.where(weight > 0, state.change[...] / weight, 0)
 
-    def move(mask):
+    def move(kind):
         def products(rows):
             # k·q̇ + k̇·q is one product, over the features of both: they fill a matrix unit that is 256 deep.
             pairs = [(k, q) for k, q in ((tile.k, dots.q), (dots.k, tile.q)) if k is not None and q is not None]
@@ -101,7 +113,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
             return contract(tile.k[rows], tile.q[...], (1, 1)), change
 
         def use(rows, products):
-            visible = mask(rows)
+            visible = mask_of(kind, tile, step.minor, rows)
             logits, slope = logits_of(tile, problem, rows, products[0], scale, visible)
             p = jnp.exp2(logits - tile.lse[...])
             change = _logit_change(dots, problem, rows, products, scale, slope, visible, (b, h))
@@ -116,9 +128,9 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
             state.moved[...] += moved - (after - before) * state.value[...]
             state.value[...] += contract(v, p.astype(v.dtype), (0, 0))
 
-        sweep(problem, products, use)
+        sweep(chunks_of(kind, problem), problem.ahead, products, use)
 
-    for_kind(step.kind, schedule.kinds, tile, step.minor, move)
+    for_kind(step, schedule, move)
 
     @pl.when(step.closes)
     def _():

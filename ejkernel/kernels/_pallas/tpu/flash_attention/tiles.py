@@ -7,7 +7,7 @@ lanes for every row. Logits are in base two (times log2 e), since that is what t
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from .problem import LOG2_E, Problem, Tile
-from .schedule import PARTIAL, SKIPPED, WHOLE
+from .schedule import Kind, Schedule, Step
 
 # A masked logit: its exponential is 0 beside any real one, and unlike −inf it has differences.
 MASKED = -0.7 * float(np.finfo(np.float32).max)
@@ -44,27 +44,35 @@ def scale_of(tile: Tile, problem: Problem, b, h):
     return static if tile.scale is None else static * scalar(tile.scale, b, h)
 
 
-def sweep(problem: Problem, products: Callable, use: Callable) -> None:
-    """`use(rows, products(rows))` for the chunks of keys of a tile, in a pipeline.
+def sweep(chunks: Sequence[slice], ahead: int, products: Callable, use: Callable) -> None:
+    """`use(chunk, products(chunk))` for the chunks of a tile, in a pipeline.
 
     The products of a chunk are written `ahead` chunks before they are used: the compiler schedules what is near, and so
     fills the matrix unit with the next logits while the vector unit takes the exponentials of these.
     """
-    size, ahead = problem.chunk, problem.ahead
-    chunks = [slice(start, start + size) for start in range(0, problem.block_k, size)]
-    ready = [products(rows) for rows in chunks[:ahead]]
-    for rows, following in itertools.zip_longest(chunks, chunks[ahead:]):
+    ready = [products(chunk) for chunk in chunks[:ahead]]
+    for chunk, following in itertools.zip_longest(chunks, chunks[ahead:]):
         if following is not None:
             ready.append(products(following))
-        use(rows, ready.pop(0))
+        use(chunk, ready.pop(0))
 
 
-def for_kind(kind, kinds: tuple[int, ...], tile: Tile, j, compute: Callable) -> None:
-    """Runs `compute(mask)` as the kind of tile asks, or not; `mask(rows)` is `visible`, or None in whole tiles."""
-    masks = {PARTIAL: lambda rows: visible(tile, j, rows), WHOLE: lambda rows: None}
-    for candidate in kinds:
-        if candidate != SKIPPED:
-            pl.when(kind == candidate)(functools.partial(compute, masks[candidate]))
+def for_kind(step: Step, schedule: Schedule, compute: Callable[[Kind], None]) -> None:
+    """Runs `compute(kind)` for the kind of tile that the step has, unless that is to be skipped."""
+    for number in schedule.numbers:
+        kind = schedule.kinds[number]
+        if kind.last > kind.first:
+            pl.when(len(schedule.numbers) == 1 or step.kind == number)(functools.partial(compute, kind))
+
+
+def chunks_of(kind: Kind, problem: Problem) -> list[slice]:
+    """The keys of a tile, chunk by chunk, that are computed."""
+    return [slice(n * problem.chunk, (n + 1) * problem.chunk) for n in range(kind.first, kind.last)]
+
+
+def mask_of(kind: Kind, tile: Tile, j, rows: slice) -> jax.Array | None:
+    """`visible`, or None in tiles that need no mask."""
+    return visible(tile, j, rows) if kind.masked else None
 
 
 def visible(tile: Tile, j, rows: slice) -> jax.Array:

@@ -1,0 +1,154 @@
+"""Every TPU kernel with every config that may be chosen for it, through the compilers of TPUs that are not there:
+`python benchmarks/tpu_compile.py --generations v5e,v6e --operations gla`.
+
+Of each operation the forward, the backward and the tangent, for each named shape and each config of its space. What a
+compiler is given depends on features, options and blocks, but not on how many sequences or heads there are: of the
+shapes that share these, the first stands for all. A run is hours on two cores; `--after FILE` goes on with what that
+record does not hold yet.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _harness import RESULTS
+from _tpu_compiler import GENERATIONS, device
+
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.modules._operation import OPERATIONS, TRIOS
+from ejkernel.types import ATTENTION_SHAPES, RECURRENCE_SHAPES, KernelConfig, Target
+from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES
+from ejkernel.types.mean_pooling import MEAN_POOLING_SHAPES
+
+OF_OPERATION = {
+    "flash_attention": ATTENTION_SHAPES,
+    "grouped_matmul": GROUPED_MATMUL_SHAPES,
+    "mean_pooling": MEAN_POOLING_SHAPES,
+    **{of: {n: s for n, s in RECURRENCE_SHAPES.items() if s.operation == of} for of in ("gla", "lightning_attention")},
+}
+# Of a shape, what changes no program.
+AMOUNTS = {"name", "batch", "heads", "kv_heads", "seq", "seq_q", "seq_k", "rows", "groups", "tokens", "sequences"}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A primitive of an operation on one generation, for a named shape and a config."""
+
+    generation: str
+    primitive: str
+    shape: str
+    config: KernelConfig
+
+    def __str__(self) -> str:
+        blocks = [self.config.block_q, self.config.block_k, self.config.block_d, self.config.num_stages]
+        return f"{self.generation}-{self.primitive}-{self.shape}-" + "x".join(map(str, blocks))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--generations", default=",".join(GENERATIONS))
+    parser.add_argument("--operations", default=",".join(OF_OPERATION))
+    parser.add_argument("--after", type=Path, help="a record, which is completed")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    chosen = parser.parse_args(argv)
+    file = chosen.after or chosen.out / f"tpu_compile-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
+    known = json.loads(file.read_text())["programs"] if chosen.after else {}
+    jax.config.update("jax_platforms", "cpu")
+    for program in programs(chosen.generations.split(","), chosen.operations.split(",")):
+        if str(program) not in known:
+            known[str(program)] = said = outcome(program)
+            print(program, said, flush=True)
+            _save(file, known)
+    failed = [name for name, said in known.items() if isinstance(said, str)]
+    print(*failed, f"{len(known)} programs, {len(failed)} failed, written: {file}", sep="\n")
+    return 1 if failed else 0
+
+
+def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[Program]:
+    """One for each distinct program; of a call, the heuristic's choice first."""
+    found = {}
+    for operation in operations:
+        for name, shape in OF_OPERATION[operation].items():
+            x, spec = call(operation, shape)
+            trio = OPERATIONS[operation].trio
+            for primitive in (trio.forward, trio.backward, trio.tangent):
+                for generation in generations:
+                    implementation = kernel_registry.get(primitive.name, "pallas", "tpu")
+                    target = Target("tpu", GENERATIONS[generation].kind)
+                    if implementation.supports(spec, x, target) is None:
+                        for config in implementation.space(spec, x, target):
+                            program = Program(generation, primitive.name, name, config)
+                            kind = tuple((k, v) for k, v in asdict(shape).items() if k not in AMOUNTS)
+                            found.setdefault(replace(program, shape=str(kind)), program)
+    return iter(found.values())
+
+
+def call(operation: str, shape: Any) -> tuple[Any, Any]:
+    """Operands without contents, in bfloat16, and the spec."""
+    specs = []
+
+    def prepared(arrays):
+        call = OPERATIONS[operation].prepare_arguments(**arrays, **getattr(shape, "options", {}))
+        specs.append(call.spec)
+        return OPERATIONS[operation].trio.operands(**call.named)
+
+    dtype = lambda name: jnp.int32 if name in ("group_sizes", "cu_seqlens") else jnp.bfloat16
+    arrays = {name: jax.ShapeDtypeStruct(size, dtype(name)) for name, size in shape.sizes.items()}
+    return jax.eval_shape(prepared, arrays), specs[0]
+
+
+def outcome(program: Program) -> float | str:
+    """How many seconds the compiler took, or what it said."""
+    began = time.monotonic()
+    try:
+        compiled(program)
+    except jax.errors.JaxRuntimeError as error:
+        return " ".join(str(error).split())[:1000]
+    return round(time.monotonic() - began, 2)
+
+
+def compiled(program: Program) -> Any:
+    """The executable."""
+    operation = TRIOS[program.primitive].name
+    x, spec = call(operation, OF_OPERATION[operation][program.shape])
+    return compiled_call(program.generation, program.primitive, x, spec, program.config)
+
+
+def compiled_call(generation: str, primitive: str, x: Any, spec: Any, config: KernelConfig) -> Any:
+    """The executable of a primitive, for everything that is differentiable among these operands."""
+    trio, run = TRIOS[primitive], kernel_registry.get(primitive, "pallas", "tpu")
+    forward = kernel_registry.get(trio.name, "pallas", "tpu")
+    out = jax.eval_shape(lambda *x: forward(*x, spec=spec, config=config), *x)
+    wrt = tuple(
+        n for n in trio.differentiable if (a := getattr(x, n)) is not None and jnp.issubdtype(a.dtype, jnp.inexact)
+    )
+    dx = type(x)(**{name: getattr(x, name) if name in wrt else None for name in x._fields})
+    function, arguments = {
+        trio.forward.name: (lambda x: run(*x, spec=spec, config=config), (x,)),
+        trio.tangent.name: (lambda x, out, dx: run(x, out, dx, spec=spec, config=config), (x, out, dx)),
+        trio.backward.name: (lambda x, out, do: run(x, out, do, wrt=wrt, spec=spec, config=config), (x, out, out)),
+    }[primitive]
+    on_core = jax.sharding.SingleDeviceSharding(device(generation))
+    arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_core), arguments)
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+
+
+def _save(file: Path, known: dict[str, float | str]) -> None:
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
+    record = {"what": "seconds that the compiler took, or what it said", "versions": versions, "programs": known}
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    beside.replace(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
