@@ -33,12 +33,10 @@ PLAIN = {
         64: ((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
         96: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
         128: ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
-        192: ((128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
-        256: ((128, 32, 8, 1), (128, 16, 8, 2)),
+        192: ((128, 32, 8, 2), (64, 32, 8, 2)),
+        256: ((128, 16, 8, 2),),
     },
 }
-# These spill where the keys end within a block.
-ONLY_EVEN = {"flash_attention_jvp": {192: (128, 64, 8, 1), 256: (128, 32, 8, 1)}}
 # Where a query sees few keys, many small programs fill the device better.
 SHORT = 2048
 SHORT_FORWARD = (64, 64, 4, 3)
@@ -59,7 +57,7 @@ FURTHER = {
         64: ((128, 32, 8, 2), (64, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 8, 2)),
         192: ((128, 32, 8, 2), (128, 32, 8, 1)),
-        256: ((32, 16, 8, 1),),
+        256: ((128, 16, 8, 2),),
     },
 }
 # Two of those at once.
@@ -69,7 +67,7 @@ CROWDED = {
     "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((64, 16, 8, 1),), 256: ((32, 16, 8, 1),)},
 }
 # Packed sequences of that many features take a few registers more.
-PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}}
+PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 16, 8, 1),)}}
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
     "flash_attention": {
@@ -128,9 +126,6 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     width = min(width for width in table[operation] if width >= features)
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
         return (SHORT_FORWARD, *(c for c in table[operation][width] if c != SHORT_FORWARD))
-    if table is PLAIN and operands.k.shape[1] % 128:
-        uneven = ONLY_EVEN.get(operation, {}).get(width)
-        return tuple(c for c in table[operation][width] if c != uneven)
     if table is FURTHER and operands.cu_seqlens_q is not None:
         return PACKED.get(operation, {}).get(width, table[operation][width])
     return table[operation][width]
