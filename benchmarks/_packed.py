@@ -12,7 +12,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
 
 import jax
 import numpy as np
-from _harness import RESULTS, Prepared, Row, Unavailable, queued, result_file, save, show
+from _harness import RESULTS, Prepared, Row, Unavailable, means, queued, result_file, save, show
 
 from ejkernel import callib
 from ejkernel.cli._equations import equations
@@ -35,6 +35,7 @@ def run(benchmark: str, doc: str, shapes: Mapping[str, Any], case: Case, convent
             show(f"{shapes[name]}, {mode}", found, unit)
             rows += found
             save(file, rows, ceilings, convention)
+    print("", *means(rows), sep="\n")
     print(f"\nwritten: {file}")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
 

@@ -2,10 +2,12 @@
 
 FLOPs of the forward: 4·B·S·H·K·V, the state written once and read once at each token; forward and backward 3.5 times
 that (the state again, its cotangent, and the gradients of q, k and v). What a contender computes beyond it is its own.
+A step, one token from a state to the next, has no such work: its bytes count, the state read once and written once.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,41 +22,66 @@ from ejkernel.modules._operation import OPERATIONS
 from ejkernel.types import KernelConfig, RecurrenceShape
 
 WORK = {"fwd": 1.0, "fwd_bwd": 3.5}
-CONVENTION = "forward 4·B·S·H·K·V; fwd_bwd 3.5 ×"
+CONVENTION = "forward 4·B·S·H·K·V FLOPs; fwd_bwd 3.5 ×; step: 8·B·H·K·V bytes, of the bandwidth of a copy"
 
 
-def operations(shape: RecurrenceShape, mode: str) -> float:
-    """FLOPs of a call by the convention above."""
-    return WORK[mode] * 4 * shape.batch * shape.seq * shape.heads * shape.key_dim * shape.value_dim
+def modes(shape: RecurrenceShape) -> tuple[str, ...]:
+    """How a shape is measured: a single token is a step of decoding."""
+    return ("step",) if shape.seq == 1 else tuple(WORK)
+
+
+def work(shape: RecurrenceShape, mode: str) -> float:
+    """FLOPs of a call, or bytes of a step, by the convention above."""
+    state = shape.batch * shape.heads * shape.key_dim * shape.value_dim
+    return 8 * state if mode == "step" else WORK[mode] * 4 * state * shape.seq
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random arrays of one case: q, k, v and the gate by name, and the cotangent of o."""
+    """Random arrays of one case: q, k, v, the gate and the state by name, and the cotangent of o."""
 
     operands: dict[str, Array]
     cotangent: Array
 
 
-def inputs(shape: RecurrenceShape, dtype: Any) -> Inputs:
+def inputs(shape: RecurrenceShape, mode: str, dtype: Any) -> Inputs:
     """Standard normal arrays; gates are log σ of such."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
     normal = lambda size: jax.random.normal(next(keys), size, jnp.float32)
     arrays = {name: normal(size) for name, size in shape.sizes.items()}
     if "gk" in arrays:
         arrays["gk"] = jax.nn.log_sigmoid(arrays["gk"])
+    arrays = {name: x.astype(dtype) for name, x in arrays.items()}
     cotangent = normal((*shape.sizes["q"][:3], shape.value_dim)).astype(dtype)
-    return Inputs({name: x.astype(dtype) for name, x in arrays.items()}, cotangent)
+    if mode == "step":
+        arrays["initial_state"] = normal((shape.batch, shape.heads, shape.key_dim, shape.value_dim))
+    return Inputs(arrays, cotangent)
 
 
-def call(f: Callable[..., Array], mode: str) -> Callable[..., list]:
+def call(f: Callable[..., Any], mode: str) -> Callable[..., list]:
     """From f(operands) to a function of (operands, cotangent): the results of a mode."""
 
     def fwd_bwd(x, do):
         o, pull = jax.vjp(f, x)
         return [o, *pull(do)[0].values()]
 
-    return {"fwd": lambda x, do: [f(x)], "fwd_bwd": fwd_bwd}[mode]
+    return {"fwd": lambda x, do: [f(x)], "fwd_bwd": fwd_bwd, "step": lambda x, do: list(f(x))}[mode]
+
+
+def decays(shape: RecurrenceShape) -> Array | None:
+    """g_gamma of the heads, None where tokens have gates."""
+    head = jnp.arange(shape.heads, dtype=jnp.float32)
+    if shape.operation == "recurrent":
+        return jnp.log1p(-jnp.exp2(-5 - head))
+    if shape.operation == "lightning_attention":
+        return -8 / shape.heads * (1 - shape.options["layer_idx"] / shape.options["num_layers"]) * head
+    return None
+
+
+def options(shape: RecurrenceShape, mode: str) -> dict[str, Any]:
+    """Those of the operation, with decays that it does not compute itself."""
+    chosen = dict(shape.options, return_state=mode == "step")
+    return chosen | ({"g_gamma": decays(shape)} if shape.operation == "recurrent" else {})
 
 
 # --- The referee
@@ -66,88 +93,94 @@ def gate(shape: RecurrenceShape, mode: str, given: Inputs) -> Callable[[Sequence
     The error of a result is its relative distance to the formula in float64, computed in chunks; the unit, that of the
     exact result rounded to the dtype of the inputs; the worst of all results counts.
     """
-    part = lambda x: np.asarray(x[:1, :, -1:])
     chunks = KernelConfig(64, 16 if shape.operation == "gla" else 64, platform="xla")
+    last = {} if (of_heads := decays(shape)) is None else {"g_gamma": np.asarray(of_heads[-1:], np.float64)}
 
     def f(x):
-        options = {**shape.options, **_decays_of_the_last_head(shape)}
-        return OPERATIONS[shape.operation].call(**x, **options, config=chunks)
+        return OPERATIONS[shape.operation].call(**x, **{**options(shape, mode), **last}, config=chunks)
 
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0] if jax.default_backend() == "tpu" else None):
-        wide = jax.tree.map(lambda x: jnp.asarray(part(x), jnp.float64), (given.operands, given.cotangent))
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        operands = {n: _part(x, n == "initial_state") for n, x in given.operands.items()}
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (operands, _part(given.cotangent)))
         exact = [np.asarray(x) for x in jax.jit(call(f, mode))(*wide)]
     units = [_distance(np.asarray(jnp.asarray(x, given.cotangent.dtype), np.float64), x) for x in exact]
 
     def error(results: Sequence[Any]) -> float:
-        found = [_distance(_numbers(x[:1, :, -1:]), y) for x, y in zip(results, exact, strict=True)]
+        parts = [_part(x, mode == "step" and i == 1) for i, x in enumerate(results)]
+        found = [_distance(x, y) for x, y in zip(parts, exact, strict=True)]
         return float(np.max(np.divide(found, units)))  # NaN where one is
 
     return error
 
 
-def _decays_of_the_last_head(shape: RecurrenceShape) -> dict[str, Array]:
-    return {} if shape.operation != "lightning_attention" else {"g_gamma": slopes(shape)[-1:]}
-
-
-def slopes(shape: RecurrenceShape) -> Array:
-    """g_gamma of the layer of the shape."""
-    return -8 / shape.heads * (1 - shape.options["layer_idx"] / shape.options["num_layers"]) * jnp.arange(shape.heads)
+def _part(x: Any, is_state: bool = False) -> np.ndarray:
+    """The first sequence and last head of an array of JAX or of torch, as float64 numbers of the host."""
+    x = x[:1, -1:] if is_state else x[:1, :, -1:]
+    return x.detach().double().cpu().numpy() if hasattr(x, "detach") else np.asarray(x).astype(np.float64)
 
 
 def _distance(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.linalg.norm(x - y) / np.linalg.norm(y))
 
 
-def _numbers(x: Any) -> np.ndarray:
-    """An array of JAX or of torch as float64 numbers of the host."""
-    return x.detach().double().cpu().numpy() if hasattr(x, "detach") else np.asarray(x).astype(np.float64)
-
-
 # --- The contenders
 
 
 def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:
-    """Ours on each platform ("auto" for the choice of the library), then flash-linear-attention's kernel."""
+    """Ours on each platform ("auto" for the choice of the library), then flash-linear-attention's kernels."""
     ours = lambda platform: lambda: _ours(shape, mode, given, platform)
-    rival = Contender("flash-linear-attention", lambda: _fla(shape, mode, given))
-    return [*(Contender(f"ejkernel {name}", ours(name), ours=True) for name in platforms), rival]
+    theirs = RIVALS[shape.operation, "step" if mode == "step" else "chunks"]
+    return [
+        *(Contender(f"ejkernel {name}", ours(name), ours=True) for name in platforms),
+        *(Contender(f"fla {name}", partial(_fla, shape, mode, given, module, name)) for module, name in theirs),
+    ]
 
 
 def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Prepared:
     face = getattr(modules, shape.operation)
     renamed = OPERATIONS[shape.operation].renamed
-    options = dict(shape.options, platform=None if platform == "auto" else platform)
-    f = lambda x: face(**{renamed.get(name, name): a for name, a in x.items()}, **options)
+    chosen = dict(options(shape, mode), platform=None if platform == "auto" else platform)
+    f = lambda x: face(**{renamed.get(name, name): a for name, a in x.items()}, **chosen)
     function, arguments = jax.jit(call(f, mode)), (given.operands, given.cotangent)
     ran = equations(function.trace(*arguments).jaxpr, shape.operation)
     detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
     return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
 
 
-def _fla(shape: RecurrenceShape, mode: str, given: Inputs) -> Prepared:
+RIVALS = {
+    ("gla", "chunks"): [("gla", "chunk_gla"), ("gla", "fused_recurrent_gla")],
+    ("gla", "step"): [("gla", "fused_recurrent_gla")],
+    ("lightning_attention", "chunks"): [("simple_gla", "chunk_simple_gla")],
+    ("lightning_attention", "step"): [("simple_gla", "fused_recurrent_simple_gla")],
+    ("recurrent", "chunks"): [("retention", "chunk_retention")],
+    ("recurrent", "step"): [("retention", "fused_recurrent_retention")],
+}
+"""Of an operation: modules of fla.ops and their functions. Retention brings its decays with it."""
+
+
+def _fla(shape: RecurrenceShape, mode: str, given: Inputs, module: str, name: str) -> Prepared:
     if jax.default_backend() != "gpu":
         raise Unavailable("flash-linear-attention needs a GPU")
     try:
         import torch
-        from fla.ops.gla import chunk_gla
-        from fla.ops.simple_gla import chunk_simple_gla
+
+        function = getattr(__import__(f"fla.ops.{module}", fromlist=[name]), name)
     except ImportError as error:
         raise Unavailable(f"flash-linear-attention cannot be imported: {error}") from error
     if not torch.cuda.is_available():
         raise Unavailable("this torch sees no GPU")
-    x = {name: torch.from_dlpack(a).requires_grad_(mode != "fwd") for name, a in given.operands.items()}
+    of_gate = "g" if name == "chunk_gla" else "gk"
+    x = {name: torch.from_dlpack(a).requires_grad_(mode == "fwd_bwd") for name, a in given.operands.items()}
+    x = {of_gate if name == "gk" else name: a for name, a in x.items()}
     do = torch.from_dlpack(given.cotangent)
-    if shape.operation == "gla":
-        forward = lambda: chunk_gla(*x.values())[0]
-    else:
-        decays = torch.from_dlpack(slopes(shape))
-        forward = lambda: chunk_simple_gla(*x.values(), g_gamma=decays)[0]
+    chosen = {"g_gamma": torch.from_dlpack(decays(shape))} if module == "simple_gla" else {}
+    forward = lambda: function(**x, **chosen, output_final_state=mode == "step")
 
     def fwd_bwd():
-        o = forward()
+        o = forward()[0]
         return [o, *torch.autograd.grad(o, list(x.values()), do)]
 
-    once = {"fwd": lambda: [forward()], "fwd_bwd": fwd_bwd}[mode]
+    once = {"fwd": lambda: [forward()[0]], "fwd_bwd": fwd_bwd, "step": lambda: list(forward())}[mode]
 
     def batch(calls: int) -> None:
         for _ in range(calls):

@@ -1,7 +1,8 @@
-"""gla and lightning_attention beside flash-linear-attention: `python benchmarks/recurrence.py --device gpu`.
+"""The linear recurrence beside flash-linear-attention: `python benchmarks/recurrence.py --device gpu`.
 
 Every contender is judged against the formula in float64 before it is timed. The table, and the record of it under
-benchmarks/results/, give the median time of a call, TFLOP/s, and how many times faster than the rival it is.
+benchmarks/results/, give the median time of a call, TFLOP/s, and how many times faster than the rival it is. A shape of
+one token (`gla-h16-d128@256x1`) is a step of decoding: its TB/s are of the state, beside the bandwidth of a copy.
 """
 
 import argparse
@@ -15,15 +16,15 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax
 import jax.numpy as jnp
-from _harness import RESULTS, Row, measure, result_file, save, show
-from _recurrence import CONVENTION, WORK, contenders, gate, inputs, operations
+from _harness import RESULTS, Row, means, measure, result_file, save, show
+from _recurrence import CONVENTION, contenders, gate, inputs, modes, work
 
 from ejkernel import callib
 from ejkernel.types import RECURRENCE_SHAPES, RecurrenceShape
 
 # The largest error of ours and of a rival, in units of that of rounding the exact result; in float32 sums err more.
 _OURS, _RIVAL, _IN_FLOAT32 = 3.0, 10.0, 30.0
-_ON_CPU = "lightning-h16-d128@1x512,gla-h16-d128@1x256"
+_ON_CPU = "lightning-h16-d128@1x512,gla-h16-d128@1x256,retention-h16-d128@1x512,gla-h16-d128@8x1"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,15 +40,15 @@ def main(argv: list[str] | None = None) -> int:
     ceilings = callib.calibrate(tell=lambda line: print(f"  {line}"))
     rows, file = [], result_file("recurrence", arguments.out)
     for shape in shapes:
-        for mode in WORK:
+        for mode in modes(shape):
             rows += _case(shape, mode, dtype, ceilings, arguments)
             save(file, rows, ceilings, CONVENTION)
-    print(f"\nwritten: {file}")
+    print("", *means(rows), f"written: {file}", sep="\n")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
 
 
 def _case(shape: RecurrenceShape, mode: str, dtype, ceilings, arguments: argparse.Namespace) -> list[Row]:
-    given = inputs(shape, dtype)
+    given = inputs(shape, mode, dtype)
     judge = cache(lambda: gate(shape, mode, given))
     rows = measure(
         str(shape),
@@ -55,11 +56,11 @@ def _case(shape: RecurrenceShape, mode: str, dtype, ceilings, arguments: argpars
         contenders(shape, mode, given, arguments.platforms.split(",")),
         lambda results: judge()(results),
         bounds=(_OURS if dtype == jnp.bfloat16 else _IN_FLOAT32, _RIVAL),
-        operations=operations(shape, mode),
-        ceiling=ceilings.matmul[dtype.name],
+        operations=work(shape, mode),
+        ceiling=ceilings.copy if mode == "step" else ceilings.matmul[dtype.name],
         repeats=arguments.repeats,
     )
-    show(f"{shape}, {dtype}, {mode}", rows)
+    show(f"{shape}, {dtype}, {mode}", rows, "TB/s" if mode == "step" else "TFLOP/s")
     return rows
 
 

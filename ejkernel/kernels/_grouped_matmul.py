@@ -30,12 +30,14 @@ def outside(a: jax.Array, x: Operands) -> jax.Array:
 def scale_cotangent(x: Operands, do: jax.Array, matrices: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """dσ_g = Σ_k rhs_g ∘ Σ_i lhs_iᵀ · do_i, where `matrices` gives the latter sum [b?, e, k, n] in float32.
 
-    It takes do in the dtype of lhs. As dσ is float32, what rounding to that dtype leaves of do is brought too.
+    It takes do in the dtype of lhs. As dσ is float32, what rounding to that dtype leaves of do is brought too. (XLA, at
+    times more precise than it is asked to be, would find nothing left after a conversion there and back.)
     """
-    narrow = do.astype(x.lhs.dtype)
+    narrow, limits = do.astype(x.lhs.dtype), jnp.finfo(x.lhs.dtype)
     unscaled = matrices(narrow)
     if jnp.promote_types(do.dtype, narrow.dtype) != narrow.dtype:
-        unscaled += matrices((do - narrow.astype(do.dtype)).astype(narrow.dtype))
+        rounded = jax.lax.reduce_precision(do, limits.nexp, limits.nmant)
+        unscaled += matrices((do - rounded).astype(narrow.dtype))
     dscale = (unscaled * x.rhs.astype(jnp.float32)).sum(2)
     axes = [axis for axis, size in enumerate(x.rhs_scale.shape) if size < dscale.shape[axis]]
     return dscale.sum(axes, keepdims=True)

@@ -54,10 +54,12 @@ class RecurrenceSpec(ShortRepr):
     Attributes:
         softmax_scale: the factor of q.
         reverse: time runs backwards: the state enters at the last token of a sequence and leaves at its first.
+        return_state: whether anybody looks at the final state, which else may be as rounded as o is.
     """
 
     softmax_scale: float = 1.0
     reverse: bool = False
+    return_state: bool = True
 
 
 TABLE = {

@@ -58,6 +58,8 @@ _MODELS = (
     # No model: the squares that published tables of such kernels have in common
     RecurrenceShape("lightning-h16-d128", "lightning_attention", 16, 128, 128),
     RecurrenceShape("gla-h16-d128", "gla", 16, 128, 128),
+    # No model: RetNet's decays, arXiv 2307.08621
+    RecurrenceShape("retention-h16-d128", "recurrent", 16, 128, 128),
 )
 
 RECURRENCE_SHAPES: dict[str, RecurrenceShape] = {shape.name: shape for shape in _MODELS}

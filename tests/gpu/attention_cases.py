@@ -156,7 +156,8 @@ def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tang
         return jax.tree.map(np.asarray, _derivatives(moving, cotangents, tangents, known(x, spec), spec))
 
 
-@partial(jax.jit, static_argnames="spec")
+# It runs a few times only: what optimization costs does not pay.
+@partial(jax.jit, static_argnames="spec", compiler_options={"xla_backend_optimization_level": 0})
 def _derivatives(moving, cotangents, tangents, facts, spec: FlashAttentionSpec):
     formula = lambda moving: attention(Operands(**moving), spec, facts)
     outputs, pull = jax.vjp(formula, moving)
@@ -167,25 +168,22 @@ def _derivatives(moving, cotangents, tangents, facts, spec: FlashAttentionSpec):
 def check_all(results, oracle, reference):
     """The outputs, gradients and tangents of a call: err(result) ≤ factor · err(reference), both against the oracle.
 
-    Errors are measured by their norm; no result is nearer than the exact one rounded. In derivatives something is
-    allowed beside: the weights exp(s − lse) carry the roundings of s and lse to float32, |lse|·2⁻²³ of their size.
+    Errors are measured by their norm, as in tests/transforms/test_dtypes.py; no result is nearer than the exact one
+    rounded.
     """
-    lse = oracle[0].lse[np.isfinite(oracle[0].lse)]
-    lse_rounding = np.abs(lse).max(initial=0) * 2.0**-23
     for name, *arrays in zip(Outputs._fields, results[0], oracle[0], reference[0], strict=True):
-        check(name, *arrays, factor=2, rounding=0)
+        check(name, *arrays, factor=2)
     for name in results[1]:
-        check(f"d{name}", *(gradients[name] for gradients in (results[1], oracle[1], reference[1])), 3, lse_rounding)
+        check(f"d{name}", *(gradients[name] for gradients in (results[1], oracle[1], reference[1])), factor=3)
     for name, *arrays in zip(Outputs._fields, results[2], oracle[2], reference[2], strict=True):
-        check(f"{name}_dot", *arrays, factor=3, rounding=lse_rounding)
+        check(f"{name}_dot", *arrays, factor=3)
 
 
-def check(name: str, result, oracle, reference, factor: float, rounding: float):
-    """One array of `check_all`; `rounding` is relative to the numbers' norm."""
+def check(name: str, result, oracle, reference, factor: float):
+    """One array of `check_all`."""
     result, finite = np.asarray(result), np.isfinite(oracle)
     np.testing.assert_array_equal(np.isfinite(result), finite, err_msg=f"{name}: where it is finite")
     exact = oracle[finite]
     norm = lambda y: float(np.linalg.norm(np.asarray(y)[finite].astype(np.float64) - exact))
     error, allowed = norm(result), max(norm(reference), norm(oracle.astype(result.dtype)))
-    bound = factor * allowed + rounding * float(np.linalg.norm(exact))
-    assert error <= bound, f"{name}: error {error:.3e} over {bound:.3e}; the reference has {allowed:.3e}"
+    assert error <= factor * allowed, f"{name}: error {error:.3e} over {factor} × {allowed:.3e} of the reference"

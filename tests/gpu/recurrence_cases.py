@@ -80,9 +80,14 @@ def like(x: Outputs) -> Outputs:
     return Outputs(*(normal(7, a.shape, a.dtype) for a in x))
 
 
+def directions(x: Operands) -> Operands:
+    """Tangents of all that has one."""
+    moving = differentiable(x)
+    return Operands(*(normal(8, a.shape, a.dtype) if n in moving else None for n, a in x._asdict().items()))
+
+
 def formula(x: Operands, spec: RecurrenceSpec, cotangents: Outputs, dtype=None):
     """The formula's outputs and gradients; all in `dtype` if given."""
-    wide = lambda tree: jax.tree.map(lambda a: a.astype(dtype) if dtype and a.dtype != np.int32 else a, tree)
 
     @jax.jit
     def run(x, cotangents):
@@ -91,19 +96,42 @@ def formula(x: Operands, spec: RecurrenceSpec, cotangents: Outputs, dtype=None):
         return outputs, pull(cotangents)[0]
 
     with jax.enable_x64(True):
-        return run(wide(x), wide(cotangents))
+        return run(_in(dtype, x), _in(dtype, cotangents))
 
 
-OUTPUTS, GRADIENTS, DECAYS = 2.0, 3.0, 10.0
-"""How many times the error of the formula one may have. A kernel's gradient of a decay is a sum over the tokens behind
-it, where pairs of tokens cancel that it does not decay: their rounding in float32 stays, in up to a chunk of rows."""
+def tangent_of_formula(x: Operands, spec: RecurrenceSpec, tangents: Operands, dtype=None) -> Outputs:
+    """The tangents of the formula's outputs; all in `dtype` if given."""
+
+    @jax.jit
+    def run(x, tangents):
+        along = {name: t for name, t in tangents._asdict().items() if t is not None}
+        moving = {name: getattr(x, name) for name in along}
+        return jax.jvp(lambda moving: reference(*x._replace(**moving), spec=spec), (moving,), (along,))[1]
+
+    with jax.enable_x64(True):
+        return run(_in(dtype, x), _in(dtype, tangents))
+
+
+def _in(dtype, tree):
+    return jax.tree.map(lambda a: a.astype(dtype) if dtype and a.dtype != np.int32 else a, tree)
+
+
+OUTPUTS, GRADIENTS = 2.0, 3.0
+"""How many times the error of the formula one may have."""
 
 
 def check(found, exact, reference, dtype) -> None:
     """Every result is as near to the exact one as it has to be."""
     for name, ratio in ratios(found, exact, reference, dtype).items():
-        bound = OUTPUTS if name in Outputs._fields else DECAYS if name.startswith("dg") else GRADIENTS
+        bound = OUTPUTS if name in Outputs._fields else GRADIENTS
         assert ratio <= bound, f"{name}: {ratio:.2f} times the error of the formula"
+
+
+def check_tangent(found: Outputs, exact: Outputs, reference: Outputs, dtype) -> None:
+    """The same of tangents."""
+    for name, *of in zip(Outputs._fields, found, exact, reference, strict=True):
+        ratio = _ratio(*of, dtype)
+        assert ratio <= GRADIENTS, f"tangent of {name}: {ratio:.2f} times the error of the formula"
 
 
 def ratios(found, exact, reference, dtype) -> dict[str, float]:

@@ -2,11 +2,12 @@
 
 import jax.numpy as jnp
 import pytest
-from cases import Operand
+from cases import Operand, assert_close
 from cases import grouped_matmul as grouped
 from cases import mean_pooling as pooling
 
 from ejkernel.kernels._registry import kernel_registry
+from ejkernel.modules import grouped_matmul
 from ejkernel.ops.utils.devices import local_target
 from tests.kernels import against_xla
 
@@ -40,6 +41,16 @@ PRODUCTS = (
         SIZES,
     ),
     grouped.case(
+        "int8_few_rows",
+        dict(
+            lhs=grouped.LHS,
+            rhs=Operand("e k n", grouped.small_integers),
+            group_sizes=Operand("e", grouped.sizes(40)),
+            rhs_scale=Operand("e n", grouped.positive),
+        ),
+        dict(SIZES, m=40, k=256, n=384),
+    ),
+    grouped.case(
         "few_rows_odd_features",
         dict(lhs=grouped.LHS, rhs="e k n", group_sizes=Operand("e", grouped.sizes(40))),
         dict(SIZES, m=40, k=77, n=131),
@@ -65,6 +76,17 @@ def test_every_config(case, dtype):
     assert implementation.supports(call[1], call[0], local_target()) is None
     for config in implementation.space(call[1], call[0], local_target()):
         against_xla.check(case, call, "triton", "gpu", config, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", (jnp.float8_e4m3fn, jnp.float8_e5m2), ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("rows", (40, 300, ROWS))
+def test_float8_weights(rows, dtype):
+    """The kernels bring weights of 8 bits to the dtype of the rows, whatever the tiles."""
+    case = grouped.case("float8", dict(PRODUCTS[0].operands, group_sizes=Operand("e", grouped.sizes(rows))), SIZES)
+    arrays = case.resized(dict(m=rows)).arrays(dtype=jnp.bfloat16)
+    narrow = arrays["rhs"].astype(dtype)
+    found = grouped_matmul(**arrays | dict(rhs=narrow), platform="triton")
+    assert_close(found, grouped_matmul(**arrays | dict(rhs=narrow.astype(jnp.bfloat16)), platform="xla"), 1e-5)
 
 
 @pytest.mark.parametrize("case", (PRODUCTS[0], POOLS[1]), ids=str)

@@ -9,7 +9,18 @@ import pytest
 
 from ejkernel.types import Target
 
-from .recurrence_cases import CASES, Case, check, differentiable, formula, like, poisoned
+from .recurrence_cases import (
+    CASES,
+    Case,
+    check,
+    check_tangent,
+    differentiable,
+    directions,
+    formula,
+    like,
+    poisoned,
+    tangent_of_formula,
+)
 
 
 def _device_kind() -> str | None:
@@ -48,8 +59,21 @@ def test_feature(case, dtype):
     compare(case, 200, dtype)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_tangent(case, dtype):
+    from ejkernel.kernels._triton._recurrence import recurrence_jvp
+
+    x, spec = case.make(200, dtype)
+    tangents = directions(x)
+    config = recurrence_jvp.heuristic(spec, x, TARGET)
+    f = jax.jit(lambda x, tangents: recurrence_jvp(x, None, tangents, spec=spec, config=config))
+    wanted = (tangent_of_formula(x, spec, tangents, dtype) for dtype in (jnp.float64, None))
+    check_tangent(f(poisoned(x), tangents), *wanted, dtype)
+
+
 @pytest.mark.parametrize("gates", [dict(g_gamma=0.1), dict(gk=0.1)], ids=lambda gates: "".join(gates))
-@pytest.mark.parametrize("D, V", [(16, 16), (64, 128), (128, 128), (256, 64), (256, 256)])
+@pytest.mark.parametrize("D, V", [(16, 16), (64, 128), (128, 128), (256, 64), (256, 256), (64, 320), (256, 512)])
 def test_feature_sizes(D, V, gates):
     compare(Case("sizes", gates, D=D, V=V), 200, jnp.bfloat16)
 

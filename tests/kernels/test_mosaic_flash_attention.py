@@ -7,12 +7,12 @@ import pytest
 import ejkernel
 from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._pallas.gpu.flash_attention import (
+    FEATURES,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
     supports,
     supports_bwd,
-    supports_jvp,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
@@ -55,7 +55,7 @@ def arguments(x: Operands):
 
 
 CALLS = {name: call(shape) for name, shape in ATTENTION_SHAPES.items()}
-PREDICATES = {"flash_attention": supports, "flash_attention_jvp": supports_jvp, "flash_attention_bwd": supports_bwd}
+PREDICATES = {"flash_attention": supports, "flash_attention_jvp": supports, "flash_attention_bwd": supports_bwd}
 CONFIGS = [
     pytest.param(
         operation, name, config, id=f"{operation}, {name}, {config.block_q}x{config.block_k}x{config.num_stages}"
@@ -112,12 +112,6 @@ def test_inside_a_shard_map_that_checks_its_axes():
     assert lowered(jax.grad(total), x).count(f"custom_call @{CUSTOM_CALL}") == 2
 
 
-def test_a_gradient_is_two_kernels():
-    total = lambda x: ejkernel.lax.flash_attention(*x, causal=True).astype(jnp.float32).sum()
-    x, _ = CALLS["llama3-8b"]
-    assert lowered(jax.grad(total), x[:3]).count(f"custom_call @{CUSTOM_CALL}") == 2
-
-
 q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
 REFUSED = {
     "platform": (dict(target=Target("tpu")), "not on tpu"),
@@ -127,6 +121,13 @@ REFUSED = {
     "queries": (dict(q=jax.ShapeDtypeStruct((2, 1, 4, 64), q.dtype)), "1 queries"),
     "bias": (dict(bias=jax.ShapeDtypeStruct((1, 1, 128, 128), q.dtype)), "bias"),
     "negative scale": (dict(spec=FlashAttentionSpec(softmax_scale=-1.0)), "scale of -1"),
+    "sequences of few queries": (
+        dict(
+            k=jax.ShapeDtypeStruct((2, 900, 4, 64), q.dtype),
+            cu_seqlens_q=jax.ShapeDtypeStruct((1, 5), jnp.int32),
+        ),
+        "4 sequences share 128 queries",
+    ),
     "hidden first keys": (dict(q=jax.ShapeDtypeStruct((2, 64, 4, 64), q.dtype), window=(9, 0)), "first keys"),
     "hidden last keys": (dict(window=(None, -1)), "last keys"),
 }
@@ -140,22 +141,58 @@ def test_says_what_it_does_not_take(name):
     assert reason in supports(spec, Operands(q, q, q)._replace(**changed), target)
 
 
-@pytest.mark.parametrize("moving", ["q", "k", "v", "qk", "kv"])
+@pytest.mark.parametrize("moving", ["q", "k", "v", "qk", "kv", "s", "vs"])
 def test_tangents_of_some_operands(moving):
-    x, outputs, _ = arguments(Operands(q, q, q))
+    sinks = jax.ShapeDtypeStruct((1, 4, 2), jnp.float32)
+    x, outputs, _ = arguments(Operands(q, q, q, sinks=sinks))
     spec = FlashAttentionSpec(causal=True)
     (config, *_) = space("flash_attention_jvp", x, spec, HOPPER)
-    tangents = Operands(*(q if name in moving else None for name in "qkv"))
+    tangents = Operands(*(q if name in moving else None for name in "qkv"), sinks=sinks if "s" in moving else None)
     run = lambda *a: flash_attention_jvp(*a, spec=spec, config=config)
     assert CUSTOM_CALL in lowered(run, x, outputs, tangents)
 
 
-def test_says_what_the_derivatives_do_not_take():
-    wide = Operands(*[jax.ShapeDtypeStruct((2, 128, 4, 256), q.dtype)] * 3)
-    assert "256 features" in supports_jvp(FlashAttentionSpec(), wide, HOPPER)
-    sinks = jax.ShapeDtypeStruct((1, 4, 1), jnp.float32)
-    assert "sinks" in supports_jvp(FlashAttentionSpec(), Operands(q, q, q, sinks=sinks), HOPPER)
-    refused = lambda **options: supports_bwd(FlashAttentionSpec(**options), Operands(q, q, q), HOPPER)
-    assert refused() is None
-    assert "order" in refused(deterministic=True)
-    assert "softcap" in refused(softcap=50.0)
+IDS, CUTS = jax.ShapeDtypeStruct(q.shape[:2], jnp.int32), jax.ShapeDtypeStruct((1, 5), jnp.int32)
+SIGHTS = {
+    "segments": dict(q_segment_ids=IDS, kv_segment_ids=IDS),
+    "packed": dict(cu_seqlens_q=CUTS, cu_seqlens_k=CUTS),
+}
+
+
+@pytest.mark.parametrize("operation", PREDICATES)
+@pytest.mark.parametrize("D, V", FEATURES)
+@pytest.mark.parametrize("sight", SIGHTS)
+def test_segments_and_packed_sequences(sight, D, V, operation):
+    sized = lambda heads, width: jax.ShapeDtypeStruct((*q.shape[:2], heads, width), q.dtype)
+    x = Operands(sized(4, D), sized(2, D), sized(2, V), **SIGHTS[sight])
+    spec = FlashAttentionSpec(causal=True, window=(50, None), softcap=30.0)
+    assert PREDICATES[operation](spec, x, HOPPER) is None
+    (config, *_) = space(operation, x, spec, HOPPER)
+    text = lowered(run(operation, spec, config), *arguments(x))
+    assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
+
+
+@pytest.mark.parametrize("sight", [None, *SIGHTS])
+def test_a_gradient_is_two_kernels(sight):
+    """Packed sequences have no batch axis."""
+    arrays = SIGHTS.get(sight, {})
+    x = jax.ShapeDtypeStruct(q.shape[1:], q.dtype) if sight == "packed" else q
+    arrays = {
+        name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if sight == "packed" else a for name, a in arrays.items()
+    }
+    attention = lambda x, arrays: ejkernel.lax.flash_attention(*x, causal=True, **arrays).astype(jnp.float32).sum()
+    assert lowered(jax.grad(attention), (x, x, x), arrays).count(f"custom_call @{CUSTOM_CALL}") == 2
+
+
+def test_calls_without_arrays_of_who_sees_whom_pay_nothing_for_them():
+    """No number is read or computed before the kernel."""
+    x, spec = CALLS["llama3-8b"]
+    (config, *_) = space("flash_attention", x, spec, HOPPER)
+    text = lowered(run("flash_attention", spec, config), *arguments(x))
+    assert "i32" not in text.split("custom_call @")[0].split("func.func public")[1]
+
+
+def test_says_what_the_gradient_does_not_take():
+    spec = FlashAttentionSpec(deterministic=True)
+    assert "order" in supports_bwd(spec, Operands(q, q, q), HOPPER)
+    assert supports(spec, Operands(q, q, q), HOPPER) is None

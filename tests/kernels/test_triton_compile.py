@@ -62,6 +62,8 @@ class Call:
         optional = {
             "bias": array((1, H, S, K), "float32"),
             "mask": array((B, 1, S, K), "bool"),
+            "bias_of_keys": array((B, 1, 1, K), "float32"),
+            "mask_of_keys": array((B, 1, 1, K), "bool"),
             "q_segment_ids": array((B, S), "int32"),
             "kv_segment_ids": array((B, K), "int32"),
             "softmax_scale": array((1, H), "float32"),
@@ -69,7 +71,7 @@ class Call:
             "cu_seqlens_k": array((1, 6), "int32"),
             "dropout": array((B, H, 4), "uint32"),
         }
-        x = Operands(q, k, v, **{name: shape for name, shape in optional.items() if name in self.has})
+        x = Operands(q, k, v, **{name.removesuffix("_of_keys"): optional[name] for name in self.has})
         return x._replace(sinks=array((1, H, self.sinks), "float32")) if self.sinks else x
 
 
@@ -79,6 +81,8 @@ FEATURES = {
     "uneven": Call(S=1000, K=1010),
     "bias": Call(has=("bias",)),
     "mask": Call(has=("mask",)),
+    "bias_of_keys": Call(has=("bias_of_keys",)),
+    "mask_of_keys": Call(has=("mask_of_keys",)),
     "segments": Call(has=SEGMENTS),
     "packed": Call(has=PACKED),
     "dropout": Call(has=("dropout",)),
@@ -137,10 +141,7 @@ def marks(target: str, call: str):
     [pytest.param(t, name, id=f"{t}-{name}", marks=marks(t, name)) for t in KINDS for name in CALLS],
 )
 def test_compiles(target, name, operation, monkeypatch):
-    """Every config in the space fits, and at sm_90 nothing spills and no matrix product waits for another.
-
-    But where a call has everything at once, its tangent spills whatever the tiles.
-    """
+    """Every config in the space fits, and at sm_90 nothing spills and no matrix product waits for another."""
     call, kind = CALLS[name], KINDS[target]
     configs = space(operation, call.operands, call.spec, kind)
     if (target, name) in ALWAYS:
@@ -152,6 +153,6 @@ def test_compiles(target, name, operation, monkeypatch):
             binary = compiler.binary(launch, compiler.TARGETS[target])
             if binary.shared > shared_memory_limit(kind):
                 trouble.append(f"{launch}: {binary.shared} bytes of shared memory")
-            if target == "sm_90" and "all" not in name and (binary.spilled or binary.serialized):
+            if target == "sm_90" and (binary.spilled or binary.serialized):
                 trouble.append(f"{launch}: {binary}")
     assert not trouble, "\n".join(trouble)

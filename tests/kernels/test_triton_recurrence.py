@@ -4,11 +4,22 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.types import KernelConfig
-from tests.gpu.recurrence_cases import CASES, Case, check, differentiable, formula, like, poisoned
+from tests.gpu.recurrence_cases import (
+    CASES,
+    Case,
+    check,
+    check_tangent,
+    differentiable,
+    directions,
+    formula,
+    like,
+    poisoned,
+    tangent_of_formula,
+)
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
-from ejkernel.kernels._triton._recurrence import recurrence, recurrence_bwd, segments  # noqa: E402
+from ejkernel.kernels._triton._recurrence import recurrence, recurrence_bwd, recurrence_jvp, segments  # noqa: E402
 
 from . import interpreter  # noqa: E402
 
@@ -26,7 +37,7 @@ def interpreted(monkeypatch):
     [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES],
 )
 def test_in_the_interpreter(case):
-    """Both ways of the forward, and the backward, in float32; tokens of no sequence hold NaN."""
+    """Both ways of the forward, the backward and the tangent, in float32; tokens of no sequence hold NaN."""
     x, spec = case.make(40, jnp.float32)
     wrt = differentiable(x)
     walk, outputs = (
@@ -37,6 +48,10 @@ def test_in_the_interpreter(case):
     exact, rounded = formula(x, spec, cotangents, jnp.float64), formula(x, spec, cotangents)
     for found in (walk, outputs):
         check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
+    tangents = directions(x)
+    found = recurrence_jvp(poisoned(x), None, tangents, spec=spec, config=KernelConfig(**CONFIG))
+    wanted = (tangent_of_formula(x, spec, tangents, dtype) for dtype in (jnp.float64, None))
+    check_tangent(found, *wanted, jnp.float32)
 
 
 @pytest.mark.parametrize("reverse", (False, True))

@@ -9,13 +9,13 @@ from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import like
 
 pytest.importorskip("triton")
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.flash_attention import (
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
 )
-from ejkernel.kernels._triton.flash_attention.segments import spans
 
 from . import interpreter
 

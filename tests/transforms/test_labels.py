@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from cases import each_case, each_operation, pullback, tangent
+from cases import each_operation, pullback, tangent
 from programs import equations
 
 import ejkernel
@@ -15,7 +15,7 @@ def traced(case, transform):
     return jax.jit(transform(case.call, case.differentiable)).trace(arrays, direction)
 
 
-@each_case
+@each_operation
 @pytest.mark.parametrize("transform, suffix", [(pullback, "_bwd"), (tangent, "_jvp")], ids=("grad", "jvp"))
 def test_labels(case, transform, suffix, monkeypatch):
     """One label for each kernel, with the config that its equation has."""

@@ -2,14 +2,22 @@
 
 import jax
 import pytest
-from cases import CASES, assert_close, curvature, curvature_by_reverse, each, each_case, gradient, oracle, tangent
-
-
-@each_case
-@pytest.mark.parametrize(
-    "order", (curvature, curvature_by_reverse), ids=("forward_over_reverse", "reverse_over_reverse")
+from cases import (
+    CASES,
+    assert_close,
+    curvature,
+    curvature_by_reverse,
+    each,
+    each_case,
+    each_operation,
+    first_of_each,
+    gradient,
+    oracle,
+    tangent,
 )
-def test_hessian_vector_product(case, order):
+
+
+def check(case, order):
     arrays, tangents = case.arrays(), case.tangents()
     cotangents = case.cotangents(arrays)
     found = jax.jit(order(case.call, case.differentiable))(arrays, cotangents, tangents)
@@ -17,12 +25,27 @@ def test_hessian_vector_product(case, order):
 
 
 @each_case
+def test_forward_over_reverse(case):
+    check(case, curvature)
+
+
+@each_operation
+def test_reverse_over_reverse(case):
+    check(case, curvature_by_reverse)
+
+
+@each_operation
 def test_reverse_over_forward(case):
     """The gradient of a tangent."""
-    arrays, tangents = case.arrays(), case.tangents()
-    cotangents = case.cotangents(arrays)
-    found = jax.jit(reverse_over_forward(case.call, case.differentiable))(arrays, cotangents, tangents)
-    assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
+    check(case, reverse_over_forward)
+
+
+@pytest.mark.slow
+@each([case for case in CASES if case not in first_of_each(CASES)])
+def test_reverse_comes_last_or_twice(case):
+    """The orders in which another case of the operation is tested always."""
+    check(case, curvature_by_reverse)
+    check(case, reverse_over_forward)
 
 
 @each([case.resized(case.tiny) for case in CASES if case.tiny])

@@ -124,10 +124,21 @@ def test_under_set_mesh(case, types, transform):
     assert check(case, transform, both(case), mesh, jax.set_mesh(mesh)) == needed(case, both(case), transform)
 
 
-@each_program([case for case in CASES if case.local])
-@pytest.mark.parametrize("check_vma", (True, False), ids=("vma", "no_vma"))
-def test_shard_map(case, transform, check_vma):
+LOCAL = [case for case in CASES if case.local]
+
+
+@each_program(LOCAL)
+def test_shard_map(case, transform):
     """Each device calls the operation on its part, and `shard_map` sums the gradients of what they share."""
+    check_shard_map(case, transform, check_vma=True)
+
+
+@each_program(first_of_each(LOCAL))
+def test_shard_map_that_does_not_check_what_varies(case, transform):
+    check_shard_map(case, transform, check_vma=False)
+
+
+def check_shard_map(case, transform, check_vma):
     mesh, specs = mesh_of(), case.specs(both(case))
     call = jax.shard_map(
         case.call,

@@ -5,10 +5,14 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, assert_close, each, each_case, gradient, oracle, tangent
+from cases import CASES, assert_close, each, each_case, first_of_each, gradient, oracle, tangent
 from programs import equations
 
 COUNT = 3
+
+
+IN_FULL = first_of_each(CASES)
+"""What these take, all of an operation takes: the rules of vmap know operands by their axes alone."""
 
 
 def mappings(names):
@@ -19,6 +23,11 @@ def mappings(names):
 def few_mappings(names):
     """Each name alone, all but each, and all."""
     return [some for some in mappings(names) if len(some) in (1, len(names) - 1, len(names))]
+
+
+def each_and_all(names):
+    """Each name alone, and all."""
+    return [some for some in mappings(names) if len(some) in (1, len(names))]
 
 
 def check(f, wanted, examples, mapped, axis):
@@ -40,23 +49,35 @@ def along(derivative):
 @pytest.mark.parametrize("axis", (0, -1))
 def test_vmap(case, axis):
     examples = [case.arrays(seed) for seed in range(COUNT)]
-    for mapped in (mappings if axis == 0 else few_mappings)(tuple(examples[0])):
+    for mapped in (few_mappings if axis == 0 else each_and_all)(tuple(examples[0])):
         check(case.call, oracle(case), examples, mapped, axis)
+
+
+@pytest.mark.slow
+@each_case
+def test_vmap_of_every_choice(case):
+    examples = [case.arrays(seed) for seed in range(COUNT)]
+    for mapped in mappings(tuple(examples[0])):
+        check(case.call, oracle(case), examples, mapped, 0)
 
 
 @each_case
 def test_vmap_of_grad(case):
     examples = [{**(x := case.arrays(seed)), "direction": case.cotangents(x, seed)} for seed in range(COUNT)]
-    f, wanted = along(gradient(case.call, case.differentiable)), along(oracle(case, gradient))
-    for mapped in few_mappings(tuple(examples[0])):
-        check(f, wanted, examples, mapped, 0)
+    check_derivative(case, gradient, examples)
 
 
 @each_case
 def test_vmap_of_jvp(case):
     examples = [{**case.arrays(seed), "direction": case.tangents(seed + 1)} for seed in range(COUNT)]
-    f, wanted = along(tangent(case.call, case.differentiable)), along(oracle(case, tangent))
-    for mapped in few_mappings(tuple(examples[0])):
+    check_derivative(case, tangent, examples)
+
+
+def check_derivative(case, transform, examples):
+    """All operands and the direction mapped, and the direction alone; each operand where the case is tested in full."""
+    f, wanted = along(transform(case.call, case.differentiable)), along(oracle(case, transform))
+    names = tuple(examples[0])
+    for mapped in each_and_all(names) if case in IN_FULL else [("direction",), names]:
         check(f, wanted, examples, mapped, 0)
 
 
@@ -64,9 +85,9 @@ def test_vmap_of_jvp(case):
 def test_vmap_of_vmap(case):
     """Two mapped axes: of the same operands, and each operand along one axis while the others go along the other."""
     names = tuple(case.operands)
-    rest = {name: tuple(n for n in names if n != name) for name in names}
-    for inner, outer in [(names, names), *(((name,), others) for name, others in rest.items() if others)]:
-        check_nested(case, inner, outer)
+    check_nested(case, names, names)
+    for name in names if case in IN_FULL and len(names) > 1 else ():
+        check_nested(case, (name,), tuple(other for other in names if other != name))
 
 
 def check_nested(case, inner, outer, counts=(2, 3)):

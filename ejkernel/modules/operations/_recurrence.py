@@ -59,8 +59,8 @@ def prepare(
         else initial_state.astype(dtype)[None],
         spans=spans,
     )
-    spec = RecurrenceSpec(softmax_scale=scale, reverse=static_bool(name, "reverse", reverse))
     return_state = static_bool(name, "return_state", return_state)
+    spec = RecurrenceSpec(softmax_scale=scale, reverse=static_bool(name, "reverse", reverse), return_state=return_state)
     named = align(trio.forward, {of: x for of, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):

@@ -15,9 +15,11 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
         return reason
     if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"q is {operands.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
+    if operands.q.shape[3] > 256:
+        return f"q has {operands.q.shape[3]} features; Triton's kernels take up to 256"
     for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
-        if size > 256 or size % 8:
-            return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
+        if size % 8:
+            return f"{name} has {size} features; Triton's kernels take multiples of 8"
     if 0 in operands.q.shape:
         return "an empty batch or sequence"
     if operands.gv is not None:
@@ -43,9 +45,10 @@ _tier = Tier(
 )
 
 recurrence = _tier.forward("forward", supports)
+recurrence_jvp = _tier.tangent("tangent", supports)
 recurrence_bwd = _tier.backward("gradients", supports)
 
 
 def register(operation: str) -> None:
     """Registers them for an operation of this family."""
-    _tier.register(operation, recurrence, recurrence_bwd)
+    _tier.register(operation, recurrence, recurrence_jvp, recurrence_bwd)

@@ -16,6 +16,12 @@ from .step import LONGEST
 SMALLEST = 16
 """Tokens of the smallest chunk that a matrix unit takes."""
 
+WIDE = dict(block_q=SMALLEST, block_k=32, block_d=32)
+"""Blocks of a backward in float32."""
+
+WIDEST = 128
+"""Columns of a state that a program takes at once, at most."""
+
 # (block_q, block_k, block_d, num_warps, num_stages, algorithm), the one that was fastest on an H200 first.
 FORWARD = (
     (64, 64, 64, 4, 2, "walk"),
@@ -24,20 +30,24 @@ FORWARD = (
     (128, 128, 64, 8, 2, "chunks"),
 )
 FORWARD_BY_FEATURE = ((64, 128, 64, 8, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
-BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 4, 2, "chunks"))
+TANGENT = ((64, 128, 64, 8, 1, "chunks"),)
+TANGENT_BY_FEATURE = ((32, 128, 32, 8, 1, "chunks"),)
+BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((32, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
+
+TABLES = {  # of heads that decay, or none; of features that do
+    "recurrence": (FORWARD, FORWARD_BY_FEATURE),
+    "recurrence_jvp": (TANGENT, TANGENT_BY_FEATURE),
+    "recurrence_bwd": (BACKWARD, BACKWARD_BY_FEATURE),
+}
 
 
 def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
-    if operands.gk is None:
-        table = BACKWARD if operation == "recurrence_bwd" else FORWARD
-    else:
-        table = BACKWARD_BY_FEATURE if operation == "recurrence_bwd" else FORWARD_BY_FEATURE
-    widest = max(padded(operands.q.shape[3]), padded(operands.v.shape[3]))
-    plain = operands.q.dtype == np.dtype("bfloat16") and widest <= 128
+    table, widest = TABLES[operation][operands.gk is not None], 256 if operation == "recurrence" else 128
+    plain = operands.q.dtype == np.dtype("bfloat16") and padded(operands.q.shape[3]) <= widest
     limit = shared_memory_limit(target)
     fitting = [values for values in table if shared_memory(operands, values[0]) <= limit] if plain else []
     if not fitting:
@@ -53,7 +63,7 @@ def fits(operands: Operands, target: Target) -> bool:
 
 def shared_memory(operands: Operands, chunk: int) -> int:
     """Bytes that the largest kernel keeps there: tiles of q, k, v and do, a state, and two squares of pairs."""
-    d, e = padded(operands.q.shape[3]), padded(operands.v.shape[3])
+    d, e = padded(operands.q.shape[3]), min(padded(operands.v.shape[3]), WIDEST)
     elements = 2 * chunk * (d + e) + d * e + 2 * chunk**2
     return elements * (2 if operands.q.dtype == np.dtype("bfloat16") else 4)
 

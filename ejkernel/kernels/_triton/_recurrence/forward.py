@@ -24,7 +24,8 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
     """o and the final state."""
     if config.algorithm == "steps":
         return step.recurrence(*operands, spec=spec, config=config)
-    x = gamma_of_batch(Operands(*operands))
+    x = Operands(*operands)
+    x = gamma_of_batch(x, x.q.shape[0])
     parts = segments.number_of(x)
     if parts == 1:
         return _of_whole(x, spec, config)
@@ -32,7 +33,9 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
     x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, parts))
     p = problem_of(x, spec, config.block_q)
     gates = (x.g, x.gk, x.g_gamma)
-    start, final = segments.starts(k, v, gates, x.initial_state, parts, p, config, backward=False)
+    start, final = segments.starts(
+        k, v, gates, x.initial_state, parts, p, config, backward=False, precise=spec.return_state
+    )
     return Outputs(segments.joined(_of_whole(x._replace(initial_state=start), spec, config).o, parts), final)
 
 
@@ -55,9 +58,12 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
             p=p,
             BLOCK=block,
             BLOCKS=blocks,
+            PRECISE=spec.return_state,
         )
     else:
-        states, final = chunk_states(*given[1:], x.initial_state, places, p, config, backward=False)
+        states, final = chunk_states(
+            *given[1:], x.initial_state, places, p, config, backward=False, precise=spec.return_state
+        )
         o = _launch.launch(
             outputs_kernel,
             *given,
@@ -77,7 +83,7 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
 def walk_kernel(
     q, k, v, g, gk, g_gamma, initial, first, length, chunk,
     o, final,
-    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
@@ -97,7 +103,7 @@ def walk_kernel(
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
         o_tile = tiles.chunk_outputs(q_tile, k_tile, v_tile, state.to(p.dtype), gate, G, T, p)
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
-        state = tiles.add_product(tiles.decayed(state, T, p), tl.trans(tiles.times(k_tile, U, p)), v_tile, p)
+        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, PRECISE)
     address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p)
     tl.store(address, state, mask=exists)
 

@@ -11,9 +11,12 @@ A decay at row t is a factor of what passes from rows before t (or the state) to
     dg_t = Σ_{j<t≤i} W_ij E_ij q_i k_j + Σ_{i≥t} q_i·[state part of dq_i] + Σ_{j<t} k_j·[dh' part of dk_j]
            + exp(T) Σ_e h ∘ dh'
 
-The first sum is Σ_{i≥t} (q_i·[first part of dq_i] − k_i·[first part of dk_i]): pairs that do not pass t cancel, to the
-last bits of float32, as both parts are made of the same rounded factors. The others have no terms that cancel.
+Where heads decay, or features fast, and in float32, these sums are made as they stand: no terms cancel, so that each is
+as exact as its terms. Where features decay slowly the first is Σ_{i≥t} (q_i·[first part of dq_i] − k_i·[first part of
+dk_i]): pairs that do not pass t cancel to the last bits of float32, both parts being made of the same rounded factors.
 """
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +28,7 @@ from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
 from . import segments, tiles
+from .configs import WIDE
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import chunk_states
 
@@ -38,21 +42,29 @@ def recurrence_bwd(
     spec: RecurrenceSpec,
     config: KernelConfig,
 ) -> tuple:
-    """The cotangents of the operands that `wrt` names, in that order."""
-    x, do = gamma_of_batch(primals), cotangents.o
+    """The cotangents of the operands that `wrt` names, in that order.
+
+    A decay of heads that is the same for all tokens or beside decays of features has a gradient that is a sum of many,
+    in which the rounding of bfloat16 would stay: it is computed in float32, whatever the config's blocks.
+    """
+    wide = "g_gamma" in wrt or ("g" in wrt and primals.gk is not None)
+    config = replace(config, **WIDE) if wide else config
+    x, do = gamma_of_batch(primals, primals.q.shape[0]), cotangents.o
     do = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype) if do is None else do
     parts, start, dend = segments.number_of(x), x.initial_state, cotangents.final_state
     if parts > 1:
         q, k, v, g, gk, do = (segments.cut(a, parts) for a in (*x[:5], do))
         x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, parts))
-    p = problem_of(x, spec, config.block_q)
+    p = problem_of(x, spec, config.block_q, wide=wide)
     places, gates = places_of(x, p), (x.g, x.gk, x.g_gamma)
-    dstart = None
+    dstart, precise = None, "initial_state" in wrt
     if parts > 1:
-        start, _ = segments.starts(x.k, x.v, gates, start, parts, p, config, backward=False)
-        dend, dstart = segments.starts(x.q, do, gates, dend, parts, p, config, backward=True)
+        start, _ = segments.starts(x.k, x.v, gates, start, parts, p, config, backward=False, precise=False)
+        dend, dstart = segments.starts(x.q, do, gates, dend, parts, p, config, backward=True, precise=precise)
     states, _ = chunk_states(x.k, x.v, *gates, start, places, p, config, backward=False)
-    dstates, last = chunk_states(x.q, do, *gates, dend, places, p, config, backward=True)
+    dstates, last = chunk_states(
+        x.q, do, *gates, dend, places, p, config, backward=True, precise=precise and parts == 1
+    )
     found = _gradients(x, do, states, dstates, places, {"g", "gk", "g_gamma"}.intersection(wrt), p, config)
     found = {name: segments.joined(a, parts) for name, a in found.items()}
     summed = lambda dg, like: dg.sum((0, 1) if like.shape[0] == 1 else 1).reshape(like.shape)
@@ -86,6 +98,7 @@ def _gradients(
             config=config,
             p=p,
             ROWS=rows,
+            COLUMNS=min(config.block_k, p.V_PAD),
             **{n: None for n in ("dg", "dgk", "dk", "dq", "dv") if n not in asked},
         )
 
@@ -107,7 +120,7 @@ def _gradients(
 def gradients_kernel(
     q, k, v, do, g, gk, g_gamma, states, dstates, first, length, chunk, owner,
     dg, dgk, dk, dq, dv,
-    p: tl.constexpr, ROWS: tl.constexpr,
+    p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of features of dq, dk and the gates; of dv, for which the block must be of all features."""
     blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
@@ -118,93 +131,121 @@ def gradients_kernel(
     kv_head = head // p.group
     q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
     k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
-    do_tile = tiles.load_tile(do, batch, at, left, head, p.H, 0, p.V, p.V_PAD, p).to(p.dtype)
     gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
     of_state = (batch * p.chunks + number) * p.H + head
-    address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, 0, p.V_PAD, p)
-    dstate = tl.load(address, mask=exists, other=0.0)
-
     if dv is not None:
         weights = (tiles.pair_weights(q_tile, k_tile, gate, G, T, p) * p.scale).to(p.dtype)
-        if p.by_feature:
-            dv_tile = tiles.product(tiles.times(k_tile, U, p).to(p.dtype), dstate, p)
-        else:
-            dv_tile = tiles.times(tiles.product(k_tile, dstate, p), U, p)
-        dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
-        tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, 0, p.V, p.V_PAD, p)
+    if dq is not None:
+        dweights = tl.full([p.C, p.C], 0.0, tl.float32)
+        entering, passing = tl.full([p.C, ROWS], 0.0, tl.float32), tl.full([p.C, ROWS], 0.0, tl.float32)
+        through = tl.full([ROWS], 0.0, tl.float32)
+    for column in tl.range(0, p.V, COLUMNS):
+        do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
+        address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, column, COLUMNS, p)
+        dstate = tl.load(address, mask=exists, other=0.0)
+        if dv is not None:
+            dv_tile = value_gradients(k_tile, dstate, U, p)
+            dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
+            tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
+        if dq is not None:
+            v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(p.dtype)
+            address, exists = tiles.state_pointers(states, of_state, row, ROWS, column, COLUMNS, p)
+            state = tl.load(address, mask=exists, other=0.0)
+            dweights = tl.dot(do_tile, tl.trans(v_tile), dweights, input_precision=p.precision)
+            entering = tl.dot(do_tile, tl.trans(state), entering, input_precision=p.precision)
+            passing = tl.dot(v_tile, tl.trans(dstate), passing, input_precision=p.precision)
+            through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
 
     if dq is not None:
-        v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, 0, p.V, p.V_PAD, p).to(p.dtype)
-        dweights = tiles.product(do_tile, tl.trans(v_tile), p) * p.scale
-        dq_tile, dk_tile, change = pair_gradients(q_tile, k_tile, dweights, gate, G, T, p)
-        part = tiles.times(tiles.product(v_tile, tl.trans(dstate), p), U, p)
-        dk_tile += part
-        tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
-        passing = k_tile.to(tl.float32) * part
-        address, exists = tiles.state_pointers(states, of_state, row, ROWS, 0, p.V_PAD, p)
-        state = tl.load(address, mask=exists, other=0.0)
-        part = tiles.times(tiles.product(do_tile, tl.trans(state), p), G, p) * p.scale
-        dq_tile += part
+        near = tiles.is_near(G, tiles.middle(T), p) if p.by_feature and not p.exact else False
+        entering, passing = tiles.times(entering, G, p) * p.scale, tiles.times(passing, U, p)
+        dq_tile, dk_tile, pairs = pair_gradients(
+            q_tile, k_tile, dweights * p.scale, gate, G, T, entering, passing, near, p
+        )
         tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
-        change += q_tile.to(tl.float32) * part
-        through = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+        tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
+        entering *= q_tile.to(tl.float32)
+        passing *= k_tile.to(tl.float32)
         if dgk is not None:
-            dgate = gate_gradients(change, passing, (through * tl.exp(T))[None, :], p)
+            through *= tl.exp(T)
+            dgate = gate_gradients(pairs, entering, passing, through[None, :], near, p)
             tiles.store_tile(dgk, dgate, batch, at, left, head, p.H, row, p.D, ROWS, p)
         if dg is not None:
-            dgate = gate_gradients(tl.sum(change, 1), tl.sum(passing, 1), tl.sum(through, 0) * tl.exp(T), p)
+            through = tl.sum(through, 0) * tl.exp(T)
+            dgate = gate_gradients(tl.sum(pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
             rows = tl.arange(0, p.C)
             of_row = (tl.cast(batch, tl.int64) * p.S + at) * p.H + head + rows * (p.step * p.H)
             tl.store(dg + of_row, dgate, mask=rows < left)
 
 
 @triton.jit
-def gate_gradients(change, passing, through, p: tl.constexpr):
-    """Σ_{i≥t} change_i + Σ_{j<t} passing_j + through."""
-    if p.exact:
-        return tl.cumsum(change, 0, reverse=True) + (tl.cumsum(passing, 0) - passing) + through
+def value_gradients(k, dstate, U, p: tl.constexpr):
+    """exp(T − G_j) dh'ᵀ k_j, the part of dv that comes from behind the chunk."""
+    if p.by_feature:
+        return tiles.product(tiles.times(k, U, p).to(p.dtype), dstate, p)
     else:
-        before = passing - change
-        return tl.sum(change, 0) + (tl.cumsum(before, 0) - before) + through
+        return tiles.times(tiles.product(k, dstate, p), U, p)
 
 
 @triton.jit
-def pair_gradients(q, k, W, gate, G, T, p: tl.constexpr):
-    """The parts of dq and dk that come from pairs within the chunk, and q ∘ the first less k ∘ the second.
+def gate_gradients(pairs, entering, passing, through, near, p: tl.constexpr):
+    """The gradients of decays from those of pairs, as `pair_gradients` gives them, and the terms of the other sums."""
+    if near:
+        entering += pairs
+        before = passing - entering
+        found = tl.sum(entering, 0) + (tl.cumsum(before, 0) - before) + through
+    else:
+        rows = tl.arange(0, p.C)
+        passing = tiles.sum_where(rows[:, None] > rows[None, :], passing, p)
+        found = pairs + tl.cumsum(entering, 0, reverse=True) + passing + through
+    return found
 
-    The latter is of pairs j < i alone: those of j = i pass no decay.
+
+@triton.jit
+def pair_gradients(q, k, W, gate, G, T, dq, dk, near, p: tl.constexpr):
+    """dq and dk with the parts that come from pairs within the chunk, and what pairs j < i give to decays.
+
+    At row t that is Σ_{j<t≤i} W_ij E_ij q_i ∘ k_j, where heads decay in columns that are still to be summed. But if the
+    chunk is near, it is q_i ∘ dq_i − k_i ∘ dk_i at row i, whose sum over i ≥ t is the same.
     """
     rows = tl.arange(0, p.C)
-    of_itself = tl.sum(tl.where(rows[:, None] == rows[None, :], W, 0.0), 1)[:, None]
-    W = tl.where(rows[:, None] > rows[None, :], W, 0.0)
-    wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
+    before = rows[:, None] > rows[None, :]
     if p.by_feature:
-        m = tiles.middle(T)
-        if tiles.is_near(G, m, p):
-            W_tile = W.to(p.dtype)
-            near_q = (wide_q * tl.exp(G - m[None, :])).to(p.dtype)
-            near_k = (wide_k * tl.exp(m[None, :] - G)).to(p.dtype)
-            dq, dk = tiles.product(W_tile, near_k, p), tiles.product(tl.trans(W_tile), near_q, p)
-            change = near_q.to(tl.float32) * dq - near_k.to(tl.float32) * dk
-            dq *= tl.exp(G - m[None, :])
-            dk *= tl.exp(m[None, :] - G)
+        wide_q, wide_k = q.to(tl.float32), k.to(tl.float32)
+        of_itself = tl.sum(tl.where(rows[:, None] == rows[None, :], W, 0.0), 1)[:, None]
+        dq += of_itself * wide_k
+        dk += of_itself * wide_q
+        W = tl.where(before, W, 0.0)
+        if near:
+            m = tiles.middle(T)[None, :]
+            W_tile, to_q, to_k = W.to(p.dtype), tl.exp(G - m), tl.exp(m - G)
+            near_q, near_k = (wide_q * to_q).to(p.dtype), (wide_k * to_k).to(p.dtype)
+            part_q, part_k = tiles.product(W_tile, near_k, p), tiles.product(tl.trans(W_tile), near_q, p)
+            pairs = near_q.to(tl.float32) * part_q - near_k.to(tl.float32) * part_k
+            dq += part_q * to_q
+            dk += part_k * to_k
         else:
-            dq, dk = far_gradients(wide_q, wide_k, W, gate, p)
-            change = wide_q * dq - wide_k * dk
+            part_q, part_k, pairs = gradients_by_row(wide_q, wide_k, W, gate, p)
+            dq += part_q
+            dk += part_k
     else:
         W_tile = (W * tiles.pair_decays(gate, G, p)).to(p.dtype)
-        dq, dk = tiles.product(W_tile, k, p), tiles.product(tl.trans(W_tile), q, p)
-        change = wide_q * dq - wide_k * dk
-    return dq + of_itself * wide_k, dk + of_itself * wide_q, change
+        dq = tl.dot(W_tile, k, dq, input_precision=p.precision)
+        dk = tl.dot(tl.trans(W_tile), q, dk, input_precision=p.precision)
+        pairs = tl.where(before, W * tiles.pair_weights(q, k, gate, G, T, p), 0.0)
+        pairs = tl.where(before, tl.cumsum(pairs, 0, reverse=True), 0.0)
+    return dq, dk, pairs
 
 
 @triton.jit
-def far_gradients(q, k, W, gate, p: tl.constexpr):
+def gradients_by_row(q, k, W, gate, p: tl.constexpr):
     rows = tl.arange(0, p.C)
-    dq, dk = tl.zeros_like(q), tl.zeros_like(q)
+    dq, dk, pairs = tl.zeros_like(q), tl.zeros_like(q), tl.zeros_like(q)
     for j in range(p.C):
         row_k, decay = tiles.row_and_decays(j, k, gate, p)
-        W_j = tl.sum(tl.where(rows[None, :] == j, W, 0.0), 1)[:, None]
-        dq += W_j * row_k[None, :] * decay
-        dk += tl.where((rows == j)[:, None], tl.sum(W_j * q * decay, 0)[None, :], 0.0)
-    return dq, dk
+        W_j = tl.sum(tl.where(rows[None, :] == j, W, 0.0), 1)[:, None] * decay
+        of_j = W_j * row_k[None, :]
+        dq += of_j
+        dk += tl.where((rows == j)[:, None], tl.sum(W_j * q, 0)[None, :], 0.0)
+        pairs += tl.where((rows > j)[:, None], tl.cumsum(of_j * q, 0, reverse=True), 0.0)
+    return dq, dk, pairs

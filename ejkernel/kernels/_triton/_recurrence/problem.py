@@ -64,12 +64,12 @@ class Problem:
         return triton.cdiv(self.S, self.C) if self.N is None else (self.S + self.N * (self.C - 1)) // self.C
 
     @property
-    def split(self) -> bool:
-        """Weights and decayed keys are products' factors in two parts, the rounded one and what rounding left.
+    def weight_parts(self) -> int:
+        """Parts in which weights are factors of a product: rounded, what rounding left, …
 
         Where features decay, q and k are rounded once more than elsewhere, and one rounding less has to make up for it.
         """
-        return self.by_feature and self.dtype == triton.language.bfloat16
+        return 2 if self.by_feature and self.dtype == triton.language.bfloat16 else 1
 
     @property
     def D_PAD(self) -> int:
@@ -80,13 +80,14 @@ class Problem:
         return padded(self.V)
 
 
-def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int) -> Problem:
+def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = False) -> Problem:
     """The problem that a call poses.
 
-    Products of float16 are computed in three of TF32: the range of float16 is too small for decays.
+    Products of float16, and all that are to be `wide`, are computed in three of TF32: the range of float16 is too small
+    for decays.
     """
     B, S, H, D = x.q.shape
-    half = x.q.dtype == jnp.bfloat16
+    half = x.q.dtype == jnp.bfloat16 and not wide
     return Problem(
         *(B, S, H, x.k.shape[2], D, x.v.shape[3]),
         N=None if x.spans is None else x.spans.shape[1],
@@ -96,7 +97,7 @@ def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int) -> Problem:
         by_head=x.gk is None and (x.g is not None or x.g_gamma is not None),
         by_feature=x.gk is not None,
         dtype=triton.language.bfloat16 if half else triton.language.float32,
-        precision="tf32x3" if x.q.dtype == jnp.float16 else "ieee",
+        precision="ieee" if x.q.dtype == jnp.float32 else "tf32x3",
         exact=x.q.dtype == jnp.float32,
     )
 
@@ -131,9 +132,9 @@ def places_of(x: Operands, problem: Problem) -> Places:
     return Places(after - 1 if problem.reverse else begin, length, chunk, owner, covered)
 
 
-def gamma_of_batch(x: Operands) -> Operands:
+def gamma_of_batch(x: Operands, batch: int) -> Operands:
     """x with g_gamma [b,h], which may have been the same for the whole batch."""
-    return x if x.g_gamma is None else x._replace(g_gamma=jnp.broadcast_to(x.g_gamma, (x.q.shape[0], x.q.shape[2])))
+    return x if x.g_gamma is None else x._replace(g_gamma=jnp.broadcast_to(x.g_gamma, (batch, x.g_gamma.shape[1])))
 
 
 def repeated(x: Any, parts: int) -> Any:

@@ -38,12 +38,12 @@ def joined(a, parts: int):
     return a.reshape(a.shape[0] // parts, a.shape[1] * parts, *a.shape[2:])
 
 
-def starts(x, y, gates, start, parts: int, p: Problem, config, *, backward: bool):
+def starts(x, y, gates, start, parts: int, p: Problem, config, *, backward: bool, precise: bool):
     """The states that all segments begin with [b·parts,1,h,d,v], and the end of the whole [b,1,h,d,v].
 
     Arguments are those of `chunk_states`, cut already but for `start`; for the problem of a segment.
     """
-    _, ends = chunk_states(x, y, *gates, None, Places(), p, config, backward=backward, keep=False)
+    _, ends = chunk_states(x, y, *gates, None, Places(), p, config, backward=backward, keep=False, precise=precise)
     whole = lambda a: a.reshape(p.B // parts, parts, *a.shape[2:])  # of [b·parts,1,…]
     ends, decay = whole(ends), jnp.exp(whole(_total(gates, p)))[..., None]
     state, found = jnp.zeros_like(ends[:, 0]) if start is None else start[:, 0], [None] * parts

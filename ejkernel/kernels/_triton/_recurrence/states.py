@@ -18,12 +18,13 @@ WARPS = 4
 
 
 def chunk_states(
-    x, y, g, gk, g_gamma, start, places: Places, p: Problem, config: KernelConfig, *, backward: bool, keep: bool = True
-):
+    x, y, g, gk, g_gamma, start, places: Places, p: Problem, config: KernelConfig,
+    *, backward: bool, keep: bool = True, precise: bool = False,
+):  # fmt: skip
     """Those of all chunks [b,chunks,h,d,v] in the dtype of products, and what is left at the end [b,n,h,d,v] float32.
 
     x and y are k and v, or backwards q and the cotangent of o; start is what it begins with, None for 0. Without `keep`
-    the first is None.
+    the first is None. `precise` is for an end that is a result: it then is as exact as float32.
     """
     rows, columns = min(config.block_d, p.D_PAD), min(config.block_k, p.V_PAD)
     dtype = jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32
@@ -40,6 +41,7 @@ def chunk_states(
         HEADS=x.shape[2],
         ROWS=rows,
         COLUMNS=columns,
+        PRECISE=precise,
         **({} if keep else {"states": None}),
     )
     return found if keep else (None, *found)
@@ -50,6 +52,7 @@ def states_kernel(
     x, y, g, gk, g_gamma, start, first, length, chunk,
     states, end,
     p: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
@@ -73,9 +76,9 @@ def states_kernel(
             kept, inside = tiles.state_pointers(states, number_of_chunk, row, ROWS, column, COLUMNS, p)
             tl.store(kept, state.to(states.dtype.element_ty), mask=inside)
         x_tile = tiles.load_tile(x, batch, at, left, xy_head, HEADS, row, p.D, ROWS, p)
-        y_tile = tiles.load_tile(y, batch, at, left, xy_head, HEADS, column, p.V, COLUMNS, p).to(p.dtype)
+        y_tile = tiles.load_tile(y, batch, at, left, xy_head, HEADS, column, p.V, COLUMNS, p)
         _, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-        x_tile = tiles.times(x_tile, G, p) * p.scale if BACKWARD else tiles.times(x_tile, U, p)
-        state = tiles.add_product(tiles.decayed(state, T, p), tl.trans(x_tile), y_tile, p)
+        exponent, factor = (G, p.scale) if BACKWARD else (U, 1.0)
+        state = tiles.add_tokens(tiles.decayed(state, T, p), x_tile, y_tile, exponent, factor, p, PRECISE)
     address, exists = tiles.state_pointers(end, number, row, ROWS, column, COLUMNS, p)
     tl.store(address, state, mask=exists)

@@ -20,7 +20,8 @@ LONGEST = 8
 
 def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:
     """o and the final state of a dense call of at most LONGEST tokens."""
-    x = gamma_of_batch(Operands(*operands))
+    x = Operands(*operands)
+    x = gamma_of_batch(x, x.q.shape[0])
     p = problem_of(x, spec, 16)
     block = min(config.block_k, p.V_PAD)
     o, final = _launch.launch(

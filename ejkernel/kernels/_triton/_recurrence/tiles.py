@@ -78,16 +78,31 @@ def gates(g, gk, g_gamma, batch, token, length, head, column, COLUMNS: tl.conste
     if g_gamma is not None:
         by_head += tl.where(rows < length, tl.load(g_gamma + batch * p.H + head), 0.0)
     if p.by_feature:
-        gate = load_tile(gk, batch, token, length, head, p.H, column, p.D, COLUMNS, p).to(tl.float32)
+        gate = tl.full([p.C, COLUMNS], 0.0, tl.float32)
+        if gk is not None:
+            gate += load_tile(gk, batch, token, length, head, p.H, column, p.D, COLUMNS, p).to(tl.float32)
         if g is not None or g_gamma is not None:
             gate += by_head[:, None]
         G, T = tl.cumsum(gate, 0), tl.sum(gate, 0)
-        return gate, G, (tl.cumsum(gate, 0, reverse=True) - gate if p.exact else T[None, :] - G), T
+        return gate, G, (sum_where(rows[:, None] < rows[None, :], gate, p) if p.exact else T[None, :] - G), T
+    elif p.by_head and g is None:
+        gamma, tokens = tl.load(g_gamma + batch * p.H + head), tl.minimum(length, p.C)
+        G, U = gamma * tl.minimum(rows + 1, tokens), gamma * tl.maximum(tokens - 1 - rows, 0)
+        return by_head, G, U, gamma * tokens
     elif p.by_head:
         G, T = tl.cumsum(by_head, 0), tl.sum(by_head, 0)
-        return by_head, G, (tl.cumsum(by_head, 0, reverse=True) - by_head if p.exact else T - G), T
+        return by_head, G, sum_where(rows[:, None] < rows[None, :], by_head, p), T
     else:
         return 0.0, 0.0, 0.0, 0.0
+
+
+@triton.jit
+def sum_where(chosen, x, p: tl.constexpr):
+    """Σ x_j over the rows j that are chosen for row i [C, C]: no difference of longer sums, which may be far larger."""
+    if p.by_feature:
+        return tl.dot(chosen.to(tl.float32), x, input_precision="ieee")
+    else:
+        return tl.sum(tl.where(chosen, x[None, :], 0.0), 1)
 
 
 @triton.jit
@@ -125,26 +140,66 @@ def product(a, b, p: tl.constexpr):
 
 
 @triton.jit
-def add_product(total, a, b, p: tl.constexpr):
-    """total + a·b for a tile `a` of float32, in two parts where the problem says so."""
-    rounded = a.to(p.dtype)
-    total = tl.dot(rounded, b, total, input_precision=p.precision)
-    if p.split:
-        total = tl.dot((a - rounded.to(tl.float32)).to(p.dtype), b, total, input_precision=p.precision)
+def add_product(total, a, b, p: tl.constexpr, PARTS: tl.constexpr):
+    """total + a·b for a tile `a` of float32 in that many parts: rounded, what rounding left, …"""
+    for _ in tl.static_range(PARTS):
+        part = a.to(p.dtype)
+        total = tl.dot(part, b, total, input_precision=p.precision)
+        a -= part.to(tl.float32)
     return total
+
+
+@triton.jit
+def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PRECISE: tl.constexpr):
+    """state + factor Σ_j exp(exponent_j) x_j y_jᵀ; PRECISE is for a state that is returned in float32.
+
+    Matrix units cut off what float32 does not hold, so that then small parts come first, and the state is added
+    elsewhere. Of x and y, of which the other has to be exact, the narrower is multiplied, but x where features decay.
+    """
+    of_x: tl.constexpr = p.by_feature or (x.shape[1] < y.shape[1] and y.dtype == p.dtype)
+    if of_x:
+        wide, other = times(x, exponent, p) * factor, y.to(p.dtype)
+    else:
+        wide, other = times(y, exponent, p) * factor, x.to(p.dtype)
+    high = wide.to(p.dtype)
+    if p.dtype == tl.float32:
+        return outer(high, other, state, of_x, p)
+    middle = (wide - high.to(tl.float32)).to(p.dtype)
+    if PRECISE:
+        low = (wide - high.to(tl.float32) - middle.to(tl.float32)).to(p.dtype)
+        total = outer(middle, other, outer(low, other, None, of_x, p), of_x, p)
+        return state + outer(high, other, total, of_x, p)
+    if p.weight_parts == 2:
+        state = outer(middle, other, state, of_x, p)
+    return outer(high, other, state, of_x, p)
+
+
+@triton.jit
+def outer(wide, other, total, of_x: tl.constexpr, p: tl.constexpr):
+    """total + Σ_j x_j y_jᵀ, where `wide` is x or y."""
+    if of_x:
+        return tl.dot(tl.trans(wide), other, total, input_precision=p.precision)
+    else:
+        return tl.dot(tl.trans(other), wide, total, input_precision=p.precision)
 
 
 @triton.jit
 def pair_decays(gate, G, p: tl.constexpr):
     """exp(G_i − G_j) where row i sees row j, else 0, for heads that decay; 1 and 0 where nothing does."""
-    if p.by_head and p.exact:
-        rows = tl.arange(0, p.C)
-        between = tl.cumsum(tl.where(rows[:, None] > rows[None, :], gate[:, None], 0.0), 0)
-        return tl.where(seen(p), tl.exp(between), 0.0)
-    elif p.by_head:
-        return tl.where(seen(p), tl.exp(tl.where(seen(p), G[:, None] - G[None, :], 0.0)), 0.0)
+    if p.by_head:
+        return tl.where(seen(p), tl.exp(pair_sums(gate, G, p)), 0.0)
     else:
         return tl.where(seen(p), 1.0, 0.0)
+
+
+@triton.jit
+def pair_sums(gate, G, p: tl.constexpr):
+    """G_i − G_j where row i sees row j, else 0."""
+    if p.exact:
+        rows = tl.arange(0, p.C)
+        return tl.cumsum(tl.where(rows[:, None] > rows[None, :], gate[:, None], 0.0), 0)
+    else:
+        return tl.where(seen(p), G[:, None] - G[None, :], 0.0)
 
 
 @triton.jit
@@ -204,4 +259,4 @@ def chunk_outputs(q, k, v, state, gate, G, T, p: tl.constexpr):
         from_state = product((times(q, G, p) * p.scale).to(p.dtype), state, p)
     else:
         from_state = times(product(q, state, p), G, p) * p.scale
-    return add_product(from_state, weights, v, p)
+    return add_product(from_state, weights, v, p, p.weight_parts)

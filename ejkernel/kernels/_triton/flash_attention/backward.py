@@ -11,8 +11,8 @@ No two programs add to one number: every gradient is the same in every run, and 
 summed within the program of its keys. Of the sizes in a config, block_k is that of the block which a program holds
 (keys for dk and dv, queries for dq) and block_q that of the blocks which stream by.
 
-In float32 the weights are corrected for the rounding of lse (see logits.py): the kernel of dq sums those of its rows,
-and hands the corrections to the others.
+In float32, and where the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
+for that of o (see rows.py).
 """
 
 import jax
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -27,7 +28,7 @@ from ejkernel.types import KernelConfig
 from . import logits, tiles
 from .bias_gradient import bias_gradient
 from .problem import Problem, problem_of, seen_lse, sum_to_shape
-from .segments import spans
+from .rows import exact_rows
 from .unseen import zero_blind_queries, zero_unseen_keys
 
 
@@ -44,15 +45,15 @@ def flash_attention_bwd(
     problem = problem_of(primals, spec)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    lse, correction = seen_lse(outputs.lse), None
+    if problem.exact or "softmax_scale" in wrt:
+        correction, delta = exact_rows(primals, (do, lse, delta), problem, config)
     if cotangents.lse is not None:
         delta -= cotangents.lse
-    lse = seen_lse(outputs.lse)
 
-    gradients, correction = {}, None
-    if problem.exact or "q" in wrt or "softmax_scale" in wrt:
-        saved = (do, lse, cotangents.lse, delta)
-        gradients["q"], dscale, correction = _queries(primals, saved, wrt, problem, config)
-    saved = (do, lse, correction, delta)
+    saved, gradients = (do, lse, correction, delta), {}
+    if "q" in wrt or "softmax_scale" in wrt:
+        gradients["q"], dscale = _queries(primals, saved, wrt, problem, config)
     if "k" in wrt or "v" in wrt:
         gradients |= _keys_and_values(primals, saved, wrt, problem, config)
     if "bias" in wrt:
@@ -67,13 +68,12 @@ def flash_attention_bwd(
 
 
 def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConfig) -> tuple:
-    """dq; of a scale that is an operand, the part that each row has in its gradient; the rows' corrections."""
+    """dq; and of a scale that is an operand the part that each row has in its gradient."""
     blocks = problem.blocks(config.block_k)
     rows = jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32)
     results = {
         "dq": jax.ShapeDtypeStruct.like(primals.q) if "q" in wrt else None,
         "dscale": rows if "softmax_scale" in wrt else None,
-        "correction": rows if problem.exact else None,
     }
     (k,) = zero_unseen_keys(primals, problem, primals.k)
     return _launch.launch(
@@ -126,13 +126,13 @@ def dk_dv_kernel(
     first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
         block, batch, cu_q, cu_k, problem, BLOCK_K, OF_KEYS=True
     )
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
     v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
     k_tile = tiles.load_tile(k, first, 0, k_len, problem.G, problem.D, BLOCK_K, True)
     v_tile = tiles.load_tile(v, first, 0, k_len, problem.G, problem.V, BLOCK_K, True)
-    dk_tile = tiles.zeros(BLOCK_K, problem.D)
-    dv_tile = tiles.zeros(BLOCK_K, problem.V)
+    dk_tile = tiles.zeros(BLOCK_K, problem.D, problem)
+    dv_tile = tiles.zeros(BLOCK_K, problem.V, problem)
 
     j = first + tl.arange(0, BLOCK_K)[:, None]
     low, high = tiles.band((batch, 0, sequence, q_start, q_len, k_start, k_len), problem)
@@ -162,18 +162,25 @@ def dk_dv_kernel(
             if correction is not None:
                 correction_head = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
                 correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
+            bias_tile, mask_tile = None, None
+            if bias is not None:
+                bias_tile = logits.biases(bias, i, j, frame, problem)
+            if mask is not None:
+                mask_tile = logits.unmasked(mask, i, j, frame, problem)
             product = tiles.over_features(k_tile, q_tile, None)
             dp = tiles.over_features(v_tile, do_tile, None)
-            _p, p, ds = logits.weights_and_logit_cotangents(
-                product, dp, lse_row, correction_row, delta_row, scale, bias, dropout, i, j, frame, problem
+            p, left, ds = logits.weights_and_logit_cotangents(
+                product, dp, lse_row, correction_row, delta_row, scale, bias_tile, dropout, i, j, frame, problem
             )
-            if problem.masked_everywhere or (start < first_full or start > last_full):
-                ok = logits.visible(i, j, masks, frame, problem)
-                p, ds = tl.where(ok, p, 0.0), tl.where(ok, ds, 0.0)
+            if mask is not None:
+                p, left, ds = logits.where_seen(mask_tile, p, left, ds)
+            if start < first_full or start > last_full:
+                ok = logits.visible(i, j, segments, frame, problem)
+                p, left, ds = logits.where_seen(ok, p, left, ds)
             if softmax_scale is not None:
                 ds *= scale
             if dv is not None:
-                dv_tile = tiles.over_tokens(p, do_tile, dv_tile)
+                dv_tile = tiles.over_tokens(left, do_tile, dv_tile)
             if dk is not None:
                 dk_tile = tiles.over_tokens(ds, q_tile, dk_tile)
 
@@ -190,8 +197,8 @@ def dk_dv_kernel(
 @triton.jit
 def dq_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    spans, do, lse, dlse, delta,
-    dq, dscale, correction,
+    spans, do, lse, correction, delta,
+    dq, dscale,
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -202,7 +209,7 @@ def dq_kernel(
         block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
     frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     kv_head = head // problem.group
     q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
     k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
@@ -223,47 +230,43 @@ def dq_kernel(
     do_tile = tiles.load_tile(do, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
     delta_rows = tiles.load_rows(delta, first, q_len, BLOCK_Q, True, 0.0)
-    dq_tile = tiles.zeros(BLOCK_Q, problem.D)
-    total, _moved = logits.sinks_weights(sinks, None, lse_rows, frame, problem)
-    sums = logits.no_sums(BLOCK_Q)
+    correction_rows = None
+    if correction is not None:
+        correction = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
+        correction_rows = tiles.load_rows(correction, first, q_len, BLOCK_Q, True, 1.0)[:, None]
+    dq_tile = tiles.zeros(BLOCK_Q, problem.D, problem)
+    dscale_rows = tl.zeros_like(delta_rows)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
             k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
             v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
+            bias_tile, mask_tile = None, None
+            if bias is not None:
+                bias_tile = logits.biases(bias, i, j, frame, problem)
+            if mask is not None:
+                mask_tile = logits.unmasked(mask, i, j, frame, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
-                product, dp, lse_rows[:, None], None, delta_rows[:, None], scale, bias, dropout, i, j, frame, problem
-            )
-            if problem.masked_everywhere or (start < first_full or start > last_full):
-                ok = logits.visible(i, j, masks, frame, problem)
-                p, left, ds = tl.where(ok, p, 0.0), tl.where(ok, left, 0.0), tl.where(ok, ds, 0.0)
-                if dscale is not None:
-                    product, dp = tl.where(ok, product, 0.0), tl.where(ok, dp, 0.0)
-            if correction is not None:
-                total += tl.sum(p, 1)
+                product, dp, lse_rows[:, None], correction_rows, delta_rows[:, None], scale, bias_tile, dropout, i, j,
+                frame, problem,
+            )  # fmt: skip
+            if mask is not None:
+                p, left, ds = logits.where_seen(mask_tile, p, left, ds)
+            if start < first_full or start > last_full:
+                ok = logits.visible(i, j, segments, frame, problem)
+                p, left, ds = logits.where_seen(ok, p, left, ds)
             if dscale is not None:
-                s = logits.capped(product, scale, bias, i, j, frame, problem)
-                sums = logits.sums_with(sums, s, product, dp, p, left, ds, problem)
+                # What is not seen may be NaN.
+                dscale_rows += tl.sum(tl.where(ds == 0.0, 0.0, ds * product), 1)
             if dq is not None:
                 dq_tile = tiles.over_tokens(ds, k_tile, dq_tile)
 
-    rows = first + tl.arange(0, BLOCK_Q)
-    factor = tl.full([BLOCK_Q], 1.0, tl.float32)
-    if correction is not None:
-        factor = logits.correction_of(total)
-        correction = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
-        tl.store(correction + rows, factor, mask=rows < q_len)
     if dscale is not None:
-        dlse_rows = tl.zeros_like(factor)
-        if dlse is not None:
-            dlse = tiles.at(dlse, batch, head, problem.H, q_start, problem.S, 1)
-            dlse_rows = tiles.load_rows(dlse, first, q_len, BLOCK_Q, True, 0.0)
+        rows = first + tl.arange(0, BLOCK_Q)
         dscale = tiles.at(dscale, batch, head, problem.H, q_start, problem.S, 1)
-        of_rows = logits.scale_cotangent(sums, factor, delta_rows, dlse_rows) * problem.scale
-        tl.store(dscale + rows, of_rows, mask=rows < q_len)
+        tl.store(dscale + rows, dscale_rows * problem.scale, mask=rows < q_len)
     if dq is not None:
         dq = tiles.at(dq, batch, q_start, problem.S, head, problem.H, problem.D)
-        dq_tile = tiles.scaled(dq_tile, (scale * factor)[:, None])
-        tiles.store_tile(dq, dq_tile, first, q_len, problem.H, problem.D, BLOCK_Q)
+        tiles.store_tile(dq, tiles.scaled(dq_tile, scale), first, q_len, problem.H, problem.D, BLOCK_Q)

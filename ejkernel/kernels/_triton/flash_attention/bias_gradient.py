@@ -14,16 +14,14 @@ from ejkernel.types import KernelConfig
 from . import logits, tiles
 from .problem import Problem
 
-# The tile of bias that a program of dbias_kernel sums, whatever it was broadcast over.
-BIAS_TILE = KernelConfig(block_q=64, block_k=64, num_warps=4, num_stages=1)
-
 
 def bias_gradient(primals: Operands, saved, problem: Problem):
     """dbias [b?,h?,s?,t?] float32.
 
     Programs lie side by side along the axes that bias varies on, and loop along those it is broadcast on.
     """
-    sizes = (problem.B, problem.H, triton.cdiv(problem.S, BIAS_TILE.block_q), triton.cdiv(problem.K, BIAS_TILE.block_k))
+    tile = _tile(problem)
+    sizes = (problem.B, problem.H, triton.cdiv(problem.S, tile.block_q), triton.cdiv(problem.K, tile.block_k))
     shape = primals.bias.shape
     programs = tuple(size if n > 1 else 1 for n, size in zip(shape, sizes, strict=True))
     loops = tuple(1 if n > 1 else size for n, size in zip(shape, sizes, strict=True))
@@ -33,13 +31,21 @@ def bias_gradient(primals: Operands, saved, problem: Problem):
         *saved,
         out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
         grid=math.prod(programs),
-        config=BIAS_TILE,
+        config=tile,
         problem=problem,
         PROGRAMS=programs,
         LOOPS=loops,
-        BLOCK_Q=BIAS_TILE.block_q,
-        BLOCK_K=BIAS_TILE.block_k,
+        BLOCK_Q=tile.block_q,
+        BLOCK_K=tile.block_k,
     )
+
+
+def _tile(problem: Problem) -> KernelConfig:
+    """The tile of bias that a program of dbias_kernel sums, whatever it was broadcast over."""
+    block_q, block_k, warps = 64, 32, 8
+    if problem.exact:
+        block_q, block_k, warps = (32, 32, 8) if max(problem.D, problem.V) <= 128 else (16, 16, 4)
+    return KernelConfig(block_q=block_q, block_k=block_k, num_warps=warps, num_stages=1)
 
 
 @triton.jit
@@ -59,7 +65,7 @@ def dbias_kernel(
         row_block, bias_batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
     low, high = tiles.band((bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len), problem)
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     total = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
     for shared in range(LOOPS[0] * LOOPS[1]):
         batch, head = bias_batch + shared // LOOPS[1], bias_head + shared % LOOPS[1]
@@ -88,7 +94,9 @@ def dbias_kernel(
                 )
                 if seen:
                     j = j0 + tl.arange(0, BLOCK_K)[None, :]
-                    ok = logits.visible(i, j, masks, frame, problem)
+                    ok = logits.visible(i, j, segments, frame, problem)
+                    if mask is not None:
+                        ok &= logits.unmasked(mask, i, j, frame, problem)
                     if tl.max(ok.to(tl.int32)) > 0:
                         k_head = tiles.at(k, batch, 0, problem.K, kv_head, problem.G, problem.D)
                         v_head = tiles.at(v, batch, 0, problem.K, kv_head, problem.G, problem.V)
@@ -97,20 +105,18 @@ def dbias_kernel(
                         product = tiles.over_features(q_tile, k_tile, None)
                         dp = tiles.over_features(do_tile, v_tile, None)
                         _p, _left, ds = logits.weights_and_logit_cotangents(
-                            product, dp, lse_rows, correction_rows, delta_rows, scale, bias, dropout, i, j, frame,
-                            problem,
+                            product, dp, lse_rows, correction_rows, delta_rows, scale,
+                            logits.biases(bias, i, j, frame, problem), dropout, i, j, frame, problem,
                         )  # fmt: skip
                         total += tl.where(ok, ds, 0.0)
 
     strides: tl.constexpr = problem.bias_strides
     i = row_block * BLOCK_Q + tl.arange(0, BLOCK_Q)[:, None]
     j = column_block * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    inside = (i < problem.S) & (j < problem.K)
     if strides.s == 0:
         total = tl.sum(total, 0, keep_dims=True)
-        inside, i = j < problem.K, tl.full([1, 1], 0, tl.int32)
     if strides.t == 0:
         total = tl.sum(total, 1, keep_dims=True)
-        inside, j = i < problem.S, tl.full([1, 1], 0, tl.int32)
     frame = (bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
-    tl.store(logits.pairs_at(dbias, i, j, frame, strides), total, mask=inside)
+    address, inside = logits.pairs_at(dbias, i, j, frame, strides)
+    tl.store(address, total, mask=inside)

@@ -19,7 +19,7 @@ PLAIN = {
         64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3)),
         96: ((128, 128, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)),
         128: ((128, 128, 8, 3), (128, 64, 8, 3), (64, 64, 4, 3), (128, 128, 8, 2), (64, 64, 4, 2)),
-        192: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+        192: ((128, 64, 8, 3), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
         256: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 32, 4, 2)),
     },
     "flash_attention_bwd": {
@@ -30,13 +30,15 @@ PLAIN = {
         256: ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
     },
     "flash_attention_jvp": {
-        64: ((64, 64, 4, 3), (128, 128, 8, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
+        64: ((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
         96: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        128: ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
-        192: ((128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 4, 1)),
+        128: ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
+        192: ((128, 64, 8, 1), (128, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
         256: ((128, 32, 8, 1), (128, 16, 8, 2)),
     },
 }
+# These spill where the keys end within a block.
+ONLY_EVEN = {"flash_attention_jvp": {192: (128, 64, 8, 1), 256: (128, 32, 8, 1)}}
 # Where a query sees few keys, many small programs fill the device better.
 SHORT = 2048
 SHORT_FORWARD = (64, 64, 4, 3)
@@ -57,8 +59,14 @@ FURTHER = {
         64: ((128, 32, 8, 2), (64, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 8, 2)),
         192: ((128, 32, 8, 2), (128, 32, 8, 1)),
-        256: ((128, 16, 8, 1),),
+        256: ((32, 16, 8, 1),),
     },
+}
+# Two of those at once.
+CROWDED = {
+    "flash_attention": {64: ((128, 64, 8, 2), (64, 64, 4, 2)), 128: ((64, 64, 8, 2),), 256: ((64, 32, 8, 2),)},
+    "flash_attention_bwd": {64: ((32, 128, 8, 2), (32, 64, 4, 2)), 128: ((32, 64, 8, 2),), 256: ((16, 64, 8, 1),)},
+    "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((64, 16, 8, 1),), 256: ((32, 16, 8, 1),)},
 }
 # Packed sequences of that many features take a few registers more.
 PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}}
@@ -107,19 +115,30 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
 
 
 def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> tuple:
-    further = (operands.bias, operands.mask, operands.cu_seqlens_q, operands.dropout)
+    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
+    pairs = (_of_pairs(operands.bias), _of_pairs(operands.mask))
+    further = (*pairs, operands.cu_seqlens_q, operands.dropout)
     table = PLAIN if all(x is None for x in further) else FURTHER
+    if sum(x is not None for x in (*further, operands.q_segment_ids)) > 1:
+        table = CROWDED
     if (target.compute_capability or 0) < 90:
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
-    features = max(tiled(operands.q.shape[3]), tiled(operands.v.shape[3]))
     width = min(width for width in table[operation] if width >= features)
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
         return (SHORT_FORWARD, *(c for c in table[operation][width] if c != SHORT_FORWARD))
+    if table is PLAIN and operands.k.shape[1] % 128:
+        uneven = ONLY_EVEN.get(operation, {}).get(width)
+        return tuple(c for c in table[operation][width] if c != uneven)
     if table is FURTHER and operands.cu_seqlens_q is not None:
         return PACKED.get(operation, {}).get(width, table[operation][width])
     return table[operation][width]
+
+
+def _of_pairs(x):
+    """A bias or mask that varies over queries; None for one that is the same for all, which takes next to no room."""
+    return None if x is None or x.shape[2] == 1 else x
 
 
 def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
@@ -140,5 +159,5 @@ def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int
         elements, moved = 2 * block_q * D + 2 * stages * block_k * (D + V), 2
     else:
         elements = (block_k + stages * block_q) * (D + V) + block_q * block_k
-    pairs = (0 if operands.bias is None else 4 * moved) + (0 if operands.mask is None else 1)
+    pairs = (0 if _of_pairs(operands.bias) is None else 4 * moved) + (0 if _of_pairs(operands.mask) is None else 1)
     return elements * np.dtype(operands.q.dtype).itemsize + pairs * tiles + 1024

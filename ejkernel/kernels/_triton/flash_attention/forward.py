@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .problem import problem_of
-from .segments import spans
 from .unseen import zero_unseen_keys
 
 
@@ -60,7 +60,7 @@ def forward_kernel(
         block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
     frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     kv_head = head // problem.group
     q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
     k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
@@ -70,7 +70,7 @@ def forward_kernel(
 
     scale = logits.total_scale(softmax_scale, frame, problem)
     m, l = logits.first_statistics(sinks, frame, problem, BLOCK_Q)
-    acc = tiles.zeros(BLOCK_Q, problem.V)
+    acc = tiles.zeros(BLOCK_Q, problem.V, problem)
 
     low, high = tiles.band(frame, problem)
     bounds = tiles.schedule(
@@ -84,11 +84,18 @@ def forward_kernel(
         for start in tl.range(begin, end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
             k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
+            bias_tile, mask_tile = None, None
+            if bias is not None:
+                bias_tile = logits.biases(bias, i, j, frame, problem)
+            if mask is not None:
+                mask_tile = logits.unmasked(mask, i, j, frame, problem)
             product = tiles.over_features(q_tile, k_tile, None)
-            s = logits.capped(product, scale, bias, i, j, frame, problem)
+            s = logits.capped(product, scale, bias_tile, problem)
             v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
-            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
-                ok = logits.visible(i, j, masks, frame, problem)
+            if mask is not None:
+                s = tl.where(mask_tile, s, float("-inf"))
+            if EDGES and (start < first_full or start > last_full):
+                ok = logits.visible(i, j, segments, frame, problem)
                 s = tl.where(ok, s, float("-inf"))
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet

@@ -5,7 +5,7 @@ computed from them follows their shapes. On frames see tiles.py.
 
 The weights exp(s − lse) of a row would sum to 1, were lse not rounded: an lse of 200 in float32 is off by up to 8e-6,
 and with it every weight of the row. In 16 bits that is nothing. In float32 the row is divided by the sum itself; what
-it is multiplied by is its correction.
+it is multiplied by is its correction (see rows.py).
 """
 
 import triton
@@ -20,10 +20,36 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def pairs_at(ptr, i, j, frame, strides: tl.constexpr):
-    """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides."""
-    batch, head, _, q_start, _, k_start, _ = frame
-    row = tl.cast(i + q_start, tl.int64) * strides.s + tl.cast(head, tl.int64) * strides.h
-    return ptr + tl.cast(batch, tl.int64) * strides.b + row + (j + k_start) * strides.t
+    """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides,
+    and whether they exist. What is the same for all queries or keys is found once, along an axis of size 1.
+    """
+    batch, head, _, q_start, q_len, k_start, k_len = frame
+    address = ptr + tl.cast(batch, tl.int64) * strides.b + tl.cast(head, tl.int64) * strides.h
+    address += tl.full([1, 1], 0, tl.int32)
+    inside = tl.full([1, 1], True, tl.int1)
+    if strides.s != 0:
+        address += tl.cast(i + q_start, tl.int64) * strides.s
+        inside &= i < q_len
+    if strides.t != 0:
+        address += (j + k_start) * strides.t
+        inside &= j < k_len
+    return address, inside
+
+
+@triton.jit
+def biases(bias, i, j, frame, problem: tl.constexpr):
+    """The biases of a tile."""
+    strides: tl.constexpr = problem.bias_strides
+    address, inside = pairs_at(bias, i, j, frame, strides)
+    return tl.load(address, mask=inside, other=0.0)
+
+
+@triton.jit
+def unmasked(mask, i, j, frame, problem: tl.constexpr):
+    """Which pairs of a tile the mask does not hide."""
+    strides: tl.constexpr = problem.mask_strides
+    address, inside = pairs_at(mask, i, j, frame, strides)
+    return tl.load(address, mask=inside, other=0) != 0
 
 
 @triton.jit
@@ -37,17 +63,14 @@ def total_scale(softmax_scale, frame, problem: tl.constexpr):
 
 
 @triton.jit
-def capped(product, scale, bias, i, j, frame, problem: tl.constexpr):
-    """The logits, or q·kᵀ itself where the problem's scale is folded into the exponent."""
+def capped(product, scale, bias, problem: tl.constexpr):
+    """The logits, or q·kᵀ itself where the problem's scale is folded into the exponent. The bias is a tile."""
     if problem.folded:
         return product
     else:
         s = product * scale
         if bias is not None:
-            _, _, _, _, q_len, _, k_len = frame
-            strides: tl.constexpr = problem.bias_strides
-            inside = (i < q_len) & (j < k_len)
-            s += tl.load(pairs_at(bias, i, j, frame, strides), mask=inside, other=0.0).to(tl.float32)
+            s += bias.to(tl.float32)
         if problem.softcap is not None:
             s = problem.softcap * tanh(s * (1 / problem.softcap))
         return s
@@ -95,9 +118,9 @@ def first_statistics(sinks, frame, problem: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, masks, frame, problem: tl.constexpr):
-    """Whether query i sees key j, by the lengths, the band, the mask and the segment ids."""
-    mask, q_segment_ids, kv_segment_ids = masks
+def visible(i, j, segments, frame, problem: tl.constexpr):
+    """Whether query i sees key j, by the lengths, the band and the segment ids."""
+    q_segment_ids, kv_segment_ids = segments
     batch, _, _, q_start, q_len, k_start, k_len = frame
     low, high = band(frame, problem)
     ok = (i < q_len) & (j < k_len)
@@ -105,9 +128,6 @@ def visible(i, j, masks, frame, problem: tl.constexpr):
         ok &= j >= i + low
     if problem.right is not None:
         ok &= j <= i + high
-    if mask is not None:
-        strides: tl.constexpr = problem.mask_strides
-        ok &= tl.load(pairs_at(mask, i, j, frame, strides), mask=ok, other=0) != 0
     if q_segment_ids is not None:
         q_segment_ids = at(q_segment_ids, batch, q_start, problem.S, 0, 1, 1)
         kv_segment_ids = at(kv_segment_ids, batch, k_start, problem.K, 0, 1, 1)
@@ -115,6 +135,12 @@ def visible(i, j, masks, frame, problem: tl.constexpr):
         kv_segment = tl.load(kv_segment_ids + j, mask=j < k_len, other=-1)
         ok &= (q_segment == kv_segment) & (q_segment >= 0)
     return ok
+
+
+@triton.jit
+def where_seen(ok, x, y, z):
+    """Three tiles with zeros where a query does not see a key."""
+    return tl.where(ok, x, 0.0), tl.where(ok, y, 0.0), tl.where(ok, z, 0.0)
 
 
 @triton.jit
@@ -135,7 +161,16 @@ def weights_and_logit_cotangents(
 
     p = exp(s − lse)·correction,  p̃ = p ∘ keep/(1 − rate),  ds = (p̃ ∘ dp − p·delta) ∘ (1 − (s/softcap)²)
     """
-    s = capped(product, scale, bias, i, j, frame, problem)
+    s = capped(product, scale, bias, problem)
+    p, left, ds = weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, frame, problem)
+    if problem.softcap is not None:
+        ds *= softcap_slope(s, problem)
+    return p, left, ds
+
+
+@triton.jit
+def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, frame, problem: tl.constexpr):
+    """p, p̃ and p̃ ∘ dp − p·delta."""
     p = exponential(s, lse, problem)
     if correction is not None:
         p *= correction
@@ -143,33 +178,7 @@ def weights_and_logit_cotangents(
     if dropout is not None:
         keep = tl.where(kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
         left, dp = p * keep, dp * keep
-    ds = p * (dp - delta)
-    if problem.softcap is not None:
-        ds *= softcap_slope(s, problem)
-    return p, left, ds
-
-
-@triton.jit
-def no_sums(ROWS: tl.constexpr):
-    """What `sums_with` begins with."""
-    zero = tl.full([ROWS], 0.0, tl.float32)
-    return zero, zero, zero
-
-
-@triton.jit
-def sums_with(sums, s, product, dp, p, left, ds, problem: tl.constexpr):
-    """The sums Σ_j ds ∘ (q·kᵀ), Σ_j p ∘ (q·kᵀ) ∘ ds/dz and Σ_j p̃ ∘ dp of rows with those of one more tile."""
-    moved = p * product
-    if problem.softcap is not None:
-        moved *= softcap_slope(s, problem)
-    return sums[0] + tl.sum(ds * product, 1), sums[1] + tl.sum(moved, 1), sums[2] + tl.sum(left * dp, 1)
-
-
-@triton.jit
-def scale_cotangent(sums, correction, delta, dlse):
-    """Σ_j ds ∘ (q·kᵀ) of rows. Their delta was that of a rounded o; what it was off by is put back."""
-    products, slopes, deltas = sums
-    return correction * (products + (delta - (correction * deltas - dlse)) * slopes)
+    return p, left, p * (dp - delta)
 
 
 @triton.jit
@@ -180,16 +189,13 @@ def softcap_slope(s, problem: tl.constexpr):
 
 
 @triton.jit
-def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem: tl.constexpr):
-    """The tangent of the logits s, from that of q·kᵀ (s_dot) and q·kᵀ itself (product)."""
+def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, frame, problem: tl.constexpr):
+    """The tangent of the logits s, from those of q·kᵀ (s_dot) and of a tile of bias, and q·kᵀ itself (product)."""
     s_dot *= scale
     if scale_dot is not None:
         s_dot += total_scale(scale_dot, frame, problem) * product
     if bias_dot is not None:
-        _, _, _, _, q_len, _, k_len = frame
-        strides: tl.constexpr = problem.bias_strides
-        inside = (i < q_len) & (j < k_len)
-        s_dot += tl.load(pairs_at(bias_dot, i, j, frame, strides), mask=inside, other=0.0).to(tl.float32)
+        s_dot += bias_dot.to(tl.float32)
     if problem.softcap is not None:
         s_dot *= softcap_slope(s, problem)
     return s_dot

@@ -33,7 +33,6 @@ class Problem:
         sinks: how many there are per head.
         bias_strides, …: of the optional operands; None for those that are absent.
         exact: q, k and v are float32.
-        masked_everywhere: a mask may hide any key from any query, so that no tile is known to be full.
         segmented: queries and keys have segment ids.
     """
 
@@ -58,7 +57,6 @@ class Problem:
     cu_q_strides: Strides | None
     cu_k_strides: Strides | None
     exact: bool
-    masked_everywhere: bool
     segmented: bool
 
     @property
@@ -147,7 +145,6 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
         cu_q_strides=broadcast_strides(operands.cu_seqlens_q),
         cu_k_strides=broadcast_strides(operands.cu_seqlens_k),
         exact=operands.q.dtype == jnp.float32,
-        masked_everywhere=operands.mask is not None,
         segmented=operands.q_segment_ids is not None,
     )
 
@@ -160,9 +157,19 @@ def broadcast_strides(x) -> Strides | None:
     return Strides(*(step if size > 1 else 0 for step, size in zip(steps, x.shape, strict=True)))
 
 
+# In float32 that many features are multiplied and summed before others are added: errors grow with the length of a sum,
+# and so do the registers that it takes.
+FLOAT32_PART = 32
+
+
 @triton.constexpr_function
-def parts(size: int) -> tuple[tuple[int, int], ...]:
-    """The tiles that hold `size` features, as (first feature, width): two where those are narrower than one."""
+def parts(size: int, exact: bool) -> tuple[tuple[int, int], ...]:
+    """The tiles that hold `size` features, as (first feature, width): two where those are narrower than one.
+
+    In float32 (`exact`) they are as narrow as `FLOAT32_PART`.
+    """
+    if exact:
+        return tuple((n, min(FLOAT32_PART, padded(size - n))) for n in range(0, size, FLOAT32_PART))
     first = 1 << (size.bit_length() - 1)
     whole, rest = padded(size), size - first
     if first < 16 or rest == 0 or first + padded(rest) == whole:
@@ -172,7 +179,7 @@ def parts(size: int) -> tuple[tuple[int, int], ...]:
 
 def tiled(size: int) -> int:
     """The features that tiles of `size` features have room for."""
-    return sum(width for _, width in parts(size))
+    return sum(width for _, width in parts(size, False))
 
 
 @triton.constexpr_function

@@ -6,20 +6,24 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
 
-In float32 the weights are corrected for the rounding of lse (see logits.py): by their sum, known when the pass ends.
+In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends. And
+s_dot is taken relative to a number c of its row, its mean over the first keys, lest what should cancel leaves its
+rounding where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
+
+In 16 bits p̃ ∘ s_dot is rounded for its product with v, and o is taken off by the sum of what was rounded: so there too.
 """
 
 import jax
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .problem import problem_of, seen_lse
-from .segments import spans
 from .unseen import zero_unseen_keys
 
 
@@ -74,7 +78,7 @@ def tangent_kernel(
         block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
     frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
-    masks = (mask, q_segment_ids, kv_segment_ids)
+    segments = (q_segment_ids, kv_segment_ids)
     kv_head = head // problem.group
     q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
     k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
@@ -90,6 +94,7 @@ def tangent_kernel(
 
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
+    q_dot_tile = None
     if q_dot is not None:
         q_dot = tiles.at(q_dot, batch, q_start, problem.S, head, problem.H, problem.D)
         q_dot_tile = tiles.load_tile(q_dot, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
@@ -102,34 +107,41 @@ def tangent_kernel(
     begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
     total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
-    acc = tiles.zeros(BLOCK_Q, problem.V)
+    if problem.exact:
+        sinks_total, reference = total, tl.zeros_like(moved)
+    rounded_moved = moved
+    acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
             k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
             v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
-            product = tiles.over_features(q_tile, k_tile, None)
-            s_dot = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
-            if q_dot is not None:
-                s_dot = tiles.over_features(q_dot_tile, k_tile, s_dot)
+            bias_tile, bias_dot_tile, mask_tile = None, None, None
+            if bias is not None:
+                bias_tile = logits.biases(bias, i, j, frame, problem)
+            if bias_dot is not None:
+                bias_dot_tile = logits.biases(bias_dot, i, j, frame, problem)
+            if mask is not None:
+                mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            k_dot_tile = None
             if k_dot is not None:
-                k_dot_tile = tiles.load_tile(
-                    k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K,
-                    CHECKED,
-                )  # fmt: skip
-                s_dot = tiles.over_features(q_tile, k_dot_tile, s_dot)
+                k_dot_tile = tiles.load_tile(k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
             if v_dot is not None:
-                v_dot_tile = tiles.load_tile(
-                    v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K,
-                    CHECKED,
-                )  # fmt: skip
-            s = logits.capped(product, scale, bias, i, j, frame, problem)
+                v_dot_tile = tiles.load_tile(v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
+            product, s_dot = tiles.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
+            s = logits.capped(product, scale, bias_tile, problem)
             if LOGITS_MOVE:
-                s_dot = logits.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, i, j, frame, problem)
+                s_dot = logits.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot_tile, frame, problem)
             p = logits.exponential(s, lse_rows[:, None], problem)
-            if problem.masked_everywhere or (EDGES and (start < first_full or start > last_full)):
-                ok = logits.visible(i, j, masks, frame, problem)
+            if mask is not None:
+                p, s_dot = tl.where(mask_tile, p, 0.0), tl.where(mask_tile, s_dot, 0.0)
+            if EDGES and (start < first_full or start > last_full):
+                ok = logits.visible(i, j, segments, frame, problem)
                 p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
+            if problem.exact:
+                if start == begin:
+                    reference = tl.sum(p * s_dot, 1) * logits.correction_of(tl.sum(p, 1))
+                s_dot -= reference[:, None]
             kept_p = p
             if dropout is not None:
                 kept_p = p * tl.where(logits.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
@@ -137,16 +149,23 @@ def tangent_kernel(
                 total += tl.sum(p, 1)
             if LOGITS_MOVE:
                 moved += tl.sum(p * s_dot, 1)
-                acc = tiles.over_tokens(kept_p * s_dot, v_tile, acc)
+                shares = (kept_p * s_dot).to(o.dtype.element_ty)
+                if dropout is None:
+                    rounded_moved += tl.sum(shares.to(tl.float32), 1)
+                else:
+                    off = (shares.to(tl.float32) - kept_p * s_dot) * (1 / problem.keep_scale)
+                    rounded_moved += tl.sum(p * s_dot + off, 1)
+                acc = tiles.over_tokens(shares, v_tile, acc)
             if v_dot is not None:
                 acc = tiles.over_tokens(kept_p, v_dot_tile, acc)
 
     o_tile = tiles.load_tile(o, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
     if problem.exact:
         correction = logits.correction_of(total)
-        moved *= correction
+        rounded_moved = (moved - sinks_total * reference) * correction
+        moved = rounded_moved + reference
         acc = tiles.scaled(acc, correction[:, None])
-    acc = tiles.less(acc, moved[:, None], o_tile)
+    acc = tiles.less(acc, rounded_moved[:, None], o_tile)
     rows = first + tl.arange(0, BLOCK_Q)
     tl.store(lse_dot + rows, moved, mask=rows < q_len)
     tiles.store_tile(o_dot, acc, first, q_len, problem.H, problem.V, BLOCK_Q)

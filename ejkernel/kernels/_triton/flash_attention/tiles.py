@@ -77,7 +77,7 @@ def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.const
 
 @triton.jit
 def within_segments(bounds, spans, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
-    """What `schedule` returned, narrowed to what this block shares segments with (see segments.py)."""
+    """What `schedule` returned, narrowed to what this block shares segments with (see kernels/_segments.py)."""
     begin, end, first_full, last_full = bounds
     if spans is not None:
         spans += (batch * BLOCKS + block) * 4
@@ -95,7 +95,8 @@ def load_tile(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, 
     Where CHECKED, rows outside of [begin, end) are not read, but zero.
     """
     tile = ()
-    for n in tl.static_range(len(parts(WIDTH))):
+    exact: tl.constexpr = ptr.dtype.element_ty == tl.float32
+    for n in tl.static_range(len(parts(WIDTH, exact))):
         tile = joined(tile, load_part(ptr, first, begin, end, HEADS, WIDTH, ROWS, CHECKED, n))
     return tile
 
@@ -106,7 +107,8 @@ def load_part(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, 
     """Part n of `load_tile`."""
     address, rows, columns = addresses(ptr, first, HEADS, WIDTH, ROWS, n)
     inside = (first + rows >= begin) & (first + rows < end)
-    padded: tl.constexpr = parts(WIDTH)[n][0] + parts(WIDTH)[n][1] > WIDTH
+    part: tl.constexpr = parts(WIDTH, ptr.dtype.element_ty == tl.float32)[n]
+    padded: tl.constexpr = part[0] + part[1] > WIDTH
     if CHECKED and padded:
         return tl.load(address, mask=inside & (columns < WIDTH), other=0.0)
     elif CHECKED:
@@ -135,19 +137,20 @@ def joined(tile, part):
 @triton.jit
 def addresses(ptr, first, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, n: tl.constexpr):
     """Of part n of a tile, with its rows and columns."""
-    begin: tl.constexpr = parts(WIDTH)[n][0]
-    width: tl.constexpr = parts(WIDTH)[n][1]
+    part: tl.constexpr = parts(WIDTH, ptr.dtype.element_ty == tl.float32)[n]
+    begin: tl.constexpr = part[0]
+    width: tl.constexpr = part[1]
     stride: tl.constexpr = HEADS * WIDTH
     rows, columns = tl.arange(0, ROWS)[:, None], begin + tl.arange(0, width)[None, :]
     return ptr + tl.cast(first, tl.int64) * stride + (rows * stride + columns), rows, columns
 
 
 @triton.jit
-def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, problem: tl.constexpr):
     """A tile to sum in."""
     tile = ()
-    for n in tl.static_range(len(parts(WIDTH))):
-        tile = joined(tile, tl.full([ROWS, parts(WIDTH)[n][1]], 0.0, tl.float32))
+    for n in tl.static_range(len(parts(WIDTH, problem.exact))):
+        tile = joined(tile, tl.full([ROWS, parts(WIDTH, problem.exact)[n][1]], 0.0, tl.float32))
     return tile
 
 
@@ -173,11 +176,33 @@ def less(tile, factor, other):
 def over_features(x, y, total):
     """total + x·yᵀ of two tiles; a total of None is zero."""
     for n in tl.static_range(len(x)):
-        if total is None:
-            total = tl.dot(x[n], y[n].T, input_precision="ieee")
-        else:
-            total = tl.dot(x[n], y[n].T, total, input_precision="ieee")
+        total = plus_product(total, x[n], y[n].T)
     return total
+
+
+@triton.jit
+def plus_product(total, x, y):
+    """total + x·y of two parts. In float32 the product is a sum of its own: errors grow with the length of a sum."""
+    if total is None:
+        return tl.dot(x, y, input_precision="ieee")
+    elif x.dtype == tl.float32:
+        return tl.fma(tl.dot(x, y, input_precision="ieee"), 1.0, total)  # Triton makes of + a longer sum
+    else:
+        return tl.dot(x, y, total)
+
+
+@triton.jit
+def over_features_and_tangent(x, x_dot, y, y_dot):
+    """x·yᵀ and its tangent x_dot·yᵀ + x·y_dotᵀ; a tangent of None is zero."""
+    total = tl.full([x[0].shape[0], y[0].shape[0]], 0.0, tl.float32)
+    total_dot = total
+    for n in tl.static_range(len(x)):  # part by part, each being read once for both
+        total = over_features((x[n],), (y[n],), total)
+        if x_dot is not None:
+            total_dot = over_features((x_dot[n],), (y[n],), total_dot)
+        if y_dot is not None:
+            total_dot = over_features((x[n],), (y_dot[n],), total_dot)
+    return total, total_dot
 
 
 @triton.jit
@@ -185,7 +210,7 @@ def over_tokens(weights, x, total):
     """total + weights·x, the weights rounded to the type of the tile x."""
     result = ()
     for n in tl.static_range(len(x)):
-        result = joined(result, tl.dot(weights.to(x[n].dtype), x[n], total[n], input_precision="ieee"))
+        result = joined(result, plus_product(total[n], weights.to(x[n].dtype), x[n]))
     return result
 
 

@@ -36,7 +36,7 @@ def grouped_matmul_bwd(
     narrow = do.astype(x.lhs.dtype)
     if "lhs" in wrt:
         product = x._replace(lhs=narrow, rhs=x.rhs.swapaxes(2, 3), existing_out=None)
-        problem = problem_of(product, not spec.transpose_rhs, scaled_features=True)
+        problem = problem_of(product, x.lhs.dtype, not spec.transpose_rhs, scaled_features=True)
         found["lhs"] = multiply(product, problem, x.lhs.dtype, config)
     if "rhs" in wrt:
         found["rhs"] = _matrices(x, narrow, x.rhs.dtype, spec, config)
@@ -50,7 +50,7 @@ def grouped_matmul_bwd(
 
 def _matrices(x: Operands, do: jax.Array, dtype, spec: GroupedMatmulSpec, config: KernelConfig) -> jax.Array:
     """drhs [b?, e, k, n]."""
-    problem = problem_of(x, spec.transpose_rhs)
+    problem = problem_of(x, dtype, spec.transpose_rhs)
     shape = jax.eval_shape(lambda rhs: in_memory(rhs, problem.transposed), x.rhs).shape
     lhs, do = x.lhs.reshape(-1, problem.K), do.reshape(-1, problem.N)
     rows, columns, depth = config.block_q, config.block_k, config.block_d

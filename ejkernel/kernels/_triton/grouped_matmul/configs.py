@@ -16,6 +16,12 @@ BACKWARD_LARGE = ((128, 256, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 32, 4, 
 BACKWARD = ((128, 128, 64, 4, 3), (128, 128, 32, 4, 6), (128, 256, 64, 8, 4))
 MIDDLE = ((64, 256, 64, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 4, 3))
 SMALL = ((16, 256, 64, 4, 4), (32, 128, 64, 4, 4), (16, 128, 128, 4, 4), (64, 256, 64, 4, 3))
+# Weights of 8 bits, which are converted on the way to a product: of two programs on a multiprocessor one converts while
+# the other multiplies.
+NARROW_LARGE = ((128, 128, 128, 4, 2), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3))
+NARROW_MIDDLE = ((64, 128, 128, 4, 3), (64, 256, 64, 4, 3), (32, 128, 128, 4, 4))
+NARROW_SMALL = ((16, 128, 128, 4, 4), (16, 256, 64, 4, 4), (32, 128, 128, 4, 4), (64, 128, 128, 4, 3))
+FLOAT16 = ((128, 128, 64, 8, 3), (64, 128, 64, 8, 3))  # with sums in float32, which need registers of their own
 FLOAT32 = ((64, 64, 16, 8, 2),)
 OLDER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 3))
 
@@ -32,17 +38,23 @@ def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: T
             platform=Platform.TRITON,
             backend=Backend.GPU,
         )
-        for rows, columns, depth, warps, stages in _candidates(operation, operands, target)
+        for rows, columns, depth, warps, stages in _candidates(operation, operands, spec, target)
     ]
 
 
-def _candidates(operation: str, operands: Operands, target: Target) -> tuple:
-    if operands.lhs.dtype == np.float32:
+def _candidates(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> tuple:
+    lhs, rhs = operands.lhs, operands.rhs
+    if lhs.dtype == np.float32:
         return FLOAT32
     if target.platform == "rocm" or target.compute_capability < 90:
         return OLDER
-    rows = operands.lhs.shape[1] / operands.rhs.shape[1]
-    if operation == "grouped_matmul_bwd":
+    backward, rows = operation == "grouped_matmul_bwd", lhs.shape[1] / rhs.shape[1]
+    in_float32 = operands.rhs_scale is not None if backward else spec.preferred_element_type == "float32"
+    if lhs.dtype == np.float16 and in_float32:
+        return FLOAT16
+    if rhs.dtype != lhs.dtype:
+        return NARROW_LARGE if rows > 96 else NARROW_MIDDLE if rows > 24 else NARROW_SMALL
+    if backward:
         return BACKWARD_LARGE if rows >= 768 else BACKWARD
     if rows > 96:
         return LARGE

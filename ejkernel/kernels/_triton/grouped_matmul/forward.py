@@ -24,8 +24,8 @@ BAND = 8
 def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
     """o."""
     x = Operands(*operands)
-    problem = problem_of(x, spec.transpose_rhs)
-    return Outputs(multiply(x, problem, result_dtype(x.lhs.dtype, spec), config))
+    dtype = result_dtype(x.lhs.dtype, spec)
+    return Outputs(multiply(x, problem_of(x, dtype, spec.transpose_rhs), dtype, config))
 
 
 def grouped_matmul_jvp(
@@ -33,7 +33,7 @@ def grouped_matmul_jvp(
 ) -> Outputs:
     """The tangent of o."""
     dtype = result_dtype(primals.lhs.dtype, spec)
-    product = lambda x: multiply(x, problem_of(x, spec.transpose_rhs), dtype, config)
+    product = lambda x: multiply(x, problem_of(x, dtype, spec.transpose_rhs), dtype, config)
     return Outputs(tangent(primals, tangents, product))
 
 
@@ -46,7 +46,7 @@ def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.
         lhs = _launch.described(lhs, (rows, depth))
         rhs = _launch.described(rhs, (1, columns, depth) if problem.transposed else (1, depth, columns))
     most = triton.cdiv(problem.N, columns) * (triton.cdiv(problem.M, rows) + min(problem.E + 1, problem.M))
-    programs = min(most, _launch.multiprocessors() * residents(config))
+    programs = min(most, _launch.multiprocessors() * residents(problem, config))
     return _launch.launch(
         rows_kernel,
         lhs,
@@ -67,9 +67,12 @@ def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.
     )
 
 
-def residents(config: KernelConfig) -> int:
-    """Programs that a multiprocessor holds at a time: two fill it where each has but one tensor core's warps."""
-    return 2 if config.num_warps <= 4 else 1
+def residents(problem: Problem, config: KernelConfig) -> int:
+    """Programs that a multiprocessor holds at a time: two fill it where each has but one tensor core's warps, and three
+    where they are small."""
+    if config.num_warps > 4:
+        return 1
+    return 3 if problem.narrow and config.block_q < 64 else 2
 
 
 @triton.jit
@@ -81,6 +84,8 @@ def rows_kernel(
 ):  # fmt: skip
     batch = tl.program_id(0) // PROGRAMS
     columns: tl.constexpr = (problem.N + BLOCK_N - 1) // BLOCK_N
+    # Tiles of less than 64 rows are multiplied with matrices in registers, not in shared memory.
+    BY_FOURS: tl.constexpr = problem.narrow and not problem.transposed and BLOCK_M < 64
     group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
     here = (group >= offset) & (group < offset + problem.E)
     count = tl.where(here, tl.cdiv(ends - starts, BLOCK_M), 0) * columns
@@ -115,8 +120,12 @@ def rows_kernel(
             )
             if rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles:
                 x = (x * tiles.load_scale(rhs_scale, batch, held, k, problem.K, problem, BLOCK_K)).to(x.dtype)
-            matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N).to(x.dtype)
-            total_tile = tiles.add_product(total_tile, x, matrix, problem)
+            matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N)
+            if BY_FOURS:
+                matrix = tiles.by_fours(matrix, BLOCK_K, BLOCK_N)
+            total_tile = tiles.add_product(total_tile, x, tiles.widened(matrix, x.dtype), problem)
+        if BY_FOURS:
+            total_tile = tiles.from_fours(total_tile, BLOCK_M, BLOCK_N)
 
         if rhs_scale is not None and not (problem.scaled_features and problem.scale_along_tiles):  # noqa: SIM102
             if tile < total:

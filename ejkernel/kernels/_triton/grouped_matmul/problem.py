@@ -19,7 +19,8 @@ class Problem:
         sizes_vary, offset_varies, rhs_varies: whether the operand has a batch axis.
         scale_strides: the steps of rhs_scale along batch, group, and columns of rhs; 0 where it is broadcast.
         scaled_features: rhs_scale belongs to the contracted features, not to the columns.
-        exact: the products are of float32.
+        apart: the products of tiles are added up by themselves, which errs less than the tensor cores do.
+        narrow: the matrices are of 8 bits.
         described: tiles are read through TMA descriptors, not pointers.
     """
 
@@ -35,7 +36,8 @@ class Problem:
     rhs_varies: bool
     scale_strides: tuple[int, int, int]
     scaled_features: bool
-    exact: bool
+    apart: bool
+    narrow: bool
     described: bool
 
     @property
@@ -53,8 +55,8 @@ class Problem:
         return self.scale_strides[2] != 0
 
 
-def problem_of(x: Operands, transposed: bool, scaled_features: bool = False) -> Problem:
-    """The product x.lhs · x.rhs, the latter logically [b?, e, k, n]."""
+def problem_of(x: Operands, dtype, transposed: bool, scaled_features: bool = False) -> Problem:
+    """The product x.lhs · x.rhs, the latter logically [b?, e, k, n], in a dtype."""
     (B, M, K), (_, E, _, N) = x.lhs.shape, x.rhs.shape
     varies = lambda a: a is not None and a.shape[0] > 1
     return Problem(
@@ -70,7 +72,8 @@ def problem_of(x: Operands, transposed: bool, scaled_features: bool = False) -> 
         rhs_varies=varies(x.rhs),
         scale_strides=_strides(x.rhs_scale),
         scaled_features=scaled_features,
-        exact=x.lhs.dtype == jnp.float32,
+        apart=dtype == jnp.float32 and x.lhs.dtype != jnp.bfloat16,
+        narrow=x.rhs.dtype != x.lhs.dtype,
         described=can_describe(x.lhs, x.rhs),
     )
 

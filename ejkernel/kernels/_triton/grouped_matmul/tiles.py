@@ -80,10 +80,30 @@ def load_matrix(rhs, which, k, n, problem: tl.constexpr, BLOCK_K: tl.constexpr, 
 
 
 @triton.jit
+def widened(tile, dtype: tl.constexpr):
+    """A tile in a dtype; floats of 8 bits come to bfloat16 by way of float32, as no fast instruction leads there."""
+    if tile.dtype.is_fp8() and dtype == tl.bfloat16:
+        tile = tile.to(tl.float32)
+    return tile.to(dtype)
+
+
+@triton.jit
+def by_fours(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns 0, 4, 8, …, then 1, 5, 9, …, so that a thread that multiplies reads four bytes at a time, not one."""
+    return tile.reshape(ROWS, COLUMNS // 4, 4).permute(0, 2, 1).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def from_fours(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of `by_fours` in their order."""
+    return tile.reshape(ROWS, 4, COLUMNS // 4).permute(0, 2, 1).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
 def add_product(total, x, y, problem: tl.constexpr):
-    """total + x · y. Float32 is added up tile by tile, which errs less than number by number; it is subtracted, as the
-    compiler would make one product of a product and a sum."""
-    if problem.exact:
+    """total + x · y. Where tiles are added up by themselves they are subtracted, as the compiler would make one product
+    of a product and a sum."""
+    if problem.apart:
         total -= tl.dot(-x, y, input_precision="ieee")
     else:
         total = tl.dot(x, y, total)

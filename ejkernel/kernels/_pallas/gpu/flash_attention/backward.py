@@ -11,7 +11,7 @@ it takes ds from shared memory, and adds ds·k to dq in device memory. In what o
 is not known, so dq is not the same in every run. dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
-the registers of these numbers.
+the registers of these numbers; with a softcap, which comes between, only the latter.
 """
 
 import itertools
@@ -37,7 +37,8 @@ from .launch import (
     sync,
     whole_eights,
 )
-from .problem import problem_of
+from .problem import LOG2_E, problem_of
+from .reach import Reach, reach_of, without_blind, without_unseen
 
 
 def flash_attention_bwd(
@@ -52,14 +53,18 @@ def flash_attention_bwd(
     problem = problem_of(primals, spec)
     plan = Plan(problem, config.block_q, config.num_stages)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
+    q, do = without_blind(primals, spec, problem, primals.q, do)
+    k, v = without_unseen(primals, spec, problem, primals.k, primals.v)
     delta = jnp.einsum("bshe,bshe->bhs", do, outputs.o, preferred_element_type=jnp.float32)
     if cotangents.lse is not None:
         delta -= cotangents.lse
     # Where nothing is seen, and past the end, the weights are exp(−∞).
-    start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / problem.scale))
+    unit = problem.scale if problem.softcap is None else 1 / LOG2_E
+    start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
-    dq, dk, dv = _gradients(*map(whole_eights, (*primals[:3], do)), *rows, plan)
+    seen_by = reach_of(primals, spec, problem, plan.keys, plan.block_q, of_keys=True)
+    dq, dk, dv = _gradients(*map(whole_eights, (q, k, v, do)), *rows, seen_by, plan)
     found = {"q": (dq * problem.scale).astype(problem.dtype)[:, : problem.S]}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
     if "sinks" in wrt:
@@ -70,14 +75,14 @@ def flash_attention_bwd(
     return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
 
 
-def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, plan: Plan):
+def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, seen_by: Reach | None, plan: Plan):
     """dq in float32 and without the scale, dk and dv."""
     block_q, stages, dtype = plan.block_q, plan.stages, plan.problem.dtype
     dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
     dk, dv = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
-        (q, k, v, do, start, delta, dq),
+        (q, k, v, do, start, delta, seen_by, dq),
         out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
         blocks=plan.blocks,
         warpgroups=WARPGROUPS,
@@ -102,7 +107,7 @@ def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Arr
 
 
 def _kernel(
-    q, k, v, do, start, delta, dq, dk, dv, *, plan: Plan,
+    q, k, v, do, start, delta, seen_by: Reach | None, dq, dk, dv, *, plan: Plan,
     held, streamed, ds_tiles, p_tile, dq_tile, held_full, q_full, do_full, ds_free,
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
@@ -111,7 +116,7 @@ def _kernel(
         """Computes the gradients that go to the outputs, and stores them by way of what was held."""
         plgpu.set_max_registers(216, action="increase")
         plgpu.barrier_wait(held_full)
-        body = partial(of, plan, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
+        body = partial(of, plan, seen_by, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
         gradients = pl.run_scoped(body, *(accumulator(ROWS, out.shape[3]) for out, _, _ in outputs))
         sync(DONE, WARPGROUPS)
         first, kv_head, batch = plan.tile()
@@ -131,13 +136,13 @@ def _kernel(
             at = batch, pl.ds(first + holder * ROWS, ROWS), kv_head
             for array, tile in zip((k, v), held, strict=True):
                 plgpu.copy_gmem_to_smem(array.at[at], tile.at[holder], held_full)
-        load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan)
-        steps = plan.steps()
+        load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan, seen_by)
+        steps = plan.steps(seen_by)
         lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
         plgpu.barrier_wait(held_full)
 
         def visit(step, _):
-            _collect(step, held[0], ds_tiles, ds_free, dq_tile, dq, plan)
+            _collect(step, held[0], ds_tiles, ds_free, dq_tile, dq, plan, seen_by)
 
             @pl.when(step + plan.stages < steps)
             def _():
@@ -155,11 +160,11 @@ def _kernel(
         lax.cond(number < 2, partial(hold, hold_both, of_keys, of_values), load_and_collect)
 
 
-def _load(arrays, tiles, full_barriers, plan: Plan, step: Array) -> None:
+def _load(arrays, tiles, full_barriers, plan: Plan, seen_by: Reach | None, step: Array) -> None:
     """Begins to load what belongs to the queries of a step."""
     (q, do, start, delta), (q_tiles, do_tiles, start_tiles, delta_tiles) = arrays, tiles
     q_full, do_full = (barrier.at[slot_of(step, plan.stages)] for barrier in full_barriers)
-    block, head = plan.place(step)
+    block, head = plan.place(seen_by, step)
     batch, rows, slot = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), slot_of(step, plan.stages)
     plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_tiles.at[slot], q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[slot], q_full)
@@ -167,10 +172,10 @@ def _load(arrays, tiles, full_barriers, plan: Plan, step: Array) -> None:
     plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[slot], do_full)
 
 
-def _collect(step: Array, k_tile, ds_tiles, ds_free, dq_tile, dq, plan: Plan) -> None:
+def _collect(step: Array, k_tile, ds_tiles, ds_free, dq_tile, dq, plan: Plan, seen_by: Reach | None) -> None:
     """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
     slot = slot_of(step, plan.ds_stages)
-    block, head = plan.place(step)
+    block, head = plan.place(seen_by, step)
     height, width = dq_tile.shape
     sync(plan.ds_full + slot, plan.holders + 1)
     for left in range(0, plan.problem.D, width):

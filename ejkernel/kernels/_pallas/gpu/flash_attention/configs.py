@@ -22,7 +22,12 @@ CONFIGS = {
         320: ((64, 64, 2), (64, 64, 3)),
         512: ((64, 64, 2),),
     },
-    "flash_attention_jvp": {128: ((128, 64, 4), (128, 64, 2)), 256: ((128, 64, 2),)},
+    "flash_attention_jvp": {
+        128: ((128, 64, 4), (128, 64, 2)),
+        256: ((128, 64, 2),),
+        320: ((128, 32, 2),),
+        512: ((128, 32, 1),),
+    },
 }
 
 
@@ -32,8 +37,8 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     features = operands.q.shape[3] + operands.v.shape[3]
     by_features = CONFIGS[operation]
     candidates = by_features[next(size for size in by_features if features <= size)]
-    if spec.window[0] is not None:  # three warpgroups have no registers for the masks of both ends
-        candidates = sorted(candidates, key=lambda blocks: blocks[0] > 128)
+    most = _most_queries(operation, operands, spec)
+    candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
             block_q=block_q,
@@ -45,3 +50,11 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         )
         for block_q, block_k, stages in candidates
     ]
+
+
+def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
+    """The largest block of queries for which registers suffice, beside masks and what a softcap leaves to remember."""
+    segmented = operands.q_segment_ids is not None
+    if operation == "flash_attention_bwd":
+        return 64 if segmented or spec.softcap is not None else 128
+    return 128 if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None else 192

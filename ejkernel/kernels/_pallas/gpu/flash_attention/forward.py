@@ -40,7 +40,8 @@ from .launch import (
     whole_eights,
 )
 from .problem import LOG2_E, Problem, Visits, after_first, problem_of, visits
-from .tiles import Statistics, indices, logits, seen, weights
+from .reach import Reach, of_sequences, reach_of, without_unseen
+from .tiles import Statistics, View, logits, seen, weights
 
 # Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory that a block of threads may use on one.
 PROCESSORS, SHARED_BYTES = 132, 227 * 1024
@@ -121,7 +122,9 @@ class Plan:
             return jnp.int32(1)
         return lax.div(self.tiles - 1 - lax.axis_index("block"), jnp.int32(self.blocks)) + 1
 
-    def visits(self, first: Array) -> Visits:
+    def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
+        if reach is not None:
+            return reach.visits(lax.div(first, jnp.int32(self.block_q)), batch)
         return visits(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
 
 
@@ -134,11 +137,12 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     if sinks is not None:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))
     q, o = shared((plan.block_q, problem.D), dtype), shared((plan.consumers, ROWS, problem.V), dtype)
-    arrays = (*map(whole_eights, operands[:3]), *(() if sinks is None else (sinks,)))
+    (v,) = without_unseen(operands, spec, problem, operands.v)
+    arrays = tuple(map(whole_eights, (operands.q, operands.k, v)))
     o, lse = launch(
         partial(_kernel, plan=plan),
         "flash_attention_forward",
-        arrays,
+        (arrays, sinks, reach_of(operands, spec, problem, plan.block_q, plan.block_k)),
         out_type=(
             jax.ShapeDtypeStruct((*arrays[0].shape[:3], problem.V), dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, plan.q_tiles * plan.block_q), jnp.float32),
@@ -155,11 +159,13 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
             v_full=plgpu.Barrier(num_barriers=stages),
         ),
     )
-    return Outputs(o[:, : problem.S], lse[:, :, : problem.S])
+    return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
 
 
-def _kernel(q, k, v, *refs, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full):
-    *sinks, o, lse = refs
+def _kernel(
+    arrays, sinks, reach: Reach | None, o, lse, *, plan: Plan,
+    q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full,
+):  # fmt: skip
     q_tile, o_tiles = q_and_o
     number = lax.axis_index("warpgroup")
     tiles = (q_tile, k_tiles, v_tiles), (q_full, k_full, v_full)
@@ -172,10 +178,12 @@ def _kernel(q, k, v, *refs, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_f
 
         def one(turn, step):
             first, head, batch = plan.tile(turn)
-            maximum = -jnp.inf if not sinks else sinks[0][batch, head]
-            total = 0.0 if not sinks else jnp.where(maximum == -jnp.inf, 0.0, 1.0)
+            visited = plan.visits(first, batch, reach)
+            maximum = -jnp.inf if sinks is None else sinks[batch, head]
+            total = 0.0 if sinks is None else jnp.where(maximum == -jnp.inf, 0.0, 1.0)
             start = Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS,), total, PER_ROW))
-            acc, last, step = _attend(*tiles, start, first, step, turn + 1 < plan.turns(), plan)
+            view = View(batch, first + number * ROWS, reach)
+            acc, last, step = _attend(*tiles, view, visited, start, step, turn + 1 < plan.turns(), plan)
             if plan.persistent:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             elif plan.problem.D != plan.problem.V:
@@ -194,17 +202,17 @@ def _kernel(q, k, v, *refs, plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_f
         lax.fori_loop(0, plan.turns(), one, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(number < plan.consumers, consume, lambda: _load((q, k, v), *tiles, plan))
+    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, *tiles, reach, plan))
 
 
-def _load(arrays, tiles, full_barriers, plan: Plan):
+def _load(arrays, tiles, full_barriers, reach: Reach | None, plan: Plan):
     """The warpgroup that loads: q of every tile, and its blocks of k and v into the slots as they come free."""
     (q, k, v), (q_tile, k_tiles, v_tiles), (q_full, k_full, v_full) = arrays, tiles, full_barriers
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
     def one(turn, step):
         first, head, batch = plan.tile(turn)
-        visited = plan.visits(first)
+        visited = plan.visits(first, batch, reach)
         pl.when(turn > 0)(lambda: sync(Q_FREE, plan.warpgroups))
         plgpu.copy_gmem_to_smem(q.at[batch, pl.ds(first, plan.block_q), head], q_tile, q_full)
 
@@ -223,10 +231,10 @@ def _load(arrays, tiles, full_barriers, plan: Plan):
     lax.fori_loop(0, plan.turns(), one, jnp.int32(0))
 
 
-def _attend(tiles, full_barriers, start: Statistics, first: Array, step: Array, more: Array, plan: Plan):
+def _attend(tiles, full_barriers, view: View, visited: Visits, start: Statistics, step: Array, more: Array, plan: Plan):
     """acc and the statistics of the rows of this warpgroup after all blocks, and the step of the pipeline by then."""
     (q_tile, k_tiles, v_tiles), (q_full, k_full, v_full) = tiles, full_barriers
-    problem, number, visited = plan.problem, lax.axis_index("warpgroup"), plan.visits(first)
+    problem, number = plan.problem, lax.axis_index("warpgroup")
     mine = q_tile.at[pl.ds(number * ROWS, ROWS)]
     products = accumulator(ROWS, plan.block_k)
     my_turn, your_turn = partial(sync, TURN + number, 2), partial(arrive, TURN + slot_of(number + 1, plan.consumers), 2)
@@ -234,9 +242,8 @@ def _attend(tiles, full_barriers, start: Statistics, first: Array, step: Array, 
     def softmax(qk, before, i, masked):
         ok = None
         if masked:
-            queries = indices(first + number * ROWS, 0, qk.shape)
-            keys = indices((visited.end - 1 - i) * plan.block_k, 1, qk.shape)
-            ok = seen(queries, keys, problem.K % plan.block_k > 0, problem)
+            first_key = (visited.end - 1 - i) * plan.block_k
+            ok = seen(view, first_key, qk.shape, problem.K % plan.block_k > 0, problem)
         return weights(logits(qk, problem), before, ok, problem)
 
     def begin(qk):

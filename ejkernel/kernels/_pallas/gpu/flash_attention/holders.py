@@ -7,9 +7,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import FIRST_BARRIER, PER_COLUMN, ROWS, accumulator, after, arrive, down, load_shared, slot_of, sync
-from .problem import LOG2_E, Problem, Visits, visits
-from .tiles import indices, seen
+from .launch import FIRST_BARRIER, PER_COLUMN, ROWS, accumulator, after, arrive, down, load_vector, slot_of, sync
+from .problem import Problem, Visits, visits
+from .reach import Reach
+from .tiles import View, logits, seen
 
 # Two warpgroups hold the gradients of keys, the third loads and collects.
 WARPGROUPS = 3
@@ -64,20 +65,21 @@ class Plan:
         j, batch_head = lax.rem(lax.axis_index("block"), tiles), lax.div(lax.axis_index("block"), tiles)
         return j * self.keys, lax.rem(batch_head, heads), lax.div(batch_head, heads)
 
-    def visits(self, first: Array) -> Visits:
-        low, high = self.problem.low, self.problem.high
-        low, high = None if high is None else -high, None if low is None else -low
-        return visits(first, self.keys, low, high, self.problem.S, self.block_q)
+    def visits(self, reach: Reach | None) -> Visits:
+        """Found again wherever it is needed: the warpgroups have no registers to remember it in."""
+        first, _, batch = self.tile()
+        if reach is not None:
+            return reach.visits(lax.div(first, jnp.int32(self.keys)), batch)
+        return visits(first, self.keys, *self.problem.band(of_keys=True), self.problem.S, self.block_q)
 
-    def steps(self) -> Array:
+    def steps(self, reach: Reach | None) -> Array:
         """Blocks of queries of all the heads that share the keys."""
-        visited = self.visits(self.tile()[0])
+        visited = self.visits(reach)
         return (visited.end - visited.begin) * self.problem.group
 
-    def place(self, step: Array) -> tuple[Array, Array]:
+    def place(self, reach: Reach | None, step: Array) -> tuple[Array, Array]:
         """The block of queries and the head of a step: one head of the group after the other."""
-        first, kv_head, _ = self.tile()
-        visited = self.visits(first)
+        (_, kv_head, _), visited = self.tile(), self.visits(reach)
         blocks = visited.end - visited.begin
         return visited.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
 
@@ -85,33 +87,43 @@ class Plan:
 # ---- The parts of a step
 
 
-def _weigh(plan: Plan, holder: Array | int, held, streamed, step: Array) -> Array:
-    """p = exp(s − lse) of the keys of a holder and the queries of a step."""
-    problem, slot, first = plan.problem, slot_of(step, plan.stages), plan.tile()[0]
-    visited, uneven_keys = plan.visits(first), problem.K % plan.keys > 0
+def _weigh(plan: Plan, holder: Array | int, reach: Reach | None, held, streamed, step: Array) -> tuple[Array, Array]:
+    """p = exp(s − lse) of the keys of a holder and the queries of a step, and p times what a softcap makes of slopes.
 
-    def masked(s, block):
-        keys, queries = indices(first + holder * ROWS, 0, s.shape), indices(block * plan.block_q, 1, s.shape)
-        return jnp.where(seen(queries, keys, uneven_keys, problem), s, -jnp.inf)
+    With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and its slope is 1 − t² of that of scale·q·k.
+    """
+    problem, slot, (first, _, batch) = plan.problem, slot_of(step, plan.stages), plan.tile()
+    uneven_keys = problem.K % plan.keys > 0 and reach is None
+
+    def masked(exponents, block):
+        view = View(batch, first + holder * ROWS, reach, of_keys=True)
+        ok = seen(view, block * plan.block_q, exponents.shape, uneven_keys, problem)
+        return jnp.where(ok, exponents, -jnp.inf)
 
     def scoped(s):
-        s[...] = down(load_shared(streamed[2].at[slot], PER_COLUMN), s)
+        start = down(load_vector(streamed[2].at[slot], PER_COLUMN), s)
+        if problem.softcap is None:
+            s[...] = start
         plgpu.wgmma(s, held[0].at[holder], streamed[0].at[slot].T)
-        s = s[...]
-        if uneven_keys or problem.low is not None or problem.high is not None:
-            block, _ = plan.place(step)
+        t = logits(s[...], problem)
+        exponents = t * problem.exponent + (0 if problem.softcap is None else start)
+        if uneven_keys or problem.cut:
+            visited, (block, _) = plan.visits(reach), plan.place(reach, step)
             whole = (block >= visited.first_whole) & (block < visited.last_whole)
             if uneven_keys:
                 whole &= first + plan.keys <= problem.K
-            s = lax.cond(whole, lambda: s, lambda: masked(s, block))
-        return jnp.exp2(s * (problem.scale * LOG2_E)).astype(problem.dtype)
+            exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
+        p = jnp.exp2(exponents)
+        weights = (p,) if problem.softcap is None else (p, p * (1 - t * t))
+        return tuple(x.astype(problem.dtype) for x in weights)
 
-    return lax.optimization_barrier(pl.run_scoped(scoped, accumulator(ROWS, plan.block_q)))
+    weights = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(ROWS, plan.block_q)))
+    return weights[0], weights[-1]
 
 
 def _begin_slopes(plan: Plan, holder: Array | int, held, streamed, slot: Array, delta_slot: Array, dp) -> None:
     """Begins dp − delta."""
-    dp[...] = down(load_shared(streamed[3].at[delta_slot], PER_COLUMN), dp)
+    dp[...] = down(load_vector(streamed[3].at[delta_slot], PER_COLUMN), dp)
     plgpu.wgmma(dp, held[1].at[holder], streamed[1].at[slot].T)
 
 
@@ -127,7 +139,7 @@ def _hand_over(ds: Array, holder: Array | int, ds_tiles, ds_free, step: Array, p
 # ---- The warpgroups: each returns the gradients of its keys after all steps, dk without the scale
 
 
-def hold_both(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
+def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
     """Up to 128 features: each of two warpgroups has its own keys, and both gradients."""
     del p_tile
     (q_full, do_full, ds_free), holder = barriers, lax.axis_index("warpgroup")
@@ -135,13 +147,14 @@ def hold_both(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[slot])
-        p = _weigh(plan, holder, held, streamed, step)
+        p, p_sloped = _weigh(plan, holder, reach, held, streamed, step)
         plgpu.barrier_wait(do_full.at[slot])
 
         def scoped(dp):
             _begin_slopes(plan, holder, held, streamed, slot, after(p, slot), dp)
             plgpu.wgmma(dv, p, streamed[1].at[slot])
-            return (p.astype(jnp.float32) * plgpu.wgmma_accumulator_load(dp, wait_n=1)).astype(plan.problem.dtype)
+            dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+            return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
 
         ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
         plgpu.wgmma(dk, ds, streamed[0].at[slot])
@@ -149,11 +162,11 @@ def hold_both(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(), visit, None)
+    lax.fori_loop(0, plan.steps(reach), visit, None)
     return dk[...], dv[...]
 
 
-def hold_values(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dv):
+def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dv):
     """More features: the first warpgroup computes p and dv …"""
     del ds_tiles
     q_full, do_full, _ = barriers
@@ -161,22 +174,22 @@ def hold_values(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dv):
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[slot])
-        p = _weigh(plan, 0, held, streamed, step)
+        p, p_sloped = _weigh(plan, 0, reach, held, streamed, step)
         plgpu.barrier_wait(do_full.at[slot])
         plgpu.wgmma(dv, p, streamed[1].at[slot])
         pl.when(step > 0)(lambda: sync(P_FREE, 2))
-        p_tile[...] = p
+        p_tile[...] = p_sloped
         arrive(P_FULL, 2)
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(), visit, None)
+    lax.fori_loop(0, plan.steps(reach), visit, None)
     return (dv[...],)
 
 
-def hold_keys(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dk):
+def hold_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dk):
     """… and the second, of the same keys, ds and dk."""
-    (_, do_full, ds_free), last = barriers, plan.steps() - 1
+    (_, do_full, ds_free), last = barriers, plan.steps(reach) - 1
 
     def visit(step, _):
         slot = slot_of(step, plan.stages)
@@ -196,5 +209,5 @@ def hold_keys(plan: Plan, held, streamed, ds_tiles, p_tile, barriers, dk):
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(), visit, None)
+    lax.fori_loop(0, plan.steps(reach), visit, None)
     return (dk[...],)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -23,10 +24,15 @@ FIRST_BARRIER = 4
 
 
 def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict):
-    """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups."""
+    """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups.
+
+    An operand may be a tree of arrays, and is one of refs then.
+    """
+    arrays, tree = jax.tree.flatten(operands)
 
     def body(*refs):
-        pl.run_scoped(partial(kernel, *refs), **scratch, collective_axes="warpgroup")
+        given = jax.tree.unflatten(tree, refs[: len(arrays)])
+        pl.run_scoped(partial(kernel, *given, *refs[len(arrays) :]), **scratch, collective_axes="warpgroup")
 
     return pl.kernel(
         body,
@@ -39,13 +45,16 @@ def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: 
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         name=name,
-    )(*operands)
+    )(*arrays)
 
 
-def shared(shape: tuple[int, ...], dtype: Any):
-    """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it."""
-    width = 128 // np.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+def shared(shape: tuple[int, ...], dtype: Any, swizzle: int = 128):
+    """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it.
+
+    A second operand of `rows` rows, which the product sums over, takes a swizzle of as many numbers at most.
+    """
+    width = swizzle // np.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)))
 
 
 def whole_eights(x: Array) -> Array:
@@ -73,11 +82,11 @@ def down(columns: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(columns, like.shape, [1])
 
 
-def load_shared(ref, layout) -> Array:
-    """A vector from shared memory in a layout."""
+def load_vector(ref, layout, optimized: bool = True) -> Array:
+    """A vector from shared memory in a layout; not `optimized`, from device memory."""
     wants_index = inspect.signature(plgpu.load).parameters.get("idx")  # in jax 0.10
     index = ((),) if wants_index is not None and wants_index.default is wants_index.empty else ()
-    return plgpu.load(ref, *index, layout=layout)
+    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
 def slot_of(step: Array, stages: int) -> Array:

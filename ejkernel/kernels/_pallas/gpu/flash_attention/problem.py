@@ -22,7 +22,8 @@ class Problem:
         B, S, K, H, G, D, V: batch, queries, keys, query heads, key/value heads, and the two feature sizes.
         scale: the factor of q·kᵀ.
         softcap: logits become softcap·tanh(logits / softcap).
-        low, high: query i sees the keys j with i + low ≤ j ≤ i + high; None where unbounded.
+        low, high: query i sees the keys j with i + low ≤ j ≤ i + high; None where unbounded, and in packed calls.
+        packed, segmented: what more is to be said of who sees whom is in arrays, see reach.py.
         dtype: of q, k, v and o.
     """
 
@@ -37,6 +38,8 @@ class Problem:
     softcap: float | None
     low: int | None
     high: int | None
+    packed: bool
+    segmented: bool
     dtype: np.dtype
 
     @property
@@ -49,6 +52,17 @@ class Problem:
         """What `tiles.logits` returns times this is an exponent of two."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
+    @property
+    def cut(self) -> bool:
+        """Blocks before the last may be seen in part."""
+        return self.low is not None or self.high is not None or self.packed or self.segmented
+
+    def band(self, of_keys: bool) -> tuple[int | None, int | None]:
+        """(low, high) of queries, or of keys: key j is seen by the queries i with j − high ≤ i ≤ j − low."""
+        if not of_keys:
+            return self.low, self.high
+        return None if self.high is None else -self.high, None if self.low is None else -self.low
+
 
 def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     """The problem that a call poses."""
@@ -57,10 +71,11 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     left, right = spec.window
     if spec.causal:
         right = 0 if right is None else min(right, 0)
-    low = None if left is None else K - S - left
-    high = None if right is None else K - S + right
+    packed, segmented = operands.cu_seqlens_q is not None, operands.q_segment_ids is not None
+    low = None if left is None or packed else K - S - left
+    high = None if right is None or packed else K - S + right
     dtype = np.dtype(operands.q.dtype)
-    return Problem(B, S, K, H, G, D, V, spec.softmax_scale, spec.softcap, low, high, dtype)
+    return Problem(B, S, K, H, G, D, V, spec.softmax_scale, spec.softcap, low, high, packed, segmented, dtype)
 
 
 class Visits(NamedTuple):
@@ -73,19 +88,24 @@ class Visits(NamedTuple):
 
 
 def visits(first: Array, held: int, low: int | None, high: int | None, length: int, step: int) -> Visits:
-    """The blocks of `step` y's, of `length`, that x's in [first, first + held) see, where x + low ≤ y ≤ x + high.
-
-    At least one block: the rows that see nothing have to be written as well.
-    """
+    """The blocks of `step` y's, of `length`, that x's in [first, first + held) see, where x + low ≤ y ≤ x + high."""
     blocks = -(-length // step)
     begin = first_whole = jnp.int32(0)
     end, last_whole = jnp.int32(blocks), jnp.int32(length // step)
     if high is not None:
-        end = jnp.clip(_floor(first + held + high + step - 1, step), 1, blocks)
+        end = jnp.minimum(end, _floor(first + held + high + step - 1, step))
         last_whole = jnp.minimum(last_whole, _floor(first + high + 1, step))
     if low is not None:
-        begin = jnp.minimum(_floor(first + low, step), end - 1)
+        begin = _floor(first + low, step)
         first_whole = _floor(first + held - 1 + low + step - 1, step)
+    return at_least_one(Visits(begin, end, first_whole, last_whole), blocks)
+
+
+def at_least_one(visited: Visits, blocks: int) -> Visits:
+    """At least one of the blocks, for rows that see nothing have to be written as well, and the whole ones of these."""
+    begin, end, first_whole, last_whole = visited
+    end = jnp.clip(end, 1, blocks)
+    begin = jnp.minimum(begin, end - 1)
     last_whole = jnp.clip(last_whole, begin, end)
     return Visits(begin, end, jnp.clip(first_whole, begin, last_whole), last_whole)
 
@@ -96,10 +116,10 @@ def after_first(visited: Visits, visit: Callable, carry: Any, problem: Problem) 
     begin_whole, end_whole, end = (
         visited.end - bound for bound in (visited.last_whole, visited.first_whole, visited.begin)
     )
-    if problem.low is not None or problem.high is not None:
+    if problem.cut:
         carry = lax.fori_loop(1, begin_whole, masked, carry)
     carry = lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
-    if problem.low is not None:
+    if problem.low is not None or problem.packed or problem.segmented:
         carry = lax.fori_loop(jnp.maximum(end_whole, 1), end, masked, carry)
     return carry
 

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import WGMMA, across
+from .launch import PER_COLUMN, PER_ROW, WGMMA, across, down, load_vector
 from .problem import LOG2_E, Problem
+from .reach import Reach
 
 
 class Statistics(NamedTuple):
@@ -32,16 +34,41 @@ def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
 
 
-def seen(i: Array, j: Array, uneven_keys: bool, problem: Problem) -> Array | None:
-    """Whether queries i see keys j, which may lie past the end where there are `uneven_keys`; None where all do."""
+class View(NamedTuple):
+    """The batch index and the first row of a tile, rows being queries or keys, and what arrays say of whom it sees."""
+
+    batch: Array
+    row: Array
+    reach: Reach | None
+    of_keys: bool = False
+
+
+def seen(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem) -> Array | None:
+    """Who sees whom in a tile that begins at a column, keys perhaps past the end if `uneven_keys`; None if all do."""
+    batch, row, reach, of_keys = view
+    rows, columns = indices(row, 0, shape), indices(column, 1, shape)
     conditions = []
-    if uneven_keys:
-        conditions.append(j < problem.K)
-    if problem.high is not None:
-        conditions.append(j <= i + problem.high)
-    if problem.low is not None:
-        conditions.append(j >= i + problem.low)
+    if reach is not None and reach.ranges is not None:
+        low, high = (across(_load(x, batch, row, shape[0], PER_ROW), rows) for x in reach.ranges)
+        conditions += [columns >= low, columns < high]
+    elif reach is not None:
+        of_rows, of_columns = reach.ids
+        ids = across(_load(of_rows, batch, row, shape[0], PER_ROW), rows)
+        conditions.append(ids == down(_load(of_columns, batch, column, shape[1], PER_COLUMN), columns))
+    elif uneven_keys:
+        conditions.append((rows if of_keys else columns) < problem.K)
+    low, high = problem.band(of_keys)
+    if high is not None:
+        conditions.append(columns <= rows + high)
+    if low is not None:
+        conditions.append(columns >= rows + low)
     return reduce(operator.and_, conditions) if conditions else None
+
+
+def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
+    """Of vectors [b, n] in device memory a part of one."""
+    batch = batch if vectors.shape[0] > 1 else 0
+    return load_vector(vectors.at[batch, pl.ds(first, length)], layout, optimized=False)
 
 
 def weights(s: Array, before: Statistics, ok: Array | None, problem: Problem) -> tuple[Array, Statistics, Array]:

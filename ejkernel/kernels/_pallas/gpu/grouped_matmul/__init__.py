@@ -1,0 +1,53 @@
+"""The backward of grouped_matmul on Hopper GPUs: the gradient of the matrices by a Pallas kernel, in Mosaic GPU.
+
+The forward and the gradient of the rows, the same product with the matrices transposed, are left to the portable tier.
+What stands here imports no Pallas; the kernel is imported when it is first needed.
+"""
+
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.kernels._tier import Tier
+from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
+from ejkernel.types import Backend, Platform, Target
+
+HOPPER = 90
+# Columns of a tile of 8 rows in shared memory, and rows of a group that fill one tile of rows.
+WIDTH, ROWS = 64, 64
+
+
+def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward cannot run on these operands (arrays or shapes), or None."""
+    lhs, rhs = operands.lhs, operands.rhs
+    if target.platform != "cuda":
+        return f"Mosaic GPU runs on cuda, not on {target.platform}"
+    if target.compute_capability != HOPPER:
+        return f"the kernel is for compute capability 9.0, not {target.compute_capability / 10}"
+    if lhs.dtype.name not in ("bfloat16", "float16") or rhs.dtype != lhs.dtype:
+        return f"lhs is {lhs.dtype} and rhs {rhs.dtype}; the kernel takes bfloat16 or float16, the same for both"
+    if 0 in lhs.shape or lhs.shape[1] % 8:
+        return f"{lhs.shape[1]} rows; the kernel loads them by eights"
+    if lhs.shape[2] % WIDTH or rhs.shape[3] % WIDTH:
+        return f"{lhs.shape[2]} features and {rhs.shape[3]} columns; the kernel takes multiples of {WIDTH}"
+    if lhs.shape[1] < ROWS * rhs.shape[1]:
+        return f"{lhs.shape[1]} rows for {rhs.shape[1]} groups; the tiles of the kernel are for {ROWS} a group or more"
+    if rhs.shape[0] < lhs.shape[0]:
+        return "a batch shares the matrices"
+    if operands.rhs_scale is not None:
+        return "rhs_scale: the kernel has none"
+    return None
+
+
+_tier = Tier(
+    __name__,
+    "grouped_matmul",
+    GroupedMatmulSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.GPU,
+    priority=200,
+    custom_calls=kernel_registry.get("grouped_matmul", Platform.TRITON, Backend.GPU).custom_calls,
+)
+
+grouped_matmul_bwd = _tier.backward("backward", supports)
+
+_tier.register("grouped_matmul", grouped_matmul_bwd)

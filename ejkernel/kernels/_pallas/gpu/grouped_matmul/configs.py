@@ -1,0 +1,31 @@
+"""Which configs the backward of grouped_matmul is run with on Hopper.
+
+block_q is the rows of a tile of the gradient of a matrix, block_k its columns, block_d how many rows of a group are
+multiplied at a time. With four of such in flight there is room to store but half of a tile at once, which pays where
+groups are long.
+"""
+
+from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+# (block_k, num_stages)
+LONG = ((256, 4), (256, 3))
+SHORT = ((256, 3), (256, 4), (128, 4))
+LEAST_ROWS = 512  # of a long group
+
+
+def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> list[KernelConfig]:
+    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    rows = operands.lhs.shape[1] / operands.rhs.shape[1]
+    return [
+        KernelConfig(
+            block_q=128,
+            block_k=columns,
+            block_d=64,
+            num_warps=12,
+            num_stages=stages,
+            platform=Platform.PALLAS,
+            backend=Backend.GPU,
+        )
+        for columns, stages in (LONG if rows >= LEAST_ROWS else SHORT)
+    ]

@@ -1,0 +1,223 @@
+"""The kernel for the gradient of the matrices: of each group g of the rows of x [m, r] and y [m, c],
+
+    z_g = Σ_{i∈g} x_iᵀ · y_i
+
+A fixed number of blocks of threads share the tiles of all z, those of one matrix after those of another. In a block two
+warpgroups multiply, 64 rows of a tile each, and a third loads what they need next, be it for this tile or the one that
+follows; the tensor memory accelerator stores a tile while the next is computed. No two blocks add to one number.
+
+Rows are loaded in tiles that begin at multiples of 8. What the first and the last tile of a group hold of other rows,
+which may be NaN, is set to 0 in shared memory.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ..flash_attention.launch import (
+    FIRST_BARRIER,
+    ROWS,
+    WGMMA,
+    accumulator,
+    arrive,
+    launch,
+    load_vector,
+    shared,
+    slot_of,
+    sync,
+)
+from ..flash_attention.tiles import indices
+
+# Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory for tiles in a block of threads.
+PROCESSORS, SHARED_BYTES = 132, 226 * 1024
+CONSUMERS, WARPGROUPS = 2, 3
+REGISTERS = 232, 40  # of a thread that multiplies, and of one that loads
+EDGES = 2  # tiles of rows of a group that may hold others
+BAND = 8  # tiles of rows that are visited together for each tile of columns
+MASKED, FREE = FIRST_BARRIER, FIRST_BARRIER + 1  # named barriers: from the latter on, one for each slot
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shapes of z, [groups, rows, columns], its tiles, and how the tiles are dealt out."""
+
+    groups: int
+    rows: int
+    columns: int
+    block_columns: int
+    depth: int
+    stages: int
+    dtype: np.dtype
+
+    @property
+    def block_rows(self) -> int:
+        return CONSUMERS * ROWS
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a tile is stored, one after the other: as few as shared memory has room for."""
+        inputs = self.stages * self.depth * (self.block_rows + self.block_columns)
+        room = SHARED_BYTES // self.dtype.itemsize - inputs
+        return next(n for n in (1, 2, 4) if self.block_rows * self.block_columns // n <= room)
+
+    @property
+    def down(self) -> int:
+        return -(-self.rows // self.block_rows)
+
+    @property
+    def across(self) -> int:
+        return -(-self.columns // self.block_columns)
+
+    @property
+    def tiles(self) -> int:
+        return self.groups * self.down * self.across
+
+    @property
+    def blocks(self) -> int:
+        return min(PROCESSORS, self.tiles)
+
+    def turns(self) -> Array:
+        """How many tiles this block of threads has."""
+        return lax.div(self.tiles - 1 - lax.axis_index("block"), jnp.int32(self.blocks)) + 1
+
+    def group(self, turn: Array) -> Array:
+        number = lax.axis_index("block") + jnp.minimum(turn, self.turns() - 1) * self.blocks
+        return lax.div(number, jnp.int32(self.down * self.across))
+
+    def tile(self, turn: Array) -> tuple[Array, Array]:
+        """The first row and the first column of the tile that this block of threads has in its `turn`."""
+        number = lax.rem(lax.axis_index("block") + turn * self.blocks, jnp.int32(self.down * self.across))
+        band = lax.div(number, jnp.int32(BAND * self.across))
+        height = jnp.minimum(self.down - band * BAND, BAND)
+        within = number - band * BAND * self.across
+        return (band * BAND + lax.rem(within, height)) * self.block_rows, lax.div(within, height) * self.block_columns
+
+
+def multiply_groups(x: Array, y: Array, starts: Array, ends: Array, plan: Plan) -> Array:
+    """z [groups, rows, columns] of the groups that are the rows from starts [groups] to ends [groups]."""
+    width = plan.block_columns
+    return launch(
+        partial(_kernel, plan=plan),
+        "grouped_matmul_matrices",
+        (starts, ends, x, y),
+        out_type=jax.ShapeDtypeStruct((plan.groups, plan.rows, plan.columns), plan.dtype),
+        blocks=plan.blocks,
+        warpgroups=WARPGROUPS,
+        scratch=dict(
+            x_tiles=shared((plan.stages, CONSUMERS, plan.depth, ROWS), plan.dtype),
+            y_tiles=shared((plan.stages, plan.depth, width), plan.dtype),
+            z_tiles=shared((CONSUMERS, ROWS, width // plan.parts), plan.dtype),
+            full=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=CONSUMERS + 1),
+        ),
+    )
+
+
+def _kernel(starts, ends, x, y, z, *, plan: Plan, x_tiles, y_tiles, z_tiles, full):
+    number, turns = lax.axis_index("warpgroup"), plan.turns()
+
+    def bounds(turn):
+        group = plan.group(turn)
+        return starts[group], ends[group]
+
+    def multiply():
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        for slot in range(plan.stages):
+            arrive(FREE + slot, WARPGROUPS)
+
+        def one(turn, carry):
+            step, *found = carry
+            following = bounds(turn + 1)
+            step = _tile(turn, step, *found, z, x_tiles, y_tiles, z_tiles, full, plan)
+            return step, *following
+
+        lax.fori_loop(0, turns, one, (jnp.int32(0), *bounds(jnp.int32(0))))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def load():
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
+
+        def one(turn, carry):
+            step, start, end = carry
+            following = bounds(turn + 1)
+            row, column = plan.tile(turn)
+
+            def fetch(i, _):
+                slot = slot_of(step + i, plan.stages)
+                rows = pl.ds(pl.multiple_of(_first_row(i, start, end, plan), 8), plan.depth)
+                sync(FREE + slot, WARPGROUPS)
+                for part in range(CONSUMERS):
+                    mine = pl.ds(row + part * ROWS, ROWS)
+                    plgpu.copy_gmem_to_smem(x.at[rows, mine], x_tiles.at[slot, part], full.at[slot])
+                plgpu.copy_gmem_to_smem(y.at[rows, pl.ds(column, plan.block_columns)], y_tiles.at[slot], full.at[slot])
+
+            steps = _steps(start, end, plan)
+            lax.fori_loop(0, steps, fetch, None)
+            return step + steps, *following
+
+        lax.fori_loop(0, turns, one, (jnp.int32(0), *bounds(jnp.int32(0))))
+
+    lax.cond(number < CONSUMERS, multiply, load)
+
+
+def _tile(turn, step, start, end, z, x_tiles, y_tiles, z_tiles, full, plan: Plan):
+    """Computes and stores the rows of this warpgroup of one tile; returns the step of the pipeline after it."""
+    number, steps = lax.axis_index("warpgroup"), _steps(start, end, plan)
+    group, (row, column) = plan.group(turn), plan.tile(turn)
+
+    def scoped(total):
+        def visit(i, _, edge):
+            slot = slot_of(step + i, plan.stages)
+            plgpu.barrier_wait(full.at[slot])
+            if edge:
+                first, half = _first_row(i, start, end, plan), plan.block_columns // CONSUMERS
+                _mask(x_tiles.at[slot, number], first, start, end)
+                _mask(y_tiles.at[slot, :, pl.ds(pl.multiple_of(number * half, half), half)], first, start, end)
+                sync(MASKED, CONSUMERS)
+            plgpu.wgmma(total, x_tiles.at[slot, number].T, y_tiles.at[slot])
+            plgpu.wgmma_wait(1)
+            pl.when(i > 0)(lambda: arrive(FREE + slot_of(step + i - 1, plan.stages), WARPGROUPS))
+
+        lax.fori_loop(0, jnp.minimum(steps, EDGES), partial(visit, edge=True), None)
+        lax.fori_loop(EDGES, steps, partial(visit, edge=False), None)
+        plgpu.wgmma_wait(0)
+        pl.when(steps > 0)(lambda: arrive(FREE + slot_of(step + steps - 1, plan.stages), WARPGROUPS))
+        return total[...]
+
+    total = pl.run_scoped(scoped, accumulator(ROWS, plan.block_columns)).astype(plan.dtype)
+    width = plan.block_columns // plan.parts
+    for part in range(plan.parts):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        z_tiles[number] = total[:, part * width : (part + 1) * width]
+        plgpu.commit_smem()
+        at = group, pl.ds(row + number * ROWS, ROWS), pl.ds(column + part * width, width)
+        plgpu.copy_smem_to_gmem(z_tiles.at[number], z.at[at])
+    return step + steps
+
+
+def _mask(tile, first: Array, start: Array, end: Array) -> None:
+    """Sets to 0 what a tile of the rows from `first` on holds of other rows than those from `start` to `end`."""
+    rows = indices(first, 0, tile.shape)
+    x = load_vector(tile, WGMMA)
+    tile[...] = jnp.where((rows >= start) & (rows < end), x, jnp.zeros((), x.dtype))
+    plgpu.commit_smem()
+
+
+def _first_row(i: Array, start: Array, end: Array, plan: Plan) -> Array:
+    """Of the tile of rows of step i: the first tile of a group, then the last, then those between."""
+    tile = jnp.where(i == 0, 0, jnp.where(i == 1, _steps(start, end, plan) - 1, i - 1))
+    return _aligned(start) + tile * plan.depth
+
+
+def _aligned(row: Array) -> Array:
+    return lax.div(row, jnp.int32(8)) * 8
+
+
+def _steps(start: Array, end: Array, plan: Plan) -> Array:
+    """Tiles of rows of a group."""
+    return jnp.where(end > start, lax.div(end - _aligned(start) + plan.depth - 1, jnp.int32(plan.depth)), 0)

@@ -1,0 +1,226 @@
+"""The tangent: states and their tangents forwards in time, then the tangents of all chunks at once.
+
+With h the state that a chunk begins with, ẋ the tangent of x, E_ij = exp(G_i − G_j) and S_ij = q_iᵀ E_ij k_j for j ≤ i
+(of the exponentials there may be one for each feature):
+
+    ȯ_i = scale (exp(G_i) ((q̇_i + Ġ_i q_i)ᵀ h + q_iᵀ ḣ) + Σ_j (Ṡ_ij v_j + S_ij v̇_j))
+    Ṡ_ij = (q̇_i + Ġ_i q_i)ᵀ E_ij k_j + q_iᵀ E_ij (k̇_j − Ġ_j k_j)
+    ḣ' = exp(T) (ḣ + Ṫ h) + Σ_j exp(T − G_j) (k̇_j v_jᵀ + k_j v̇_jᵀ + (Ṫ − Ġ_j) k_j v_jᵀ)
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
+from ejkernel.types import KernelConfig
+
+from . import tiles
+from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
+from .states import WARPS
+
+
+def recurrence_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: KernelConfig
+) -> Outputs:
+    """The tangents of o and the final state; a tangent of None is zero."""
+    x, dot = (gamma_of_batch(operands, primals.q.shape[0]) for operands in (primals, tangents))
+    p = problem_of(x, spec, config.block_q)
+    places = places_of(x, p)
+    rows, columns, block = min(config.block_d, p.D_PAD), min(config.block_d, p.V_PAD), min(config.block_k, p.V_PAD)
+    kept = jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32)
+    states, states_dot, final_dot = _launch.launch(
+        states_kernel,
+        *(x.k, x.v, x.g, x.gk, x.g_gamma, x.initial_state),
+        *(dot.k, dot.v, dot.g, dot.gk, dot.g_gamma, dot.initial_state),
+        *places[:3],
+        out_type=(kept, kept, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)),
+        grid=p.B * p.sequences * p.H * triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns),
+        config=KernelConfig(block_q=config.block_q, num_warps=WARPS, num_stages=1),
+        p=p,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
+    o_dot = _launch.launch(
+        outputs_kernel,
+        *(x.q, x.k, x.v, x.g, x.gk, x.g_gamma),
+        *(dot.q, dot.k, dot.v, dot.g, dot.gk, dot.g_gamma),
+        *(states, states_dot, *places[:4]),
+        out_type=jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype),
+        grid=p.B * p.chunks * p.H * triton.cdiv(p.V, block),
+        config=config,
+        p=p,
+        BLOCK=block,
+    )
+    return Outputs(zero_elsewhere(o_dot, places), final_dot)
+
+
+@triton.jit
+def states_kernel(
+    k, v, g, gk, g_gamma, start, k_dot, v_dot, g_dot, gk_dot, g_gamma_dot, start_dot, first, length, chunk,
+    states, states_dot, end_dot,
+    p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
+    moving: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
+    pid = tl.program_id(0)
+    column, row = pid % blocks * COLUMNS, pid // blocks % row_blocks * ROWS
+    pid = pid // (blocks * row_blocks)
+    head, n, batch = pid % p.H, pid // p.H % p.sequences, pid // (p.H * p.sequences)
+    token, tokens, first_chunk = tiles.sequence_at(batch, n, first, length, chunk, p)
+    number = (batch * p.sequences + n) * p.H + head
+    state = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    dot = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    if start is not None:
+        address, exists = tiles.state_pointers(start, number, row, ROWS, column, COLUMNS, p)
+        state += tl.load(address, mask=exists, other=0.0)
+    if start_dot is not None:
+        address, exists = tiles.state_pointers(start_dot, number, row, ROWS, column, COLUMNS, p)
+        dot += tl.load(address, mask=exists, other=0.0)
+    kv_head = head // p.group
+    for c in tl.range(0, (tokens + p.C - 1) // p.C):
+        at, left = token + p.step * (c * p.C), tokens - c * p.C
+        of_chunk = (batch * p.chunks + first_chunk + c) * p.H + head
+        kept, inside = tiles.state_pointers(states, of_chunk, row, ROWS, column, COLUMNS, p)
+        tl.store(kept, state.to(states.dtype.element_ty), mask=inside)
+        kept, inside = tiles.state_pointers(states_dot, of_chunk, row, ROWS, column, COLUMNS, p)
+        tl.store(kept, dot.to(states.dtype.element_ty), mask=inside)
+        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p)
+        v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p)
+        _, _, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+        if moving:
+            _, _, U_dot, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p)
+            dot += state * (T_dot[:, None] if p.by_feature else T_dot)
+        dot = tiles.decayed(dot, T, p)
+        # The decay's part is one of k or of v, whichever of both is not a product's exact factor.
+        if k_dot is not None or (moving and p.by_feature):
+            k_change = tl.full([p.C, ROWS], 0.0, tl.float32)
+            if k_dot is not None:
+                k_change += tiles.load_tile(k_dot, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(tl.float32)
+            if moving and p.by_feature:
+                k_change += U_dot * k_tile.to(tl.float32)
+            dot = tiles.add_tokens(dot, k_change, v_tile, U, 1.0, p, True)
+        if v_dot is not None or (moving and not p.by_feature):
+            v_change = tl.full([p.C, COLUMNS], 0.0, tl.float32)
+            if v_dot is not None:
+                v_change += tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(
+                    tl.float32
+                )
+            if moving and not p.by_feature:
+                v_change += U_dot[:, None] * v_tile.to(tl.float32)
+            dot = tiles.add_tokens(dot, k_tile, v_change, U, 1.0, p, True)
+        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, True)
+    address, exists = tiles.state_pointers(end_dot, number, row, ROWS, column, COLUMNS, p)
+    tl.store(address, dot, mask=exists)
+
+
+@triton.jit
+def outputs_kernel(
+    q, k, v, g, gk, g_gamma, q_dot, k_dot, v_dot, g_dot, gk_dot, g_gamma_dot, states, states_dot,
+    first, length, chunk, owner,
+    o_dot,
+    p: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks: tl.constexpr = (p.V + BLOCK - 1) // BLOCK
+    moving: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
+    pid = tl.program_id(0)
+    column, head = pid % blocks * BLOCK, pid // blocks % p.H
+    number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
+    at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
+    kv_head = head // p.group
+    q_tile = tiles.load_tile(q, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
+    k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
+    q_change = tl.full([p.C, p.D_PAD], 0.0, p.dtype)
+    k_change = tl.full([p.C, p.D_PAD], 0.0, p.dtype)
+    if q_dot is not None:
+        q_change = tiles.load_tile(q_dot, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
+    if k_dot is not None:
+        k_change = tiles.load_tile(k_dot, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
+    gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
+    if moving:
+        gate_dot, G_dot, _, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, 0, p.D_PAD, p)
+    else:
+        gate_dot, G_dot, T_dot = None, None, None
+
+    of_chunk = (batch * p.chunks + number) * p.H + head
+    address, exists = tiles.state_pointers(states, of_chunk, 0, p.D_PAD, column, BLOCK, p)
+    state = tl.load(address, mask=exists, other=0.0)
+    address, exists = tiles.state_pointers(states_dot, of_chunk, 0, p.D_PAD, column, BLOCK, p)
+    dot = tl.load(address, mask=exists, other=0.0)
+    if p.by_feature:
+        change = q_change.to(tl.float32)
+        if moving:
+            change += G_dot * q_tile.to(tl.float32)
+        o_tile = tiles.product((tiles.times(change, G, p)).to(p.dtype), state, p)
+        o_tile += tiles.product(tiles.times(q_tile, G, p).to(p.dtype), dot, p)
+    else:
+        o_tile = tiles.product(q_change, state, p) + tiles.product(q_tile, dot, p)
+        if moving:
+            o_tile += G_dot[:, None] * tiles.product(q_tile, state, p)
+        o_tile = tiles.times(o_tile, G, p)
+
+    v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+    weights = pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)
+    o_tile = tiles.add_product(o_tile, weights, v_tile, p, p.weight_parts)
+    if v_dot is not None:
+        v_tile = tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+        weights = tiles.pair_weights(q_tile, k_tile, gate, G, T, p)
+        o_tile = tiles.add_product(o_tile, weights, v_tile, p, p.weight_parts)
+    tiles.store_tile(o_dot, o_tile * p.scale, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+
+
+@triton.jit
+def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving: tl.constexpr, p: tl.constexpr):
+    """Ṡ_ij where row i sees row j, else 0; float32."""
+    if not p.by_feature:
+        pairs = tiles.product(q_dot, tl.trans(k), p) + tiles.product(q, tl.trans(k_dot), p)
+        if moving:
+            pairs += tiles.product(q, tl.trans(k), p) * tiles.pair_sums(gate_dot, G_dot, p)
+        return pairs * tiles.pair_decays(gate, G, p)
+    elif p.exact:
+        return tangents_by_row(q, k, q_dot, k_dot, gate, gate_dot, p)
+    else:
+        m = tiles.middle(T)
+        if tiles.is_near(G, m, p):
+            to_q, to_k = tl.exp(G - m[None, :]), tl.exp(m[None, :] - G)
+            q_change, k_change = q_dot.to(tl.float32), k_dot.to(tl.float32)
+            if moving:  # from the middle of a chunk, so that what cancels between i and j is small
+                since = G_dot - tiles.middle(T_dot)[None, :]
+                q_change += since * q.to(tl.float32)
+                k_change -= since * k.to(tl.float32)
+            pairs = product_in_parts(q_change * to_q, k.to(tl.float32) * to_k, moving, p)
+            pairs += product_in_parts(q.to(tl.float32) * to_q, k_change * to_k, moving, p)
+            pairs = tl.where(tiles.seen(p), pairs, 0.0)
+        else:
+            pairs = tangents_by_row(q, k, q_dot, k_dot, gate, gate_dot, p)
+        return pairs
+
+
+@triton.jit
+def product_in_parts(a, b, SPLIT: tl.constexpr, p: tl.constexpr):
+    """a·bᵀ, with both in two parts for sums in which much cancels."""
+    b_rounded = b.to(p.dtype)
+    total = tl.dot(a.to(p.dtype), tl.trans(b_rounded), input_precision=p.precision)
+    if SPLIT and p.dtype == tl.bfloat16:
+        a_rest = (a - a.to(p.dtype).to(tl.float32)).to(p.dtype)
+        total = tl.dot(a_rest, tl.trans(b_rounded), total)
+        total = tl.dot(a.to(p.dtype), tl.trans((b - b_rounded.to(tl.float32)).to(p.dtype)), total)
+    return total
+
+
+@triton.jit
+def tangents_by_row(q, k, q_dot, k_dot, gate, gate_dot, p: tl.constexpr):
+    rows = tl.arange(0, p.C)
+    q, k, q_dot, k_dot = q.to(tl.float32), k.to(tl.float32), q_dot.to(tl.float32), k_dot.to(tl.float32)
+    pairs = tl.full([p.C, p.C], 0.0, tl.float32)
+    for j in range(p.C):
+        row_k, decay = tiles.row_and_decays(j, k, gate, p)
+        row_k_dot = tl.sum(tl.where((rows == j)[:, None], k_dot, 0.0), 0)
+        of_j = q_dot * row_k[None, :] + q * row_k_dot[None, :]
+        if gate_dot is not None:
+            of_j += q * row_k[None, :] * tl.cumsum(tl.where((rows > j)[:, None], gate_dot, 0.0), 0)
+        pairs += tl.where(rows[None, :] == j, tl.sum(of_j * decay, 1)[:, None], 0.0)
+    return pairs

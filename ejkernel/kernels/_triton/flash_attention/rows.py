@@ -1,0 +1,114 @@
+"""What a gradient has to know of whole rows more exactly than lse and o tell: one more pass over the keys.
+
+The weights p = exp(s − lse) of a row and its sinks sum to 1 but for the rounding of lse: what they are
+multiplied by is the row's correction, 1 / Σ p. And Σ_j p̃·dp, the weighted mean of dp, is d = Σ_e do·o but for the
+roundings of o and of that sum:
+
+    Σ_j p̃·dp = d + Σ_j (p̃·dp − p·d) / Σ_j p    where dp of a sink is 0
+
+is summed as the difference that it makes, which is exact where one key has all the weight. In 16 bits neither matters
+next to the rounding of p and ds, but for the gradient of a scale, in which all rows add up.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._segments import spans
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives.flash_attention import Operands
+from ejkernel.types import KernelConfig
+
+from . import logits, tiles
+from .problem import Problem
+
+
+def exact_rows(primals: Operands, saved, problem: Problem, config: KernelConfig) -> tuple:
+    """The correction and Σ_j p̃·dp of every row [B, H, S] float32, from (do, lse, Σ_e do·o)."""
+    blocks = problem.blocks(config.block_k)
+    rows = jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32)
+    return _launch.launch(
+        rows_kernel,
+        *primals,
+        spans(primals, config.block_k, config.block_q),
+        *saved,
+        out_type=(rows, rows),
+        grid=blocks * problem.H * problem.B,
+        config=config,
+        problem=problem,
+        CHECKED=problem.checked(config.block_q, over_keys=True),
+        BLOCKS=blocks,
+        BLOCK_Q=config.block_k,
+        BLOCK_K=config.block_q,
+    )
+
+
+@triton.jit
+def rows_kernel(
+    q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
+    spans, do, lse, mean,
+    correction, exact_mean,
+    problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    block, head, batch = tiles.place(BLOCKS, problem.H)
+    if problem.right is not None:
+        block = BLOCKS - 1 - block  # the blocks that see most keys first
+    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
+        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
+    )
+    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    segments = (q_segment_ids, kv_segment_ids)
+    kv_head = head // problem.group
+    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
+    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
+    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
+    do = tiles.at(do, batch, q_start, problem.S, head, problem.H, problem.V)
+    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
+    mean = tiles.at(mean, batch, head, problem.H, q_start, problem.S, 1)
+
+    scale = logits.total_scale(softmax_scale, frame, problem)
+    low, high = tiles.band(frame, problem)
+    bounds = tiles.schedule(
+        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    )
+    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
+    seen_begin, seen_end = tiles.seen_keys(frame, problem)
+    i = first + tl.arange(0, BLOCK_Q)[:, None]
+    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
+    do_tile = tiles.load_tile(do, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
+    lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
+    mean_rows = tiles.load_rows(mean, first, q_len, BLOCK_Q, True, 0.0)
+    total, _moved = logits.sinks_weights(sinks, None, lse_rows, frame, problem)
+    off = -total * mean_rows
+    if begin < end:  # see tiles.py on loops
+        for start in tl.range(begin, end, BLOCK_K):
+            j = start + tl.arange(0, BLOCK_K)[None, :]
+            k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
+            v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
+            bias_tile, mask_tile = None, None
+            if bias is not None:
+                bias_tile = logits.biases(bias, i, j, frame, problem)
+            if mask is not None:
+                mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            product = tiles.over_features(q_tile, k_tile, None)
+            dp = tiles.over_features(do_tile, v_tile, None)
+            s = logits.capped(product, scale, bias_tile, problem)
+            p, left, difference = logits.weights_and_differences(
+                s, dp, lse_rows[:, None], None, mean_rows[:, None], dropout, i, j, frame, problem
+            )
+            if mask is not None:
+                p, left, difference = logits.where_seen(mask_tile, p, left, difference)
+            if start < first_full or start > last_full:
+                ok = logits.visible(i, j, segments, frame, problem)
+                p, left, difference = logits.where_seen(ok, p, left, difference)
+            total += tl.sum(p, 1)
+            off += tl.sum(difference, 1)
+
+    factor = logits.correction_of(total)
+    rows = first + tl.arange(0, BLOCK_Q)
+    correction = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
+    exact_mean = tiles.at(exact_mean, batch, head, problem.H, q_start, problem.S, 1)
+    tl.store(correction + rows, factor, mask=rows < q_len)
+    tl.store(exact_mean + rows, mean_rows + off * factor, mask=rows < q_len)

@@ -1,0 +1,66 @@
+"""The backward of grouped_matmul in Mosaic GPU, lowered for a Hopper GPU without one."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel import lax
+from ejkernel.kernels._pallas.gpu.grouped_matmul import grouped_matmul_bwd, supports
+from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
+from ejkernel.types import Target
+from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES
+
+HOPPER = Target("cuda", "NVIDIA H200")
+array = jax.ShapeDtypeStruct
+
+
+def call(shape, **others) -> Operands:
+    sizes = {name: array((1, *size), jnp.bfloat16) for name, size in shape.sizes.items()}
+    return Operands(**{**sizes, "group_sizes": array((1, shape.groups), jnp.int32), **others})
+
+
+def lowered(function, *arguments) -> str:
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+
+
+SHAPES = list(GROUPED_MATMUL_SHAPES.values())
+CONFIGS = [
+    pytest.param(shape, config, id=f"{shape.name}-{config.block_k}x{config.num_stages}")
+    for shape in SHAPES
+    for config in grouped_matmul_bwd.space(GroupedMatmulSpec(), call(shape), HOPPER)
+]
+
+
+@pytest.mark.parametrize("shape, config", CONFIGS)
+def test_lowers(shape, config):
+    x, spec = call(shape), GroupedMatmulSpec("bfloat16")
+    do = array((1, shape.rows, shape.columns), jnp.bfloat16)
+    backward = lambda x, do: grouped_matmul_bwd(x, Outputs(None), Outputs(do), wrt=("rhs",), spec=spec, config=config)
+    assert supports(spec, x, HOPPER) is None
+    assert "mosaic_gpu_v2" in lowered(backward, x, do)
+
+
+@pytest.mark.parametrize("transpose_rhs", (False, True))
+def test_gradients_are_of_both_tiers(transpose_rhs):
+    rhs = array((4, 512, 256) if transpose_rhs else (4, 256, 512), jnp.bfloat16)
+    loss = lambda *a: lax.grouped_matmul(*a, transpose_rhs=transpose_rhs).sum()
+    text = lowered(jax.grad(loss, (0, 1)), array((1024, 256), jnp.bfloat16), rhs, array((4,), jnp.int32))
+    assert text.count("@mosaic_gpu_v2") == 1
+    assert text.count("@triton_kernel_call_ffi") == 1, "the gradient of the rows; nobody asks for the result"
+
+
+SMALL = GROUPED_MATMUL_SHAPES["qwen3-30b-up"]
+REFUSED = {
+    "compute capability 9.0": (call(SMALL), Target("cuda", "NVIDIA A100")),
+    "bfloat16": (call(SMALL, lhs=array((1, SMALL.rows, SMALL.features), jnp.float32)), HOPPER),
+    "by eights": (call(SMALL.at(32769)), HOPPER),
+    "a group or more": (call(SMALL.at(1024)), HOPPER),
+    "shares the matrices": (call(SMALL, lhs=array((2, SMALL.rows, SMALL.features), jnp.bfloat16)), HOPPER),
+    "rhs_scale": (call(SMALL, rhs_scale=array((1, 1, 1), jnp.float32)), HOPPER),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_says_what_it_cannot_do(reason):
+    operands, target = REFUSED[reason]
+    assert reason in supports(GroupedMatmulSpec(), operands, target)
