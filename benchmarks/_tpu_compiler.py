@@ -16,7 +16,7 @@ from jax.experimental import topologies
 
 @dataclass(frozen=True)
 class Generation:
-    """One core.
+    """One core; of a v5p, whose two cores share a program, what each of them issues and copies.
 
     Attributes:
         topology: to compile for.

@@ -93,7 +93,9 @@ def _contenders(mode: str, arrays: tuple, do: jax.Array, sizes: np.ndarray, plat
 
     def tokamax():
         if mode != "fwd":
-            raise Unavailable("its gradient of the matrices is wrong where a group is empty")
+            raise Unavailable(
+                "its gradients erred 25 times as much as the formula on such groups, of which one is empty"
+            )
         dot = imported("tokamax").ragged_dot
         function = lambda lhs, rhs: dot(lhs, rhs, group_sizes, preferred_element_type=lhs.dtype)
         return of_jax(function, arrays, do, mode)

@@ -24,6 +24,8 @@ from _harness import RESULTS, interleaved, queued, result_file
 import ejkernel
 from ejkernel.cli.info import versions
 from ejkernel.ops import Invocation, Tuner, policy_override
+from ejkernel.ops.utils.serialization import pack
+from ejkernel.ops.utils.shared_file import SharedFile
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape
 
 # The config that is found may take this much longer than the best one.
@@ -52,13 +54,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15, help="batches of each config")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    parser.add_argument("--table", type=Path, help="a table that the configs which are found are added to")
     arguments = parser.parse_args(argv)
     rows, file = [], result_file("tuning", arguments.out)
     print(f"{'':<44}{'configs':>8}{'best':>10}{'found':>10}{'heuristic':>10}")
     for name in arguments.shapes.split(","):
         for inv in calls(ATTENTION_SHAPES[name], jnp.dtype(arguments.dtype)):
             if inv.kernel.name in arguments.operations.split(","):
-                rows.append(row := measured(name, inv, arguments.repeats))
+                found = Tuner().fastest(inv.kernel, inv)
+                if arguments.table:
+                    SharedFile(arguments.table).add({inv.kernel.key_builder(inv): pack(found)})
+                rows.append(row := measured(name, inv, found, arguments.repeats))
                 ratios = f"{row.found / row.best:>9.3f}×{row.heuristic / row.best:>9.3f}×"
                 print(f"{f'{name} {row.operation}':<44}{row.configs:>8}{row.best:>7.3f} ms{ratios}", flush=True)
                 save(file, rows, arguments.repeats)
@@ -75,10 +81,10 @@ def calls(shape: AttentionShape, dtype: Any) -> list[Invocation]:
     return [Invocation(*call) for of in recorded.values() for call in of.values()]
 
 
-def measured(name: str, inv: Invocation, repeats: int) -> Row:
-    """What the tuner finds, and what it could have found."""
+def measured(name: str, inv: Invocation, found: Any, repeats: int) -> Row:
+    """What the tuner found, and what it could have found."""
     kernel = inv.kernel
-    found, heuristic = Tuner().fastest(kernel, inv), kernel.heuristic_cfg(inv)
+    heuristic = kernel.heuristic_cfg(inv)
     args, kwargs = kernel.synthetic_inputs(inv)
     configs = list(dict.fromkeys([heuristic, *kernel.config_space(inv)]))
     with ThreadPoolExecutor(os.cpu_count()) as compilers:

@@ -112,12 +112,6 @@ def test_inside_a_shard_map_that_checks_its_axes():
     assert lowered(jax.grad(total), x).count(f"custom_call @{CUSTOM_CALL}") == 2
 
 
-def test_a_gradient_is_two_kernels():
-    total = lambda x: ejkernel.lax.flash_attention(*x, causal=True).astype(jnp.float32).sum()
-    x, _ = CALLS["llama3-8b"]
-    assert lowered(jax.grad(total), x[:3]).count(f"custom_call @{CUSTOM_CALL}") == 2
-
-
 q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
 REFUSED = {
     "platform": (dict(target=Target("tpu")), "not on tpu"),
@@ -176,6 +170,18 @@ def test_segments_and_packed_sequences(sight, D, V, operation):
     (config, *_) = space(operation, x, spec, HOPPER)
     text = lowered(run(operation, spec, config), *arguments(x))
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
+
+
+@pytest.mark.parametrize("sight", [None, *SIGHTS])
+def test_a_gradient_is_two_kernels(sight):
+    """Packed sequences have no batch axis."""
+    arrays = SIGHTS.get(sight, {})
+    x = jax.ShapeDtypeStruct(q.shape[1:], q.dtype) if sight == "packed" else q
+    arrays = {
+        name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if sight == "packed" else a for name, a in arrays.items()
+    }
+    attention = lambda x, arrays: ejkernel.lax.flash_attention(*x, causal=True, **arrays).astype(jnp.float32).sum()
+    assert lowered(jax.grad(attention), (x, x, x), arrays).count(f"custom_call @{CUSTOM_CALL}") == 2
 
 
 def test_calls_without_arrays_of_who_sees_whom_pay_nothing_for_them():

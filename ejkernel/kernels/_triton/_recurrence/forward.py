@@ -58,7 +58,7 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
             p=p,
             BLOCK=block,
             BLOCKS=blocks,
-            PARTS=p.state_parts if spec.return_state and (p.by_head or p.by_feature) else p.weight_parts,
+            PRECISE=spec.return_state,
         )
     else:
         states, final = chunk_states(
@@ -83,7 +83,7 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
 def walk_kernel(
     q, k, v, g, gk, g_gamma, initial, first, length, chunk,
     o, final,
-    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr,
+    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
@@ -103,7 +103,7 @@ def walk_kernel(
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
         o_tile = tiles.chunk_outputs(q_tile, k_tile, v_tile, state.to(p.dtype), gate, G, T, p)
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
-        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, PARTS)
+        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, PRECISE)
     address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p)
     tl.store(address, state, mask=exists)
 

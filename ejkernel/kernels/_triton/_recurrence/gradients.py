@@ -144,10 +144,7 @@ def gradients_kernel(
         address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, column, COLUMNS, p)
         dstate = tl.load(address, mask=exists, other=0.0)
         if dv is not None:
-            if p.by_feature:
-                dv_tile = tiles.product(tiles.times(k_tile, U, p).to(p.dtype), dstate, p)
-            else:
-                dv_tile = tiles.times(tiles.product(k_tile, dstate, p), U, p)
+            dv_tile = value_gradients(k_tile, dstate, U, p)
             dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
             tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
         if dq is not None:
@@ -179,6 +176,15 @@ def gradients_kernel(
             rows = tl.arange(0, p.C)
             of_row = (tl.cast(batch, tl.int64) * p.S + at) * p.H + head + rows * (p.step * p.H)
             tl.store(dg + of_row, dgate, mask=rows < left)
+
+
+@triton.jit
+def value_gradients(k, dstate, U, p: tl.constexpr):
+    """exp(T − G_j) dh'ᵀ k_j, the part of dv that comes from behind the chunk."""
+    if p.by_feature:
+        return tiles.product(tiles.times(k, U, p).to(p.dtype), dstate, p)
+    else:
+        return tiles.times(tiles.product(k, dstate, p), U, p)
 
 
 @triton.jit

@@ -72,11 +72,6 @@ class Problem:
         return 2 if self.by_feature and self.dtype == triton.language.bfloat16 else 1
 
     @property
-    def state_parts(self) -> int:
-        """The same of tokens added to a state that is returned: three of bfloat16 hold the bits of float32."""
-        return 3 if self.dtype == triton.language.bfloat16 else 1
-
-    @property
     def D_PAD(self) -> int:
         return padded(self.D)
 

@@ -26,7 +26,6 @@ def chunk_states(
     x and y are k and v, or backwards q and the cotangent of o; start is what it begins with, None for 0. Without `keep`
     the first is None. `precise` is for an end that is a result: it then is as exact as float32.
     """
-    rounded = backward or p.by_head or p.by_feature
     rows, columns = min(config.block_d, p.D_PAD), min(config.block_k, p.V_PAD)
     dtype = jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32
     end = jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)
@@ -42,7 +41,7 @@ def chunk_states(
         HEADS=x.shape[2],
         ROWS=rows,
         COLUMNS=columns,
-        PARTS=p.state_parts if precise and rounded else p.weight_parts,
+        PRECISE=precise,
         **({} if keep else {"states": None}),
     )
     return found if keep else (None, *found)
@@ -53,7 +52,7 @@ def states_kernel(
     x, y, g, gk, g_gamma, start, first, length, chunk,
     states, end,
     p: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PRECISE: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
@@ -80,6 +79,6 @@ def states_kernel(
         y_tile = tiles.load_tile(y, batch, at, left, xy_head, HEADS, column, p.V, COLUMNS, p)
         _, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         exponent, factor = (G, p.scale) if BACKWARD else (U, 1.0)
-        state = tiles.add_tokens(tiles.decayed(state, T, p), x_tile, y_tile, exponent, factor, p, PARTS)
+        state = tiles.add_tokens(tiles.decayed(state, T, p), x_tile, y_tile, exponent, factor, p, PRECISE)
     address, exists = tiles.state_pointers(end, number, row, ROWS, column, COLUMNS, p)
     tl.store(address, state, mask=exists)

@@ -102,7 +102,7 @@ def states_kernel(
                 k_change += tiles.load_tile(k_dot, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(tl.float32)
             if moving and p.by_feature:
                 k_change += U_dot * k_tile.to(tl.float32)
-            dot = tiles.add_tokens(dot, k_change, v_tile, U, 1.0, p, p.state_parts)
+            dot = tiles.add_tokens(dot, k_change, v_tile, U, 1.0, p, True)
         if v_dot is not None or (moving and not p.by_feature):
             v_change = tl.full([p.C, COLUMNS], 0.0, tl.float32)
             if v_dot is not None:
@@ -111,8 +111,8 @@ def states_kernel(
                 )
             if moving and not p.by_feature:
                 v_change += U_dot[:, None] * v_tile.to(tl.float32)
-            dot = tiles.add_tokens(dot, k_tile, v_change, U, 1.0, p, p.state_parts)
-        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, p.state_parts)
+            dot = tiles.add_tokens(dot, k_tile, v_change, U, 1.0, p, True)
+        state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, True)
     address, exists = tiles.state_pointers(end_dot, number, row, ROWS, column, COLUMNS, p)
     tl.store(address, dot, mask=exists)
 

@@ -150,33 +150,37 @@ def add_product(total, a, b, p: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PARTS: tl.constexpr):
-    """state + factor Σ_j exp(exponent_j) x_j y_jᵀ; it is y that is multiplied, and x where features decay.
+def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PRECISE: tl.constexpr):
+    """state + factor Σ_j exp(exponent_j) x_j y_jᵀ; PRECISE is for a state that is returned in float32.
 
-    Matrix units cut off what float32 does not hold, so that small parts come first, and the state is added elsewhere.
+    Matrix units cut off what float32 does not hold, so that then small parts come first, and the state is added
+    elsewhere. Of x and y, of which the other has to be exact, the narrower is multiplied, but x where features decay.
     """
-    if p.by_feature:
+    of_x: tl.constexpr = p.by_feature or (x.shape[1] < y.shape[1] and y.dtype == p.dtype)
+    if of_x:
         wide, other = times(x, exponent, p) * factor, y.to(p.dtype)
     else:
         wide, other = times(y, exponent, p) * factor, x.to(p.dtype)
     high = wide.to(p.dtype)
-    if PARTS == 1:
-        return state + outer(high, other, None, p)
-    rest = wide - high.to(tl.float32)
-    middle = rest.to(p.dtype)
-    if PARTS == 2:
-        return state + outer(high, other, outer(middle, other, None, p), p)
-    low = (rest - middle.to(tl.float32)).to(p.dtype)
-    return state + outer(high, other, outer(middle, other, outer(low, other, None, p), p), p)
+    if p.dtype == tl.float32:
+        return outer(high, other, state, of_x, p)
+    middle = (wide - high.to(tl.float32)).to(p.dtype)
+    if PRECISE:
+        low = (wide - high.to(tl.float32) - middle.to(tl.float32)).to(p.dtype)
+        total = outer(middle, other, outer(low, other, None, of_x, p), of_x, p)
+        return state + outer(high, other, total, of_x, p)
+    if p.weight_parts == 2:
+        state = outer(middle, other, state, of_x, p)
+    return outer(high, other, state, of_x, p)
 
 
 @triton.jit
-def outer(decayed, other, total, p: tl.constexpr):
-    """total + Σ_j x_j y_jᵀ, where x decays by feature, or else y."""
-    if p.by_feature:
-        return tl.dot(tl.trans(decayed), other, total, input_precision=p.precision)
+def outer(wide, other, total, of_x: tl.constexpr, p: tl.constexpr):
+    """total + Σ_j x_j y_jᵀ, where `wide` is x or y."""
+    if of_x:
+        return tl.dot(tl.trans(wide), other, total, input_precision=p.precision)
     else:
-        return tl.dot(tl.trans(other), decayed, total, input_precision=p.precision)
+        return tl.dot(tl.trans(other), wide, total, input_precision=p.precision)
 
 
 @triton.jit

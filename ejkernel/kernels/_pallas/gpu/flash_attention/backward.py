@@ -5,17 +5,20 @@ With the weights p = exp(s − lse) computed again, and delta = Σ_e do·o − d
     dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k
 
 A block of threads holds 128 keys. Two warpgroups have the keys' dk and dv, 64 keys each, in registers, and compute
-every tile with keys as rows, so that p and ds are there as operands of the products that follow. Where the features are
-too many for that, both have the same 64 keys, one with dv and the other with dk. The third warpgroup loads the queries;
-it takes ds from shared memory, and adds ds·k to dq in device memory. In what order the blocks of threads get to do that
-is not known, so dq is not the same in every run. dk and dv are.
+every tile with keys as rows, so that p and ds are there as operands of the products that follow. With 192 and 128
+features one warpgroup computes p and ds of all keys, and has what of dk there is room for beside them; the other has dv
+and the rest of dk. With 256 features both have the same 64 keys, one with dv and the other with dk. The third warpgroup
+loads the queries; it takes ds from shared memory, and adds ds·k to dq in device memory. In what order the blocks of
+threads get to do that is not known, so dq is not the same in every run. dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
 the registers of these numbers; with a softcap, which comes between, only the latter.
 """
 
 import itertools
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +29,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .holders import DONE, Q_FREE, WARPGROUPS, Plan, hold_both, hold_keys, hold_values
+from .holders import (
+    DONE,
+    Q_FREE,
+    STORED,
+    WARPGROUPS,
+    Plan,
+    hold_both,
+    hold_keys,
+    hold_most_keys,
+    hold_values,
+    hold_values_and_keys,
+)
 from .launch import (
     ROWS,
     accumulator,
@@ -95,12 +109,12 @@ def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Arr
                 plgpu.SMEM((stages, block_q), jnp.float32),
             ),
             ds_tiles=shared((plan.ds_stages, plan.holders, ROWS, block_q), dtype),
-            p_tile=shared((ROWS, block_q), dtype) if plan.wide else None,
-            dq_tile=shared((block_q, ROWS if plan.wide else q.shape[3]), jnp.float32),
+            p_tile=shared((plan.holders, ROWS, block_q), dtype) if plan.apart else None,
+            dq_tile=shared((block_q, ROWS if plan.apart else q.shape[3]), jnp.float32),
             held_full=plgpu.Barrier(num_arrivals=2 * plan.holders),
             q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-            ds_free=plgpu.Barrier(num_barriers=plan.ds_stages),
+            ds_free=plgpu.Barrier(num_barriers=plan.ds_stages, num_arrivals=2 if plan.apart and not plan.wide else 1),
         ),
     )
     return jax.freeze(dq), dk, dv
@@ -112,22 +126,25 @@ def _kernel(
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
 
-    def hold(of, *outputs):
-        """Computes the gradients that go to the outputs, and stores them by way of what was held."""
-        plgpu.set_max_registers(216, action="increase")
+    def hold(of: Callable, registers: int, *parts: Part):
+        """Computes gradients, and stores them by way of what was held."""
+        plgpu.set_max_registers(registers, action="increase")
         plgpu.barrier_wait(held_full)
         body = partial(of, plan, seen_by, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
-        gradients = pl.run_scoped(body, *(accumulator(ROWS, out.shape[3]) for out, _, _ in outputs))
+        found = pl.run_scoped(body, *(accumulator(ROWS, part.features.stop - part.features.start) for part in parts))
         sync(DONE, WARPGROUPS)
+        for gradient, (array, holder, features) in zip(found, parts, strict=True):
+            held[array][holder, :, features] = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
+        plgpu.commit_smem()
+        sync(STORED, 2)
+        pl.when(number == 0)(lambda: store(held[0], dk))
+        pl.when(number == 1)(lambda: store(held[1], dv))
+
+    def store(tile, out):
         first, kv_head, batch = plan.tile()
-        holder = lax.rem(number, jnp.int32(plan.holders))
-        for rows, (out, tile, scale) in zip(gradients, outputs, strict=True):
-            tile[holder] = (rows * scale).astype(plan.problem.dtype)
-            plgpu.commit_smem()
+        for holder in range(plan.holders):
             plgpu.copy_smem_to_gmem(tile.at[holder], out.at[batch, pl.ds(first + holder * ROWS, ROWS), kv_head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    of_keys, of_values = (dk, held[0], plan.problem.scale), (dv, held[1], 1.0)
 
     def load_and_collect():
         plgpu.set_max_registers(72, action="decrease")
@@ -153,11 +170,33 @@ def _kernel(
         arrive(DONE, WARPGROUPS)
         plgpu.wait_smem_to_gmem(0)
 
+    roles = [partial(hold, *role) for role in _roles(plan, number)]
+    holding = roles[0] if len(roles) == 1 else lambda: lax.cond(number == 0, *roles)
+    lax.cond(number < 2, holding, load_and_collect)
+
+
+class Part(NamedTuple):
+    """Of a gradient: that of k (0) or v (1), of which block of 64 keys, and which features."""
+
+    array: int
+    holder: Array | int
+    features: slice
+
+
+def _roles(plan: Plan, number: Array) -> tuple:
+    """How the two warpgroups that hold gradients do it, in how many registers, and what they hold; one role is of both.
+
+    The third warpgroup has 72 registers: with 504 all are given away.
+    """
+    D, V = plan.problem.D, plan.problem.V
+    keys = lambda holder, begin=0, end=D: Part(0, holder, slice(begin, end))
+    values = lambda holder: Part(1, holder, slice(0, V))
     if plan.wide:
-        roles = partial(hold, hold_values, of_values), partial(hold, hold_keys, of_keys), load_and_collect
-        lax.cond(number < 2, lambda: lax.cond(number == 0, *roles[:2]), roles[2])
-    else:
-        lax.cond(number < 2, partial(hold, hold_both, of_keys, of_values), load_and_collect)
+        return (hold_values, 216, values(0)), (hold_keys, 216, keys(0))
+    if plan.apart:
+        most = hold_most_keys, 208, keys(0, ROWS), keys(1, ROWS)
+        return most, (hold_values_and_keys, 224, keys(0, 0, ROWS), keys(1, 0, ROWS), values(0), values(1))
+    return ((hold_both, 216, keys(number), values(number)),)
 
 
 def _load(arrays, tiles, full_barriers, plan: Plan, seen_by: Reach | None, step: Array) -> None:

@@ -7,17 +7,29 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import FIRST_BARRIER, PER_COLUMN, ROWS, accumulator, after, arrive, down, load_vector, slot_of, sync
+from .launch import (
+    FIRST_BARRIER,
+    PER_COLUMN,
+    ROWS,
+    accumulator,
+    afresh,
+    after,
+    arrive,
+    down,
+    load_vector,
+    slot_of,
+    sync,
+)
 from .problem import Problem, Visits, visits
 from .reach import Reach
 from .tiles import View, logits, seen
 
 # Two warpgroups hold the gradients of keys, the third loads and collects.
 WARPGROUPS = 3
-# Named barriers: k and v may be overwritten; p is there, and has been read; and from here on the slots of q are free,
-# and those of ds full.
-DONE = FIRST_BARRIER
-P_FULL, P_FREE = DONE + 1, DONE + 2
+# Named barriers: k and v may be overwritten, and then have been; p is there, of the one and the other block of keys,
+# and has been read; and from here on the slots of q are free, and those of ds full.
+DONE = STORED = FIRST_BARRIER
+P_FULL, P_FREE = DONE + 1, DONE + 3
 Q_FREE = P_FREE + 1
 
 
@@ -30,9 +42,14 @@ class Plan:
     stages: int
 
     @property
-    def wide(self) -> bool:
+    def apart(self) -> bool:
         """A warpgroup has no room for dk beside dv."""
         return self.problem.D + self.problem.V > 256
+
+    @property
+    def wide(self) -> bool:
+        """Two warpgroups have no room for dk and dv of more than 64 keys."""
+        return self.problem.D + self.problem.V > 320
 
     @property
     def holders(self) -> int:
@@ -166,6 +183,67 @@ def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
     return dk[...], dv[...]
 
 
+def hold_most_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, *dks):
+    """Up to 320 features: the first of two warpgroups computes p and ds of all keys, and dk but for 64 features …"""
+    q_full, do_full, ds_free = barriers
+
+    def visit(step, _):
+        slot, ds_slot = slot_of(step, plan.stages), slot_of(step, plan.ds_stages)
+        plgpu.barrier_wait(q_full.at[slot])
+        for number, dk in enumerate(dks):
+            holder = afresh(number)
+            p, p_sloped = _weigh(plan, holder, reach, held, streamed, step)
+            if number == 0:
+                sync(P_FREE, 2)
+                plgpu.barrier_wait(do_full.at[slot])
+
+            def scoped(dp, holder=holder, p=p, p_sloped=p_sloped):
+                _begin_slopes(plan, holder, held, streamed, slot, after(p, slot), dp)
+                p_tile[afresh(holder)] = p
+                plgpu.commit_smem()
+                arrive(P_FULL + holder, 2)
+                return (p_sloped.astype(jnp.float32) * dp[...]).astype(plan.problem.dtype)
+
+            ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
+            plgpu.wgmma(dk, ds, streamed[0].at[slot, :, ROWS:])
+            if number == 0:
+                pl.when(step >= plan.ds_stages)(lambda: plgpu.barrier_wait(ds_free.at[ds_slot]))
+            ds_tiles[afresh(ds_slot), afresh(holder)] = ds
+            plgpu.wgmma_wait(0)
+        plgpu.commit_smem()
+        arrive(plan.ds_full + ds_slot, WARPGROUPS)
+        arrive(Q_FREE + slot, WARPGROUPS)
+
+    lax.fori_loop(0, plan.steps(reach), visit, None)
+    return tuple(dk[...] for dk in dks)
+
+
+def hold_values_and_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, *gradients):
+    """… and the second dk of those 64, and dv."""
+    q_full, do_full, ds_free = barriers
+    dks, dvs = gradients[:2], gradients[2:]
+    arrive(P_FREE, 2)
+
+    def visit(step, _):
+        slot, ds_slot = slot_of(step, plan.stages), slot_of(step, plan.ds_stages)
+        plgpu.barrier_wait(do_full.at[slot])
+        for holder, dv in enumerate(dvs):
+            sync(P_FULL + holder, 2)
+            plgpu.wgmma(dv, p_tile.at[afresh(holder)], streamed[1].at[slot])
+        plgpu.wgmma_wait(0)
+        arrive(P_FREE, 2)
+        plgpu.barrier_wait(q_full.at[slot])
+        sync(plan.ds_full + ds_slot, WARPGROUPS)
+        for holder, dk in enumerate(dks):
+            plgpu.wgmma(dk, ds_tiles.at[ds_slot, afresh(holder)], streamed[0].at[slot, :, :ROWS])
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(ds_free.at[ds_slot])
+        arrive(Q_FREE + slot, WARPGROUPS)
+
+    lax.fori_loop(0, plan.steps(reach), visit, None)
+    return tuple(gradient[...] for gradient in gradients)
+
+
 def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dv):
     """More features: the first warpgroup computes p and dv …"""
     del ds_tiles
@@ -178,7 +256,7 @@ def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_til
         plgpu.barrier_wait(do_full.at[slot])
         plgpu.wgmma(dv, p, streamed[1].at[slot])
         pl.when(step > 0)(lambda: sync(P_FREE, 2))
-        p_tile[...] = p_sloped
+        p_tile[0] = p_sloped
         arrive(P_FULL, 2)
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
@@ -198,7 +276,7 @@ def hold_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
         def scoped(dp):
             _begin_slopes(plan, 0, held, streamed, slot, slot, dp)
             sync(P_FULL, 2)
-            p = p_tile[...]
+            p = p_tile[0]
             pl.when(step < last)(lambda: arrive(P_FREE, 2))
             return (p.astype(jnp.float32) * dp[...]).astype(plan.problem.dtype)
 

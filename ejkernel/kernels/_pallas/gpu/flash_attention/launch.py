@@ -48,13 +48,16 @@ def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: 
     )(*arrays)
 
 
-def shared(shape: tuple[int, ...], dtype: Any, swizzle: int = 128):
+def shared(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None):
     """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it.
 
     A second operand of `rows` rows, which the product sums over, takes a swizzle of as many numbers at most.
     """
-    width = swizzle // np.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(swizzle)))
+    size = np.dtype(dtype).itemsize
+    if swizzle is None:
+        swizzle = 128 if shape[-1] * size % 128 == 0 else 64
+    tiling = plgpu.TilingTransform((8, swizzle // size))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
 def whole_eights(x: Array) -> Array:
@@ -142,3 +145,20 @@ def after(weights: Array, number: Array) -> Array:
         return number + type(number)(_registers=np.array(signs, object), _layout=number.layout, _is_signed=True)
 
     return emit(weights, number)
+
+
+def afresh(number: Array | int) -> Array:
+    """The number, in a way that keeps the compiler from holding what follows from it in registers between the steps."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )
+    def emit(_, number):
+        i32 = ir.IntegerType.get_signless(32)
+        copy = llvm.inline_asm(i32, [number.registers[()]], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+        return type(number)(_registers=np.array(copy, object), _layout=number.layout, _is_signed=True)
+
+    return emit(jnp.int32(number))

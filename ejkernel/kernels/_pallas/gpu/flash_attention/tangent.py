@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .forward import Q_FREE, REGISTERS, TURN
+from .attend import Q_FREE, REGISTERS, TURN
 from .launch import (
     PER_ROW,
     ROWS,

@@ -8,8 +8,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from . import forward
-from .forward import Q_FREE, TURN
+from . import attend
+from .attend import Q_FREE, TURN
 from .launch import ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
 from .problem import Visits, after_first
 from .tiles import View, logits, seen
@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(forward.Plan):
+class Plan(attend.Plan):
     """As in the forward, with a block of threads for each tile."""
 
     @property

@@ -21,11 +21,11 @@ class Statistics(NamedTuple):
     total: Array
 
 
-def logits(products: Array, problem: Problem) -> Array:
-    """The logits but for a factor, `problem.exponent`: q·kᵀ, or tanh(scale·q·kᵀ / softcap)."""
+def logits(products: Array, problem: Problem, unit: Array | float = 1.0) -> Array:
+    """The logits but for a factor, `problem.exponent`: q·kᵀ, or tanh(scale·q·kᵀ / softcap), of products in a unit."""
     if problem.softcap is None:
         return products
-    e = jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap))
+    e = jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap * unit))
     return 1 - 2 / (e + 1)
 
 
@@ -71,12 +71,17 @@ def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
     return load_vector(vectors.at[batch, pl.ds(first, length)], layout, optimized=False)
 
 
-def weights(s: Array, before: Statistics, ok: Array | None, problem: Problem) -> tuple[Array, Statistics, Array]:
-    """Of rows of queries exp(s − maximum) under the new maximum, the statistics, and what brings earlier sums to it."""
+def weights(
+    s: Array, before: Statistics, ok: Array | None, exponent: float | Array, lift: int
+) -> tuple[Array, Statistics, Array]:
+    """Of rows of queries 2^lift·exp(s − maximum) under the new maximum, the statistics, and the factor of earlier sums.
+
+    s times `exponent` is an exponent of two.
+    """
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
-    maximum = jnp.maximum(before.maximum, s.max(axis=1) * problem.exponent)
+    maximum = jnp.maximum(before.maximum, s.max(axis=1) * exponent)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
     fade = jnp.exp2(before.maximum - base)
-    p = jnp.exp2(s * problem.exponent - across(base, s))
+    p = jnp.exp2(s * exponent - across(base - lift if lift else base, s))
     return p, Statistics(maximum, before.total * fade + p.sum(axis=1)), fade

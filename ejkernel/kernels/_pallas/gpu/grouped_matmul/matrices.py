@@ -27,7 +27,7 @@ from ..flash_attention.launch import (
     accumulator,
     arrive,
     launch,
-    load_shared,
+    load_vector,
     shared,
     slot_of,
     sync,
@@ -203,7 +203,7 @@ def _tile(turn, step, start, end, z, x_tiles, y_tiles, z_tiles, full, plan: Plan
 def _mask(tile, first: Array, start: Array, end: Array) -> None:
     """Sets to 0 what a tile of the rows from `first` on holds of other rows than those from `start` to `end`."""
     rows = indices(first, 0, tile.shape)
-    x = load_shared(tile, WGMMA)
+    x = load_vector(tile, WGMMA)
     tile[...] = jnp.where((rows >= start) & (rows < end), x, jnp.zeros((), x.dtype))
     plgpu.commit_smem()
 

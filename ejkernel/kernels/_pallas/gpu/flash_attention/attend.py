@@ -1,0 +1,262 @@
+"""The warpgroups of the forward that hold queries, and the plan that all of them follow."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from . import quantized
+from .launch import FIRST_BARRIER, ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
+from .problem import Problem, Visits, after_first, visits
+from .reach import Reach
+from .tiles import Statistics, View, logits, seen, weights
+
+# Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory that a block of threads may use on one.
+PROCESSORS, SHARED_BYTES = 132, 227 * 1024
+# Registers of a thread that computes and of one that loads, by how many warpgroups compute.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
+# Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
+Q_FREE = FIRST_BARRIER
+TURN = Q_FREE + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem, its blocks, in how many bits, and how the tiles are dealt out."""
+
+    problem: Problem
+    block_q: int
+    block_k: int
+    stages: int
+    e4m3: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute; one more loads."""
+        return self.block_q // ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        return self.consumers + 1
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.problem.S // self.block_q)
+
+    @property
+    def tiles(self) -> int:
+        return self.q_tiles * self.problem.H * self.problem.B
+
+    @property
+    def persistent(self) -> bool:
+        return self.shared_bytes(persistent=True) <= SHARED_BYTES
+
+    @property
+    def blocks(self) -> int:
+        return min(self.tiles, PROCESSORS) if self.persistent else self.tiles
+
+    @property
+    def q_slots(self) -> int:
+        return 2 if self.persistent else 1
+
+    @property
+    def k_free(self) -> int:
+        return TURN + self.consumers
+
+    @property
+    def v_free(self) -> int:
+        return self.k_free + self.stages
+
+    @property
+    def lift(self) -> int:
+        """The weights are multiplied by two to this."""
+        return quantized.LIFT if self.e4m3 else 0
+
+    def shared_bytes(self, persistent: bool) -> int:
+        """Bytes of shared memory: the tiles, and room for the rest."""
+        D, V, size = self.problem.D, self.problem.V, self.problem.dtype.itemsize
+        tile_size = 1 if self.e4m3 else size
+        q, o = self.block_q * D * tile_size, self.block_q * V * size
+        streamed = self.stages * self.block_k * (D + V) * tile_size
+        return (2 * q + o if persistent else max(q, o)) + streamed + 2048
+
+    def tile(self, turn: Array) -> tuple[Array, Array, Array]:
+        """The first query, the head and the batch index of the tile that this block has in its `turn`.
+
+        Every other turn runs backwards over the blocks, so that none has the longer tile of each.
+        """
+        number, blocks = lax.axis_index("block"), self.blocks
+        if self.persistent:
+            whole = (turn + 1) * blocks <= self.tiles
+            number = jnp.where(whole & (lax.rem(turn, jnp.int32(2)) == 1), blocks - 1 - number, number)
+            number += turn * blocks
+        heads, batches = jnp.int32(self.problem.H), jnp.int32(self.problem.H * self.problem.B)
+        i, batch_head = lax.div(number, batches), lax.rem(number, batches)
+        if self.problem.high is not None:
+            i = self.q_tiles - 1 - i
+        return i * self.block_q, lax.rem(batch_head, heads), lax.div(batch_head, heads)
+
+    def turns(self) -> Array:
+        """How many tiles this block has."""
+        if not self.persistent:
+            return jnp.int32(1)
+        return lax.div(self.tiles - 1 - lax.axis_index("block"), jnp.int32(self.blocks)) + 1
+
+    def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
+        if reach is not None:
+            return reach.visits(lax.div(first, jnp.int32(self.block_q)), batch)
+        return visits(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
+
+    def operand(self, p: Array) -> Array:
+        """The weights as the product with v takes them."""
+        return quantized.operand(p) if self.e4m3 else p.astype(self.problem.dtype)
+
+    def values(self, tile: Any) -> Any:
+        """A block of v as that product takes it: in e4m3 the keys are innermost."""
+        return tile.T if self.e4m3 else tile
+
+
+class Shared(NamedTuple):
+    """What the warpgroups of a block of threads share: tiles, and barriers: they are full; q may be overwritten."""
+
+    q: Any
+    k: Any
+    v: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    q_free: Any
+
+
+class Tile(NamedTuple):
+    """The rows that one warpgroup has in a turn.
+
+    q: their queries in shared memory. view: where they stand, and whom they see. head: of the queries. visited: their
+    blocks of keys. start: what the statistics begin with. unit: what a product of queries and keys is in.
+    """
+
+    q: Any
+    view: View
+    head: Array
+    visited: Visits
+    start: Statistics
+    unit: Array | float
+
+
+class Begun(NamedTuple):
+    """The step of the pipeline, and of the block of keys before it the weights and the statistics."""
+
+    step: Array
+    p: Array
+    statistics: Statistics
+
+
+def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
+    """The first block of the first tile."""
+
+    def product(qk):
+        _my_turn()
+        plgpu.wgmma(qk, tile.q, shared.k.at[0].T)
+        _your_turn(plan)
+        return qk[...]
+
+    plgpu.barrier_wait(shared.q_full.at[0])
+    plgpu.barrier_wait(shared.k_full.at[0])
+    products = pl.run_scoped(product, accumulator(ROWS, plan.block_k))
+    p, statistics, _ = _softmax(products, tile, tile.start, 0, True, plan)
+    arrive(plan.k_free, plan.warpgroups)
+    return Begun(jnp.int32(1), plan.operand(p), statistics)
+
+
+def attend(
+    shared: Shared, tile: Tile, following: Callable[[], Tile], turn: Array, begun: Begun, plan: Plan
+) -> tuple[Array, Statistics, Begun]:
+    """acc and the statistics of a tile that was begun; and the tile that follows, begun, if there is one."""
+    step, p, before = begun
+
+    def visit(i, carry, masked):
+        acc, p, before = carry
+        acc, weight, after, fade = _overlapped(shared, tile, i, step + i - 1, acc, p, before, masked, plan)
+        return acc * across(fade, acc), plan.operand(weight), after
+
+    acc = full((ROWS, plan.problem.V), 0.0, WGMMA)
+    acc, p, statistics = after_first(tile.visited, visit, (acc, p, before), plan.problem)
+    step += tile.visited.end - tile.visited.begin - 1
+
+    def next_begun(acc, p, _):
+        plgpu.barrier_arrive(shared.q_free.at[slot_of(turn, plan.q_slots)])
+        plgpu.barrier_wait(shared.q_full.at[slot_of(turn + 1, plan.q_slots)])
+        tile = following()
+        acc, weight, statistics, _ = _overlapped(shared, tile, 0, step, acc, p, tile.start, True, plan)
+        return acc, plan.operand(weight), statistics
+
+    def ended(acc, p, statistics):
+        last = slot_of(step - 1, plan.stages)
+        plgpu.barrier_wait(shared.v_full.at[last])
+
+        def product(acc):
+            _my_turn()
+            plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
+            _your_turn(plan)
+
+        return pl.run_state(product)(plgpu.ACC.init(acc)), p, statistics
+
+    if plan.persistent:
+        acc, p, of_next = lax.cond(turn + 1 < plan.turns(), next_begun, ended, acc, p, statistics)
+    else:
+        acc, p, of_next = ended(acc, p, statistics)
+    return acc, statistics, Begun(step + 1, p, of_next)
+
+
+def _overlapped(
+    shared: Shared, tile: Tile, i: Array | int, step: Array, acc: Array, p: Array, before: Statistics, masked: bool,
+    plan: Plan,
+):  # fmt: skip
+    """Adds the p·v of the step before to acc and, meanwhile, finds the weights of block i of a tile."""
+    slot, previous = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
+    plgpu.barrier_wait(shared.k_full.at[slot])
+
+    def both(refs):
+        acc, *results = refs
+
+        def scoped(qk):
+            _my_turn()
+            plgpu.wgmma(qk, tile.q, shared.k.at[slot].T)
+            plgpu.barrier_wait(shared.v_full.at[previous])
+            plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))
+            _your_turn(plan)
+            products = plgpu.wgmma_accumulator_load(qk, wait_n=1)
+            arrive(plan.k_free + slot, plan.warpgroups)
+            found = _softmax(products, tile, before, i, masked, plan)
+            for ref, value in zip(results, jax.tree.leaves(found), strict=True):
+                ref[...] = value
+            plgpu.wgmma_wait(0)
+
+        pl.run_scoped(scoped, accumulator(ROWS, plan.block_k))
+
+    room, rows = full((ROWS, plan.block_k), 0.0, WGMMA), before.total
+    acc, weight, *found, fade = pl.run_state(both)((plgpu.ACC.init(acc), room, rows, rows, rows))
+    arrive(plan.v_free + previous, plan.warpgroups)
+    return acc, weight, Statistics(*found), fade
+
+
+def _softmax(products: Array, tile: Tile, before: Statistics, i: Array | int, masked: bool, plan: Plan):
+    problem, ok = plan.problem, None
+    if masked:
+        first_key = (tile.visited.end - 1 - i) * plan.block_k
+        ok = seen(tile.view, first_key, products.shape, problem.K % plan.block_k > 0, problem)
+    exponent = problem.exponent * (tile.unit if problem.softcap is None else 1.0)
+    return weights(logits(products, problem, tile.unit), before, ok, exponent, plan.lift)
+
+
+def _my_turn() -> None:
+    sync(TURN + lax.axis_index("warpgroup"), 2)
+
+
+def _your_turn(plan: Plan) -> None:
+    arrive(TURN + slot_of(lax.axis_index("warpgroup") + 1, plan.consumers), 2)
