@@ -15,7 +15,7 @@ import inspect
 import marshal
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -53,12 +53,43 @@ def key_of(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: 
 def structure_fingerprint(tree: Any) -> str:
     """The tree with each array as its type and sharding, `f32[4,4]@x=2;P('x')`, and every other leaf as JSON."""
     leaves, structure = jax.tree.flatten(tree)
-    text, *between = _text_between_leaves(structure)
-    if len(between) != len(leaves):  # there is a "*" in a name
-        return f"{structure}: {', '.join(map(_leaf_fingerprint, leaves))}"
-    for leaf, after in zip(leaves, between, strict=True):
-        text += _leaf_fingerprint(leaf) + after
-    return text
+    leaves = tuple([_Array(x.shape, x.dtype, sharding_of(x)) if is_array(x) else (type(x), x) for x in leaves])
+    try:
+        return _remembered_structure(structure, leaves)
+    except TypeError:  # a leaf is not hashable
+        return _structure_text(structure, leaves)
+
+
+class _Array(NamedTuple):
+    """What of an array belongs to a key."""
+
+    shape: tuple
+    dtype: Any
+    sharding: jax.sharding.Sharding
+
+
+def _structure_text(structure: Any, leaves: Sequence[_Array | tuple[type, Any]]) -> str:
+    told = [_array_text(*leaf) if isinstance(leaf, _Array) else _leaf_text(leaf[1]) for leaf in leaves]
+    text, *between = str(structure).removeprefix("PyTreeDef(").removesuffix(")").split("*")
+    if len(between) != len(told):  # there is a "*" in a name
+        return f"{structure}: {', '.join(told)}"
+    return text + "".join(leaf + after for leaf, after in zip(told, between, strict=True))
+
+
+_remembered_structure = functools.lru_cache(maxsize=4096)(_structure_text)
+
+
+def _leaf_text(x: Any) -> str:
+    try:
+        return stable_json(x)
+    except TypeError:  # no JSON
+        return f"<{type(x).__qualname__}>"
+
+
+def _array_text(shape: tuple, dtype: Any, sharding: jax.sharding.Sharding) -> str:
+    array = jax.ShapeDtypeStruct(shape, dtype)
+    layout = _sharding_text(sharding, array.ndim)
+    return short_type(array) if layout == "unsharded" else f"{short_type(array)}@{layout}"
 
 
 def sharding_fingerprint(x: Any) -> str:
@@ -68,22 +99,6 @@ def sharding_fingerprint(x: Any) -> str:
     not show: under `shard_map` an array is as it looks from inside.
     """
     return _sharding_text(sharding_of(x), np.ndim(x))
-
-
-def _leaf_fingerprint(x: Any) -> str:
-    if is_array(x):
-        return _array_text(x.shape, x.dtype, sharding_of(x))
-    try:
-        return _remembered_json(x)
-    except TypeError:  # not hashable, or no JSON
-        return f"<{type(x).__qualname__}>"
-
-
-@functools.lru_cache(maxsize=4096)
-def _array_text(shape: tuple, dtype: Any, sharding: jax.sharding.Sharding) -> str:
-    array = jax.ShapeDtypeStruct(shape, dtype)
-    layout = _sharding_text(sharding, array.ndim)
-    return short_type(array) if layout == "unsharded" else f"{short_type(array)}@{layout}"
 
 
 def _sharding_text(sharding: jax.sharding.Sharding, ndim: int) -> str:
@@ -96,16 +111,6 @@ def _sharding_text(sharding: jax.sharding.Sharding, ndim: int) -> str:
 
 
 _target_text = functools.cache(str)
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _remembered_json(x: Any) -> str:
-    return stable_json(x)
-
-
-@functools.lru_cache(maxsize=4096)
-def _text_between_leaves(structure: Any) -> list[str]:
-    return str(structure).removeprefix("PyTreeDef(").removesuffix(")").split("*")
 
 
 # --- Source and versions
