@@ -34,7 +34,7 @@ from .types import Cfg
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
 # Those that come this near to the best are timed again, in turns: what the clock of the device does is shared by all.
-_NEAR = 1.25
+_NEAR = 1.5
 # A batch of these lasts longer, so that a difference of one in a hundred is seen.
 _SECONDS_OF_A_TURN = 2e-2
 # What takes at most this much of the least time that its work can take is not improved upon.
@@ -49,7 +49,8 @@ class Tuner:
 
     Attributes:
         warmup: calls before the first that is timed.
-        iters: batches that are timed, of which the median counts; and as many again of those that are near the best.
+        iters: batches that are timed, of which the shortest counts (what disturbs only adds); and as many again of
+            those that are near the best.
     """
 
     warmup: int = 2
@@ -133,7 +134,7 @@ class Tuner:
             rounds = zip(
                 *(batches(program, 1, self.iters, _SECONDS_OF_A_TURN) for program in programs.values()), strict=True
             )
-            return dict(zip(programs, np.median(np.array(list(rounds)), axis=0).tolist(), strict=True))
+            return dict(zip(programs, np.min(np.array(list(rounds)), axis=0).tolist(), strict=True))
 
     def _measured(self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool) -> float:
         """Milliseconds of a program; only of the first batch where that is already hopeless."""
@@ -148,7 +149,7 @@ class Tuner:
                 times.append(milliseconds)
                 if times[0] > _HOPELESS * best_time:
                     break
-            return float(np.median(times))
+            return min(times)
 
 
 def _roofline(kernel: Kernel, inv: Invocation) -> float:
