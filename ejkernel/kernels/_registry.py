@@ -72,12 +72,17 @@ def supported_if(predicate: Callable[[Any, Any, Any], str | None]) -> Callable[[
 
 
 def configured_by(
-    heuristic: Callable[[Any, Any, Any], Any], space: Callable[[Any, Any, Any], list]
+    heuristic: Callable[[Any, Any, Any], Any],
+    space: Callable[[Any, Any, Any], list],
+    variants: tuple[str, ...] = (),
 ) -> Callable[[F], F]:
-    """Attaches `heuristic(spec, operands, target)`, the config without timing, and `space(…)`, those worth timing."""
+    """Attaches `heuristic(spec, operands, target)`, the config without timing, and `space(…)`, those worth timing.
+
+    `variants` is what the config may name as its `algorithm`: another name is a `ValueError` when it runs.
+    """
 
     def attach(implementation: F) -> F:
-        implementation.heuristic, implementation.space = heuristic, space
+        implementation.heuristic, implementation.space, implementation.variants = heuristic, space, variants
         return implementation
 
     return attach
@@ -104,8 +109,9 @@ class KernelRegistry:
     ) -> Callable[[F], F]:
         """Decorator: registers a function as an implementation of `algorithm`.
 
-        What it returns, and what is registered, is the function with its signature, behind two checks. A keyword that
-        it does not take is a `TypeError` which names the algorithm, the platform, the keyword and those it takes. And
+        What it returns, and what is registered, is the function with its signature, behind some checks. A keyword that
+        it does not take is a `TypeError` which names the algorithm, the platform, the keyword and those it takes. A
+        config whose `algorithm` is none of its variants is a `ValueError`, where it says which there are. And
         a failure of the machinery below (`jax.errors.JaxRuntimeError`, any error of Triton or of MLIR) becomes an
         `EjkernelRuntimeError` with the cause attached. Every other exception passes as it is: what a caller did wrong
         (`ValueError`, `TypeError`), what is not supported (`NotImplementedError`), and the errors of tracing.
@@ -189,13 +195,15 @@ kernel_registry = KernelRegistry()
 """The registry that every implementation of the library is in."""
 
 
-# --- The two checks around an implementation
+# --- The checks around an implementation
 
 
 def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
     parameters = inspect.signature(implementation).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     accepted = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+    variants = (None, *implementation.variants) if hasattr(implementation, "variants") else None
 
     @functools.wraps(implementation)
     def checked(*args, **kwargs):
@@ -204,6 +212,9 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
             raise TypeError(
                 f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {', '.join(sorted(accepted))}"
             )
+        if variants is not None and (variant := getattr(kwargs.get("config"), "algorithm", None)) not in variants:
+            known = ", ".join(map(repr, variants))
+            raise ValueError(f"{algorithm} ({platform}): config.algorithm is {variant!r}; it must be one of {known}")
         try:
             return implementation(*args, **kwargs)
         except Exception as error:

@@ -38,6 +38,7 @@ class Tier:
         backend: the hardware that they run on.
         priority: of several tiers that take a call, the highest is taken.
         custom_calls: what they are lowered to and `jax.export` does not know.
+        variants: what a config may name as its algorithm.
     """
 
     package: str
@@ -49,6 +50,7 @@ class Tier:
     backend: Backend
     priority: int
     custom_calls: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
 
     def forward(self, module: str, supports: Predicate) -> Callable[..., Any]:
         """(*operands, spec, config) → outputs."""
@@ -109,5 +111,5 @@ class Tier:
             configs = importlib.import_module(f"{self.package}.configs")
             return configs.space(name, operands, spec, target)
 
-        configured = configured_by(lambda *call: space(*call)[0], space)
+        configured = configured_by(lambda *call: space(*call)[0], space, self.variants)
         return emits(*self.custom_calls)(configured(supported_if(supports)(implementation)))

@@ -208,6 +208,15 @@ def check(error, kind, says):
     assert len(message) < 400 and "\n" not in message, message
 
 
+def test_a_variant_that_does_not_run_here():
+    """Eight bits are a variant of the Hopper kernel; elsewhere they are refused, not passed over."""
+    arrays, _ = split(GOOD)
+    with pytest.raises(
+        ValueError, match=r"flash_attention \(xla\): config.algorithm is 'e4m3'; it must be one of None"
+    ):
+        jax.jit(lambda arrays: lax(**arrays, config={"algorithm": "e4m3"})).lower(arrays)
+
+
 @pytest.mark.parametrize("call", [partial(modules, platform="pallas"), partial(lax, config={"platform": "pallas"})])
 def test_a_platform_that_is_not_here(call, caplog):
     """Every implementation is listed with the reason against it, before anything is compiled."""

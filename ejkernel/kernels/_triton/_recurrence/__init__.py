@@ -42,6 +42,7 @@ _tier = Tier(
     Backend.GPU,
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
+    variants=("walk", "chunks", "steps"),
 )
 
 recurrence = _tier.forward("forward", supports)

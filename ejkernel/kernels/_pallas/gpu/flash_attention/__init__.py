@@ -95,7 +95,15 @@ def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
 
 
 _tier = Tier(
-    __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.GPU, priority=200
+    __name__,
+    "flash_attention",
+    FlashAttentionSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.GPU,
+    priority=200,
+    variants=("e4m3",),
 )
 
 flash_attention = _tier.forward("forward", takes)

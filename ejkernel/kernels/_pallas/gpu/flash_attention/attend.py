@@ -10,8 +10,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .._launch import FIRST_BARRIER, ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
 from . import quantized
-from .launch import FIRST_BARRIER, ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
 from .problem import Problem, Visits, after_first, visits
 from .reach import Reach
 from .tiles import Statistics, View, logits, seen, weights

@@ -29,6 +29,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
+from .._launch import (
+    ROWS,
+    accumulator,
+    arrive,
+    launch,
+    shared,
+    slot_of,
+    sync,
+    whole_eights,
+)
 from .holders import (
     DONE,
     Q_FREE,
@@ -40,16 +50,6 @@ from .holders import (
     hold_most_keys,
     hold_values,
     hold_values_and_keys,
-)
-from .launch import (
-    ROWS,
-    accumulator,
-    arrive,
-    launch,
-    shared,
-    slot_of,
-    sync,
-    whole_eights,
 )
 from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_blind, without_unseen

@@ -21,12 +21,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.errors import value_error
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
+from .._launch import PER_ROW, ROWS, across, arrive, full, launch, shared, slot_of, sync, whole_eights
 from .attend import Q_FREE, REGISTERS, TURN, Plan, Shared, Tile, attend, begin
-from .launch import PER_ROW, ROWS, across, arrive, full, launch, shared, slot_of, sync, whole_eights
 from .problem import LOG2_E, problem_of
 from .quantized import ALGORITHM, Scales, quantize
 from .reach import Reach, of_sequences, reach_of, without_unseen
@@ -34,8 +33,6 @@ from .tiles import Statistics, View
 
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
-    if config.algorithm not in (None, ALGORITHM):
-        raise value_error("flash_attention", f"algorithm is {config.algorithm!r}; it must be None or {ALGORITHM!r}")
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, config.algorithm == ALGORITHM)

@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import (
+from .._launch import (
     FIRST_BARRIER,
     PER_COLUMN,
     ROWS,

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import WGMMA
+from .._launch import WGMMA
 
 ALGORITHM = "e4m3"
 E4M3 = jnp.float8_e4m3fn

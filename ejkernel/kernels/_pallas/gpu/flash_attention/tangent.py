@@ -23,8 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .attend import Q_FREE, REGISTERS, TURN
-from .launch import (
+from .._launch import (
     PER_ROW,
     ROWS,
     across,
@@ -37,6 +36,7 @@ from .launch import (
     sync,
     whole_eights,
 )
+from .attend import Q_FREE, REGISTERS, TURN
 from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_unseen
 from .tangent_rows import Plan, Rows, Tensors, accumulate, accumulate_wide

@@ -8,9 +8,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .._launch import ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
 from . import attend
 from .attend import Q_FREE, TURN
-from .launch import ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
 from .problem import Visits, after_first
 from .tiles import View, logits, seen
 

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .launch import PER_COLUMN, PER_ROW, WGMMA, across, down, load_vector
+from .._launch import PER_COLUMN, PER_ROW, across, down, indices, load_vector
 from .problem import LOG2_E, Problem
 from .reach import Reach
 
@@ -27,11 +26,6 @@ def logits(products: Array, problem: Problem, unit: Array | float = 1.0) -> Arra
         return products
     e = jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap * unit))
     return 1 - 2 / (e + 1)
-
-
-def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:
-    """first, first + 1, … along an axis of a tile."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
 
 
 class View(NamedTuple):

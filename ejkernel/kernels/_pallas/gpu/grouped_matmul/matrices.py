@@ -20,19 +20,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..flash_attention.launch import (
+from .._launch import (
     FIRST_BARRIER,
     ROWS,
     WGMMA,
     accumulator,
     arrive,
+    indices,
     launch,
     load_vector,
     shared,
     slot_of,
     sync,
 )
-from ..flash_attention.tiles import indices
 
 # Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory for tiles in a block of threads.
 PROCESSORS, SHARED_BYTES = 132, 226 * 1024

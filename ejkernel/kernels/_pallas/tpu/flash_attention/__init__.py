@@ -29,7 +29,15 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
 
 
 _tier = Tier(
-    __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100
+    __name__,
+    "flash_attention",
+    FlashAttentionSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.TPU,
+    priority=100,
+    variants=("split",),
 )
 
 flash_attention = _tier.forward("forward", supports)

@@ -75,6 +75,11 @@ def full(shape: tuple[int, ...], value, layout) -> Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:
+    """first, first + 1, … along an axis of a tile."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
+
+
 def across(rows: Array, like: Array) -> Array:
     """A number for each row, along the columns of `like`."""
     return lax.broadcast_in_dim(rows, like.shape, [0])
