@@ -6,21 +6,12 @@ import numpy as np
 import pytest
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import KernelConfig
 
 from .attention_cases import CASES, CAUSAL, Case, check_all, derivatives, differentiable, like, poisoned
+from .device import TARGET
 
-
-def _device_kind() -> str | None:
-    try:
-        return jax.devices("gpu")[0].device_kind
-    except RuntimeError:
-        return None
-
-
-DEVICE_KIND = _device_kind()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE_KIND is None, reason="there is no GPU")]
-TARGET = Target("cuda", DEVICE_KIND)
+pytestmark = pytest.mark.gpu
 
 
 class Kernels:

@@ -12,13 +12,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 from .attention_cases import CAUSAL, Case, check
+from .device import ON_HOPPER, TARGET
 from .oracle import visible
-from .test_flash_attention import DEVICE_KIND, TARGET
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE_KIND is None or TARGET.compute_capability != 90, reason="there is no Hopper GPU"),
-]
+pytestmark = ON_HOPPER
 CASES = [
     Case("plain"),
     Case("causal, grouped heads", H=4, spec=CAUSAL),

@@ -22,12 +22,9 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .attention_cases import CASES, CAUSAL, Case, check, derivatives, differentiable, like, poisoned
-from .test_flash_attention import DEVICE_KIND, TARGET
+from .device import ON_HOPPER, TARGET
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(DEVICE_KIND is None or TARGET.compute_capability != 90, reason="there is no Hopper GPU"),
-]
+pytestmark = ON_HOPPER
 FITTING = [replace(case, D=64, V=64) for case in CASES]
 TAKEN = [case for case in FITTING if supports(*reversed(case.make(256, jnp.bfloat16)), TARGET) is None]
 

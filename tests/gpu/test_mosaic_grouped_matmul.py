@@ -9,15 +9,12 @@ from cases import grouped_matmul as grouped
 
 from ejkernel.kernels._pallas.gpu.grouped_matmul import grouped_matmul_bwd, supports
 from ejkernel.kernels._xla.grouped_matmul import grouped_matmul_bwd as in_plain_jax
-from ejkernel.ops.utils.devices import local_target
 from ejkernel.primitives.grouped_matmul import Outputs
 from tests.kernels import against_xla
 
-TARGET = local_target()
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(TARGET.compute_capability != 90, reason="there is no Hopper GPU"),
-]
+from .device import ON_HOPPER, TARGET
+
+pytestmark = ON_HOPPER
 ROWS = 1000
 SIZES = dict(m=ROWS, k=320, n=448, e=8, f=11)
 CASES = (

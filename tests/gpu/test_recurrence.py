@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.types import Target
-
+from .device import TARGET
 from .recurrence_cases import (
     CASES,
     Case,
@@ -22,17 +21,7 @@ from .recurrence_cases import (
     tangent_of_formula,
 )
 
-
-def _device_kind() -> str | None:
-    try:
-        return jax.devices("gpu")[0].device_kind
-    except RuntimeError:
-        return None
-
-
-DEVICE_KIND = _device_kind()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE_KIND is None, reason="there is no GPU")]
-TARGET = Target("cuda", DEVICE_KIND)
+pytestmark = pytest.mark.gpu
 
 
 def computed(x, spec):
