@@ -29,7 +29,21 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# The interpreter takes ten seconds a case, a compiler five a call: a normal run has those with most in them.
+QUICK = (
+    "by head",
+    "by feature, reversed",
+    "values in parts by both features, packed",
+    "all of them",
+    "packed batches, values in parts",
+)
+
+
+def quick(name: str, value) -> object:
+    return pytest.param(value, id=name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [quick(case.name, case) for case in CASES])
 def test_in_the_interpreter(case):
     """Forward, backward and tangent in float32; the last chunk is not full, and tokens of no sequence hold NaN."""
     x, spec = case.make(40, jnp.float32)
@@ -77,7 +91,7 @@ CALLS = {
 @pytest.mark.parametrize(
     "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
 )
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [quick(name, name) for name in CALLS])
 def test_the_compilers_take_them(name, generation):
     """Every config for one generation, and the heuristic one for the others."""
     x, spec = CALLS[name], RecurrenceSpec()

@@ -9,7 +9,6 @@ from cases import (
     curvature_by_reverse,
     each,
     each_case,
-    each_operation,
     first_of_each,
     gradient,
     oracle,
@@ -29,12 +28,12 @@ def test_forward_over_reverse(case):
     check(case, curvature)
 
 
-@each_operation
+@each(first_of_each(CASES), core=False)
 def test_reverse_over_reverse(case):
     check(case, curvature_by_reverse)
 
 
-@each_operation
+@each(first_of_each(CASES), core=False)
 def test_reverse_over_forward(case):
     """The gradient of a tangent."""
     check(case, reverse_over_forward)
@@ -48,7 +47,7 @@ def test_reverse_comes_last_or_twice(case):
     check(case, reverse_over_forward)
 
 
-@each([case.resized(case.tiny) for case in CASES if case.tiny])
+@each([case.resized(case.tiny) for case in CASES if case.tiny], core=False)
 def test_hessian(case):
     """In whole, as `jax.hessian` maps over every direction at once."""
     arrays = case.arrays()
