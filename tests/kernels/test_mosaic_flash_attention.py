@@ -8,6 +8,7 @@ import ejkernel
 from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._pallas.gpu.flash_attention import (
     FEATURES,
+    LEAST_KEYS,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
@@ -107,7 +108,7 @@ def test_inside_a_shard_map_that_checks_its_axes():
     part = jax.P("x", None, "y")
     of_a_part = lambda *x: ejkernel.lax.flash_attention(*x, causal=True)
     attention = jax.shard_map(of_a_part, mesh=mesh, in_specs=part, out_specs=part)
-    x = jax.device_put([jnp.ones((4, 64, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, part))
+    x = jax.device_put([jnp.ones((4, LEAST_KEYS, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, part))
     total = lambda x: attention(*x).astype(jnp.float32).sum()
     assert lowered(jax.grad(total), x).count(f"custom_call @{CUSTOM_CALL}") == 2
 
@@ -173,8 +174,9 @@ def test_segments_and_packed_sequences(sight, D, V, operation):
 
 
 @pytest.mark.parametrize("sight", [None, *SIGHTS])
-def test_a_gradient_is_two_kernels(sight):
-    """Packed sequences have no batch axis."""
+def test_a_gradient_is_two_kernels(sight, monkeypatch):
+    """Packed sequences have no batch axis. The sequences are short, so that little is traced."""
+    monkeypatch.setattr("ejkernel.kernels._pallas.gpu.flash_attention.LEAST_KEYS", 1)
     arrays = SIGHTS.get(sight, {})
     x = jax.ShapeDtypeStruct(q.shape[1:], q.dtype) if sight == "packed" else q
     arrays = {
@@ -190,6 +192,16 @@ def test_calls_without_arrays_of_who_sees_whom_pay_nothing_for_them():
     (config, *_) = space("flash_attention", x, spec, HOPPER)
     text = lowered(run("flash_attention", spec, config), *arguments(x))
     assert "i32" not in text.split("custom_call @")[0].split("func.func public")[1]
+
+
+def test_few_keys_are_left_to_smaller_blocks():
+    """By their number, or by the window."""
+    few, many = (jax.ShapeDtypeStruct((2, n, 4, 64), jnp.bfloat16) for n in (LEAST_KEYS - 1, 4 * LEAST_KEYS))
+    narrow = FlashAttentionSpec(causal=True, window=(127, None))
+    for f in (flash_attention, flash_attention_jvp, flash_attention_bwd):
+        assert "a query sees 255 keys" in f.supports(FlashAttentionSpec(), Operands(few, few, few), HOPPER)
+        assert "a query sees 128 keys" in f.supports(narrow, Operands(many, many, many), HOPPER)
+        assert f.supports(FlashAttentionSpec(), Operands(many, many, many), HOPPER) is None
 
 
 def test_says_what_the_gradient_does_not_take():
