@@ -9,7 +9,8 @@
     tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
 
 The package has a module for each of the three with a function of that name, and `configs` with
-`space(name, operands, spec, target)`: the configs that may be best for a call, the likeliest first.
+`space(name, operands, spec, target)`: the configs that may be best for a call, the likeliest first. A config may
+name one of the `variants` that are given with a kernel as its algorithm.
 """
 
 import importlib
@@ -38,7 +39,6 @@ class Tier:
         backend: the hardware that they run on.
         priority: of several tiers that take a call, the highest is taken.
         custom_calls: what they are lowered to and `jax.export` does not know.
-        variants: what a config may name as its algorithm.
     """
 
     package: str
@@ -50,18 +50,17 @@ class Tier:
     backend: Backend
     priority: int
     custom_calls: tuple[str, ...] = ()
-    variants: tuple[str, ...] = ()
 
-    def forward(self, module: str, supports: Predicate) -> Callable[..., Any]:
+    def forward(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(*operands, spec, config) → outputs."""
         Spec, Outputs = self.spec, self.outputs
 
         def forward(*operands: Array | None, spec: Spec = Spec(), config: KernelConfig = KernelConfig()) -> Outputs:
             return self._function(module, "")(*operands, spec=spec, config=config)
 
-        return self._presented(forward, "", supports)
+        return self._presented(forward, "", supports, variants)
 
-    def tangent(self, module: str, supports: Predicate) -> Callable[..., Any]:
+    def tangent(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(primals, outputs, tangents, spec, config) → the tangents of the outputs; a tangent of None is zero."""
         Spec, Operands, Outputs = self.spec, self.operands, self.outputs
 
@@ -75,9 +74,9 @@ class Tier:
         ) -> Outputs:
             return self._function(module, "_jvp")(primals, outputs, tangents, spec=spec, config=config)
 
-        return self._presented(tangent, "_jvp", supports)
+        return self._presented(tangent, "_jvp", supports, variants)
 
-    def backward(self, module: str, supports: Predicate) -> Callable[..., Any]:
+    def backward(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands that wrt names."""
         Spec, Operands, Outputs = self.spec, self.operands, self.outputs
 
@@ -92,7 +91,7 @@ class Tier:
         ) -> tuple[Array, ...]:
             return self._function(module, "_bwd")(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
 
-        return self._presented(backward, "_bwd", supports)
+        return self._presented(backward, "_bwd", supports, variants)
 
     def register(self, operation: str, *implementations: Callable[..., Any]) -> None:
         """Registers the implementations for an operation, which is the algorithm or one of its family."""
@@ -103,7 +102,7 @@ class Tier:
     def _function(self, module: str, suffix: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"{self.package}.{module}"), self.algorithm + suffix)
 
-    def _presented(self, implementation: Callable[..., Any], suffix: str, supports: Predicate) -> Callable[..., Any]:
+    def _presented(self, implementation: Callable[..., Any], suffix: str, supports: Predicate, variants: tuple):
         name = self.algorithm + suffix
         implementation.__module__, implementation.__name__, implementation.__qualname__ = self.package, name, name
 
@@ -111,5 +110,5 @@ class Tier:
             configs = importlib.import_module(f"{self.package}.configs")
             return configs.space(name, operands, spec, target)
 
-        configured = configured_by(lambda *call: space(*call)[0], space, self.variants)
+        configured = configured_by(lambda *call: space(*call)[0], space, variants)
         return emits(*self.custom_calls)(configured(supported_if(supports)(implementation)))

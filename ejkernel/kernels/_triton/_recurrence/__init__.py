@@ -42,12 +42,11 @@ _tier = Tier(
     Backend.GPU,
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
-    variants=("walk", "chunks", "steps"),
 )
 
-recurrence = _tier.forward("forward", supports)
-recurrence_jvp = _tier.tangent("tangent", supports)
-recurrence_bwd = _tier.backward("gradients", supports)
+recurrence = _tier.forward("forward", supports, ("walk", "chunks", "steps"))
+recurrence_jvp = _tier.tangent("tangent", supports, ("chunks",))
+recurrence_bwd = _tier.backward("gradients", supports, ("chunks",))
 
 
 def register(operation: str) -> None:

@@ -95,18 +95,10 @@ def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
 
 
 _tier = Tier(
-    __name__,
-    "flash_attention",
-    FlashAttentionSpec,
-    Operands,
-    Outputs,
-    Platform.PALLAS,
-    Backend.GPU,
-    priority=200,
-    variants=("e4m3",),
+    __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.GPU, priority=200
 )
 
-flash_attention = _tier.forward("forward", takes)
+flash_attention = _tier.forward("forward", takes, ("e4m3",))
 flash_attention_jvp = _tier.tangent("tangent", takes_jvp)
 flash_attention_bwd = _tier.backward("backward", takes_bwd)
 

@@ -29,19 +29,11 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
 
 
 _tier = Tier(
-    __name__,
-    "flash_attention",
-    FlashAttentionSpec,
-    Operands,
-    Outputs,
-    Platform.PALLAS,
-    Backend.TPU,
-    priority=100,
-    variants=("split",),
+    __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100
 )
 
 flash_attention = _tier.forward("forward", supports)
 flash_attention_jvp = _tier.tangent("tangent", supports)
-flash_attention_bwd = _tier.backward("backward", supports)
+flash_attention_bwd = _tier.backward("backward", supports, ("split",))
 
 _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
