@@ -7,14 +7,15 @@ import pytest
 from ejkernel.kernels._pallas.gpu.flash_attention.order import IDLE, Each, Walk
 
 ORDERS = [
-    Walk(tiles=8, heads=256, most=132, rising=True),
-    Walk(tiles=8, heads=256, most=132, rising=False),
-    Walk(tiles=7, heads=45, most=132, rising=True),
-    Walk(tiles=9, heads=35, most=132, rising=True),
-    Walk(tiles=3, heads=35, most=132, rising=True),
-    Walk(tiles=1, heads=1, most=132, rising=True),
-    Each(tiles=8, heads=10, together=4, rising=True),
-    Each(tiles=3, heads=5, together=9, rising=False),
+    Walk(tiles=8, heads=256, rising=True),
+    Walk(tiles=8, heads=256, rising=False),
+    Walk(tiles=7, heads=45, rising=True),
+    Walk(tiles=9, heads=35, rising=True),
+    Walk(tiles=3, heads=35, rising=True),
+    Walk(tiles=1, heads=1, rising=True),
+    Each(tiles=100, heads=10, together=4, rising=True),
+    Each(tiles=100, heads=10, together=1, rising=False),
+    Each(tiles=3, heads=5, together=1, rising=False),
 ]
 
 
@@ -36,16 +37,17 @@ def test_every_tile_has_one_turn(order):
 @pytest.mark.parametrize("tiles, heads", [(8, 256), (32, 64), (128, 16), (7, 45), (16, 35), (9, 31)])
 def test_blocks_have_as_much_to_do(tiles, heads):
     """Where a tile sees as many blocks of keys as its place says, and one: all but the last round is even."""
-    order = Walk(tiles, heads, most=132, rising=True)
+    order = Walk(tiles, heads, rising=True)
     place, _, block = work(order)
     load = np.bincount(block, place + 1)
     assert load.max() <= max(load.mean() / (1 - IDLE), tiles)
 
 
 def test_few_heads_at_a_time():
-    """In the first turns of all blocks, of which four work on a head; and until a section of heads has ended."""
-    place, head, block = work(Walk(tiles=8, heads=256, most=132, rising=True))
+    """Four blocks work on a head in their first turns; and but for the end some heads end before others begin."""
+    place, head, block = work(Walk(tiles=8, heads=256, rising=True))
     first = np.unique(block, return_index=True)[1]
     assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}
-    _, head, _ = work(Each(tiles=8, heads=10, together=4, rising=True))
-    np.testing.assert_array_equal(head // 4, np.repeat([0, 1, 2], [32, 32, 16]))
+    _, head, _ = work(Each(tiles=100, heads=10, together=2, rising=True))
+    np.testing.assert_array_equal(head[:700] // 2, np.repeat([0, 1, 2, 3], [200, 200, 200, 100]))
+    np.testing.assert_array_equal(head[700:], np.tile([7, 8, 9], 100))

@@ -17,8 +17,8 @@ from .problem import Problem, Visits, after_first, visits
 from .reach import Reach
 from .tiles import Statistics, View, logits, seen, weights
 
-# Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory that a block of threads may use on one.
-PROCESSORS, SHARED_BYTES = 132, 227 * 1024
+# The shared memory that a block of threads may use.
+SHARED_BYTES = 227 * 1024
 # Registers of a thread that computes and of one that loads, by how many warpgroups compute.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 # Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
@@ -83,7 +83,7 @@ class Plan:
         problem, heads = self.problem, self.problem.H * self.problem.B
         if self.persistent:
             rising = problem.high is not None and problem.low is None
-            return Walk(self.q_tiles, heads, PROCESSORS, rising)
+            return Walk(self.q_tiles, heads, rising)
         of_a_head = problem.K * (problem.D + problem.V) * problem.dtype.itemsize
         together = max(1, CACHED // of_a_head) * problem.group
         return Each(self.q_tiles, heads, together, rising=problem.high is not None)

@@ -100,7 +100,7 @@ def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Arr
         "flash_attention_backward",
         (q, k, v, do, start, delta, seen_by, dq),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
-        blocks=plan.blocks,
+        blocks=plan.order.blocks,
         warpgroups=WARPGROUPS,
         scratch=dict(
             held=(tile(plan.holders, ROWS, k.shape[3]), tile(plan.holders, ROWS, v.shape[3])),

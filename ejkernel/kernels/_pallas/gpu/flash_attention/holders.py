@@ -13,13 +13,14 @@ from .._launch import (
     ROWS,
     accumulator,
     afresh,
-    after,
     arrive,
+    computed,
     down,
     load_vector,
     slot_of,
     sync,
 )
+from .order import Each
 from .problem import Problem, Visits, visits
 from .reach import Reach
 from .tiles import View, logits, seen
@@ -77,18 +78,18 @@ class Plan:
         return Q_FREE + self.stages
 
     @property
-    def blocks(self) -> int:
-        return -(-self.problem.K // self.keys) * self.problem.G * self.problem.B
+    def order(self) -> Each:
+        """All tiles of a head at about the same time: their queries and dq stay in the L2 cache.
+
+        Under a causal mask the first keys have most to do.
+        """
+        return Each(-(-self.problem.K // self.keys), self.problem.G * self.problem.B, together=1, rising=False)
 
     def tile(self) -> tuple[Array, Array, Array]:
-        """The first key, the key/value head and the batch index.
-
-        All tiles of a head at about the same time: their queries and dq stay in the L2 cache. Under a causal mask the
-        first keys have most to do.
-        """
-        heads, tiles = jnp.int32(self.problem.G), jnp.int32(-(-self.problem.K // self.keys))
-        j, batch_head = lax.rem(lax.axis_index("block"), tiles), lax.div(lax.axis_index("block"), tiles)
-        return j * self.keys, lax.rem(batch_head, heads), lax.div(batch_head, heads)
+        """The first key, the key/value head and the batch index."""
+        place, head = self.order.tile(lax.axis_index("block"))
+        heads = jnp.int32(self.problem.G)
+        return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
 
     def visits(self, reach: Reach | None) -> Visits:
         """Found again wherever it is needed: the warpgroups have no registers to remember it in."""
@@ -148,9 +149,9 @@ def _weigh(
     return weights[0], weights[-1]
 
 
-def _begin_slopes(holder: Array | int, held, streamed, slot: Array, delta_slot: Array, part: slice, dp) -> None:
+def _begin_slopes(holder: Array | int, held, streamed, slot: Array, part: slice, dp) -> None:
     """Begins dp − delta."""
-    dp[...] = down(load_vector(streamed[3].at[delta_slot, part], PER_COLUMN), dp)
+    dp[...] = down(load_vector(streamed[3].at[slot, part], PER_COLUMN), dp)
     plgpu.wgmma(dp, held[1].at[holder], streamed[1].at[slot, part].T)
 
 
@@ -186,8 +187,10 @@ def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
             if part == plan.parts[0]:
                 plgpu.barrier_wait(do_full.at[slot])
 
+            computed(p)
+
             def scoped(dp, holder=holder, part=part, p=p, p_sloped=p_sloped):
-                _begin_slopes(holder, held, streamed, slot, after(p, slot), part, dp)
+                _begin_slopes(holder, held, streamed, slot, part, dp)
                 plgpu.wgmma(dv, p, streamed[1].at[slot, part])
                 dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
                 return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
@@ -232,7 +235,7 @@ def hold_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
         plgpu.barrier_wait(do_full.at[slot])
 
         def scoped(dp):
-            _begin_slopes(0, held, streamed, slot, slot, part, dp)
+            _begin_slopes(0, held, streamed, slot, part, dp)
             sync(P_FULL, 2)
             p = p_tile[0]
             pl.when(step < last)(lambda: arrive(P_FREE, 2))

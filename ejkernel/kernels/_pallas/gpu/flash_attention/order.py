@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array, lax
 
+# Streaming multiprocessors of an H100 or H200 (SXM).
+PROCESSORS = 132
 # Bytes of keys and values for which there is room in the L2 cache (50 MB, parts of which hold the same for either half
 # of the device), beside q and o.
 CACHED = 24 << 20
@@ -28,13 +30,11 @@ class Walk:
     Attributes:
         tiles: of a head.
         heads: of all batches.
-        most: blocks of threads that run at once.
         rising: later tiles see more keys.
     """
 
     tiles: int
     heads: int
-    most: int
     rising: bool
 
     @property
@@ -44,7 +44,7 @@ class Walk:
     @property
     def paired(self) -> bool:
         pairs = -(-self.number // 2)
-        return self.rising and pairs >= (1 - IDLE) * self.most * -(-pairs // self.most)
+        return self.rising and pairs >= (1 - IDLE) * PROCESSORS * -(-pairs // PROCESSORS)
 
     @property
     def run(self) -> int:
@@ -57,7 +57,7 @@ class Walk:
 
     @property
     def blocks(self) -> int:
-        return min(self.runs, self.most)
+        return min(self.runs, PROCESSORS)
 
     def turns(self, block: Array) -> Array:
         """How many tiles a block has."""
@@ -85,13 +85,14 @@ class Walk:
 class Each:
     """A block of threads for each tile. The device begins them in turn, as it has room.
 
-    Some heads at a time, and of these the tiles that see most keys first.
+    Some heads at a time, and of these the tiles that see most first. At the end more heads at a time, so that short
+    tiles come last and all blocks end at about the same time.
 
     Attributes:
         tiles: of a head.
         heads: of all batches.
         together: heads at a time.
-        rising: later tiles see more keys.
+        rising: later tiles see more, and earlier ones otherwise.
     """
 
     tiles: int
@@ -103,14 +104,22 @@ class Each:
     def blocks(self) -> int:
         return self.tiles * self.heads
 
+    @property
+    def last(self) -> int:
+        """Heads at the end: of twice as many tiles as run at once, which take as long as the longest of them."""
+        return min(self.heads, max(self.together, -(-2 * PROCESSORS // self.tiles)))
+
     def turns(self, block: Array) -> Array:
         del block
         return jnp.int32(1)
 
-    def tile(self, block: Array, turn: Array) -> tuple[Array, Array]:
+    def tile(self, block: Array, turn: Array | int = 0) -> tuple[Array, Array]:
         """As of `Walk`."""
         del turn
+        before = self.heads - self.last
         first = lax.div(block, jnp.int32(self.together * self.tiles)) * self.together
-        heads, number = jnp.minimum(self.together, self.heads - first), block - first * self.tiles
+        heads, ending = jnp.minimum(self.together, before - first), block >= before * self.tiles
+        first, heads = jnp.where(ending, before, first), jnp.where(ending, self.last, heads)
+        number = block - first * self.tiles
         place, head = lax.div(number, heads), first + lax.rem(number, heads)
         return self.tiles - 1 - place if self.rising else place, head
