@@ -130,26 +130,25 @@ def _bar(operation: str, barrier: int | Array, warpgroups: int) -> None:
 # ---- What the compiler does not know
 
 
-def after(weights: Array, number: Array) -> Array:
-    """The number, in a way that the compiler cannot know before it has computed all the weights: none is negative.
+def computed(weights: Array) -> None:
+    """Has all the weights computed before what follows.
 
-    It would rather start the next product early, and find that registers do not suffice for both.
+    The compiler would rather start the next product early, and find that registers do not suffice for both. It is told
+    of a barrier of the threads of a warp that are not in (all the weights and 0), with a 0 that it does not know: the
+    number of a block along an axis of one.
     """
     from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, vector
+    from jaxlib.mlir.dialects import arith, llvm, vector
 
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
-    )
-    def emit(_, weights, number):
-        i32 = ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((1,), i32)
-        words = [vector.extract(vector.bitcast(pair, x), [], [0]) for x in weights.registers.flat]
-        signs = arith.shrui(reduce(arith.ori, words), arith.constant(i32, ir.IntegerAttr.get(i32, 31)))
-        return number + type(number)(_registers=np.array(signs, object), _layout=number.layout, _is_signed=True)
+    @plgpu.inline_mgpu(arg_types=(WGMMA,))
+    def emit(_, weights):
+        void, i32 = ir.Type.parse("!llvm.void"), ir.IntegerType.get_signless(32)
+        word = ir.VectorType.get((1,), i32)
+        words = [vector.extract(vector.bitcast(word, x), [], [0]) for x in weights.registers.flat]
+        text = "{ .reg .b32 x; mov.u32 x, %ctaid.z; and.b32 x, x, $0; not.b32 x, x; bar.warp.sync x; }"
+        llvm.inline_asm(void, [reduce(arith.ori, words)], text, "r", has_side_effects=True)
 
-    return emit(weights, number)
+    emit(weights)
 
 
 def afresh(number: Array | int) -> Array:

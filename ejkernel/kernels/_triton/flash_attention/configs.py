@@ -40,6 +40,9 @@ PLAIN = {
 # Where a query sees few keys, many small programs fill the device better.
 SHORT = 2048
 SHORT_FORWARD = (64, 64, 4, 3)
+# Where a block of keys is seen by few queries, smaller blocks of them hold fewer in vain.
+FEW = 256
+FEW_BACKWARD = (32, 64, 4, 3)
 FURTHER = {
     "flash_attention": {
         64: ((128, 64, 8, 2), (64, 64, 4, 2)),
@@ -125,10 +128,16 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
         table = FLOAT32
     width = min(width for width in table[operation] if width >= features)
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
-        return (SHORT_FORWARD, *(c for c in table[operation][width] if c != SHORT_FORWARD))
+        return _first(SHORT_FORWARD, table[operation][width])
+    if table is PLAIN and operation == "flash_attention_bwd" and reach(operands, spec) <= FEW and width == 64:
+        return _first(FEW_BACKWARD, table[operation][width])
     if table is FURTHER and operands.cu_seqlens_q is not None:
         return PACKED.get(operation, {}).get(width, table[operation][width])
     return table[operation][width]
+
+
+def _first(config: tuple, configs: tuple) -> tuple:
+    return (config, *(c for c in configs if c != config))
 
 
 def _of_pairs(x):

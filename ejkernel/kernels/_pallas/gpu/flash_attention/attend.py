@@ -12,12 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import FIRST_BARRIER, ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
 from . import quantized
+from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, after_first, visits
 from .reach import Reach
 from .tiles import Statistics, View, logits, seen, weights
 
-# Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory that a block of threads may use on one.
-PROCESSORS, SHARED_BYTES = 132, 227 * 1024
+# The shared memory that a block of threads may use.
+SHARED_BYTES = 227 * 1024
 # Registers of a thread that computes and of one that loads, by how many warpgroups compute.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 # Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
@@ -49,16 +50,8 @@ class Plan:
         return -(-self.problem.S // self.block_q)
 
     @property
-    def tiles(self) -> int:
-        return self.q_tiles * self.problem.H * self.problem.B
-
-    @property
     def persistent(self) -> bool:
         return self.shared_bytes(persistent=True) <= SHARED_BYTES
-
-    @property
-    def blocks(self) -> int:
-        return min(self.tiles, PROCESSORS) if self.persistent else self.tiles
 
     @property
     def q_slots(self) -> int:
@@ -85,27 +78,25 @@ class Plan:
         streamed = self.stages * self.block_k * (D + V) * tile_size
         return (2 * q + o if persistent else max(q, o)) + streamed + 2048
 
-    def tile(self, turn: Array) -> tuple[Array, Array, Array]:
-        """The first query, the head and the batch index of the tile that this block has in its `turn`.
-
-        Every other turn runs backwards over the blocks, so that none has the longer tile of each.
-        """
-        number, blocks = lax.axis_index("block"), self.blocks
+    @property
+    def order(self) -> Walk | Each:
+        problem, heads = self.problem, self.problem.H * self.problem.B
         if self.persistent:
-            whole = (turn + 1) * blocks <= self.tiles
-            number = jnp.where(whole & (lax.rem(turn, jnp.int32(2)) == 1), blocks - 1 - number, number)
-            number += turn * blocks
-        heads, batches = jnp.int32(self.problem.H), jnp.int32(self.problem.H * self.problem.B)
-        i, batch_head = lax.div(number, batches), lax.rem(number, batches)
-        if self.problem.high is not None:
-            i = self.q_tiles - 1 - i
-        return i * self.block_q, lax.rem(batch_head, heads), lax.div(batch_head, heads)
+            rising = problem.high is not None and problem.low is None
+            return Walk(self.q_tiles, heads, rising)
+        of_a_head = problem.K * (problem.D + problem.V) * problem.dtype.itemsize
+        together = max(1, CACHED // of_a_head) * problem.group
+        return Each(self.q_tiles, heads, together, rising=problem.high is not None)
+
+    def tile(self, turn: Array) -> tuple[Array, Array, Array]:
+        """The first query, the head and the batch index of the tile that this block has in its `turn`."""
+        place, head = self.order.tile(lax.axis_index("block"), turn)
+        heads = jnp.int32(self.problem.H)
+        return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
 
     def turns(self) -> Array:
         """How many tiles this block has."""
-        if not self.persistent:
-            return jnp.int32(1)
-        return lax.div(self.tiles - 1 - lax.axis_index("block"), jnp.int32(self.blocks)) + 1
+        return self.order.turns(lax.axis_index("block"))
 
     def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
         if reach is not None:

@@ -5,11 +5,11 @@ With the weights p = exp(s − lse) computed again, and delta = Σ_e do·o − d
     dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k
 
 A block of threads holds 128 keys. Two warpgroups have the keys' dk and dv, 64 keys each, in registers, and compute
-every tile with keys as rows, so that p and ds are there as operands of the products that follow. With 192 and 128
-features one warpgroup computes p and ds of all keys, and has what of dk there is room for beside them; the other has dv
-and the rest of dk. With 256 features both have the same 64 keys, one with dv and the other with dk. The third warpgroup
-loads the queries; it takes ds from shared memory, and adds ds·k to dq in device memory. In what order the blocks of
-threads get to do that is not known, so dq is not the same in every run. dk and dv are.
+every tile with keys as rows, so that p and ds are there as operands of the products that follow; with 192 and 128
+features they do so for half of the queries of a step at a time, for want of registers. With 256 features both have the
+same 64 keys, one with dv and the other with dk. The third warpgroup loads the queries; it takes ds from shared memory,
+and adds ds·k to dq in device memory. In what order the blocks of threads get to do that is not known, so dq is not the
+same in every run. dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
 the registers of these numbers; with a softcap, which comes between, only the latter.
@@ -18,7 +18,6 @@ the registers of these numbers; with a softcap, which comes between, only the la
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +46,14 @@ from .holders import (
     Plan,
     hold_both,
     hold_keys,
-    hold_most_keys,
     hold_values,
-    hold_values_and_keys,
 )
 from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_blind, without_unseen
+
+# Registers of a thread that holds gradients, of which there are two warpgroups, and of the one that collects: with 504
+# all are given away.
+HOLDING, COLLECTING = 216, 72
 
 
 def flash_attention_bwd(
@@ -91,30 +92,31 @@ def flash_attention_bwd(
 
 def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, seen_by: Reach | None, plan: Plan):
     """dq in float32 and without the scale, dk and dv."""
-    block_q, stages, dtype = plan.block_q, plan.stages, plan.problem.dtype
+    block_q, stages = plan.block_q, plan.stages
+    tile = lambda *shape: shared(shape, plan.problem.dtype, plan.swizzle)
     dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
     dk, dv = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
         (q, k, v, do, start, delta, seen_by, dq),
-        out_type=(jax.ShapeDtypeStruct(k.shape, dtype), jax.ShapeDtypeStruct(v.shape, dtype)),
-        blocks=plan.blocks,
+        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        blocks=plan.order.blocks,
         warpgroups=WARPGROUPS,
         scratch=dict(
-            held=(shared((plan.holders, ROWS, k.shape[3]), dtype), shared((plan.holders, ROWS, v.shape[3]), dtype)),
+            held=(tile(plan.holders, ROWS, k.shape[3]), tile(plan.holders, ROWS, v.shape[3])),
             streamed=(
-                shared((stages, block_q, q.shape[3]), dtype),
-                shared((stages, block_q, do.shape[3]), dtype),
+                tile(stages, block_q, q.shape[3]),
+                tile(stages, block_q, do.shape[3]),
                 plgpu.SMEM((stages, block_q), jnp.float32),
                 plgpu.SMEM((stages, block_q), jnp.float32),
             ),
-            ds_tiles=shared((plan.ds_stages, plan.holders, ROWS, block_q), dtype),
-            p_tile=shared((plan.holders, ROWS, block_q), dtype) if plan.apart else None,
-            dq_tile=shared((block_q, ROWS if plan.apart else q.shape[3]), jnp.float32),
+            ds_tiles=tile(plan.ds_stages, plan.holders, ROWS, block_q),
+            p_tile=tile(1, ROWS, block_q) if plan.wide else None,
+            dq_tile=shared((block_q, q.shape[3] if q.shape[3] <= 128 else ROWS), jnp.float32),
             held_full=plgpu.Barrier(num_arrivals=2 * plan.holders),
             q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-            ds_free=plgpu.Barrier(num_barriers=plan.ds_stages, num_arrivals=2 if plan.apart and not plan.wide else 1),
+            ds_free=plgpu.Barrier(num_barriers=plan.ds_stages),
         ),
     )
     return jax.freeze(dq), dk, dv
@@ -126,15 +128,16 @@ def _kernel(
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
 
-    def hold(of: Callable, registers: int, *parts: Part):
+    def hold(of: Callable, *arrays: int):
         """Computes gradients, and stores them by way of what was held."""
-        plgpu.set_max_registers(registers, action="increase")
+        plgpu.set_max_registers(HOLDING, action="increase")
         plgpu.barrier_wait(held_full)
         body = partial(of, plan, seen_by, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
-        found = pl.run_scoped(body, *(accumulator(ROWS, part.features.stop - part.features.start) for part in parts))
+        found = pl.run_scoped(body, *(accumulator(ROWS, held[array].shape[-1]) for array in arrays))
         sync(DONE, WARPGROUPS)
-        for gradient, (array, holder, features) in zip(found, parts, strict=True):
-            held[array][holder, :, features] = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
+        for gradient, array in zip(found, arrays, strict=True):
+            holder = 0 if plan.wide else number
+            held[array][holder] = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
         plgpu.commit_smem()
         sync(STORED, 2)
         pl.when(number == 0)(lambda: store(held[0], dk))
@@ -147,7 +150,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load_and_collect():
-        plgpu.set_max_registers(72, action="decrease")
+        plgpu.set_max_registers(COLLECTING, action="decrease")
         first, kv_head, batch = plan.tile()
         for holder in range(plan.holders):
             at = batch, pl.ds(first + holder * ROWS, ROWS), kv_head
@@ -170,33 +173,14 @@ def _kernel(
         arrive(DONE, WARPGROUPS)
         plgpu.wait_smem_to_gmem(0)
 
-    roles = [partial(hold, *role) for role in _roles(plan, number)]
+    roles = [partial(hold, *role) for role in _roles(plan)]
     holding = roles[0] if len(roles) == 1 else lambda: lax.cond(number == 0, *roles)
     lax.cond(number < 2, holding, load_and_collect)
 
 
-class Part(NamedTuple):
-    """Of a gradient: that of k (0) or v (1), of which block of 64 keys, and which features."""
-
-    array: int
-    holder: Array | int
-    features: slice
-
-
-def _roles(plan: Plan, number: Array) -> tuple:
-    """How the two warpgroups that hold gradients do it, in how many registers, and what they hold; one role is of both.
-
-    The third warpgroup has 72 registers: with 504 all are given away.
-    """
-    D, V = plan.problem.D, plan.problem.V
-    keys = lambda holder, begin=0, end=D: Part(0, holder, slice(begin, end))
-    values = lambda holder: Part(1, holder, slice(0, V))
-    if plan.wide:
-        return (hold_values, 216, values(0)), (hold_keys, 216, keys(0))
-    if plan.apart:
-        most = hold_most_keys, 208, keys(0, ROWS), keys(1, ROWS)
-        return most, (hold_values_and_keys, 224, keys(0, 0, ROWS), keys(1, 0, ROWS), values(0), values(1))
-    return ((hold_both, 216, keys(number), values(number)),)
+def _roles(plan: Plan) -> tuple:
+    """What the two warpgroups that hold gradients do, and of which arrays: k (0) and v (1); one role is of both."""
+    return ((hold_values, 1), (hold_keys, 0)) if plan.wide else ((hold_both, 0, 1),)
 
 
 def _load(arrays, tiles, full_barriers, plan: Plan, seen_by: Reach | None, step: Array) -> None:

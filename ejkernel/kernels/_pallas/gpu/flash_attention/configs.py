@@ -10,10 +10,12 @@ A forward with algorithm "e4m3" rounds q, k, v and the weights to eight bits (qu
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
+# Queries of a sequence whose causal mask is a small part of the work.
+LONG = 2048
 # (block_q, block_k, num_stages) by D + V, the likeliest first.
 CONFIGS = {
     "flash_attention": {
-        128: ((128, 128, 4), (192, 128, 4), (192, 128, 2)),
+        128: ((192, 128, 4), (128, 128, 4), (192, 128, 2)),
         256: ((128, 128, 2), (128, 64, 4)),
         320: ((128, 128, 2),),
         512: ((128, 64, 2),),
@@ -55,8 +57,13 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
-    """The largest block of queries for which registers suffice, beside masks and what a softcap leaves to remember."""
+    """The largest block of queries for which registers suffice, beside masks and what a softcap leaves to remember.
+
+    Where only the first block of a tile has a mask, it is worth while to spill there if more blocks follow.
+    """
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":
         return 64 if segmented or spec.softcap is not None else 128
-    return 128 if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None else 192
+    if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
+        return 128
+    return 128 if spec.causal and operands.q.shape[1] < LONG else 192

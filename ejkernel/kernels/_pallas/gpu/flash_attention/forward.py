@@ -10,7 +10,7 @@ the last block down, so that what a causal mask cuts is met first.
 
 As many blocks of threads as the device runs at once walk over the tiles, where shared memory has room for o beside q
 and the next q; the first block of keys of a tile is then begun under the last product of the tile before. Otherwise
-there is a block of threads for each tile. Tiles that see most keys come first.
+there is a block of threads for each tile.
 """
 
 from functools import partial
@@ -56,7 +56,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
             jax.ShapeDtypeStruct((problem.B, -(-problem.S // 8) * 8, problem.H, problem.V), dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, plan.q_tiles * plan.block_q), jnp.float32),
         ),
-        blocks=plan.blocks,
+        blocks=plan.order.blocks,
         warpgroups=plan.warpgroups,
         scratch=dict(
             q_and_o=(q, o) if plan.persistent else plgpu.RefUnion(q, o),

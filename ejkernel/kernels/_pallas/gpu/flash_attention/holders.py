@@ -13,24 +13,27 @@ from .._launch import (
     ROWS,
     accumulator,
     afresh,
-    after,
     arrive,
+    computed,
     down,
     load_vector,
     slot_of,
     sync,
 )
+from .order import Each
 from .problem import Problem, Visits, visits
 from .reach import Reach
 from .tiles import View, logits, seen
 
 # Two warpgroups hold the gradients of keys, the third loads and collects.
 WARPGROUPS = 3
-# Named barriers: k and v may be overwritten, and then have been; p is there, of the one and the other block of keys,
-# and has been read; and from here on the slots of q are free, and those of ds full.
+# Named barriers: k and v may be overwritten, and then have been; p is there, and has been read; and from here on the
+# slots of q are free, and those of ds full.
 DONE = STORED = FIRST_BARRIER
-P_FULL, P_FREE = DONE + 1, DONE + 3
+P_FULL, P_FREE = DONE + 1, DONE + 2
 Q_FREE = P_FREE + 1
+# Queries that are computed at once where registers are few.
+FEW = 32
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,20 @@ class Plan:
     stages: int
 
     @property
-    def apart(self) -> bool:
-        """A warpgroup has no room for dk beside dv."""
-        return self.problem.D + self.problem.V > 256
+    def wide(self) -> bool:
+        """A warpgroup has no room for dk beside dv, nor two for dk and dv of more than 64 keys."""
+        return self.problem.D + self.problem.V > 320
 
     @property
-    def wide(self) -> bool:
-        """Two warpgroups have no room for dk and dv of more than 64 keys."""
-        return self.problem.D + self.problem.V > 320
+    def parts(self) -> list[slice]:
+        """Of a block of queries those that are computed at once: beside dk and dv of 320 features half of them."""
+        size = FEW if 256 < self.problem.D + self.problem.V <= 320 else self.block_q
+        return [slice(begin, begin + size) for begin in range(0, self.block_q, size)]
+
+    @property
+    def swizzle(self) -> int | None:
+        """Of what is multiplied: products sum over the queries of a part, see `launch.shared`."""
+        return FEW * self.problem.dtype.itemsize if len(self.parts) > 1 else None
 
     @property
     def holders(self) -> int:
@@ -69,18 +78,18 @@ class Plan:
         return Q_FREE + self.stages
 
     @property
-    def blocks(self) -> int:
-        return -(-self.problem.K // self.keys) * self.problem.G * self.problem.B
+    def order(self) -> Each:
+        """All tiles of a head at about the same time: their queries and dq stay in the L2 cache.
+
+        Under a causal mask the first keys have most to do.
+        """
+        return Each(-(-self.problem.K // self.keys), self.problem.G * self.problem.B, together=1, rising=False)
 
     def tile(self) -> tuple[Array, Array, Array]:
-        """The first key, the key/value head and the batch index.
-
-        All tiles of a head at about the same time: their queries and dq stay in the L2 cache. Under a causal mask the
-        first keys have most to do.
-        """
-        heads, tiles = jnp.int32(self.problem.G), jnp.int32(-(-self.problem.K // self.keys))
-        j, batch_head = lax.rem(lax.axis_index("block"), tiles), lax.div(lax.axis_index("block"), tiles)
-        return j * self.keys, lax.rem(batch_head, heads), lax.div(batch_head, heads)
+        """The first key, the key/value head and the batch index."""
+        place, head = self.order.tile(lax.axis_index("block"))
+        heads = jnp.int32(self.problem.G)
+        return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
 
     def visits(self, reach: Reach | None) -> Visits:
         """Found again wherever it is needed: the warpgroups have no registers to remember it in."""
@@ -104,8 +113,10 @@ class Plan:
 # ---- The parts of a step
 
 
-def _weigh(plan: Plan, holder: Array | int, reach: Reach | None, held, streamed, step: Array) -> tuple[Array, Array]:
-    """p = exp(s − lse) of the keys of a holder and the queries of a step, and p times what a softcap makes of slopes.
+def _weigh(
+    plan: Plan, holder: Array | int, reach: Reach | None, held, streamed, step: Array, part: slice
+) -> tuple[Array, Array]:
+    """p = exp(s − lse) of the keys of a holder and a part of a step's queries, and p times a softcap's slope.
 
     With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and its slope is 1 − t² of that of scale·q·k.
     """
@@ -114,14 +125,14 @@ def _weigh(plan: Plan, holder: Array | int, reach: Reach | None, held, streamed,
 
     def masked(exponents, block):
         view = View(batch, first + holder * ROWS, reach, of_keys=True)
-        ok = seen(view, block * plan.block_q, exponents.shape, uneven_keys, problem)
+        ok = seen(view, block * plan.block_q + part.start, exponents.shape, uneven_keys, problem)
         return jnp.where(ok, exponents, -jnp.inf)
 
     def scoped(s):
-        start = down(load_vector(streamed[2].at[slot], PER_COLUMN), s)
+        start = down(load_vector(streamed[2].at[slot, part], PER_COLUMN), s)
         if problem.softcap is None:
             s[...] = start
-        plgpu.wgmma(s, held[0].at[holder], streamed[0].at[slot].T)
+        plgpu.wgmma(s, held[0].at[holder], streamed[0].at[slot, part].T)
         t = logits(s[...], problem)
         exponents = t * problem.exponent + (0 if problem.softcap is None else start)
         if uneven_keys or problem.cut:
@@ -134,125 +145,75 @@ def _weigh(plan: Plan, holder: Array | int, reach: Reach | None, held, streamed,
         weights = (p,) if problem.softcap is None else (p, p * (1 - t * t))
         return tuple(x.astype(problem.dtype) for x in weights)
 
-    weights = lax.optimization_barrier(pl.run_scoped(scoped, accumulator(ROWS, plan.block_q)))
+    weights = lax.optimization_barrier(pl.run_scoped(scoped, _square(part)))
     return weights[0], weights[-1]
 
 
-def _begin_slopes(plan: Plan, holder: Array | int, held, streamed, slot: Array, delta_slot: Array, dp) -> None:
+def _begin_slopes(holder: Array | int, held, streamed, slot: Array, part: slice, dp) -> None:
     """Begins dp − delta."""
-    dp[...] = down(load_vector(streamed[3].at[delta_slot], PER_COLUMN), dp)
-    plgpu.wgmma(dp, held[1].at[holder], streamed[1].at[slot].T)
+    dp[...] = down(load_vector(streamed[3].at[slot, part], PER_COLUMN), dp)
+    plgpu.wgmma(dp, held[1].at[holder], streamed[1].at[slot, part].T)
 
 
-def _hand_over(ds: Array, holder: Array | int, ds_tiles, ds_free, step: Array, plan: Plan) -> None:
-    """Gives ds to the warpgroup that collects."""
+def _hand_over(ds: Array, holder: Array | int, ds_tiles, ds_free, step: Array, part: slice, plan: Plan) -> None:
+    """Gives a part of ds to the warpgroup that collects."""
     slot = slot_of(step, plan.ds_stages)
-    pl.when(step >= plan.ds_stages)(lambda: plgpu.barrier_wait(ds_free.at[slot]))
-    ds_tiles[slot, holder] = ds
-    plgpu.commit_smem()
-    arrive(plan.ds_full + slot, plan.holders + 1)
+    if part == plan.parts[0]:
+        pl.when(step >= plan.ds_stages)(lambda: plgpu.barrier_wait(ds_free.at[slot]))
+    ds_tiles[slot, holder, :, part] = ds
+    if part == plan.parts[-1]:
+        plgpu.commit_smem()
+        arrive(plan.ds_full + slot, plan.holders + 1)
+
+
+def _square(part: slice):
+    return accumulator(ROWS, part.stop - part.start)
 
 
 # ---- The warpgroups: each returns the gradients of its keys after all steps, dk without the scale
 
 
 def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
-    """Up to 128 features: each of two warpgroups has its own keys, and both gradients."""
+    """Up to 320 features: each of two warpgroups has its own keys, and both gradients."""
     del p_tile
-    (q_full, do_full, ds_free), holder = barriers, lax.axis_index("warpgroup")
+    (q_full, do_full, ds_free), number = barriers, lax.axis_index("warpgroup")
 
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[slot])
-        p, p_sloped = _weigh(plan, holder, reach, held, streamed, step)
-        plgpu.barrier_wait(do_full.at[slot])
+        for part in plan.parts:
+            holder = number if len(plan.parts) == 1 else afresh(number)
+            p, p_sloped = _weigh(plan, holder, reach, held, streamed, step, part)
+            if part == plan.parts[0]:
+                plgpu.barrier_wait(do_full.at[slot])
 
-        def scoped(dp):
-            _begin_slopes(plan, holder, held, streamed, slot, after(p, slot), dp)
-            plgpu.wgmma(dv, p, streamed[1].at[slot])
-            dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
-            return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
+            computed(p)
 
-        ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
-        plgpu.wgmma(dk, ds, streamed[0].at[slot])
-        _hand_over(ds, holder, ds_tiles, ds_free, step, plan)
-        plgpu.wgmma_wait(0)
+            def scoped(dp, holder=holder, part=part, p=p, p_sloped=p_sloped):
+                _begin_slopes(holder, held, streamed, slot, part, dp)
+                plgpu.wgmma(dv, p, streamed[1].at[slot, part])
+                dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+                return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
+
+            ds = pl.run_scoped(scoped, _square(part))
+            plgpu.wgmma(dk, ds, streamed[0].at[slot, part])
+            _hand_over(ds, holder, ds_tiles, ds_free, step, part, plan)
+            plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 
     lax.fori_loop(0, plan.steps(reach), visit, None)
     return dk[...], dv[...]
 
 
-def hold_most_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, *dks):
-    """Up to 320 features: the first of two warpgroups computes p and ds of all keys, and dk but for 64 features …"""
-    q_full, do_full, ds_free = barriers
-
-    def visit(step, _):
-        slot, ds_slot = slot_of(step, plan.stages), slot_of(step, plan.ds_stages)
-        plgpu.barrier_wait(q_full.at[slot])
-        for number, dk in enumerate(dks):
-            holder = afresh(number)
-            p, p_sloped = _weigh(plan, holder, reach, held, streamed, step)
-            if number == 0:
-                sync(P_FREE, 2)
-                plgpu.barrier_wait(do_full.at[slot])
-
-            def scoped(dp, holder=holder, p=p, p_sloped=p_sloped):
-                _begin_slopes(plan, holder, held, streamed, slot, after(p, slot), dp)
-                p_tile[afresh(holder)] = p
-                plgpu.commit_smem()
-                arrive(P_FULL + holder, 2)
-                return (p_sloped.astype(jnp.float32) * dp[...]).astype(plan.problem.dtype)
-
-            ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
-            plgpu.wgmma(dk, ds, streamed[0].at[slot, :, ROWS:])
-            if number == 0:
-                pl.when(step >= plan.ds_stages)(lambda: plgpu.barrier_wait(ds_free.at[ds_slot]))
-            ds_tiles[afresh(ds_slot), afresh(holder)] = ds
-            plgpu.wgmma_wait(0)
-        plgpu.commit_smem()
-        arrive(plan.ds_full + ds_slot, WARPGROUPS)
-        arrive(Q_FREE + slot, WARPGROUPS)
-
-    lax.fori_loop(0, plan.steps(reach), visit, None)
-    return tuple(dk[...] for dk in dks)
-
-
-def hold_values_and_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, *gradients):
-    """… and the second dk of those 64, and dv."""
-    q_full, do_full, ds_free = barriers
-    dks, dvs = gradients[:2], gradients[2:]
-    arrive(P_FREE, 2)
-
-    def visit(step, _):
-        slot, ds_slot = slot_of(step, plan.stages), slot_of(step, plan.ds_stages)
-        plgpu.barrier_wait(do_full.at[slot])
-        for holder, dv in enumerate(dvs):
-            sync(P_FULL + holder, 2)
-            plgpu.wgmma(dv, p_tile.at[afresh(holder)], streamed[1].at[slot])
-        plgpu.wgmma_wait(0)
-        arrive(P_FREE, 2)
-        plgpu.barrier_wait(q_full.at[slot])
-        sync(plan.ds_full + ds_slot, WARPGROUPS)
-        for holder, dk in enumerate(dks):
-            plgpu.wgmma(dk, ds_tiles.at[ds_slot, afresh(holder)], streamed[0].at[slot, :, :ROWS])
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(ds_free.at[ds_slot])
-        arrive(Q_FREE + slot, WARPGROUPS)
-
-    lax.fori_loop(0, plan.steps(reach), visit, None)
-    return tuple(gradient[...] for gradient in gradients)
-
-
 def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dv):
     """More features: the first warpgroup computes p and dv …"""
     del ds_tiles
-    q_full, do_full, _ = barriers
+    (q_full, do_full, _), (part,) = barriers, plan.parts
 
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[slot])
-        p, p_sloped = _weigh(plan, 0, reach, held, streamed, step)
+        p, p_sloped = _weigh(plan, 0, reach, held, streamed, step, part)
         plgpu.barrier_wait(do_full.at[slot])
         plgpu.wgmma(dv, p, streamed[1].at[slot])
         pl.when(step > 0)(lambda: sync(P_FREE, 2))
@@ -267,23 +228,23 @@ def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_til
 
 def hold_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dk):
     """… and the second, of the same keys, ds and dk."""
-    (_, do_full, ds_free), last = barriers, plan.steps(reach) - 1
+    (q_full, do_full, ds_free), (part,), last = barriers, plan.parts, plan.steps(reach) - 1
 
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(do_full.at[slot])
 
         def scoped(dp):
-            _begin_slopes(plan, 0, held, streamed, slot, slot, dp)
+            _begin_slopes(0, held, streamed, slot, part, dp)
             sync(P_FULL, 2)
             p = p_tile[0]
             pl.when(step < last)(lambda: arrive(P_FREE, 2))
             return (p.astype(jnp.float32) * dp[...]).astype(plan.problem.dtype)
 
-        ds = pl.run_scoped(scoped, accumulator(ROWS, plan.block_q))
-        plgpu.barrier_wait(barriers[0].at[slot])
+        ds = pl.run_scoped(scoped, _square(part))
+        plgpu.barrier_wait(q_full.at[slot])
         plgpu.wgmma(dk, ds, streamed[0].at[slot])
-        _hand_over(ds, 0, ds_tiles, ds_free, step, plan)
+        _hand_over(ds, 0, ds_tiles, ds_free, step, part, plan)
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 

@@ -79,7 +79,7 @@ def flash_attention_jvp(
             jax.ShapeDtypeStruct((*tensors.q.shape[:3], problem.V), dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, rows), jnp.float32),
         ),
-        blocks=plan.tiles,
+        blocks=plan.order.blocks,
         warpgroups=plan.warpgroups,
         scratch=dict(
             q_and_o=plgpu.RefUnion(held(problem.D), held(problem.V)),

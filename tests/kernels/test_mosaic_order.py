@@ -1,0 +1,53 @@
+"""The order in which flash_attention on Hopper works on its tiles: all of them once, the work spread evenly."""
+
+import jax
+import numpy as np
+import pytest
+
+from ejkernel.kernels._pallas.gpu.flash_attention.order import IDLE, Each, Walk
+
+ORDERS = [
+    Walk(tiles=8, heads=256, rising=True),
+    Walk(tiles=8, heads=256, rising=False),
+    Walk(tiles=7, heads=45, rising=True),
+    Walk(tiles=9, heads=35, rising=True),
+    Walk(tiles=3, heads=35, rising=True),
+    Walk(tiles=1, heads=1, rising=True),
+    Each(tiles=100, heads=10, together=4, rising=True),
+    Each(tiles=100, heads=10, together=1, rising=False),
+    Each(tiles=3, heads=5, together=1, rising=False),
+]
+
+
+def work(order) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all tiles the place, the head, and the block that works on it."""
+    turns = np.broadcast_to(jax.vmap(order.turns)(np.arange(order.blocks, dtype=np.int32)), order.blocks)
+    block = np.repeat(np.arange(order.blocks, dtype=np.int32), turns)
+    turn = np.concatenate([np.arange(n, dtype=np.int32) for n in turns])
+    return *map(np.asarray, jax.jit(jax.vmap(order.tile))(block, turn)), block
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=repr)
+def test_every_tile_has_one_turn(order):
+    place, head, _ = work(order)
+    assert len(place) == order.tiles * order.heads == len(set(zip(place.tolist(), head.tolist(), strict=True)))
+    assert (place.min(), place.max(), head.min(), head.max()) == (0, order.tiles - 1, 0, order.heads - 1)
+
+
+@pytest.mark.parametrize("tiles, heads", [(8, 256), (32, 64), (128, 16), (7, 45), (16, 35), (9, 31)])
+def test_blocks_have_as_much_to_do(tiles, heads):
+    """Where a tile sees as many blocks of keys as its place says, and one: all but the last round is even."""
+    order = Walk(tiles, heads, rising=True)
+    place, _, block = work(order)
+    load = np.bincount(block, place + 1)
+    assert load.max() <= max(load.mean() / (1 - IDLE), tiles)
+
+
+def test_few_heads_at_a_time():
+    """Four blocks work on a head in their first turns; and but for the end some heads end before others begin."""
+    place, head, block = work(Walk(tiles=8, heads=256, rising=True))
+    first = np.unique(block, return_index=True)[1]
+    assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}
+    _, head, _ = work(Each(tiles=100, heads=10, together=2, rising=True))
+    np.testing.assert_array_equal(head[:700] // 2, np.repeat([0, 1, 2, 3], [200, 200, 200, 100]))
+    np.testing.assert_array_equal(head[700:], np.tile([7, 8, 9], 100))
