@@ -93,15 +93,15 @@ Gate = Callable[[Sequence[Any]], float]
 """From the results of a call to its error in units of that of the formula in the same precision."""
 
 
-def warmed(contenders: Sequence[Contender]) -> None:
+def warmed(preparations: Sequence[Callable[[], Any]]) -> None:
     """Compiles side by side what takes part; what fails here fails again, and is told, when it is prepared."""
 
-    def attempt(contender: Contender) -> None:
+    def attempt(preparation: Callable[[], Any]) -> None:
         with suppress(Exception):
-            contender.warm()
+            preparation()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(attempt, contenders))
+        list(pool.map(attempt, preparations))
 
 
 def measure(

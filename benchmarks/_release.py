@@ -24,7 +24,7 @@ def configs(features: int) -> list[FwdParams]:
     """(q_blocksize, kv_blocksize, num_warps, num_stages) as its module chooses them."""
     warps = 2 if features <= 64 else 4
     first = (64, 32 if features >= 128 else 128, 4, 2)
-    tried = [first, (64, 64, warps, 2), (128, 64, 4, 2), (64, 128, 4, 3), (128, 128, 4, 3)]
+    tried = [first, (64, 64, warps, 2), (128, 64, 4, 2)]
     names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
     return [FwdParams(**dict(zip(names, sizes, strict=True))) for sizes in tried]
 

@@ -10,8 +10,9 @@ same run, and how many times faster than the best rival it is.
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 # torch needs room on the same GPU.
@@ -19,9 +20,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax
 import jax.numpy as jnp
-from _attention import CONVENTION, WORK, Inputs, gate, inputs, operations
+from _attention import CONVENTION, WORK, gate, inputs, operations
 from _attention_rivals import contenders
-from _harness import RESULTS, Contender, Row, means, measure, result_file, save, show, warmed
+from _harness import RESULTS, Contender, Gate, Row, means, measure, result_file, save, show, warmed
 
 from ejkernel import callib
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape, Platform
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     ceilings = callib.calibrate(tell=lambda line: print(f"  {line}"))
     rows, file = [], result_file("flash_attention", arguments.out)
     cases = [case for shape in shapes for case in _cases(shape, dtype, arguments)]
-    warmed([contender for case in cases for contender in case.contenders])
+    warmed([task for case in cases for task in (case.judge, *(contender.warm for contender in case.contenders))])
     for case in cases:
         rows += _measured(case, dtype, ceilings, arguments.repeats)
         save(file, rows, ceilings, CONVENTION)
@@ -57,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 class _Case:
     shape: AttentionShape
     mode: str
-    given: Inputs
     contenders: list[Contender]
+    judge: Callable[[], Gate]
 
 
 def _cases(shape: AttentionShape, dtype, arguments: argparse.Namespace) -> list[_Case]:
@@ -66,17 +67,18 @@ def _cases(shape: AttentionShape, dtype, arguments: argparse.Namespace) -> list[
     given = inputs(shape, dtype)
     wanted = lambda contender: contender.ours or arguments.rivals is None or contender.name in arguments.rivals
     everyone = {mode: contenders(shape, mode, given, arguments.platforms) for mode in arguments.modes}
-    return [_Case(shape, mode, given, list(filter(wanted, known))) for mode, known in everyone.items()]
+    return [
+        _Case(shape, mode, list(filter(wanted, known)), cache(partial(gate, shape, mode, given)))
+        for mode, known in everyone.items()
+    ]
 
 
 def _measured(case: _Case, dtype, ceilings, repeats: int) -> list[Row]:
-    # Made when the first results are there, so that its failure is a row.
-    judge = cache(lambda: gate(case.shape, case.mode, case.given))
     rows = measure(
         str(case.shape),
         case.mode,
         case.contenders,
-        lambda results: judge()(results),
+        lambda results: case.judge()(results),
         bounds=(_FORWARD if case.mode == "fwd" else _DERIVATIVE, _RIVAL),
         operations=operations(case.shape, case.mode),
         ceiling=ceilings.matmul[dtype.name],
