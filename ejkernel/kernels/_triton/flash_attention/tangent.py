@@ -6,11 +6,11 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
 
-In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends. And
 s_dot is taken relative to a number c of its row, its mean over the first keys, lest what should cancel leaves its
-rounding where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
+rounding, and that of o, where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
 
-In 16 bits p̃ ∘ s_dot is rounded for its product with v, and o is taken off by the sum of what was rounded: so there too.
+In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends. In
+16 bits p̃ ∘ (s_dot − c) is rounded for its product with v, and o is taken off by the sum of what was rounded.
 """
 
 import jax
@@ -106,10 +106,10 @@ def tangent_kernel(
     )
     begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
     seen_begin, seen_end = tiles.seen_keys(frame, problem)
-    total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
-    if problem.exact:
-        sinks_total, reference = total, tl.zeros_like(moved)
-    rounded_moved = moved
+    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
+    reference, rounded_moved = tl.zeros_like(moved), moved
+    excess, excess_lost = logits.compensated(tl.full([BLOCK_Q], -1.0, tl.float32), 0.0, sinks_total)
+    moved_lost = tl.zeros_like(moved)
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
@@ -138,7 +138,7 @@ def tangent_kernel(
             if EDGES and (start < first_full or start > last_full):
                 ok = logits.visible(i, j, segments, frame, problem)
                 p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
-            if problem.exact:
+            if LOGITS_MOVE:
                 if start == begin:
                     reference = tl.sum(p * s_dot, 1) * logits.correction_of(tl.sum(p, 1))
                 s_dot -= reference[:, None]
@@ -146,9 +146,12 @@ def tangent_kernel(
             if dropout is not None:
                 kept_p = p * tl.where(logits.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
             if problem.exact:
-                total += tl.sum(p, 1)
+                excess, excess_lost = logits.compensated(excess, excess_lost, tl.sum(p, 1))
             if LOGITS_MOVE:
-                moved += tl.sum(p * s_dot, 1)
+                if problem.exact:
+                    moved, moved_lost = logits.compensated(moved, moved_lost, tl.sum(p * s_dot, 1))
+                else:
+                    moved += tl.sum(p * s_dot, 1)
                 shares = (kept_p * s_dot).to(o.dtype.element_ty)
                 if dropout is None:
                     rounded_moved += tl.sum(shares.to(tl.float32), 1)
@@ -160,12 +163,14 @@ def tangent_kernel(
                 acc = tiles.over_tokens(kept_p, v_dot_tile, acc)
 
     o_tile = tiles.load_tile(o, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
+    moved -= sinks_total * reference
+    rounded_moved -= sinks_total * reference
     if problem.exact:
-        correction = logits.correction_of(total)
-        rounded_moved = (moved - sinks_total * reference) * correction
-        moved = rounded_moved + reference
-        acc = tiles.scaled(acc, correction[:, None])
+        share = excess / tl.where(excess == -1.0, 1.0, 1 + excess)
+        moved_lost += moved * share
+        rounded_moved = moved - moved_lost
+        acc = tiles.scaled(acc, 1 - share[:, None])
     acc = tiles.less(acc, rounded_moved[:, None], o_tile)
     rows = first + tl.arange(0, BLOCK_Q)
-    tl.store(lse_dot + rows, moved, mask=rows < q_len)
+    tl.store(lse_dot + rows, reference + moved - moved_lost, mask=rows < q_len)
     tiles.store_tile(o_dot, acc, first, q_len, problem.H, problem.V, BLOCK_Q)
