@@ -235,15 +235,14 @@ _ONE_REQUEST = threading.Lock()
 @cache
 def _release() -> subprocess.Popen:
     """It ends with its input, that is with this process."""
-    if not (path := os.environ.get("EJKERNEL_RELEASE")):
+    if "EJKERNEL_RELEASE" not in os.environ:
         raise Unavailable("EJKERNEL_RELEASE names no folder that holds the release on PyPI and what it imports")
-    paths = os.pathsep.join([path, *sys.path])
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("_release.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": paths, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )
 
 

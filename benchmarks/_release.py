@@ -4,6 +4,7 @@ A line of JSON asks for calls of its forward on q, k and v, which are files; the
 fastest of its own: that of its heuristics and those that its tuner tries first.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -16,17 +17,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ejkernel.kernels._triton.flash_attention import flash_attention
-from ejkernel.ops import FwdParams
+sys.path.insert(0, os.environ["EJKERNEL_RELEASE"])
+release = importlib.import_module("ejkernel.kernels._triton.flash_attention")
+ops = importlib.import_module("ejkernel.ops")
 
 
-def configs(features: int) -> list[FwdParams]:
+def configs(features: int) -> list:
     """(q_blocksize, kv_blocksize, num_warps, num_stages) as its module chooses them."""
     warps = 2 if features <= 64 else 4
     first = (64, 32 if features >= 128 else 128, 4, 2)
     tried = [first, (64, 64, warps, 2), (128, 64, 4, 2)]
     names = ("q_blocksize", "kv_blocksize", "num_warps", "num_stages")
-    return [FwdParams(**dict(zip(names, sizes, strict=True))) for sizes in tried]
+    return [ops.FwdParams(**dict(zip(names, sizes, strict=True))) for sizes in tried]
 
 
 @cache
@@ -34,10 +36,12 @@ def prepared(folder: str, causal: bool, window: tuple[int, int] | None):
     """The fastest call on the arrays of a folder, where its result is left, and the config."""
     q, k, v = (jnp.asarray(np.load(Path(folder) / f"{name}.npy").view(jnp.bfloat16)) for name in "qkv")
 
-    def timed(config: FwdParams):
+    def timed(config):
         try:
             function = jax.jit(
-                lambda q, k, v: flash_attention(q, k, v, causal=causal, sliding_window=window, fwd_params=config)
+                lambda q, k, v: release.flash_attention(
+                    q, k, v, causal=causal, sliding_window=window, fwd_params=config
+                )
             )
             return jax.block_until_ready(function(q, k, v)), function, config
         except Exception as error:
