@@ -27,7 +27,7 @@ from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .bias_gradient import bias_gradient
-from .problem import Problem, problem_of, seen_lse, sum_to_shape
+from .problem import Problem, keys_as_segments, problem_of, seen_lse, sum_to_shape
 from .rows import exact_rows
 from .unseen import zero_blind_queries, zero_unseen_keys
 
@@ -42,6 +42,7 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple:
     """The cotangents of the operands that `wrt` names, in that order."""
+    given, primals = primals, keys_as_segments(primals)
     problem = problem_of(primals, spec)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
@@ -53,9 +54,11 @@ def flash_attention_bwd(
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
-        gradients["q"], dscale = _queries(primals, saved, wrt, problem, config)
+        (k,) = zero_unseen_keys(given, problem, given.k)
+        gradients["q"], dscale = _queries(primals._replace(k=k), saved, wrt, problem, config)
     if "k" in wrt or "v" in wrt:
-        gradients |= _keys_and_values(primals, saved, wrt, problem, config)
+        q, seen_do = zero_blind_queries(given, problem, given.q, do)
+        gradients |= _keys_and_values(primals._replace(q=q), (seen_do, *saved[1:]), wrt, problem, config)
     if "bias" in wrt:
         gradients["bias"] = bias_gradient(primals, saved, problem)
     if "softmax_scale" in wrt:
@@ -75,10 +78,9 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
         "dq": jax.ShapeDtypeStruct.like(primals.q) if "q" in wrt else None,
         "dscale": rows if "softmax_scale" in wrt else None,
     }
-    (k,) = zero_unseen_keys(primals, problem, primals.k)
     return _launch.launch(
         dq_kernel,
-        *primals._replace(k=k),
+        *primals,
         spans(primals, config.block_k, config.block_q),
         *saved,
         out_type=tuple(results.values()),
@@ -96,12 +98,11 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
 def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: KernelConfig) -> dict:
     wanted = [name for name in ("k", "v") if name in wrt]
     blocks = problem.blocks(config.block_k, of_keys=True)
-    q, do = zero_blind_queries(primals, problem, primals.q, saved[0])
     return _launch.launch(
         dk_dv_kernel,
-        *primals._replace(q=q),
+        *primals,
         spans(primals, config.block_k, config.block_q, of_keys=True),
-        *(do, *saved[1:]),
+        *saved,
         out_type={name: jax.ShapeDtypeStruct.like(getattr(primals, name)) for name in wanted},
         grid=blocks * problem.G * problem.B,
         config=config,

@@ -15,16 +15,17 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
-from .problem import problem_of
+from .problem import keys_as_segments, problem_of
 from .unseen import zero_unseen_keys
 
 
 def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
     """o and lse: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows."""
-    operands = Operands(*operands)
+    given = Operands(*operands)
+    operands = keys_as_segments(given)
     problem = problem_of(operands, spec)
     blocks = problem.blocks(config.block_q)
-    (v,) = zero_unseen_keys(operands, problem, operands.v)
+    (v,) = zero_unseen_keys(given, problem, given.v)
     o, lse = _launch.launch(
         forward_kernel,
         *operands._replace(v=v),

@@ -23,7 +23,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
-from .problem import problem_of, seen_lse
+from .problem import keys_as_segments, problem_of, seen_lse
 from .unseen import zero_unseen_keys
 
 
@@ -36,9 +36,10 @@ def flash_attention_jvp(
     config: KernelConfig,
 ) -> Outputs:
     """The tangents of o and lse."""
+    given, primals = primals, keys_as_segments(primals)
     problem = problem_of(primals, spec)
     blocks = problem.blocks(config.block_q)
-    v, v_dot = zero_unseen_keys(primals, problem, primals.v, tangents.v)
+    v, v_dot = zero_unseen_keys(given, problem, given.v, tangents.v)
     moving = (tangents.q, tangents.k, tangents.bias, tangents.softmax_scale)
     o_dot, lse_dot = _launch.launch(
         tangent_kernel,
