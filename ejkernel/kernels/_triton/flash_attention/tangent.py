@@ -9,8 +9,10 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
 s_dot is taken relative to a number c of its row, its mean over the first keys, lest what should cancel leaves its
 rounding, and that of o, where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
 
-In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends. In
-16 bits p̃ ∘ (s_dot − c) is rounded for its product with v, and o is taken off by the sum of what was rounded.
+In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum 1 + excess, known when the pass
+ends, x / (1 + excess) being x − x·share with share = excess / (1 + excess). Sums carry what their rounding loses.
+
+In 16 bits p̃ ∘ (s_dot − c) is rounded for its product with v, and o is taken off by the sum of what was rounded.
 """
 
 import jax
