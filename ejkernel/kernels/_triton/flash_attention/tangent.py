@@ -74,41 +74,32 @@ def tangent_kernel(
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, LOGITS_MOVE: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tiles.place(BLOCKS, problem.H)
-    if problem.right is not None:
-        block = BLOCKS - 1 - block  # the blocks that see most keys first
-    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
-        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
-    )
-    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
     segments = (q_segment_ids, kv_segment_ids)
-    kv_head = head // problem.group
-    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
-    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-    o = tiles.at(o, batch, q_start, problem.S, head, problem.H, problem.V)
-    o_dot = tiles.at(o_dot, batch, q_start, problem.S, head, problem.H, problem.V)
-    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
-    lse_dot = tiles.at(lse_dot, batch, head, problem.H, q_start, problem.S, 1)
+    _, _, _, _, q_len, _, _ = frame
+    q = tiles.of_queries(q, frame, problem, problem.D)
+    k = tiles.of_keys(k, frame, problem, problem.D)
+    v = tiles.of_keys(v, frame, problem, problem.V)
+    o = tiles.of_queries(o, frame, problem, problem.V)
+    o_dot = tiles.of_queries(o_dot, frame, problem, problem.V)
+    lse = tiles.of_rows(lse, frame, problem)
+    lse_dot = tiles.of_rows(lse_dot, frame, problem)
     if k_dot is not None:
-        k_dot = tiles.at(k_dot, batch, k_start, problem.K, kv_head, problem.G, problem.D)
+        k_dot = tiles.of_keys(k_dot, frame, problem, problem.D)
     if v_dot is not None:
-        v_dot = tiles.at(v_dot, batch, k_start, problem.K, kv_head, problem.G, problem.V)
+        v_dot = tiles.of_keys(v_dot, frame, problem, problem.V)
 
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     q_dot_tile = None
     if q_dot is not None:
-        q_dot = tiles.at(q_dot, batch, q_start, problem.S, head, problem.H, problem.D)
+        q_dot = tiles.of_queries(q_dot, frame, problem, problem.D)
         q_dot_tile = tiles.load_tile(q_dot, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
     scale = logits.total_scale(softmax_scale, frame, problem)
-    low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
+        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
-    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
-    seen_begin, seen_end = tiles.seen_keys(frame, problem)
     sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
     reference, rounded_moved = tl.zeros_like(moved), moved
     excess, excess_lost = logits.compensated(tl.full([BLOCK_Q], -1.0, tl.float32), 0.0, sinks_total)
