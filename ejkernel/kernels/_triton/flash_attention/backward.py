@@ -150,10 +150,10 @@ def dk_dv_kernel(
                 head, start = kv_head * problem.group + step // steps, begin + step % steps * BLOCK_Q
             frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
             scale = logits.total_scale(softmax_scale, frame, problem)
-            q_head = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-            do_head = tiles.at(do, batch, q_start, problem.S, head, problem.H, problem.V)
-            lse_head = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
-            delta_head = tiles.at(delta, batch, head, problem.H, q_start, problem.S, 1)
+            q_head = tiles.of_queries(q, frame, problem, problem.D)
+            do_head = tiles.of_queries(do, frame, problem, problem.V)
+            lse_head = tiles.of_rows(lse, frame, problem)
+            delta_head = tiles.of_rows(delta, frame, problem)
             i = start + tl.arange(0, BLOCK_Q)[None, :]
             q_tile = tiles.load_tile(q_head, start, 0, q_len, problem.H, problem.D, BLOCK_Q, CHECKED)
             do_tile = tiles.load_tile(do_head, start, 0, q_len, problem.H, problem.V, BLOCK_Q, CHECKED)
@@ -161,7 +161,7 @@ def dk_dv_kernel(
             delta_row = tiles.load_rows(delta_head, start, q_len, BLOCK_Q, CHECKED, 0.0)[None, :]
             correction_row = None
             if correction is not None:
-                correction_head = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
+                correction_head = tiles.of_rows(correction, frame, problem)
                 correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
             bias_tile, mask_tile = None, None
             if bias is not None:
