@@ -9,11 +9,14 @@ that says so.
 import datetime
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +49,15 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the case. `prepare` raises `Unavailable` where it cannot be had."""
+    """One way to compute the case. `prepare` raises `Unavailable` where it cannot be had.
+
+    What takes long in it may be done before, in `warm`, side by side with that of others.
+    """
 
     name: str
     prepare: Callable[[], Prepared]
     ours: bool = False
+    warm: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,17 @@ class Row:
 
 Gate = Callable[[Sequence[Any]], float]
 """From the results of a call to its error in units of that of the formula in the same precision."""
+
+
+def warmed(preparations: Sequence[Callable[[], Any]]) -> None:
+    """Compiles side by side what takes part; what fails here fails again, and is told, when it is prepared."""
+
+    def attempt(preparation: Callable[[], Any]) -> None:
+        with suppress(Exception):
+            preparation()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(attempt, preparations))
 
 
 def measure(
