@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import assert_close, each_case, each_operation, oracle, pullback
+from cases import CASES, assert_close, each, each_case, first_of_each, oracle, pullback
 from programs import equations, scopes
 
 from ejkernel import checkpoint_policies
@@ -34,7 +34,7 @@ def test_checkpoint(case, policy, times):
     assert_close(found, oracle(case, pullback)(arrays, cotangents))
 
 
-@each_operation
+@each(first_of_each(CASES), first=())
 @pytest.mark.parametrize("kept", ("nothing", "kernels", "operation", "names"))
 def test_checkpoint_under_scan(case, kept):
     """Layers under `jax.lax.scan`, each of them checkpointed."""
