@@ -88,13 +88,14 @@ def _gradients(
     if x.gk is not None:
         types["dgk"] = x.gk if of_gates == {"gk"} else jax.ShapeDtypeStruct(x.gk.shape, jnp.float32)
 
-    given, columns = (x.g, x.gk, x.g_gamma), min(config.block_k, p.V_PAD)
-    rows = min(config.block_d, p.D_PAD) if p.by_feature else p.D_PAD
-    gate = ("dgk" if p.by_feature else "dg",) if of_gates else ()
-    asked = ("dq", "dk", *gate, *(() if p.by_feature else ("dv",)))
+    gates, columns = (x.g, x.gk, x.g_gamma), min(config.block_k, p.V_PAD)
+    if p.by_feature:  # the decays of all features at once would not fit into registers
+        rows, asked = min(config.block_d, p.D_PAD), ("dq", "dk", *(("dgk",) if of_gates else ()))
+    else:
+        rows, asked = p.D_PAD, ("dq", "dk", "dv", *(("dg",) if of_gates else ()))
     found = _launch.launch(
         gradients_kernel,
-        *(x.q, x.k, x.v, do, *given, states, dstates),
+        *(x.q, x.k, x.v, do, *gates, states, dstates),
         *places[:4],
         out_type={n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in asked},
         grid=p.B * p.chunks * p.H * triton.cdiv(p.D, rows),
@@ -104,19 +105,8 @@ def _gradients(
         COLUMNS=columns,
         **{n: None for n in ("dg", "dgk", "dk", "dq", "dv") if n not in asked},
     )
-    if p.by_feature:  # the decays of all features at once would not fit into registers
-        rows, columns = block_of(p, config)
-        found["dv"] = _launch.launch(
-            values_kernel,
-            *(x.q, x.k, do, *given, dstates),
-            *places[:4],
-            out_type=jax.ShapeDtypeStruct(types["dv"].shape, types["dv"].dtype),
-            grid=p.B * p.chunks * p.H * triton.cdiv(p.V, columns),
-            config=config,
-            p=p,
-            ROWS=rows,
-            COLUMNS=columns,
-        )
+    if p.by_feature:
+        found["dv"] = _of_values(x, do, dstates, types["dv"], places, p, config)
     found = {name: zero_elsewhere(a, places) for name, a in found.items()}
     if p.by_feature and of_gates - {"gk"}:
         found["dg"] = found["dgk"].sum(-1)
@@ -124,6 +114,22 @@ def _gradients(
         of_groups = lambda a: a.reshape(p.B, p.S, p.G, p.group, -1).sum(3)
         found |= {"dk": of_groups(found["dk"]), "dv": of_groups(found["dv"])}
     return found
+
+
+def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: KernelConfig) -> jax.Array:
+    """dv of each query head, where features decay."""
+    rows, columns = block_of(p, config)
+    return _launch.launch(
+        values_kernel,
+        *(x.q, x.k, do, x.g, x.gk, x.g_gamma, dstates),
+        *places[:4],
+        out_type=dv,
+        grid=p.B * p.chunks * p.H * triton.cdiv(p.V, columns),
+        config=config,
+        p=p,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
 
 
 @triton.jit
