@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import triton
 
+from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 
 
@@ -83,8 +84,8 @@ class Problem:
 def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = False) -> Problem:
     """The problem that a call poses.
 
-    Products of float16, and all that are to be `wide`, are computed in three of TF32: the range of float16 is too small
-    for decays.
+    Products of float16, and all that are to be `wide`, are computed in three of TF32, on AMD in float32: the range of
+    float16 is too small for decays.
     """
     B, S, H, D = x.q.shape
     half = x.q.dtype == jnp.bfloat16 and not wide
@@ -97,7 +98,7 @@ def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = Fa
         by_head=x.gk is None and (x.g is not None or x.g_gamma is not None),
         by_feature=x.gk is not None,
         dtype=triton.language.bfloat16 if half else triton.language.float32,
-        precision="ieee" if x.q.dtype == jnp.float32 else "tf32x3",
+        precision="ieee" if half or x.q.dtype == jnp.float32 or _launch.is_rocm() else "tf32x3",
         exact=x.q.dtype == jnp.float32,
     )
 
