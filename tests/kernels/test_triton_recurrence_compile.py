@@ -65,6 +65,8 @@ def marks(*case: str):
 )
 def test_compiles(target, gates, operation, monkeypatch):
     x, kind, trouble = operands(gates), KINDS[target], []
+    monkeypatch.setattr(_launch, "is_rocm", lambda: kind.platform == "rocm")
+    monkeypatch.setattr(_launch, "compute_capability", lambda: kind.compute_capability or 90)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
     configs = space(operation, shapes, SPEC, kind)
     for config in configs[:1] if (target, gates, operation) in ALWAYS else configs:

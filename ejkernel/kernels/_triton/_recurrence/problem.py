@@ -27,6 +27,8 @@ class Problem:
         dtype: of products, a name of Triton's.
         precision: of products in float32.
         exact: the inputs are float32: no sum of decays may be the difference of longer ones.
+        sums_by_product: running sums of decays in bfloat16 are products with ones. Triton 3.6 fails to compile that for
+            Blackwell.
     """
 
     B: int
@@ -44,6 +46,7 @@ class Problem:
     dtype: Any
     precision: str
     exact: bool
+    sums_by_product: bool
 
     @property
     def group(self) -> int:
@@ -100,6 +103,7 @@ def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = Fa
         dtype=triton.language.bfloat16 if half else triton.language.float32,
         precision="ieee" if half or x.q.dtype == jnp.float32 or _launch.is_rocm() else "tf32x3",
         exact=x.q.dtype == jnp.float32,
+        sums_by_product=half and _launch.compute_capability() < 100,
     )
 
 

@@ -85,7 +85,7 @@ def gates(g, gk, g_gamma, batch, token, length, head, column, COLUMNS: tl.conste
         if g is not None or g_gamma is not None:
             gate += by_head[:, None]
         T = tl.sum(gate, 0)
-        if g is None and g_gamma is None and p.dtype == tl.bfloat16 and given.dtype == tl.bfloat16:
+        if p.sums_by_product and g is None and g_gamma is None and given.dtype == tl.bfloat16:
             G = tl.dot(seen(p).to(tl.bfloat16), given)  # products with 1 and 0 are exact
         else:
             G = tl.cumsum(gate, 0)
