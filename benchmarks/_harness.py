@@ -163,11 +163,15 @@ def _line(text: str) -> str:
 
 
 def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[float] | Exception]:
-    """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with."""
+    """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with.
+
+    Every other round goes backwards: a batch of products heats the device for the one that follows, a slow rival's
+    cools it, and no contender is to have always the same one before it.
+    """
     found: dict[str, Any] = {name: [] for name in batches}
     calls = {}
     for turn in range(-2, repeats):  # the first round loads the programs, the second says how many calls fill a batch
-        for name, batch in batches.items():
+        for name, batch in list(batches.items())[:: -1 if turn % 2 else 1]:
             if isinstance(found[name], Exception):
                 continue
             count = calls.get(name, 1)
