@@ -9,11 +9,14 @@ that says so.
 import datetime
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,11 +49,15 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the case. `prepare` raises `Unavailable` where it cannot be had."""
+    """One way to compute the case. `prepare` raises `Unavailable` where it cannot be had.
+
+    What takes long in it may be done before, in `warm`, side by side with that of others.
+    """
 
     name: str
     prepare: Callable[[], Prepared]
     ours: bool = False
+    warm: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,17 @@ class Row:
 
 Gate = Callable[[Sequence[Any]], float]
 """From the results of a call to its error in units of that of the formula in the same precision."""
+
+
+def warmed(preparations: Sequence[Callable[[], Any]]) -> None:
+    """Compiles side by side what takes part; what fails here fails again, and is told, when it is prepared."""
+
+    def attempt(preparation: Callable[[], Any]) -> None:
+        with suppress(Exception):
+            preparation()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(attempt, preparations))
 
 
 def measure(
@@ -145,11 +163,15 @@ def _line(text: str) -> str:
 
 
 def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[float] | Exception]:
-    """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with."""
+    """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with.
+
+    Every other round goes backwards: a batch of products heats the device for the one that follows, a slow rival's
+    cools it, and no contender is to have always the same one before it.
+    """
     found: dict[str, Any] = {name: [] for name in batches}
     calls = {}
     for turn in range(-2, repeats):  # the first round loads the programs, the second says how many calls fill a batch
-        for name, batch in batches.items():
+        for name, batch in list(batches.items())[:: -1 if turn % 2 else 1]:
             if isinstance(found[name], Exception):
                 continue
             count = calls.get(name, 1)

@@ -1,6 +1,8 @@
 """Flash attention beside its rivals: `python benchmarks/flash_attention.py --device gpu --modes fwd,fwd_bwd,jvp`.
 
-Every contender is judged against the formula in float64 before it is timed. The table, and the record of it under
+Every contender is judged against the formula in float64 before it is timed. Programs are compiled first, those of all
+cases side by side. The release on PyPI takes part if EJKERNEL_RELEASE names a folder that holds it and what it imports,
+which runs in a process of its own. The table, and the record of it under
 benchmarks/results/, give the median time of a call, TFLOP/s, the share of the rate of matrix products measured in the
 same run, and how many times faster than the best rival it is.
 """
@@ -8,7 +10,9 @@ same run, and how many times faster than the best rival it is.
 import argparse
 import os
 import sys
-from functools import cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 # torch needs room on the same GPU.
@@ -18,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from _attention import CONVENTION, WORK, gate, inputs, operations
 from _attention_rivals import contenders
-from _harness import RESULTS, Row, means, measure, result_file, save, show
+from _harness import RESULTS, Contender, Gate, Row, means, measure, result_file, save, show, warmed
 
 from ejkernel import callib
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape, Platform
@@ -41,34 +45,46 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{jax.devices()[0].device_kind}, {dtype}; FLOPs: {CONVENTION}\nceilings")
     ceilings = callib.calibrate(tell=lambda line: print(f"  {line}"))
     rows, file = [], result_file("flash_attention", arguments.out)
-    for shape in shapes:
-        for mode in arguments.modes:
-            rows += _case(shape, mode, dtype, ceilings, arguments)
-            save(file, rows, ceilings, CONVENTION)
+    cases = [case for shape in shapes for case in _cases(shape, dtype, arguments)]
+    warmed([task for case in cases for task in (case.judge, *(contender.warm for contender in case.contenders))])
+    for case in cases:
+        rows += _measured(case, dtype, ceilings, arguments.repeats)
+        save(file, rows, ceilings, CONVENTION)
     print("", *means(rows), f"written: {file}", sep="\n")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
 
 
-def _case(shape: AttentionShape, mode: str, dtype, ceilings, arguments: argparse.Namespace) -> list[Row]:
+@dataclass(frozen=True)
+class _Case:
+    shape: AttentionShape
+    mode: str
+    contenders: list[Contender]
+    judge: Callable[[], Gate]
+
+
+def _cases(shape: AttentionShape, dtype, arguments: argparse.Namespace) -> list[_Case]:
+    """A case for each mode, on the same arrays."""
     given = inputs(shape, dtype)
-    judge = cache(
-        lambda: gate(shape, mode, given)
-    )  # made when the first results are there, so that its failure is a row
+    wanted = lambda contender: contender.ours or arguments.rivals is None or contender.name in arguments.rivals
+    everyone = {mode: contenders(shape, mode, given, arguments.platforms) for mode in arguments.modes}
+    return [
+        _Case(shape, mode, list(filter(wanted, known)), cache(partial(gate, shape, mode, given)))
+        for mode, known in everyone.items()
+    ]
+
+
+def _measured(case: _Case, dtype, ceilings, repeats: int) -> list[Row]:
     rows = measure(
-        str(shape),
-        mode,
-        [
-            contender
-            for contender in contenders(shape, mode, given, arguments.platforms)
-            if contender.ours or arguments.rivals is None or contender.name in arguments.rivals
-        ],
-        lambda results: judge()(results),
-        bounds=(_FORWARD if mode == "fwd" else _DERIVATIVE, _RIVAL),
-        operations=operations(shape, mode),
+        str(case.shape),
+        case.mode,
+        case.contenders,
+        lambda results: case.judge()(results),
+        bounds=(_FORWARD if case.mode == "fwd" else _DERIVATIVE, _RIVAL),
+        operations=operations(case.shape, case.mode),
         ceiling=ceilings.matmul[dtype.name],
-        repeats=arguments.repeats,
+        repeats=repeats,
     )
-    show(f"{shape}, {dtype}, {mode}", rows)
+    show(f"{case.shape}, {dtype}, {case.mode}", rows)
     return rows
 
 

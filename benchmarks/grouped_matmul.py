@@ -59,10 +59,9 @@ def _gate(mode: str, arrays: tuple, do: jax.Array, sizes: np.ndarray):
         return of_mode(rows("o"), rows("l"), [found["r"][g][:_ROWS] for g in groups] if "r" in found else [])
 
     def formula(dtype):
-        wide = jnp.promote_types(dtype, jnp.float32)
-        product = lambda x, y: np.asarray(
-            jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=wide).astype(dtype), np.float64
-        )
+        wide = np.float64 if dtype == np.float64 else np.float32
+        number = lambda x: np.asarray(x).astype(wide)
+        product = lambda x, y: (number(x) @ number(y)).astype(dtype).astype(np.float64)
         (lhs, rhs), whole = arrays, [slice(starts[g], starts[g] + sizes[g]) for g in groups]
         return of_mode(
             [product(lhs[part], rhs[g]) for g, part in zip(groups, few, strict=True)],

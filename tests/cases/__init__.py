@@ -40,9 +40,11 @@ CASES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.CASES)
 FAMILIES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.FAMILIES)
 
 
-def each(cases: Sequence[Case], core: bool = True) -> pytest.MarkDecorator:
-    """Runs a test for each of the cases; the first one of each operation is in the core of the tests, if any is."""
-    marks = lambda case: [pytest.mark.core] if core and case in first_of_each(cases) else []
+def each(
+    cases: Sequence[Case], first: Sequence[pytest.Mark] = (pytest.mark.core,), rest: Sequence[pytest.Mark] = ()
+) -> pytest.MarkDecorator:
+    """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest."""
+    marks = lambda case: first if case in first_of_each(cases) else rest
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 

@@ -59,12 +59,16 @@ CALLS = {name: call(shape) for name, shape in ATTENTION_SHAPES.items()}
 PREDICATES = {"flash_attention": supports, "flash_attention_jvp": supports, "flash_attention_bwd": supports_bwd}
 CONFIGS = [
     pytest.param(
-        operation, name, config, id=f"{operation}, {name}, {config.block_q}x{config.block_k}x{config.num_stages}"
+        operation,
+        name,
+        config,
+        id=f"{operation}, {name}, {config.block_q}x{config.block_k}x{config.num_stages}",
+        marks=[pytest.mark.slow] if place else [],
     )
     for operation, predicate in PREDICATES.items()
     for name, (x, spec) in CALLS.items()
     if predicate(spec, x, HOPPER) is None
-    for config in space(operation, x, spec, HOPPER)
+    for place, config in enumerate(space(operation, x, spec, HOPPER))
 ]
 
 

@@ -20,7 +20,6 @@ from .tpu_interpreter import interpreted
 SMALL = 200, KernelConfig(block_q=128, block_k=128)
 QUICK = {
     ("bias of pairs, capped", "float32"): SMALL,
-    ("segments, causal, bias", "bfloat16"): SMALL,
     ("sinks, more queries", "float32"): SMALL,
     ("packed, causal", "float32"): SMALL,
     ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),

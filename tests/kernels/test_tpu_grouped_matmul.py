@@ -9,10 +9,13 @@ from . import against_xla
 from .tpu_interpreter import interpreted
 
 CONFIG = KernelConfig(block_q=8, block_k=128, block_d=128)
+QUICK = ("uneven", "none")  # the others take the interpreter half a minute each
 OURS = [case for case in CASES if case.operation == "grouped_matmul"]
 
 
-@pytest.mark.parametrize("case", OURS, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=() if c.name in QUICK else pytest.mark.slow) for c in OURS]
+)
 def test_in_the_interpreter(case):
     """Forward, backward and tangent; the groups cross blocks, and rows of no group hold NaN."""
     case = case.resized(dict(k=256, n=130))

@@ -40,13 +40,7 @@ CASES = (
 
 
 # The interpreter takes ten seconds a case, a compiler five a call: a normal run has those with most in them.
-QUICK = (
-    "by head",
-    "by feature, reversed",
-    "values in parts by both features, packed",
-    "all of them",
-    "packed batches, values in parts",
-)
+QUICK = ("by head", "all of them", "packed batches, values in parts")
 
 
 def quick(name: str, value) -> object:

@@ -20,9 +20,10 @@ def test_the_example_runs(capsys):
 
 
 def row(operation: str) -> str:
-    registered = {f"{entry.platform}/{entry.backend}" for entry in kernel_registry.list_implementations(operation)}
-    by_composition = "" if registered else "by composition"
-    cells = ["✓" if where in registered else by_composition for where in COLUMNS.values()]
+    where = lambda name: {f"{entry.platform}/{entry.backend}" for entry in kernel_registry.list_implementations(name)}
+    everywhere = where(operation)
+    cell = dict.fromkeys(where(f"{operation}_bwd"), "gradient") | dict.fromkeys(everywhere, "✓")
+    cells = [cell.get(column, "" if everywhere else "by composition") for column in COLUMNS.values()]
     return re.sub(" +", " ", f"| {operation} | {' | '.join(cells)} |")
 
 

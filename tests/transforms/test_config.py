@@ -2,16 +2,26 @@
 
 import jax
 import pytest
-from cases import assert_close, each_case, each_operation, gradient, oracle, tangent
+from cases import CASES, assert_close, each, each_case, each_operation, gradient, oracle, tangent
 
 from ejkernel.ops import find_labels_in_lowered
 from ejkernel.types import KernelConfig
 
 
 @each_case
-@pytest.mark.parametrize("blocks", ((4, 4), (8, 3), (1, 128)), ids=str)
-def test_blocks(case, blocks):
-    """Blocks that divide the axes, that do not, and that are larger than them."""
+def test_blocks(case):
+    """Blocks that divide the axes."""
+    check(case, (4, 4))
+
+
+@each(CASES, first=(), rest=(pytest.mark.slow,))
+@pytest.mark.parametrize("blocks", ((8, 3), (1, 128)), ids=str)
+def test_odd_blocks(case, blocks):
+    """Blocks that do not divide the axes, and that are larger than them."""
+    check(case, blocks)
+
+
+def check(case, blocks):
     config = dict(zip(("block_q", "block_k"), blocks, strict=True), platform="xla")
     call = lambda arrays: case.call(arrays, config=config)
     arrays, tangents = case.arrays(), case.tangents()

@@ -43,7 +43,7 @@ def test_gradient(case, dtype):
     check(case, dtype, gradient, 3)
 
 
-@each(CASES)
+@each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_every_case_in_bfloat16(case):
     check(case, jnp.bfloat16, None, 2)
     check(case, jnp.bfloat16, gradient, 3)

@@ -28,12 +28,12 @@ def test_forward_over_reverse(case):
     check(case, curvature)
 
 
-@each(first_of_each(CASES), core=False)
+@each(first_of_each(CASES), first=())
 def test_reverse_over_reverse(case):
     check(case, curvature_by_reverse)
 
 
-@each(first_of_each(CASES), core=False)
+@each(first_of_each(CASES), first=())
 def test_reverse_over_forward(case):
     """The gradient of a tangent."""
     check(case, reverse_over_forward)
@@ -47,7 +47,7 @@ def test_reverse_comes_last_or_twice(case):
     check(case, reverse_over_forward)
 
 
-@each([case.resized(case.tiny) for case in CASES if case.tiny], core=False)
+@each([case.resized(case.tiny) for case in CASES if case.tiny], first=())
 def test_hessian(case):
     """In whole, as `jax.hessian` maps over every direction at once."""
     arrays = case.arrays()

@@ -67,7 +67,7 @@ def test_vmap_of_grad(case):
     check_derivative(case, gradient, examples)
 
 
-@each(CASES, core=False)
+@each(CASES, first=())
 def test_vmap_of_jvp(case):
     examples = [{**case.arrays(seed), "direction": case.tangents(seed + 1)} for seed in range(COUNT)]
     check_derivative(case, tangent, examples)
@@ -81,7 +81,7 @@ def check_derivative(case, transform, examples):
         check(f, wanted, examples, mapped, 0)
 
 
-@each(CASES, core=False)
+@each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_vmap(case):
     """Two mapped axes: of the same operands, and each operand along one axis while the others go along the other."""
     names = tuple(case.operands)

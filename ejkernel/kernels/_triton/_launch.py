@@ -93,12 +93,13 @@ def shared_memory_limit(target: Target) -> int:
 
 def has_descriptors() -> bool:
     """Whether the device has TMA, and this jaxlib can make descriptors for it."""
-    if _is_rocm() or compute_capability() < 90:
+    if is_rocm() or compute_capability() < 90:
         return False
     return hasattr(jax_triton().triton_lib.triton_kernel_call_lib, "create_tma_descriptor_parameter")
 
 
-def _is_rocm() -> bool:
+def is_rocm() -> bool:
+    """Whether this process has a GPU of AMD."""
     try:
         return bool(jax.local_devices(backend="rocm"))
     except RuntimeError:

@@ -34,7 +34,8 @@ from .types import Cfg
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
 # Those that come this near to the best are timed again, in turns: what the clock of the device does is shared by all.
-_NEAR = 1.5
+# Those that then are still as near as the second are timed once more.
+_NEAR = (1.5, 1.1)
 # A batch of these lasts longer, so that a difference of one in a hundred is seen.
 _SECONDS_OF_A_TURN = 2e-2
 # What takes at most this much of the least time that its work can take is not improved upon.
@@ -123,8 +124,10 @@ class Tuner:
         report.close()
         if not times:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
-        limit = _NEAR * min(times.values())
-        return times | self._in_turns({config: runnable[config] for config in times if times[config] <= limit})
+        for near in _NEAR:
+            limit = near * min(times.values())
+            times |= self._in_turns({config: runnable[config] for config in times if times[config] <= limit})
+        return times
 
     def _in_turns(self, programs: dict[Cfg, Callable[[], Any]]) -> dict[Cfg, float]:
         """Milliseconds of programs that were measured to be about equal."""

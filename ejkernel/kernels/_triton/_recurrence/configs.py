@@ -29,11 +29,11 @@ FORWARD = (
     (64, 128, 64, 4, 3, "chunks"),
     (128, 128, 64, 8, 2, "chunks"),
 )
-FORWARD_BY_FEATURE = ((64, 128, 64, 8, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
-TANGENT = ((64, 128, 64, 8, 1, "chunks"),)
-TANGENT_BY_FEATURE = ((32, 128, 32, 8, 1, "chunks"),)
+FORWARD_BY_FEATURE = ((64, 128, 64, 4, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
+TANGENT = ((64, 128, 64, 8, 1, "chunks"), (64, 128, 64, 4, 1, "chunks"))
+TANGENT_BY_FEATURE = ((32, 128, 32, 8, 1, "chunks"), (32, 128, 64, 4, 1, "chunks"))
 BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
-BACKWARD_BY_FEATURE = ((32, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 3, "chunks"))
+BACKWARD_BY_FEATURE = ((64, 128, 32, 4, 2, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 
 TABLES = {  # of heads that decay, or none; of features that do
     "recurrence": (FORWARD, FORWARD_BY_FEATURE),

@@ -17,7 +17,7 @@ from ejkernel.types import KernelConfig
 
 from . import segments, step, tiles
 from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
-from .states import chunk_states
+from .states import block_of, chunk_states
 
 
 def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:
@@ -75,6 +75,7 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
             p=p,
             BLOCK=block,
             BLOCKS=blocks,
+            ROWS=block_of(p, config)[0],
         )
     return Outputs(zero_elsewhere(o, places), final)
 
@@ -101,7 +102,9 @@ def walk_kernel(
         k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
         v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
-        o_tile = tiles.chunk_outputs(q_tile, k_tile, v_tile, state.to(p.dtype), gate, G, T, p)
+        products = tiles.pair_products(q_tile, k_tile, gate, G, T, p)
+        entering = tiles.from_state(q_tile, state.to(p.dtype), G, p)
+        o_tile = tiles.chunk_outputs(products, entering, v_tile, gate, G, p)
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
         state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, PRECISE)
     address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p)
@@ -112,20 +115,22 @@ def walk_kernel(
 def outputs_kernel(
     q, k, v, g, gk, g_gamma, states, first, length, chunk, owner,
     o,
-    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
     number, batch = pid // (BLOCKS * p.H) % p.chunks, pid // (BLOCKS * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    kv_head = head // p.group
-    q_tile = tiles.load_tile(q, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
-    k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
+    kv_head, of_chunk = head // p.group, (batch * p.chunks + number) * p.H + head
+    products, entering = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, BLOCK], 0.0, tl.float32)
+    row_blocks: tl.constexpr = p.D_PAD // ROWS
+    for row in tl.static_range(0, row_blocks * ROWS, ROWS):
+        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
+        gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+        products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
+        address, exists = tiles.state_pointers(states, of_chunk, row, ROWS, column, BLOCK, p)
+        entering += tiles.from_state(q_tile, tl.load(address, mask=exists, other=0.0), G, p)
     v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
-    gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
-    address, exists = tiles.state_pointers(
-        states, (batch * p.chunks + number) * p.H + head, 0, p.D_PAD, column, BLOCK, p
-    )
-    state = tl.load(address, mask=exists, other=0.0)
-    o_tile = tiles.chunk_outputs(q_tile, k_tile, v_tile, state, gate, G, T, p)
+    o_tile = tiles.chunk_outputs(products, entering, v_tile, gate, G, p)
     tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

@@ -30,7 +30,7 @@ from ejkernel.types import KernelConfig
 from . import segments, tiles
 from .configs import WIDE
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
-from .states import chunk_states
+from .states import block_of, chunk_states
 
 
 def recurrence_bwd(
@@ -88,25 +88,25 @@ def _gradients(
     if x.gk is not None:
         types["dgk"] = x.gk if of_gates == {"gk"} else jax.ShapeDtypeStruct(x.gk.shape, jnp.float32)
 
-    def launched(*asked, rows=p.D_PAD):
-        return _launch.launch(
-            gradients_kernel,
-            *(x.q, x.k, x.v, do, x.g, x.gk, x.g_gamma, states, dstates),
-            *places[:4],
-            out_type={n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in asked},
-            grid=p.B * p.chunks * p.H * triton.cdiv(p.D, rows),
-            config=config,
-            p=p,
-            ROWS=rows,
-            COLUMNS=min(config.block_k, p.V_PAD),
-            **{n: None for n in ("dg", "dgk", "dk", "dq", "dv") if n not in asked},
-        )
-
+    gates, columns = (x.g, x.gk, x.g_gamma), min(config.block_k, p.V_PAD)
     if p.by_feature:  # the decays of all features at once would not fit into registers
-        gate = ("dgk",) if of_gates else ()
-        found = launched("dv") | launched("dq", "dk", *gate, rows=min(config.block_d, p.D_PAD))
+        rows, asked = min(config.block_d, p.D_PAD), ("dq", "dk", *(("dgk",) if of_gates else ()))
     else:
-        found = launched("dq", "dk", "dv", *(("dg",) if of_gates else ()))
+        rows, asked = p.D_PAD, ("dq", "dk", "dv", *(("dg",) if of_gates else ()))
+    found = _launch.launch(
+        gradients_kernel,
+        *(x.q, x.k, x.v, do, *gates, states, dstates),
+        *places[:4],
+        out_type={n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in asked},
+        grid=p.B * p.chunks * p.H * triton.cdiv(p.D, rows),
+        config=config,
+        p=p,
+        ROWS=rows,
+        COLUMNS=columns,
+        **{n: None for n in ("dg", "dgk", "dk", "dq", "dv") if n not in asked},
+    )
+    if p.by_feature:
+        found["dv"] = _of_values(x, do, dstates, types["dv"], places, p, config)
     found = {name: zero_elsewhere(a, places) for name, a in found.items()}
     if p.by_feature and of_gates - {"gk"}:
         found["dg"] = found["dgk"].sum(-1)
@@ -116,66 +116,105 @@ def _gradients(
     return found
 
 
+def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: KernelConfig) -> jax.Array:
+    """dv of each query head, where features decay."""
+    rows, columns = block_of(p, config)
+    return _launch.launch(
+        values_kernel,
+        *(x.q, x.k, do, x.g, x.gk, x.g_gamma, dstates),
+        *places[:4],
+        out_type=dv,
+        grid=p.B * p.chunks * p.H * triton.cdiv(p.V, columns),
+        config=config,
+        p=p,
+        ROWS=rows,
+        COLUMNS=columns,
+    )
+
+
+@triton.jit
+def values_kernel(
+    q, k, do, g, gk, g_gamma, dstates, first, length, chunk, owner,
+    dv,
+    p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dv where features decay, a block of them at a time."""
+    blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
+    row_blocks: tl.constexpr = p.D_PAD // ROWS
+    pid = tl.program_id(0)
+    column, head = pid % blocks * COLUMNS, pid // blocks % p.H
+    number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
+    at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
+    kv_head, of_state = head // p.group, (batch * p.chunks + number) * p.H + head
+    products, dv_tile = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
+    for row in tl.static_range(0, row_blocks * ROWS, ROWS):
+        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
+        gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+        products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
+        address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, column, COLUMNS, p)
+        dv_tile += value_gradients(k_tile, tl.load(address, mask=exists, other=0.0), U, p)
+    weights = (tl.where(tiles.seen(p), products, 0.0) * p.scale).to(p.dtype)
+    do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
+    dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
+    tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
+
+
 @triton.jit
 def gradients_kernel(
     q, k, v, do, g, gk, g_gamma, states, dstates, first, length, chunk, owner,
     dg, dgk, dk, dq, dv,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of features of dq, dk and the gates; of dv, for which the block must be of all features."""
+    """A block of features of dq, dk and the gates; of dv where heads decay, the block then being of all features."""
     blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
     pid = tl.program_id(0)
     row, head = pid % blocks * ROWS, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    kv_head = head // p.group
+    kv_head, of_state = head // p.group, (batch * p.chunks + number) * p.H + head
     q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
     k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
     gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-    of_state = (batch * p.chunks + number) * p.H + head
     if dv is not None:
         weights = (tiles.pair_weights(q_tile, k_tile, gate, G, T, p) * p.scale).to(p.dtype)
-    if dq is not None:
-        dweights = tl.full([p.C, p.C], 0.0, tl.float32)
-        entering, passing = tl.full([p.C, ROWS], 0.0, tl.float32), tl.full([p.C, ROWS], 0.0, tl.float32)
-        through = tl.full([ROWS], 0.0, tl.float32)
+    dweights = tl.full([p.C, p.C], 0.0, tl.float32)
+    entering, passing = tl.full([p.C, ROWS], 0.0, tl.float32), tl.full([p.C, ROWS], 0.0, tl.float32)
+    through = tl.full([ROWS], 0.0, tl.float32)
     for column in tl.range(0, p.V, COLUMNS):
         do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
+        v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(p.dtype)
+        address, exists = tiles.state_pointers(states, of_state, row, ROWS, column, COLUMNS, p)
+        state = tl.load(address, mask=exists, other=0.0)
         address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, column, COLUMNS, p)
         dstate = tl.load(address, mask=exists, other=0.0)
         if dv is not None:
             dv_tile = value_gradients(k_tile, dstate, U, p)
             dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
             tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
-        if dq is not None:
-            v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(p.dtype)
-            address, exists = tiles.state_pointers(states, of_state, row, ROWS, column, COLUMNS, p)
-            state = tl.load(address, mask=exists, other=0.0)
-            dweights = tl.dot(do_tile, tl.trans(v_tile), dweights, input_precision=p.precision)
-            entering = tl.dot(do_tile, tl.trans(state), entering, input_precision=p.precision)
-            passing = tl.dot(v_tile, tl.trans(dstate), passing, input_precision=p.precision)
-            through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+        dweights = tl.dot(do_tile, tl.trans(v_tile), dweights, input_precision=p.precision)
+        entering = tl.dot(do_tile, tl.trans(state), entering, input_precision=p.precision)
+        passing = tl.dot(v_tile, tl.trans(dstate), passing, input_precision=p.precision)
+        through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
 
-    if dq is not None:
-        near = tiles.is_near(G, tiles.middle(T), p) if p.by_feature and not p.exact else False
-        entering, passing = tiles.times(entering, G, p) * p.scale, tiles.times(passing, U, p)
-        dq_tile, dk_tile, pairs = pair_gradients(
-            q_tile, k_tile, dweights * p.scale, gate, G, T, entering, passing, near, p
-        )
-        tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
-        tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
-        entering *= q_tile.to(tl.float32)
-        passing *= k_tile.to(tl.float32)
-        if dgk is not None:
-            through *= tl.exp(T)
-            dgate = gate_gradients(pairs, entering, passing, through[None, :], near, p)
-            tiles.store_tile(dgk, dgate, batch, at, left, head, p.H, row, p.D, ROWS, p)
-        if dg is not None:
-            through = tl.sum(through, 0) * tl.exp(T)
-            dgate = gate_gradients(tl.sum(pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
-            rows = tl.arange(0, p.C)
-            of_row = (tl.cast(batch, tl.int64) * p.S + at) * p.H + head + rows * (p.step * p.H)
-            tl.store(dg + of_row, dgate, mask=rows < left)
+    near = tiles.is_near(G, tiles.middle(T), p) if p.by_feature and not p.exact else False
+    entering, passing = tiles.times(entering, G, p) * p.scale, tiles.times(passing, U, p)
+    W = dweights * p.scale
+    dq_tile, dk_tile, pairs = pair_gradients(q_tile, k_tile, W, gate, G, T, entering, passing, near, p)
+    tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
+    tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
+    entering *= q_tile.to(tl.float32)
+    passing *= k_tile.to(tl.float32)
+    if dgk is not None:
+        through *= tl.exp(T)
+        dgate = gate_gradients(pairs, entering, passing, through[None, :], near, p)
+        tiles.store_tile(dgk, dgate, batch, at, left, head, p.H, row, p.D, ROWS, p)
+    if dg is not None:
+        through = tl.sum(through, 0) * tl.exp(T)
+        dgate = gate_gradients(tl.sum(pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
+        rows = tl.arange(0, p.C)
+        of_row = (tl.cast(batch, tl.int64) * p.S + at) * p.H + head + rows * (p.step * p.H)
+        tl.store(dg + of_row, dgate, mask=rows < left)
 
 
 @triton.jit
@@ -225,7 +264,7 @@ def pair_gradients(q, k, W, gate, G, T, dq, dk, near, p: tl.constexpr):
             dq += part_q * to_q
             dk += part_k * to_k
         else:
-            part_q, part_k, pairs = gradients_by_row(wide_q, wide_k, W, gate, p)
+            part_q, part_k, pairs = gradients_by_row(wide_q, wide_k, W, gate, G, p)
             dq += part_q
             dk += part_k
     else:
@@ -238,11 +277,11 @@ def pair_gradients(q, k, W, gate, G, T, dq, dk, near, p: tl.constexpr):
 
 
 @triton.jit
-def gradients_by_row(q, k, W, gate, p: tl.constexpr):
+def gradients_by_row(q, k, W, gate, G, p: tl.constexpr):
     rows = tl.arange(0, p.C)
     dq, dk, pairs = tl.zeros_like(q), tl.zeros_like(q), tl.zeros_like(q)
     for j in range(p.C):
-        row_k, decay = tiles.row_and_decays(j, k, gate, p)
+        row_k, decay = tiles.row_and_decays(j, k, gate, G, p)
         W_j = tl.sum(tl.where(rows[None, :] == j, W, 0.0), 1)[:, None] * decay
         of_j = W_j * row_k[None, :]
         dq += of_j

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import triton
 
+from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 
 
@@ -26,6 +27,8 @@ class Problem:
         dtype: of products, a name of Triton's.
         precision: of products in float32.
         exact: the inputs are float32: no sum of decays may be the difference of longer ones.
+        sums_by_product: running sums of decays in bfloat16 are products with ones. Triton 3.6 fails to compile that for
+            Blackwell.
     """
 
     B: int
@@ -43,6 +46,7 @@ class Problem:
     dtype: Any
     precision: str
     exact: bool
+    sums_by_product: bool
 
     @property
     def group(self) -> int:
@@ -83,8 +87,8 @@ class Problem:
 def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = False) -> Problem:
     """The problem that a call poses.
 
-    Products of float16, and all that are to be `wide`, are computed in three of TF32: the range of float16 is too small
-    for decays.
+    Products of float16, and all that are to be `wide`, are computed in three of TF32, on AMD in float32: the range of
+    float16 is too small for decays.
     """
     B, S, H, D = x.q.shape
     half = x.q.dtype == jnp.bfloat16 and not wide
@@ -97,8 +101,9 @@ def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = Fa
         by_head=x.gk is None and (x.g is not None or x.g_gamma is not None),
         by_feature=x.gk is not None,
         dtype=triton.language.bfloat16 if half else triton.language.float32,
-        precision="ieee" if x.q.dtype == jnp.float32 else "tf32x3",
+        precision="ieee" if half or x.q.dtype == jnp.float32 or _launch.is_rocm() else "tf32x3",
         exact=x.q.dtype == jnp.float32,
+        sums_by_product=half and _launch.compute_capability() < 100,
     )
 
 

@@ -15,6 +15,8 @@ from . import tiles
 from .problem import Places, Problem
 
 WARPS = 4
+ROWS = 64
+"""Of a block of state in products of bfloat16: the least that fills a matrix unit."""
 
 
 def chunk_states(
@@ -26,7 +28,7 @@ def chunk_states(
     x and y are k and v, or backwards q and the cotangent of o; start is what it begins with, None for 0. Without `keep`
     the first is None. `precise` is for an end that is a result: it then is as exact as float32.
     """
-    rows, columns = min(config.block_d, p.D_PAD), min(config.block_k, p.V_PAD)
+    rows, columns = block_of(p, config)
     dtype = jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32
     end = jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)
     found = _launch.launch(
@@ -45,6 +47,12 @@ def chunk_states(
         **({} if keep else {"states": None}),
     )
     return found if keep else (None, *found)
+
+
+def block_of(p: Problem, config: KernelConfig) -> tuple[int, int]:
+    """Rows and columns of a block of state that a program takes at once where it has little else in registers."""
+    rows = max(ROWS, config.block_d) if p.dtype == tl.bfloat16 else config.block_d
+    return min(rows, p.D_PAD), min(config.block_k, p.V_PAD)
 
 
 @triton.jit

@@ -181,7 +181,7 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
             pairs += tiles.product(q, tl.trans(k), p) * tiles.pair_sums(gate_dot, G_dot, p)
         return pairs * tiles.pair_decays(gate, G, p)
     elif p.exact:
-        return tangents_by_row(q, k, q_dot, k_dot, gate, gate_dot, p)
+        return tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
     else:
         m = tiles.middle(T)
         if tiles.is_near(G, m, p):
@@ -195,7 +195,7 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
             pairs += product_in_parts(q.to(tl.float32) * to_q, k_change * to_k, moving, p)
             pairs = tl.where(tiles.seen(p), pairs, 0.0)
         else:
-            pairs = tangents_by_row(q, k, q_dot, k_dot, gate, gate_dot, p)
+            pairs = tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
         return pairs
 
 
@@ -212,12 +212,12 @@ def product_in_parts(a, b, SPLIT: tl.constexpr, p: tl.constexpr):
 
 
 @triton.jit
-def tangents_by_row(q, k, q_dot, k_dot, gate, gate_dot, p: tl.constexpr):
+def tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p: tl.constexpr):
     rows = tl.arange(0, p.C)
     q, k, q_dot, k_dot = q.to(tl.float32), k.to(tl.float32), q_dot.to(tl.float32), k_dot.to(tl.float32)
     pairs = tl.full([p.C, p.C], 0.0, tl.float32)
     for j in range(p.C):
-        row_k, decay = tiles.row_and_decays(j, k, gate, p)
+        row_k, decay = tiles.row_and_decays(j, k, gate, G, p)
         row_k_dot = tl.sum(tl.where((rows == j)[:, None], k_dot, 0.0), 0)
         of_j = q_dot * row_k[None, :] + q * row_k_dot[None, :]
         if gate_dot is not None:

@@ -80,10 +80,15 @@ def gates(g, gk, g_gamma, batch, token, length, head, column, COLUMNS: tl.conste
     if p.by_feature:
         gate = tl.full([p.C, COLUMNS], 0.0, tl.float32)
         if gk is not None:
-            gate += load_tile(gk, batch, token, length, head, p.H, column, p.D, COLUMNS, p).to(tl.float32)
+            given = load_tile(gk, batch, token, length, head, p.H, column, p.D, COLUMNS, p)
+            gate += given.to(tl.float32)
         if g is not None or g_gamma is not None:
             gate += by_head[:, None]
-        G, T = tl.cumsum(gate, 0), tl.sum(gate, 0)
+        T = tl.sum(gate, 0)
+        if p.sums_by_product and g is None and g_gamma is None and given.dtype == tl.bfloat16:
+            G = tl.dot(seen(p).to(tl.bfloat16), given)  # products with 1 and 0 are exact
+        else:
+            G = tl.cumsum(gate, 0)
         return gate, G, (sum_where(rows[:, None] < rows[None, :], gate, p) if p.exact else T[None, :] - G), T
     elif p.by_head and g is None:
         gamma, tokens = tl.load(g_gamma + batch * p.H + head), tl.minimum(length, p.C)
@@ -216,47 +221,68 @@ def is_near(G, m, p: tl.constexpr):
 
 @triton.jit
 def pair_weights(q, k, gate, G, T, p: tl.constexpr):
-    """S_ij = Σ_d q_id k_jd exp(G_id − G_jd) where row i sees row j, else 0; float32.
+    """S_ij = Σ_d q_id k_jd exp(G_id − G_jd) where row i sees row j, else 0; float32."""
+    return decayed_pairs(pair_products(q, k, gate, G, T, p), gate, G, p)
 
-    Where features decay, by the product of q exp(G − m) and k exp(m − G) if the exponents allow it. Else row by row.
+
+@triton.jit
+def decayed_pairs(products, gate, G, p: tl.constexpr):
+    """S of the sum of all `pair_products`."""
+    return tl.where(seen(p), products, 0.0) if p.by_feature else products * pair_decays(gate, G, p)
+
+
+@triton.jit
+def pair_products(q, k, gate, G, T, p: tl.constexpr):
+    """Σ q_id k_jd over a block of features, with their exp(G_id − G_jd) where features decay; float32.
+
+    Then by the product of q exp(G − m) and k exp(m − G) if the exponents allow it. Else row by row.
     """
     if p.by_feature:
         m = middle(T)
         if is_near(G, m, p):
             near_q = (q.to(tl.float32) * tl.exp(G - m[None, :])).to(p.dtype)
             near_k = (k.to(tl.float32) * tl.exp(m[None, :] - G)).to(p.dtype)
-            S = tl.where(seen(p), product(near_q, tl.trans(near_k), p), 0.0)
+            S = product(near_q, tl.trans(near_k), p)
         else:
-            S = far_weights(q, k, gate, p)
+            S = far_weights(q, k, gate, G, p)
         return S
     else:
-        return product(q, tl.trans(k), p) * pair_decays(gate, G, p)
+        return product(q, tl.trans(k), p)
 
 
 @triton.jit
-def far_weights(q, k, gate, p: tl.constexpr):
+def far_weights(q, k, gate, G, p: tl.constexpr):
     rows, wide_q, wide_k = tl.arange(0, p.C), q.to(tl.float32), k.to(tl.float32)
     S = tl.full([p.C, p.C], 0.0, tl.float32)
     for j in range(p.C):
-        row_k, decay = row_and_decays(j, wide_k, gate, p)
+        row_k, decay = row_and_decays(j, wide_k, gate, G, p)
         S += tl.where(rows[None, :] == j, tl.sum(wide_q * row_k[None, :] * decay, 1)[:, None], 0.0)
     return S
 
 
 @triton.jit
-def row_and_decays(j, k, gate, p: tl.constexpr):
+def row_and_decays(j, k, gate, G, p: tl.constexpr):
     """k_j [D], and exp(G_i − G_j) [C, D] for the rows i that see j, else 0."""
     rows = tl.arange(0, p.C)
-    between = tl.cumsum(tl.where((rows > j)[:, None], gate, 0.0), 0)
+    if p.exact:
+        between = tl.cumsum(tl.where((rows > j)[:, None], gate, 0.0), 0)
+    else:
+        between = G - tl.sum(tl.where((rows == j)[:, None], G, 0.0), 0)[None, :]
     return tl.sum(tl.where((rows == j)[:, None], k, 0.0), 0), tl.where((rows >= j)[:, None], tl.exp(between), 0.0)
 
 
 @triton.jit
-def chunk_outputs(q, k, v, state, gate, G, T, p: tl.constexpr):
-    """o_i = scale (exp(G_i) q_iᵀ h + Σ_j S_ij v_j), for h at the beginning of the chunk; float32 [C, ·]."""
-    weights = pair_weights(q, k, gate, G, T, p) * p.scale
+def from_state(q, state, G, p: tl.constexpr):
+    """exp(G_i) scale q_iᵀ h over a block of features, but for exp(G_i) where heads decay; float32 [C, ·]."""
     if p.by_feature:
-        from_state = product((times(q, G, p) * p.scale).to(p.dtype), state, p)
+        return product((times(q, G, p) * p.scale).to(p.dtype), state, p)
     else:
-        from_state = times(product(q, state, p), G, p) * p.scale
-    return add_product(from_state, weights, v, p, p.weight_parts)
+        return product(q, state, p) * p.scale
+
+
+@triton.jit
+def chunk_outputs(products, entering, v, gate, G, p: tl.constexpr):
+    """o_i = scale (exp(G_i) q_iᵀ h + Σ_j S_ij v_j) from sums over all features of `pair_products` and `from_state`."""
+    weights = decayed_pairs(products, gate, G, p) * p.scale
+    entering = entering if p.by_feature else times(entering, G, p)
+    return add_product(entering, weights, v, p, p.weight_parts)

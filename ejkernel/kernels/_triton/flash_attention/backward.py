@@ -27,7 +27,7 @@ from ejkernel.types import KernelConfig
 
 from . import logits, tiles
 from .bias_gradient import bias_gradient
-from .problem import Problem, problem_of, seen_lse, sum_to_shape
+from .problem import Problem, keys_as_segments, problem_of, seen_lse, sum_to_shape
 from .rows import exact_rows
 from .unseen import zero_blind_queries, zero_unseen_keys
 
@@ -42,6 +42,7 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple:
     """The cotangents of the operands that `wrt` names, in that order."""
+    given, primals = primals, keys_as_segments(primals)
     problem = problem_of(primals, spec)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
@@ -53,9 +54,11 @@ def flash_attention_bwd(
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
-        gradients["q"], dscale = _queries(primals, saved, wrt, problem, config)
+        (k,) = zero_unseen_keys(given, problem, given.k)
+        gradients["q"], dscale = _queries(primals._replace(k=k), saved, wrt, problem, config)
     if "k" in wrt or "v" in wrt:
-        gradients |= _keys_and_values(primals, saved, wrt, problem, config)
+        q, seen_do = zero_blind_queries(given, problem, given.q, do)
+        gradients |= _keys_and_values(primals._replace(q=q), (seen_do, *saved[1:]), wrt, problem, config)
     if "bias" in wrt:
         gradients["bias"] = bias_gradient(primals, saved, problem)
     if "softmax_scale" in wrt:
@@ -75,10 +78,9 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
         "dq": jax.ShapeDtypeStruct.like(primals.q) if "q" in wrt else None,
         "dscale": rows if "softmax_scale" in wrt else None,
     }
-    (k,) = zero_unseen_keys(primals, problem, primals.k)
     return _launch.launch(
         dq_kernel,
-        *primals._replace(k=k),
+        *primals,
         spans(primals, config.block_k, config.block_q),
         *saved,
         out_type=tuple(results.values()),
@@ -96,12 +98,11 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
 def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: KernelConfig) -> dict:
     wanted = [name for name in ("k", "v") if name in wrt]
     blocks = problem.blocks(config.block_k, of_keys=True)
-    q, do = zero_blind_queries(primals, problem, primals.q, saved[0])
     return _launch.launch(
         dk_dv_kernel,
-        *primals._replace(q=q),
+        *primals,
         spans(primals, config.block_k, config.block_q, of_keys=True),
-        *(do, *saved[1:]),
+        *saved,
         out_type={name: jax.ShapeDtypeStruct.like(getattr(primals, name)) for name in wanted},
         grid=blocks * problem.G * problem.B,
         config=config,
@@ -149,10 +150,10 @@ def dk_dv_kernel(
                 head, start = kv_head * problem.group + step // steps, begin + step % steps * BLOCK_Q
             frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
             scale = logits.total_scale(softmax_scale, frame, problem)
-            q_head = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-            do_head = tiles.at(do, batch, q_start, problem.S, head, problem.H, problem.V)
-            lse_head = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
-            delta_head = tiles.at(delta, batch, head, problem.H, q_start, problem.S, 1)
+            q_head = tiles.of_queries(q, frame, problem, problem.D)
+            do_head = tiles.of_queries(do, frame, problem, problem.V)
+            lse_head = tiles.of_rows(lse, frame, problem)
+            delta_head = tiles.of_rows(delta, frame, problem)
             i = start + tl.arange(0, BLOCK_Q)[None, :]
             q_tile = tiles.load_tile(q_head, start, 0, q_len, problem.H, problem.D, BLOCK_Q, CHECKED)
             do_tile = tiles.load_tile(do_head, start, 0, q_len, problem.H, problem.V, BLOCK_Q, CHECKED)
@@ -160,7 +161,7 @@ def dk_dv_kernel(
             delta_row = tiles.load_rows(delta_head, start, q_len, BLOCK_Q, CHECKED, 0.0)[None, :]
             correction_row = None
             if correction is not None:
-                correction_head = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
+                correction_head = tiles.of_rows(correction, frame, problem)
                 correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
             bias_tile, mask_tile = None, None
             if bias is not None:
@@ -202,29 +203,20 @@ def dq_kernel(
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tiles.place(BLOCKS, problem.H)
-    if problem.right is not None:
-        block = BLOCKS - 1 - block  # the blocks that see most keys first
-    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
-        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
-    )
-    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
     segments = (q_segment_ids, kv_segment_ids)
-    kv_head = head // problem.group
-    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
-    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-    do = tiles.at(do, batch, q_start, problem.S, head, problem.H, problem.V)
-    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
-    delta = tiles.at(delta, batch, head, problem.H, q_start, problem.S, 1)
+    _, _, _, _, q_len, _, _ = frame
+    q = tiles.of_queries(q, frame, problem, problem.D)
+    k = tiles.of_keys(k, frame, problem, problem.D)
+    v = tiles.of_keys(v, frame, problem, problem.V)
+    do = tiles.of_queries(do, frame, problem, problem.V)
+    lse = tiles.of_rows(lse, frame, problem)
+    delta = tiles.of_rows(delta, frame, problem)
 
     scale = logits.total_scale(softmax_scale, frame, problem)
-    low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
+        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
-    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
-    seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     do_tile = tiles.load_tile(do, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
@@ -232,7 +224,7 @@ def dq_kernel(
     delta_rows = tiles.load_rows(delta, first, q_len, BLOCK_Q, True, 0.0)
     correction_rows = None
     if correction is not None:
-        correction = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
+        correction = tiles.of_rows(correction, frame, problem)
         correction_rows = tiles.load_rows(correction, first, q_len, BLOCK_Q, True, 1.0)[:, None]
     dq_tile = tiles.zeros(BLOCK_Q, problem.D, problem)
     dscale_rows = tl.zeros_like(delta_rows)
@@ -265,8 +257,8 @@ def dq_kernel(
 
     if dscale is not None:
         rows = first + tl.arange(0, BLOCK_Q)
-        dscale = tiles.at(dscale, batch, head, problem.H, q_start, problem.S, 1)
+        dscale = tiles.of_rows(dscale, frame, problem)
         tl.store(dscale + rows, dscale_rows * problem.scale, mask=rows < q_len)
     if dq is not None:
-        dq = tiles.at(dq, batch, q_start, problem.S, head, problem.H, problem.D)
+        dq = tiles.of_queries(dq, frame, problem, problem.D)
         tiles.store_tile(dq, tiles.scaled(dq_tile, scale), first, q_len, problem.H, problem.D, BLOCK_Q)

@@ -11,7 +11,7 @@ from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .problem import tiled
+from .problem import masks_keys, tiled
 
 # (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
 PLAIN = {
@@ -33,8 +33,8 @@ PLAIN = {
         64: ((64, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3), (64, 64, 4, 2)),
         96: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
         128: ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
-        192: ((128, 32, 8, 2), (64, 32, 8, 2), (16, 16, 8, 1)),
-        256: ((128, 16, 8, 2), (16, 16, 8, 1)),
+        192: ((128, 32, 8, 2), (128, 16, 8, 2), (16, 16, 8, 1)),
+        256: ((128, 16, 8, 2), (16, 32, 8, 1)),
     },
 }
 # Where a query sees few keys, many small programs fill the device better.
@@ -70,7 +70,7 @@ CROWDED = {
     "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((64, 16, 8, 1),), 256: ((32, 16, 8, 1),)},
 }
 # Packed sequences of that many features take a few registers more.
-PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 16, 8, 1),)}}
+PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 32, 8, 1),)}}
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
     "flash_attention": {
@@ -92,8 +92,13 @@ FROM_REGISTERS = {
 }
 FLOAT32 = {
     "flash_attention": {64: ((32, 32, 8, 2),), 128: ((32, 32, 8, 2),), 256: ((32, 32, 8, 1),)},
-    "flash_attention_bwd": {64: ((32, 32, 8, 2),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
-    "flash_attention_jvp": {64: ((32, 32, 8, 2),), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
+    "flash_attention_bwd": {
+        64: ((32, 32, 8, 2),),
+        128: ((32, 32, 8, 1),),
+        192: ((16, 16, 4, 1),),
+        256: ((16, 16, 8, 1),),
+    },
+    "flash_attention_jvp": {64: ((32, 32, 8, 3), (32, 32, 8, 1)), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
 }
 
 
@@ -120,7 +125,8 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     pairs = (_of_pairs(operands.bias), _of_pairs(operands.mask))
     further = (*pairs, operands.cu_seqlens_q, operands.dropout)
     table = PLAIN if all(x is None for x in further) else FURTHER
-    if sum(x is not None for x in (*further, operands.q_segment_ids)) > 1:
+    segmented = operands.q_segment_ids is not None or masks_keys(operands)
+    if sum(x is not None for x in further) + segmented > 1:
         table = CROWDED
     if (target.compute_capability or 0) < 90:
         table = FROM_REGISTERS

@@ -15,16 +15,17 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
-from .problem import problem_of
+from .problem import keys_as_segments, problem_of
 from .unseen import zero_unseen_keys
 
 
 def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
     """o and lse: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows."""
-    operands = Operands(*operands)
+    given = Operands(*operands)
+    operands = keys_as_segments(given)
     problem = problem_of(operands, spec)
     blocks = problem.blocks(config.block_q)
-    (v,) = zero_unseen_keys(operands, problem, operands.v)
+    (v,) = zero_unseen_keys(given, problem, given.v)
     o, lse = _launch.launch(
         forward_kernel,
         *operands._replace(v=v),
@@ -53,31 +54,22 @@ def forward_kernel(
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tiles.place(BLOCKS, problem.H)
-    if problem.right is not None:
-        block = BLOCKS - 1 - block  # the blocks that see most keys first
-    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
-        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
-    )
-    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
     segments = (q_segment_ids, kv_segment_ids)
-    kv_head = head // problem.group
-    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
-    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-    o = tiles.at(o, batch, q_start, problem.S, head, problem.H, problem.V)
-    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
+    _, _, sequence, _, q_len, _, _ = frame
+    q = tiles.of_queries(q, frame, problem, problem.D)
+    k = tiles.of_keys(k, frame, problem, problem.D)
+    v = tiles.of_keys(v, frame, problem, problem.V)
+    o = tiles.of_queries(o, frame, problem, problem.V)
+    lse = tiles.of_rows(lse, frame, problem)
 
     scale = logits.total_scale(softmax_scale, frame, problem)
     m, l = logits.first_statistics(sinks, frame, problem, BLOCK_Q)
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
 
-    low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
+        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
-    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
-    seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     if begin < end:  # see tiles.py on loops

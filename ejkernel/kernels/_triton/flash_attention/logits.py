@@ -222,3 +222,11 @@ def sinks_weights(sinks, sinks_dot, lse, frame, problem: tl.constexpr):
 def correction_of(total):
     """1 / Σ exp(s − lse) over keys and sinks; 1 of a row that sees nothing."""
     return 1 / tl.where(total == 0, 1.0, total)
+
+
+@triton.jit
+def compensated(total, lost, x):
+    """total + x, and what its rounding adds to it, to be taken off the next x (Kahan's sum)."""
+    x -= lost
+    new = total + x
+    return new, (new - total) - x

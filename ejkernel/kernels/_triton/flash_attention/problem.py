@@ -149,6 +149,23 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     )
 
 
+def masks_keys(operands: Operands) -> bool:
+    """A mask hides keys from all queries and heads alike, as padding is hidden."""
+    mask = operands.mask
+    return mask is not None and mask.shape[1] == mask.shape[2] == 1 and operands.cu_seqlens_q is None
+
+
+def keys_as_segments(operands: Operands) -> Operands:
+    """With such a mask as segment ids: kernels pass over hidden blocks, and ask for nothing in those that are seen."""
+    if not masks_keys(operands):
+        return operands
+    q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
+    if q_ids is None:
+        q_ids, kv_ids = (jnp.zeros(x.shape[:2], jnp.int32) for x in (operands.q, operands.k))
+    kv_ids = jnp.where(operands.mask[:, 0, 0], kv_ids, -1)
+    return operands._replace(mask=None, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+
+
 def broadcast_strides(x) -> Strides | None:
     """The strides of a dense array, 0 along axes of size 1."""
     if x is None:

@@ -52,29 +52,20 @@ def rows_kernel(
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tiles.place(BLOCKS, problem.H)
-    if problem.right is not None:
-        block = BLOCKS - 1 - block  # the blocks that see most keys first
-    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
-        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
-    )
-    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
     segments = (q_segment_ids, kv_segment_ids)
-    kv_head = head // problem.group
-    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
-    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-    do = tiles.at(do, batch, q_start, problem.S, head, problem.H, problem.V)
-    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
-    mean = tiles.at(mean, batch, head, problem.H, q_start, problem.S, 1)
+    _, _, _, _, q_len, _, _ = frame
+    q = tiles.of_queries(q, frame, problem, problem.D)
+    k = tiles.of_keys(k, frame, problem, problem.D)
+    v = tiles.of_keys(v, frame, problem, problem.V)
+    do = tiles.of_queries(do, frame, problem, problem.V)
+    lse = tiles.of_rows(lse, frame, problem)
+    mean = tiles.of_rows(mean, frame, problem)
 
     scale = logits.total_scale(softmax_scale, frame, problem)
-    low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
+        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
-    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
-    seen_begin, seen_end = tiles.seen_keys(frame, problem)
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     do_tile = tiles.load_tile(do, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
@@ -108,7 +99,7 @@ def rows_kernel(
 
     factor = logits.correction_of(total)
     rows = first + tl.arange(0, BLOCK_Q)
-    correction = tiles.at(correction, batch, head, problem.H, q_start, problem.S, 1)
-    exact_mean = tiles.at(exact_mean, batch, head, problem.H, q_start, problem.S, 1)
+    correction = tiles.of_rows(correction, frame, problem)
+    exact_mean = tiles.of_rows(exact_mean, frame, problem)
     tl.store(correction + rows, factor, mask=rows < q_len)
     tl.store(exact_mean + rows, mean_rows + off * factor, mask=rows < q_len)

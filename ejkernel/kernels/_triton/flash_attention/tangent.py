@@ -6,11 +6,13 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
 
-In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum, known when the pass ends. And
 s_dot is taken relative to a number c of its row, its mean over the first keys, lest what should cancel leaves its
-rounding where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
+rounding, and that of o, where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
 
-In 16 bits p̃ ∘ s_dot is rounded for its product with v, and o is taken off by the sum of what was rounded: so there too.
+In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum 1 + excess, known when the pass
+ends, x / (1 + excess) being x − x·share with share = excess / (1 + excess). Sums carry what their rounding loses.
+
+In 16 bits p̃ ∘ (s_dot − c) is rounded for its product with v, and o is taken off by the sum of what was rounded.
 """
 
 import jax
@@ -23,7 +25,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from . import logits, tiles
-from .problem import problem_of, seen_lse
+from .problem import keys_as_segments, problem_of, seen_lse
 from .unseen import zero_unseen_keys
 
 
@@ -36,9 +38,10 @@ def flash_attention_jvp(
     config: KernelConfig,
 ) -> Outputs:
     """The tangents of o and lse."""
+    given, primals = primals, keys_as_segments(primals)
     problem = problem_of(primals, spec)
     blocks = problem.blocks(config.block_q)
-    v, v_dot = zero_unseen_keys(primals, problem, primals.v, tangents.v)
+    v, v_dot = zero_unseen_keys(given, problem, given.v, tangents.v)
     moving = (tangents.q, tangents.k, tangents.bias, tangents.softmax_scale)
     o_dot, lse_dot = _launch.launch(
         tangent_kernel,
@@ -71,45 +74,36 @@ def tangent_kernel(
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, LOGITS_MOVE: tl.constexpr,
 ):  # fmt: skip
-    block, head, batch = tiles.place(BLOCKS, problem.H)
-    if problem.right is not None:
-        block = BLOCKS - 1 - block  # the blocks that see most keys first
-    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
-        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
-    )
-    frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
     segments = (q_segment_ids, kv_segment_ids)
-    kv_head = head // problem.group
-    q = tiles.at(q, batch, q_start, problem.S, head, problem.H, problem.D)
-    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
-    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-    o = tiles.at(o, batch, q_start, problem.S, head, problem.H, problem.V)
-    o_dot = tiles.at(o_dot, batch, q_start, problem.S, head, problem.H, problem.V)
-    lse = tiles.at(lse, batch, head, problem.H, q_start, problem.S, 1)
-    lse_dot = tiles.at(lse_dot, batch, head, problem.H, q_start, problem.S, 1)
+    _, _, _, _, q_len, _, _ = frame
+    q = tiles.of_queries(q, frame, problem, problem.D)
+    k = tiles.of_keys(k, frame, problem, problem.D)
+    v = tiles.of_keys(v, frame, problem, problem.V)
+    o = tiles.of_queries(o, frame, problem, problem.V)
+    o_dot = tiles.of_queries(o_dot, frame, problem, problem.V)
+    lse = tiles.of_rows(lse, frame, problem)
+    lse_dot = tiles.of_rows(lse_dot, frame, problem)
     if k_dot is not None:
-        k_dot = tiles.at(k_dot, batch, k_start, problem.K, kv_head, problem.G, problem.D)
+        k_dot = tiles.of_keys(k_dot, frame, problem, problem.D)
     if v_dot is not None:
-        v_dot = tiles.at(v_dot, batch, k_start, problem.K, kv_head, problem.G, problem.V)
+        v_dot = tiles.of_keys(v_dot, frame, problem, problem.V)
 
     i = first + tl.arange(0, BLOCK_Q)[:, None]
     q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     q_dot_tile = None
     if q_dot is not None:
-        q_dot = tiles.at(q_dot, batch, q_start, problem.S, head, problem.H, problem.D)
+        q_dot = tiles.of_queries(q_dot, frame, problem, problem.D)
         q_dot_tile = tiles.load_tile(q_dot, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
     scale = logits.total_scale(softmax_scale, frame, problem)
-    low, high = tiles.band(frame, problem)
-    bounds = tiles.schedule(
-        first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
+        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
-    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
-    seen_begin, seen_end = tiles.seen_keys(frame, problem)
-    total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
-    if problem.exact:
-        sinks_total, reference = total, tl.zeros_like(moved)
-    rounded_moved = moved
+    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
+    reference, rounded_moved = tl.zeros_like(moved), moved
+    excess, excess_lost = logits.compensated(tl.full([BLOCK_Q], -1.0, tl.float32), 0.0, sinks_total)
+    moved_lost = tl.zeros_like(moved)
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     if begin < end:  # see tiles.py on loops
         for start in tl.range(begin, end, BLOCK_K):
@@ -138,7 +132,7 @@ def tangent_kernel(
             if EDGES and (start < first_full or start > last_full):
                 ok = logits.visible(i, j, segments, frame, problem)
                 p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
-            if problem.exact:
+            if LOGITS_MOVE:
                 if start == begin:
                     reference = tl.sum(p * s_dot, 1) * logits.correction_of(tl.sum(p, 1))
                 s_dot -= reference[:, None]
@@ -146,9 +140,12 @@ def tangent_kernel(
             if dropout is not None:
                 kept_p = p * tl.where(logits.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
             if problem.exact:
-                total += tl.sum(p, 1)
+                excess, excess_lost = logits.compensated(excess, excess_lost, tl.sum(p, 1))
             if LOGITS_MOVE:
-                moved += tl.sum(p * s_dot, 1)
+                if problem.exact:
+                    moved, moved_lost = logits.compensated(moved, moved_lost, tl.sum(p * s_dot, 1))
+                else:
+                    moved += tl.sum(p * s_dot, 1)
                 shares = (kept_p * s_dot).to(o.dtype.element_ty)
                 if dropout is None:
                     rounded_moved += tl.sum(shares.to(tl.float32), 1)
@@ -160,12 +157,14 @@ def tangent_kernel(
                 acc = tiles.over_tokens(kept_p, v_dot_tile, acc)
 
     o_tile = tiles.load_tile(o, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
+    moved -= sinks_total * reference
+    rounded_moved -= sinks_total * reference
     if problem.exact:
-        correction = logits.correction_of(total)
-        rounded_moved = (moved - sinks_total * reference) * correction
-        moved = rounded_moved + reference
-        acc = tiles.scaled(acc, correction[:, None])
+        share = excess / tl.where(excess == -1.0, 1.0, 1 + excess)
+        moved_lost += moved * share
+        rounded_moved = moved - moved_lost
+        acc = tiles.scaled(acc, 1 - share[:, None])
     acc = tiles.less(acc, rounded_moved[:, None], o_tile)
     rows = first + tl.arange(0, BLOCK_Q)
-    tl.store(lse_dot + rows, moved, mask=rows < q_len)
+    tl.store(lse_dot + rows, reference + moved - moved_lost, mask=rows < q_len)
     tiles.store_tile(o_dot, acc, first, q_len, problem.H, problem.V, BLOCK_Q)

@@ -29,6 +29,30 @@ def place(BLOCKS: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
+def queries_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """The block of queries that this program holds, the first of them in its sequence, and the frame."""
+    block, head, batch = place(BLOCKS, problem.H)
+    if problem.right is not None:
+        block = BLOCKS - 1 - block  # the blocks that see most keys first
+    first, sequence, q_start, q_len, k_start, k_len = sequence_of(
+        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
+    )
+    return block, first, (batch, head, sequence, q_start, q_len, k_start, k_len)
+
+
+@triton.jit
+def keys_of_queries(block, first, frame, spans, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+                    BLOCK_K: tl.constexpr):  # fmt: skip
+    """The bounds of the loop over keys, the first and the last tile that needs no mask, and which keys may be read."""
+    batch, _, _, _, _, _, k_len = frame
+    low, high = band(frame, problem)
+    bounds = schedule(first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K)
+    begin, end, first_full, last_full = within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
+    seen_begin, seen_end = seen_keys(frame, problem)
+    return begin, end, first_full, last_full, seen_begin, seen_end
+
+
+@triton.jit
 def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
     """Where a block of queries (or keys) begins in its sequence, and (sequence, q_start, q_len, k_start, k_len).
 
@@ -228,6 +252,27 @@ def load_rows(ptr, first, length, ROWS: tl.constexpr, CHECKED: tl.constexpr, oth
 def at(ptr, batch, row, ROWS: tl.constexpr, head, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """The pointer to [batch, row, head, 0] of a dense [·, ROWS, HEADS, WIDTH]."""
     return ptr + ((tl.cast(batch, tl.int64) * ROWS + row) * HEADS + head) * WIDTH
+
+
+@triton.jit
+def of_queries(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
+    """The pointer to the first query of a frame in [B, S, H, WIDTH]."""
+    batch, head, _, q_start, _, _, _ = frame
+    return at(ptr, batch, q_start, problem.S, head, problem.H, WIDTH)
+
+
+@triton.jit
+def of_keys(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
+    """The pointer to the first key of a frame in [B, K, G, WIDTH]."""
+    batch, head, _, _, _, k_start, _ = frame
+    return at(ptr, batch, k_start, problem.K, head // problem.group, problem.G, WIDTH)
+
+
+@triton.jit
+def of_rows(ptr, frame, problem: tl.constexpr):
+    """The pointer to the first query of a frame in [B, H, S]."""
+    batch, head, _, q_start, _, _, _ = frame
+    return at(ptr, batch, head, problem.H, q_start, problem.S, 1)
 
 
 @triton.jit

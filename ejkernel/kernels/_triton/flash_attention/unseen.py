@@ -15,9 +15,9 @@ from .problem import Problem
 
 def zero_unseen_keys(operands: Operands, problem: Problem, *arrays):
     """Arrays [B, K, G, ·] or None, zero in the keys that no query sees."""
-    if operands.mask is None and not problem.segmented:
+    if operands.mask is None and operands.q_segment_ids is None:
         return arrays
-    seen = operands.mask[:, :, 0] if _hides_keys(operands, problem) else _visible(operands, problem).any(2)
+    seen = operands.mask[:, :, 0] if _hides_keys(operands) else _visible(operands, problem).any(2)
     if seen.shape[1] > 1:
         seen = seen.reshape(seen.shape[0], problem.G, problem.group, -1).any(2)
     return _where_seen(seen, arrays)
@@ -25,9 +25,9 @@ def zero_unseen_keys(operands: Operands, problem: Problem, *arrays):
 
 def zero_blind_queries(operands: Operands, problem: Problem, *arrays):
     """Arrays [B, S, H, ·], zero in the queries that see no key."""
-    if operands.mask is None and not problem.segmented:
+    if operands.mask is None and operands.q_segment_ids is None:
         return arrays
-    if not _hides_keys(operands, problem):
+    if not _hides_keys(operands):
         return _where_seen(_visible(operands, problem).any(3), arrays)
     mask = operands.mask[:, :, 0]
     mask = jnp.broadcast_to(mask, (*mask.shape[:2], problem.K)).astype(jnp.int32)
@@ -36,9 +36,9 @@ def zero_blind_queries(operands: Operands, problem: Problem, *arrays):
     return _where_seen(_taken(before, stop) > _taken(before, first), arrays)
 
 
-def _hides_keys(operands: Operands, problem: Problem) -> bool:
+def _hides_keys(operands: Operands) -> bool:
     """A mask hides keys from all queries alike, and nothing else hides any that are read."""
-    return operands.mask is not None and operands.mask.shape[2] == 1 and not problem.segmented
+    return operands.mask is not None and operands.mask.shape[2] == 1 and operands.q_segment_ids is None
 
 
 def _where_seen(seen, arrays) -> tuple:
@@ -52,7 +52,7 @@ def _visible(operands: Operands, problem: Problem):
     first, stop = (x[:, :, None] for x in _shown(operands, problem))
     key = jnp.arange(problem.K, dtype=jnp.int32)
     ok = (key >= first) & (key < stop)
-    if problem.segmented:
+    if operands.q_segment_ids is not None:
         q_ids, kv_ids = operands.q_segment_ids[:, :, None], operands.kv_segment_ids[:, None, :]
         ok &= (q_ids == kv_ids) & (q_ids >= 0)
     return ok[:, None] if operands.mask is None else ok[:, None] & operands.mask
