@@ -1,10 +1,10 @@
 """Flash attention beside its rivals: `python benchmarks/flash_attention.py --device gpu --modes fwd,fwd_bwd,jvp`.
 
-Every contender is judged against the formula in float64 before it is timed. Programs are compiled first, those of all
-cases side by side. The release on PyPI takes part if EJKERNEL_RELEASE names a folder that holds it and what it imports,
-which runs in a process of its own. The table, and the record of it under
-benchmarks/results/, give the median time of a call, TFLOP/s, the share of the rate of matrix products measured in the
-same run, and how many times faster than the best rival it is.
+Every contender is judged against the formula in float64 before it is timed. Programs are compiled before, those of
+some cases side by side. The release on PyPI takes part if EJKERNEL_RELEASE names a folder that holds it and what it
+imports, which runs in a process of its own. The table, and the record of it under benchmarks/results/, give the median
+time of a call, TFLOP/s, the share of the rate of matrix products measured in the same run, and how many times faster
+than the best rival it is.
 """
 
 import argparse
@@ -29,6 +29,8 @@ from ejkernel.types import ATTENTION_SHAPES, AttentionShape, Platform
 
 # The largest error of ours, of ours in derivatives, and of a rival, in units of that of the formula in the same dtype.
 _FORWARD, _DERIVATIVE, _RIVAL = 2.0, 3.0, 10.0
+# Cases whose programs are compiled before they are timed.
+_TOGETHER = 8
 _ON_CPU = "llama3-8b@1x512,gpt-oss-local@1x512,bert-large@1x512"
 
 
@@ -46,10 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     ceilings = callib.calibrate(tell=lambda line: print(f"  {line}"))
     rows, file = [], result_file("flash_attention", arguments.out)
     cases = [case for shape in shapes for case in _cases(shape, dtype, arguments)]
-    warmed([task for case in cases for task in (case.judge, *(contender.warm for contender in case.contenders))])
-    for case in cases:
-        rows += _measured(case, dtype, ceilings, arguments.repeats)
-        save(file, rows, ceilings, CONVENTION)
+    for start in range(0, len(cases), _TOGETHER):
+        some = cases[start : start + _TOGETHER]
+        warmed([task for case in some for task in (case.judge, *(contender.warm for contender in case.contenders))])
+        for case in some:
+            rows += _measured(case, dtype, ceilings, arguments.repeats)
+            save(file, rows, ceilings, CONVENTION)
     print("", *means(rows), f"written: {file}", sep="\n")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
 
