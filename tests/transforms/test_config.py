@@ -2,13 +2,13 @@
 
 import jax
 import pytest
-from cases import CASES, assert_close, each, each_case, each_operation, gradient, oracle, tangent
+from cases import CASES, assert_close, each, each_operation, gradient, oracle, tangent
 
 from ejkernel.ops import find_labels_in_lowered
 from ejkernel.types import KernelConfig
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_blocks(case):
     """Blocks that divide the axes."""
     check(case, (4, 4))

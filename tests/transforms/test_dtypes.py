@@ -37,7 +37,7 @@ def test_result(case, dtype):
     check(case, dtype, None, 2)
 
 
-@each(FAMILIES)
+@each(FAMILIES, first=())
 @each_dtype
 def test_gradient(case, dtype):
     check(case, dtype, gradient, 3)
