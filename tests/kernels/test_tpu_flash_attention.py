@@ -19,7 +19,6 @@ from .tpu_interpreter import interpreted
 # What a normal run has time for: tiles of one chunk.
 SMALL = 200, KernelConfig(block_q=128, block_k=128)
 QUICK = {
-    ("bias of pairs, capped", "float32"): SMALL,
     ("sinks, more queries", "float32"): SMALL,
     ("packed, causal", "float32"): SMALL,
     ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),

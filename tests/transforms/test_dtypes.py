@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from cases import CASES, FAMILIES, each, gradient, oracle
 
-each_dtype = pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16), ids=lambda x: x.__name__)
+each_dtype = pytest.mark.parametrize(
+    "dtype", (jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)), ids=lambda x: x.__name__
+)
 
 
 def check(case, dtype, transform, factor):

@@ -8,7 +8,6 @@ from cases import (
     curvature,
     curvature_by_reverse,
     each,
-    each_case,
     first_of_each,
     gradient,
     oracle,
@@ -23,7 +22,7 @@ def check(case, order):
     assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_forward_over_reverse(case):
     check(case, curvature)
 

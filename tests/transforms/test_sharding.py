@@ -20,10 +20,10 @@ each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit),
 each_transform = pytest.mark.parametrize("transform", (None, gradient), ids=("eval", "grad"))
 
 
-def each_program(cases):
+def each_program(cases, rest=()):
     """Evaluates and differentiates each case, and differentiates twice the first one of each operation.
 
-    The former two of these are in the core of the tests.
+    The former two of these are in the core of the tests; other cases have the marks of `rest`.
     """
     of = {"eval": None, "grad": gradient}
     programs = [
@@ -31,7 +31,7 @@ def each_program(cases):
             case,
             transform,
             id=f"{case}-{name}",
-            marks=[pytest.mark.core] if is_first and transform is not curvature else [],
+            marks=rest if not is_first else [] if transform is curvature else [pytest.mark.core],
         )
         for case in cases
         for is_first in [case in first_of_each(cases)]
@@ -101,7 +101,7 @@ def test_explicit(case, transform):
     assert check(case, transform, both(case), mesh_of(AxisType.Explicit)) == needed(case, both(case), transform)
 
 
-@each_program(CASES)
+@each_program(CASES, rest=(pytest.mark.slow,))
 def test_auto(case, transform):
     """Second derivatives are plain JAX, which XLA may sum in more steps than one; it must not gather anything."""
     found, minimum = check(case, transform, both(case), mesh_of(AxisType.Auto)), needed(case, both(case), transform)
@@ -135,7 +135,7 @@ def test_under_set_mesh(case, types, transform):
 LOCAL = [case for case in CASES if case.local]
 
 
-@each_program(LOCAL)
+@each_program(LOCAL, rest=(pytest.mark.slow,))
 def test_shard_map(case, transform):
     """Each device calls the operation on its part, and `shard_map` sums the gradients of what they share."""
     check_shard_map(case, transform, check_vma=True)

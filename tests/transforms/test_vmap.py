@@ -61,13 +61,13 @@ def test_vmap_of_every_choice(case):
         check(case.call, oracle(case), examples, mapped, 0)
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_vmap_of_grad(case):
     examples = [{**(x := case.arrays(seed)), "direction": case.cotangents(x, seed)} for seed in range(COUNT)]
     check_derivative(case, gradient, examples)
 
 
-@each(CASES, first=())
+@each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_jvp(case):
     examples = [{**case.arrays(seed), "direction": case.tangents(seed + 1)} for seed in range(COUNT)]
     check_derivative(case, tangent, examples)
