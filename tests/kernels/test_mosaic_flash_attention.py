@@ -167,7 +167,9 @@ SIGHTS = {
 
 
 @pytest.mark.parametrize("operation", PREDICATES)
-@pytest.mark.parametrize("D, V", FEATURES)
+@pytest.mark.parametrize(
+    "D, V", [pytest.param(*size, marks=pytest.mark.slow if i else ()) for i, size in enumerate(FEATURES)]
+)
 @pytest.mark.parametrize("sight", SIGHTS)
 def test_segments_and_packed_sequences(sight, D, V, operation):
     sized = lambda heads, width: jax.ShapeDtypeStruct((*q.shape[:2], heads, width), q.dtype)

@@ -20,7 +20,6 @@ from .tpu_interpreter import interpreted
 SMALL = 200, KernelConfig(block_q=128, block_k=128)
 QUICK = {
     ("sinks, more queries", "float32"): SMALL,
-    ("packed, causal", "float32"): SMALL,
     ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),
     # Tiles of which some chunks are seen by nobody, in the forward and in the others.
     ("window", "bfloat16"): (520, KernelConfig(block_q=128, block_k=512)),

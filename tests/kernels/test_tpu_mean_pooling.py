@@ -12,7 +12,9 @@ CONFIG = KernelConfig(block_q=8, block_k=128)
 OURS = [case for case in CASES if case.operation == "mean_pooling"]
 
 
-@pytest.mark.parametrize("case", OURS, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=str(c), marks=() if c.name == "packed" else pytest.mark.slow) for c in OURS]
+)
 def test_in_the_interpreter(case):
     """Forward, backward and tangent; sequences cross blocks, and tokens of none hold NaN."""
     case = case.resized(dict(s=40, d=256))

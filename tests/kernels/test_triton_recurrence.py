@@ -23,7 +23,6 @@ from ejkernel.kernels._triton._recurrence import recurrence, recurrence_bwd, rec
 
 from . import interpreter  # noqa: E402
 
-ALWAYS = ("packed by feature, reversed",)  # the interpreter takes ten seconds and more a case
 CONFIG = dict(block_q=16, block_k=32, block_d=16)
 
 
@@ -32,10 +31,8 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_the_interpreter(case):
     """Both ways of the forward, the backward and the tangent, in float32; tokens of no sequence hold NaN."""
     x, spec = case.make(40, jnp.float32)

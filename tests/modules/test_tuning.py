@@ -88,7 +88,9 @@ def derived(inv, suffix):
     return inv
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    "call", [pytest.param(n, marks=() if n in ("masked", "packed") else pytest.mark.slow) for n in CALLS]
+)
 @pytest.mark.parametrize("suffix", ["", "_jvp", "_bwd"])
 def test_a_config_is_found_by_measuring(call, suffix):
     inv = derived(invocation(CALLS[call]), suffix)

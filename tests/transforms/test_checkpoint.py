@@ -35,7 +35,9 @@ def test_checkpoint(case, policy, times):
 
 
 @each(first_of_each(CASES), first=())
-@pytest.mark.parametrize("kept", ("nothing", "kernels", "operation", "names"))
+@pytest.mark.parametrize(
+    "kept", ("nothing", "names", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kernels", "operation")))
+)
 def test_checkpoint_under_scan(case, kept):
     """Layers under `jax.lax.scan`, each of them checkpointed."""
     names = [f"{case.operation}_{result}" for result in case.trio.outputs._fields]

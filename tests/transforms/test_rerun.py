@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from cases import each_case, pullback, tangent
+from cases import CASES, each, pullback, tangent
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 @pytest.mark.parametrize("transform", (pullback, tangent), ids=("grad", "jvp"))
 def test_rerun(case, transform):
     arrays = case.arrays()
