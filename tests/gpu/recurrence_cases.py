@@ -122,12 +122,7 @@ OUTPUTS, GRADIENTS = 2.0, 3.0
 
 def check(found, exact, reference, dtype) -> None:
     """Every result is as near to the exact one as it has to be."""
-    judge(ratios(found, exact, reference, dtype))
-
-
-def judge(ratios: dict[str, float]) -> None:
-    """That none of the errors, in units of the formula's, is over its bound."""
-    for name, ratio in ratios.items():
+    for name, ratio in ratios(found, exact, reference, dtype).items():
         bound = OUTPUTS if name in Outputs._fields else GRADIENTS
         assert ratio <= bound, f"{name}: {ratio:.2f} times the error of the formula"
 

@@ -9,17 +9,7 @@ import pytest
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 from ejkernel.types import KernelConfig
-from tests.gpu.recurrence_cases import (
-    GRADIENTS,
-    Case,
-    differentiable,
-    formula,
-    judge,
-    like,
-    normal,
-    poisoned,
-    ratios,
-)
+from tests.gpu.recurrence_cases import Case, check, differentiable, formula, like, normal, poisoned
 
 from .tpu_compiler import TARGETS, compiled
 from .tpu_interpreter import interpreted
@@ -60,9 +50,7 @@ def test_in_the_interpreter(case):
     pull = lambda x, ct: backward(x, None, ct, wrt=wrt, spec=spec, config=CONFIG)
     gradients = interpreted(pull)(x, cotangents)
     exact, rounded = (exact_of(cotangents, dtype) for dtype in (jnp.float64, None))
-    errors = ratios((outputs, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
-    decays = {name: errors.pop(name) for name in sorted(errors) if name.startswith("dg")}
-    judge(errors)
+    check((outputs, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
 
     moving = x._replace(**{name: normal(8, getattr(x, name).shape, getattr(x, name).dtype) for name in wrt})
     push = lambda x, t: tangent(x, None, t, spec=spec, config=CONFIG)
@@ -72,8 +60,6 @@ def test_in_the_interpreter(case):
     )
     along = in_pairs(gradients, [getattr(moving, name) for name in wrt])
     assert in_pairs(cotangents, dots) == pytest.approx(along, rel=1e-4, abs=1e-3)
-    if max(decays.values(), default=0.0) > GRADIENTS:
-        pytest.xfail(f"pairs of tokens that a decay leaves alone do not cancel to the last bit: {decays}")
 
 
 def call(*, gates: str = "", batch: int = 2, values: int = 64, sequences: int | None = None) -> Operands:

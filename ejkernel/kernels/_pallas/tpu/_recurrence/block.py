@@ -8,12 +8,19 @@ With i, j = 1 … c in a block that begins in the state h, one decay standing fo
 Sums over tokens are products with matrices of 0 and 1, so that each D_ij is a sum of its own, at most 0 where decays
 are. The state is [e, d], so that a decay by key feature is one row, and one by value feature a column. There are no
 slices, whose transposes Mosaic lacks: JAX differentiates this function where a kernel calls for its derivative.
+
+What a pair of tokens gives to the gradients of decays goes to those between them alone, so that nothing cancels. Errors
+are left that many of its terms share, the largest of which is that of an exponent: see `_decay`.
 """
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
+
+# What gates below it are taken for: the decay is 0 in float32, and sums of them are finite.
+NOTHING_PASSES = -1e4
 
 
 class Tokens(NamedTuple):
@@ -33,26 +40,26 @@ def block(scale: float, state: Array, tokens: Tokens) -> tuple[Array, Array]:
     c, q = q.shape[0], q * scale
     row, column = (lax.broadcasted_iota(jnp.int32, (c, c), axis) for axis in (0, 1))
     ones = lambda where: where.astype(jnp.float32)
-    since, until, total = ones(column <= row), ones(column > row), None  # of token "row", over tokens "column"
+    since, until = ones(column <= row), ones(column > row)  # of token "row", over tokens "column"
+    last = ones(lax.broadcasted_iota(jnp.int32, (c, 1), 0) == c - 1)
     # weights[j, i]
     weights = _product(k, q, (1, 1)) if gk is None else _weights_by_feature(q, k, gk)
     from_start, to_end = jnp.ones_like(q), jnp.ones_like(k)
     if g is not None:
-        weights = weights * jnp.exp(_product(until, ones(row <= column) * g, (1, 0)))
+        weights = weights * _decay(until, ones(row <= column) * g)
     gates = [gate for gate in (gk, None if g is None else jnp.broadcast_to(g, q.shape)) if gate is not None]
     for gate in gates:
-        from_start = from_start * jnp.exp(_product(since, gate, (1, 0)))
-        to_end = to_end * jnp.exp(_product(until, gate, (1, 0)))
-        decay = jnp.exp(jnp.sum(gate, axis=0, keepdims=True))
-        total = decay if total is None else total * decay
+        from_start = from_start * _decay(since, gate)
+        to_end = to_end * _decay(until, gate)
     weights = jnp.where(row <= column, weights, 0.0)
     seen = _product(q * from_start, state, (1, 1))
-    state = state if total is None else state * total
+    state = state * jnp.sum(last * from_start, axis=0, keepdims=True) if gates else state
     if gv is None:
         return state + _product(v, k * to_end, (0, 0)), seen + _product(weights, v, (0, 0))
-    o = seen * jnp.exp(_product(since, gv, (1, 0))) + _values_by_feature(weights, v, gv)
-    state = state * jnp.exp(_product(gv, jnp.ones((c, 1), jnp.float32), (0, 0)))
-    return state + _product(v * jnp.exp(_product(until, gv, (1, 0))), k * to_end, (0, 0)), o
+    from_start = _decay(since, gv)
+    o = seen * from_start + _values_by_feature(weights, v, gv)
+    state = state * _product(from_start, last, (0, 0))
+    return state + _product(v * _decay(until, gv), k * to_end, (0, 0)), o
 
 
 def _weights_by_feature(q: Array, k: Array, gk: Array) -> Array:
@@ -83,6 +90,37 @@ def _values_by_feature(weights: Array, v: Array, gv: Array) -> Array:
     return o
 
 
+@jax.custom_jvp
+def _decay(chosen: Array, gate: Array) -> Array:
+    """exp(chosen · gate) for a matrix of 0 and 1, exact but for the last bit.
+
+    The error of an exponent is a factor of all that decays by it, and so does not average out in the gradient of a
+    decay. The gates are summed in three parts of 8 bits, the sums of the first being exact, and what float32 leaves of
+    the total is a factor of its own.
+    """
+    chosen, rest, sums = chosen.astype(jnp.bfloat16), jnp.maximum(gate, NOTHING_PASSES), []
+    for _ in range(3):
+        part = _first_bits(rest)
+        sums.append(_product(chosen, part.astype(jnp.bfloat16), (1, 0)))
+        rest = rest - part
+    most, least = sums[0], sums[1] + sums[2]
+    total = most + least
+    decay = jnp.exp(total)
+    return decay + decay * ((most - total) + least)
+
+
+@_decay.defjvp
+def _decay_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    decay = _decay(*primals)
+    return decay, decay * _product(primals[0], tangents[1], (1, 0))
+
+
+def _first_bits(x: Array) -> Array:
+    """x cut to the bits of bfloat16; a cast there and back may be left out by a compiler."""
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
+
+
 def _product(a: Array, b: Array, contracted: tuple[int, int]) -> Array:
     dimensions = (((contracted[0],), (contracted[1],)), ((), ()))
-    return lax.dot_general(a, b, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
