@@ -41,7 +41,9 @@ FAMILIES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.FAMI
 
 
 def each(
-    cases: Sequence[Case], first: Sequence[pytest.Mark] = (pytest.mark.core,), rest: Sequence[pytest.Mark] = ()
+    cases: Sequence[Case],
+    first: Sequence[pytest.MarkDecorator] = (pytest.mark.core,),
+    rest: Sequence[pytest.MarkDecorator] = (),
 ) -> pytest.MarkDecorator:
     """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest."""
     marks = lambda case: first if case in first_of_each(cases) else rest
