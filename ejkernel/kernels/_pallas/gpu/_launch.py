@@ -90,6 +90,32 @@ def down(columns: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(columns, like.shape, [1])
 
 
+def times_rows(tile: Array, factors: Array) -> Array:
+    """A tile times a factor for each row; a warp passes over it where all its factors are 1."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, scf, vector
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, PER_ROW), return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA))
+    def emit(_, tile, factors):
+        i32 = ir.IntegerType.get_signless(32)
+        pair = [vector.extract(factor, [], [0]) for factor in factors.registers.flat]
+        text = (
+            "{ .reg .pred p; setp.neu.f32 p, $1, 0f3F800000; setp.neu.or.f32 p, $2, 0f3F800000, p; "
+            "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        )
+        some = llvm.inline_asm(i32, pair, text, "=r,f,f", has_side_effects=True)
+        some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, 0))
+        branch = scf.IfOp(some, [x.type for x in tile.registers.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scf.yield_([*(tile * factors.broadcast_in_dim(tile.shape, (0,), tile.layout)).registers.flat])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([*tile.registers.flat])
+        registers = np.array([*branch.results], object).reshape(tile.registers.shape)
+        return type(tile)(_registers=registers, _layout=tile.layout, _is_signed=None)
+
+    return emit(tile, factors)
+
+
 def load_vector(ref, layout, optimized: bool = True) -> Array:
     """A vector from shared memory in a layout; not `optimized`, from device memory."""
     wants_index = inspect.signature(plgpu.load).parameters.get("idx")  # in jax 0.10

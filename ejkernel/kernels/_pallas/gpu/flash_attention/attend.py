@@ -10,7 +10,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import FIRST_BARRIER, ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
+from .._launch import FIRST_BARRIER, PER_ROW, ROWS, WGMMA, accumulator, arrive, full, slot_of, sync, times_rows
 from . import quantized
 from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, after_first, visits
@@ -21,6 +21,8 @@ from .tiles import Statistics, View, logits, seen, weights
 SHARED_BYTES = 227 * 1024
 # Registers of a thread that computes and of one that loads, by how many warpgroups compute.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
+# Weights of up to 2⁸ are as exact as those of up to 1.
+SLACK = 8
 # Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
 Q_FREE = FIRST_BARRIER
 TURN = Q_FREE + 1
@@ -69,6 +71,11 @@ class Plan:
     def lift(self) -> int:
         """The weights are multiplied by two to this."""
         return quantized.LIFT if self.e4m3 else 0
+
+    @property
+    def slack(self) -> int:
+        """A logit, as an exponent of two, may be greater by this than what stands for the maximum of its row."""
+        return quantized.SLACK if self.e4m3 else SLACK
 
     def shared_bytes(self, persistent: bool) -> int:
         """Bytes of shared memory: the tiles, and room for the rest."""
@@ -171,22 +178,22 @@ def attend(
     step, p, before = begun
 
     def visit(i, carry, masked):
-        acc, p, before = carry
-        acc, weight, after, fade = _overlapped(shared, tile, i, step + i - 1, acc, p, before, masked, plan)
-        return acc * across(fade, acc), plan.operand(weight), after
+        acc, fade, p, before = carry
+        acc, weight, after, fade = _overlapped(shared, tile, i, step + i - 1, acc, fade, p, before, masked, plan)
+        return acc, fade, plan.operand(weight), after
 
-    acc = full((ROWS, plan.problem.V), 0.0, WGMMA)
-    acc, p, statistics = after_first(tile.visited, visit, (acc, p, before), plan.problem)
+    acc, fade = full((ROWS, plan.problem.V), 0.0, WGMMA), full((ROWS,), 1.0, PER_ROW)
+    acc, fade, p, statistics = after_first(tile.visited, visit, (acc, fade, p, before), plan.problem)
     step += tile.visited.end - tile.visited.begin - 1
 
-    def next_begun(acc, p, _):
+    def next_begun(acc, fade, p, _):
         plgpu.barrier_arrive(shared.q_free.at[slot_of(turn, plan.q_slots)])
         plgpu.barrier_wait(shared.q_full.at[slot_of(turn + 1, plan.q_slots)])
         tile = following()
-        acc, weight, statistics, _ = _overlapped(shared, tile, 0, step, acc, p, tile.start, True, plan)
+        acc, weight, statistics, _ = _overlapped(shared, tile, 0, step, acc, fade, p, tile.start, True, plan)
         return acc, plan.operand(weight), statistics
 
-    def ended(acc, p, statistics):
+    def ended(acc, fade, p, statistics):
         last = slot_of(step - 1, plan.stages)
         plgpu.barrier_wait(shared.v_full.at[last])
 
@@ -195,20 +202,24 @@ def attend(
             plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
             _your_turn(plan)
 
-        return pl.run_state(product)(plgpu.ACC.init(acc)), p, statistics
+        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade))), p, statistics
 
     if plan.persistent:
-        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, p, statistics)
+        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, fade, p, statistics)
     else:
-        acc, p, of_next = ended(acc, p, statistics)
+        acc, p, of_next = ended(acc, fade, p, statistics)
     return acc, statistics, Begun(step + 1, p, of_next)
 
 
 def _overlapped(
-    shared: Shared, tile: Tile, i: Array | int, step: Array, acc: Array, p: Array, before: Statistics, masked: bool,
-    plan: Plan,
+    shared: Shared, tile: Tile, i: Array | int, step: Array, acc: Array, fade: Array, p: Array, before: Statistics,
+    masked: bool, plan: Plan,
 ):  # fmt: skip
-    """Adds the p·v of the step before to acc and, meanwhile, finds the weights of block i of a tile."""
+    """Adds the p·v of the step before to acc·fade and, meanwhile, finds the weights of block i of a tile.
+
+    acc is scaled while q·kᵀ is computed. In e4m3 that takes half as long, and p·v would have to wait.
+    """
+    acc = times_rows(acc, fade) if plan.e4m3 else acc
     slot, previous = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
     plgpu.barrier_wait(shared.k_full.at[slot])
 
@@ -218,6 +229,8 @@ def _overlapped(
         def scoped(qk):
             _my_turn()
             plgpu.wgmma(qk, tile.q, shared.k.at[slot].T)
+            if not plan.e4m3:
+                acc[...] = times_rows(plgpu.wgmma_accumulator_load(acc, wait_n=None), fade)
             plgpu.barrier_wait(shared.v_full.at[previous])
             plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))
             _your_turn(plan)
@@ -242,7 +255,7 @@ def _softmax(products: Array, tile: Tile, before: Statistics, i: Array | int, ma
         first_key = (tile.visited.end - 1 - i) * plan.block_k
         ok = seen(tile.view, first_key, products.shape, problem.K % plan.block_k > 0, problem)
     exponent = problem.exponent * (tile.unit if problem.softcap is None else 1.0)
-    return weights(logits(products, problem, tile.unit), before, ok, exponent, plan.lift)
+    return weights(logits(products, problem, tile.unit), before, ok, exponent, plan.lift, plan.slack)
 
 
 def _my_turn() -> None:

@@ -1,7 +1,8 @@
 """The forward kernel: softmax(s)·v by the online softmax, with lse, after FlashAttention-3 (arXiv 2407.08608).
 
 Of row i, after the blocks of keys seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
-A block with a maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l.
+A block with a maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l, whatever m
+is: so it stays where m' is not greater by much, which leaves most blocks nothing to rescale.
 
 A tile of queries belongs to two or three warpgroups, 64 rows each. A warpgroup has q·kᵀ of one block and the product of
 weights and values of the block before under way at once, and computes the softmax of the one while the other ends. They

@@ -14,7 +14,7 @@ from .reach import Reach
 
 
 class Statistics(NamedTuple):
-    """Of rows, over the keys seen so far: the greatest exponent of two, and the sum of the powers relative to it."""
+    """Of rows, over the keys seen so far: nearly the greatest exponent of two, and the sum of powers relative to it."""
 
     maximum: Array
     total: Array
@@ -66,15 +66,17 @@ def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
 
 
 def weights(
-    s: Array, before: Statistics, ok: Array | None, exponent: float | Array, lift: int
+    s: Array, before: Statistics, ok: Array | None, exponent: float | Array, lift: int, slack: int
 ) -> tuple[Array, Statistics, Array]:
     """Of rows of queries 2^lift·exp(s − maximum) under the new maximum, the statistics, and the factor of earlier sums.
 
-    s times `exponent` is an exponent of two.
+    s times `exponent` is an exponent of two. A maximum stays as long as none is greater by more than `slack`: then the
+    factor is 1.
     """
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
-    maximum = jnp.maximum(before.maximum, s.max(axis=1) * exponent)
+    greatest = s.max(axis=1) * exponent
+    maximum = jnp.where(greatest > before.maximum + slack, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
     fade = jnp.exp2(before.maximum - base)
     p = jnp.exp2(s * exponent - across(base - lift if lift else base, s))
