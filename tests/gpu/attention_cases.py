@@ -61,6 +61,8 @@ class Case:
             q = 8 * k[:, rng.integers(0, K, S)]
         if self.family == "uniform":
             q = q / 1000
+        if self.family == "rising":
+            k = k * jnp.linspace(4, 0.1, K, dtype=dtype)[:, None, None]
         spec = replace(self.spec, softmax_scale=self.spec.softmax_scale * self.D**-0.5)
         x = Operands(q, k, v)
         if self.bias is not None:
@@ -125,6 +127,7 @@ CASES = [
     Case("large logits", family="large", spec=CAUSAL),
     Case("peaks", family="peaked"),
     Case("uniform", family="uniform", K=4.0),
+    Case("rising", family="rising", K=4.0),
 ]
 
 

@@ -26,6 +26,7 @@ CASES = [
     Case("segments", segments=True),
     Case("large logits", family="large", spec=CAUSAL),
     Case("uniform", family="uniform", K=4.0),
+    Case("rising", family="rising", K=4.0),
 ]
 
 

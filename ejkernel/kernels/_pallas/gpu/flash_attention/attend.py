@@ -10,7 +10,19 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import FIRST_BARRIER, PER_ROW, ROWS, WGMMA, accumulator, arrive, full, slot_of, sync, times_rows
+from .._launch import (
+    FIRST_BARRIER,
+    PER_ROW,
+    ROWS,
+    WGMMA,
+    accumulator,
+    across,
+    arrive,
+    full,
+    slot_of,
+    sync,
+    times_rows,
+)
 from . import quantized
 from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, after_first, visits
@@ -21,7 +33,7 @@ from .tiles import Statistics, View, logits, seen, weights
 SHARED_BYTES = 227 * 1024
 # Registers of a thread that computes and of one that loads, by how many warpgroups compute.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-# Weights of up to 2⁸ are as exact as those of up to 1.
+# Weights may be as great as two to this, where they are no less exact for it.
 SLACK = 8
 # Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
 Q_FREE = FIRST_BARRIER
@@ -75,7 +87,12 @@ class Plan:
     @property
     def slack(self) -> int:
         """A logit, as an exponent of two, may be greater by this than what stands for the maximum of its row."""
-        return quantized.SLACK if self.e4m3 else SLACK
+        return 0 if self.e4m3 else SLACK
+
+    @property
+    def late(self) -> bool:
+        """acc is scaled while the next q·kᵀ is computed; in e4m3 that takes half as long, and p·v would be late."""
+        return not self.e4m3
 
     def shared_bytes(self, persistent: bool) -> int:
         """Bytes of shared memory: the tiles, and room for the rest."""
@@ -180,7 +197,7 @@ def attend(
     def visit(i, carry, masked):
         acc, fade, p, before = carry
         acc, weight, after, fade = _overlapped(shared, tile, i, step + i - 1, acc, fade, p, before, masked, plan)
-        return acc, fade, plan.operand(weight), after
+        return acc if plan.late else acc * across(fade, acc), fade, plan.operand(weight), after
 
     acc, fade = full((ROWS, plan.problem.V), 0.0, WGMMA), full((ROWS,), 1.0, PER_ROW)
     acc, fade, p, statistics = after_first(tile.visited, visit, (acc, fade, p, before), plan.problem)
@@ -202,7 +219,7 @@ def attend(
             plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
             _your_turn(plan)
 
-        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade))), p, statistics
+        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade) if plan.late else acc)), p, statistics
 
     if plan.persistent:
         acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, fade, p, statistics)
@@ -215,11 +232,10 @@ def _overlapped(
     shared: Shared, tile: Tile, i: Array | int, step: Array, acc: Array, fade: Array, p: Array, before: Statistics,
     masked: bool, plan: Plan,
 ):  # fmt: skip
-    """Adds the p·v of the step before to acc·fade and, meanwhile, finds the weights of block i of a tile.
+    """Adds the p·v of the step before to acc and, meanwhile, finds the weights of block i of a tile.
 
-    acc is scaled while q·kᵀ is computed. In e4m3 that takes half as long, and p·v would have to wait.
+    Where acc is scaled late, it is here.
     """
-    acc = times_rows(acc, fade) if plan.e4m3 else acc
     slot, previous = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
     plgpu.barrier_wait(shared.k_full.at[slot])
 
@@ -229,7 +245,7 @@ def _overlapped(
         def scoped(qk):
             _my_turn()
             plgpu.wgmma(qk, tile.q, shared.k.at[slot].T)
-            if not plan.e4m3:
+            if plan.late:
                 acc[...] = times_rows(plgpu.wgmma_accumulator_load(acc, wait_n=None), fade)
             plgpu.barrier_wait(shared.v_full.at[previous])
             plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))

@@ -17,10 +17,8 @@ from .._launch import WGMMA
 ALGORITHM = "e4m3"
 E4M3 = jnp.float8_e4m3fn
 GREATEST = float(jnp.finfo(E4M3).max)
-# Weights are computed times 2⁵, so that the small ones are not lost, and are at most 2³ times what they are under the
-# greatest logit: 256 is in range, and 2⁻⁹ the smallest number.
-LIFT = 5
-SLACK = 3
+# Weights are computed times 2⁸, so that the small ones are not lost: 256 is in range, and 2⁻⁹ the smallest number.
+LIFT = 8
 # Keys that change places among themselves; and what the tensor memory accelerator wants a multiple of.
 KEYS, ROW = 16, 128
 

@@ -76,7 +76,9 @@ def weights(
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
     greatest = s.max(axis=1) * exponent
-    maximum = jnp.where(greatest > before.maximum + slack, greatest, before.maximum)
+    maximum = jnp.maximum(before.maximum, greatest)
+    if slack:
+        maximum = jnp.where(greatest > before.maximum + slack, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
     fade = jnp.exp2(before.maximum - base)
     p = jnp.exp2(s * exponent - across(base - lift if lift else base, s))
