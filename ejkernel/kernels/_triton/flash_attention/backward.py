@@ -143,9 +143,9 @@ def dk_dv_kernel(
             i = start + tl.arange(0, BLOCK_Q)[None, :]
             q_tile = tiles.load_queries(q, start, here, problem, problem.D, BLOCK_Q, CHECKED)
             do_tile = tiles.load_queries(do, start, here, problem, problem.V, BLOCK_Q, CHECKED)
-            lse_row = tiles.load_rows(lse, i, here, problem, CHECKED, float("inf"))
-            delta_row = tiles.load_rows(delta, i, here, problem, CHECKED, 0.0)
-            correction_row = tiles.load_rows(correction, i, here, problem, CHECKED, 1.0)
+            lse_row = tiles.load_rows(lse, start, i, here, problem, CHECKED, float("inf"))
+            delta_row = tiles.load_rows(delta, start, i, here, problem, CHECKED, 0.0)
+            correction_row = tiles.load_rows(correction, start, i, here, problem, CHECKED, 1.0)
             bias_tile = logits.biases(bias, i, j, here, problem)
             mask_tile = logits.unmasked(mask, i, j, here, problem)
             product = tiles.over_features(k_tile, q_tile, None)
@@ -185,9 +185,9 @@ def dq_kernel(
     i = rows[:, None]
     q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
     do_tile = tiles.load_queries(do, first, frame, problem, problem.V, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, i, frame, problem, True, float("inf"))
-    delta_rows = tiles.load_rows(delta, i, frame, problem, True, 0.0)
-    correction_rows = tiles.load_rows(correction, i, frame, problem, True, 1.0)
+    lse_rows = tiles.load_rows(lse, first, i, frame, problem, True, float("inf"))
+    delta_rows = tiles.load_rows(delta, first, i, frame, problem, True, 0.0)
+    correction_rows = tiles.load_rows(correction, first, i, frame, problem, True, 1.0)
     dq_tile = tiles.zeros(BLOCK_Q, problem.D, problem)
     dscale_rows = tl.zeros([BLOCK_Q], tl.float32)
     if bounds.begin < bounds.end:  # see tiles.py on loops

@@ -76,9 +76,9 @@ def dbias_kernel(
             i = i0 + tl.arange(0, BLOCK_Q)[:, None]
             q_tile = tiles.load_queries(q, i0, frame, problem, problem.D, BLOCK_Q, True)
             do_tile = tiles.load_queries(do, i0, frame, problem, problem.V, BLOCK_Q, True)
-            lse_rows = tiles.load_rows(lse, i, frame, problem, True, float("inf"))
-            delta_rows = tiles.load_rows(delta, i, frame, problem, True, 0.0)
-            correction_rows = tiles.load_rows(correction, i, frame, problem, True, 1.0)
+            lse_rows = tiles.load_rows(lse, i0, i, frame, problem, True, float("inf"))
+            delta_rows = tiles.load_rows(delta, i0, i, frame, problem, True, 0.0)
+            correction_rows = tiles.load_rows(correction, i0, i, frame, problem, True, 1.0)
             for column in range(LOOPS[3]):
                 j0 = (column_block + column) * BLOCK_K
                 seen = (problem.right is None or j0 <= i0 + BLOCK_Q - 1 + high) and (

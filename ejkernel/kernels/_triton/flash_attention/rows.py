@@ -60,8 +60,8 @@ def rows_kernel(
     i = rows[:, None]
     q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
     do_tile = tiles.load_queries(do, first, frame, problem, problem.V, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, i, frame, problem, True, float("inf"))
-    mean_rows = tiles.load_rows(mean, rows, frame, problem, True, 0.0)
+    lse_rows = tiles.load_rows(lse, first, i, frame, problem, True, float("inf"))
+    mean_rows = tiles.load_rows(mean, first, rows, frame, problem, True, 0.0)
     total, _moved = logits.sinks_weights(sinks, None, lse_rows, frame, problem)
     off = -total * mean_rows
     if bounds.begin < bounds.end:  # see tiles.py on loops

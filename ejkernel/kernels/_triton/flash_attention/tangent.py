@@ -87,7 +87,7 @@ def tangent_kernel(
     i = rows[:, None]
     q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
     q_dot_tile = tiles.load_queries(q_dot, first, frame, problem, problem.D, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, rows, frame, problem, True, float("inf"))
+    lse_rows = tiles.load_rows(lse, first, rows, frame, problem, True, float("inf"))
     sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], frame, problem)
     sums, reference, unsettled = first_sums(lse_rows, sinks_total, moved), tl.zeros_like(moved), True
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)

@@ -42,14 +42,25 @@ def load_keys(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROW
 
 
 @triton.jit
-def load_rows(ptr, i, frame, problem: tl.constexpr, CHECKED: tl.constexpr, other):
-    """The numbers of the queries i in [B, H, S], in the shape of i; None of what is absent."""
+def load_rows(ptr, first, i, frame, problem: tl.constexpr, CHECKED: tl.constexpr, other):
+    """The numbers in [B, H, S] of the queries i from `first` on, in the shape of i; None of what is absent."""
     if ptr is None:
         return
-    elif CHECKED:
-        return tl.load(of_rows(ptr, frame, problem) + i, mask=i < frame.q_len, other=other)
     else:
-        return tl.load(of_rows(ptr, frame, problem) + i)
+        rows = first + tl.arange(0, i.numel)
+        ptr = of_rows(ptr, frame, problem) + rows
+        return expanded(tl.load(ptr, mask=rows < frame.q_len, other=other) if CHECKED else tl.load(ptr), i)
+
+
+@triton.jit
+def expanded(x, i):
+    """A vector in the shape of i."""
+    if len(i.shape) == 1:
+        return x
+    elif i.shape[0] == 1:
+        return x[None, :]
+    else:
+        return x[:, None]
 
 
 @triton.jit
