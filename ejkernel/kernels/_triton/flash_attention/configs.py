@@ -71,10 +71,14 @@ CROWDED = {
 }
 # Packed sequences of that many features take a few registers more.
 PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 32, 8, 1),)}}
-# So do segments, windows, a bias of keys, and keys that do not fill the last tile.
-UNEVEN = {
-    "flash_attention_bwd": {96: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2))},
-    "flash_attention_jvp": {256: ((128, 16, 8, 3), (16, 16, 8, 1))},
+# So do segments, windows and a bias of keys.
+EDGED = {"flash_attention_jvp": {256: ((128, 16, 8, 3), (16, 16, 8, 1))}}
+# So do tokens that do not fill the last tile.
+UNEVEN = EDGED | {
+    "flash_attention_bwd": {
+        64: ((32, 64, 4, 3), (64, 64, 8, 3), (64, 64, 4, 2)),
+        96: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+    },
 }
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
@@ -142,7 +146,6 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
-    uneven = operands.k.shape[1] % 128 != 0
     width = min(width for width in table[operation] if width >= features)
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
         return _first(SHORT_FORWARD, table[operation][width])
@@ -151,8 +154,10 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     special = {}
     if table is FURTHER and operands.cu_seqlens_q is not None:
         special = PACKED
-    if table is PLAIN and (segmented or spec.window[0] is not None or operands.bias is not None or uneven):
+    elif table is PLAIN and (operands.q.shape[1] % 64 or operands.k.shape[1] % 64):
         special = UNEVEN
+    elif table is PLAIN and (segmented or spec.window[0] is not None or operands.bias is not None):
+        special = EDGED
     return special.get(operation, {}).get(width, table[operation][width])
 
 

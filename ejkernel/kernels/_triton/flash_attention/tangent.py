@@ -118,7 +118,7 @@ def tangent_kernel(
             s_dot -= reference[:, None]
             kept_p = p * logits.keep_factor(dropout, i, j, frame, problem)
             acc, sums = summed(acc, sums, p, kept_p, s_dot, v_tile, v_dot_tile, problem, LOGITS_MOVE)
-            if VALUES_WAIT:
+            if VALUES_WAIT:  # those past the end are not read
                 coming = values(v, v_dot, start + BLOCK_K, frame, problem, BLOCK_K, True)
 
     o_tile = tiles.load_queries(o, first, frame, problem, problem.V, BLOCK_Q, True)
