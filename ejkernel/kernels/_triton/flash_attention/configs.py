@@ -146,11 +146,6 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
-    width = min(width for width in table[operation] if width >= features)
-    if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
-        return _first(SHORT_FORWARD, table[operation][width])
-    if table is PLAIN and operation == "flash_attention_bwd" and reach(operands, spec) <= FEW and width == 64:
-        return _first(FEW_BACKWARD, table[operation][width])
     special = {}
     if table is FURTHER and operands.cu_seqlens_q is not None:
         special = PACKED
@@ -158,7 +153,13 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
         special = UNEVEN
     elif table is PLAIN and (segmented or spec.window[0] is not None or operands.bias is not None):
         special = EDGED
-    return special.get(operation, {}).get(width, table[operation][width])
+    width = min(width for width in table[operation] if width >= features)
+    configs = special.get(operation, {}).get(width, table[operation][width])
+    if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
+        return _first(SHORT_FORWARD, configs)
+    if table is PLAIN and operation == "flash_attention_bwd" and reach(operands, spec) <= FEW and width == 64:
+        return _first(FEW_BACKWARD, configs)
+    return configs
 
 
 def _first(config: tuple, configs: tuple) -> tuple:
