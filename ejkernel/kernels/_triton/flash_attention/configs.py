@@ -66,19 +66,25 @@ FURTHER = {
 # Two of those at once.
 CROWDED = {
     "flash_attention": {64: ((128, 64, 8, 2), (64, 64, 4, 2)), 128: ((64, 32, 8, 2),), 256: ((64, 32, 8, 2),)},
-    "flash_attention_bwd": {64: ((32, 128, 8, 2), (32, 64, 4, 2)), 128: ((32, 64, 8, 2),), 256: ((16, 64, 8, 1),)},
+    "flash_attention_bwd": {64: ((32, 64, 8, 2), (16, 64, 4, 2)), 128: ((32, 64, 8, 2),), 256: ((16, 64, 8, 1),)},
     "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((32, 16, 8, 1),), 256: ((16, 32, 8, 1),)},
 }
 # Packed sequences of that many features take a few registers more.
 PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 32, 8, 1),)}}
-# So do segments, windows and a bias of keys.
+# So do segments, windows, a bias of keys, and tokens that do not fill the last tile.
 EDGED = {"flash_attention_jvp": {256: ((128, 16, 8, 3), (16, 16, 8, 1))}}
-# So do tokens that do not fill the last tile.
-UNEVEN = EDGED | {
+BIASED = {
+    "flash_attention": {
+        64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    }
+}
+UNEVEN = {
     "flash_attention_bwd": {
         64: ((32, 64, 4, 3), (64, 64, 8, 3), (64, 64, 4, 2)),
         96: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
-    },
+        192: ((16, 128, 8, 2), (32, 64, 8, 3), (16, 64, 8, 2)),
+    }
 }
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
@@ -146,13 +152,7 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
-    special = {}
-    if table is FURTHER and operands.cu_seqlens_q is not None:
-        special = PACKED
-    elif table is PLAIN and (operands.q.shape[1] % 64 or operands.k.shape[1] % 64):
-        special = UNEVEN
-    elif table is PLAIN and (segmented or spec.window[0] is not None or operands.bias is not None):
-        special = EDGED
+    special = _special(table, segmented, operands, spec)
     width = min(width for width in table[operation] if width >= features)
     configs = special.get(operation, {}).get(width, table[operation][width])
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
@@ -160,6 +160,18 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     if table is PLAIN and operation == "flash_attention_bwd" and reach(operands, spec) <= FEW and width == 64:
         return _first(FEW_BACKWARD, configs)
     return configs
+
+
+def _special(table: dict, segmented: bool, operands: Operands, spec: FlashAttentionSpec) -> dict:
+    """The lists of some operations and widths that stand in for those of the table."""
+    if table is FURTHER and operands.cu_seqlens_q is not None:
+        return PACKED
+    if table is not PLAIN:
+        return {}
+    biased = operands.bias is not None
+    uneven = operands.q.shape[1] % 64 or operands.k.shape[1] % 64
+    edged = segmented or spec.window[0] is not None or biased or uneven
+    return (EDGED if edged else {}) | (BIASED if biased else {}) | (UNEVEN if uneven else {})
 
 
 def _first(config: tuple, configs: tuple) -> tuple:
