@@ -72,9 +72,9 @@ def forward_kernel(
             product = tiles.over_features(q_tile, k_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
             v_tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
-            s = logits.where_seen((s,), float("-inf"), mask_tile, start, bounds, i, j, segments, frame, problem, EDGES)[
-                0
-            ]
+            (s,) = logits.where_seen(
+                (s,), float("-inf"), mask_tile, start, bounds, i, j, segments, frame, problem, EDGES
+            )
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
             rescale = logits.exponential(m - m_safe, 0.0, problem)
