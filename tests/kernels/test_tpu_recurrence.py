@@ -88,6 +88,7 @@ CALLS = {
 @pytest.mark.parametrize("name", [quick(name, name) for name in CALLS])
 def test_the_compilers_take_them(name, generation):
     """Every config for one generation, and the heuristic one for the others."""
+    pytest.importorskip("libtpu")
     x, spec = CALLS[name], RecurrenceSpec()
     wrt, run = differentiable(x), lambda *x, config: forward(*x, spec=spec, config=config)
     ct = jax.eval_shape(lambda *x: kernel_registry.get("recurrent", "xla")(*x, spec=spec), *x)

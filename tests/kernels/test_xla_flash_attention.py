@@ -282,6 +282,19 @@ def test_packed_sequences_are_independent():
     assert not o[:, starts_q[-1] :].any() and (lse[:, :, starts_q[-1] :] == -jnp.inf).all()
 
 
+@pytest.mark.parametrize("run", (of_kernel, of_reference))
+def test_tokens_of_no_sequence_have_no_sinks(run):
+    operands, spec = case("packed", "sinks")
+    end = LENGTHS["cu_seqlens_q"][0, -1]
+    cotangents = cotangent(operands, spec)
+    without = Outputs(cotangents.o.at[:, end:].set(0), cotangents.lse.at[:, :, end:].set(0))
+    run = jax.jit(run, static_argnums=1)
+    (o, lse), tangents, gradients = run(operands, spec, directions(operands), cotangents)
+    assert not o[:, end:].any() and (lse[:, :, end:] == -jnp.inf).all() and jnp.isfinite(lse[:, :, :end]).all()
+    assert not tangents.o[:, end:].any() and not tangents.lse[:, :, end:].any()
+    np.testing.assert_array_equal(gradients["sinks"], run(operands, spec, directions(operands), without)[2]["sinks"])
+
+
 @pytest.mark.parametrize("s, t", ((0, 5), (5, 0)))
 def test_nothing_of_nothing(s, t):
     operands = plain(s=s, t=t)

@@ -146,6 +146,12 @@ def visible(x: Folded, spec: FlashAttentionSpec) -> Array | None:
     return reduce(jnp.logical_and, rules) if rules else None
 
 
+def sinks_of_rows(x: Folded, dtype: Any) -> Array:
+    """The sinks [b?,g,r,s?,n]; −∞ for tokens of no sequence, which have none."""
+    sinks = x.sinks.astype(dtype)
+    return sinks if x.rows.sequence is None else jnp.where(x.rows.sequence >= 0, sinks, -np.inf)
+
+
 def alive(x: Folded, seen: Array | None) -> tuple[Array, Array] | None:
     """Which rows see something [b?,g?,r?,s?,1], which columns are seen [b?,g?,t?,1]; None where all do and are."""
     if x.mask is None and x.rows.sequence is None and x.rows.segment is None:

@@ -54,7 +54,8 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
     operands = Operands(*operands)
     x, _, _, s, _ = _logits(attention.folded(operands, spec), spec, operands.q.dtype)
     if x.sinks is not None:
-        s = jnp.concatenate([s, jnp.broadcast_to(x.sinks.astype(s.dtype), (*s.shape[:-1], x.sinks.shape[-1]))], axis=-1)
+        sinks = attention.sinks_of_rows(x, s.dtype)
+        s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], sinks.shape[-1]))], axis=-1)
     m = lax.stop_gradient(_floored(s.max(-1, keepdims=True, initial=-np.inf)))
     weights = jnp.exp(s - m)
     l = weights.sum(-1, keepdims=True)
@@ -92,12 +93,12 @@ def flash_attention(
 
     lowest, of_rows = jnp.finfo(dtype).min, partial(_of_rows, x, dtype)
     nothing = lambda: _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
-    softmax = tiles.trim(tiles.sweep(of_tile, (x,), _merged, nothing, grid), grid)
+    softmax = tiles.sweep(of_tile, (x,), _merged, nothing, grid)
     if x.sinks is not None:
-        sinks = x.sinks.astype(dtype)
+        sinks = attention.sinks_of_rows(x, dtype)
         m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
         softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
-    m, l, o = softmax
+    m, l, o = tiles.trim(softmax, grid)
     if attention.hides(x) or grid.shape[1] == 0:
         return _outputs(lax.div(o, _not_zero(l)), _lse(m, l), operands.q.dtype)
     return _outputs(lax.div(o, l), lax.add(m, lax.log(l)), operands.q.dtype)
@@ -290,12 +291,12 @@ def _weights(s: Array, rows: _Rows) -> Array:
 
 def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
     """exp(σ − lse) [b,g,r,s,n]."""
-    return jnp.exp(x.sinks.astype(lse.dtype) - lse - excess)
+    return jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse - excess)
 
 
 def _excess(l: Array, x: Folded, lse: Array) -> Array:
     if x.sinks is not None:
-        l = l + jnp.exp(x.sinks.astype(lse.dtype) - lse).sum(-1, keepdims=True)
+        l = l + jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse).sum(-1, keepdims=True)
     return lax.stop_gradient(lax.log(_not_zero(l)))
 
 

@@ -173,8 +173,8 @@ def _compiled_in_turn(kernel: Kernel, inv: Invocation, configs: Sequence[Any]) -
 def _compiled(kernel: Kernel, inv: Invocation, configs: Iterable[Any]) -> dict[Any, Future]:
     """The call with each config as a compiled program without arguments, or the error of making it.
 
-    They are lowered one by one and compiled all at once. When this returns nothing is being compiled any more, for
-    compilers measure too, and would disturb.
+    They are lowered and compiled all at once. When this returns nothing is being compiled any more, for compilers
+    measure too, and would disturb.
     """
     leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
     arrays = [leaf for leaf in leaves if is_array(leaf)]
@@ -184,19 +184,13 @@ def _compiled(kernel: Kernel, inv: Invocation, configs: Iterable[Any]) -> dict[A
         args, kwargs = jax.tree.unflatten(structure, [next(given) if is_array(leaf) else leaf for leaf in leaves])
         return kernel.bind(args, kwargs, config)
 
-    def compile(lowered):
-        program = lowered.compile()
+    def make(config):
+        program = jax.jit(partial(call, config)).lower(*arrays).compile()
         return lambda: program(*arrays)
 
+    as_here = _in_the_contexts_of_this_thread()
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        programs = {}
-        for config in configs:
-            try:
-                programs[config] = compilers.submit(compile, jax.jit(partial(call, config)).lower(*arrays))
-            except Exception as error:
-                programs[config] = Future()
-                programs[config].set_exception(error)
-    return programs
+        return {config: compilers.submit(as_here, partial(make, config)) for config in configs}
 
 
 def _first_line(error: Exception) -> str:
@@ -208,7 +202,14 @@ def _without_tracers(x: Any) -> Any:
 
 
 def _outside_any_trace(work: Callable[[], Any]) -> Any:
-    """Runs `work` in a thread of its own, in the contexts of this one that decide what is computed and where."""
+    """Runs `work` in a thread of its own, in the contexts of this one."""
+    as_here = _in_the_contexts_of_this_thread()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(as_here, work).result()
+
+
+def _in_the_contexts_of_this_thread() -> Callable[[Callable[[], Any]], Any]:
+    """What runs some work, in another thread, in the contexts of this one that decide what is computed and where."""
     contexts = (
         (jax.enable_x64, jax.config.jax_enable_x64),
         (jax.default_matmul_precision, jax.config.jax_default_matmul_precision),
@@ -216,14 +217,13 @@ def _outside_any_trace(work: Callable[[], Any]) -> Any:
         (jax.numpy_dtype_promotion, jax.config.jax_numpy_dtype_promotion),
     )
 
-    def run():
+    def run(work):
         with ExitStack() as stack:
             for context, value in contexts:
                 stack.enter_context(context(value))
             return work()
 
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
+    return run
 
 
 class _Report:

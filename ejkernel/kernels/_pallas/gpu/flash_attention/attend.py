@@ -88,15 +88,15 @@ class Plan:
         together = max(1, CACHED // of_a_head) * problem.group
         return Each(self.q_tiles, heads, together, rising=problem.high is not None)
 
-    def tile(self, turn: Array) -> tuple[Array, Array, Array]:
+    def tile(self, turn: Array, dealt: Any = None) -> tuple[Array, Array, Array]:
         """The first query, the head and the batch index of the tile that this block has in its `turn`."""
-        place, head = self.order.tile(lax.axis_index("block"), turn)
+        place, head = self.order.tile(lax.axis_index("block"), turn, dealt)
         heads = jnp.int32(self.problem.H)
         return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
 
-    def turns(self) -> Array:
+    def turns(self, dealt: Any) -> Array:
         """How many tiles this block has."""
-        return self.order.turns(lax.axis_index("block"))
+        return self.order.turns(lax.axis_index("block"), dealt)
 
     def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
         if reach is not None:
@@ -165,9 +165,9 @@ def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
 
 
 def attend(
-    shared: Shared, tile: Tile, following: Callable[[], Tile], turn: Array, begun: Begun, plan: Plan
+    shared: Shared, tile: Tile, following: Callable[[], Tile], turn: Array, turns: Array, begun: Begun, plan: Plan
 ) -> tuple[Array, Statistics, Begun]:
-    """acc and the statistics of a tile that was begun; and the tile that follows, begun, if there is one."""
+    """acc and the statistics of a tile that was begun; and the tile that follows, begun, if it is not the last turn."""
     step, p, before = begun
 
     def visit(i, carry, masked):
@@ -198,7 +198,7 @@ def attend(
         return pl.run_state(product)(plgpu.ACC.init(acc)), p, statistics
 
     if plan.persistent:
-        acc, p, of_next = lax.cond(turn + 1 < plan.turns(), next_begun, ended, acc, p, statistics)
+        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, p, statistics)
     else:
         acc, p, of_next = ended(acc, p, statistics)
     return acc, statistics, Begun(step + 1, p, of_next)

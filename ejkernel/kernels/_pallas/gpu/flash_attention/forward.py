@@ -44,14 +44,20 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
         arrays, scales = quantize(operands.q, k, v)
     else:
         arrays, scales = (operands.q, operands.k, v), None
-    arrays = tuple(map(whole_eights, arrays))
+    arrays, dealt = tuple(map(whole_eights, arrays)), plan.order.dealt
     tile_dtype, dtype, stages = arrays[0].dtype, problem.dtype, plan.stages
     values = (plan.block_k, problem.V)
     q, o = shared((plan.q_slots, plan.block_q, problem.D), tile_dtype), shared((plan.consumers, ROWS, problem.V), dtype)
     o, lse = launch(
         partial(_kernel, plan=plan),
         "flash_attention_forward",
-        (arrays, sinks, scales, reach_of(operands, spec, problem, plan.block_q, plan.block_k)),
+        (
+            arrays,
+            None if dealt is None else jnp.asarray(dealt),
+            sinks,
+            scales,
+            reach_of(operands, spec, problem, plan.block_q, plan.block_k),
+        ),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, -(-problem.S // 8) * 8, problem.H, problem.V), dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, plan.q_tiles * plan.block_q), jnp.float32),
@@ -73,15 +79,15 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
 
 
 def _kernel(
-    arrays, sinks, scales: Scales | None, reach: Reach | None, o, lse, *, plan: Plan,
+    arrays, dealt, sinks, scales: Scales | None, reach: Reach | None, o, lse, *, plan: Plan,
     q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_free,
 ):  # fmt: skip
     q_tiles, o_tiles = q_and_o
     number = lax.axis_index("warpgroup")
-    tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_free)
+    tiles, turns = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_free), plan.turns(dealt)
 
     def tile_of(turn: Array) -> Tile:
-        first, head, batch = plan.tile(turn)
+        first, head, batch = plan.tile(turn, dealt)
         maximum = -jnp.inf if sinks is None else sinks[batch, head]
         total = 0.0 if sinks is None else jnp.where(maximum == -jnp.inf, 0.0, 2.0**plan.lift)
         return Tile(
@@ -118,23 +124,23 @@ def _kernel(
 
         def one(turn, begun):
             tile = tile_of(turn)
-            acc, statistics, begun = attend(tiles, tile, lambda: tile_of(turn + 1), turn, begun, plan)
+            acc, statistics, begun = attend(tiles, tile, lambda: tile_of(turn + 1), turn, turns, begun, plan)
             store(tile, acc, statistics)
             return begun
 
-        lax.fori_loop(0, plan.turns(), one, begin(tiles, tile_of(jnp.int32(0)), plan))
+        lax.fori_loop(0, turns, one, begin(tiles, tile_of(jnp.int32(0)), plan))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, tiles, reach, plan))
+    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, dealt, tiles, turns, reach, plan))
 
 
-def _load(arrays, tiles: Shared, reach: Reach | None, plan: Plan):
+def _load(arrays, dealt, tiles: Shared, turns: Array, reach: Reach | None, plan: Plan):
     """The warpgroup that loads: q of every tile, and its blocks of k and v into the slots as they come free."""
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
     def one(turn, step):
-        first, head, batch = plan.tile(turn)
+        first, head, batch = plan.tile(turn, dealt)
         kv_head, visited = lax.div(head, jnp.int32(plan.problem.group)), plan.visits(first, batch, reach)
         slot = slot_of(turn, plan.q_slots)
         pl.when(turn >= plan.q_slots)(lambda: plgpu.barrier_wait(tiles.q_free.at[slot]))
@@ -154,4 +160,4 @@ def _load(arrays, tiles: Shared, reach: Reach | None, plan: Plan):
 
         return lax.fori_loop(0, visited.end - visited.begin, block, step)
 
-    lax.fori_loop(0, plan.turns(), one, jnp.int32(0))
+    lax.fori_loop(0, turns, one, jnp.int32(0))

@@ -18,7 +18,20 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .launch import block_specs, launch, vmem
-from .problem import LANES, LOG2_E, Problem, Tile, arrange, merge_heads, per_query, plan, round_up, split_heads
+from .problem import (
+    LANES,
+    Problem,
+    Tile,
+    arrange,
+    lse_in_units,
+    merge_heads,
+    per_query,
+    plan,
+    round_up,
+    sink_of,
+    split_heads,
+)
+from .rows import exact_rows
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
 from .tiles import chunks_of, contract, for_kind, gradient_products, gradients_of, mask_of, only_seen, scale_of, sweep
 
@@ -36,18 +49,25 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     problem = plan(primals, spec, config)
-    lse, delta = statistics(outputs, cotangents)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     if problem.hidden_keys:
         # A query that saw nothing may hold anything as well.
         blind = (outputs.lse == -jnp.inf).swapaxes(1, 2)[:, :, :, None]
         primals, do = primals._replace(q=jnp.where(blind, 0, primals.q)), jnp.where(blind, 0, do)
+    lse, delta, correction = lse_in_units(outputs.lse, problem), _mean(do, outputs.o), None
     tile = arrange(primals, problem)._replace(
         do=merge_heads(do, problem.padded_queries),
         lse=per_query(lse, problem, constant_values=jnp.inf),
         delta=per_query(delta, problem),
     )
     seen = visibility(primals, problem)
+    if problem.natural:
+        sink = sink_of(primals.sinks, problem)
+        correction, delta = exact_rows(tile._replace(sink=sink), problem, walk(seen, by="queries"))
+        tile = tile._replace(correction=per_query(correction, problem))
+    if cotangents.lse is not None:
+        delta -= cotangents.lse
+    tile = tile._replace(delta=per_query(delta, problem))
     wants_keys, wants_queries = ({"k", "v"} & set(wrt), {"q", "softmax_scale"} & set(wrt))
     together = wants_keys and wants_queries and config.algorithm != "split" and dq_bytes(primals, problem) <= DQ_BYTES
     gradients, dq = {}, None
@@ -61,7 +81,8 @@ def flash_attention_bwd(
         gradients["bias"] = _bias(tile, problem, seen, primals.bias)
     if "sinks" in wrt:
         # d/dsink of −delta-weighted softmax: the sink's weight exp(sink − lse) has no value, only a share of the row.
-        weights = jnp.exp2(primals.sinks[:, :, :, None] * LOG2_E - lse[:, :, None])
+        weights = problem.exp(primals.sinks[:, :, :, None] * problem.unit - lse[:, :, None])
+        delta = delta if correction is None else delta * correction
         gradients["sinks"] = sum_to(-(weights * delta[:, :, None]).sum(-1), primals.sinks)
     return tuple(gradients[name] for name in wrt)
 
@@ -71,18 +92,14 @@ def _scaled(dq: jax.Array, problem: Problem, primals: Operands) -> dict[str, jax
     static, scale = problem.spec.softmax_scale, primals.softmax_scale
     if scale is None:
         return {"q": (dq * static).astype(primals.q.dtype)}
-    dscale = static * jnp.einsum("bshd,bshd->bh", primals.q.astype(jnp.float32), dq)
+    dscale = static * jnp.einsum("bshd,bshd->bh", primals.q.astype(jnp.float32), dq, precision="highest")
     dq = dq * (static * scale[:, None, :, None])
     return {"q": dq.astype(primals.q.dtype), "softmax_scale": sum_to(dscale, scale)}
 
 
-def statistics(outputs: Outputs, cotangents: Outputs) -> tuple[jax.Array, jax.Array]:
-    """lse in base two, +inf where nothing is seen, and delta = Σ do·o − dlse; [b,h,s]."""
-    lse = jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse * LOG2_E)
-    delta = jnp.zeros_like(lse)
-    if cotangents.o is not None:
-        delta = jnp.einsum("bshe,bshe->bhs", cotangents.o, outputs.o, preferred_element_type=jnp.float32)
-    return lse, delta if cotangents.lse is None else delta - cotangents.lse
+def _mean(do: jax.Array, o: jax.Array) -> jax.Array:
+    """Σ_e do·o, [b,h,s] float32."""
+    return jnp.einsum("bshe,bshe->bhs", do, o, precision="highest", preferred_element_type=jnp.float32)
 
 
 def sum_to(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
-from .problem import LANES, LOG2_E, Problem, Tile, arrange, pad_axis, plan, round_up, sink_of, split_heads
+from .problem import LANES, Problem, Tile, arrange, pad_axis, plan, round_up, sink_of, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
 from .tiles import MASKED, chunks_of, contract, for_kind, logits_of, mask_of, only_seen, scalar, scale_of, sweep
 
@@ -35,7 +35,7 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
     operands = Operands(*operands)
     problem = plan(operands, spec, config, chunk=forward_chunk(operands))
     schedule = walk(visibility(operands, problem), by="queries")
-    tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks))
+    tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks, problem))
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
     features = tile.v.shape[2] // problem.kv_heads
 
@@ -58,8 +58,10 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
         ),
         matmuls=(1, 1),
     )
-    shape = (*operands.q.shape[:3], operands.v.shape[3])
-    return Outputs(split_heads(out.do, shape), out.lse[:, :, 0, : problem.queries])
+    lse = out.lse[:, :, 0, : problem.queries]
+    if operands.sinks is not None and operands.cu_seqlens_q is not None:
+        lse = jnp.where(jnp.arange(problem.queries) < operands.cu_seqlens_q[:, None, -1:], lse, -jnp.inf)
+    return Outputs(split_heads(out.do, (*operands.q.shape[:3], operands.v.shape[3])), lse)
 
 
 def forward_chunk(operands: Operands) -> int:
@@ -80,7 +82,7 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
         if tile.sink is not None:
             sink = jnp.full_like(state.maximum, scalar(tile.sink, b, h))
             state.maximum[...] = jnp.maximum(sink, MASKED)
-            state.total[...] = jnp.exp2(sink - state.maximum[...])
+            state.total[...] = problem.exp(sink - state.maximum[...])
 
     def attend(kind):
         def products(rows):
@@ -90,8 +92,8 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
             visible = mask_of(kind, tile, step.minor, rows)
             logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
             maximum = jnp.maximum(state.maximum[...], jnp.max(logits, axis=0, keepdims=True))
-            weights = jnp.exp2(logits - maximum)
-            fade = jnp.exp2(state.maximum[...] - maximum)
+            weights = problem.exp(logits - maximum)
+            fade = problem.exp(state.maximum[...] - maximum)
             v = only_seen(tile.v[rows, : problem.values], problem, visible)
             state.maximum[...] = maximum
             state.total[...] = state.total[...] * fade + jnp.sum(weights, axis=0, keepdims=True)
@@ -107,4 +109,4 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
         seen = state.maximum[...] > MASKED
         o = jnp.where(seen, state.weighted[...] / state.total[...], 0).astype(out.do.dtype).T
         out.do[...] = pad_axis(o, 1, out.do.shape[1])
-        out.lse[...] = jnp.where(seen, (state.maximum[...] + jnp.log2(state.total[...])) / LOG2_E, -jnp.inf)
+        out.lse[...] = jnp.where(seen, (state.maximum[...] + problem.log(state.total[...])) / problem.unit, -jnp.inf)

@@ -95,8 +95,8 @@ def block_specs(tile: Tile, problem: Problem, where: Callable) -> Tile:
     per_key = lambda x: broadcast(x, 1, block_k, lambda b, h, i, j: (b, h, 0, j))
     scalars = lambda x: pl.BlockSpec(memory_space=pltpu.SMEM)
     kinds = Tile(
-        q=queries, k=keys, v=keys, do=queries, lse=per_query, delta=per_query, bias=per_logit, key_bias=per_key,
-        mask=per_logit, key_mask=per_key, first=per_query, last=per_query, q_segments=per_query, k_segments=per_key,
-        scale=scalars, sink=scalars,
+        q=queries, k=keys, v=keys, do=queries, lse=per_query, delta=per_query, correction=per_query,
+        bias=per_logit, key_bias=per_key, mask=per_logit, key_mask=per_key, first=per_query, last=per_query,
+        q_segments=per_query, k_segments=per_key, scale=scalars, sink=scalars,
     )  # fmt: skip
     return Tile(*(None if x is None else kind(x) for kind, x in zip(kinds, tile, strict=True)))

@@ -7,6 +7,7 @@ queries.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,8 +32,9 @@ class Tile(NamedTuple):
     k: Any = None  # [b, t, g·d]
     v: Any = None  # [b, t, g·e]
     do: Any = None  # [b, s, h·e]
-    lse: Any = None  # [b, h, 1, s], base two; +inf for a query that sees nothing, so that exp2(logit − lse) = 0
+    lse: Any = None  # [b, h, 1, s], in units; +inf for a query that sees nothing, so that exp(logit − lse) = 0
     delta: Any = None  # [b, h, 1, s]
+    correction: Any = None  # [b, h, 1, s], what weights are multiplied by (see rows.py)
     bias: Any = None  # [b?, h?, t?, s]
     key_bias: Any = None  # [b?, h?, 1, t?]: the same for all queries
     mask: Any = None  # [b?, h?, t?, s] int8
@@ -42,7 +44,7 @@ class Tile(NamedTuple):
     q_segments: Any = None  # [b, 1, 1, s] int32
     k_segments: Any = None  # [b, 1, 1, t] int32
     scale: Any = None  # [b?, h?] float32 scalars
-    sink: Any = None  # [b?, h] float32 scalars, base two: the logsumexp of the sinks
+    sink: Any = None  # [b?, h] float32 scalars, in units: the logsumexp of the sinks
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,22 @@ class Problem:
     ahead: int
     # Some keys may be hidden from every query and hold anything: not to be multiplied by a weight of 0, as 0·NaN = NaN.
     hidden_keys: bool
+    # In float32 logits are natural; in 16 bits they are in base two, which is what the hardware exponentiates. That
+    # costs one more rounding of the logit itself, where the difference of two is small.
+    natural: bool
+
+    @property
+    def unit(self) -> float:
+        """What a natural logit is multiplied by."""
+        return 1.0 if self.natural else LOG2_E
+
+    @property
+    def exp(self) -> Callable[[jax.Array], jax.Array]:
+        return jnp.exp if self.natural else jnp.exp2
+
+    @property
+    def log(self) -> Callable[[jax.Array], jax.Array]:
+        return jnp.log if self.natural else jnp.log2
 
     @property
     def group(self) -> int:
@@ -108,6 +126,7 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
         chunk=math.gcd(block_k, chunk),
         ahead=config.num_stages - 1,
         hidden_keys=any(x is not None for x in arbitrary) or _window_hides(spec, queries, keys),
+        natural=operands.q.dtype == jnp.float32,
     )
 
 
@@ -193,9 +212,14 @@ def arrange_differentiable(operands: Operands, problem: Problem) -> Tile:
     )
 
 
-def sink_of(sinks: jax.Array | None) -> jax.Array | None:
-    """[b?,h,n] → [b?,h], their logsumexp in base two: together they add one term to the denominator."""
-    return None if sinks is None else jax.nn.logsumexp(sinks, axis=-1) * LOG2_E
+def sink_of(sinks: jax.Array | None, problem: Problem) -> jax.Array | None:
+    """[b?,h,n] → [b?,h], their logsumexp in units: together they add one term to the denominator."""
+    return None if sinks is None else jax.nn.logsumexp(sinks, axis=-1) * problem.unit
+
+
+def lse_in_units(lse: jax.Array, problem: Problem) -> jax.Array:
+    """[b,h,s], and +inf instead of −inf where nothing is seen."""
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse * problem.unit)
 
 
 def intervals(xp, operands: Operands, problem: Problem) -> tuple[Any, Any]:

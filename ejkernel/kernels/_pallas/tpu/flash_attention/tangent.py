@@ -23,9 +23,8 @@ from jax.experimental import pallas as pl
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .backward import statistics
 from .launch import launch, vmem
-from .problem import LOG2_E, Problem, Tile, arrange, arrange_differentiable, per_query, plan, sink_of, split_heads
+from .problem import Problem, Tile, arrange, arrange_differentiable, lse_in_units, per_query, plan, sink_of, split_heads
 from .schedule import Schedule, blocks_at, step_at, visibility, walk
 from .tiles import (
     chunks_of,
@@ -56,9 +55,9 @@ def flash_attention_jvp(
 ) -> Outputs:
     problem = plan(primals, spec, config)
     schedule = walk(visibility(primals, problem), by="queries")
-    lse, _ = statistics(outputs, Outputs(None, None))
+    lse = lse_in_units(outputs.lse, problem)
     tile = arrange(primals, problem)._replace(
-        lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks)
+        lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks, problem)
     )
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
     features = tile.v.shape[2] // problem.kv_heads
@@ -81,7 +80,7 @@ def flash_attention_jvp(
     )
     o, lse_change = split_heads(out.do, outputs.o.shape), out.lse[:, :, 0, : problem.queries]
     if tangents.sinks is not None:
-        weights = jnp.exp2(primals.sinks[:, :, :, None] * LOG2_E - lse[:, :, None])
+        weights = problem.exp(primals.sinks[:, :, :, None] * problem.unit - lse[:, :, None])
         sink_change = (weights * tangents.sinks[:, :, :, None]).sum(2)
         lse_change = lse_change + sink_change
         o = (o - sink_change.swapaxes(1, 2)[:, :, :, None] * outputs.o).astype(o.dtype)
@@ -115,7 +114,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
         def use(rows, products):
             visible = mask_of(kind, tile, step.minor, rows)
             logits, slope = logits_of(tile, problem, rows, products[0], scale, visible)
-            p = jnp.exp2(logits - tile.lse[...])
+            p = problem.exp(logits - tile.lse[...])
             change = _logit_change(dots, problem, rows, products, scale, slope, visible, (b, h))
             before = mean()
             state.weight[...] += jnp.sum(p, axis=0, keepdims=True)
@@ -136,7 +135,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
     def _():
         total = state.weight[...]
         if tile.sink is not None:
-            total += jnp.exp2(scalar(tile.sink, b, h) - tile.lse[...])
+            total += problem.exp(scalar(tile.sink, b, h) - tile.lse[...])
         total = jnp.where(total > 0, total, 1)
         change = state.change[...] / total
         out.do[...] = ((state.moved[...] - (change - mean()) * state.value[...]) / total).T.astype(out.do.dtype)

@@ -2,7 +2,7 @@
 
 With sᵀ = k·qᵀ the statistics of a query (maximum, denominator, lse, delta) are lane vectors: they are reduced over
 sublanes by plain vector arithmetic and broadcast back for nothing, where the other orientation needs a shuffle across
-lanes for every row. Logits are in base two (times log2 e), since that is what the hardware exponentiates.
+lanes for every row.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from .problem import LOG2_E, Problem, Tile
+from .problem import Problem, Tile
 from .schedule import Kind, Schedule, Step
 
 # A masked logit: its exponential is 0 beside any real one, and unlike −inf it has differences.
@@ -104,12 +104,12 @@ def only_seen(keys: jax.Array, problem: Problem, visible) -> jax.Array:
 
 
 def logits_of(tile: Tile, problem: Problem, rows: slice, qk: jax.Array, scale, visible):
-    """The logits in base two from q·kᵀ, and their slope in the uncapped ones (None for 1):
+    """The logits, in units of the problem, from q·kᵀ, and their slope in the uncapped ones (None for 1):
 
     x = scale·q·kᵀ + bias;  without softcap: x;  with: softcap·tanh(x / softcap), slope 1 − tanh²
     """
     softcap = problem.spec.softcap
-    unit = LOG2_E if softcap is None else 1 / softcap
+    unit = problem.unit if softcap is None else 1 / softcap
     x = qk * (scale * unit)
     if tile.bias is not None:
         x = x + of_rows(tile.bias, rows).astype(jnp.float32) * unit
@@ -118,7 +118,7 @@ def logits_of(tile: Tile, problem: Problem, rows: slice, qk: jax.Array, scale, v
     slope = None
     if softcap is not None:
         t = jnp.tanh(x)
-        x, slope = t * (softcap * LOG2_E), 1 - t * t
+        x, slope = t * (softcap * problem.unit), 1 - t * t
     return (x if visible is None else jnp.where(visible, x, MASKED)), slope
 
 
@@ -129,7 +129,9 @@ def gradients_of(tile: Tile, problem: Problem, rows: slice, products, scale, vis
     """
     qk, dp = products
     x, slope = logits_of(tile, problem, rows, qk, scale, visible)
-    p = jnp.exp2(x - tile.lse[...])
+    p = problem.exp(x - tile.lse[...])
+    if tile.correction is not None:
+        p = p * tile.correction[...]
     ds = p * (dp - tile.delta[...])
     if slope is not None:
         ds = ds * slope

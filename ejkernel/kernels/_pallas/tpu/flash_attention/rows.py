@@ -1,0 +1,84 @@
+"""What a gradient in float32 has to know of whole rows more exactly than lse and o tell: one more pass over the keys.
+
+The weights p = exp(s − lse) of a row and its sinks sum to 1 but for the rounding of lse, and Σ p·dp is d = Σ do·o but
+for the roundings of o and of that sum. Both are made good by
+
+    c = 1 / Σ p,    Σ p·dp = d + c Σ (p·dp − p·d)    where dp of a sink is 0
+
+a difference that is exact where one key has all the weight. In 16 bits neither matters next to the rounding of p and
+ds.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from .launch import launch, vmem
+from .problem import Problem, Tile
+from .schedule import Schedule, blocks_at, step_at
+from .tiles import chunks_of, for_kind, gradient_products, logits_of, mask_of, scalar, scale_of, sweep
+
+
+class Sums(NamedTuple):
+    """Of a block of queries, over the tiles seen so far."""
+
+    weight: Any  # Σ p, [1, block_q]
+    off: Any  # Σ (p·dp − p·d), [1, block_q]
+
+
+def exact_rows(tile: Tile, problem: Problem, schedule: Schedule) -> tuple[jax.Array, jax.Array]:
+    """c and Σ p·dp of every row, [b,h,s], from a tile with lse, d as delta, and sink."""
+    row = vmem((1, problem.block_q))
+    out = launch(
+        functools.partial(_kernel, problem=problem, schedule=schedule),
+        "flash_attention_backward_rows",
+        problem,
+        schedule,
+        (tile,),
+        Tile(correction=jax.ShapeDtypeStruct.like(tile.lse), delta=jax.ShapeDtypeStruct.like(tile.delta)),
+        where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
+        grid=(problem.batch, problem.heads, schedule.steps),
+        scratch=Sums(weight=row, off=row),
+        matmuls=(1, 1),
+    )
+    return out.correction[:, :, 0, : problem.queries], out.delta[:, :, 0, : problem.queries]
+
+
+def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, schedule: Schedule):
+    b, h = pl.program_id(0), pl.program_id(1)
+    step = step_at(schedule, table, b, pl.program_id(2))
+    scale = scale_of(tile, problem, b, h)
+
+    @pl.when(step.opens)
+    def _():
+        sink = jnp.zeros_like(tile.lse[...])
+        if tile.sink is not None:
+            sink = problem.exp(scalar(tile.sink, b, h) - tile.lse[...])
+        sums.weight[...] = sink
+        sums.off[...] = -sink * tile.delta[...]
+
+    def gather(kind):
+        def use(rows, products):
+            qk, dp = products
+            visible = mask_of(kind, tile, step.minor, rows)
+            logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
+            p = problem.exp(logits - tile.lse[...])
+            off = p * (dp - tile.delta[...])
+            if visible is not None and problem.hidden_keys:
+                off = jnp.where(visible, off, 0)
+            sums.weight[...] += jnp.sum(p, axis=0, keepdims=True)
+            sums.off[...] += jnp.sum(off, axis=0, keepdims=True)
+
+        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
+
+    for_kind(step, schedule, gather)
+
+    @pl.when(step.closes)
+    def _():
+        weight = sums.weight[...]
+        correction = 1 / jnp.where(weight > 0, weight, 1)
+        out.correction[...] = correction
+        out.delta[...] = tile.delta[...] + sums.off[...] * correction
