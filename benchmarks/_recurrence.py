@@ -128,23 +128,26 @@ def _distance(x: np.ndarray, y: np.ndarray) -> float:
 
 def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:
     """Ours on each platform ("auto" for the choice of the library), then flash-linear-attention's kernels."""
-    ours = lambda platform: lambda: _ours(shape, mode, given, platform)
     theirs = RIVALS[shape.operation, "step" if mode == "step" else "chunks"]
     return [
-        *(Contender(f"ejkernel {name}", ours(name), ours=True) for name in platforms),
+        *(_ours(shape, mode, given, name) for name in platforms),
         *(Contender(f"fla {name}", partial(_fla, shape, mode, given, module, name)) for module, name in theirs),
     ]
 
 
-def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Prepared:
+def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Contender:
     face = getattr(modules, shape.operation)
     renamed = OPERATIONS[shape.operation].renamed
     chosen = dict(options(shape, mode), platform=None if platform == "auto" else platform)
     f = lambda x: face(**{renamed.get(name, name): a for name, a in x.items()}, **chosen)
     function, arguments = jax.jit(call(f, mode)), (given.operands, given.cotangent)
-    ran = equations(function.trace(*arguments).jaxpr, shape.operation)
-    detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
-    return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
+
+    def prepare() -> Prepared:
+        ran = equations(function.trace(*arguments).jaxpr, shape.operation)
+        detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
+        return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
+
+    return Contender(f"ejkernel {platform}", prepare, ours=True, warm=prepare)
 
 
 RIVALS = {
