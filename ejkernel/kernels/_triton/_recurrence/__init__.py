@@ -22,14 +22,21 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
             return f"{name} has {size} features; Triton's kernels take multiples of 8"
     if 0 in operands.q.shape:
         return "an empty batch or sequence"
-    if operands.gv is not None:
-        return "decays of value features (gv)"
     from .configs import fits
 
     if not fits(operands, target):
         (d, e), dtype = (operands.q.shape[3], operands.v.shape[3]), operands.q.dtype
         return f"a state of {d} × {e} for {dtype} does not fit into the shared memory of {target}"
     return None
+
+
+def supports_tangent(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
+    """The same of the tangent, which is without decays of values."""
+    return (
+        "the tangent with decays of value features (gv)"
+        if operands.gv is not None
+        else supports(spec, operands, target)
+    )
 
 
 _tier = Tier(
@@ -45,7 +52,7 @@ _tier = Tier(
 )
 
 recurrence = _tier.forward("forward", supports, ("walk", "chunks", "steps"))
-recurrence_jvp = _tier.tangent("tangent", supports, ("chunks",))
+recurrence_jvp = _tier.tangent("tangent", supports_tangent, ("chunks",))
 recurrence_bwd = _tier.backward("gradients", supports, ("chunks",))
 
 

@@ -47,7 +47,7 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
     table, widest = TABLES[operation][operands.gk is not None], 256 if operation == "recurrence" else 128
-    plain = operands.q.dtype == np.dtype("bfloat16") and padded(operands.q.shape[3]) <= widest
+    plain = operands.q.dtype == np.dtype("bfloat16") and padded(operands.q.shape[3]) <= widest and operands.gv is None
     limit = shared_memory_limit(target)
     fitting = [values for values in table if shared_memory(operands, values[0]) <= limit] if plain else []
     if not fitting:
