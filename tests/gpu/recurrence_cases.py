@@ -61,7 +61,6 @@ CASES = (
     Case("by both features and head", dict(gk=0.5, gv=0.5, g=0.5, g_gamma=0.2)),
     Case("packed by both features", dict(gk=0.5, gv=0.5), ends=(0, 0.7, 0.7, 0.75, 1.6)),
 )
-WITH_TANGENT = tuple(case for case in CASES if "gv" not in case.gates)
 
 
 def normal(seed, shape, dtype):

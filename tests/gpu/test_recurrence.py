@@ -10,7 +10,6 @@ import pytest
 from .device import TARGET
 from .recurrence_cases import (
     CASES,
-    WITH_TANGENT,
     Case,
     check,
     check_tangent,
@@ -50,7 +49,7 @@ def test_feature(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
-@pytest.mark.parametrize("case", WITH_TANGENT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tangent(case, dtype):
     from ejkernel.kernels._triton._recurrence import recurrence_jvp
 

@@ -66,7 +66,6 @@ def marks(*case: str):
         for target in KINDS
         for gates in GATES
         for operation in OPERATIONS
-        if (gates, operation) != ("both features", "recurrence_jvp")
     ],
 )
 def test_compiles(target, gates, operation, monkeypatch):

@@ -30,15 +30,6 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-def supports_tangent(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
-    """The same of the tangent, which is without decays of values."""
-    return (
-        "the tangent with decays of value features (gv)"
-        if operands.gv is not None
-        else supports(spec, operands, target)
-    )
-
-
 _tier = Tier(
     __name__,
     "recurrence",
@@ -52,7 +43,7 @@ _tier = Tier(
 )
 
 recurrence = _tier.forward("forward", supports, ("walk", "chunks", "steps"))
-recurrence_jvp = _tier.tangent("tangent", supports_tangent, ("chunks",))
+recurrence_jvp = _tier.tangent("tangent", supports, ("chunks",))
 recurrence_bwd = _tier.backward("gradients", supports, ("chunks",))
 
 

@@ -55,11 +55,21 @@ def chunk_outputs(products, entering, v, gate, G, gv, batch, at, left, head, col
     p_v: tl.constexpr = p.of_values
     weights = tiles.decayed_pairs(products, gate, G, p) * p.scale
     entering = entering if p.by_feature else tiles.times(entering, G, p)
-    if gv is None:
-        return tiles.add_product(entering, weights, v, p, p.weight_parts)
+    gates_v = None
+    if gv is not None:
+        gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, v.shape[1], p_v)
+        entering = tiles.times(entering, gates_v[1], p_v)
+    return add_values(entering, weights, v, gates_v, p)
+
+
+@triton.jit
+def add_values(total, weights, v, gates_v, p: tl.constexpr):
+    """total + Σ_j S_ij v_j, or Σ_j S_ij exp(G_i − G_j) v_j where values have gates."""
+    p_v: tl.constexpr = p.of_values
+    if gates_v is None:
+        return tiles.add_product(total, weights, v, p, p.weight_parts)
     else:
-        gate_v, G_v, _, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, v.shape[1], p_v)
-        return tiles.times(entering, G_v, p_v) + decaying(weights, v, gate_v, G_v, T_v, p_v)
+        return total + decaying(weights, v, gates_v[0], gates_v[1], gates_v[3], p_v)
 
 
 @triton.jit
