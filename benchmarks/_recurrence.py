@@ -59,11 +59,12 @@ def inputs(shape: RecurrenceShape, mode: str, dtype: Any) -> Inputs:
 
 
 def call(f: Callable[..., Any], mode: str) -> Callable[..., list]:
-    """From f(operands) to a function of (operands, cotangent): the results of a mode."""
+    """From f(operands) to a function of (operands, cotangent): the results of a mode, gradients by their names."""
 
     def fwd_bwd(x, do):
         o, pull = jax.vjp(f, x)
-        return [o, *pull(do)[0].values()]
+        gradients = pull(do)[0]
+        return [o, *(gradients[name] for name in sorted(x))]
 
     return {"fwd": lambda x, do: [f(x)], "fwd_bwd": fwd_bwd, "step": lambda x, do: list(f(x))}[mode]
 
@@ -172,16 +173,16 @@ def _fla(shape: RecurrenceShape, mode: str, given: Inputs, module: str, name: st
         raise Unavailable(f"flash-linear-attention cannot be imported: {error}") from error
     if not torch.cuda.is_available():
         raise Unavailable("this torch sees no GPU")
-    of_gate = "g" if name == "chunk_gla" else "gk"
     x = {name: torch.from_dlpack(a).requires_grad_(mode == "fwd_bwd") for name, a in given.operands.items()}
-    x = {of_gate if name == "gk" else name: a for name, a in x.items()}
+    called = {"gk": "g"} if name == "chunk_gla" else {}
+    operands = {called.get(name, name): a for name, a in x.items()}
     do = torch.from_dlpack(given.cotangent)
     chosen = {"g_gamma": torch.from_dlpack(decays(shape))} if module == "simple_gla" else {}
-    forward = lambda: function(**x, **chosen, output_final_state=mode == "step")
+    forward = lambda: function(**operands, **chosen, output_final_state=mode == "step")
 
     def fwd_bwd():
         o = forward()[0]
-        return [o, *torch.autograd.grad(o, list(x.values()), do)]
+        return [o, *torch.autograd.grad(o, [x[name] for name in sorted(given.operands)], do)]
 
     once = {"fwd": lambda: [forward()[0]], "fwd_bwd": fwd_bwd, "step": lambda: list(forward())}[mode]
 
