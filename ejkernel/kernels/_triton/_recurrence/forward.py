@@ -105,9 +105,9 @@ def walk_kernel(
         o_tile = outputs.chunk_outputs(products, entering, v_tile, gate, G, gv, batch, at, left, head, column, p)
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
         if gv is not None:
-            _, _, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
-            v_tile = tiles.times(v_tile, U_v, p_v)
-            state *= tl.exp(T_v)[None, :]
+            gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
+            v_tile = tiles.times(v_tile, gates_v[2], p_v)
+            state *= tl.exp(gates_v[3])[None, :]
         state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, PRECISE)
     address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p)
     tl.store(address, state, mask=exists)

@@ -30,6 +30,7 @@ import triton.language as tl
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
+from ejkernel.xla_utils.sums import exact_sum
 
 from . import outputs, segments, tiles
 from .configs import WIDE
@@ -71,7 +72,7 @@ def recurrence_bwd(
     )
     found = _gradients(x, do, states, dstates, places, {"g", "gk", "gv", "g_gamma"}.intersection(wrt), p, config)
     found = {name: segments.joined(a, parts) for name, a in found.items()}
-    summed = lambda dg, like: dg.sum((0, 1) if like.shape[0] == 1 else 1).reshape(like.shape)
+    summed = lambda dg, like: exact_sum(dg, (0, 1) if like.shape[0] == 1 else (1,)).reshape(like.shape)
     gradients = {
         **{name: lambda name=name: found["d" + name] for name in ("q", "k", "v", "g", "gk", "gv")},
         "g_gamma": lambda: summed(found["dg"], primals.g_gamma),
@@ -105,7 +106,7 @@ def _gradients(
         found = run(given, types, p.D_PAD, p)
     found = {name: zero_elsewhere(a, places) for name, a in found.items()}
     if "dg" not in found and of_gates - {"gk", "gv"}:
-        found["dg"] = found["dgk" if x.gv is None else "dgv"].sum(-1)
+        found["dg"] = found["dgk" if p.by_feature else "dgv"].sum(-1)
     if p.group > 1:
         of_groups = lambda a: a.reshape(p.B, p.S, p.G, p.group, -1).sum(3)
         found |= {"dk": of_groups(found["dk"]), "dv": of_groups(found["dv"])}
