@@ -35,9 +35,9 @@ TANGENT_BY_FEATURE = ((32, 128, 32, 8, 1, "chunks"), (32, 128, 64, 4, 1, "chunks
 BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((64, 128, 32, 4, 2, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 
-FORWARD_BY_VALUE = ((32, 64, 32, 4, 2, "chunks"), (64, 64, 32, 8, 2, "chunks"))
-TANGENT_BY_VALUE = ((16, 32, 32, 8, 1, "chunks"),)
-BACKWARD_BY_VALUE = ((16, 64, 32, 4, 2, "chunks"), (16, 32, 32, 4, 2, "chunks"))
+FORWARD_BY_VALUE = ((32, 64, 64, 4, 2, "chunks"), (32, 64, 32, 4, 2, "chunks"))
+TANGENT_BY_VALUE = ((16, 64, 32, 8, 1, "chunks"), (16, 32, 32, 4, 1, "chunks"))
+BACKWARD_BY_VALUE = ((16, 64, 64, 4, 2, "chunks"), (16, 64, 32, 4, 2, "chunks"))
 
 TABLES = {  # of heads that decay, or none; of features of keys that do; of features of values
     "recurrence": (FORWARD, FORWARD_BY_FEATURE, FORWARD_BY_VALUE),
