@@ -59,11 +59,12 @@ def inputs(shape: RecurrenceShape, mode: str, dtype: Any) -> Inputs:
 
 
 def call(f: Callable[..., Any], mode: str) -> Callable[..., list]:
-    """From f(operands) to a function of (operands, cotangent): the results of a mode."""
+    """From f(operands) to a function of (operands, cotangent): the results of a mode, gradients by their names."""
 
     def fwd_bwd(x, do):
         o, pull = jax.vjp(f, x)
-        return [o, *pull(do)[0].values()]
+        gradients = pull(do)[0]
+        return [o, *(gradients[name] for name in sorted(x))]
 
     return {"fwd": lambda x, do: [f(x)], "fwd_bwd": fwd_bwd, "step": lambda x, do: list(f(x))}[mode]
 
@@ -128,23 +129,26 @@ def _distance(x: np.ndarray, y: np.ndarray) -> float:
 
 def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:
     """Ours on each platform ("auto" for the choice of the library), then flash-linear-attention's kernels."""
-    ours = lambda platform: lambda: _ours(shape, mode, given, platform)
     theirs = RIVALS[shape.operation, "step" if mode == "step" else "chunks"]
     return [
-        *(Contender(f"ejkernel {name}", ours(name), ours=True) for name in platforms),
+        *(_ours(shape, mode, given, name) for name in platforms),
         *(Contender(f"fla {name}", partial(_fla, shape, mode, given, module, name)) for module, name in theirs),
     ]
 
 
-def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Prepared:
+def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Contender:
     face = getattr(modules, shape.operation)
     renamed = OPERATIONS[shape.operation].renamed
     chosen = dict(options(shape, mode), platform=None if platform == "auto" else platform)
     f = lambda x: face(**{renamed.get(name, name): a for name, a in x.items()}, **chosen)
     function, arguments = jax.jit(call(f, mode)), (given.operands, given.cotangent)
-    ran = equations(function.trace(*arguments).jaxpr, shape.operation)
-    detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
-    return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
+
+    def prepare() -> Prepared:
+        ran = equations(function.trace(*arguments).jaxpr, shape.operation)
+        detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
+        return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
+
+    return Contender(f"ejkernel {platform}", prepare, ours=True, warm=prepare)
 
 
 RIVALS = {
@@ -169,16 +173,16 @@ def _fla(shape: RecurrenceShape, mode: str, given: Inputs, module: str, name: st
         raise Unavailable(f"flash-linear-attention cannot be imported: {error}") from error
     if not torch.cuda.is_available():
         raise Unavailable("this torch sees no GPU")
-    of_gate = "g" if name == "chunk_gla" else "gk"
     x = {name: torch.from_dlpack(a).requires_grad_(mode == "fwd_bwd") for name, a in given.operands.items()}
-    x = {of_gate if name == "gk" else name: a for name, a in x.items()}
+    called = {"gk": "g"} if name == "chunk_gla" else {}
+    operands = {called.get(name, name): a for name, a in x.items()}
     do = torch.from_dlpack(given.cotangent)
     chosen = {"g_gamma": torch.from_dlpack(decays(shape))} if module == "simple_gla" else {}
-    forward = lambda: function(**x, **chosen, output_final_state=mode == "step")
+    forward = lambda: function(**operands, **chosen, output_final_state=mode == "step")
 
     def fwd_bwd():
         o = forward()[0]
-        return [o, *torch.autograd.grad(o, list(x.values()), do)]
+        return [o, *torch.autograd.grad(o, [x[name] for name in sorted(given.operands)], do)]
 
     once = {"fwd": lambda: [forward()[0]], "fwd_bwd": fwd_bwd, "step": lambda: list(forward())}[mode]
 

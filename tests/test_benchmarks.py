@@ -156,6 +156,15 @@ def test_wrong_arguments_are_refused(wrong, capsys):
     assert raised.value.code == 2 and wrong.split()[1] in capsys.readouterr().err
 
 
+# --- Recurrences
+
+
+def test_gradients_of_a_recurrence_come_by_name():
+    """A rival returns them in an order of its own."""
+    call = importlib.import_module("_recurrence").call(lambda x: x["v"] * x["k"] ** 2, "fwd_bwd")
+    assert call({"v": 2.0, "k": 3.0}, 1.0) == [18.0, 12.0, 9.0]
+
+
 # --- Operations over groups of rows
 
 

@@ -55,6 +55,12 @@ CASES = (
     Case("by feature and head, reversed", dict(gk=0.5, g=0.5, g_gamma=0.2), reverse=True),
     Case("packed", dict(g_gamma=0.5), ends=(0, 0.7, 0.7, 0.75, 1.6)),
     Case("packed by feature, reversed", dict(gk=0.5), ends=(0.1, 0.8, 1.5), reverse=True),
+    Case("by value feature", dict(gv=1.0)),
+    Case("by value feature, fast, reversed", dict(gv=30.0), reverse=True),
+    Case("by head and value feature", dict(g=1.0, gv=0.5), G=4, state=False),
+    Case("by both features and head", dict(gk=0.5, gv=0.5, g=0.5)),
+    Case("all decays", dict(gk=0.5, gv=0.5, g=0.5, g_gamma=0.2), B=1, H=16),  # with 4 heads the formula's error is luck
+    Case("packed by both features", dict(gk=0.5, gv=0.5), ends=(0, 0.7, 0.7, 0.75, 1.6)),
 )
 
 

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 ROWS = 1000
 SIZES = dict(m=ROWS, k=264, n=392, e=8, f=11)
+WHOLE = dict(SIZES, k=272, n=400)  # rows of 8 bits, too, begin where TMA can read them
 PRODUCTS = (
     grouped.case("uneven", dict(lhs=grouped.LHS, rhs="e k n", group_sizes=Operand("e", grouped.sizes(ROWS))), SIZES),
     grouped.case(
@@ -39,6 +40,20 @@ PRODUCTS = (
             rhs_scale=Operand("e", grouped.positive),
         ),
         SIZES,
+    ),
+    *(
+        grouped.case(
+            name,
+            dict(
+                lhs=grouped.LHS,
+                rhs=Operand(axes, grouped.small_integers),
+                group_sizes=Operand("e", grouped.sizes(ROWS)),
+                rhs_scale=Operand("e n", grouped.positive),
+            ),
+            WHOLE,
+            transpose_rhs=axes == "e n k",
+        )
+        for name, axes in (("int8_by_tma", "e k n"), ("int8_transposed_by_tma", "e n k"))
     ),
     grouped.case(
         "int8_few_rows",
@@ -82,7 +97,7 @@ def test_every_config(case, dtype):
 @pytest.mark.parametrize("rows", (40, 300, ROWS))
 def test_float8_weights(rows, dtype):
     """The kernels bring weights of 8 bits to the dtype of the rows, whatever the tiles."""
-    case = grouped.case("float8", dict(PRODUCTS[0].operands, group_sizes=Operand("e", grouped.sizes(rows))), SIZES)
+    case = grouped.case("float8", dict(PRODUCTS[0].operands, group_sizes=Operand("e", grouped.sizes(rows))), WHOLE)
     arrays = case.resized(dict(m=rows)).arrays(dtype=jnp.bfloat16)
     narrow = arrays["rhs"].astype(dtype)
     found = grouped_matmul(**arrays | dict(rhs=narrow), platform="triton")

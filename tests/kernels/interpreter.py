@@ -54,6 +54,17 @@ def _patch_lang_tensor(tensor, scope, patch=interpreter._patch_lang_tensor):
 interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
+def _create_dot(self, x, y, total, *options, plain=interpreter.InterpreterBuilder.create_dot):
+    """In float32 the product is rounded once: x·y and (yᵀ·xᵀ)ᵀ are the same, as on a GPU, and not as in NumPy."""
+    if x.data.dtype != np.float32:
+        return plain(self, x, y, total, *options)
+    product = x.data.astype(np.float64) @ y.data.astype(np.float64)
+    return interpreter.TensorHandle(product.astype(np.float32) + total.data, total.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
 def _pointer(x: np.ndarray):
     dtype = POINTED_TO.get(str(x.dtype), str(x.dtype))
     return interpreter._implicit_cvt(SimpleNamespace(data_ptr=lambda: x.ctypes.data, dtype=dtype))

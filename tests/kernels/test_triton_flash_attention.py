@@ -1,10 +1,14 @@
 """flash_attention in Triton: every kernel's masks and indices, by the interpreter, against the formula in float64."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import KernelConfig
-from tests.gpu.attention_cases import CASES, check_near, differentiable, like, poisoned
+from tests.gpu.attention_cases import CASES, Case, check, check_near, derivatives, differentiable, error, like, poisoned
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
@@ -12,6 +16,7 @@ from ejkernel.kernels._triton.flash_attention import (  # noqa: E402
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
+    tangent,
 )
 
 from . import interpreter  # noqa: E402
@@ -39,3 +44,38 @@ def test_in_the_interpreter(case, monkeypatch):
     moved = flash_attention_jvp(poisoned(x, spec), outputs, tangents, spec=spec, config=CONFIG)
     results = outputs, dict(zip(wrt, gradients, strict=True)), moved
     check_near(results, x, spec, cotangents, tangents._asdict(), jnp.float32)
+
+
+def passed(x, spec, wrt=("q", "k", "v")):
+    """The outputs, tangents of the operands that `wrt` names, and the tangents of the outputs."""
+    tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
+    outputs = flash_attention(*x, spec=spec, config=CONFIG)
+    return outputs, tangents, flash_attention_jvp(x, outputs, tangents, spec=spec, config=CONFIG)
+
+
+@pytest.mark.parametrize("wrt", [("q", "k", "v"), ("q", "k")], ids=lambda wrt: "".join(wrt))
+def test_values_that_wait_are_the_same(wrt, monkeypatch):
+    """A pass of the tangent that reads values one step ahead computes what one does that reads them in their turn."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    x, spec = Case("uneven", S=0.9, K=1.7, D=16, V=24, B=1, spec=FlashAttentionSpec(causal=True)).make(
+        LENGTH, jnp.float32
+    )
+    results = []
+    for waits in (False, True):
+        monkeypatch.setattr(tangent, "values_wait", lambda *_, waits=waits: waits)
+        results.append(passed(x, spec, wrt)[2])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_tangents_of_rows_whose_weight_comes_late(monkeypatch):
+    """Where the first tile of keys has next to no weight, o_dot is relative to what the weights are on."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    case = Case("late", S=1, K=77, D=128, V=128, sinks=2, spec=FlashAttentionSpec(window=(17, 30)))
+    x, spec = replace(case, family="large").make(1, jnp.float16, seed=2)
+    outputs, tangents, (o_dot, lse_dot) = passed(x, spec, differentiable(x))
+    oracle, reference = (
+        derivatives(x, spec, outputs, tangents._asdict(), dtype)[2] for dtype in (jnp.float64, jnp.float16)
+    )
+    check("o_dot", o_dot, oracle.o, reference.o, 3)
+    assert error(lse_dot, oracle.lse) <= 3 * error(reference.lse, oracle.lse)

@@ -53,7 +53,7 @@ def test_in_the_interpreter(case):
 
 @pytest.mark.parametrize("reverse", (False, True))
 def test_single_tokens_in_the_interpreter(reverse):
-    x, spec = Case("steps", dict(gk=1.0, g=1.0, g_gamma=1.0), reverse=reverse).make(3, jnp.float32)
+    x, spec = Case("steps", dict(gk=1.0, gv=1.0, g=1.0, g_gamma=1.0), reverse=reverse).make(3, jnp.float32)
     found = recurrence(*x, spec=spec, config=KernelConfig(block_k=32, algorithm="steps"))
     exact, rounded = (formula(x, spec, like(found), dtype)[0] for dtype in (jnp.float64, None))
     check((found, {}), (exact, {}), (rounded, {}), jnp.float32)

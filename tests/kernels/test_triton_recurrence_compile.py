@@ -21,7 +21,12 @@ from . import compiler
 from .test_triton_compile import KINDS
 
 SPEC = RecurrenceSpec(softmax_scale=128**-0.5, return_state=False)
-GATES = {"none": {}, "head": dict(g=(1, 256, 2)), "feature": dict(gk=(1, 256, 2, 128))}
+GATES = {
+    "none": {},
+    "head": dict(g=(1, 256, 2)),
+    "feature": dict(gk=(1, 256, 2, 128)),
+    "both features": dict(gk=(1, 256, 2, 128), gv=(1, 256, 2, 128)),
+}
 OPERATIONS = {"recurrence": recurrence, "recurrence_bwd": recurrence_bwd, "recurrence_jvp": recurrence_jvp}
 # What takes a core of CI half a minute; the others are slow tests.
 ALWAYS = (

@@ -22,8 +22,6 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
             return f"{name} has {size} features; Triton's kernels take multiples of 8"
     if 0 in operands.q.shape:
         return "an empty batch or sequence"
-    if operands.gv is not None:
-        return "decays of value features (gv)"
     from .configs import fits
 
     if not fits(operands, target):

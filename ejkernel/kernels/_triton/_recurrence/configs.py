@@ -35,10 +35,14 @@ TANGENT_BY_FEATURE = ((32, 128, 32, 8, 1, "chunks"), (32, 128, 64, 4, 1, "chunks
 BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((64, 128, 32, 4, 2, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 
-TABLES = {  # of heads that decay, or none; of features that do
-    "recurrence": (FORWARD, FORWARD_BY_FEATURE),
-    "recurrence_jvp": (TANGENT, TANGENT_BY_FEATURE),
-    "recurrence_bwd": (BACKWARD, BACKWARD_BY_FEATURE),
+FORWARD_BY_VALUE = ((32, 64, 64, 4, 2, "chunks"), (32, 64, 32, 4, 2, "chunks"))
+TANGENT_BY_VALUE = ((16, 64, 32, 8, 1, "chunks"), (16, 32, 32, 4, 1, "chunks"))
+BACKWARD_BY_VALUE = ((16, 64, 64, 4, 2, "chunks"), (16, 64, 32, 4, 2, "chunks"))
+
+TABLES = {  # of heads that decay, or none; of features of keys that do; of features of values
+    "recurrence": (FORWARD, FORWARD_BY_FEATURE, FORWARD_BY_VALUE),
+    "recurrence_jvp": (TANGENT, TANGENT_BY_FEATURE, TANGENT_BY_VALUE),
+    "recurrence_bwd": (BACKWARD, BACKWARD_BY_FEATURE, BACKWARD_BY_VALUE),
 }
 
 
@@ -46,8 +50,10 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
-    table, widest = TABLES[operation][operands.gk is not None], 256 if operation == "recurrence" else 128
+    kind = 2 if operands.gv is not None else operands.gk is not None
+    table, widest = TABLES[operation][kind], 256 if operation == "recurrence" else 128
     plain = operands.q.dtype == np.dtype("bfloat16") and padded(operands.q.shape[3]) <= widest
+    plain = operands.q.dtype.itemsize == 2 if kind == 2 else plain
     limit = shared_memory_limit(target)
     fitting = [values for values in table if shared_memory(operands, values[0]) <= limit] if plain else []
     if not fitting:
@@ -65,7 +71,7 @@ def shared_memory(operands: Operands, chunk: int) -> int:
     """Bytes that the largest kernel keeps there: tiles of q, k, v and do, a state, and two squares of pairs."""
     d, e = padded(operands.q.shape[3]), min(padded(operands.v.shape[3]), WIDEST)
     elements = 2 * chunk * (d + e) + d * e + 2 * chunk**2
-    return elements * (2 if operands.q.dtype == np.dtype("bfloat16") else 4)
+    return elements * (2 if operands.q.dtype == np.dtype("bfloat16") and operands.gv is None else 4)
 
 
 def _config(block_q, block_k, block_d, num_warps, num_stages, algorithm) -> KernelConfig:

@@ -4,6 +4,8 @@ A walk keeps the state in registers and reads everything once, but has no more p
 of columns. The other way writes the state that each chunk begins with and computes the chunks side by side.
 
     o_i = scale (exp(G_i) q_iᵀ h + Σ_{j≤i} exp(G_i − G_j) q_i·k_j v_j),    h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ
+
+Where values decay, o_i and v_j have factors exp(G_i) and exp(−G_j) of theirs, too, for each feature.
 """
 
 import jax
@@ -15,7 +17,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
-from . import segments, step, tiles
+from . import outputs, segments, step, tiles
 from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import block_of, chunk_states
 
@@ -32,7 +34,7 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
     q, k, v, g, gk = (segments.cut(a, parts) for a in x[:5])
     x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, parts))
     p = problem_of(x, spec, config.block_q)
-    gates = (x.g, x.gk, x.g_gamma)
+    gates = (x.g, x.gk, x.gv, x.g_gamma)
     start, final = segments.starts(
         k, v, gates, x.initial_state, parts, p, config, backward=False, precise=spec.return_state
     )
@@ -45,12 +47,10 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
     o_type = jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype)
     block = min(config.block_k, p.V_PAD)
     blocks = triton.cdiv(p.V, block)
-    given = (x.q, x.k, x.v, x.g, x.gk, x.g_gamma)
     if config.algorithm == "walk":
         o, final = _launch.launch(
             walk_kernel,
-            *given,
-            x.initial_state,
+            *x[:8],
             *places[:3],
             out_type=(o_type, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)),
             grid=p.B * p.sequences * p.H * blocks,
@@ -61,13 +61,10 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
             PRECISE=spec.return_state,
         )
     else:
-        states, final = chunk_states(
-            *given[1:], x.initial_state, places, p, config, backward=False, precise=spec.return_state
-        )
+        states, final = chunk_states(*x[1:8], places, p, config, backward=False, precise=spec.return_state)
         o = _launch.launch(
             outputs_kernel,
-            *given,
-            states,
+            *(*x[:7], states),
             *places[:4],
             out_type=o_type,
             grid=p.B * p.chunks * p.H * blocks,
@@ -82,10 +79,11 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
 
 @triton.jit
 def walk_kernel(
-    q, k, v, g, gk, g_gamma, initial, first, length, chunk,
+    q, k, v, g, gk, gv, g_gamma, initial, first, length, chunk,
     o, final,
     p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
+    p_v: tl.constexpr = p.of_values
     pid = tl.program_id(0)
     column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
     n, batch = pid // (BLOCKS * p.H) % p.sequences, pid // (BLOCKS * p.H * p.sequences)
@@ -103,9 +101,13 @@ def walk_kernel(
         v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
         products = tiles.pair_products(q_tile, k_tile, gate, G, T, p)
-        entering = tiles.from_state(q_tile, state.to(p.dtype), G, p)
-        o_tile = tiles.chunk_outputs(products, entering, v_tile, gate, G, p)
+        entering = outputs.from_state(q_tile, state.to(p.dtype), G, p)
+        o_tile = outputs.chunk_outputs(products, entering, v_tile, gate, G, gv, batch, at, left, head, column, p)
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+        if gv is not None:
+            gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
+            v_tile = tiles.times(v_tile, gates_v[2], p_v)
+            state *= tl.exp(gates_v[3])[None, :]
         state = tiles.add_tokens(tiles.decayed(state, T, p), k_tile, v_tile, U, 1.0, p, PRECISE)
     address, exists = tiles.state_pointers(final, number, 0, p.D_PAD, column, BLOCK, p)
     tl.store(address, state, mask=exists)
@@ -113,7 +115,7 @@ def walk_kernel(
 
 @triton.jit
 def outputs_kernel(
-    q, k, v, g, gk, g_gamma, states, first, length, chunk, owner,
+    q, k, v, g, gk, gv, g_gamma, states, first, length, chunk, owner,
     o,
     p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -122,15 +124,9 @@ def outputs_kernel(
     number, batch = pid // (BLOCKS * p.H) % p.chunks, pid // (BLOCKS * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     kv_head, of_chunk = head // p.group, (batch * p.chunks + number) * p.H + head
-    products, entering = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, BLOCK], 0.0, tl.float32)
-    row_blocks: tl.constexpr = p.D_PAD // ROWS
-    for row in tl.static_range(0, row_blocks * ROWS, ROWS):
-        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
-        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
-        gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-        products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
-        address, exists = tiles.state_pointers(states, of_chunk, row, ROWS, column, BLOCK, p)
-        entering += tiles.from_state(q_tile, tl.load(address, mask=exists, other=0.0), G, p)
+    products, entering, gate, G = outputs.over_features(
+        q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, column, p, ROWS, BLOCK, False
+    )
     v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
-    o_tile = tiles.chunk_outputs(products, entering, v_tile, gate, G, p)
+    o_tile = outputs.chunk_outputs(products, entering, v_tile, gate, G, gv, batch, at, left, head, column, p)
     tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

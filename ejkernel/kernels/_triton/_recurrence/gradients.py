@@ -14,6 +14,10 @@ A decay at row t is a factor of what passes from rows before t (or the state) to
 Where heads decay, or features fast, and in float32, these sums are made as they stand: no terms cancel, so that each is
 as exact as its terms. Where features decay slowly the first is Σ_{i≥t} (q_i·[first part of dq_i] − k_i·[first part of
 dk_i]): pairs that do not pass t cancel to the last bits of float32, both parts being made of the same rounded factors.
+
+Where the features of values decay, do_i and v_j have their exp(G_i) and exp(−G_j), or towards dh' exp(T − G_j), and dh'
+has exp(T). All is then the same with (q, k, gk) and (do, v, gv) in each other's place and states transposed, which
+gives dv and dgv; a decay of heads is one of all features.
 """
 
 from dataclasses import replace
@@ -26,8 +30,9 @@ import triton.language as tl
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
+from ejkernel.xla_utils.sums import exact_sum
 
-from . import segments, tiles
+from . import outputs, segments, tiles
 from .configs import WIDE
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import block_of, chunk_states
@@ -56,7 +61,7 @@ def recurrence_bwd(
         q, k, v, g, gk, do = (segments.cut(a, parts) for a in (*x[:5], do))
         x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, parts))
     p = problem_of(x, spec, config.block_q, wide=wide)
-    places, gates = places_of(x, p), (x.g, x.gk, x.g_gamma)
+    places, gates = places_of(x, p), (x.g, x.gk, x.gv, x.g_gamma)
     dstart, precise = None, "initial_state" in wrt
     if parts > 1:
         start, _ = segments.starts(x.k, x.v, gates, start, parts, p, config, backward=False, precise=False)
@@ -65,11 +70,11 @@ def recurrence_bwd(
     dstates, last = chunk_states(
         x.q, do, *gates, dend, places, p, config, backward=True, precise=precise and parts == 1
     )
-    found = _gradients(x, do, states, dstates, places, {"g", "gk", "g_gamma"}.intersection(wrt), p, config)
+    found = _gradients(x, do, states, dstates, places, {"g", "gk", "gv", "g_gamma"}.intersection(wrt), p, config)
     found = {name: segments.joined(a, parts) for name, a in found.items()}
-    summed = lambda dg, like: dg.sum((0, 1) if like.shape[0] == 1 else 1).reshape(like.shape)
+    summed = lambda dg, like: exact_sum(dg, (0, 1) if like.shape[0] == 1 else (1,)).reshape(like.shape)
     gradients = {
-        **{name: lambda name=name: found["d" + name] for name in ("q", "k", "v", "g", "gk")},
+        **{name: lambda name=name: found["d" + name] for name in ("q", "k", "v", "g", "gk", "gv")},
         "g_gamma": lambda: summed(found["dg"], primals.g_gamma),
         "initial_state": lambda: last if dstart is None else dstart,
     }
@@ -79,41 +84,48 @@ def recurrence_bwd(
 def _gradients(
     x: Operands, do, states, dstates, places: Places, of_gates: set[str], p: Problem, config: KernelConfig
 ) -> dict[str, jax.Array]:
-    """dq, dk, dv; of gates, dgk where features decay and dg where heads do or where it is asked for."""
-    like = lambda heads, a: jax.ShapeDtypeStruct(
-        (p.B, p.S, heads, a.shape[3]), a.dtype if p.group == 1 else jnp.float32
-    )
-    of_head = jax.ShapeDtypeStruct((p.B, p.S, p.H), jnp.float32)
-    types = {"dg": of_head, "dk": like(p.H, x.k), "dq": x.q, "dv": like(p.H, x.v)}
-    if x.gk is not None:
-        types["dgk"] = x.gk if of_gates == {"gk"} else jax.ShapeDtypeStruct(x.gk.shape, jnp.float32)
-
-    gates, columns = (x.g, x.gk, x.g_gamma), min(config.block_k, p.V_PAD)
-    if p.by_feature:  # the decays of all features at once would not fit into registers
-        rows, asked = min(config.block_d, p.D_PAD), ("dq", "dk", *(("dgk",) if of_gates else ()))
+    """dq, dk, dv; of gates, dgk and dgv where features decay and dg where heads do or where it is asked for."""
+    array = jax.ShapeDtypeStruct
+    like = lambda heads, a: array((p.B, p.S, heads, a.shape[3]), a.dtype if p.group == 1 else jnp.float32)
+    alone = lambda name: getattr(x, name).dtype if of_gates <= {"gk", "gv"} else jnp.float32
+    of_feature = lambda name: {"dgk": array(getattr(x, name).shape, alone(name))} if of_gates else {}
+    types = {"dk": like(p.H, x.k), "dq": array(x.q.shape, x.q.dtype)}
+    run = lambda given, types, rows, p: _run(given, types, rows, places, p, config)
+    given, rows = (x.q, x.k, x.v, do, *x[3:7], states, dstates), min(config.block_d, p.D_PAD)
+    if x.gv is not None:  # the same with values and keys in each other's place
+        found = run(given, types | (of_feature("gk") if p.by_feature else {}), rows, p)
+        given = (do, x.v, x.k, x.q, x.g, x.gv, x.gk, x.g_gamma, states, dstates)
+        types = {"dk": like(p.H, x.v), **of_feature("gv")}
+        of_values = run(given, types, min(config.block_d, p.V_PAD), p.of_values)
+        found |= {{"dk": "dv", "dgk": "dgv"}[name]: a for name, a in of_values.items()}
+    elif p.by_feature:  # the decays of all features at once would not fit into registers
+        found = run(given, types | of_feature("gk"), rows, p)
+        found["dv"] = _of_values(x, do, dstates, like(p.H, x.v), places, p, config)
     else:
-        rows, asked = p.D_PAD, ("dq", "dk", "dv", *(("dg",) if of_gates else ()))
-    found = _launch.launch(
-        gradients_kernel,
-        *(x.q, x.k, x.v, do, *gates, states, dstates),
-        *places[:4],
-        out_type={n: jax.ShapeDtypeStruct(types[n].shape, types[n].dtype) for n in asked},
-        grid=p.B * p.chunks * p.H * triton.cdiv(p.D, rows),
-        config=config,
-        p=p,
-        ROWS=rows,
-        COLUMNS=columns,
-        **{n: None for n in ("dg", "dgk", "dk", "dq", "dv") if n not in asked},
-    )
-    if p.by_feature:
-        found["dv"] = _of_values(x, do, dstates, types["dv"], places, p, config)
+        types |= {"dv": like(p.H, x.v), **({"dg": array((p.B, p.S, p.H), jnp.float32)} if of_gates else {})}
+        found = run(given, types, p.D_PAD, p)
     found = {name: zero_elsewhere(a, places) for name, a in found.items()}
-    if p.by_feature and of_gates - {"gk"}:
-        found["dg"] = found["dgk"].sum(-1)
+    if "dg" not in found and of_gates - {"gk", "gv"}:
+        found["dg"] = found["dgk" if p.by_feature else "dgv"].sum(-1)
     if p.group > 1:
         of_groups = lambda a: a.reshape(p.B, p.S, p.G, p.group, -1).sum(3)
         found |= {"dk": of_groups(found["dk"]), "dv": of_groups(found["dv"])}
     return found
+
+
+def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, config: KernelConfig) -> dict:
+    """What `types` asks for of the kernel that computes gradients, by blocks of so many features."""
+    return _launch.launch(
+        gradients_kernel,
+        *(*given, *places[:4]),
+        out_type=dict(sorted(types.items())),
+        grid=p.B * p.chunks * p.H * triton.cdiv(p.D, rows),
+        config=config,
+        p=p,
+        ROWS=rows,
+        COLUMNS=min(config.block_k, p.V_PAD),
+        **{name: None for name in ("dg", "dgk", "dk", "dq", "dv") if name not in types},
+    )
 
 
 def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: KernelConfig) -> jax.Array:
@@ -140,20 +152,14 @@ def values_kernel(
 ):  # fmt: skip
     """dv where features decay, a block of them at a time."""
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
-    row_blocks: tl.constexpr = p.D_PAD // ROWS
     pid = tl.program_id(0)
     column, head = pid % blocks * COLUMNS, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     kv_head, of_state = head // p.group, (batch * p.chunks + number) * p.H + head
-    products, dv_tile = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
-    for row in tl.static_range(0, row_blocks * ROWS, ROWS):
-        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
-        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
-        gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-        products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
-        address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, column, COLUMNS, p)
-        dv_tile += value_gradients(k_tile, tl.load(address, mask=exists, other=0.0), U, p)
+    products, dv_tile, _, _ = outputs.over_features(
+        q, k, g, gk, g_gamma, dstates, batch, at, left, head, kv_head, of_state, column, p, ROWS, COLUMNS, True
+    )
     weights = (tl.where(tiles.seen(p), products, 0.0) * p.scale).to(p.dtype)
     do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
     dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
@@ -162,11 +168,12 @@ def values_kernel(
 
 @triton.jit
 def gradients_kernel(
-    q, k, v, do, g, gk, g_gamma, states, dstates, first, length, chunk, owner,
+    q, k, v, do, g, gk, gv, g_gamma, states, dstates, first, length, chunk, owner,
     dg, dgk, dk, dq, dv,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A block of features of dq, dk and the gates; of dv where heads decay, the block then being of all features."""
+    p_v: tl.constexpr = p.of_values
     blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
     pid = tl.program_id(0)
     row, head = pid % blocks * ROWS, pid // blocks % p.H
@@ -189,19 +196,27 @@ def gradients_kernel(
         address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, column, COLUMNS, p)
         dstate = tl.load(address, mask=exists, other=0.0)
         if dv is not None:
-            dv_tile = value_gradients(k_tile, dstate, U, p)
+            dv_tile = outputs.from_behind(k_tile, dstate, U, p)
             dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
             tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
-        dweights = tl.dot(do_tile, tl.trans(v_tile), dweights, input_precision=p.precision)
+        if gv is None:
+            dweights = tl.dot(do_tile, tl.trans(v_tile), dweights, input_precision=p.precision)
+        else:
+            gate_v, G_v, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, COLUMNS, p_v)
+            dweights += tiles.pair_products(do_tile, v_tile, gate_v, G_v, T_v, p_v)
+            do_tile, v_tile = tiles.times(do_tile, G_v, p_v), tiles.times(v_tile, U_v, p_v)
         entering = tl.dot(do_tile, tl.trans(state), entering, input_precision=p.precision)
         passing = tl.dot(v_tile, tl.trans(dstate), passing, input_precision=p.precision)
+        if gv is not None:
+            dstate *= tl.exp(T_v)[None, :]
         through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
 
     near = tiles.is_near(G, tiles.middle(T), p) if p.by_feature and not p.exact else False
     entering, passing = tiles.times(entering, G, p) * p.scale, tiles.times(passing, U, p)
-    W = dweights * p.scale
+    W = (dweights if gv is None else tl.where(tiles.seen(p), dweights, 0.0)) * p.scale
     dq_tile, dk_tile, pairs = pair_gradients(q_tile, k_tile, W, gate, G, T, entering, passing, near, p)
-    tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
+    if dq is not None:
+        tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
     tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
     entering *= q_tile.to(tl.float32)
     passing *= k_tile.to(tl.float32)
@@ -215,15 +230,6 @@ def gradients_kernel(
         rows = tl.arange(0, p.C)
         of_row = (tl.cast(batch, tl.int64) * p.S + at) * p.H + head + rows * (p.step * p.H)
         tl.store(dg + of_row, dgate, mask=rows < left)
-
-
-@triton.jit
-def value_gradients(k, dstate, U, p: tl.constexpr):
-    """exp(T − G_j) dh'ᵀ k_j, the part of dv that comes from behind the chunk."""
-    if p.by_feature:
-        return tiles.product(tiles.times(k, U, p).to(p.dtype), dstate, p)
-    else:
-        return tiles.times(tiles.product(k, dstate, p), U, p)
 
 
 @triton.jit

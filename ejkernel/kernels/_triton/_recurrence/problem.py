@@ -1,6 +1,6 @@
 """What a kernel of the linear recurrence knows when it is compiled, and in which order it goes through the tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ class Problem:
         exact: the inputs are float32: no sum of decays may be the difference of longer ones.
         sums_by_product: running sums of decays in bfloat16 are products with ones. Triton 3.6 fails to compile that for
             Blackwell.
+        turned: states lie in memory as [V, D].
     """
 
     B: int
@@ -47,6 +48,7 @@ class Problem:
     precision: str
     exact: bool
     sums_by_product: bool
+    turned: bool = False
 
     @property
     def group(self) -> int:
@@ -76,6 +78,11 @@ class Problem:
         return 2 if self.by_feature and self.dtype == triton.language.bfloat16 else 1
 
     @property
+    def of_values(self) -> "Problem":
+        """The same with the features of values in the place of those of keys, where decays of them are given."""
+        return replace(self, D=self.V, V=self.D, by_head=False, by_feature=True, turned=not self.turned)
+
+    @property
     def D_PAD(self) -> int:
         return padded(self.D)
 
@@ -87,11 +94,11 @@ class Problem:
 def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = False) -> Problem:
     """The problem that a call poses.
 
-    Products of float16, and all that are to be `wide`, are computed in three of TF32, on AMD in float32: the range of
-    float16 is too small for decays.
+    Products of float16, all where values decay, and all that are to be `wide`, are computed in three of TF32, on AMD in
+    float32: the range of float16 is too small for decays, and bfloat16 too coarse for both factors of a product.
     """
     B, S, H, D = x.q.shape
-    half = x.q.dtype == jnp.bfloat16 and not wide
+    half = x.q.dtype == jnp.bfloat16 and x.gv is None and not wide
     return Problem(
         *(B, S, H, x.k.shape[2], D, x.v.shape[3]),
         N=None if x.spans is None else x.spans.shape[1],

@@ -20,9 +20,9 @@ SHORTEST = 1024
 
 
 def number_of(x: Operands) -> int:
-    """Into how many segments each sequence is cut: a power of two."""
+    """Into how many segments each sequence is cut: a power of two, 1 where values decay."""
     b, s, h, _ = x.q.shape
-    if x.spans is not None:
+    if x.spans is not None or x.gv is not None:
         return 1
     wanted = min(PROGRAMS // (b * h * max(1, x.v.shape[3] // 64)), s // SHORTEST)
     return math.gcd(2 ** int(math.log2(max(1, wanted))), s)
@@ -55,7 +55,7 @@ def starts(x, y, gates, start, parts: int, p: Problem, config, *, backward: bool
 
 def _total(gates, p: Problem):
     """The log decays of all tokens of a segment together: [b,1,h,d], or of size 1 where all features decay alike."""
-    g, gk, g_gamma = gates
+    g, gk, _, g_gamma = gates
     total = jnp.zeros((p.B, 1, p.H, 1), jnp.float32)
     if g is not None:
         total += g.sum(1, keepdims=True, dtype=jnp.float32)[..., None]

@@ -1,6 +1,8 @@
 """The state that each chunk begins with; and, backwards in time, the cotangent of the state that each chunk ends with.
 
 h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ,    dh = exp(T) dh' + Σ_i exp(G_i) scale q_i do_iᵀ
+
+Where values decay, columns of the state do so, too, and v_j and do_i are given the same factors as k_j and q_i.
 """
 
 import jax
@@ -20,7 +22,7 @@ ROWS = 64
 
 
 def chunk_states(
-    x, y, g, gk, g_gamma, start, places: Places, p: Problem, config: KernelConfig,
+    x, y, g, gk, gv, g_gamma, start, places: Places, p: Problem, config: KernelConfig,
     *, backward: bool, keep: bool = True, precise: bool = False,
 ):  # fmt: skip
     """Those of all chunks [b,chunks,h,d,v] in the dtype of products, and what is left at the end [b,n,h,d,v] float32.
@@ -33,7 +35,7 @@ def chunk_states(
     end = jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)
     found = _launch.launch(
         states_kernel,
-        *(x, y, g, gk, g_gamma, start),
+        *(x, y, g, gk, gv, g_gamma, start),
         *places[:3],
         out_type=(jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), dtype), end) if keep else (end,),
         grid=p.B * p.sequences * p.H * triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns),
@@ -57,11 +59,12 @@ def block_of(p: Problem, config: KernelConfig) -> tuple[int, int]:
 
 @triton.jit
 def states_kernel(
-    x, y, g, gk, g_gamma, start, first, length, chunk,
+    x, y, g, gk, gv, g_gamma, start, first, length, chunk,
     states, end,
     p: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISE: tl.constexpr,
 ):  # fmt: skip
+    p_v: tl.constexpr = p.of_values
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
     pid = tl.program_id(0)
@@ -87,6 +90,10 @@ def states_kernel(
         y_tile = tiles.load_tile(y, batch, at, left, xy_head, HEADS, column, p.V, COLUMNS, p)
         _, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         exponent, factor = (G, p.scale) if BACKWARD else (U, 1.0)
+        if gv is not None:
+            _, G_v, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, COLUMNS, p_v)
+            y_tile = tiles.times(y_tile, G_v if BACKWARD else U_v, p_v)
+            state *= tl.exp(T_v)[None, :]
         state = tiles.add_tokens(tiles.decayed(state, T, p), x_tile, y_tile, exponent, factor, p, PRECISE)
     address, exists = tiles.state_pointers(end, number, row, ROWS, column, COLUMNS, p)
     tl.store(address, state, mask=exists)

@@ -1,6 +1,6 @@
 """A few tokens at a time, as in decoding: each program keeps a block of columns of the state and goes through them.
 
-h_t = diag(exp(gk_t)) · h_{t−1} · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
+h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
 """
 
 import jax
@@ -26,7 +26,7 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
     block = min(config.block_k, p.V_PAD)
     o, final = _launch.launch(
         step_kernel,
-        *(x.q, x.k, x.v, x.g, x.gk, x.g_gamma, x.initial_state),
+        *(x.q, x.k, x.v, x.g, x.gk, x.gv, x.g_gamma, x.initial_state),
         out_type=(
             jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype),
             jax.ShapeDtypeStruct((p.B, 1, p.H, p.D, p.V), jnp.float32),
@@ -41,7 +41,7 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
 
 @triton.jit
 def step_kernel(
-    q, k, v, g, gk, g_gamma, initial,
+    q, k, v, g, gk, gv, g_gamma, initial,
     o, final,
     p: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +64,8 @@ def step_kernel(
             state *= tl.exp(tl.load(g + row).to(tl.float32))
         if gk is not None:
             state *= tl.exp(tl.load(gk + row * p.D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]
+        if gv is not None:
+            state *= tl.exp(tl.load(gv + row * p.V + e, mask=in_e, other=0.0).to(tl.float32))[None, :]
         k_row = tl.load(k + kv_row * p.D + d, mask=in_d, other=0.0).to(tl.float32)
         v_row = tl.load(v + kv_row * p.V + e, mask=in_e, other=0.0).to(tl.float32)
         state += k_row[:, None] * v_row[None, :]

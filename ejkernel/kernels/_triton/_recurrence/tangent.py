@@ -6,6 +6,9 @@ With h the state that a chunk begins with, ẋ the tangent of x, E_ij = exp(G_i 
     ȯ_i = scale (exp(G_i) ((q̇_i + Ġ_i q_i)ᵀ h + q_iᵀ ḣ) + Σ_j (Ṡ_ij v_j + S_ij v̇_j))
     Ṡ_ij = (q̇_i + Ġ_i q_i)ᵀ E_ij k_j + q_iᵀ E_ij (k̇_j − Ġ_j k_j)
     ḣ' = exp(T) (ḣ + Ṫ h) + Σ_j exp(T − G_j) (k̇_j v_jᵀ + k_j v̇_jᵀ + (Ṫ − Ġ_j) k_j v_jᵀ)
+
+Where the features of values decay, all sums have their exponentials, too, v̇_j − Ġ_j v_j is in the place of v̇_j, and ȯ_i
+has Ġ_i o_i besides, Ġ being of values.
 """
 
 import jax
@@ -17,7 +20,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
-from . import tiles
+from . import outputs, tiles
 from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
 from .states import WARPS
 
@@ -33,8 +36,7 @@ def recurrence_jvp(
     kept = jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32)
     states, states_dot, final_dot = _launch.launch(
         states_kernel,
-        *(x.k, x.v, x.g, x.gk, x.g_gamma, x.initial_state),
-        *(dot.k, dot.v, dot.g, dot.gk, dot.g_gamma, dot.initial_state),
+        *(*x[1:8], *dot[1:8]),
         *places[:3],
         out_type=(kept, kept, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)),
         grid=p.B * p.sequences * p.H * triton.cdiv(p.D, rows) * triton.cdiv(p.V, columns),
@@ -45,8 +47,7 @@ def recurrence_jvp(
     )
     o_dot = _launch.launch(
         outputs_kernel,
-        *(x.q, x.k, x.v, x.g, x.gk, x.g_gamma),
-        *(dot.q, dot.k, dot.v, dot.g, dot.gk, dot.g_gamma),
+        *(*x[:7], *dot[:7]),
         *(states, states_dot, *places[:4]),
         out_type=jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype),
         grid=p.B * p.chunks * p.H * triton.cdiv(p.V, block),
@@ -59,12 +60,13 @@ def recurrence_jvp(
 
 @triton.jit
 def states_kernel(
-    k, v, g, gk, g_gamma, start, k_dot, v_dot, g_dot, gk_dot, g_gamma_dot, start_dot, first, length, chunk,
+    k, v, g, gk, gv, g_gamma, start, k_dot, v_dot, g_dot, gk_dot, gv_dot, g_gamma_dot, start_dot, first, length, chunk,
     states, states_dot, end_dot,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     row_blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
+    p_v: tl.constexpr = p.of_values
     moving: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
     pid = tl.program_id(0)
     column, row = pid % blocks * COLUMNS, pid // blocks % row_blocks * ROWS
@@ -94,7 +96,14 @@ def states_kernel(
         if moving:
             _, _, U_dot, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p)
             dot += state * (T_dot[:, None] if p.by_feature else T_dot)
+        if gv_dot is not None:
+            _, _, U_v_dot, T_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, COLUMNS, p_v)
+            dot += state * T_v_dot[None, :]
         dot = tiles.decayed(dot, T, p)
+        if gv is not None:
+            _, _, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, COLUMNS, p_v)
+            dot, state = dot * tl.exp(T_v)[None, :], state * tl.exp(T_v)[None, :]
+            v_tile = tiles.times(v_tile, U_v, p_v)
         # The decay's part is one of k or of v, whichever of both is not a product's exact factor.
         if k_dot is not None or (moving and p.by_feature):
             k_change = tl.full([p.C, ROWS], 0.0, tl.float32)
@@ -103,12 +112,16 @@ def states_kernel(
             if moving and p.by_feature:
                 k_change += U_dot * k_tile.to(tl.float32)
             dot = tiles.add_tokens(dot, k_change, v_tile, U, 1.0, p, True)
-        if v_dot is not None or (moving and not p.by_feature):
+        if v_dot is not None or gv_dot is not None or (moving and not p.by_feature):
             v_change = tl.full([p.C, COLUMNS], 0.0, tl.float32)
             if v_dot is not None:
                 v_change += tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(
                     tl.float32
                 )
+                if gv is not None:
+                    v_change = tiles.times(v_change, U_v, p_v)
+            if gv_dot is not None:
+                v_change += U_v_dot * v_tile
             if moving and not p.by_feature:
                 v_change += U_dot[:, None] * v_tile.to(tl.float32)
             dot = tiles.add_tokens(dot, k_tile, v_change, U, 1.0, p, True)
@@ -119,12 +132,13 @@ def states_kernel(
 
 @triton.jit
 def outputs_kernel(
-    q, k, v, g, gk, g_gamma, q_dot, k_dot, v_dot, g_dot, gk_dot, g_gamma_dot, states, states_dot,
+    q, k, v, g, gk, gv, g_gamma, q_dot, k_dot, v_dot, g_dot, gk_dot, gv_dot, g_gamma_dot, states, states_dot,
     first, length, chunk, owner,
     o_dot,
     p: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (p.V + BLOCK - 1) // BLOCK
+    p_v: tl.constexpr = p.of_values
     moving: tl.constexpr = g_dot is not None or gk_dot is not None or g_gamma_dot is not None
     pid = tl.program_id(0)
     column, head = pid % blocks * BLOCK, pid // blocks % p.H
@@ -163,12 +177,23 @@ def outputs_kernel(
         o_tile = tiles.times(o_tile, G, p)
 
     v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+    gates_v, gates_v_dot = None, None
+    if gv is not None:
+        gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
+        o_tile = tiles.times(o_tile, gates_v[1], p_v)
+    if gv_dot is not None:
+        gates_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, BLOCK, p_v)
+        entering = tiles.product(tiles.times(q_tile, G, p).to(p.dtype), state, p)
+        o_tile += gates_v_dot[1] * tiles.times(entering, gates_v[1], p_v)
     weights = pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)
-    o_tile = tiles.add_product(o_tile, weights, v_tile, p, p.weight_parts)
-    if v_dot is not None:
-        v_tile = tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+    o_tile = outputs.add_values(o_tile, weights, v_tile, gates_v, p)
+    if v_dot is not None or gv_dot is not None:
         weights = tiles.pair_weights(q_tile, k_tile, gate, G, T, p)
-        o_tile = tiles.add_product(o_tile, weights, v_tile, p, p.weight_parts)
+    if v_dot is not None:
+        v_change = tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+        o_tile = outputs.add_values(o_tile, weights, v_change, gates_v, p)
+    if gv_dot is not None:
+        o_tile += value_tangents(weights, v_tile, gates_v, gates_v_dot, p_v)
     tiles.store_tile(o_dot, o_tile * p.scale, batch, at, left, head, p.H, column, p.V, BLOCK, p)
 
 
@@ -197,6 +222,26 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
         else:
             pairs = tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
         return pairs
+
+
+@triton.jit
+def value_tangents(weights, v, gates, gates_dot, p: tl.constexpr):
+    """Σ_j S_ij exp(G_i − G_j) (Ġ_i − Ġ_j) v_j, all of the features of values."""
+    gate, G, _, T = gates
+    gate_dot, G_dot, _, T_dot = gates_dot
+    m = tiles.middle(T)
+    near = tiles.is_near(G, m, p) if not p.exact else False
+    if near:  # from the middle of a chunk, as above
+        since, near_v = G_dot - tiles.middle(T_dot)[None, :], tiles.times(v, m[None, :] - G, p)
+        found = since * tiles.product(weights, near_v, p) - tiles.product(weights, since * near_v, p)
+        found = tiles.times(found, G - m[None, :], p)
+    else:
+        rows, found = tl.arange(0, p.C), tl.full(v.shape, 0.0, tl.float32)
+        for j in range(p.C):
+            row_v, decay = tiles.row_and_decays(j, v, gate, G, p)
+            moved = tl.cumsum(tl.where((rows > j)[:, None], gate_dot, 0.0), 0)
+            found += tl.sum(tl.where(rows[None, :] == j, weights, 0.0), 1)[:, None] * decay * moved * row_v[None, :]
+    return found
 
 
 @triton.jit

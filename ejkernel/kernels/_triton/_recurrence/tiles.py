@@ -63,7 +63,11 @@ def store_tile(ptr, tile, batch, token, length, head, HEADS: tl.constexpr, colum
 def state_pointers(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
     """Of a block of state `number` in an array [·,D,V], and which of them exist."""
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-    address = ptr + tl.cast(number, tl.int64) * (p.D * p.V) + rows[:, None] * p.V + columns[None, :]
+    address = ptr + tl.cast(number, tl.int64) * (p.D * p.V)
+    if p.turned:
+        address += rows[:, None] + columns[None, :] * p.D
+    else:
+        address += rows[:, None] * p.V + columns[None, :]
     return address, (rows < p.D)[:, None] & (columns < p.V)[None, :]
 
 
@@ -269,20 +273,3 @@ def row_and_decays(j, k, gate, G, p: tl.constexpr):
     else:
         between = G - tl.sum(tl.where((rows == j)[:, None], G, 0.0), 0)[None, :]
     return tl.sum(tl.where((rows == j)[:, None], k, 0.0), 0), tl.where((rows >= j)[:, None], tl.exp(between), 0.0)
-
-
-@triton.jit
-def from_state(q, state, G, p: tl.constexpr):
-    """exp(G_i) scale q_iᵀ h over a block of features, but for exp(G_i) where heads decay; float32 [C, ·]."""
-    if p.by_feature:
-        return product((times(q, G, p) * p.scale).to(p.dtype), state, p)
-    else:
-        return product(q, state, p) * p.scale
-
-
-@triton.jit
-def chunk_outputs(products, entering, v, gate, G, p: tl.constexpr):
-    """o_i = scale (exp(G_i) q_iᵀ h + Σ_j S_ij v_j) from sums over all features of `pair_products` and `from_state`."""
-    weights = decayed_pairs(products, gate, G, p) * p.scale
-    entering = entering if p.by_feature else times(entering, G, p)
-    return add_product(entering, weights, v, p, p.weight_parts)

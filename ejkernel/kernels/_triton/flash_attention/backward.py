@@ -25,7 +25,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import logits, tiles
+from . import frames, logits, tiles
 from .bias_gradient import bias_gradient
 from .problem import Problem, keys_as_segments, problem_of, seen_lse, sum_to_shape
 from .rows import exact_rows
@@ -123,61 +123,39 @@ def dk_dv_kernel(
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, kv_head, batch = tiles.place(BLOCKS, problem.G)
-    first, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
-        block, batch, cu_q, cu_k, problem, BLOCK_K, OF_KEYS=True
-    )
+    block, first, frame = frames.keys_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_K)
+    bounds = frames.queries_of_keys(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
-    k = tiles.at(k, batch, k_start, problem.K, kv_head, problem.G, problem.D)
-    v = tiles.at(v, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-    k_tile = tiles.load_tile(k, first, 0, k_len, problem.G, problem.D, BLOCK_K, True)
-    v_tile = tiles.load_tile(v, first, 0, k_len, problem.G, problem.V, BLOCK_K, True)
+    j = first + tl.arange(0, BLOCK_K)[:, None]
+    k_tile = tiles.load_keys(k, first, frame, problem, problem.D, BLOCK_K, True)
+    v_tile = tiles.load_keys(v, first, frame, problem, problem.V, BLOCK_K, True)
     dk_tile = tiles.zeros(BLOCK_K, problem.D, problem)
     dv_tile = tiles.zeros(BLOCK_K, problem.V, problem)
-
-    j = first + tl.arange(0, BLOCK_K)[:, None]
-    low, high = tiles.band((batch, 0, sequence, q_start, q_len, k_start, k_len), problem)
-    bounds = tiles.schedule(
-        first, -high, -low, q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
-    )
-    begin, end, first_full, last_full = tiles.within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_Q)
-    if begin < end:  # see tiles.py on loops
-        steps = (end - begin + BLOCK_Q - 1) // BLOCK_Q
+    if bounds.begin < bounds.end:  # see tiles.py on loops
+        steps = (bounds.end - bounds.begin + BLOCK_Q - 1) // BLOCK_Q
         for step in tl.range(0, steps * problem.group):  # the heads that share these keys, one after the other
             if problem.group == 1:
-                head, start = kv_head, begin + step * BLOCK_Q
+                head, start = frame.head, bounds.begin + step * BLOCK_Q
             else:
-                head, start = kv_head * problem.group + step // steps, begin + step % steps * BLOCK_Q
-            frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
-            scale = logits.total_scale(softmax_scale, frame, problem)
-            q_head = tiles.of_queries(q, frame, problem, problem.D)
-            do_head = tiles.of_queries(do, frame, problem, problem.V)
-            lse_head = tiles.of_rows(lse, frame, problem)
-            delta_head = tiles.of_rows(delta, frame, problem)
+                head, start = frame.head + step // steps, bounds.begin + step % steps * BLOCK_Q
+            here = frames.of_head(frame, head)
+            scale = logits.total_scale(softmax_scale, here, problem)
             i = start + tl.arange(0, BLOCK_Q)[None, :]
-            q_tile = tiles.load_tile(q_head, start, 0, q_len, problem.H, problem.D, BLOCK_Q, CHECKED)
-            do_tile = tiles.load_tile(do_head, start, 0, q_len, problem.H, problem.V, BLOCK_Q, CHECKED)
-            lse_row = tiles.load_rows(lse_head, start, q_len, BLOCK_Q, CHECKED, float("inf"))[None, :]
-            delta_row = tiles.load_rows(delta_head, start, q_len, BLOCK_Q, CHECKED, 0.0)[None, :]
-            correction_row = None
-            if correction is not None:
-                correction_head = tiles.of_rows(correction, frame, problem)
-                correction_row = tiles.load_rows(correction_head, start, q_len, BLOCK_Q, CHECKED, 1.0)[None, :]
-            bias_tile, mask_tile = None, None
-            if bias is not None:
-                bias_tile = logits.biases(bias, i, j, frame, problem)
-            if mask is not None:
-                mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            q_tile = tiles.load_queries(q, start, here, problem, problem.D, BLOCK_Q, CHECKED)
+            do_tile = tiles.load_queries(do, start, here, problem, problem.V, BLOCK_Q, CHECKED)
+            lse_row = tiles.load_rows(lse, start, i, here, problem, CHECKED, float("inf"))
+            delta_row = tiles.load_rows(delta, start, i, here, problem, CHECKED, 0.0)
+            correction_row = tiles.load_rows(correction, start, i, here, problem, CHECKED, 1.0)
+            bias_tile = logits.biases(bias, i, j, here, problem)
+            mask_tile = logits.unmasked(mask, i, j, here, problem)
             product = tiles.over_features(k_tile, q_tile, None)
             dp = tiles.over_features(v_tile, do_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
-                product, dp, lse_row, correction_row, delta_row, scale, bias_tile, dropout, i, j, frame, problem
+                product, dp, lse_row, correction_row, delta_row, scale, bias_tile, dropout, i, j, here, problem
             )
-            if mask is not None:
-                p, left, ds = logits.where_seen(mask_tile, p, left, ds)
-            if start < first_full or start > last_full:
-                ok = logits.visible(i, j, segments, frame, problem)
-                p, left, ds = logits.where_seen(ok, p, left, ds)
+            p, left, ds = logits.where_seen(
+                (p, left, ds), 0.0, mask_tile, start, bounds, i, j, segments, here, problem, True
+            )
             if softmax_scale is not None:
                 ds *= scale
             if dv is not None:
@@ -185,14 +163,10 @@ def dk_dv_kernel(
             if dk is not None:
                 dk_tile = tiles.over_tokens(ds, q_tile, dk_tile)
 
-    if dk is not None:
-        if softmax_scale is None:
-            dk_tile = tiles.scaled(dk_tile, problem.scale)
-        dk = tiles.at(dk, batch, k_start, problem.K, kv_head, problem.G, problem.D)
-        tiles.store_tile(dk, dk_tile, first, k_len, problem.G, problem.D, BLOCK_K)
-    if dv is not None:
-        dv = tiles.at(dv, batch, k_start, problem.K, kv_head, problem.G, problem.V)
-        tiles.store_tile(dv, dv_tile, first, k_len, problem.G, problem.V, BLOCK_K)
+    if dk is not None and softmax_scale is None:
+        dk_tile = tiles.scaled(dk_tile, problem.scale)
+    tiles.store_keys(dk, dk_tile, first, frame, problem, problem.D, BLOCK_K)
+    tiles.store_keys(dv, dv_tile, first, frame, problem, problem.V, BLOCK_K)
 
 
 @triton.jit
@@ -203,52 +177,34 @@ def dq_kernel(
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    bounds = frames.keys_of_queries(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
-    _, _, _, _, q_len, _, _ = frame
-    q = tiles.of_queries(q, frame, problem, problem.D)
-    k = tiles.of_keys(k, frame, problem, problem.D)
-    v = tiles.of_keys(v, frame, problem, problem.V)
-    do = tiles.of_queries(do, frame, problem, problem.V)
-    lse = tiles.of_rows(lse, frame, problem)
-    delta = tiles.of_rows(delta, frame, problem)
-
     scale = logits.total_scale(softmax_scale, frame, problem)
-    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
-        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
-    )
-    i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
-    do_tile = tiles.load_tile(do, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
-    delta_rows = tiles.load_rows(delta, first, q_len, BLOCK_Q, True, 0.0)
-    correction_rows = None
-    if correction is not None:
-        correction = tiles.of_rows(correction, frame, problem)
-        correction_rows = tiles.load_rows(correction, first, q_len, BLOCK_Q, True, 1.0)[:, None]
+    rows = first + tl.arange(0, BLOCK_Q)
+    i = rows[:, None]
+    q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
+    do_tile = tiles.load_queries(do, first, frame, problem, problem.V, BLOCK_Q, True)
+    lse_rows = tiles.load_rows(lse, first, i, frame, problem, True, float("inf"))
+    delta_rows = tiles.load_rows(delta, first, i, frame, problem, True, 0.0)
+    correction_rows = tiles.load_rows(correction, first, i, frame, problem, True, 1.0)
     dq_tile = tiles.zeros(BLOCK_Q, problem.D, problem)
-    dscale_rows = tl.zeros_like(delta_rows)
-    if begin < end:  # see tiles.py on loops
-        for start in tl.range(begin, end, BLOCK_K):
+    dscale_rows = tl.zeros([BLOCK_Q], tl.float32)
+    if bounds.begin < bounds.end:  # see tiles.py on loops
+        for start in tl.range(bounds.begin, bounds.end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
-            v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
-            bias_tile, mask_tile = None, None
-            if bias is not None:
-                bias_tile = logits.biases(bias, i, j, frame, problem)
-            if mask is not None:
-                mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            k_tile = tiles.load_keys(k, start, frame, problem, problem.D, BLOCK_K, CHECKED)
+            v_tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
+            bias_tile = logits.biases(bias, i, j, frame, problem)
+            mask_tile = logits.unmasked(mask, i, j, frame, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
-                product, dp, lse_rows[:, None], correction_rows, delta_rows[:, None], scale, bias_tile, dropout, i, j,
-                frame, problem,
-            )  # fmt: skip
-            if mask is not None:
-                p, left, ds = logits.where_seen(mask_tile, p, left, ds)
-            if start < first_full or start > last_full:
-                ok = logits.visible(i, j, segments, frame, problem)
-                p, left, ds = logits.where_seen(ok, p, left, ds)
+                product, dp, lse_rows, correction_rows, delta_rows, scale, bias_tile, dropout, i, j, frame, problem
+            )
+            p, left, ds = logits.where_seen(
+                (p, left, ds), 0.0, mask_tile, start, bounds, i, j, segments, frame, problem, True
+            )
             if dscale is not None:
                 # What is not seen may be NaN.
                 dscale_rows += tl.sum(tl.where(ds == 0.0, 0.0, ds * product), 1)
@@ -256,9 +212,6 @@ def dq_kernel(
                 dq_tile = tiles.over_tokens(ds, k_tile, dq_tile)
 
     if dscale is not None:
-        rows = first + tl.arange(0, BLOCK_Q)
-        dscale = tiles.of_rows(dscale, frame, problem)
-        tl.store(dscale + rows, dscale_rows * problem.scale, mask=rows < q_len)
+        tiles.store_rows(dscale, dscale_rows * problem.scale, rows, frame, problem)
     if dq is not None:
-        dq = tiles.of_queries(dq, frame, problem, problem.D)
-        tiles.store_tile(dq, tiles.scaled(dq_tile, scale), first, q_len, problem.H, problem.D, BLOCK_Q)
+        tiles.store_queries(dq, tiles.scaled(dq_tile, scale), first, frame, problem, problem.D, BLOCK_Q)

@@ -11,7 +11,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
-from . import logits, tiles
+from . import frames, logits, tiles
 from .problem import Problem
 
 
@@ -59,34 +59,26 @@ def dbias_kernel(
 
     PROGRAMS and LOOPS are along (batches, heads, blocks of rows, blocks of columns); of each pair one is 1.
     """
-    tile, bias_head, bias_batch = tiles.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
+    tile, bias_head, bias_batch = frames.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
     row_block, column_block = tile // PROGRAMS[3], tile % PROGRAMS[3]
-    _, sequence, q_start, q_len, k_start, k_len = tiles.sequence_of(
+    _, sequence, q_start, q_len, k_start, k_len = frames.sequence_of(
         row_block, bias_batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
-    low, high = tiles.band((bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len), problem)
-    segments = (q_segment_ids, kv_segment_ids)
+    of_tile = frames.Frame(bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
+    low, high = frames.band(of_tile, problem)
     total = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
     for shared in range(LOOPS[0] * LOOPS[1]):
         batch, head = bias_batch + shared // LOOPS[1], bias_head + shared % LOOPS[1]
-        kv_head = head // problem.group
-        frame = (batch, head, sequence, q_start, q_len, k_start, k_len)
+        frame = frames.Frame(batch, head, sequence, q_start, q_len, k_start, k_len)
         scale = logits.total_scale(softmax_scale, frame, problem)
         for row in range(LOOPS[2]):
             i0 = (row_block + row) * BLOCK_Q
             i = i0 + tl.arange(0, BLOCK_Q)[:, None]
-            q_head = tiles.at(q, batch, 0, problem.S, head, problem.H, problem.D)
-            do_head = tiles.at(do, batch, 0, problem.S, head, problem.H, problem.V)
-            lse_head = tiles.at(lse, batch, head, problem.H, 0, problem.S, 1)
-            delta_head = tiles.at(delta, batch, head, problem.H, 0, problem.S, 1)
-            q_tile = tiles.load_tile(q_head, i0, 0, problem.S, problem.H, problem.D, BLOCK_Q, True)
-            do_tile = tiles.load_tile(do_head, i0, 0, problem.S, problem.H, problem.V, BLOCK_Q, True)
-            lse_rows = tiles.load_rows(lse_head, i0, problem.S, BLOCK_Q, True, float("inf"))[:, None]
-            delta_rows = tiles.load_rows(delta_head, i0, problem.S, BLOCK_Q, True, 0.0)[:, None]
-            correction_rows = None
-            if correction is not None:
-                correction_head = tiles.at(correction, batch, head, problem.H, 0, problem.S, 1)
-                correction_rows = tiles.load_rows(correction_head, i0, problem.S, BLOCK_Q, True, 1.0)[:, None]
+            q_tile = tiles.load_queries(q, i0, frame, problem, problem.D, BLOCK_Q, True)
+            do_tile = tiles.load_queries(do, i0, frame, problem, problem.V, BLOCK_Q, True)
+            lse_rows = tiles.load_rows(lse, i0, i, frame, problem, True, float("inf"))
+            delta_rows = tiles.load_rows(delta, i0, i, frame, problem, True, 0.0)
+            correction_rows = tiles.load_rows(correction, i0, i, frame, problem, True, 1.0)
             for column in range(LOOPS[3]):
                 j0 = (column_block + column) * BLOCK_K
                 seen = (problem.right is None or j0 <= i0 + BLOCK_Q - 1 + high) and (
@@ -94,14 +86,12 @@ def dbias_kernel(
                 )
                 if seen:
                     j = j0 + tl.arange(0, BLOCK_K)[None, :]
-                    ok = logits.visible(i, j, segments, frame, problem)
+                    ok = logits.visible(i, j, (q_segment_ids, kv_segment_ids), frame, problem)
                     if mask is not None:
                         ok &= logits.unmasked(mask, i, j, frame, problem)
                     if tl.max(ok.to(tl.int32)) > 0:
-                        k_head = tiles.at(k, batch, 0, problem.K, kv_head, problem.G, problem.D)
-                        v_head = tiles.at(v, batch, 0, problem.K, kv_head, problem.G, problem.V)
-                        k_tile = tiles.load_tile(k_head, j0, 0, problem.K, problem.G, problem.D, BLOCK_K, True)
-                        v_tile = tiles.load_tile(v_head, j0, 0, problem.K, problem.G, problem.V, BLOCK_K, True)
+                        k_tile = tiles.load_keys(k, j0, frame, problem, problem.D, BLOCK_K, True)
+                        v_tile = tiles.load_keys(v, j0, frame, problem, problem.V, BLOCK_K, True)
                         product = tiles.over_features(q_tile, k_tile, None)
                         dp = tiles.over_features(do_tile, v_tile, None)
                         _p, _left, ds = logits.weights_and_logit_cotangents(
@@ -117,6 +107,5 @@ def dbias_kernel(
         total = tl.sum(total, 0, keep_dims=True)
     if strides.t == 0:
         total = tl.sum(total, 1, keep_dims=True)
-    frame = (bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
-    address, inside = logits.pairs_at(dbias, i, j, frame, strides)
+    address, inside = logits.pairs_at(dbias, i, j, of_tile, strides)
     tl.store(address, total, mask=inside)

@@ -7,7 +7,7 @@ a list those count that fit into the shared memory of the target, or else the la
 
 import numpy as np
 
-from ejkernel.kernels._triton._launch import shared_memory_limit
+from ejkernel.kernels._triton._launch import SHARED_MEMORY, shared_memory_limit
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -34,7 +34,7 @@ PLAIN = {
         96: ((128, 64, 8, 2), (64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
         128: ((128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 2)),
         192: ((128, 32, 8, 2), (128, 16, 8, 2), (16, 16, 8, 1)),
-        256: ((128, 16, 8, 2), (16, 32, 8, 1)),
+        256: ((128, 32, 8, 2), (128, 16, 8, 3), (16, 32, 8, 1)),
     },
 }
 # Where a query sees few keys, many small programs fill the device better.
@@ -60,17 +60,32 @@ FURTHER = {
         64: ((128, 32, 8, 2), (64, 32, 4, 2)),
         128: ((128, 32, 8, 2), (64, 32, 8, 2)),
         192: ((128, 32, 8, 2), (128, 16, 8, 2)),
-        256: ((128, 16, 8, 2),),
+        256: ((128, 16, 8, 3), (128, 16, 8, 2)),
     },
 }
 # Two of those at once.
 CROWDED = {
-    "flash_attention": {64: ((128, 64, 8, 2), (64, 64, 4, 2)), 128: ((64, 64, 8, 2),), 256: ((64, 32, 8, 2),)},
-    "flash_attention_bwd": {64: ((32, 128, 8, 2), (32, 64, 4, 2)), 128: ((32, 64, 8, 2),), 256: ((16, 64, 8, 1),)},
-    "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((64, 16, 8, 1),), 256: ((32, 16, 8, 1),)},
+    "flash_attention": {64: ((128, 64, 8, 2), (64, 64, 4, 2)), 128: ((64, 32, 8, 2),), 256: ((64, 32, 8, 2),)},
+    "flash_attention_bwd": {64: ((32, 64, 8, 2), (16, 64, 4, 2)), 128: ((32, 64, 8, 2),), 256: ((16, 64, 8, 1),)},
+    "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((32, 16, 8, 1),), 256: ((16, 32, 8, 1),)},
 }
 # Packed sequences of that many features take a few registers more.
 PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 32, 8, 1),)}}
+# So do segments, windows, a bias of keys, and tokens that do not fill the last tile.
+EDGED = {"flash_attention_jvp": {256: ((128, 16, 8, 3), (16, 16, 8, 1))}}
+BIASED = {
+    "flash_attention": {
+        64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 2)),
+        128: ((128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 4, 2)),
+    }
+}
+UNEVEN = {
+    "flash_attention_bwd": {
+        64: ((32, 64, 4, 3), (64, 64, 8, 3), (64, 64, 4, 2)),
+        96: ((64, 128, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+        192: ((16, 128, 8, 2), (32, 64, 8, 3), (16, 64, 8, 2)),
+    }
+}
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
     "flash_attention": {
@@ -98,7 +113,12 @@ FLOAT32 = {
         192: ((16, 16, 4, 1),),
         256: ((16, 16, 8, 1),),
     },
-    "flash_attention_jvp": {64: ((32, 32, 8, 3), (32, 32, 8, 1)), 128: ((32, 32, 8, 1),), 256: ((16, 16, 8, 1),)},
+    "flash_attention_jvp": {
+        64: ((32, 32, 8, 2), (32, 32, 8, 1)),
+        128: ((32, 32, 8, 1),),
+        192: ((16, 16, 4, 1),),
+        256: ((16, 16, 8, 1),),
+    },
 }
 
 
@@ -132,14 +152,26 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
+    special = _special(table, segmented, operands, spec)
     width = min(width for width in table[operation] if width >= features)
+    configs = special.get(operation, {}).get(width, table[operation][width])
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
-        return _first(SHORT_FORWARD, table[operation][width])
+        return _first(SHORT_FORWARD, configs)
     if table is PLAIN and operation == "flash_attention_bwd" and reach(operands, spec) <= FEW and width == 64:
-        return _first(FEW_BACKWARD, table[operation][width])
+        return _first(FEW_BACKWARD, configs)
+    return configs
+
+
+def _special(table: dict, segmented: bool, operands: Operands, spec: FlashAttentionSpec) -> dict:
+    """The lists of some operations and widths that stand in for those of the table."""
     if table is FURTHER and operands.cu_seqlens_q is not None:
-        return PACKED.get(operation, {}).get(width, table[operation][width])
-    return table[operation][width]
+        return PACKED
+    if table is not PLAIN:
+        return {}
+    biased = operands.bias is not None
+    uneven = operands.q.shape[1] % 64 or operands.k.shape[1] % 64
+    edged = segmented or spec.window[0] is not None or biased or uneven
+    return (EDGED if edged else {}) | (BIASED if biased else {}) | (UNEVEN if uneven else {})
 
 
 def _first(config: tuple, configs: tuple) -> tuple:
@@ -159,8 +191,25 @@ def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
     return length if left is None or right is None else min(length, left + right + 1)
 
 
-def shared_memory(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
-    """Bytes of the tiles that a program keeps in shared memory."""
+def shared_memory(operation: str, operands: Operands, *sizes: int) -> int:
+    """Bytes of the tiles that a program of (block_q, block_k, num_warps, num_stages) keeps in shared memory."""
+    size = _staged(operation, operands, *sizes)
+    if operation == "flash_attention_jvp" and values_wait(operands, *sizes):
+        _, block_k, _, stages = sizes
+        size -= 2 * (stages - 1) * block_k * tiled(operands.v.shape[3]) * np.dtype(operands.q.dtype).itemsize
+    return size
+
+
+def values_wait(operands: Operands, *sizes: int) -> bool:
+    """Whether the pass of the tangent leaves tiles of v and v_dot in registers until their turn comes.
+
+    It does where shared memory has no room for as many of them as of k and k_dot: it then holds one of each.
+    """
+    return _staged("flash_attention_jvp", operands, *sizes) > SHARED_MEMORY[90]
+
+
+def _staged(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
+    """Bytes of the tiles where all that stream by are there num_stages times."""
     D, V = tiled(operands.q.shape[3]), tiled(operands.v.shape[3])
     tiles, moved = stages * block_q * block_k, 1
     if operation == "flash_attention":

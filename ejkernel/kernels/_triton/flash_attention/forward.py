@@ -14,7 +14,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import logits, tiles
+from . import frames, logits, tiles
 from .problem import keys_as_segments, problem_of
 from .unseen import zero_unseen_keys
 
@@ -54,41 +54,27 @@ def forward_kernel(
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    bounds = frames.keys_of_queries(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
-    _, _, sequence, _, q_len, _, _ = frame
-    q = tiles.of_queries(q, frame, problem, problem.D)
-    k = tiles.of_keys(k, frame, problem, problem.D)
-    v = tiles.of_keys(v, frame, problem, problem.V)
-    o = tiles.of_queries(o, frame, problem, problem.V)
-    lse = tiles.of_rows(lse, frame, problem)
-
     scale = logits.total_scale(softmax_scale, frame, problem)
     m, l = logits.first_statistics(sinks, frame, problem, BLOCK_Q)
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
-
-    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
-        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
-    )
-    i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
-    if begin < end:  # see tiles.py on loops
-        for start in tl.range(begin, end, BLOCK_K):
+    rows = first + tl.arange(0, BLOCK_Q)
+    i = rows[:, None]
+    q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
+    if bounds.begin < bounds.end:  # see tiles.py on loops
+        for start in tl.range(bounds.begin, bounds.end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
-            bias_tile, mask_tile = None, None
-            if bias is not None:
-                bias_tile = logits.biases(bias, i, j, frame, problem)
-            if mask is not None:
-                mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            k_tile = tiles.load_keys(k, start, frame, problem, problem.D, BLOCK_K, CHECKED)
+            bias_tile = logits.biases(bias, i, j, frame, problem)
+            mask_tile = logits.unmasked(mask, i, j, frame, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
-            v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
-            if mask is not None:
-                s = tl.where(mask_tile, s, float("-inf"))
-            if EDGES and (start < first_full or start > last_full):
-                ok = logits.visible(i, j, segments, frame, problem)
-                s = tl.where(ok, s, float("-inf"))
+            v_tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
+            (s,) = logits.where_seen(
+                (s,), float("-inf"), mask_tile, start, bounds, i, j, segments, frame, problem, EDGES
+            )
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
             rescale = logits.exponential(m - m_safe, 0.0, problem)
@@ -101,10 +87,9 @@ def forward_kernel(
             m = m_new
 
     if problem.N is not None:
-        l = tl.where(sequence < problem.N, l, 0.0)
-    rows = first + tl.arange(0, BLOCK_Q)
+        l = tl.where(frame.sequence < problem.N, l, 0.0)
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)
-    tl.store(lse + rows, tl.where(empty, float("-inf"), m * problem.unit + tl.log(total)), mask=rows < q_len)
+    tiles.store_rows(lse, tl.where(empty, float("-inf"), m * problem.unit + tl.log(total)), rows, frame, problem)
     acc = tiles.scaled(acc, (problem.keep_scale / total)[:, None])
-    tiles.store_tile(o, acc, first, q_len, problem.H, problem.V, BLOCK_Q)
+    tiles.store_queries(o, acc, first, frame, problem, problem.V, BLOCK_Q)

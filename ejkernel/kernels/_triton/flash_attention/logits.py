@@ -1,7 +1,7 @@
 """What the kernels of flash_attention compute of a tile: logits, who sees whom, weights, and their derivatives.
 
 Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is held transposed: what is
-computed from them follows their shapes. On frames see tiles.py.
+computed from them follows their shapes. On frames see frames.py.
 
 The weights exp(s − lse) of a row would sum to 1, were lse not rounded: an lse of 200 in float32 is off by up to 8e-6,
 and with it every weight of the row. In 16 bits that is nothing. In float32 the row is divided by the sum itself; what
@@ -11,7 +11,8 @@ it is multiplied by is its correction (see rows.py).
 import triton
 import triton.language as tl
 
-from .tiles import at, band
+from .frames import at, band
+from .tiles import joined
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911e-08)  # log₂e less its rounding to float32
@@ -23,33 +24,38 @@ def pairs_at(ptr, i, j, frame, strides: tl.constexpr):
     """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides,
     and whether they exist. What is the same for all queries or keys is found once, along an axis of size 1.
     """
-    batch, head, _, q_start, q_len, k_start, k_len = frame
-    address = ptr + tl.cast(batch, tl.int64) * strides.b + tl.cast(head, tl.int64) * strides.h
+    address = ptr + tl.cast(frame.batch, tl.int64) * strides.b + tl.cast(frame.head, tl.int64) * strides.h
     address += tl.full([1, 1], 0, tl.int32)
     inside = tl.full([1, 1], True, tl.int1)
     if strides.s != 0:
-        address += tl.cast(i + q_start, tl.int64) * strides.s
-        inside &= i < q_len
+        address += tl.cast(i + frame.q_start, tl.int64) * strides.s
+        inside &= i < frame.q_len
     if strides.t != 0:
-        address += (j + k_start) * strides.t
-        inside &= j < k_len
+        address += (j + frame.k_start) * strides.t
+        inside &= j < frame.k_len
     return address, inside
 
 
 @triton.jit
 def biases(bias, i, j, frame, problem: tl.constexpr):
-    """The biases of a tile."""
-    strides: tl.constexpr = problem.bias_strides
-    address, inside = pairs_at(bias, i, j, frame, strides)
-    return tl.load(address, mask=inside, other=0.0)
+    """The biases of a tile; None where there are none."""
+    if bias is None:
+        return
+    else:
+        strides: tl.constexpr = problem.bias_strides
+        address, inside = pairs_at(bias, i, j, frame, strides)
+        return tl.load(address, mask=inside, other=0.0)
 
 
 @triton.jit
 def unmasked(mask, i, j, frame, problem: tl.constexpr):
-    """Which pairs of a tile the mask does not hide."""
-    strides: tl.constexpr = problem.mask_strides
-    address, inside = pairs_at(mask, i, j, frame, strides)
-    return tl.load(address, mask=inside, other=0) != 0
+    """Which pairs of a tile the mask does not hide; None where there is no mask."""
+    if mask is None:
+        return
+    else:
+        strides: tl.constexpr = problem.mask_strides
+        address, inside = pairs_at(mask, i, j, frame, strides)
+        return tl.load(address, mask=inside, other=0) != 0
 
 
 @triton.jit
@@ -59,7 +65,7 @@ def total_scale(softmax_scale, frame, problem: tl.constexpr):
         return problem.scale
     else:
         strides: tl.constexpr = problem.scale_strides
-        return problem.scale * tl.load(softmax_scale + frame[0] * strides.b + frame[1] * strides.h)
+        return problem.scale * tl.load(softmax_scale + frame.batch * strides.b + frame.head * strides.h)
 
 
 @triton.jit
@@ -110,7 +116,7 @@ def first_statistics(sinks, frame, problem: tl.constexpr, ROWS: tl.constexpr):
     else:
         strides: tl.constexpr = problem.sinks_strides
         n = tl.arange(0, problem.SINKS_PAD)
-        sinks += frame[0] * strides.b + frame[1] * strides.h
+        sinks += frame.batch * strides.b + frame.head * strides.h
         sink = tl.load(sinks + n, mask=n < problem.sinks, other=float("-inf"))
         m = tl.max(sink, 0)
         l = tl.sum(tl.exp2((sink - tl.where(m == float("-inf"), 0.0, m)) * LOG2E), 0)
@@ -121,36 +127,61 @@ def first_statistics(sinks, frame, problem: tl.constexpr, ROWS: tl.constexpr):
 def visible(i, j, segments, frame, problem: tl.constexpr):
     """Whether query i sees key j, by the lengths, the band and the segment ids."""
     q_segment_ids, kv_segment_ids = segments
-    batch, _, _, q_start, q_len, k_start, k_len = frame
     low, high = band(frame, problem)
-    ok = (i < q_len) & (j < k_len)
+    ok = (i < frame.q_len) & (j < frame.k_len)
     if problem.left is not None:
         ok &= j >= i + low
     if problem.right is not None:
         ok &= j <= i + high
     if q_segment_ids is not None:
-        q_segment_ids = at(q_segment_ids, batch, q_start, problem.S, 0, 1, 1)
-        kv_segment_ids = at(kv_segment_ids, batch, k_start, problem.K, 0, 1, 1)
-        q_segment = tl.load(q_segment_ids + i, mask=i < q_len, other=-1)
-        kv_segment = tl.load(kv_segment_ids + j, mask=j < k_len, other=-1)
+        q_segment_ids = at(q_segment_ids, frame.batch, frame.q_start, problem.S, 0, 1, 1)
+        kv_segment_ids = at(kv_segment_ids, frame.batch, frame.k_start, problem.K, 0, 1, 1)
+        q_segment = tl.load(q_segment_ids + i, mask=i < frame.q_len, other=-1)
+        kv_segment = tl.load(kv_segment_ids + j, mask=j < frame.k_len, other=-1)
         ok &= (q_segment == kv_segment) & (q_segment >= 0)
     return ok
 
 
 @triton.jit
-def where_seen(ok, x, y, z):
-    """Three tiles with zeros where a query does not see a key."""
-    return tl.where(ok, x, 0.0), tl.where(ok, y, 0.0), tl.where(ok, z, 0.0)
+def where_seen(values, other, unmasked, start, bounds, i, j, segments, frame, problem: tl.constexpr,
+               EDGES: tl.constexpr):  # fmt: skip
+    """The values of a tile where queries see keys, and `other` where the mask or anything else hides them.
+
+    The lengths, the band and the segments are asked in those tiles alone that may not be seen whole.
+    """
+    if unmasked is not None:
+        values = where(unmasked, values, other)
+    if EDGES and (start < bounds.first_full or start > bounds.last_full):
+        values = where(visible(i, j, segments, frame, problem), values, other)
+    return values
+
+
+@triton.jit
+def where(ok, values, other):
+    """tl.where of each of the values."""
+    result = ()
+    for n in tl.static_range(len(values)):
+        result = joined(result, tl.where(ok, values[n], other))
+    return result
 
 
 @triton.jit
 def kept(dropout, i, j, frame, problem: tl.constexpr):
     """Whether dropout keeps weight (i, j): word 0 of Philox-4x32-10 at counter (j, i, batch, head) is large enough."""
-    dropout += (frame[0] * problem.H + frame[1]) * 4
+    dropout += (frame.batch * problem.H + frame.head) * 4
     key_0, key_1 = tl.load(dropout), tl.load(dropout + 1)
-    batch, head = tl.load(dropout + 2) + tl.cast(frame[2], tl.uint32), tl.load(dropout + 3)
+    batch, head = tl.load(dropout + 2) + tl.cast(frame.sequence, tl.uint32), tl.load(dropout + 3)
     word, _, _, _ = tl.random.philox_impl(j.to(tl.uint32), i.to(tl.uint32), batch, head, key_0, key_1)
     return word >= tl.full([], problem.keep_from, tl.uint32)
+
+
+@triton.jit
+def keep_factor(dropout, i, j, frame, problem: tl.constexpr):
+    """What dropout multiplies the weights of a tile by."""
+    if dropout is None:
+        return 1.0
+    else:
+        return tl.where(kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
 
 
 @triton.jit
@@ -174,11 +205,8 @@ def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, frame,
     p = exponential(s, lse, problem)
     if correction is not None:
         p *= correction
-    left = p
-    if dropout is not None:
-        keep = tl.where(kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
-        left, dp = p * keep, dp * keep
-    return p, left, p * (dp - delta)
+    keep = keep_factor(dropout, i, j, frame, problem)
+    return p, p * keep, p * (dp * keep - delta)
 
 
 @triton.jit
@@ -202,15 +230,26 @@ def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, frame, problem
 
 
 @triton.jit
+def weights_and_logit_tangents(product, s_dot, lse, scale, scale_dot, bias, bias_dot, frame, problem: tl.constexpr,
+                               LOGITS_MOVE: tl.constexpr):  # fmt: skip
+    """p and s_dot of a tile before masks, from q·kᵀ, its tangent, and the rows' logsumexp."""
+    s = capped(product, scale, bias, problem)
+    if LOGITS_MOVE:
+        s_dot = logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, frame, problem)
+    return exponential(s, lse, problem), s_dot
+
+
+@triton.jit
 def sinks_weights(sinks, sinks_dot, lse, frame, problem: tl.constexpr):
     """Of every row Σ_n exp(sink_n − lse) and Σ_n exp(sink_n − lse)·sink_dot_n."""
-    total, moved = tl.zeros_like(lse), tl.zeros_like(lse)
+    total = tl.zeros([lse.shape[0]], tl.float32)
+    moved = total
     if sinks is not None:
         strides: tl.constexpr = problem.sinks_strides
         n = tl.arange(0, problem.SINKS_PAD)
-        start = frame[0] * strides.b + frame[1] * strides.h
+        start = frame.batch * strides.b + frame.head * strides.h
         sink = tl.load(sinks + start + n, mask=n < problem.sinks, other=float("-inf"))
-        weights = tl.exp2((sink[None, :] - lse[:, None]) * LOG2E)
+        weights = tl.exp2((sink[None, :] - lse) * LOG2E)
         total = tl.sum(weights, 1)
         if sinks_dot is not None:
             sink_dot = tl.load(sinks_dot + start + n, mask=n < problem.sinks, other=0.0)

@@ -6,14 +6,18 @@ With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p�
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
 
-s_dot is taken relative to a number c of its row, its mean over the first keys, lest what should cancel leaves its
-rounding, and that of o, where one key has all the weight:  o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot.
+s_dot is taken relative to a number c of its row, its mean over the first keys that have weight, lest what should cancel
+leaves its rounding, and that of o, where one key has all the weight:
+
+    o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot
 
 In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum 1 + excess, known when the pass
 ends, x / (1 + excess) being x − x·share with share = excess / (1 + excess). Sums carry what their rounding loses.
 
 In 16 bits p̃ ∘ (s_dot − c) is rounded for its product with v, and o is taken off by the sum of what was rounded.
 """
+
+from typing import NamedTuple
 
 import jax
 import triton
@@ -24,7 +28,8 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import logits, tiles
+from . import frames, logits, tiles
+from .configs import values_wait
 from .problem import keys_as_segments, problem_of, seen_lse
 from .unseen import zero_unseen_keys
 
@@ -60,6 +65,7 @@ def flash_attention_jvp(
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
         LOGITS_MOVE=any(x is not None for x in moving),
+        VALUES_WAIT=values_wait(primals, config.block_q, config.block_k, config.num_warps, config.num_stages),
     )
     return Outputs(o_dot, lse_dot)
 
@@ -72,99 +78,133 @@ def tangent_kernel(
     o, lse,
     o_dot, lse_dot,
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, LOGITS_MOVE: tl.constexpr,
+    BLOCK_K: tl.constexpr, LOGITS_MOVE: tl.constexpr, VALUES_WAIT: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = tiles.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    segments = (q_segment_ids, kv_segment_ids)
-    _, _, _, _, q_len, _, _ = frame
-    q = tiles.of_queries(q, frame, problem, problem.D)
-    k = tiles.of_keys(k, frame, problem, problem.D)
-    v = tiles.of_keys(v, frame, problem, problem.V)
-    o = tiles.of_queries(o, frame, problem, problem.V)
-    o_dot = tiles.of_queries(o_dot, frame, problem, problem.V)
-    lse = tiles.of_rows(lse, frame, problem)
-    lse_dot = tiles.of_rows(lse_dot, frame, problem)
-    if k_dot is not None:
-        k_dot = tiles.of_keys(k_dot, frame, problem, problem.D)
-    if v_dot is not None:
-        v_dot = tiles.of_keys(v_dot, frame, problem, problem.V)
-
-    i = first + tl.arange(0, BLOCK_Q)[:, None]
-    q_tile = tiles.load_tile(q, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
-    q_dot_tile = None
-    if q_dot is not None:
-        q_dot = tiles.of_queries(q_dot, frame, problem, problem.D)
-        q_dot_tile = tiles.load_tile(q_dot, first, 0, q_len, problem.H, problem.D, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, first, q_len, BLOCK_Q, True, float("inf"))
+    block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    bounds = frames.keys_of_queries(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     scale = logits.total_scale(softmax_scale, frame, problem)
-    begin, end, first_full, last_full, seen_begin, seen_end = tiles.keys_of_queries(
-        block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K
-    )
-    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows, frame, problem)
-    reference, rounded_moved = tl.zeros_like(moved), moved
-    excess, excess_lost = logits.compensated(tl.full([BLOCK_Q], -1.0, tl.float32), 0.0, sinks_total)
-    moved_lost = tl.zeros_like(moved)
-    acc = tiles.zeros(BLOCK_Q, problem.V, problem)
-    if begin < end:  # see tiles.py on loops
-        for start in tl.range(begin, end, BLOCK_K):
-            j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_tile(k, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
-            v_tile = tiles.load_tile(v, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
-            bias_tile, bias_dot_tile, mask_tile = None, None, None
-            if bias is not None:
-                bias_tile = logits.biases(bias, i, j, frame, problem)
-            if bias_dot is not None:
-                bias_dot_tile = logits.biases(bias_dot, i, j, frame, problem)
-            if mask is not None:
-                mask_tile = logits.unmasked(mask, i, j, frame, problem)
-            k_dot_tile = None
-            if k_dot is not None:
-                k_dot_tile = tiles.load_tile(k_dot, start, seen_begin, seen_end, problem.G, problem.D, BLOCK_K, CHECKED)
-            if v_dot is not None:
-                v_dot_tile = tiles.load_tile(v_dot, start, seen_begin, seen_end, problem.G, problem.V, BLOCK_K, CHECKED)
-            product, s_dot = tiles.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
-            s = logits.capped(product, scale, bias_tile, problem)
-            if LOGITS_MOVE:
-                s_dot = logits.logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot_tile, frame, problem)
-            p = logits.exponential(s, lse_rows[:, None], problem)
-            if mask is not None:
-                p, s_dot = tl.where(mask_tile, p, 0.0), tl.where(mask_tile, s_dot, 0.0)
-            if EDGES and (start < first_full or start > last_full):
-                ok = logits.visible(i, j, segments, frame, problem)
-                p, s_dot = tl.where(ok, p, 0.0), tl.where(ok, s_dot, 0.0)
-            if LOGITS_MOVE:
-                if start == begin:
-                    reference = tl.sum(p * s_dot, 1) * logits.correction_of(tl.sum(p, 1))
-                s_dot -= reference[:, None]
-            kept_p = p
-            if dropout is not None:
-                kept_p = p * tl.where(logits.kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
-            if problem.exact:
-                excess, excess_lost = logits.compensated(excess, excess_lost, tl.sum(p, 1))
-            if LOGITS_MOVE:
-                if problem.exact:
-                    moved, moved_lost = logits.compensated(moved, moved_lost, tl.sum(p * s_dot, 1))
-                else:
-                    moved += tl.sum(p * s_dot, 1)
-                shares = (kept_p * s_dot).to(o.dtype.element_ty)
-                if dropout is None:
-                    rounded_moved += tl.sum(shares.to(tl.float32), 1)
-                else:
-                    off = (shares.to(tl.float32) - kept_p * s_dot) * (1 / problem.keep_scale)
-                    rounded_moved += tl.sum(p * s_dot + off, 1)
-                acc = tiles.over_tokens(shares, v_tile, acc)
-            if v_dot is not None:
-                acc = tiles.over_tokens(kept_p, v_dot_tile, acc)
-
-    o_tile = tiles.load_tile(o, first, 0, q_len, problem.H, problem.V, BLOCK_Q, True)
-    moved -= sinks_total * reference
-    rounded_moved -= sinks_total * reference
-    if problem.exact:
-        share = excess / tl.where(excess == -1.0, 1.0, 1 + excess)
-        moved_lost += moved * share
-        rounded_moved = moved - moved_lost
-        acc = tiles.scaled(acc, 1 - share[:, None])
-    acc = tiles.less(acc, rounded_moved[:, None], o_tile)
     rows = first + tl.arange(0, BLOCK_Q)
-    tl.store(lse_dot + rows, reference + moved - moved_lost, mask=rows < q_len)
-    tiles.store_tile(o_dot, acc, first, q_len, problem.H, problem.V, BLOCK_Q)
+    i = rows[:, None]
+    q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
+    q_dot_tile = tiles.load_queries(q_dot, first, frame, problem, problem.D, BLOCK_Q, True)
+    lse_rows = tiles.load_rows(lse, first, rows, frame, problem, True, float("inf"))
+    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], frame, problem)
+    sums, reference, unsettled = first_sums(lse_rows, sinks_total, moved), tl.zeros_like(moved), True
+    acc = tiles.zeros(BLOCK_Q, problem.V, problem)
+    if bounds.begin < bounds.end:  # see tiles.py on loops
+        if VALUES_WAIT:
+            coming = values(v, v_dot, bounds.begin, frame, problem, BLOCK_K, CHECKED)
+        for start in tl.range(bounds.begin, bounds.end, BLOCK_K):
+            j = start + tl.arange(0, BLOCK_K)[None, :]
+            k_tile = tiles.load_keys(k, start, frame, problem, problem.D, BLOCK_K, CHECKED)
+            if VALUES_WAIT:
+                v_tile, v_dot_tile = coming
+            else:
+                v_tile, v_dot_tile = values(v, v_dot, start, frame, problem, BLOCK_K, CHECKED)
+            bias_tile = logits.biases(bias, i, j, frame, problem)
+            bias_dot_tile = logits.biases(bias_dot, i, j, frame, problem)
+            mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            k_dot_tile = tiles.load_keys(k_dot, start, frame, problem, problem.D, BLOCK_K, CHECKED)
+            product, s_dot = tiles.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
+            weights = logits.weights_and_logit_tangents(
+                product, s_dot, lse_rows[:, None], scale, scale_dot, bias_tile, bias_dot_tile, frame, problem,
+                LOGITS_MOVE,
+            )  # fmt: skip
+            p, s_dot = logits.where_seen(
+                weights, 0.0, mask_tile, start, bounds, i, j, (q_segment_ids, kv_segment_ids), frame, problem, EDGES
+            )
+            if LOGITS_MOVE and unsettled:
+                sums, reference, unsettled = referred(sums, reference, p, s_dot, problem)
+            s_dot -= reference[:, None]
+            kept_p = p * logits.keep_factor(dropout, i, j, frame, problem)
+            acc, sums = summed(acc, sums, p, kept_p, s_dot, v_tile, v_dot_tile, problem, LOGITS_MOVE)
+            if VALUES_WAIT:  # those past the end are not read
+                coming = values(v, v_dot, start + BLOCK_K, frame, problem, BLOCK_K, True)
+
+    o_tile = tiles.load_queries(o, first, frame, problem, problem.V, BLOCK_Q, True)
+    acc, moved = finished(acc, o_tile, sums, reference, sinks_total, problem)
+    tiles.store_rows(lse_dot, moved, rows, frame, problem)
+    tiles.store_queries(o_dot, acc, first, frame, problem, problem.V, BLOCK_Q)
+
+
+@triton.jit
+def values(v, v_dot, start, frame, problem: tl.constexpr, BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):
+    """A tile of v and one of v_dot, which has no parts where that is absent."""
+    tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
+    if v_dot is None:
+        return tile, ()
+    else:
+        return tile, tiles.load_keys(v_dot, start, frame, problem, problem.V, BLOCK_K, CHECKED)
+
+
+class Sums(NamedTuple):
+    """Of each row: Σ p − 1 and Σ p ∘ (s_dot − c), each with what its rounding has lost; the second sum of what was
+    rounded; and Σ p as long as c may change.
+    """
+
+    excess: tl.tensor
+    excess_lost: tl.tensor
+    moved: tl.tensor
+    moved_lost: tl.tensor
+    rounded: tl.tensor
+    weight: tl.tensor
+
+
+@triton.jit
+def first_sums(lse, sinks_total, sinks_moved):
+    """The sums that rows begin with: those of the sinks. A row that sees nothing has no c to wait for."""
+    zero = tl.zeros_like(sinks_moved)
+    excess, excess_lost = logits.compensated(zero - 1.0, zero, sinks_total)
+    return Sums(excess, excess_lost, sinks_moved, zero, sinks_moved, tl.where(lse == float("inf"), 1.0, 0.0))
+
+
+@triton.jit
+def referred(sums, reference, p, s_dot, problem: tl.constexpr):
+    """The sums, c, and whether any row may still change it: one takes for c the mean of s_dot over a tile next to which
+    all the weights before come to nothing. Of what was summed with another c only lse_dot is exact enough to tell.
+    """
+    excess, excess_lost, moved, moved_lost, rounded, weight = sums
+    least: tl.constexpr = 2.0**-32 if problem.exact else 2.0**-16
+    here = tl.sum(p, 1)
+    mean = tl.sum(p * s_dot, 1) * logits.correction_of(here)
+    mean = tl.where(weight < least * here, mean, reference)
+    moved += weight * (reference - mean)
+    weight += here
+    return Sums(excess, excess_lost, moved, moved_lost, rounded, weight), mean, tl.min(weight) < least
+
+
+@triton.jit
+def summed(acc, sums, p, kept_p, s_dot, v, v_dot, problem: tl.constexpr, LOGITS_MOVE: tl.constexpr):
+    """(p̃ ∘ (s_dot − c))·v + p̃·v_dot, and the sums, with what a tile adds to them."""
+    excess, excess_lost, moved, moved_lost, rounded, weight = sums
+    if problem.exact:
+        excess, excess_lost = logits.compensated(excess, excess_lost, tl.sum(p, 1))
+        if LOGITS_MOVE:
+            moved, moved_lost = logits.compensated(moved, moved_lost, tl.sum(p * s_dot, 1))
+    elif LOGITS_MOVE:
+        moved += tl.sum(p * s_dot, 1)
+    shares = (kept_p * s_dot).to(v[0].dtype)
+    if LOGITS_MOVE and not problem.exact:
+        if problem.dropout_rate == 0.0:
+            rounded += tl.sum(shares.to(tl.float32), 1)
+        else:
+            off = (shares.to(tl.float32) - kept_p * s_dot) * (1 / problem.keep_scale)
+            rounded += tl.sum(p * s_dot + off, 1)
+    if LOGITS_MOVE:
+        acc = tiles.over_tokens(shares, v, acc)
+    if len(v_dot) > 0:
+        acc = tiles.over_tokens(kept_p, v_dot, acc)
+    return acc, Sums(excess, excess_lost, moved, moved_lost, rounded, weight)
+
+
+@triton.jit
+def finished(acc, o, sums, reference, sinks_total, problem: tl.constexpr):
+    """o_dot and lse_dot of what the pass has summed; of the sinks c is taken off here."""
+    moved, lost = sums.moved - sinks_total * reference, sums.moved_lost
+    rounded = sums.rounded - sinks_total * reference
+    if problem.exact:
+        share = sums.excess / tl.where(sums.excess == -1.0, 1.0, 1 + sums.excess)
+        lost += moved * share
+        rounded = moved - lost
+        acc = tiles.scaled(acc, 1 - share[:, None])
+    return tiles.less(acc, rounded[:, None], o), reference + moved - lost

@@ -1,8 +1,7 @@
 """The pieces that the kernels of flash_attention are made of.
 
-A program holds one block of queries (or of keys) of one head, and loops over the blocks of keys (or queries) that it
-can see. Rows i and columns j count within the sequence. Index tensors are given as [rows, 1] and [1, columns], or the
-other way round where a tile is held transposed: what is computed from them follows their shapes.
+Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is held transposed: what is
+computed from them follows their shapes.
 
 Every loop is one loop, which masks the tiles that are not seen whole, and stands in a branch that is taken if it is not
 empty: where the accumulator of a loop that may be empty meets its initial value, ptxas gives up running the matrix
@@ -10,105 +9,79 @@ products asynchronously (its remark C7515).
 
 A tile of WIDTH features is a tuple of the parts that `problem.parts` makes of them, so that 192 features cost three
 quarters of what 256 cost: parts are multiplied one after the other, and summed where features are.
-
-The frame of a program is where it works: (batch, head, sequence, q_start, q_len, k_start, k_len). In a dense call the
-sequence is number 0, and begins at 0.
 """
 
 import triton
 import triton.language as tl
 
+from .frames import of_keys, of_queries, of_rows, seen_keys
 from .problem import parts
 
 
 @triton.jit
-def place(BLOCKS: tl.constexpr, HEADS: tl.constexpr):
-    """The block, the head and the batch index of this program."""
-    pid = tl.program_id(0)
-    return pid % BLOCKS, pid // BLOCKS % HEADS, pid // (BLOCKS * HEADS)
-
-
-@triton.jit
-def queries_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The block of queries that this program holds, the first of them in its sequence, and the frame."""
-    block, head, batch = place(BLOCKS, problem.H)
-    if problem.right is not None:
-        block = BLOCKS - 1 - block  # the blocks that see most keys first
-    first, sequence, q_start, q_len, k_start, k_len = sequence_of(
-        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
-    )
-    return block, first, (batch, head, sequence, q_start, q_len, k_start, k_len)
-
-
-@triton.jit
-def keys_of_queries(block, first, frame, spans, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
-                    BLOCK_K: tl.constexpr):  # fmt: skip
-    """The bounds of the loop over keys, the first and the last tile that needs no mask, and which keys may be read."""
-    batch, _, _, _, _, _, k_len = frame
-    low, high = band(frame, problem)
-    bounds = schedule(first, low, high, k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K)
-    begin, end, first_full, last_full = within_segments(bounds, spans, batch, block, BLOCKS, BLOCK_K)
-    seen_begin, seen_end = seen_keys(frame, problem)
-    return begin, end, first_full, last_full, seen_begin, seen_end
-
-
-@triton.jit
-def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
-    """Where a block of queries (or keys) begins in its sequence, and (sequence, q_start, q_len, k_start, k_len).
-
-    Blocks of a packed call are numbered through its sequences, of which sequence n has ceil(length_n / BLOCK). The
-    tokens past the last sequence are treated as one more, which has no tokens on the other side.
-    """
-    if problem.N is None:
-        return block * BLOCK, 0, 0, problem.S, 0, problem.K
+def load_queries(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                 CHECKED: tl.constexpr):  # fmt: skip
+    """A tile of [B, S, H, WIDTH] from a query of the sequence on; None of what is absent."""
+    if ptr is None:
+        return
     else:
-        cu_q += batch * problem.cu_q_strides.b
-        cu_k += batch * problem.cu_k_strides.b
-        cu = cu_k if OF_KEYS else cu_q
-        tokens: tl.constexpr = problem.K if OF_KEYS else problem.S
-        n = tl.arange(0, problem.N_PAD)
-        starts = tl.load(cu + n, mask=n <= problem.N, other=tokens)
-        stops = tl.load(cu + n + 1, mask=n < problem.N, other=tokens)
-        blocks = (stops - starts + BLOCK - 1) // BLOCK
-        sequence = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
-        first = (block - tl.sum(tl.where(n < sequence, blocks, 0), 0)) * BLOCK
-        here = tl.minimum(sequence, problem.N)
-        q_start, k_start = tl.load(cu_q + here), tl.load(cu_k + here)
-        after = tl.minimum(sequence + 1, problem.N)
-        q_stop, k_stop = tl.load(cu_q + after), tl.load(cu_k + after)
-        if OF_KEYS:
-            k_stop = tl.where(sequence == problem.N, tokens, k_stop)
-        else:
-            q_stop = tl.where(sequence == problem.N, tokens, q_stop)
-        return first, sequence, q_start, q_stop - q_start, k_start, k_stop - k_start
+        ptr = of_queries(ptr, frame, problem, WIDTH)
+        return load_tile(ptr, first, 0, frame.q_len, problem.H, WIDTH, ROWS, CHECKED)
 
 
 @triton.jit
-def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, HELD: tl.constexpr,
-             STEP: tl.constexpr):  # fmt: skip
-    """The bounds of a loop by STEP over the y in [0, length) with x + low ≤ y ≤ x + high for some x in
-    [first, first + HELD); and the first and the last tile whose every y is seen by every x, which needs no mask.
-    """
-    begin, end, first_full, last_full = 0, length, 0, length - STEP
-    if HAS_LOW:
-        begin = tl.maximum(first + low, 0) // STEP * STEP
-        first_full = first + HELD - 1 + low
-    if HAS_HIGH:
-        end = tl.minimum(end, first + HELD + high)
-        last_full = tl.minimum(last_full, first + high + 1 - STEP)
-    return begin, end, first_full, last_full
+def load_keys(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+              CHECKED: tl.constexpr):  # fmt: skip
+    """A tile of [B, K, G, WIDTH] from a key of the sequence on; None of what is absent."""
+    if ptr is None:
+        return
+    else:
+        begin, end = seen_keys(frame, problem)
+        ptr = of_keys(ptr, frame, problem, WIDTH)
+        return load_tile(ptr, first, begin, end, problem.G, WIDTH, ROWS, CHECKED)
 
 
 @triton.jit
-def within_segments(bounds, spans, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
-    """What `schedule` returned, narrowed to what this block shares segments with (see kernels/_segments.py)."""
-    begin, end, first_full, last_full = bounds
-    if spans is not None:
-        spans += (batch * BLOCKS + block) * 4
-        begin, end = tl.maximum(begin, tl.load(spans)), tl.minimum(end, tl.load(spans + 1))
-        first_full = tl.maximum(first_full, tl.load(spans + 2))
-        last_full = tl.minimum(last_full, tl.load(spans + 3) - STEP)
-    return begin, end, first_full, last_full
+def load_rows(ptr, first, i, frame, problem: tl.constexpr, CHECKED: tl.constexpr, other):
+    """The numbers in [B, H, S] of the queries i from `first` on, in the shape of i; None of what is absent."""
+    if ptr is None:
+        return
+    else:
+        rows = first + tl.arange(0, i.numel)
+        ptr = of_rows(ptr, frame, problem) + rows
+        return expanded(tl.load(ptr, mask=rows < frame.q_len, other=other) if CHECKED else tl.load(ptr), i)
+
+
+@triton.jit
+def expanded(x, i):
+    """A vector in the shape of i."""
+    if len(i.shape) == 1:
+        return x
+    elif i.shape[0] == 1:
+        return x[None, :]
+    else:
+        return x[:, None]
+
+
+@triton.jit
+def store_queries(ptr, tile, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Stores what `load_queries` loads."""
+    ptr = of_queries(ptr, frame, problem, WIDTH)
+    store_tile(ptr, tile, first, frame.q_len, problem.H, WIDTH, ROWS)
+
+
+@triton.jit
+def store_keys(ptr, tile, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Stores what `load_keys` loads, if it is wanted."""
+    if ptr is not None:
+        ptr = of_keys(ptr, frame, problem, WIDTH)
+        store_tile(ptr, tile, first, frame.k_len, problem.G, WIDTH, ROWS)
+
+
+@triton.jit
+def store_rows(ptr, rows, i, frame, problem: tl.constexpr):
+    """Stores what `load_rows` loads."""
+    tl.store(of_rows(ptr, frame, problem) + i, rows, mask=i < frame.q_len)
 
 
 @triton.jit
@@ -236,62 +209,3 @@ def over_tokens(weights, x, total):
     for n in tl.static_range(len(x)):
         result = joined(result, plus_product(total[n], weights.to(x[n].dtype), x[n]))
     return result
-
-
-@triton.jit
-def load_rows(ptr, first, length, ROWS: tl.constexpr, CHECKED: tl.constexpr, other):
-    """Numbers first … first + ROWS of a vector."""
-    rows = first + tl.arange(0, ROWS)
-    if CHECKED:
-        return tl.load(ptr + rows, mask=rows < length, other=other)
-    else:
-        return tl.load(ptr + rows)
-
-
-@triton.jit
-def at(ptr, batch, row, ROWS: tl.constexpr, head, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """The pointer to [batch, row, head, 0] of a dense [·, ROWS, HEADS, WIDTH]."""
-    return ptr + ((tl.cast(batch, tl.int64) * ROWS + row) * HEADS + head) * WIDTH
-
-
-@triton.jit
-def of_queries(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
-    """The pointer to the first query of a frame in [B, S, H, WIDTH]."""
-    batch, head, _, q_start, _, _, _ = frame
-    return at(ptr, batch, q_start, problem.S, head, problem.H, WIDTH)
-
-
-@triton.jit
-def of_keys(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
-    """The pointer to the first key of a frame in [B, K, G, WIDTH]."""
-    batch, head, _, _, _, k_start, _ = frame
-    return at(ptr, batch, k_start, problem.K, head // problem.group, problem.G, WIDTH)
-
-
-@triton.jit
-def of_rows(ptr, frame, problem: tl.constexpr):
-    """The pointer to the first query of a frame in [B, H, S]."""
-    batch, head, _, q_start, _, _, _ = frame
-    return at(ptr, batch, head, problem.H, q_start, problem.S, 1)
-
-
-@triton.jit
-def band(frame, problem: tl.constexpr):
-    """The least and the greatest j − i that is seen; 0 where unbounded."""
-    _, _, _, _, q_len, _, k_len = frame
-    low = k_len - q_len - problem.left if problem.left is not None else 0
-    high = k_len - q_len + problem.right if problem.right is not None else 0
-    return low, high
-
-
-@triton.jit
-def seen_keys(frame, problem: tl.constexpr):
-    """The bounds of the keys that the band shows to any query."""
-    _, _, _, _, q_len, _, k_len = frame
-    low, high = band(frame, problem)
-    begin, end = 0, k_len
-    if problem.left is not None:
-        begin = tl.maximum(low, 0)
-    if problem.right is not None:
-        end = tl.minimum(end, q_len + high)
-    return begin, end

@@ -18,7 +18,7 @@ MIDDLE = ((64, 256, 64, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 4, 3))
 SMALL = ((16, 256, 64, 4, 4), (32, 128, 64, 4, 4), (16, 128, 128, 4, 4), (64, 256, 64, 4, 3))
 # Weights of 8 bits, which are converted on the way to a product: of two programs on a multiprocessor one converts while
 # the other multiplies.
-NARROW_LARGE = ((128, 128, 128, 4, 2), (128, 128, 64, 4, 3), (128, 256, 64, 8, 3))
+NARROW_LARGE = ((128, 128, 64, 4, 3), (128, 128, 64, 4, 4), (128, 128, 128, 4, 2))
 NARROW_MIDDLE = ((64, 128, 128, 4, 3), (64, 256, 64, 4, 3), (32, 128, 128, 4, 4))
 NARROW_SMALL = ((16, 128, 128, 4, 4), (16, 256, 64, 4, 4), (32, 128, 128, 4, 4), (64, 128, 128, 4, 3))
 FLOAT16 = ((128, 128, 64, 8, 3), (64, 128, 64, 8, 3))  # with sums in float32, which need registers of their own

@@ -86,6 +86,8 @@ def rows_kernel(
     columns: tl.constexpr = (problem.N + BLOCK_N - 1) // BLOCK_N
     # Tiles of less than 64 rows are multiplied with matrices in registers, not in shared memory.
     BY_FOURS: tl.constexpr = problem.narrow and not problem.transposed and BLOCK_M < 64
+    SCALED: tl.constexpr = rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles
+    TURNED: tl.constexpr = problem.turned and BLOCK_M >= 128 and BLOCK_N >= 64 and not SCALED
     group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
     here = (group >= offset) & (group < offset + problem.E)
     count = tl.where(here, tl.cdiv(ends - starts, BLOCK_M), 0) * columns
@@ -113,21 +115,27 @@ def rows_kernel(
 
         held = number - offset
         which = held + (batch * problem.E if problem.rhs_varies else 0)
-        total_tile = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        total_tile = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
         for k in tl.range(0, depth, BLOCK_K):
             x = tiles.load_rows(
                 lhs, batch * problem.M + row, batch * problem.M + end, k, problem.K, BLOCK_M, BLOCK_K, problem.described
             )
-            if rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles:
+            if SCALED:
                 x = (x * tiles.load_scale(rhs_scale, batch, held, k, problem.K, problem, BLOCK_K)).to(x.dtype)
             matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N)
-            if BY_FOURS:
-                matrix = tiles.by_fours(matrix, BLOCK_K, BLOCK_N)
-            total_tile = tiles.add_product(total_tile, x, tiles.widened(matrix, x.dtype), problem)
+            if TURNED:
+                matrix = tiles.widened(tiles.turned(matrix, BLOCK_K, BLOCK_N), x.dtype)
+                total_tile = tiles.waited_for(tiles.add_product(total_tile, matrix, x.T, problem))
+            else:
+                if BY_FOURS:
+                    matrix = tiles.by_fours(matrix, BLOCK_K, BLOCK_N)
+                total_tile = tiles.add_product(total_tile, x, tiles.widened(matrix, x.dtype), problem)
+        if TURNED:
+            total_tile = tiles.turned_back(total_tile, BLOCK_M, BLOCK_N)
         if BY_FOURS:
             total_tile = tiles.from_fours(total_tile, BLOCK_M, BLOCK_N)
 
-        if rhs_scale is not None and not (problem.scaled_features and problem.scale_along_tiles):  # noqa: SIM102
+        if rhs_scale is not None and not SCALED:  # noqa: SIM102
             if tile < total:
                 total_tile *= tiles.load_scale(rhs_scale, batch, held, column, problem.N, problem, BLOCK_N)
         rows = row + tl.arange(0, BLOCK_M)[:, None]

@@ -22,6 +22,9 @@ class Problem:
         apart: the products of tiles are added up by themselves, which errs less than the tensor cores do.
         narrow: the matrices are of 8 bits.
         described: tiles are read through TMA descriptors, not pointers.
+        turned: where there are many rows the transpose of the result is computed. Hopper's tensor cores take the left
+            factor from registers, so that a tile of 8 bits need not be written back to shared memory when it is wide.
+            (Of matrices [N, K] two bytes at a time would be read, which took longer.)
     """
 
     B: int
@@ -39,6 +42,7 @@ class Problem:
     apart: bool
     narrow: bool
     described: bool
+    turned: bool
 
     @property
     def F_PAD(self) -> int:
@@ -59,6 +63,7 @@ def problem_of(x: Operands, dtype, transposed: bool, scaled_features: bool = Fal
     """The product x.lhs · x.rhs, the latter logically [b?, e, k, n], in a dtype."""
     (B, M, K), (_, E, _, N) = x.lhs.shape, x.rhs.shape
     varies = lambda a: a is not None and a.shape[0] > 1
+    narrow, described = x.rhs.dtype != x.lhs.dtype, can_describe(x.lhs, x.rhs)
     return Problem(
         B=B,
         M=M,
@@ -73,8 +78,13 @@ def problem_of(x: Operands, dtype, transposed: bool, scaled_features: bool = Fal
         scale_strides=_strides(x.rhs_scale),
         scaled_features=scaled_features,
         apart=dtype == jnp.float32 and x.lhs.dtype != jnp.bfloat16,
-        narrow=x.rhs.dtype != x.lhs.dtype,
-        described=can_describe(x.lhs, x.rhs),
+        narrow=narrow,
+        described=described,
+        turned=narrow
+        and described
+        and not transposed
+        and x.lhs.dtype != jnp.float32
+        and _launch.compute_capability() < 100,
     )
 
 

@@ -100,6 +100,27 @@ def from_fours(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def turned(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The transpose, as the left factor of a product from registers. Its rows come in an order in which the four of a
+    thread, which are 8 and half of all apart, are four bytes that lie together."""
+    return tile.reshape(ROWS, COLUMNS // 32, 8, 2, 2).permute(3, 1, 4, 2, 0).reshape(COLUMNS, ROWS)
+
+
+@triton.jit
+def turned_back(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A product [ROWS, COLUMNS] of what `turned` gave."""
+    return tile.reshape(2, COLUMNS // 32, 2, 8, ROWS).permute(4, 1, 3, 0, 2).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def waited_for(total):
+    """A sum of products once it is done: an instruction that does nothing uses it. Where left factors are in registers
+    Triton 3.6 lets products run on while the next are read, and these come into registers that are still needed.
+    """
+    return tl.inline_asm_elementwise("", "=f,0", [total], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def add_product(total, x, y, problem: tl.constexpr):
     """total + x · y. Where tiles are added up by themselves they are subtracted, as the compiler would make one product
     of a product and a sum."""

@@ -4,7 +4,6 @@ Forward and tangent walk forwards in time. The backward walks back from state to
 beginning of each chunk; within a chunk it computes the states once more. What JAX differentiates is `block`.
 """
 
-import math
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
+from ejkernel.xla_utils.sums import exact_sum
 
 from .block import Tokens, block
 from .layout import Order, Plan, of_all_sequences, order_of, ordered, plan, state_of, unordered
@@ -229,17 +229,10 @@ def recurrence_bwd(
         "g": of_gates,
         "gk": lambda: of_parts("gk"),
         "gv": lambda: found["gv"],
-        "g_gamma": lambda: _sum(of_gates(), (0, 1) if x.g_gamma.shape[0] == 1 else (1,)).reshape(x.g_gamma.shape),
+        "g_gamma": lambda: exact_sum(of_gates(), (0, 1) if x.g_gamma.shape[0] == 1 else (1,)).reshape(x.g_gamma.shape),
         "initial_state": lambda: of_all_sequences(dfirst, dlast, order),
     }
     return tuple(totals[name]().astype(getattr(x, name).dtype) for name in wrt)
-
-
-def _sum(a: Array, axes: tuple[int, ...]) -> Array:
-    """Σ a as if rounded once: the leading bits of all are multiples of one number, and so add exactly."""
-    grid = 2 * math.prod(a.shape[i] for i in axes) * jnp.max(jnp.abs(a), axes, keepdims=True)
-    leading = (a + grid) - grid
-    return leading.sum(axes) + (a - leading).sum(axes)
 
 
 def _gradients(tokens: Tokens, plan: Plan) -> list[tuple[Any, Any]]:

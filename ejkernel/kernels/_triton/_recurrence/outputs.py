@@ -1,0 +1,87 @@
+"""What a chunk gives: from sums over the features of its queries and keys, its outputs or the gradients of its values.
+
+o_i = scale (exp(G_i) q_iᵀ h + Σ_j S_ij v_j),    dv_j = Σ_i scale S_ij do_i + exp(T − G_j) dh'ᵀ k_j
+"""
+
+import triton
+import triton.language as tl
+
+from . import tiles
+
+
+@triton.jit
+def over_features(
+    q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, column,
+    p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """The sums of `pair_products` and of what comes from the state, or from that behind the chunk; and gate and G."""
+    products, passing = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
+    row_blocks: tl.constexpr = p.D_PAD // ROWS
+    for row in tl.static_range(0, row_blocks * ROWS, ROWS):
+        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
+        gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+        products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
+        address, exists = tiles.state_pointers(states, of_chunk, row, ROWS, column, COLUMNS, p)
+        state = tl.load(address, mask=exists, other=0.0)
+        if BACKWARD:
+            passing += from_behind(k_tile, state, U, p)
+        else:
+            passing += from_state(q_tile, state, G, p)
+    return products, passing, gate, G
+
+
+@triton.jit
+def from_state(q, state, G, p: tl.constexpr):
+    """exp(G_i) scale q_iᵀ h over a block of features, but for exp(G_i) where heads decay; float32 [C, ·]."""
+    if p.by_feature:
+        return tiles.product((tiles.times(q, G, p) * p.scale).to(p.dtype), state, p)
+    else:
+        return tiles.product(q, state, p) * p.scale
+
+
+@triton.jit
+def from_behind(k, dstate, U, p: tl.constexpr):
+    """exp(T − G_j) dh'ᵀ k_j over a block of features."""
+    if p.by_feature:
+        return tiles.product(tiles.times(k, U, p).to(p.dtype), dstate, p)
+    else:
+        return tiles.times(tiles.product(k, dstate, p), U, p)
+
+
+@triton.jit
+def chunk_outputs(products, entering, v, gate, G, gv, batch, at, left, head, column, p: tl.constexpr):
+    """o_i from sums over all features of `pair_products` and `from_state`."""
+    p_v: tl.constexpr = p.of_values
+    weights = tiles.decayed_pairs(products, gate, G, p) * p.scale
+    entering = entering if p.by_feature else tiles.times(entering, G, p)
+    gates_v = None
+    if gv is not None:
+        gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, v.shape[1], p_v)
+        entering = tiles.times(entering, gates_v[1], p_v)
+    return add_values(entering, weights, v, gates_v, p)
+
+
+@triton.jit
+def add_values(total, weights, v, gates_v, p: tl.constexpr):
+    """total + Σ_j S_ij v_j, or Σ_j S_ij exp(G_i − G_j) v_j where values have gates."""
+    p_v: tl.constexpr = p.of_values
+    if gates_v is None:
+        return tiles.add_product(total, weights, v, p, p.weight_parts)
+    else:
+        return total + decaying(weights, v, gates_v[0], gates_v[1], gates_v[3], p_v)
+
+
+@triton.jit
+def decaying(weights, v, gate, G, T, p: tl.constexpr):
+    """Σ_j S_ij exp(G_i − G_j) v_j where the features of values decay."""
+    m = tiles.middle(T)
+    if tiles.is_near(G, m, p):
+        near_v = tiles.times(v, m[None, :] - G, p)
+        o = tiles.times(tiles.product(weights, near_v, p), G - m[None, :], p)
+    else:
+        rows, o = tl.arange(0, p.C), tl.full(v.shape, 0.0, tl.float32)
+        for j in range(p.C):
+            row_v, decay = tiles.row_and_decays(j, v, gate, G, p)
+            o += tl.sum(tl.where(rows[None, :] == j, weights, 0.0), 1)[:, None] * decay * row_v[None, :]
+    return o

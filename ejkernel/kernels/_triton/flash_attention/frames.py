@@ -1,0 +1,193 @@
+"""Where a program of flash_attention works: its block and its frame, whom the block sees, and what a frame begins at.
+
+A program holds one block of queries (or of keys) of one head, and loops over the blocks of keys (or queries) that it
+can see. Rows i and columns j count within the sequence.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+
+class Frame(NamedTuple):
+    """The head and the sequence that a program works in. In a dense call the sequence is number 0, and begins at 0."""
+
+    batch: tl.tensor
+    head: tl.tensor
+    sequence: tl.tensor
+    q_start: tl.tensor
+    q_len: tl.tensor
+    k_start: tl.tensor
+    k_len: tl.tensor
+
+
+class Bounds(NamedTuple):
+    """The bounds of a loop, and the first and the last tile that needs no mask."""
+
+    begin: tl.tensor
+    end: tl.tensor
+    first_full: tl.tensor
+    last_full: tl.tensor
+
+
+@triton.jit
+def place(BLOCKS: tl.constexpr, HEADS: tl.constexpr):
+    """The block, the head and the batch index of this program."""
+    pid = tl.program_id(0)
+    return pid % BLOCKS, pid // BLOCKS % HEADS, pid // (BLOCKS * HEADS)
+
+
+@triton.jit
+def queries_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """The block of queries that this program holds, the first of them in its sequence, and the frame."""
+    block, head, batch = place(BLOCKS, problem.H)
+    if problem.right is not None:
+        block = BLOCKS - 1 - block  # the blocks that see most keys first
+    first, sequence, q_start, q_len, k_start, k_len = sequence_of(
+        block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
+    )
+    return block, first, Frame(batch, head, sequence, q_start, q_len, k_start, k_len)
+
+
+@triton.jit
+def keys_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The block of keys that this program holds, the first of them in its sequence, and the frame of the first of the
+    heads that share them.
+    """
+    block, kv_head, batch = place(BLOCKS, problem.G)
+    first, sequence, q_start, q_len, k_start, k_len = sequence_of(
+        block, batch, cu_q, cu_k, problem, BLOCK_K, OF_KEYS=True
+    )
+    return block, first, Frame(batch, kv_head * problem.group, sequence, q_start, q_len, k_start, k_len)
+
+
+@triton.jit
+def of_head(frame, head):
+    """The frame of another head."""
+    return Frame(frame.batch, head, frame.sequence, frame.q_start, frame.q_len, frame.k_start, frame.k_len)
+
+
+@triton.jit
+def keys_of_queries(block, first, frame, spans, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+                    BLOCK_K: tl.constexpr):  # fmt: skip
+    """The bounds of the loop over the keys that a block of queries sees."""
+    low, high = band(frame, problem)
+    bounds = schedule(
+        first, low, high, frame.k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    )
+    return within_segments(bounds, spans, frame.batch, block, BLOCKS, BLOCK_K)
+
+
+@triton.jit
+def queries_of_keys(block, first, frame, spans, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+                    BLOCK_K: tl.constexpr):  # fmt: skip
+    """The bounds of the loop over the queries that see a block of keys."""
+    low, high = band(frame, problem)
+    bounds = schedule(
+        first, -high, -low, frame.q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
+    )
+    return within_segments(bounds, spans, frame.batch, block, BLOCKS, BLOCK_Q)
+
+
+@triton.jit
+def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
+    """Where a block of queries (or keys) begins in its sequence, and (sequence, q_start, q_len, k_start, k_len).
+
+    Blocks of a packed call are numbered through its sequences, of which sequence n has ceil(length_n / BLOCK). The
+    tokens past the last sequence are treated as one more, which has no tokens on the other side.
+    """
+    if problem.N is None:
+        return block * BLOCK, 0, 0, problem.S, 0, problem.K
+    else:
+        cu_q += batch * problem.cu_q_strides.b
+        cu_k += batch * problem.cu_k_strides.b
+        cu = cu_k if OF_KEYS else cu_q
+        tokens: tl.constexpr = problem.K if OF_KEYS else problem.S
+        n = tl.arange(0, problem.N_PAD)
+        starts = tl.load(cu + n, mask=n <= problem.N, other=tokens)
+        stops = tl.load(cu + n + 1, mask=n < problem.N, other=tokens)
+        blocks = (stops - starts + BLOCK - 1) // BLOCK
+        sequence = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
+        first = (block - tl.sum(tl.where(n < sequence, blocks, 0), 0)) * BLOCK
+        here = tl.minimum(sequence, problem.N)
+        q_start, k_start = tl.load(cu_q + here), tl.load(cu_k + here)
+        after = tl.minimum(sequence + 1, problem.N)
+        q_stop, k_stop = tl.load(cu_q + after), tl.load(cu_k + after)
+        if OF_KEYS:
+            k_stop = tl.where(sequence == problem.N, tokens, k_stop)
+        else:
+            q_stop = tl.where(sequence == problem.N, tokens, q_stop)
+        return first, sequence, q_start, q_stop - q_start, k_start, k_stop - k_start
+
+
+@triton.jit
+def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, HELD: tl.constexpr,
+             STEP: tl.constexpr):  # fmt: skip
+    """The bounds of a loop by STEP over the y in [0, length) with x + low ≤ y ≤ x + high for some x in
+    [first, first + HELD); and the first and the last tile whose every y is seen by every x, which needs no mask.
+    """
+    begin, end, first_full, last_full = 0, length, 0, length - STEP
+    if HAS_LOW:
+        begin = tl.maximum(first + low, 0) // STEP * STEP
+        first_full = first + HELD - 1 + low
+    if HAS_HIGH:
+        end = tl.minimum(end, first + HELD + high)
+        last_full = tl.minimum(last_full, first + high + 1 - STEP)
+    return Bounds(begin, end, first_full, last_full)
+
+
+@triton.jit
+def within_segments(bounds, spans, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
+    """What `schedule` returned, narrowed to what this block shares segments with (see kernels/_segments.py)."""
+    begin, end, first_full, last_full = bounds
+    if spans is not None:
+        spans += (batch * BLOCKS + block) * 4
+        begin, end = tl.maximum(begin, tl.load(spans)), tl.minimum(end, tl.load(spans + 1))
+        first_full = tl.maximum(first_full, tl.load(spans + 2))
+        last_full = tl.minimum(last_full, tl.load(spans + 3) - STEP)
+    return Bounds(begin, end, first_full, last_full)
+
+
+@triton.jit
+def band(frame, problem: tl.constexpr):
+    """The least and the greatest j − i that is seen; 0 where unbounded."""
+    low = frame.k_len - frame.q_len - problem.left if problem.left is not None else 0
+    high = frame.k_len - frame.q_len + problem.right if problem.right is not None else 0
+    return low, high
+
+
+@triton.jit
+def seen_keys(frame, problem: tl.constexpr):
+    """The bounds of the keys that the band shows to any query."""
+    low, high = band(frame, problem)
+    begin, end = 0, frame.k_len
+    if problem.left is not None:
+        begin = tl.maximum(low, 0)
+    if problem.right is not None:
+        end = tl.minimum(end, frame.q_len + high)
+    return begin, end
+
+
+@triton.jit
+def at(ptr, batch, row, ROWS: tl.constexpr, head, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """The pointer to [batch, row, head, 0] of a dense [·, ROWS, HEADS, WIDTH]."""
+    return ptr + ((tl.cast(batch, tl.int64) * ROWS + row) * HEADS + head) * WIDTH
+
+
+@triton.jit
+def of_queries(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
+    """The pointer to the first query of a frame in [B, S, H, WIDTH]."""
+    return at(ptr, frame.batch, frame.q_start, problem.S, frame.head, problem.H, WIDTH)
+
+
+@triton.jit
+def of_keys(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
+    """The pointer to the first key of a frame in [B, K, G, WIDTH]."""
+    return at(ptr, frame.batch, frame.k_start, problem.K, frame.head // problem.group, problem.G, WIDTH)
+
+
+@triton.jit
+def of_rows(ptr, frame, problem: tl.constexpr):
+    """The pointer to the first query of a frame in [B, H, S]."""
+    return at(ptr, frame.batch, frame.head, problem.H, frame.q_start, problem.S, 1)
