@@ -11,7 +11,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 # Queries of a sequence whose causal mask is a small part of the work.
-LONG = 8192
+LONG = 4096
 # (block_q, block_k, num_stages) by D + V, the likeliest first.
 CONFIGS = {
     "flash_attention": {
