@@ -106,20 +106,14 @@ def states_kernel(
             v_tile = tiles.times(v_tile, U_v, p_v)
         # The decay's part is one of k or of v, whichever of both is not a product's exact factor.
         if k_dot is not None or (moving and p.by_feature):
-            k_change = tl.full([p.C, ROWS], 0.0, tl.float32)
-            if k_dot is not None:
-                k_change += tiles.load_tile(k_dot, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(tl.float32)
+            k_change = load_change(k_dot, batch, at, left, kv_head, p.G, row, p.D, ROWS, tl.float32, p)
             if moving and p.by_feature:
                 k_change += U_dot * k_tile.to(tl.float32)
             dot = tiles.add_tokens(dot, k_change, v_tile, U, 1.0, p, True)
         if v_dot is not None or gv_dot is not None or (moving and not p.by_feature):
-            v_change = tl.full([p.C, COLUMNS], 0.0, tl.float32)
-            if v_dot is not None:
-                v_change += tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(
-                    tl.float32
-                )
-                if gv is not None:
-                    v_change = tiles.times(v_change, U_v, p_v)
+            v_change = load_change(v_dot, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, tl.float32, p)
+            if gv is not None:
+                v_change = tiles.times(v_change, U_v, p_v)
             if gv_dot is not None:
                 v_change += U_v_dot * v_tile
             if moving and not p.by_feature:
@@ -147,12 +141,8 @@ def outputs_kernel(
     kv_head = head // p.group
     q_tile = tiles.load_tile(q, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
     k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
-    q_change = tl.full([p.C, p.D_PAD], 0.0, p.dtype)
-    k_change = tl.full([p.C, p.D_PAD], 0.0, p.dtype)
-    if q_dot is not None:
-        q_change = tiles.load_tile(q_dot, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
-    if k_dot is not None:
-        k_change = tiles.load_tile(k_dot, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
+    q_change = load_change(q_dot, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p.dtype, p)
+    k_change = load_change(k_dot, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p.dtype, p)
     gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
     if moving:
         gate_dot, G_dot, _, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, 0, p.D_PAD, p)
@@ -195,6 +185,16 @@ def outputs_kernel(
     if gv_dot is not None:
         o_tile += value_tangents(weights, v_tile, gates_v, gates_v_dot, p_v)
     tiles.store_tile(o_dot, o_tile * p.scale, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+
+
+@triton.jit
+def load_change(x_dot, batch, token, length, head, HEADS: tl.constexpr, column, WIDTH: tl.constexpr,
+                PADDED: tl.constexpr, DTYPE: tl.constexpr, p: tl.constexpr):  # fmt: skip
+    """A tile of a tangent, 0 where there is none."""
+    if x_dot is None:
+        return tl.full([p.C, PADDED], 0.0, DTYPE)
+    else:
+        return tiles.load_tile(x_dot, batch, token, length, head, HEADS, column, WIDTH, PADDED, p).to(DTYPE)
 
 
 @triton.jit
