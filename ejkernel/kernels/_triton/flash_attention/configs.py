@@ -86,6 +86,11 @@ UNEVEN = {
         192: ((16, 128, 8, 2), (32, 64, 8, 3), (16, 64, 8, 2)),
     }
 }
+# Since Blackwell weights and gradients of logits go to shared memory, too.
+BLACKWELL = {
+    "flash_attention_bwd": {256: ((32, 64, 8, 2), (32, 64, 8, 1))},
+    "flash_attention_jvp": {256: ((128, 16, 8, 3), (16, 32, 8, 1))},
+}
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
     "flash_attention": {
@@ -152,9 +157,9 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
-    special = _special(table, segmented, operands, spec)
     width = min(width for width in table[operation] if width >= features)
-    configs = special.get(operation, {}).get(width, table[operation][width])
+    tables = *_special(table, segmented, operands, spec, target), table
+    configs = next(of[operation][width] for of in tables if width in of.get(operation, {}))
     if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
         return _first(SHORT_FORWARD, configs)
     if table is PLAIN and operation == "flash_attention_bwd" and reach(operands, spec) <= FEW and width == 64:
@@ -162,16 +167,18 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     return configs
 
 
-def _special(table: dict, segmented: bool, operands: Operands, spec: FlashAttentionSpec) -> dict:
-    """The lists of some operations and widths that stand in for those of the table."""
+def _special(table: dict, segmented: bool, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[dict]:
+    """What stands in for the lists of the table where it has the operation and width; the first counts."""
     if table is FURTHER and operands.cu_seqlens_q is not None:
-        return PACKED
+        return [PACKED]
     if table is not PLAIN:
-        return {}
+        return []
     biased = operands.bias is not None
     uneven = operands.q.shape[1] % 64 or operands.k.shape[1] % 64
     edged = segmented or spec.window[0] is not None or biased or uneven
-    return (EDGED if edged else {}) | (BIASED if biased else {}) | (UNEVEN if uneven else {})
+    blackwell = (target.compute_capability or 0) >= 100
+    conditions = ((uneven, UNEVEN), (biased, BIASED), (edged, EDGED), (blackwell, BLACKWELL))
+    return [special for condition, special in conditions if condition]
 
 
 def _first(config: tuple, configs: tuple) -> tuple:
