@@ -89,7 +89,7 @@ UNEVEN = {
 # Since Blackwell weights and gradients of logits go to shared memory, too.
 BLACKWELL = {
     "flash_attention_bwd": {256: ((32, 64, 8, 2), (32, 64, 8, 1))},
-    "flash_attention_jvp": {256: ((128, 16, 8, 3), (16, 32, 8, 1))},
+    "flash_attention_jvp": {256: ((128, 16, 8, 2), (16, 32, 8, 1))},
 }
 # GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
