@@ -22,6 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels._sequences import of_sequences
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
@@ -29,7 +30,7 @@ from .._launch import PER_ROW, ROWS, across, arrive, full, launch, shared, slot_
 from .attend import Q_FREE, REGISTERS, TURN, Plan, Shared, Tile, attend, begin
 from .problem import LOG2_E, problem_of
 from .quantized import ALGORITHM, Scales, quantize
-from .reach import Reach, of_sequences, reach_of, without_unseen
+from .reach import Reach, reach_of, without_unseen
 from .tiles import Statistics, View
 
 

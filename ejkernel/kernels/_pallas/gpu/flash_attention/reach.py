@@ -66,14 +66,6 @@ def without_blind(operands: Operands, spec: FlashAttentionSpec, problem: Problem
     return _where(_seen(operands, spec, problem, False), of_queries)
 
 
-def of_sequences(lse: Array, operands: Operands) -> Array:
-    """lse [b, h, S], −∞ past the last sequence of a packed call, where sinks count for nothing either."""
-    if operands.cu_seqlens_q is None or operands.sinks is None:
-        return lse
-    inside = jnp.arange(lse.shape[2], dtype=jnp.int32) < operands.cu_seqlens_q[:, -1:]
-    return jnp.where(inside[:, None], lse, -jnp.inf)
-
-
 def _where(seen: Array, arrays: tuple) -> tuple:
     return tuple(None if x is None else jnp.where(seen[:, :, None, None], x, jnp.zeros((), x.dtype)) for x in arrays)
 

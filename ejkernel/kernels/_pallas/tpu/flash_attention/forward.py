@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._sequences import of_sequences
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
@@ -58,10 +59,8 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
         ),
         matmuls=(1, 1),
     )
-    lse = out.lse[:, :, 0, : problem.queries]
-    if operands.sinks is not None and operands.cu_seqlens_q is not None:
-        lse = jnp.where(jnp.arange(problem.queries) < operands.cu_seqlens_q[:, None, -1:], lse, -jnp.inf)
-    return Outputs(split_heads(out.do, (*operands.q.shape[:3], operands.v.shape[3])), lse)
+    o = split_heads(out.do, (*operands.q.shape[:3], operands.v.shape[3]))
+    return Outputs(o, of_sequences(out.lse[:, :, 0, : problem.queries], operands))
 
 
 def forward_chunk(operands: Operands) -> int:

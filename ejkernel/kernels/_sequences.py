@@ -1,0 +1,14 @@
+"""What cu_seqlens say of a packed call, on every platform."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.primitives.flash_attention import Operands
+
+
+def of_sequences(lse: Array, operands: Operands) -> Array:
+    """lse [b, h, S], −∞ past the last sequence of a packed call, where sinks count for nothing either."""
+    if operands.cu_seqlens_q is None or operands.sinks is None:
+        return lse
+    inside = jnp.arange(lse.shape[2], dtype=jnp.int32) < operands.cu_seqlens_q[:, -1:]
+    return jnp.where(inside[:, None], lse, -jnp.inf)
