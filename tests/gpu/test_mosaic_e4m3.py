@@ -9,6 +9,8 @@ import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import LIFT
+from ejkernel.kernels._pallas.gpu.flash_attention.rounding import rounded
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 from .attention_cases import CAUSAL, Case, check
@@ -16,6 +18,7 @@ from .device import ON_HOPPER, TARGET
 from .oracle import visible
 
 pytestmark = ON_HOPPER
+BLOCK = 128
 CASES = [
     Case("plain"),
     Case("causal, grouped heads", H=4, spec=CAUSAL),
@@ -27,6 +30,7 @@ CASES = [
     Case("large logits", family="large", spec=CAUSAL),
     Case("uniform", family="uniform", K=4.0),
     Case("rising", family="rising", K=4.0),
+    Case("fading", family="fading", K=4.0),
 ]
 
 
@@ -34,8 +38,11 @@ def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3):
     """o and lse in float64, with `in_e4m3` around what the kernel rounds: q, k, v, and the weights."""
     q, k, v = (np.asarray(y.astype(jnp.float32), np.float64) for y in x[:3])
     group = q.shape[2] // k.shape[2]
-    by_head = lambda y: in_e4m3(y, np.abs(y).max((1, 3), keepdims=True) / 448)
-    q, k, v = by_head(q), *(np.repeat(by_head(y), group, 2) for y in (k, v))
+    q = in_e4m3(q, np.abs(q).max(3, keepdims=True) / 448)
+    k, v = (
+        np.repeat(in_e4m3(y, np.repeat(greatest_of_blocks(y), BLOCK, 1)[:, : y.shape[1]] / 448), group, 2)
+        for y in (k, v)
+    )
     s = np.einsum("bshd,bthd->bhst", q, k) * spec.softmax_scale
     if spec.softcap is not None:
         s = spec.softcap * np.tanh(s / spec.softcap)
@@ -51,15 +58,41 @@ def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3):
     return np.einsum("bhst,bthe->bshe", p, v), lse
 
 
+def greatest_of_blocks(x):
+    """[b, blocks, heads, 1] of [b, keys, heads, features]."""
+    blocks = np.pad(np.abs(x), [(0, 0), (0, -x.shape[1] % BLOCK), (0, 0), (0, 0)])
+    return blocks.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]).max((2, 4))[..., None]
+
+
 def to_e4m3(x, scale):
     return (x / scale).astype(np.float32).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
+
+
+@pytest.mark.parametrize("block", [128, 192])
+def test_rounded_keys_and_values(block):
+    """Half a unit in the last place from k and v; and the keys of v in the order in which a thread has the weights."""
+    x, _ = Case("rounded", H=4, G=2, D=128, V=64).make(328, jnp.bfloat16)
+    (_, k8, v8), (k_scales, lifts, v_scales) = jax.jit(lambda *x: rounded(x, block))(*x[:3])
+    order = np.arange(336)
+    thread, n = np.divmod(order % 16, 4)
+    order = order // 16 * 16 + 2 * thread + np.array([0, 1, 8, 9])[n]
+    v_scales = np.asarray(v_scales)[..., None] * 2 ** (np.asarray(lifts) - LIFT)
+    results = np.asarray(k8, np.float64), np.asarray(v8, np.float64).transpose(0, 3, 1, 2)
+    expected = (
+        np.asarray(x.k, np.float64),
+        np.pad(np.asarray(x.v, np.float64), [(0, 0), (0, 8), (0, 0), (0, 0)])[:, order],
+    )
+    for result, exact, scales in zip(results, expected, (np.asarray(k_scales), v_scales), strict=True):
+        scale = scales.transpose(0, 2, 1)[:, np.arange(exact.shape[1]) // block, :, None]
+        assert np.abs(result).max() == 448
+        assert (np.abs(result * scale - exact) <= 1.001 * np.maximum(np.abs(exact) / 16, scale / 1024)).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (192, 128)])
 def test_error(case, D, V):
     x, spec = replace(case, D=D, V=V).make(600, jnp.bfloat16)
-    config = replace(space("flash_attention", x, spec, TARGET)[0], block_q=128, block_k=128, algorithm="e4m3")
+    config = replace(space("flash_attention", x, spec, TARGET)[0], block_q=128, block_k=BLOCK, algorithm="e4m3")
     outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x)
     exact, rounded = formula(x, spec, lambda x, scale: x), formula(x, spec, to_e4m3)
     for name, result, *references in zip(("o", "lse"), outputs, exact, rounded, strict=True):

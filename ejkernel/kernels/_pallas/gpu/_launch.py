@@ -25,12 +25,13 @@ FIRST_BARRIER = 4
 
 def launch(
     kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict,
-    partners: int = 1,
+    partners: int = 1, reduction_bytes: int = 0,
 ):  # fmt: skip
     """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups.
 
     An operand may be a tree of arrays, and is one of refs then. So many `partners`, neighbours among the blocks, run at
-    the same time and can be sent a tile at once: a cluster.
+    the same time and can be sent a tile at once: a cluster. `reduction_bytes` of shared memory are for maxima and sums
+    over the rows of a tile, which several warps have.
     """
     arrays, tree = jax.tree.flatten(operands)
 
@@ -52,7 +53,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # the kernels say themselves who waits for whom
-            reduction_scratch_bytes=0,
+            reduction_scratch_bytes=reduction_bytes,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         name=name,

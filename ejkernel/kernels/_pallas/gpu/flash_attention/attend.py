@@ -27,6 +27,7 @@ from .._launch import (
 from . import quantized
 from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, after_first, visits
+from .quantized import Units
 from .reach import Reach
 from .tiles import Statistics, View, logits, seen, weights
 
@@ -34,8 +35,6 @@ from .tiles import Statistics, View, logits, seen, weights
 SHARED_BYTES = 227 * 1024
 # Registers of a thread that computes and of one that loads, by how many warpgroups compute.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-# Weights may be as great as two to this, where they are no less exact for it.
-SLACK = 8
 # Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
 Q_FREE = FIRST_BARRIER
 TURN = Q_FREE + 1
@@ -96,11 +95,6 @@ class Plan:
         return quantized.LIFT if self.e4m3 else 0
 
     @property
-    def slack(self) -> int:
-        """A logit, as an exponent of two, may be greater by this than what stands for the maximum of its row."""
-        return 0 if self.e4m3 else SLACK
-
-    @property
     def late(self) -> bool:
         """acc is scaled while the next q·kᵀ is computed; in e4m3 that takes half as long, and p·v would be late."""
         return not self.e4m3
@@ -109,7 +103,7 @@ class Plan:
         """Bytes of shared memory: the tiles, and room for the rest."""
         D, V, size = self.problem.D, self.problem.V, self.problem.dtype.itemsize
         tile_size = 1 if self.e4m3 else size
-        q, o = self.block_q * D * tile_size, self.block_q * V * size
+        q, o = self.block_q * D * size, self.block_q * V * size
         streamed = self.stages * self.block_k * (D + V) * tile_size
         return (2 * q + o if persistent else max(q, o)) + streamed + 2048
 
@@ -167,7 +161,7 @@ class Tile(NamedTuple):
     """The rows that one warpgroup has in a turn.
 
     q: their queries in shared memory. view: where they stand, and whom they see. head: of the queries. visited: their
-    blocks of keys. start: what the statistics begin with. unit: what a product of queries and keys is in.
+    blocks of keys. start: what the statistics begin with. units: in e4m3, what its numbers are in.
     """
 
     q: Any
@@ -175,15 +169,19 @@ class Tile(NamedTuple):
     head: Array
     visited: Visits
     start: Statistics
-    unit: Array | float
+    units: Units | None
 
 
 class Begun(NamedTuple):
-    """The step of the pipeline, and of the block of keys before it the weights and the statistics."""
+    """The step of the pipeline, and of the block of keys before it the weights and the statistics.
+
+    units: in e4m3, what the rows of q are in.
+    """
 
     step: Array
     p: Array
     statistics: Statistics
+    units: Array | None
 
 
 def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
@@ -196,18 +194,20 @@ def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
         return qk[...]
 
     plgpu.barrier_wait(shared.q_full.at[0])
+    tile = _rounded(shared, tile, 0, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k))
-    p, statistics, _ = _softmax(products, tile, tile.start, 0, True, plan)
+    p, statistics, _ = _softmax(products, tile, tile.start, 0, True, _unit(tile, 0), plan)
     arrive(plan.k_free, plan.warpgroups)
-    return Begun(jnp.int32(1), plan.operand(p), statistics)
+    return Begun(jnp.int32(1), plan.operand(p), statistics, _units_of_rows(tile))
 
 
 def attend(
     shared: Shared, tile: Tile, following: Callable[[], Tile], turn: Array, turns: Array, begun: Begun, plan: Plan
 ) -> tuple[Array, Statistics, Begun]:
     """acc and the statistics of a tile that was begun; and the tile that follows, begun, if it is not the last turn."""
-    step, p, before = begun
+    step, p, before, units = begun
+    tile = _in_units(tile, units)
 
     def visit(i, carry, masked):
         acc, fade, p, before = carry
@@ -220,10 +220,11 @@ def attend(
 
     def next_begun(acc, fade, p, _):
         plgpu.barrier_arrive(shared.q_free.at[slot_of(turn, plan.q_slots)])
-        plgpu.barrier_wait(shared.q_full.at[slot_of(turn + 1, plan.q_slots)])
-        tile = following()
+        slot = slot_of(turn + 1, plan.q_slots)
+        plgpu.barrier_wait(shared.q_full.at[slot])
+        tile = _rounded(shared, following(), slot, plan)
         acc, weight, statistics, _ = _overlapped(shared, tile, 0, step, acc, fade, p, tile.start, True, plan)
-        return acc, plan.operand(weight), statistics
+        return acc, plan.operand(weight), statistics, _units_of_rows(tile)
 
     def ended(acc, fade, p, statistics):
         last = slot_of(step - 1, plan.stages)
@@ -234,13 +235,13 @@ def attend(
             plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
             _your_turn(plan)
 
-        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade) if plan.late else acc)), p, statistics
+        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade) if plan.late else acc)), p, statistics, units
 
     if plan.persistent:
-        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, fade, p, statistics)
+        acc, p, *of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, fade, p, statistics)
     else:
-        acc, p, of_next = ended(acc, fade, p, statistics)
-    return acc, statistics, Begun(step + 1, p, of_next)
+        acc, p, *of_next = ended(acc, fade, p, statistics)
+    return acc, statistics, Begun(step + 1, p, *of_next)
 
 
 def _overlapped(
@@ -251,7 +252,7 @@ def _overlapped(
 
     Where acc is scaled late, it is here.
     """
-    slot, previous = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
+    slot, previous, unit = slot_of(step, plan.stages), slot_of(step - 1, plan.stages), _unit(tile, i)
     plgpu.barrier_wait(shared.k_full.at[slot])
 
     def both(refs):
@@ -267,7 +268,7 @@ def _overlapped(
             _your_turn(plan)
             products = plgpu.wgmma_accumulator_load(qk, wait_n=1)
             arrive(plan.k_free + slot, plan.warpgroups)
-            found = _softmax(products, tile, before, i, masked, plan)
+            found = _softmax(products, tile, before, i, masked, unit, plan)
             for ref, value in zip(results, jax.tree.leaves(found), strict=True):
                 ref[...] = value
             plgpu.wgmma_wait(0)
@@ -280,13 +281,42 @@ def _overlapped(
     return acc, weight, Statistics(*found), fade
 
 
-def _softmax(products: Array, tile: Tile, before: Statistics, i: Array | int, masked: bool, plan: Plan):
+def _softmax(products: Array, tile: Tile, before: Statistics, i: Array | int, masked: bool, unit: Any, plan: Plan):
     problem, ok = plan.problem, None
     if masked:
-        first_key = (tile.visited.end - 1 - i) * plan.block_k
+        first_key = _block(tile, i) * plan.block_k
         ok = seen(tile.view, first_key, products.shape, problem.K % plan.block_k > 0, problem)
-    exponent = problem.exponent * (tile.unit if problem.softcap is None else 1.0)
-    return weights(logits(products, problem, tile.unit), before, ok, exponent, plan.lift, plan.slack)
+    if plan.e4m3:
+        return quantized.weights(products, unit, before, ok, problem)
+    return weights(logits(products, problem), before, ok, problem.exponent)
+
+
+def _block(tile: Tile, i: Array | int) -> Array:
+    return tile.visited.end - 1 - i
+
+
+# ---- In e4m3: a tile's queries are rounded when they are there, and what is computed of them is in units
+
+
+def _rounded(shared: Shared, tile: Tile, slot: Array | int, plan: Plan) -> Tile:
+    """A tile whose queries are in a slot."""
+    if not plan.e4m3:
+        return tile
+    loaded = shared.q.at[slot, pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)]
+    return _in_units(tile, quantized.round_queries(loaded, tile.q))
+
+
+def _in_units(tile: Tile, rows: Array | None) -> Tile:
+    return tile if rows is None else tile._replace(units=tile.units._replace(rows=rows))
+
+
+def _units_of_rows(tile: Tile) -> Array | None:
+    return None if tile.units is None else tile.units.rows
+
+
+def _unit(tile: Tile, i: Array | int) -> Any:
+    """What the products and the weights of a block of keys are in."""
+    return None if tile.units is None else tile.units.of(_block(tile, i))
 
 
 def _my_turn() -> None:

@@ -1,53 +1,100 @@
-"""The forward in e4m3: eight bits for q, k, v and the weights, with a scale for each head. A config asks for it.
+"""The forward in e4m3: eight bits for q, k, v and the weights. A config asks for it.
+
+Each row of q has a scale, and each block of keys of a head, of k and of v. Another kernel rounds k and v (rounding.py);
+a row of q is rounded where it is used, in place.
 
 The tensor cores take operands of eight bits only with the summed axis innermost, so v comes transposed. A thread has
 the weights of keys 2c, 2c + 1, 8 + 2c and 9 + 2c of every 16 (c: its place among four) after q·kᵀ, and has to give
 those of 4c to 4c + 3 to the next product. What is summed over may come in any order: v has its keys in the weights'.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import WGMMA
+from .._launch import WGMMA, across, load_vector
+from .problem import Problem
+from .tiles import Statistics, logits
 
 ALGORITHM = "e4m3"
 E4M3 = jnp.float8_e4m3fn
 GREATEST = float(jnp.finfo(E4M3).max)
 # Weights are computed times 2⁸, so that the small ones are not lost: 256 is in range, and 2⁻⁹ the smallest number.
 LIFT = 8
-# Keys that change places among themselves; and what the tensor memory accelerator wants a multiple of.
-KEYS, ROW = 16, 128
+# As an exponent of two, the least that a block of v may be beside the greatest: weights of one of zeros still count.
+LEAST = -60
+# Keys that change places among themselves.
+KEYS = 16
 
 
 class Scales(NamedTuple):
-    """By batch index and query head: the factors of q·kᵀ and of what is summed over v."""
+    """keys, lifts [b, heads, blocks]: the factor of a block of k, and the exponent of two of its weights.
 
-    products: Array
+    values [b, heads]: the factor of what is summed over v. Where the numbers of a block of v are small beside those of
+    others, its weights are as much smaller, so that all blocks may be added up.
+    """
+
+    keys: Array
+    lifts: Array
     values: Array
 
 
-def quantize(q: Array, k: Array, v: Array) -> tuple[tuple[Array, Array, Array], Scales]:
-    """q and k, and v as [b, heads, features, keys], in e4m3; and the scales."""
-    k, v = (jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROW), (0, 0), (0, 0)]) for x in (k, v))
-    (q, q_scale), (k, k_scale), (v, v_scale) = map(_rounded, (q, k, v))
-    B, K, G, V = v.shape
-    v = v.reshape(B, K // KEYS, 2, 4, 2, G, V).transpose(0, 5, 6, 1, 3, 2, 4).reshape(B, G, V, K)
-    group = q.shape[2] // G
-    return (q, k, v), Scales(q_scale * jnp.repeat(k_scale, group, axis=1), jnp.repeat(v_scale, group, axis=1))
+def scales_of(of_k: Array, of_v: Array) -> Scales:
+    """From the scales of blocks."""
+    greatest = of_v.max(axis=2)
+    return Scales(of_k, LIFT + jnp.maximum(jnp.log2(of_v / greatest[:, :, None]), LEAST), greatest)
 
 
-def _rounded(x: Array) -> tuple[Array, Array]:
-    """x / scale in e4m3, and the scale [b, heads], by which the greatest number becomes the greatest of e4m3."""
-    scale = jnp.maximum(jnp.abs(x).max(axis=(1, 3)).astype(jnp.float32) / GREATEST, jnp.finfo(jnp.float32).tiny)
-    return (x.astype(jnp.float32) * (1 / scale)[:, None, :, None]).astype(E4M3), scale
+def unit_of(greatest: Array) -> Array:
+    """In units of this the greatest number is the greatest of e4m3."""
+    return jnp.maximum(greatest * (1 / GREATEST), jnp.finfo(jnp.float32).tiny)
+
+
+class Units(NamedTuple):
+    """What the products of a tile are in: factors of its rows of q, and of the blocks of one head of k and v."""
+
+    rows: Array | None
+    scales: Scales
+    head: tuple[Array, Array]
+
+    def of(self, block: Array) -> tuple[Array, Array]:
+        """The factor of each row of q·kᵀ, and the exponent of two of the weights."""
+        keys, lifts, _ = self.scales
+        return self.rows * keys[(*self.head, block)], lifts[(*self.head, block)]
+
+
+def round_queries(loaded: Any, rounded: Any) -> Array:
+    """Rounds the rows of a warpgroup to where they were loaded, and returns their units."""
+    x = load_vector(loaded, WGMMA).astype(jnp.float32)
+    unit = unit_of(jnp.abs(x).max(axis=1))
+    plgpu.commit_smem()  # all have read before the first writes
+    rounded[...] = (x * across(1 / unit, x)).astype(E4M3)
+    plgpu.commit_smem()
+    return unit
+
+
+def weights(
+    products: Array, unit: tuple[Array, Array], before: Statistics, ok: Array | None, problem: Problem
+) -> tuple[Array, Statistics, Array]:
+    """As `tiles.weights`, of products in a unit: weights times 2^lift; the statistics sum them times 2^LIFT."""
+    rows, lift = unit
+    s, exponent = products, problem.exponent * rows
+    if problem.softcap is not None:
+        s, exponent = logits(products * across(rows, products), problem), jnp.full_like(rows, problem.exponent)
+    if ok is not None:
+        s = jnp.where(ok, s, -jnp.inf)
+    maximum = jnp.maximum(before.maximum, s.max(axis=1) * exponent)
+    base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
+    fade = jnp.exp2(before.maximum - base)
+    p = jnp.exp2(s * across(exponent, s) - across(base - lift, s))
+    return p, Statistics(maximum, before.total * fade + p.sum(axis=1) * jnp.exp2(LIFT - lift)), fade
 
 
 def operand(p: Array) -> Array:
-    """The weights in e4m3 as the first operand of a product, with the keys in the order of `quantize`."""
+    """The weights in e4m3 as the first operand of a product, with its keys in the order in which they lie."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
 

@@ -12,6 +12,9 @@ from .._launch import PER_COLUMN, PER_ROW, across, down, indices, load_vector
 from .problem import LOG2_E, Problem
 from .reach import Reach
 
+# Weights may be as great as two to this, where they are no less exact for it.
+SLACK = 8
+
 
 class Statistics(NamedTuple):
     """Of rows, over the keys seen so far: nearly the greatest exponent of two, and the sum of powers relative to it."""
@@ -20,11 +23,11 @@ class Statistics(NamedTuple):
     total: Array
 
 
-def logits(products: Array, problem: Problem, unit: Array | float = 1.0) -> Array:
-    """The logits but for a factor, `problem.exponent`: q·kᵀ, or tanh(scale·q·kᵀ / softcap), of products in a unit."""
+def logits(products: Array, problem: Problem) -> Array:
+    """The logits but for a factor, `problem.exponent`: q·kᵀ, or tanh(scale·q·kᵀ / softcap)."""
     if problem.softcap is None:
         return products
-    e = jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap * unit))
+    e = jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap))
     return 1 - 2 / (e + 1)
 
 
@@ -65,21 +68,17 @@ def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
     return load_vector(vectors.at[batch, pl.ds(first, length)], layout, optimized=False)
 
 
-def weights(
-    s: Array, before: Statistics, ok: Array | None, exponent: float | Array, lift: int, slack: int
-) -> tuple[Array, Statistics, Array]:
-    """Of rows of queries 2^lift·exp(s − maximum) under the new maximum, the statistics, and the factor of earlier sums.
+def weights(s: Array, before: Statistics, ok: Array | None, exponent: float) -> tuple[Array, Statistics, Array]:
+    """Of rows of queries exp(s − maximum) under the new maximum, the statistics, and the factor of earlier sums.
 
-    s times `exponent` is an exponent of two. A maximum stays as long as none is greater by more than `slack`: then the
+    s times `exponent` is an exponent of two. A maximum stays as long as none is greater by more than SLACK: then the
     factor is 1.
     """
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
     greatest = s.max(axis=1) * exponent
-    maximum = jnp.maximum(before.maximum, greatest)
-    if slack:
-        maximum = jnp.where(greatest > before.maximum + slack, greatest, before.maximum)
+    maximum = jnp.where(greatest > before.maximum + SLACK, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
     fade = jnp.exp2(before.maximum - base)
-    p = jnp.exp2(s * exponent - across(base - lift if lift else base, s))
+    p = jnp.exp2(s * exponent - across(base, s))
     return p, Statistics(maximum, before.total * fade + p.sum(axis=1)), fade
