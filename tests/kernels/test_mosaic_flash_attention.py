@@ -95,7 +95,7 @@ def test_partners(name, partners):
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before 0.12 JAX itself writes no kernel twice the same")
-@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v3", "gemma3-12b-local"])
+@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v3", "gemma3-12b-local", "h16-d128-full"])
 def test_the_text_is_the_same_every_time(name):
     """A compilation cache finds a program by its text."""
     x, spec = CALLS[name]
