@@ -38,11 +38,8 @@ def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3):
     """o and lse in float64, with `in_e4m3` around what the kernel rounds: q, k, v, and the weights."""
     q, k, v = (np.asarray(y.astype(jnp.float32), np.float64) for y in x[:3])
     group = q.shape[2] // k.shape[2]
-    q = in_e4m3(q, np.abs(q).max(3, keepdims=True) / 448)
-    k, v = (
-        np.repeat(in_e4m3(y, np.repeat(greatest_of_blocks(y), BLOCK, 1)[:, : y.shape[1]] / 448), group, 2)
-        for y in (k, v)
-    )
+    in_blocks = lambda y: in_e4m3(y, np.repeat(greatest_of_blocks(y), BLOCK, 1)[:, : y.shape[1]] / 448)
+    q, k, v = in_blocks(q), *(np.repeat(in_blocks(y), group, 2) for y in (k, v))
     s = np.einsum("bshd,bthd->bhst", q, k) * spec.softmax_scale
     if spec.softcap is not None:
         s = spec.softcap * np.tanh(s / spec.softcap)
@@ -69,21 +66,17 @@ def to_e4m3(x, scale):
 
 
 @pytest.mark.parametrize("block", [128, 192])
-def test_rounded_keys_and_values(block):
-    """Half a unit in the last place from k and v; and the keys of v in the order in which a thread has the weights."""
+def test_rounded(block):
+    """Half a unit in the last place from q, k and v; the keys of v in the order in which a thread has the weights."""
     x, _ = Case("rounded", H=4, G=2, D=128, V=64).make(328, jnp.bfloat16)
-    (_, k8, v8), (k_scales, lifts, v_scales) = jax.jit(lambda *x: rounded(x, block))(*x[:3])
-    order = np.arange(336)
-    thread, n = np.divmod(order % 16, 4)
-    order = order // 16 * 16 + 2 * thread + np.array([0, 1, 8, 9])[n]
-    v_scales = np.asarray(v_scales)[..., None] * 2 ** (np.asarray(lifts) - LIFT)
-    results = np.asarray(k8, np.float64), np.asarray(v8, np.float64).transpose(0, 3, 1, 2)
-    expected = (
-        np.asarray(x.k, np.float64),
-        np.pad(np.asarray(x.v, np.float64), [(0, 0), (0, 8), (0, 0), (0, 0)])[:, order],
-    )
-    for result, exact, scales in zip(results, expected, (np.asarray(k_scales), v_scales), strict=True):
-        scale = scales.transpose(0, 2, 1)[:, np.arange(exact.shape[1]) // block, :, None]
+    (q8, k8, v8), (q_scales, k_scales, lifts, v_scales) = jax.jit(lambda *x: rounded(*x, 128, block))(*x[:3])
+    thread, n = np.divmod(np.arange(384) % 16, 4)
+    order = np.arange(384) // 16 * 16 + 2 * thread + np.array([0, 1, 8, 9])[n]
+    exact = (*x[:2], jnp.pad(x.v, [(0, 0), (0, 56), (0, 0), (0, 0)])[:, order])
+    scales = q_scales, k_scales, v_scales[..., None] * 2 ** (lifts - LIFT)
+    for result, exact, scale, rows in zip((q8, k8, v8.transpose(0, 3, 1, 2)), exact, scales, (128, block, block)):
+        result, exact, scale = (np.asarray(y.astype(jnp.float32), np.float64) for y in (result, exact, scale))
+        scale = scale.transpose(0, 2, 1)[:, np.arange(exact.shape[1]) // rows, :, None]
         assert np.abs(result).max() == 448
         assert (np.abs(result * scale - exact) <= 1.001 * np.maximum(np.abs(exact) / 16, scale / 1024)).all()
 

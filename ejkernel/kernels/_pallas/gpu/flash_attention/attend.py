@@ -16,7 +16,6 @@ from .._launch import (
     ROWS,
     WGMMA,
     accumulator,
-    across,
     arrive,
     block_number,
     full,
@@ -27,7 +26,7 @@ from .._launch import (
 from . import quantized
 from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, after_first, visits
-from .quantized import Units
+from .quantized import Scales, Units
 from .reach import Reach
 from .tiles import Statistics, View, logits, seen, weights
 
@@ -103,7 +102,7 @@ class Plan:
         """Bytes of shared memory: the tiles, and room for the rest."""
         D, V, size = self.problem.D, self.problem.V, self.problem.dtype.itemsize
         tile_size = 1 if self.e4m3 else size
-        q, o = self.block_q * D * size, self.block_q * V * size
+        q, o = self.block_q * D * tile_size, self.block_q * V * size
         streamed = self.stages * self.block_k * (D + V) * tile_size
         return (2 * q + o if persistent else max(q, o)) + streamed + 2048
 
@@ -131,6 +130,13 @@ class Plan:
         if reach is not None:
             return reach.visits(lax.div(first, jnp.int32(self.block_q)), batch)
         return visits(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
+
+    def units(self, scales: Scales | None, batch: Array, head: Array, first: Array) -> Units | None:
+        """In e4m3, what is computed of the queries from `first` on is in these."""
+        if scales is None:
+            return None
+        queries = scales.queries[batch, head, lax.div(first, jnp.int32(self.block_q))]
+        return Units(queries, scales, (batch, lax.div(head, jnp.int32(self.problem.group))))
 
     def operand(self, p: Array) -> Array:
         """The weights as the product with v takes them."""
@@ -173,15 +179,11 @@ class Tile(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The step of the pipeline, and of the block of keys before it the weights and the statistics.
-
-    units: in e4m3, what the rows of q are in.
-    """
+    """The step of the pipeline, and of the block of keys before it the weights and the statistics."""
 
     step: Array
     p: Array
     statistics: Statistics
-    units: Array | None
 
 
 def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
@@ -194,25 +196,24 @@ def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
         return qk[...]
 
     plgpu.barrier_wait(shared.q_full.at[0])
-    tile = _rounded(shared, tile, 0, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k))
     p, statistics, _ = _softmax(products, tile, tile.start, 0, True, _unit(tile, 0), plan)
     arrive(plan.k_free, plan.warpgroups)
-    return Begun(jnp.int32(1), plan.operand(p), statistics, _units_of_rows(tile))
+    return Begun(jnp.int32(1), plan.operand(p), statistics)
 
 
 def attend(
     shared: Shared, tile: Tile, following: Callable[[], Tile], turn: Array, turns: Array, begun: Begun, plan: Plan
 ) -> tuple[Array, Statistics, Begun]:
     """acc and the statistics of a tile that was begun; and the tile that follows, begun, if it is not the last turn."""
-    step, p, before, units = begun
-    tile = _in_units(tile, units)
+    step, p, before = begun
 
     def visit(i, carry, masked):
         acc, fade, p, before = carry
         acc, weight, after, fade = _overlapped(shared, tile, i, step + i - 1, acc, fade, p, before, masked, plan)
-        return acc if plan.late else acc * across(fade, acc), fade, plan.operand(weight), after
+        p = plan.operand(weight)
+        return acc if plan.late else times_rows(acc, fade), fade, p, after
 
     acc, fade = full((ROWS, plan.problem.V), 0.0, WGMMA), full((ROWS,), 1.0, PER_ROW)
     acc, fade, p, statistics = after_first(tile.visited, visit, (acc, fade, p, before), plan.problem)
@@ -220,11 +221,10 @@ def attend(
 
     def next_begun(acc, fade, p, _):
         plgpu.barrier_arrive(shared.q_free.at[slot_of(turn, plan.q_slots)])
-        slot = slot_of(turn + 1, plan.q_slots)
-        plgpu.barrier_wait(shared.q_full.at[slot])
-        tile = _rounded(shared, following(), slot, plan)
+        plgpu.barrier_wait(shared.q_full.at[slot_of(turn + 1, plan.q_slots)])
+        tile = following()
         acc, weight, statistics, _ = _overlapped(shared, tile, 0, step, acc, fade, p, tile.start, True, plan)
-        return acc, plan.operand(weight), statistics, _units_of_rows(tile)
+        return acc, plan.operand(weight), statistics
 
     def ended(acc, fade, p, statistics):
         last = slot_of(step - 1, plan.stages)
@@ -235,13 +235,13 @@ def attend(
             plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
             _your_turn(plan)
 
-        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade) if plan.late else acc)), p, statistics, units
+        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade) if plan.late else acc)), p, statistics
 
     if plan.persistent:
-        acc, p, *of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, fade, p, statistics)
+        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, fade, p, statistics)
     else:
-        acc, p, *of_next = ended(acc, fade, p, statistics)
-    return acc, statistics, Begun(step + 1, p, *of_next)
+        acc, p, of_next = ended(acc, fade, p, statistics)
+    return acc, statistics, Begun(step + 1, p, of_next)
 
 
 def _overlapped(
@@ -293,25 +293,6 @@ def _softmax(products: Array, tile: Tile, before: Statistics, i: Array | int, ma
 
 def _block(tile: Tile, i: Array | int) -> Array:
     return tile.visited.end - 1 - i
-
-
-# ---- In e4m3: a tile's queries are rounded when they are there, and what is computed of them is in units
-
-
-def _rounded(shared: Shared, tile: Tile, slot: Array | int, plan: Plan) -> Tile:
-    """A tile whose queries are in a slot."""
-    if not plan.e4m3:
-        return tile
-    loaded = shared.q.at[slot, pl.ds(lax.axis_index("warpgroup") * ROWS, ROWS)]
-    return _in_units(tile, quantized.round_queries(loaded, tile.q))
-
-
-def _in_units(tile: Tile, rows: Array | None) -> Tile:
-    return tile if rows is None else tile._replace(units=tile.units._replace(rows=rows))
-
-
-def _units_of_rows(tile: Tile) -> Array | None:
-    return None if tile.units is None else tile.units.rows
 
 
 def _unit(tile: Tile, i: Array | int) -> Any:

@@ -29,7 +29,7 @@ from ejkernel.types import KernelConfig
 from .._launch import PER_ROW, ROWS, across, arrive, full, launch, shared, slot_of, sync, together, whole_eights
 from .attend import Q_FREE, REGISTERS, TURN, Plan, Shared, Tile, attend, begin
 from .problem import LOG2_E, problem_of
-from .quantized import ALGORITHM, E4M3, Scales, Units
+from .quantized import ALGORITHM, Scales
 from .reach import Reach, reach_of, without_unseen
 from .rounding import rounded
 from .tiles import Statistics, View
@@ -45,11 +45,10 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     k, v = without_unseen(operands, spec, problem, operands.k if plan.e4m3 else None, operands.v)
     arrays, scales = tuple(map(whole_eights, (operands.q, k if plan.e4m3 else operands.k, v))), None
     dealt, dtype, stages, values = plan.order.dealt, problem.dtype, plan.stages, (plan.block_k, problem.V)
-    queries = [shared((plan.q_slots, plan.block_q, problem.D), dtype)]
     if plan.e4m3:
-        arrays, scales = rounded(arrays, plan.block_k)
-        queries.append(shared((plan.q_slots, plan.block_q * dtype.itemsize, problem.D), E4M3))
-    tile_dtype, o = arrays[1].dtype, shared((plan.consumers, ROWS, problem.V), dtype)
+        arrays, scales = rounded(*arrays, plan.block_q, plan.block_k)
+    tile_dtype = arrays[0].dtype
+    q, o = shared((plan.q_slots, plan.block_q, problem.D), tile_dtype), shared((plan.consumers, ROWS, problem.V), dtype)
     o, lse = launch(
         partial(_kernel, plan=plan),
         "flash_attention_forward",
@@ -68,7 +67,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
         warpgroups=plan.warpgroups,
         partners=plan.partners,
         scratch=dict(
-            q_and_o=(plgpu.RefUnion(*queries), o) if plan.persistent else plgpu.RefUnion(*queries, o),
+            q_and_o=(q, o) if plan.persistent else plgpu.RefUnion(q, o),
             k_tiles=shared((stages, plan.block_k, problem.D), tile_dtype),
             v_tiles=shared((stages, *(values[::-1] if plan.e4m3 else values)), tile_dtype),
             lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
@@ -86,8 +85,7 @@ def _kernel(
     arrays, dealt, sinks, scales: Scales | None, reach: Reach | None, o, lse, *, plan: Plan,
     q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_free, slots_free,
 ):  # fmt: skip
-    *queries, o_tiles = (*q_and_o[0], q_and_o[1]) if plan.persistent else q_and_o
-    q_tiles, q_of_products, apart = queries[0], queries[-1], queries[-1].shape[1] // plan.consumers
+    q_tiles, o_tiles = q_and_o
     number = lax.axis_index("warpgroup")
     tiles, turns = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_free, slots_free), plan.turns(dealt)
 
@@ -96,20 +94,18 @@ def _kernel(
         maximum = -jnp.inf if sinks is None else sinks[batch, head]
         total = 0.0 if sinks is None else jnp.where(maximum == -jnp.inf, 0.0, 2.0**plan.lift)
         return Tile(
-            q=q_of_products.at[slot_of(turn, plan.q_slots), pl.ds(number * apart, ROWS)],
+            q=q_tiles.at[slot_of(turn, plan.q_slots), pl.ds(number * ROWS, ROWS)],
             view=View(batch, first + number * ROWS, reach),
             head=head,
             visited=plan.visits(first, batch, reach),
             start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS,), total, PER_ROW)),
-            units=None
-            if scales is None
-            else Units(None, scales, (batch, lax.div(head, jnp.int32(plan.problem.group)))),
+            units=plan.units(scales, batch, head, first),
         )
 
     def store(tile: Tile, acc: Array, last: Statistics) -> None:
         if plan.persistent:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        elif plan.problem.D != plan.problem.V:
+        elif plan.problem.D != plan.problem.V or plan.e4m3:
             sync(Q_FREE, plan.consumers)  # o lies over q of the other warpgroup
         batch, first = tile.view.batch, tile.view.row
         saw = last.total > 0

@@ -1,29 +1,29 @@
 """The forward in e4m3: eight bits for q, k, v and the weights. A config asks for it.
 
-Each row of q has a scale, and each block of keys of a head, of k and of v. Another kernel rounds k and v (rounding.py);
-a row of q is rounded where it is used, in place.
+Each tile of queries has a scale, and each block of keys, of k and of v. A kernel of its own rounds them (rounding.py).
 
 The tensor cores take operands of eight bits only with the summed axis innermost, so v comes transposed. A thread has
 the weights of keys 2c, 2c + 1, 8 + 2c and 9 + 2c of every 16 (c: its place among four) after q·kᵀ, and has to give
 those of 4c to 4c + 3 to the next product. What is summed over may come in any order: v has its keys in the weights'.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import WGMMA, across, load_vector
+from .._launch import WGMMA, across
 from .problem import Problem
 from .tiles import Statistics, logits
 
 ALGORITHM = "e4m3"
 E4M3 = jnp.float8_e4m3fn
 GREATEST = float(jnp.finfo(E4M3).max)
-# Weights are computed times 2⁸, so that the small ones are not lost: 256 is in range, and 2⁻⁹ the smallest number.
-LIFT = 8
+# Weights are computed times 2⁵, so that the small ones are not lost, and may be as much greater as two to SLACK: 256 is
+# in range, and 2⁻⁹ the smallest number.
+LIFT, SLACK = 5, 3
 # As an exponent of two, the least that a block of v may be beside the greatest: weights of one of zeros still count.
 LEAST = -60
 # Keys that change places among themselves.
@@ -31,21 +31,23 @@ KEYS = 16
 
 
 class Scales(NamedTuple):
-    """keys, lifts [b, heads, blocks]: the factor of a block of k, and the exponent of two of its weights.
+    """queries [b, query heads, tiles], keys [b, heads, blocks]: the factors of a tile of q and of a block of k.
 
-    values [b, heads]: the factor of what is summed over v. Where the numbers of a block of v are small beside those of
-    others, its weights are as much smaller, so that all blocks may be added up.
+    values [b, heads]: the factor of what is summed over v. lifts [b, heads, blocks]: the exponents of two of weights.
+    Where the numbers of a block of v are small beside those of others, its weights are as much smaller, so that all
+    blocks may be added up.
     """
 
+    queries: Array
     keys: Array
     lifts: Array
     values: Array
 
 
-def scales_of(of_k: Array, of_v: Array) -> Scales:
-    """From the scales of blocks."""
+def scales_of(of_q: Array, of_k: Array, of_v: Array) -> Scales:
+    """From the scales of tiles and blocks."""
     greatest = of_v.max(axis=2)
-    return Scales(of_k, LIFT + jnp.maximum(jnp.log2(of_v / greatest[:, :, None]), LEAST), greatest)
+    return Scales(of_q, of_k, LIFT + jnp.maximum(jnp.log2(of_v / greatest[:, :, None]), LEAST), greatest)
 
 
 def unit_of(greatest: Array) -> Array:
@@ -54,42 +56,33 @@ def unit_of(greatest: Array) -> Array:
 
 
 class Units(NamedTuple):
-    """What the products of a tile are in: factors of its rows of q, and of the blocks of one head of k and v."""
+    """What the products of a tile are in: a factor of its queries, and those of the blocks of one head of k and v."""
 
-    rows: Array | None
+    queries: Array
     scales: Scales
     head: tuple[Array, Array]
 
     def of(self, block: Array) -> tuple[Array, Array]:
-        """The factor of each row of q·kᵀ, and the exponent of two of the weights."""
-        keys, lifts, _ = self.scales
-        return self.rows * keys[(*self.head, block)], lifts[(*self.head, block)]
-
-
-def round_queries(loaded: Any, rounded: Any) -> Array:
-    """Rounds the rows of a warpgroup to where they were loaded, and returns their units."""
-    x = load_vector(loaded, WGMMA).astype(jnp.float32)
-    unit = unit_of(jnp.abs(x).max(axis=1))
-    plgpu.commit_smem()  # all have read before the first writes
-    rounded[...] = (x * across(1 / unit, x)).astype(E4M3)
-    plgpu.commit_smem()
-    return unit
+        """The factor of q·kᵀ, and the exponent of two of the weights."""
+        here = (*self.head, block)
+        return self.queries * self.scales.keys[here], self.scales.lifts[here]
 
 
 def weights(
     products: Array, unit: tuple[Array, Array], before: Statistics, ok: Array | None, problem: Problem
 ) -> tuple[Array, Statistics, Array]:
     """As `tiles.weights`, of products in a unit: weights times 2^lift; the statistics sum them times 2^LIFT."""
-    rows, lift = unit
-    s, exponent = products, problem.exponent * rows
+    factor, lift = unit
+    s, exponent = products, problem.exponent * factor
     if problem.softcap is not None:
-        s, exponent = logits(products * across(rows, products), problem), jnp.full_like(rows, problem.exponent)
+        s, exponent = logits(products * factor, problem), problem.exponent
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
-    maximum = jnp.maximum(before.maximum, s.max(axis=1) * exponent)
+    greatest = s.max(axis=1) * exponent
+    maximum = jnp.where(greatest > before.maximum + SLACK, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
     fade = jnp.exp2(before.maximum - base)
-    p = jnp.exp2(s * across(exponent, s) - across(base - lift, s))
+    p = jnp.exp2(s * exponent - across(base - lift, s))
     return p, Statistics(maximum, before.total * fade + p.sum(axis=1) * jnp.exp2(LIFT - lift)), fade
 
 

@@ -1,88 +1,79 @@
-"""The kernel that rounds k and v to e4m3, a block of keys at a time, and transposes v: each is read once.
+"""The kernel that rounds q, k and v to e4m3 and transposes v, a tile of queries or a block of keys at a time.
 
-A block of threads has the keys of one block and head, of k or of v: it finds their greatest number, which becomes the
-greatest of e4m3, and writes what they are in units of that. v leaves as [b, heads, features, keys], with its keys in
-the order in which the weights lie (quantized.py).
+A block of threads has the rows of one tile or block and one head: it finds their greatest number, which becomes the
+greatest of e4m3, and writes what they are in units of that. So all is read once. v leaves as [b, heads, features,
+keys], with its keys in the order in which the weights lie (quantized.py).
 """
 
-from collections.abc import Callable
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import ROWS, WGMMA, launch, load_vector, shared
-from .quantized import E4M3, KEYS, Scales, operand, scales_of, unit_of
+from .quantized import E4M3, Scales, operand, scales_of, unit_of
+
+# What the tensor memory accelerator wants the keys of v to be a multiple of.
+ALIGNED = 128
 
 
-class Side(NamedTuple):
-    """The way of k or of v: from where, by which tile in shared memory, which is read as `view`; rounded, to where."""
-
-    source: Any
-    tile: Any
-    view: Any
-    rounded: Any
-    target: Any
-    scales: Any
-    convert: Callable
-
-
-def rounded(arrays: tuple[Array, Array, Array], block: int) -> tuple[tuple[Array, Array, Array], Scales]:
-    """q as it is, k in e4m3, v in e4m3 as [b, heads, features, keys]; and the scales of blocks of keys."""
-    q, k, v = arrays
-    B, K, G, D = k.shape
-    V, blocks = v.shape[3], -(-K // block)
-    of_blocks = jax.ShapeDtypeStruct((B, G, blocks), jnp.float32)
-    k, v, of_k, of_v = launch(
-        partial(_kernel, block=block),
+def rounded(q: Array, k: Array, v: Array, held: int, block: int) -> tuple[tuple[Array, Array, Array], Scales]:
+    """q and k, and v as [b, heads, features, keys], in e4m3; scales of tiles of `held` queries and of blocks."""
+    (B, S, H, D), (_, K, G, V) = q.shape, v.shape
+    tiles, blocks = -(-S // held), -(-K // block)
+    of_tiles, of_blocks = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, H, tiles), (B, G, blocks)))
+    q8, k8 = (jax.ShapeDtypeStruct(x.shape, E4M3) for x in (q, k))
+    v8 = jax.ShapeDtypeStruct((B, G, V, -(-K // ALIGNED) * ALIGNED), E4M3)
+    *arrays, q_scales, k_scales, v_scales = launch(
+        partial(_kernel, rows=(held, block, block)),
         "flash_attention_e4m3",
-        (k, v),
-        out_type=(
-            jax.ShapeDtypeStruct(k.shape, E4M3),
-            jax.ShapeDtypeStruct((B, G, V, -(-K // KEYS) * KEYS), E4M3),
-            of_blocks,
-            of_blocks,
-        ),
-        blocks=2 * B * G * blocks,
+        ((q, k, v),),
+        out_type=(q8, k8, v8, of_tiles, of_blocks, of_blocks),
+        blocks=B * (H * tiles + 2 * G * blocks),
         warpgroups=1,
         scratch=dict(
-            tiles=plgpu.RefUnion(shared((block, D), k.dtype), shared((block, V), v.dtype)),
-            rounded=plgpu.RefUnion(shared((block, D), E4M3), shared((V, block), E4M3)),
+            tiles=plgpu.RefUnion(*(shared(shape, q.dtype) for shape in ((held, D), (block, D), (block, V)))),
+            results=plgpu.RefUnion(*(shared(shape, E4M3) for shape in ((held, D), (block, D), (V, block)))),
             full=plgpu.Barrier(),
         ),
         reduction_bytes=16,
     )
-    return (q, k, v), scales_of(of_k, of_v)
+    return tuple(arrays), scales_of(q_scales, k_scales, v_scales)
 
 
-def _kernel(k, v, k_rounded, v_rounded, k_scales, v_scales, *, tiles, rounded, full, block: int):
-    blocks, heads = k_scales.shape[2], jnp.int32(k.shape[2])
-    number = lax.axis_index("block")
-    of_v, number = lax.rem(number, jnp.int32(2)), lax.div(number, jnp.int32(2))
-    head, place = lax.div(number, jnp.int32(blocks)), lax.rem(number, jnp.int32(blocks))
-    batch, head, keys = lax.div(head, heads), lax.rem(head, heads), pl.ds(place * block, block)
-    here = batch, keys, head
-    sides = (
-        Side(k.at[here], tiles[0], tiles[0], rounded[0], k_rounded.at[here], k_scales, lambda x: x.astype(E4M3)),
-        Side(v.at[here], tiles[1], tiles[1].T, rounded[1], v_rounded.at[batch, head, :, keys], v_scales, operand),
-    )
-    lax.cond(of_v == 0, *(partial(_round, side, (batch, head, place), full) for side in sides))
+def _kernel(arrays, q8, k8, v8, *scales, tiles, results, full, rows: tuple[int, int, int]):
+    number, first = lax.axis_index("block"), 0
+    for x, x8, units, tile, result, length in zip(arrays, (q8, k8, v8), scales, tiles, results, rows, strict=True):
+        count = np.prod(units.shape)
+
+        def one(x=x, x8=x8, units=units, tile=tile, result=result, length=length, first=first):
+            _, heads, places = map(jnp.int32, units.shape)
+            head, place = lax.div(number - first, places), lax.rem(number - first, places)
+            batch, head, part = lax.div(head, heads), lax.rem(head, heads), pl.ds(place * length, length)
+            of_v = x8 is v8
+            source, target = x.at[batch, part, head], x8.at[batch, head, :, part] if of_v else x8.at[batch, part, head]
+            units[batch, head, place] = _round(source, tile, result, target, full, of_v)
+
+        pl.when((number >= first) & (number < first + count))(one)
+        first += count
 
 
-def _round(side: Side, place: tuple, full: Any) -> None:
-    plgpu.copy_gmem_to_smem(side.source, side.tile, full)
+def _round(source: Any, tile: Any, result: Any, target: Any, full: Any, of_v: bool) -> Array:
+    plgpu.copy_gmem_to_smem(source, tile, full)
     plgpu.barrier_wait(full)
-    parts = [pl.ds(first, ROWS) for first in range(0, side.view.shape[0], ROWS)]
-    numbers = lambda part: load_vector(side.view.at[part], WGMMA).astype(jnp.float32)
-    greatest = [jnp.abs(numbers(part)).max(axis=1) for part in parts]
-    unit = unit_of(reduce(jnp.maximum, greatest).max())
+    rows = tile.T if of_v else tile
+    parts = [pl.ds(first, ROWS) for first in range(0, rows.shape[0], ROWS)]
+    numbers = lambda part: load_vector(rows.at[part], WGMMA).astype(jnp.float32)
+    unit = unit_of(reduce(jnp.maximum, [jnp.abs(numbers(part)).max(axis=1) for part in parts]).max())
     for part in parts:
-        side.rounded[part] = side.convert(numbers(part) * (1 / unit))
+        x = numbers(part) * (1 / unit)
+        result[part] = operand(x) if of_v else x.astype(E4M3)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(side.rounded, side.target)
-    side.scales[place] = unit
+    plgpu.copy_smem_to_gmem(result, target)
     plgpu.wait_smem_to_gmem(0)
+    return unit
