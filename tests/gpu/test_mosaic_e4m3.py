@@ -58,7 +58,7 @@ def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3):
 def greatest_of_blocks(x):
     """[b, blocks, heads, 1] of [b, keys, heads, features]."""
     blocks = np.pad(np.abs(x), [(0, 0), (0, -x.shape[1] % BLOCK), (0, 0), (0, 0)])
-    return blocks.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]).max((2, 4))[..., None]
+    return np.maximum(blocks.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]).max((2, 4))[..., None], 1e-30)
 
 
 def to_e4m3(x, scale):
@@ -72,11 +72,12 @@ def test_rounded(block):
     (q8, k8, v8), (q_scales, k_scales, lifts, v_scales) = jax.jit(lambda *x: rounded(*x, 128, block))(*x[:3])
     thread, n = np.divmod(np.arange(384) % 16, 4)
     order = np.arange(384) // 16 * 16 + 2 * thread + np.array([0, 1, 8, 9])[n]
-    exact = (*x[:2], jnp.pad(x.v, [(0, 0), (0, 56), (0, 0), (0, 0)])[:, order])
+    originals = (*x[:2], jnp.pad(x.v, [(0, 0), (0, 56), (0, 0), (0, 0)])[:, order])
     scales = q_scales, k_scales, v_scales[..., None] * 2 ** (lifts - LIFT)
-    for result, exact, scale, rows in zip((q8, k8, v8.transpose(0, 3, 1, 2)), exact, scales, (128, block, block)):
-        result, exact, scale = (np.asarray(y.astype(jnp.float32), np.float64) for y in (result, exact, scale))
-        scale = scale.transpose(0, 2, 1)[:, np.arange(exact.shape[1]) // rows, :, None]
+    results, lengths = (q8, k8, v8.transpose(0, 3, 1, 2)), (128, block, block)
+    for *arrays, length in zip(results, originals, scales, lengths, strict=True):
+        result, exact, scale = (np.asarray(y.astype(jnp.float32), np.float64) for y in arrays)
+        scale = scale.transpose(0, 2, 1)[:, np.arange(exact.shape[1]) // length, :, None]
         assert np.abs(result).max() == 448
         assert (np.abs(result * scale - exact) <= 1.001 * np.maximum(np.abs(exact) / 16, scale / 1024)).all()
 

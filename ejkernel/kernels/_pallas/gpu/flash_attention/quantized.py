@@ -21,9 +21,11 @@ from .tiles import Statistics, logits
 ALGORITHM = "e4m3"
 E4M3 = jnp.float8_e4m3fn
 GREATEST = float(jnp.finfo(E4M3).max)
-# Weights are computed times 2⁵, so that the small ones are not lost, and may be as much greater as two to SLACK: 256 is
-# in range, and 2⁻⁹ the smallest number.
-LIFT, SLACK = 5, 3
+# Weights are computed times 2⁶, so that the small ones are not lost, relative to a multiple of 4 that is nearest to the
+# greatest exponent of two: 256 is in range, and 2⁻⁹ the smallest number.
+LIFT = 6
+# A number plus this is rounded to a multiple of 4.
+FOURS = 1.5 * 2.0**25
 # As an exponent of two, the least that a block of v may be beside the greatest: weights of one of zeros still count.
 LEAST = -60
 # Keys that change places among themselves.
@@ -71,15 +73,17 @@ class Units(NamedTuple):
 def weights(
     products: Array, unit: tuple[Array, Array], before: Statistics, ok: Array | None, problem: Problem
 ) -> tuple[Array, Statistics, Array]:
-    """As `tiles.weights`, of products in a unit: weights times 2^lift; the statistics sum them times 2^LIFT."""
+    """As `tiles.weights`, of products in a unit: weights times 2^lift; the statistics sum them times 2^LIFT.
+
+    A maximum is a multiple of 4, and so seldom another than before.
+    """
     factor, lift = unit
     s, exponent = products, problem.exponent * factor
     if problem.softcap is not None:
         s, exponent = logits(products * factor, problem), problem.exponent
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
-    greatest = s.max(axis=1) * exponent
-    maximum = jnp.where(greatest > before.maximum + SLACK, greatest, before.maximum)
+    maximum = jnp.maximum(before.maximum, (s.max(axis=1) * exponent + FOURS) - FOURS)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
     fade = jnp.exp2(before.maximum - base)
     p = jnp.exp2(s * exponent - across(base - lift, s))
