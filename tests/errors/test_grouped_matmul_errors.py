@@ -37,6 +37,11 @@ WRONG = {
         "group_offset must be a scalar or [1]",
         "group_offset: i32[2]",
     ),
+    "offset before all": (
+        dict(group_sizes=i32(6), group_offset=-1),
+        ValueError,
+        "group_offset is -1; it must be at least 0",
+    ),
     "existing_out": (dict(existing_out=f32(24, 8)), ValueError, "existing_out must be (24, 12), rows of lhs and"),
     "scale": (dict(rhs_scale=f32(12)), ValueError, "rhs_scale must be a scalar, [4] or [4, 12]", "rhs_scale: f32[12]"),
     "rhs unlike lhs": (dict(rhs=bf16(4, 8, 12)), TypeError, "rhs is bfloat16 but lhs is float32; it must be that or"),

@@ -41,7 +41,7 @@ def grouped_matmul_arguments(
         rhs: a matrix for each group [E, K, N], or [E, N, K] with transpose_rhs; in the dtype of lhs, or int8 or fp8,
             which are brought to it.
         group_sizes: [E] integers ≥ 0, may be traced: how many rows each group has. With group_offset [F], F ≥ E.
-        group_offset: an integer, scalar or [1], may be traced: rhs holds the groups from this one on, and rows of
+        group_offset: an integer ≥ 0, scalar or [1], may be traced: rhs holds the groups from this one on, and rows of
             others are like those after the last group. So a device that holds some of the experts computes its share.
         existing_out: [M, N], what stands in the result in rows of no group.
         rhs_scale: a factor of rhs, a scalar, [E], or [E, N] for one of each column (or [E, 1, N]).
@@ -117,6 +117,8 @@ def _offset(offset, group_sizes, rhs):
                 group_sizes=group_sizes,
             )
         return None
+    if isinstance(offset, int) and offset < 0:
+        raise value_error(NAME, f"group_offset is {offset}; it must be at least 0", group_sizes=group_sizes)
     offset = jnp.asarray(offset) if isinstance(offset, int) else array(NAME, "group_offset", offset)
     require_dtype(NAME, np.integer, "an integer type", group_offset=offset)
     if offset.shape not in ((), (1,)):
