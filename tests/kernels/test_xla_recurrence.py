@@ -78,6 +78,13 @@ def test_packed_sequences_are_independent(reverse):
             near((o[:, first:after], final[n : n + 1]), call(*alone, initial_state=states[n : n + 1]))
 
 
+def test_sequences_end_with_the_tokens():
+    """Entries of cu_seqlens beyond them are those of the first and the last."""
+    q, k, v = tokens(b=1)
+    call = lambda *ends: ejkernel.lax.recurrent(q, k, v, cu_seqlens=jnp.array(ends), return_state=True)
+    near(call(-3, 17, 90, 200), call(0, 17, 40, 40), 0)
+
+
 @pytest.mark.parametrize("packed", (False, True))
 def test_no_tokens_leave_the_states_as_they_are(packed):
     """Of the states the gradient then is that of the identity; decays that are the same for all tokens have none."""
