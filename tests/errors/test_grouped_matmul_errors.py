@@ -56,6 +56,12 @@ WRONG = {
         "preferred_element_type is 'wide'; it must be a dtype",
     ),
     "result": (dict(preferred_element_type=jnp.int32), TypeError, "preferred_element_type is int32; it must be one of"),
+    "no result": (dict(preferred_element_type=None), TypeError, "preferred_element_type is None; it must be a dtype"),
+    "wide result": (
+        dict(preferred_element_type=jnp.float64),
+        TypeError,
+        "preferred_element_type is float64; it must be one of float32, bfloat16, float16",
+    ),
     "transpose": (dict(transpose_rhs=1), TypeError, "transpose_rhs must be True or False, not int"),
     "unknown option": (dict(tiling=3), TypeError, "unexpected keyword argument 'tiling'"),
 }

@@ -12,7 +12,7 @@ from ._arguments import align, array, require_dtype, require_rank, static_bool
 
 NAME = trio.name
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
-RESULTS = ("float32", "bfloat16", "float16", "float64")
+RESULTS = ("float32", "bfloat16", "float16")
 
 
 def grouped_matmul_arguments(
@@ -62,7 +62,7 @@ def grouped_matmul_arguments(
     )
     transpose_rhs = static_bool(NAME, "transpose_rhs", transpose_rhs)
     _check_arrays(lhs, rhs, group_sizes, transpose_rhs)
-    spec = GroupedMatmulSpec(_result_dtype(preferred_element_type), transpose_rhs)
+    spec = GroupedMatmulSpec(_result_dtype(preferred_element_type, lhs), transpose_rhs)
     rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
     operands = Operands(
         lhs[None],
@@ -96,13 +96,16 @@ def _check_arrays(lhs, rhs, group_sizes, transpose_rhs: bool) -> None:
             raise value_error(NAME, f"rhs has 0 {name}; it must have some", rhs=rhs)
 
 
-def _result_dtype(dtype) -> str:
+def _result_dtype(dtype, lhs) -> str:
     try:
-        name = np.dtype(dtype).name
+        name = None if dtype is None else np.dtype(dtype).name
     except TypeError:
-        raise type_error(NAME, f"preferred_element_type is {dtype!r}; it must be a dtype") from None
-    if name not in RESULTS:
-        raise type_error(NAME, f"preferred_element_type is {name}; it must be one of {', '.join(RESULTS)}")
+        name = None
+    if name is None:
+        raise type_error(NAME, f"preferred_element_type is {dtype!r}; it must be a dtype")
+    allowed = (*RESULTS, "float64") if lhs.dtype == np.float64 else RESULTS
+    if name not in allowed:
+        raise type_error(NAME, f"preferred_element_type is {name}; it must be one of {', '.join(allowed)}", lhs=lhs)
     return name
 
 
