@@ -9,6 +9,8 @@ import re
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import CASES, assert_close, curvature, each, each_case, each_operation, first_of_each, gradient, oracle
 from jax.sharding import AxisType, NamedSharding
@@ -44,9 +46,9 @@ def mesh_of(types=AxisType.Explicit, shape=(4, 2)):
     return jax.make_mesh(shape, ("x", "y"), axis_types=(types,) * 2)
 
 
-def call_of(case, transform, call=None):
+def call_of(case, transform, call=None, seed=0):
     """The call or a transform of it, and its arguments."""
-    arrays, call = case.arrays(), call or case.call
+    arrays, call = case.arrays(seed), call or case.call
     if transform is None:
         return call, (arrays,)
     tangents = (case.tangents(),) if transform is curvature else ()
@@ -122,6 +124,26 @@ def test_batch_over_two_axes_of_the_mesh(case, types, transform):
     split = {"b": ("x", "y")}
     found = check(case, transform, split, mesh_of(types, shape=(2, 2)))
     assert found == Counter()
+
+
+@each_operation
+@each_transform
+def test_vmap_over_an_explicit_axis(case, transform):
+    """The mapped axis of one operand, or of all, is split: each device computes its part of the batch by itself."""
+    mesh, examples = mesh_of(shape=(2, 4)), [call_of(case, transform, seed=seed)[1] for seed in range(2)]
+    f = call_of(case, transform)[0]
+    for mapped in [*((name,) for name in case.operands), tuple(case.operands)]:
+        axes = {name: 0 if name in mapped else None for name in case.operands}
+        stack = lambda *x: jax.device_put(jnp.stack(x), NamedSharding(mesh, P("x")))
+        arrays = {n: stack(*(e[0][n] for e in examples)) if n in mapped else x for n, x in examples[0][0].items()}
+        args = (arrays, *examples[0][1:])
+        compiled = jax.jit(jax.vmap(f, (axes, *[None] * (len(args) - 1))), keep_unused=True).lower(*args).compile()
+        found = compiled(*args)
+        for i, example in enumerate(examples):
+            alone = {name: (example if name in mapped else examples[0])[0][name] for name in case.operands}
+            part = jax.tree.map(lambda x, i=i: np.asarray(x)[i], found)
+            assert_close(part, oracle(case, transform)(alone, *args[1:]), what=f"{mapped} mapped, example {i}: ")
+        assert collectives(compiled.as_text()) == Counter(), mapped
 
 
 @each_operation
