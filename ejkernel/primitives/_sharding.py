@@ -73,7 +73,21 @@ def joined(
                     "the operands must agree",
                     **{name: x},
                 )
+    _refuse_reuse(operation, layout, split)
     return _with_groups(operation, layout, split, size_of, mesh)
+
+
+def _refuse_reuse(operation: str, layout: Layout, split: Split) -> None:
+    """A mesh axis splits one axis of the operation, or heads of both kinds."""
+    owner: dict[str, str] = {}
+    for letter, entry in split.items():
+        for name in names_of(entry):
+            other = owner.setdefault(name, letter)
+            if other != letter and {letter, other} != set(layout.group or ()):
+                raise value_error(
+                    operation,
+                    f"axes {other} and {letter} are both sharded over {name!r}; a mesh axis splits one of them",
+                )
 
 
 def _with_groups(operation: str, layout: Layout, split: Split, size_of: Mapping[str, int], mesh: Any) -> Split:

@@ -252,6 +252,15 @@ def test_operands_that_disagree(case):
         jax.make_jaxpr(case.call)(arrays)
 
 
+@each([case for case in first_of_each(CASES) if case.sizes.get("g", 1) > 1])
+def test_axes_that_disagree(case):
+    """The batch of one operand and the heads of another are split over one axis of the mesh."""
+    mesh = mesh_of()
+    (arrays,), (other,) = (placed(case, (case.arrays(),), split, mesh) for split in ({"b": "y"}, {"g": "y"}))
+    with pytest.raises(ValueError, match=rf"{case.operation}: axes b and g are both sharded over 'y'; a mesh axis "):
+        jax.make_jaxpr(case.call)({**arrays, "k": other["k"], "v": other["v"]})
+
+
 @each([case for case in CASES if 1 < case.sizes.get("g", 1) < 4])
 def test_fewer_key_value_heads_than_devices(case):
     """Explicit: an error that gives both numbers. Auto: XLA gathers the heads."""
