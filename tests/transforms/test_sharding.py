@@ -195,6 +195,16 @@ def test_shard_map_over_the_batch(case, transform):
     assert check(case, transform, both(case), mesh, call=call) == needed(case, both(case), transform)
 
 
+@each_operation
+@each_transform
+def test_shard_map_over_the_batch_beside_an_auto_axis(case, transform):
+    """XLA splits or gathers what the other axis of the mesh splits; the numbers stay."""
+    mesh, specs, results = mesh_of(AxisType.Auto), case.specs(BATCH), case.result_specs(BATCH)
+    call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
+    f, args = call_of(case, transform, call)
+    assert_close(jax.jit(f)(*placed(case, args, both(case), mesh)), oracle(case, transform)(*args))
+
+
 # --- What cannot be sharded -------------------------------------------------------------------------------------------
 
 
