@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh
 
 from ejkernel.compat import (
     automatic_devices,
+    is_partly_manual,
     requires_devices_during_lowering,
     unchecked_manual_axes,
     without_manual_axes,
@@ -100,7 +101,7 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
             _refuse_on_tpu(primitive, local, spec, config, target, forced)
-            run = automatic(primitive, body, local, results, spec)
+            run = body if is_partly_manual(ctx) else automatic(primitive, body, local, results, spec)
     # What a user forbids in a program of theirs is no rule for the code of an implementation.
     with (
         jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
