@@ -74,14 +74,8 @@ def states_kernel(
     head, n, batch = pid % p.H, pid // p.H % p.sequences, pid // (p.H * p.sequences)
     token, tokens, first_chunk = tiles.sequence_at(batch, n, first, length, chunk, p)
     number = (batch * p.sequences + n) * p.H + head
-    state = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-    dot = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-    if start is not None:
-        address, exists = tiles.state_pointers(start, number, row, ROWS, column, COLUMNS, p)
-        state += tl.load(address, mask=exists, other=0.0)
-    if start_dot is not None:
-        address, exists = tiles.state_pointers(start_dot, number, row, ROWS, column, COLUMNS, p)
-        dot += tl.load(address, mask=exists, other=0.0)
+    state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p)
+    dot = tiles.first_state(start_dot, number, row, ROWS, column, COLUMNS, p)
     kv_head = head // p.group
     for c in tl.range(0, (tokens + p.C - 1) // p.C):
         at, left = token + p.step * (c * p.C), tokens - c * p.C
@@ -150,10 +144,8 @@ def outputs_kernel(
         gate_dot, G_dot, T_dot = None, None, None
 
     of_chunk = (batch * p.chunks + number) * p.H + head
-    address, exists = tiles.state_pointers(states, of_chunk, 0, p.D_PAD, column, BLOCK, p)
-    state = tl.load(address, mask=exists, other=0.0)
-    address, exists = tiles.state_pointers(states_dot, of_chunk, 0, p.D_PAD, column, BLOCK, p)
-    dot = tl.load(address, mask=exists, other=0.0)
+    state = tiles.load_state(states, of_chunk, 0, p.D_PAD, column, BLOCK, p)
+    dot = tiles.load_state(states_dot, of_chunk, 0, p.D_PAD, column, BLOCK, p)
     if p.by_feature:
         change = q_change.to(tl.float32)
         if moving:
