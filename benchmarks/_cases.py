@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _harness import RESULTS, Contender, Gate, Row, means, measure, result_file, save, show, warmed
+from _harness import RESULTS, Contender, Gate, Row, means, measure, result_file, save, show, warmed, yardstick
 
 from ejkernel import callib
 from ejkernel.types import Platform
@@ -51,21 +51,21 @@ def run(benchmark: str, cases: Sequence[Case], convention: str, arguments: argpa
         some = cases[start : start + _TOGETHER]
         warmed([task for case in some for task in (case.judge, *(contender.warm for contender in case.contenders))])
         for case in some:
-            rows += _measured(case, ceilings, arguments.repeats)
+            rows += _measured(case, arguments.repeats)
             save(file, rows, ceilings, convention)
     print("", *means(rows), f"written: {file}", sep="\n")
     return int(any(row.ours and row.status in ("failed", "wrong") for row in rows))
 
 
-def _measured(case: Case, ceilings: callib.Ceilings, repeats: int) -> list[Row]:
+def _measured(case: Case, repeats: int) -> list[Row]:
     rows = measure(
         str(case.shape),
         case.mode,
         case.contenders,
         lambda results: case.judge()(results),
         bounds=case.bounds,
-        operations=case.work,
-        ceiling=ceilings.copy if case.unit == "TB/s" else ceilings.matmul[case.dtype.name],
+        work=case.work,
+        yardstick=yardstick(None if case.unit == "TB/s" else case.dtype.name),
         repeats=repeats,
     )
     show(f"{case.shape}, {case.dtype}, {case.mode}", rows, case.unit)

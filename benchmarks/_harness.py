@@ -18,17 +18,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from ejkernel.callib import Ceilings
+from ejkernel.callib.ceilings import Probe, copy_probe, product_probe
 from ejkernel.cli.info import versions
 from ejkernel.errors import UnsupportedError
 
 RESULTS = Path(__file__).parent / "results"
 _BATCH_SECONDS, _MOST_CALLS = 0.03, 200
+_YARDSTICK = "yardstick"
 
 Batch = Callable[[int], None]
 """Queues that many calls and waits once."""
@@ -72,7 +75,7 @@ class Row:
         milliseconds: of a call, the median over batches.
         quartiles: of the batches, in milliseconds.
         rate: operations a second.
-        of_ceiling: the rate as a share of the measured rate of matrix products.
+        of_ceiling: the rate as a share of that of a large product of matrices, or of a copy, in the same turns.
     """
 
     case: str
@@ -111,18 +114,26 @@ def measure(
     gate: Gate,
     *,
     bounds: tuple[float, float],
-    operations: float,
-    ceiling: float,
+    work: float,
+    yardstick: Probe,
     repeats: int,
 ) -> list[Row]:
-    """A row for each contender. `bounds` are the largest errors that ours and that a rival may have and be timed."""
+    """A row for each contender. `bounds` are the largest errors that ours and that a rival may have and be timed.
+
+    The yardstick, what rates are given as shares of, has its turns among them: the clock of a device that is short of
+    power is another when it has rested.
+    """
     rows, ready = {}, {}
     for contender in contenders:
         row = Row(case, mode, contender.name, contender.ours)
         rows[contender.name], batch = _judged(row, contender, gate, bounds[0 if contender.ours else 1])
         if batch:
             ready[contender.name] = batch
-    for name, seconds in interleaved(ready, repeats).items():
+    if not ready:
+        return list(rows.values())
+    times = interleaved({**ready, _YARDSTICK: queued(yardstick.function, *yardstick.operands)}, repeats)
+    ceiling = _rate(yardstick.work, times.pop(_YARDSTICK))
+    for name, seconds in times.items():
         if isinstance(seconds, Exception):
             rows[name] = _failed(rows[name], seconds)
             continue
@@ -131,10 +142,22 @@ def measure(
             rows[name],
             milliseconds=median * 1e3,
             quartiles=(low * 1e3, high * 1e3),
-            rate=operations / median,
-            of_ceiling=operations / median / ceiling,
+            rate=work / median,
+            of_ceiling=ceiling and work / median / ceiling,
         )
     return list(rows.values())
+
+
+@cache
+def yardstick(dtype: str | None) -> Probe:
+    """A large product of matrices of a dtype, or a copy."""
+    device = jax.devices()[0]
+    return product_probe(device, dtype) if dtype else copy_probe(device)
+
+
+def _rate(work: float, seconds: list[float] | Exception) -> float | None:
+    """None where memory does not suffice for the yardstick beside the case."""
+    return None if isinstance(seconds, Exception) else work / statistics.median(seconds)
 
 
 def _judged(row: Row, contender: Contender, gate: Gate, bound: float) -> tuple[Row, Batch | None]:
@@ -214,7 +237,7 @@ def show(title: str, rows: Sequence[Row], unit: str = "TFLOP/s") -> None:
             continue
         quartiles = "{:.3f} – {:.3f}".format(*row.quartiles)
         ratio = f"{best / row.milliseconds:.2f} ×" if best else "no rival"
-        rate = f"{row.rate / 1e12:>10.3g}{row.of_ceiling:>9.0%}"
+        rate = f"{row.rate / 1e12:>10.3g}" + (f"{row.of_ceiling:>9.0%}" if row.of_ceiling else f"{'unknown':>9}")
         print(f"  {row.contender:<22}{row.milliseconds:>9.3f}{quartiles:>20}{rate}{row.error:>8.2f}{ratio:>15}")
 
 

@@ -20,7 +20,7 @@ from ejkernel.types import Platform
 
 MODES = {"fwd": 1.0, "bwd": 2.0, "fwd_bwd": 3.0}
 
-Case = Callable[[Any, str, callib.Ceilings, argparse.Namespace], list[Row]]
+Case = Callable[[Any, str, argparse.Namespace], list[Row]]
 
 
 def run(benchmark: str, doc: str, shapes: Mapping[str, Any], case: Case, convention: str, unit: str) -> int:
@@ -31,7 +31,7 @@ def run(benchmark: str, doc: str, shapes: Mapping[str, Any], case: Case, convent
     rows, file = [], result_file(benchmark, arguments.out)
     for name in arguments.shapes:
         for mode in arguments.modes:
-            found = case(shapes[name], mode, ceilings, arguments)
+            found = case(shapes[name], mode, arguments)
             show(f"{shapes[name]}, {mode}", found, unit)
             rows += found
             save(file, rows, ceilings, convention)

@@ -13,7 +13,7 @@ from _packed import MODES, gate, imported, of_jax, of_torch, run, torch_on_gpu  
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Contender, Unavailable, measure
+from _harness import Contender, Unavailable, measure, yardstick
 
 from ejkernel.modules import grouped_matmul
 from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES, GroupedMatmulShape
@@ -24,7 +24,7 @@ _ROWS = 256  # of each group that are judged, and of its matrix
 _EXPANDED = 2 * 2**30  # bytes; with more the compiler tries kernels for minutes, and finds that memory does not suffice
 
 
-def case(shape: GroupedMatmulShape, mode: str, ceilings, arguments) -> list:
+def case(shape: GroupedMatmulShape, mode: str, arguments) -> list:
     """The rows of one shape and mode."""
     dtype = jnp.dtype("bfloat16")
     keys = jax.random.split(jax.random.key(0), 3)
@@ -38,8 +38,8 @@ def case(shape: GroupedMatmulShape, mode: str, ceilings, arguments) -> list:
         _contenders(mode, arrays, do, sizes, arguments.platforms),
         lambda results: judge()(results),
         bounds=(_FORWARD if mode == "fwd" else _DERIVATIVE, _RIVAL),
-        operations=MODES[mode] * 2 * shape.rows * shape.features * shape.columns,
-        ceiling=ceilings.matmul[dtype.name],
+        work=MODES[mode] * 2 * shape.rows * shape.features * shape.columns,
+        yardstick=yardstick(dtype.name),
         repeats=arguments.repeats,
     )
 

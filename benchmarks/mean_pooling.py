@@ -12,7 +12,7 @@ from _packed import gate, imported, of_jax, of_torch, run, torch_on_gpu  # isort
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Contender, Unavailable, measure
+from _harness import Contender, Unavailable, measure, yardstick
 
 from ejkernel.modules import mean_pooling
 from ejkernel.types.mean_pooling import MEAN_POOLING_SHAPES, MeanPoolingShape
@@ -24,7 +24,7 @@ _FEATURES = 64  # that are judged
 _HEAD = 128  # features of a head, where a rival wants heads
 
 
-def case(shape: MeanPoolingShape, mode: str, ceilings, arguments) -> list:
+def case(shape: MeanPoolingShape, mode: str, arguments) -> list:
     """The rows of one shape and mode."""
     keys = jax.random.split(jax.random.key(0))
     normal = lambda key, *size: jax.random.normal(key, size, jnp.float32).astype(jnp.bfloat16)
@@ -36,8 +36,8 @@ def case(shape: MeanPoolingShape, mode: str, ceilings, arguments) -> list:
         _contenders(shape, mode, x, do, arguments.platforms),
         lambda results: judge()(results),
         bounds=(_OURS, _RIVAL),
-        operations=_PASSES[mode] * x.size * x.dtype.itemsize,
-        ceiling=ceilings.copy,
+        work=_PASSES[mode] * x.size * x.dtype.itemsize,
+        yardstick=yardstick(None),
         repeats=arguments.repeats,
     )
 

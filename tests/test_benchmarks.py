@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 
 import ejkernel
 from ejkernel import callib
+from ejkernel.callib.ceilings import Probe
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
@@ -93,9 +95,9 @@ def breaks(*_):
     raise RuntimeError("out of\n memory")
 
 
-def measured(*contenders, repeats=3):
-    given = dict(gate=lambda results: results[0], bounds=(2.0, 10.0), operations=1e9, ceiling=1e12, repeats=repeats)
-    return harness.measure("case", "fwd", contenders, **given)
+def measured(*contenders, repeats=3, yardstick=Probe(lambda: None, (), 1e9)):
+    given = dict(gate=lambda results: results[0], bounds=(2.0, 10.0), work=1e9, repeats=repeats)
+    return harness.measure("case", "fwd", contenders, yardstick=yardstick, **given)
 
 
 def test_nothing_is_timed_whose_numbers_are_wrong():
@@ -123,6 +125,16 @@ def test_contenders_are_timed_in_turns_that_go_both_ways():
     found = harness.interleaved(batches, repeats=3)
     assert [name for name, _ in order] == list("abbaabbaab") and [len(times) for times in found.values()] == [3, 3]
     assert order[0] == ("a", 1) and order[-1] == ("b", harness._MOST_CALLS)
+
+
+def test_the_yardstick_has_its_turns_among_the_contenders(capsys):
+    right = harness.Contender("right", prepared([1.0], lambda calls: time.sleep(0.002 * calls)), ours=True)
+    (row,) = measured(right, yardstick=Probe(lambda: time.sleep(0.001), (), 1e9))
+    assert 0.3 < row.of_ceiling < 0.7
+    (row,) = measured(right, yardstick=Probe(breaks, (), 1e9))
+    assert row.status == "timed" and row.of_ceiling is None
+    harness.show("title", [row])
+    assert "unknown" in capsys.readouterr().out
 
 
 # --- The whole
@@ -178,10 +190,10 @@ def test_groups_are_judged_and_timed(name, mode, monkeypatch):
         "grouped_matmul": lambda: types.GroupedMatmulShape("small", 256, 64, 96, 4),
         "mean_pooling": lambda: types.MeanPoolingShape("small", 256, 128, 4),
     }[name]()
-    ceilings = callib.Ceilings("none", 1e10, {"bfloat16": 1e12}, "0")
+    monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
     arguments = SimpleNamespace(platforms=["auto"], repeats=2)
-    ours, rival, *_ = benchmark.case(small, mode, ceilings, arguments)
+    ours, rival, *_ = benchmark.case(small, mode, arguments)
     assert (ours.status, rival.status) == ("timed", "timed") and name in ours.detail
     wrong = lambda *a, **k: 1.1 * getattr(ejkernel.modules, name)(*a, **k)
     monkeypatch.setattr(benchmark, name, wrong)
-    assert benchmark.case(small, mode, ceilings, arguments)[0].status == "wrong"
+    assert benchmark.case(small, mode, arguments)[0].status == "wrong"

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,14 @@ class Ceilings:
         return max(operations / rate, bytes_moved / self.copy)
 
 
+class Probe(NamedTuple):
+    """A call that runs at a ceiling, and its work: bytes or operations."""
+
+    function: Callable[..., Any]
+    operands: tuple[jax.Array, ...]
+    work: float
+
+
 def calibrate(device: jax.Device | None = None, *, tell: Callable[[str], None] = lambda line: None) -> Ceilings:
     """Measures the ceilings of a device (by default the first) and keeps them for `known_ceilings`. Takes seconds.
 
@@ -54,17 +62,15 @@ def calibrate(device: jax.Device | None = None, *, tell: Callable[[str], None] =
         tell: called with a line for each measurement.
     """
     device = device or jax.local_devices()[0]
-    count, side = _SIZES["gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform]
     with jax.default_device(device):
-        x = jax.random.normal(jax.random.key(0), (count,), jnp.float32)
-        copy = 2 * x.nbytes / _seconds(jax.jit(jnp.negative), x)
-        tell(f"copy of {x.nbytes / 1e9:.2f} GB: {copy / 1e9:.0f} GB/s")
-        del x
+        probe = copy_probe(device)
+        copy = probe.work / _seconds(probe)
+        tell(f"copy of {probe.work / 2e9:.2f} GB: {copy / 1e9:.0f} GB/s")
         matmul = {}
         for name in _DTYPES:
-            a, b = (jax.random.normal(jax.random.key(i), (side, side), jnp.float32).astype(name) for i in (1, 2))
-            matmul[name] = 2 * side**3 / _seconds(jax.jit(jnp.matmul), a, b)
-            tell(f"matrix product {side}³ {name}: {matmul[name] / 1e12:.2f} TFLOP/s")
+            probe = product_probe(device, name)
+            matmul[name] = probe.work / _seconds(probe)
+            tell(f"matrix product {probe.operands[0].shape[0]}³ {name}: {matmul[name] / 1e12:.2f} TFLOP/s")
     ceilings = Ceilings(device.device_kind, copy, matmul, jax.__version__)
     _keep(ceilings)
     return ceilings
@@ -82,13 +88,30 @@ def known_ceilings(device_kind: str) -> Ceilings | None:
         return None
 
 
-def _seconds(fn: Callable[..., Any], *args: Any, calls: int = 5, repeats: int = 7) -> float:
+def copy_probe(device: jax.Device) -> Probe:
+    """A copy that is bound by memory alone; its work is the bytes read and written."""
+    x = jax.random.normal(jax.random.key(0), (_sizes(device)[0],), jnp.float32)
+    return Probe(jax.jit(jnp.negative), (x,), 2 * x.nbytes)
+
+
+def product_probe(device: jax.Device, dtype: Any) -> Probe:
+    """A product of matrices that is bound by multiplication alone; its work is its operations."""
+    side = _sizes(device)[1]
+    factors = (jax.random.normal(jax.random.key(i), (side, side), jnp.float32).astype(dtype) for i in (1, 2))
+    return Probe(jax.jit(jnp.matmul), tuple(factors), 2 * side**3)
+
+
+def _sizes(device: jax.Device) -> tuple[int, int]:
+    return _SIZES["gpu" if device.platform in ("gpu", "cuda", "rocm") else device.platform]
+
+
+def _seconds(probe: Probe, calls: int = 5, repeats: int = 7) -> float:
     """The median over repeats of a call's time, `calls` of them issued together and waited for once."""
-    jax.block_until_ready(fn(*args))
+    jax.block_until_ready(probe.function(*probe.operands))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready([fn(*args) for _ in range(calls)])
+        jax.block_until_ready([probe.function(*probe.operands) for _ in range(calls)])
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)
 

@@ -128,6 +128,14 @@ def test_long(window):
     compare(Case("long", B=1, H=10, G=2, D=128, V=128, spec=spec), 1792, jnp.bfloat16)
 
 
+@pytest.mark.parametrize("length, D", [(200, 128), (1990, 128), (1990, 64)])
+def test_partners(length, D):
+    """Two blocks of threads load keys for both: a pair of them, and more than run at once; keys end in a block."""
+    case = Case("partners", B=1, H=10, G=2, D=D, V=D, spec=FlashAttentionSpec())
+    for config in space("flash_attention", *case.make(length, jnp.bfloat16), TARGET):
+        compare_forward(case, length, jnp.bfloat16, config)
+
+
 def test_reruns_give_the_same_bits():
     x, spec = Case("again", H=4, G=2, D=128, V=128, spec=CAUSAL).make(1000, jnp.bfloat16)
     config = space("flash_attention", x, spec, TARGET)[0]

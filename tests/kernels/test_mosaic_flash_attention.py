@@ -15,7 +15,9 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     supports,
     supports_bwd,
 )
+from ejkernel.kernels._pallas.gpu.flash_attention.attend import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
+from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, Platform, Target
 
@@ -81,8 +83,19 @@ def test_lowers(operation, name, config):
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
+@pytest.mark.parametrize(
+    "name, partners", [("h16-d128-full", 2), ("h16-d128", 1), ("h16-d64-full", 1), ("h16-d256-full", 1)]
+)
+def test_partners(name, partners):
+    """With 128 features and no mask two blocks of threads are a cluster, and what one loads is sent to both."""
+    x, spec = CALLS[name]
+    (config, *_) = space("flash_attention", x, spec, HOPPER)
+    plan = Plan(problem_of(x, spec), config.block_q, config.block_k, config.num_stages)
+    assert plan.partners == partners
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before 0.12 JAX itself writes no kernel twice the same")
-@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v3", "gemma3-12b-local"])
+@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v3", "gemma3-12b-local", "h16-d128-full"])
 def test_the_text_is_the_same_every_time(name):
     """A compilation cache finds a program by its text."""
     x, spec = CALLS[name]

@@ -23,10 +23,14 @@ PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 FIRST_BARRIER = 4
 
 
-def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict):
+def launch(
+    kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict,
+    partners: int = 1,
+):  # fmt: skip
     """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups.
 
-    An operand may be a tree of arrays, and is one of refs then.
+    An operand may be a tree of arrays, and is one of refs then. So many `partners`, neighbours among the blocks, run at
+    the same time and can be sent a tile at once: a cluster.
     """
     arrays, tree = jax.tree.flatten(operands)
 
@@ -37,7 +41,14 @@ def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: 
     return pl.kernel(
         body,
         out_type=out_type,
-        mesh=plgpu.Mesh(grid=(blocks,), grid_names=("block",), num_threads=warpgroups, thread_name="warpgroup"),
+        mesh=plgpu.Mesh(
+            grid=(blocks // partners,),
+            grid_names=("block",),
+            cluster=(partners,),
+            cluster_names=("partner",),
+            num_threads=warpgroups,
+            thread_name="warpgroup",
+        ),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             unsafe_no_auto_barriers=True,  # the kernels say themselves who waits for whom
@@ -46,6 +57,17 @@ def launch(kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: 
         ),
         name=name,
     )(*arrays)
+
+
+def block_number(partners: int) -> Array:
+    """Which of the blocks this is."""
+    cluster = lax.axis_index("block")
+    return cluster if partners == 1 else cluster * partners + lax.axis_index("partner")
+
+
+def together(number: int):
+    """Barriers that all partners come to."""
+    return plgpu.ClusterBarrier(collective_axes=("partner",), num_barriers=number)
 
 
 def shared(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None):

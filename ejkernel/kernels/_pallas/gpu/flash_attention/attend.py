@@ -18,6 +18,7 @@ from .._launch import (
     accumulator,
     across,
     arrive,
+    block_number,
     full,
     slot_of,
     sync,
@@ -72,6 +73,16 @@ class Plan:
         return 2 if self.persistent else 1
 
     @property
+    def partners(self) -> int:
+        """Blocks of threads with neighbouring tiles of a head, which load each block of keys once for all of them.
+
+        All must visit the same keys. It halves what is read from the L2 cache, and gains where that is most for what is
+        computed: where two warpgroups share a block of keys.
+        """
+        together = self.persistent and not self.problem.cut and self.consumers == 2 and self.q_tiles % 2 == 0
+        return 2 if together else 1
+
+    @property
     def k_free(self) -> int:
         return TURN + self.consumers
 
@@ -114,13 +125,13 @@ class Plan:
 
     def tile(self, turn: Array, dealt: Any = None) -> tuple[Array, Array, Array]:
         """The first query, the head and the batch index of the tile that this block has in its `turn`."""
-        place, head = self.order.tile(lax.axis_index("block"), turn, dealt)
+        place, head = self.order.tile(block_number(self.partners), turn, dealt)
         heads = jnp.int32(self.problem.H)
         return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
 
     def turns(self, dealt: Any) -> Array:
         """How many tiles this block has."""
-        return self.order.turns(lax.axis_index("block"), dealt)
+        return self.order.turns(block_number(self.partners), dealt)
 
     def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
         if reach is not None:
@@ -137,7 +148,10 @@ class Plan:
 
 
 class Shared(NamedTuple):
-    """What the warpgroups of a block of threads share: tiles, and barriers: they are full; q may be overwritten."""
+    """What the warpgroups of a block of threads share: tiles, and barriers.
+
+    These say that tiles are full; that q may be overwritten; and that all partners may overwrite a slot of k or v.
+    """
 
     q: Any
     k: Any
@@ -146,6 +160,7 @@ class Shared(NamedTuple):
     k_full: Any
     v_full: Any
     q_free: Any
+    slots_free: Any
 
 
 class Tile(NamedTuple):
