@@ -11,6 +11,8 @@ Where the features of values decay, all sums have their exponentials, too, v̇_j
 has Ġ_i o_i besides, Ġ being of values.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -31,6 +33,10 @@ def recurrence_jvp(
     """The tangents of o and the final state; a tangent of None is zero."""
     x, dot = (gamma_of_batch(operands, primals.q.shape[0]) for operands in (primals, tangents))
     p = problem_of(x, spec, config.block_q)
+    if x.gv is not None and not p.exact:
+        # Of products that follow one another in one block of code Triton gives all warps the same tiles. Where features
+        # of keys decay, if by nothing, the first is within a branch: ten times faster.
+        p = replace(p, by_head=False, by_feature=True)
     places = places_of(x, p)
     rows, columns, block = min(config.block_d, p.D_PAD), min(config.block_d, p.V_PAD), min(config.block_k, p.V_PAD)
     kept = jax.ShapeDtypeStruct((p.B, p.chunks, p.H, p.D, p.V), jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32)
