@@ -29,6 +29,14 @@ def automatic_devices(ctx: Any) -> int:
     return getattr(context, "num_devices", None) or 1
 
 
+def is_partly_manual(ctx: Any) -> bool:
+    """Whether a `shard_map` around has made some axes of the mesh manual.
+
+    `custom_partitioning` is then not told of the mesh and fails inside XLA (seen on 0.11.2).
+    """
+    return bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
+
+
 def without_sharding(aval: Any) -> Any:
     """The aval of one device's part: no mesh and no manual axes in its type, so that plain code traces on it."""
     from jax._src import core

@@ -2,7 +2,7 @@
 
 * Explicit axes: the implementation runs inside `jax.shard_map` with specs read from the types of the operands.
 * Auto axes: XLA splits the program, and `custom_partitioning` with a Shardy rule tells it how.
-* Manual axes: the arrays are local already.
+* Manual axes: the arrays are local already. Auto axes beside them are left to XLA, which gathers what a kernel takes.
 
 Where a result lacks an axis that is split (the gradient of a bias that all batches share), each device holds a part
 of its sum, and `psum` adds them. Nothing else communicates.

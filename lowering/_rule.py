@@ -5,7 +5,8 @@ another one, the registry picks the implementation, and the config is chosen aga
 The implementation is traced on the arrays of one device.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from jax.sharding import AbstractMesh
 
 from ejkernel.compat import (
     automatic_devices,
+    is_partly_manual,
     requires_devices_during_lowering,
     unchecked_manual_axes,
     without_manual_axes,
@@ -100,14 +102,8 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
             _refuse_on_tpu(primitive, local, spec, config, target, forced)
-            run = automatic(primitive, body, local, results, spec)
-    # What a user forbids in a program of theirs is no rule for the code of an implementation.
-    with (
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-        unchecked_manual_axes(),
-        jax.numpy_rank_promotion("allow"),
-        jax.numpy_dtype_promotion("standard"),
-    ):
+            run = body if is_partly_manual(ctx) else automatic(primitive, body, local, results, spec)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), unchecked_manual_axes(), _promotions():
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 
 
@@ -138,5 +134,13 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
     # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
     run = explicit(primitive, body, avals, results, spec) if primitive.split(avals)[0] else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
-    _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
+    with _promotions():
+        _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
     return list(out.values()), change
+
+
+@contextlib.contextmanager
+def _promotions() -> Iterator[None]:
+    """What a user forbids in a program of theirs is no rule for the code of an implementation."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield

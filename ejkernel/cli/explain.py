@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arrays.add_argument("--segment-ids", action="store_true", help="of queries and of keys")
     arrays.add_argument("--array", type=_array, action="append", default=[], metavar="NAME=TYPE", help="any other")
     options = parser.add_argument_group("options")
-    options.add_argument("--causal", action="store_true", help="query i sees keys j ≤ i + K − S")
+    options.add_argument("--causal", action="store_const", const=True, help="query i sees keys j ≤ i + K − S")
     options.add_argument(
         "--window", type=_window, metavar="W", help="a number of keys, or left,right (none: unbounded)"
     )
@@ -66,6 +66,9 @@ def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in ("causal", "window", "softcap")}
     given = {name: value for name, value in options.items() if value is not None}
     if arguments.q is None:
+        of_q = ("kv_heads", "kv_length", "value_dim", "bias", "sinks", "segment_ids", "dropout")
+        if lost := [name for name in of_q if getattr(arguments, name)]:
+            raise argparse.ArgumentError(None, f"--{lost[0].replace('_', '-')} needs --q")
         return given
     if len(arguments.q) != 4:
         raise argparse.ArgumentError(None, f"--q has {len(arguments.q)} sizes; it must have 4: B,S,H,D")

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..errors import value_error
+from ..errors import type_error, value_error
 from ._operation import Operation, lax_arguments, modules_parameters
 
 _OWN = ("platform", "cfg", "mesh", "in_specs", "out_specs")
@@ -38,8 +40,8 @@ def face(operation: type[Operation]) -> Callable[..., Any]:
 
 
 def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
-    arrays = {name: x for name, x in given.items() if isinstance(x, jax.Array)}
-    specs = dict(in_specs) if isinstance(in_specs, Mapping) else dict(zip(arrays, in_specs, strict=False))
+    arrays = {name: jnp.asarray(x) for name, x in given.items() if isinstance(x, jax.Array | np.ndarray)}
+    specs = dict(in_specs) if isinstance(in_specs, Mapping) else _in_order(operation, arrays, in_specs)
     back = {new: old for old, new in operation.renamed.items()}
     specs = {back.get(name, name): spec for name, spec in specs.items()}
     if unknown := sorted(specs.keys() - arrays.keys()):
@@ -50,6 +52,18 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
         lambda of: run({**of, **rest}), mesh=mesh, in_specs=({n: specs[n] for n in arrays},), out_specs=out_specs
     )
     return local(_placed(arrays, specs, mesh))
+
+
+def _in_order(operation, arrays, in_specs):
+    """The specs of a tuple by the names of the arrays."""
+    if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
+        raise type_error(operation.trio.name, f"in_specs is {in_specs!r}; it must be a mapping by name or a tuple")
+    if len(in_specs) > len(arrays):
+        names = ", ".join(arrays)
+        raise value_error(
+            operation.trio.name, f"in_specs has {len(in_specs)} specs for {len(arrays)} arrays: {names}", **arrays
+        )
+    return dict(zip(arrays, in_specs, strict=False))
 
 
 def _placed(arrays, specs, mesh):

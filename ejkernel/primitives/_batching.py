@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ._axes import Axes, Table, is_broadcast, position
 from ._sharding import Layout, explicit_axes
@@ -34,14 +34,17 @@ class Fold:
 def choose(
     table: Table, layout: Layout, arrays: Mapping[str, Any], dims: Mapping[str, int | None], results: Sequence[str]
 ) -> Fold:
-    """Fold into the query heads where that spares repeating shared keys and values, else into the batch."""
+    """Fold into the query heads where that spares repeating shared keys and values, else into the batch.
+
+    A mapped axis that is sharded joins the batch: among the heads its parts would have to change their device.
+    """
     count = next(arrays[name].shape[dim] for name, dim in dims.items() if dim is not None)
     shapes = {name: _without(x.shape, dims[name]) for name, x in arrays.items()}
 
     def size_of(letter: str) -> int:
         return max((shapes[n][i] for n in arrays if (i := position(table[n], letter)) is not None), default=1)
 
-    if layout.group is not None:
+    if layout.group is not None and not any(_spec(arrays[n])[dim] for n, dim in dims.items() if dim is not None):
         heads, groups = layout.group
         shared = {name for name in arrays if position(table[name], groups) is not None}
         mapped = {name for name in arrays if dims[name] is not None}
@@ -87,11 +90,12 @@ def _reshape(x: Any, at: int, taken: int, given: tuple[int, ...]) -> Any:
     aval = jax.typeof(x)
     if not explicit_axes(aval):
         return x.reshape(new)
-    spec = tuple(aval.sharding.spec) + (None,) * (x.ndim - len(aval.sharding.spec))
+    spec = _spec(x)
     entries = [entry for entry in spec[at : at + taken] if entry is not None]
     target = next((i for i, size in enumerate(given) if size != 1), 0)
     kept = [entries[0] if entries and i == target else None for i in range(len(given))]
-    return jax.lax.reshape(x, new, out_sharding=PartitionSpec(*spec[:at], *kept, *spec[at + taken :]))
+    sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(*spec[:at], *kept, *spec[at + taken :]))
+    return jax.lax.reshape(x, new, out_sharding=sharding)
 
 
 def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
@@ -104,10 +108,12 @@ def _is_whole(of: Axes, letter: str) -> bool:
 
 
 def _is_sharded(table: Table, letter: str, arrays: Mapping[str, Any], dims: Mapping[str, int | None]) -> bool:
-    for name, x in arrays.items():
-        aval, at = jax.typeof(x), position(table[name], letter)
-        if at is not None and explicit_axes(aval):
-            spec = _without(tuple(aval.sharding.spec) + (None,) * (x.ndim - len(aval.sharding.spec)), dims[name])
-            if spec[at] is not None:
-                return True
-    return False
+    places = {name: at for name in arrays if (at := position(table[name], letter)) is not None}
+    return any(_without(_spec(arrays[name]), dims[name])[at] is not None for name, at in places.items())
+
+
+def _spec(x: Any) -> tuple[Any, ...]:
+    """How each axis is split by an Explicit sharding."""
+    aval = jax.typeof(x)
+    spec = tuple(aval.sharding.spec) if explicit_axes(aval) else ()
+    return spec + (None,) * (x.ndim - len(spec))

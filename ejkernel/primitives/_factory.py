@@ -25,7 +25,7 @@ from jax.interpreters import ad, batching, xla
 from ..types import KernelConfig
 from ._axes import Table, shape, sizes
 from ._batching import choose, fold_operand, unfold_result
-from ._sharding import Layout, explicit_axes, joined, partition_spec
+from ._sharding import Layout, aligned, explicit_axes, joined, partition_spec
 
 TANGENT, COTANGENT = "_dot", "_bar"
 
@@ -130,6 +130,7 @@ class KernelPrimitive:
             name: fold_operand(x, mapped[name], self.table[name], fold, paired=name in paired)
             for name, x in arrays.items()
         }
+        folded = aligned(self.name, self.table, self.layout, folded)
         out = self.bind(folded, spec=spec, config=config, results=results)
 
         def unfold(name, x):

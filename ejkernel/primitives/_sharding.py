@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import AxisType, PartitionSpec
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..errors import value_error
 from ._axes import Axes, Table, is_broadcast
@@ -72,7 +73,21 @@ def joined(
                     "the operands must agree",
                     **{name: x},
                 )
+    _refuse_reuse(operation, layout, split)
     return _with_groups(operation, layout, split, size_of, mesh)
+
+
+def _refuse_reuse(operation: str, layout: Layout, split: Split) -> None:
+    """A mesh axis splits one axis of the operation, or heads of both kinds."""
+    owner: dict[str, str] = {}
+    for letter, entry in split.items():
+        for name in names_of(entry):
+            other = owner.setdefault(name, letter)
+            if other != letter and {letter, other} != set(layout.group or ()):
+                raise value_error(
+                    operation,
+                    f"axes {other} and {letter} are both sharded over {name!r}; a mesh axis splits one of them",
+                )
 
 
 def _with_groups(operation: str, layout: Layout, split: Split, size_of: Mapping[str, int], mesh: Any) -> Split:
@@ -102,6 +117,27 @@ def partition_spec(of: Axes, shape: tuple[int, ...], split: Split) -> PartitionS
     return PartitionSpec(
         *(None if is_broadcast(axis, size) else split.get(axis.letter) for axis, size in zip(of, shape, strict=True))
     )
+
+
+def aligned(operation: str, table: Table, layout: Layout, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays with one Explicit sharding for each axis, as a primitive needs them.
+
+    One that is not yet split along an axis that others split is resharded: each device takes its part of what it has.
+    """
+    types = {name: jax.typeof(x) for name, x in arrays.items()}
+    mesh = next((aval.sharding.mesh for aval in types.values() if explicit_axes(aval)), None)
+    if mesh is None:
+        return dict(arrays)
+    specs = {name: aval.sharding.spec if explicit_axes(aval) else PartitionSpec() for name, aval in types.items()}
+    split = joined(operation, table, layout, arrays, specs, mesh)
+    wanted = {name: partition_spec(table[name], x.shape, split) for name, x in arrays.items()}
+    same = lambda a, b, ndim: tuple(a) + (None,) * (ndim - len(a)) == tuple(b)
+    return {
+        name: x
+        if same(specs[name], wanted[name], x.ndim)
+        else jax.sharding.reshard(x, NamedSharding(mesh, wanted[name]))
+        for name, x in arrays.items()
+    }
 
 
 def summed_over(of: Axes, shape: tuple[int, ...], split: Split) -> tuple[str, ...]:

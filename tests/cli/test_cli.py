@@ -95,7 +95,7 @@ def test_explain_says_where_a_config_comes_from(monkeypatch):
 
 EVERY_OPTION = """
     --q 2,64,8,32 --kv-heads 2 --kv-length 128 --value-dim 16 --dtype f16 --bias 1,8,64,128 --sinks 1 --segment-ids
-    --array mask=bool[64,128] --window 31,none --softcap 30 --dropout 0.1 --option deterministic=True
+    --array mask=bool[64,128] --causal --window 31,none --softcap 30 --dropout 0.1 --option deterministic=True
 """
 
 
@@ -118,12 +118,27 @@ def test_explain_hands_on_every_option(capsys, monkeypatch):
         "dropout_key": "key<fry>[]",
     }
     options = {name: given[name] for name in ("causal", "window", "softcap", "dropout_rate", "deterministic")}
-    assert options == dict(causal=False, window=(31, None), softcap=30.0, dropout_rate=0.1, deterministic=True)
+    assert options == dict(causal=True, window=(31, None), softcap=30.0, dropout_rate=0.1, deterministic=True)
     assert str(given["target"]) == "cuda (NVIDIA H200)"
 
 
 def test_explain_takes_every_option(capsys):
     assert "xla/any" in printed(capsys, "explain", "flash_attention", *EVERY_OPTION.split())
+
+
+@pytest.mark.parametrize(
+    "call",
+    (
+        "recurrent --q 2,64,4,64 --kv-heads 2 --array g=f32[2,64,4]",
+        "gla --q 2,64,4,64 --array gk=f32[2,64,4,64]",
+        "lightning_attention --q 2,64,4,64 --option layer_idx=0 --option num_layers=2",
+        "grouped_matmul --array lhs=bf16[64,32] --array rhs=int8[4,32,16] --array group_sizes=i32[4]",
+        "mean_pooling --array x=bf16[2,64,32]",
+    ),
+    ids=lambda call: call.partition(" ")[0],
+)
+def test_explain_takes_every_operation(capsys, call):
+    assert "xla/any       takes this call" in printed(capsys, "explain", *call.split())
 
 
 # --- Wrong arguments
@@ -145,6 +160,7 @@ def test_explain_takes_every_option(capsys):
         ("explain flash_attention --q 1,64,4,64 --softcap 0", "softcap is 0.0"),
         ("explain flash_attention --q 1,64,4,64 --array mask", "'mask' is not of the form"),
         ("explain flash_attention --q 1,64,4,64 --option causal=perhaps", "'causal=perhaps' is not of the form"),
+        ("explain mean_pooling --kv-heads 3 --array x=f32[1,2,3]", "--kv-heads needs --q"),
         ("explain flash_attention --q 1,64,4,64 --device-kind H200", "--device-kind needs --target"),
         ("demo --steps 0", "--steps is 0; it must be at least 1"),
     ],

@@ -37,6 +37,11 @@ WRONG = {
         "group_offset must be a scalar or [1]",
         "group_offset: i32[2]",
     ),
+    "offset before all": (
+        dict(group_sizes=i32(6), group_offset=-1),
+        ValueError,
+        "group_offset is -1; it must be at least 0",
+    ),
     "existing_out": (dict(existing_out=f32(24, 8)), ValueError, "existing_out must be (24, 12), rows of lhs and"),
     "scale": (dict(rhs_scale=f32(12)), ValueError, "rhs_scale must be a scalar, [4] or [4, 12]", "rhs_scale: f32[12]"),
     "rhs unlike lhs": (dict(rhs=bf16(4, 8, 12)), TypeError, "rhs is bfloat16 but lhs is float32; it must be that or"),
@@ -51,6 +56,12 @@ WRONG = {
         "preferred_element_type is 'wide'; it must be a dtype",
     ),
     "result": (dict(preferred_element_type=jnp.int32), TypeError, "preferred_element_type is int32; it must be one of"),
+    "no result": (dict(preferred_element_type=None), TypeError, "preferred_element_type is None; it must be a dtype"),
+    "wide result": (
+        dict(preferred_element_type=jnp.float64),
+        TypeError,
+        "preferred_element_type is float64; it must be one of float32, bfloat16, float16",
+    ),
     "transpose": (dict(transpose_rhs=1), TypeError, "transpose_rhs must be True or False, not int"),
     "unknown option": (dict(tiling=3), TypeError, "unexpected keyword argument 'tiling'"),
 }

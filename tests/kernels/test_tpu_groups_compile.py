@@ -39,20 +39,23 @@ GROUPED = {
         ),
         grouped.GroupedMatmulSpec(),
     ),
+    "one feature": (product(64, 1, 128, 2), grouped.GroupedMatmulSpec()),
+    "one column": (product(64, 128, 1, 2), grouped.GroupedMatmulSpec(transpose_rhs=True)),
 }
 POOLING = {
     "chunks": pooling.Operands(array(jnp.bfloat16, 1, 131072, 2048), array(jnp.int32, 1, 2048, 2)),
     "dense": pooling.Operands(array(jnp.float32, 8, 4096, 1000)),
     "small": pooling.Operands(array(jnp.bfloat16, 2, 300, 96), array(jnp.int32, 1, 7, 2)),
 }
-first_is_quick = lambda calls: [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(calls)]
+QUICK = ("mixtral", "one feature", "chunks")
+some_are_quick = lambda calls: [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in calls]
 each_generation = pytest.mark.parametrize(
     "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
 )
 
 
 @each_generation
-@pytest.mark.parametrize("name", first_is_quick(GROUPED))
+@pytest.mark.parametrize("name", some_are_quick(GROUPED))
 def test_grouped_matmul(name, generation):
     x, spec = GROUPED[name]
     forward, backward = (kernel_registry.get(op, "pallas", "tpu") for op in ("grouped_matmul", "grouped_matmul_bwd"))
@@ -69,7 +72,7 @@ def test_grouped_matmul(name, generation):
 
 
 @each_generation
-@pytest.mark.parametrize("name", first_is_quick(POOLING))
+@pytest.mark.parametrize("name", some_are_quick(POOLING))
 def test_mean_pooling(name, generation):
     x, spec = POOLING[name], pooling.MeanPoolingSpec()
     forward, backward = (kernel_registry.get(op, "pallas", "tpu") for op in ("mean_pooling", "mean_pooling_bwd"))

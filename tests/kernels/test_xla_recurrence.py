@@ -78,12 +78,34 @@ def test_packed_sequences_are_independent(reverse):
             near((o[:, first:after], final[n : n + 1]), call(*alone, initial_state=states[n : n + 1]))
 
 
-def test_nothing_of_nothing():
-    q, k, v = tokens(s=0)
-    state = normal(2, 4, 8, 6)
-    o, final = ejkernel.lax.recurrent(q, k, v, initial_state=state, return_state=True)
-    assert o.shape == (2, 0, 4, 6)
+def test_sequences_end_with_the_tokens():
+    """Entries of cu_seqlens beyond them are those of the first and the last."""
+    q, k, v = tokens(b=1)
+    call = lambda *ends: ejkernel.lax.recurrent(q, k, v, cu_seqlens=jnp.array(ends), return_state=True)
+    near(call(-3, 17, 90, 200), call(0, 17, 40, 40), 0)
+
+
+@pytest.mark.parametrize("packed", (False, True))
+def test_no_tokens_leave_the_states_as_they_are(packed):
+    """Of the states the gradient then is that of the identity; decays that are the same for all tokens have none."""
+    (q, k, v), state = tokens(b=1, s=0), normal(3 if packed else 1, 4, 8, 6)
+    ends = jnp.zeros(4, jnp.int32) if packed else None
+
+    def call(state, g_gamma):
+        return ejkernel.lax.recurrent(q, k, v, g_gamma=g_gamma, initial_state=state, cu_seqlens=ends, return_state=True)
+
+    o, final = call(state, jnp.ones(4))
+    assert o.shape == (1, 0, 4, 6)
     np.testing.assert_array_equal(final, state)
+    gradients = jax.grad(lambda *x: (call(*x)[1] * state).sum(), (0, 1))(state, jnp.ones(4))
+    near(gradients, (state, jnp.zeros(4)))
+
+
+def test_a_batch_of_none():
+    (q, k, v), gamma = tokens(b=0), -jnp.ones(4)
+    call = partial(ejkernel.lax.recurrent, return_state=True)
+    assert [x.shape for x in call(q, k, v, g_gamma=gamma)] == [(0, 40, 4, 6), (0, 4, 8, 6)]
+    assert not jax.grad(lambda gamma: call(q, k, v, g_gamma=gamma)[0].sum())(gamma).any()
 
 
 def test_decays_that_are_too_fast_for_a_quotient():

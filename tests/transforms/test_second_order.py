@@ -1,6 +1,8 @@
 """Second derivatives are those of the formula, in every order of forward and reverse."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import (
     CASES,
@@ -14,6 +16,8 @@ from cases import (
     tangent,
 )
 
+import ejkernel
+
 
 def check(case, order):
     arrays, tangents = case.arrays(), case.tangents()
@@ -25,6 +29,23 @@ def check(case, order):
 @each(CASES, rest=(pytest.mark.slow,))
 def test_forward_over_reverse(case):
     check(case, curvature)
+
+
+def test_types_that_are_mixed():
+    """A product in bfloat16 with a scale in float32, where users forbid that types are promoted.
+
+    The loss is homogeneous, of degree 2 in each operand, so that its gradient changes by 5 times itself along them.
+    """
+    operands = jnp.ones((6, 4), jnp.bfloat16), jnp.ones((2, 4, 3), jnp.bfloat16), jnp.ones((2, 3))
+
+    def loss(lhs, rhs, scale):
+        options = dict(rhs_scale=scale, preferred_element_type=jnp.bfloat16)
+        return (ejkernel.lax.grouped_matmul(lhs, rhs, jnp.array([2, 3]), **options) ** 2).sum()
+
+    gradients, changes = jax.jvp(jax.grad(loss, (0, 1, 2)), operands, operands)
+    for x, y, z in zip(operands, gradients, changes, strict=True):
+        assert x.dtype == y.dtype == z.dtype
+        np.testing.assert_array_equal(z.astype(jnp.float32), 5 * y.astype(jnp.float32))
 
 
 @each(first_of_each(CASES), first=())

@@ -9,6 +9,8 @@ import re
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import CASES, assert_close, curvature, each, each_case, each_operation, first_of_each, gradient, oracle
 from jax.sharding import AxisType, NamedSharding
@@ -44,9 +46,9 @@ def mesh_of(types=AxisType.Explicit, shape=(4, 2)):
     return jax.make_mesh(shape, ("x", "y"), axis_types=(types,) * 2)
 
 
-def call_of(case, transform, call=None):
+def call_of(case, transform, call=None, seed=0):
     """The call or a transform of it, and its arguments."""
-    arrays, call = case.arrays(), call or case.call
+    arrays, call = case.arrays(seed), call or case.call
     if transform is None:
         return call, (arrays,)
     tangents = (case.tangents(),) if transform is curvature else ()
@@ -125,6 +127,26 @@ def test_batch_over_two_axes_of_the_mesh(case, types, transform):
 
 
 @each_operation
+@each_transform
+def test_vmap_over_an_explicit_axis(case, transform):
+    """The mapped axis of one operand, or of all, is split: each device computes its part of the batch by itself."""
+    mesh, examples = mesh_of(shape=(2, 4)), [call_of(case, transform, seed=seed)[1] for seed in range(2)]
+    f = call_of(case, transform)[0]
+    for mapped in [*((name,) for name in case.operands), tuple(case.operands)]:
+        axes = {name: 0 if name in mapped else None for name in case.operands}
+        stack = lambda *x: jax.device_put(jnp.stack(x), NamedSharding(mesh, P("x")))
+        arrays = {n: stack(*(e[0][n] for e in examples)) if n in mapped else x for n, x in examples[0][0].items()}
+        args = (arrays, *examples[0][1:])
+        compiled = jax.jit(jax.vmap(f, (axes, *[None] * (len(args) - 1))), keep_unused=True).lower(*args).compile()
+        found = compiled(*args)
+        for i, example in enumerate(examples):
+            alone = {name: (example if name in mapped else examples[0])[0][name] for name in case.operands}
+            part = jax.tree.map(lambda x, i=i: np.asarray(x)[i], found)
+            assert_close(part, oracle(case, transform)(alone, *args[1:]), what=f"{mapped} mapped, example {i}: ")
+        assert collectives(compiled.as_text()) == Counter(), mapped
+
+
+@each_operation
 @each_type
 @each_transform
 def test_under_set_mesh(case, types, transform):
@@ -171,6 +193,16 @@ def test_shard_map_over_the_batch(case, transform):
     mesh, specs, results = mesh_of(), case.specs(BATCH), case.result_specs(BATCH)
     call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
     assert check(case, transform, both(case), mesh, call=call) == needed(case, both(case), transform)
+
+
+@each_operation
+@each_transform
+def test_shard_map_over_the_batch_beside_an_auto_axis(case, transform):
+    """XLA splits or gathers what the other axis of the mesh splits; the numbers stay."""
+    mesh, specs, results = mesh_of(AxisType.Auto), case.specs(BATCH), case.result_specs(BATCH)
+    call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
+    f, args = call_of(case, transform, call)
+    assert_close(jax.jit(f)(*placed(case, args, both(case), mesh)), oracle(case, transform)(*args))
 
 
 # --- What cannot be sharded -------------------------------------------------------------------------------------------
@@ -228,6 +260,15 @@ def test_operands_that_disagree(case):
     arrays[name] = jax.device_put(arrays[name], NamedSharding(mesh, P("y")))
     with pytest.raises(ValueError, match=rf"{case.operation}: axis b is sharded over 'y' and, in \w+, over 'x'; "):
         jax.make_jaxpr(case.call)(arrays)
+
+
+@each([case for case in first_of_each(CASES) if case.sizes.get("g", 1) > 1])
+def test_axes_that_disagree(case):
+    """The batch of one operand and the heads of another are split over one axis of the mesh."""
+    mesh = mesh_of()
+    (arrays,), (other,) = (placed(case, (case.arrays(),), split, mesh) for split in ({"b": "y"}, {"g": "y"}))
+    with pytest.raises(ValueError, match=rf"{case.operation}: axes b and g are both sharded over 'y'; a mesh axis "):
+        jax.make_jaxpr(case.call)({**arrays, "k": other["k"], "v": other["v"]})
 
 
 @each([case for case in CASES if 1 < case.sizes.get("g", 1) < 4])

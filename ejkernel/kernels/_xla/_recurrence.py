@@ -182,6 +182,9 @@ def recurrence(
     """o and the final state, chunk by chunk."""
     x = Operands(*operands)
     dtype, length = statistics_dtype(x.q.dtype), x.q.shape[1]
+    states = _initial_state(x, dtype)
+    if x.q.size == 0:  # no token, so that nothing leads from one state to another
+        return Outputs(varying_like(x, jnp.zeros((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype)), states)
     block = max(1, min(config.block_k, config.block_q, length))
     blocks = max(1, min(config.block_q // block, math.ceil(length / block)))
     chunks = _chunks(x, spec, block * blocks)
@@ -201,7 +204,6 @@ def recurrence(
             o = jnp.moveaxis(o, 0, 2).reshape(*o.shape[1:3], blocks * block, -1)
         return state, (o.astype(x.q.dtype), None if enters is None else state)
 
-    states = _initial_state(x, dtype)
     if x.spans is None:
         state, (o, _) = lax.scan(chunk, states[:, 0], (tokens, None, None))
         return Outputs(_joined(o, chunks, length), state[:, None])

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import type_error, value_error
 from ...primitives._factory import KernelPrimitive
-from ...primitives._sharding import explicit_axes, joined, partition_spec
+from ...primitives._sharding import aligned
 from ...types import KernelConfig, Platform
 
 
@@ -124,8 +123,7 @@ def config_of(operation: str, config: Any, platform: Platform | str | None = Non
 def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:
     """Operands with one sharding for each axis and the same varying manual axes, as the primitive needs them.
 
-    On a mesh with Explicit axes an operand that is not yet split along an axis that others split is resharded (which
-    needs no communication, only takes a part). Under `shard_map` an operand that does not vary over an axis that others
+    Under `shard_map` an operand that does not vary over an axis that others
     vary over is cast to do so, whose transpose sums its gradient.
     """
     types = {name: jax.typeof(x) for name, x in named.items()}
@@ -137,17 +135,4 @@ def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any
             else x
             for name, x in named.items()
         }
-    sharded = [aval for aval in types.values() if explicit_axes(aval)]
-    if not sharded:
-        return dict(named)
-    mesh = sharded[0].sharding.mesh
-    specs = {name: aval.sharding.spec if explicit_axes(aval) else PartitionSpec() for name, aval in types.items()}
-    split = joined(primitive.name, primitive.table, primitive.layout, named, specs, mesh)
-    wanted = {name: partition_spec(primitive.table[name], x.shape, split) for name, x in named.items()}
-    same = lambda a, b, ndim: tuple(a) + (None,) * (ndim - len(a)) == tuple(b)
-    return {
-        name: x
-        if same(specs[name], wanted[name], x.ndim)
-        else jax.sharding.reshard(x, NamedSharding(mesh, wanted[name]))
-        for name, x in named.items()
-    }
+    return aligned(primitive.name, primitive.table, primitive.layout, named)

@@ -109,7 +109,7 @@ def _gate(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
 
 
 def _spans(name: str, cu_seqlens, q):
-    """[1, n, 2]: where each sequence begins and ends."""
+    """[1, n, 2]: where each sequence begins and ends, within the tokens that there are."""
     if cu_seqlens is None:
         return None
     cu_seqlens = array(name, "cu_seqlens", cu_seqlens)
@@ -121,8 +121,8 @@ def _spans(name: str, cu_seqlens, q):
         raise value_error(
             name, f"q has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences", q=q
         )
-    cu_seqlens = cu_seqlens.astype(jnp.int32)
-    return jnp.stack([cu_seqlens[:-1], cu_seqlens[1:]], axis=-1)[None]
+    ends = cu_seqlens.astype(jnp.int32).clip(0, q.shape[1])
+    return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
 
 def _scaled(name: str, q, scale):

@@ -24,7 +24,8 @@ def gla_arguments(
         v: values [B, S, G, V]. q, k and v have one float dtype.
         gk: log decay [B, S, H, K] of each row of the state; at most 0 is expected, any value is correct.
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
-        cu_seqlens: [N + 1] integers, may be traced: B is 1 and sequence n is the tokens from entry n to entry n + 1.
+        cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
+            entry n + 1.
         softmax_scale: K**-0.5 by default; a number, or a traced scalar.
         reverse: time runs backwards, from the last token of each sequence to its first.
         return_state: also return the final state.

@@ -12,7 +12,7 @@ from ._arguments import align, array, require_dtype, require_rank, static_bool
 
 NAME = trio.name
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
-RESULTS = ("float32", "bfloat16", "float16", "float64")
+RESULTS = ("float32", "bfloat16", "float16")
 
 
 def grouped_matmul_arguments(
@@ -41,7 +41,7 @@ def grouped_matmul_arguments(
         rhs: a matrix for each group [E, K, N], or [E, N, K] with transpose_rhs; in the dtype of lhs, or int8 or fp8,
             which are brought to it.
         group_sizes: [E] integers ≥ 0, may be traced: how many rows each group has. With group_offset [F], F ≥ E.
-        group_offset: an integer, scalar or [1], may be traced: rhs holds the groups from this one on, and rows of
+        group_offset: an integer ≥ 0, scalar or [1], may be traced: rhs holds the groups from this one on, and rows of
             others are like those after the last group. So a device that holds some of the experts computes its share.
         existing_out: [M, N], what stands in the result in rows of no group.
         rhs_scale: a factor of rhs, a scalar, [E], or [E, N] for one of each column (or [E, 1, N]).
@@ -62,7 +62,7 @@ def grouped_matmul_arguments(
     )
     transpose_rhs = static_bool(NAME, "transpose_rhs", transpose_rhs)
     _check_arrays(lhs, rhs, group_sizes, transpose_rhs)
-    spec = GroupedMatmulSpec(_result_dtype(preferred_element_type), transpose_rhs)
+    spec = GroupedMatmulSpec(_result_dtype(preferred_element_type, lhs), transpose_rhs)
     rhs = rhs.swapaxes(1, 2) if transpose_rhs else rhs
     operands = Operands(
         lhs[None],
@@ -96,13 +96,16 @@ def _check_arrays(lhs, rhs, group_sizes, transpose_rhs: bool) -> None:
             raise value_error(NAME, f"rhs has 0 {name}; it must have some", rhs=rhs)
 
 
-def _result_dtype(dtype) -> str:
+def _result_dtype(dtype, lhs) -> str:
     try:
-        name = np.dtype(dtype).name
+        name = None if dtype is None else np.dtype(dtype).name
     except TypeError:
-        raise type_error(NAME, f"preferred_element_type is {dtype!r}; it must be a dtype") from None
-    if name not in RESULTS:
-        raise type_error(NAME, f"preferred_element_type is {name}; it must be one of {', '.join(RESULTS)}")
+        name = None
+    if name is None:
+        raise type_error(NAME, f"preferred_element_type is {dtype!r}; it must be a dtype")
+    allowed = (*RESULTS, "float64") if lhs.dtype == np.float64 else RESULTS
+    if name not in allowed:
+        raise type_error(NAME, f"preferred_element_type is {name}; it must be one of {', '.join(allowed)}", lhs=lhs)
     return name
 
 
@@ -117,6 +120,8 @@ def _offset(offset, group_sizes, rhs):
                 group_sizes=group_sizes,
             )
         return None
+    if isinstance(offset, int) and offset < 0:
+        raise value_error(NAME, f"group_offset is {offset}; it must be at least 0", group_sizes=group_sizes)
     offset = jnp.asarray(offset) if isinstance(offset, int) else array(NAME, "group_offset", offset)
     require_dtype(NAME, np.integer, "an integer type", group_offset=offset)
     if offset.shape not in ((), (1,)):

@@ -39,7 +39,8 @@ def lightning_attention_arguments(
         k: keys [B, S, G, K]; H is a multiple of G, and query head h uses head h // (H // G).
         v: values [B, S, G, V]. q, k and v have one float dtype.
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
-        cu_seqlens: [N + 1] integers, may be traced: B is 1 and sequence n is the tokens from entry n to entry n + 1.
+        cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
+            entry n + 1.
         g_gamma: [H] in the place of the formula above, which is that of all heads of a layer: under `jax.shard_map`
             over heads each device has to be given its part of them.
         layer_idx: the layer, from 0; later layers remember longer.

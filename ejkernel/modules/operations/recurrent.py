@@ -37,7 +37,8 @@ def recurrent_arguments(
         gv: log decay [B, S, H, V] of each column of the state.
         g_gamma: log decay [H] of the whole state, the same at each token.
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
-        cu_seqlens: [N + 1] integers, may be traced: B is 1 and sequence n is the tokens from entry n to entry n + 1.
+        cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
+            entry n + 1.
         softmax_scale: K**-0.5 by default; a number, or a traced scalar.
         reverse: time runs backwards, from the last token of each sequence to its first.
         return_state: also return the final state.

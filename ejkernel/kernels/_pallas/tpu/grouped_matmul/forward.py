@@ -134,6 +134,8 @@ def _kernel(table, *refs, names: tuple[str, ...], transposed: bool, scaled_featu
 
 def dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
     """In float32, of float32 in full."""
+    if y.shape[1 - contracted[1]] == 1:  # Mosaic multiplies by one column in the dtype of both, and adds in float32
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (tuple((axis,) for axis in contracted), ((), ()))
     return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
