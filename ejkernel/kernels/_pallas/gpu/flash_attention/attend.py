@@ -138,6 +138,11 @@ class Plan:
         queries = scales.queries[batch, head, lax.div(first, jnp.int32(self.block_q))]
         return Units(queries, scales, (batch, lax.div(head, jnp.int32(self.problem.group))))
 
+    def start(self, total: Array | float) -> Array:
+        """The sum of a row that sums begin with; in e4m3 the threads that share a row have parts of it."""
+        columns = quantized.COLUMNS
+        return full((ROWS, columns), total / columns, WGMMA) if self.e4m3 else full((ROWS,), total, PER_ROW)
+
     def operand(self, p: Array) -> Array:
         """The weights as the product with v takes them."""
         return quantized.operand(p) if self.e4m3 else p.astype(self.problem.dtype)
@@ -275,8 +280,8 @@ def _overlapped(
 
         pl.run_scoped(scoped, accumulator(ROWS, plan.block_k))
 
-    room, rows = full((ROWS, plan.block_k), 0.0, WGMMA), before.total
-    acc, weight, *found, fade = pl.run_state(both)((plgpu.ACC.init(acc), room, rows, rows, rows))
+    room = full((ROWS, plan.block_k), 0.0, WGMMA)
+    acc, weight, *found, fade = pl.run_state(both)((plgpu.ACC.init(acc), room, *before, before.maximum))
     arrive(plan.v_free + previous, plan.warpgroups)
     return acc, weight, Statistics(*found), fade
 

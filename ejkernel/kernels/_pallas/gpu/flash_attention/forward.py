@@ -98,7 +98,7 @@ def _kernel(
             view=View(batch, first + number * ROWS, reach),
             head=head,
             visited=plan.visits(first, batch, reach),
-            start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS,), total, PER_ROW)),
+            start=Statistics(full((ROWS,), maximum, PER_ROW), plan.start(total)),
             units=plan.units(scales, batch, head, first),
         )
 
@@ -108,8 +108,9 @@ def _kernel(
         elif plan.problem.D != plan.problem.V or plan.e4m3:
             sync(Q_FREE, plan.consumers)  # o lies over q of the other warpgroup
         batch, first = tile.view.batch, tile.view.row
-        saw = last.total > 0
-        total = jnp.where(saw, last.total, 1.0)
+        total = last.total.sum(axis=1) if plan.e4m3 else last.total
+        saw = total > 0
+        total = jnp.where(saw, total, 1.0)
         factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
         o_tiles[number] = (acc * across(factor, acc)).astype(plan.problem.dtype)
         lse_tile[number] = jnp.where(saw, (last.maximum + (jnp.log2(total) - plan.lift)) * (1 / LOG2_E), -jnp.inf)
