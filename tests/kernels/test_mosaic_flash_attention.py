@@ -16,8 +16,8 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     supports,
     supports_bwd,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention.attend import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
+from ejkernel.kernels._pallas.gpu.flash_attention.plan import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, Platform, Target

@@ -27,7 +27,8 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, across, arrive, full, launch, shared, slot_of, sync, together, whole_eights
-from .attend import Q_FREE, REGISTERS, TURN, Plan, Shared, Tile, attend, begin
+from .attend import Shared, Tile, attend, begin
+from .plan import Q_FREE, REGISTERS, TURN, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import ALGORITHM, Scales
 from .reach import Reach, reach_of, without_unseen

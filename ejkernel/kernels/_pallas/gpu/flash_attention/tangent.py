@@ -36,7 +36,7 @@ from .._launch import (
     sync,
     whole_eights,
 )
-from .attend import Q_FREE, REGISTERS, TURN
+from .plan import Q_FREE, REGISTERS, TURN
 from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_unseen
 from .tangent_rows import Plan, Rows, Tensors, accumulate, accumulate_wide

@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
-from . import attend
-from .attend import Q_FREE, TURN
+from . import plan as forward_plan
+from .plan import Q_FREE, TURN
 from .problem import Visits, after_first
 from .tiles import View, logits, seen
 
@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(attend.Plan):
+class Plan(forward_plan.Plan):
     """As in the forward, with a block of threads for each tile."""
 
     @property

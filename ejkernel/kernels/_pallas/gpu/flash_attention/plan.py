@@ -1,0 +1,135 @@
+"""The plan that all warpgroups of the forward follow: the blocks of a problem, its memory, and who has which tile."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from .._launch import FIRST_BARRIER, PER_ROW, ROWS, WGMMA, block_number, full
+from . import quantized
+from .order import CACHED, Each, Walk
+from .problem import Problem, Visits, visits
+from .quantized import Scales, Units
+from .reach import Reach
+
+# The shared memory that a block of threads may use.
+SHARED_BYTES = 227 * 1024
+# Registers of a thread that computes and of one that loads, by how many warpgroups compute.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
+# Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
+Q_FREE = FIRST_BARRIER
+TURN = Q_FREE + 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem, its blocks, in how many bits, and how the tiles are dealt out."""
+
+    problem: Problem
+    block_q: int
+    block_k: int
+    stages: int
+    e4m3: bool = False
+
+    @property
+    def consumers(self) -> int:
+        """Warpgroups that compute; one more loads."""
+        return self.block_q // ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        return self.consumers + 1
+
+    @property
+    def q_tiles(self) -> int:
+        return -(-self.problem.S // self.block_q)
+
+    @property
+    def persistent(self) -> bool:
+        return self.shared_bytes(persistent=True) <= SHARED_BYTES
+
+    @property
+    def q_slots(self) -> int:
+        return 2 if self.persistent else 1
+
+    @property
+    def partners(self) -> int:
+        """Blocks of threads with neighbouring tiles of a head, which load each block of keys once for all of them.
+
+        All must visit the same keys. It halves what is read from the L2 cache, and gains where that is most for what is
+        computed: where two warpgroups share a block of keys.
+        """
+        together = self.persistent and not self.problem.cut and self.consumers == 2 and self.q_tiles % 2 == 0
+        return 2 if together else 1
+
+    @property
+    def k_free(self) -> int:
+        return TURN + self.consumers
+
+    @property
+    def v_free(self) -> int:
+        return self.k_free + self.stages
+
+    @property
+    def lift(self) -> int:
+        """The weights are multiplied by two to this."""
+        return quantized.LIFT if self.e4m3 else 0
+
+    @property
+    def late(self) -> bool:
+        """acc is scaled while the next q·kᵀ is computed; in e4m3 that takes half as long, and p·v would be late."""
+        return not self.e4m3
+
+    def shared_bytes(self, persistent: bool) -> int:
+        """Bytes of shared memory: the tiles, and room for the rest."""
+        D, V, size = self.problem.D, self.problem.V, self.problem.dtype.itemsize
+        tile_size = 1 if self.e4m3 else size
+        q, o = self.block_q * D * tile_size, self.block_q * V * size
+        streamed = self.stages * self.block_k * (D + V) * tile_size
+        return (2 * q + o if persistent else max(q, o)) + streamed + 2048
+
+    @property
+    def order(self) -> Walk | Each:
+        problem, heads = self.problem, self.problem.H * self.problem.B
+        if self.persistent:
+            rising = problem.high is not None and problem.low is None
+            return Walk(self.q_tiles, heads, rising)
+        of_a_head = problem.K * (problem.D + problem.V) * problem.dtype.itemsize
+        together = max(1, CACHED // of_a_head) * problem.group
+        return Each(self.q_tiles, heads, together, rising=problem.high is not None)
+
+    def tile(self, turn: Array, dealt: Any = None) -> tuple[Array, Array, Array]:
+        """The first query, the head and the batch index of the tile that this block has in its `turn`."""
+        place, head = self.order.tile(block_number(self.partners), turn, dealt)
+        heads = jnp.int32(self.problem.H)
+        return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
+
+    def turns(self, dealt: Any) -> Array:
+        """How many tiles this block has."""
+        return self.order.turns(block_number(self.partners), dealt)
+
+    def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
+        if reach is not None:
+            return reach.visits(lax.div(first, jnp.int32(self.block_q)), batch)
+        return visits(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
+
+    def units(self, scales: Scales | None, batch: Array, head: Array, first: Array) -> Units | None:
+        """In e4m3, what is computed of the queries from `first` on is in these."""
+        if scales is None:
+            return None
+        queries = scales.queries[batch, head, lax.div(first, jnp.int32(self.block_q))]
+        return Units(queries, scales, (batch, lax.div(head, jnp.int32(self.problem.group))))
+
+    def start(self, total: Array | float) -> Array:
+        """The sum of a row that sums begin with; in e4m3 the threads that share a row have parts of it."""
+        columns = quantized.COLUMNS
+        return full((ROWS, columns), total / columns, WGMMA) if self.e4m3 else full((ROWS,), total, PER_ROW)
+
+    def operand(self, p: Array) -> Array:
+        """The weights as the product with v takes them."""
+        return quantized.operand(p) if self.e4m3 else p.astype(self.problem.dtype)
+
+    def values(self, tile: Any) -> Any:
+        """A block of v as that product takes it: in e4m3 the keys are innermost."""
+        return tile.T if self.e4m3 else tile
