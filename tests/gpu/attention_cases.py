@@ -63,6 +63,8 @@ class Case:
             q = q / 1000
         if self.family == "rising":
             k = k * jnp.linspace(4, 0.1, K, dtype=dtype)[:, None, None]
+        if self.family == "negative":
+            q, k = -jnp.abs(q), jnp.abs(k)
         if self.family == "fading":
             v = v * jnp.maximum(jnp.linspace(1, -0.5, K, dtype=dtype), 0)[:, None, None] ** 4
         spec = replace(self.spec, softmax_scale=self.spec.softmax_scale * self.D**-0.5)

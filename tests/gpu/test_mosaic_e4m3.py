@@ -28,6 +28,7 @@ CASES = [
     Case("sinks", sinks=2, spec=CAUSAL),
     Case("segments", segments=True),
     Case("large logits", family="large", spec=CAUSAL),
+    Case("negative logits", family="negative", spec=CAUSAL),
     Case("uniform", family="uniform", K=4.0),
     Case("rising", family="rising", K=4.0),
     Case("fading", family="fading", K=4.0),
