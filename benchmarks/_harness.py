@@ -188,8 +188,8 @@ def _line(text: str) -> str:
 def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[float] | Exception]:
     """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with.
 
-    Every other round goes backwards: a batch of products heats the device for the one that follows, a slow rival's
-    cools it, and no contender is to have always the same one before it.
+    A turn is a batch that is not timed, then one that is: the clock of a device that is short of power is what the
+    contender before has left. Every other round goes backwards for what is left of that.
     """
     found: dict[str, Any] = {name: [] for name in batches}
     calls = {}
@@ -198,8 +198,10 @@ def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[fl
             if isinstance(found[name], Exception):
                 continue
             count = calls.get(name, 1)
-            began = time.perf_counter()
             try:
+                if turn >= 0:
+                    batch(count)
+                began = time.perf_counter()
                 batch(count)
             except Exception as error:
                 found[name] = error

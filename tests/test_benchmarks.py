@@ -123,7 +123,9 @@ def test_contenders_are_timed_in_turns_that_go_both_ways():
     order = []
     batches = {name: lambda calls, name=name: order.append((name, calls)) for name in "ab"}
     found = harness.interleaved(batches, repeats=3)
-    assert [name for name, _ in order] == list("abbaabbaab") and [len(times) for times in found.values()] == [3, 3]
+    assert "".join(name for name, _ in order) == "abba" + "aabb" + "bbaa" + "aabb" and [
+        len(times) for times in found.values()
+    ] == [3, 3]
     assert order[0] == ("a", 1) and order[-1] == ("b", harness._MOST_CALLS)
 
 

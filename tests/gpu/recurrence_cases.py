@@ -1,6 +1,8 @@
 """Calls of the linear recurrence that together meet every feature of its kernels, and what their results must be."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,21 @@ import numpy as np
 
 from ejkernel.kernels._xla._recurrence import reference
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
+
+
+def normal(seed, shape, dtype):
+    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
+
+
+def uniform(seed, shape):
+    return np.random.default_rng([seed, *shape]).random(shape)
+
+
+class Draw(NamedTuple):
+    """Where random arrays come from: by default from the host, the same on every machine."""
+
+    normal: Callable = normal
+    uniform: Callable = uniform
 
 
 @dataclass(frozen=True)
@@ -25,22 +42,21 @@ class Case:
     ends: tuple = ()
     reverse: bool = False
 
-    def make(self, length: int, dtype) -> tuple[Operands, RecurrenceSpec]:
+    def make(self, length: int, dtype, draw=Draw()) -> tuple[Operands, RecurrenceSpec]:
         """Arrays of about that many tokens a sequence."""
         B = 1 if self.ends else self.B
         ends = np.array([round(end * length) for end in self.ends], np.int32)
         S = max(ends) + 3 if self.ends else length
         axes = dict(g=(B, S, self.H), gk=(B, S, self.H, self.D), gv=(B, S, self.H, self.V), g_gamma=(1, self.H))
-        decay = lambda name, size: -size * np.random.default_rng([9, *axes[name]]).random(axes[name])
-        gates = {name: jnp.asarray(decay(name, size)) for name, size in self.gates.items()}
+        gates = {name: jnp.asarray(-size * draw.uniform(9, axes[name])) for name, size in self.gates.items()}
         gates = {name: x.astype(jnp.float32 if name == "g_gamma" else dtype) for name, x in gates.items()}
         n = len(ends) - 1 if self.ends else 1
         operands = Operands(
-            normal(1, (B, S, self.H, self.D), dtype),
-            normal(2, (B, S, self.G, self.D), dtype),
-            normal(3, (B, S, self.G, self.V), dtype),
+            draw.normal(1, (B, S, self.H, self.D), dtype),
+            draw.normal(2, (B, S, self.G, self.D), dtype),
+            draw.normal(3, (B, S, self.G, self.V), dtype),
             **gates,
-            initial_state=normal(4, (B, n, self.H, self.D, self.V), jnp.float32) if self.state else None,
+            initial_state=draw.normal(4, (B, n, self.H, self.D, self.V), jnp.float32) if self.state else None,
             spans=jnp.stack([ends[:-1], ends[1:]], axis=-1)[None] if self.ends else None,
         )
         return operands, RecurrenceSpec(softmax_scale=self.D**-0.5, reverse=self.reverse)
@@ -64,10 +80,6 @@ CASES = (
 )
 
 
-def normal(seed, shape, dtype):
-    return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
-
-
 def poisoned(x: Operands) -> Operands:
     """x with NaN in the tokens of no sequence."""
     if x.spans is None:
@@ -82,40 +94,48 @@ def differentiable(x: Operands) -> tuple[str, ...]:
     return tuple(n for n in x._fields if getattr(x, n) is not None and n != "spans")
 
 
-def like(x: Outputs) -> Outputs:
-    return Outputs(*(normal(7, a.shape, a.dtype) for a in x))
+def like(x: Outputs, draw=Draw()) -> Outputs:
+    return Outputs(*(draw.normal(7, a.shape, a.dtype) for a in x))
 
 
-def directions(x: Operands) -> Operands:
+def directions(x: Operands, draw=Draw()) -> Operands:
     """Tangents of all that has one."""
     moving = differentiable(x)
-    return Operands(*(normal(8, a.shape, a.dtype) if n in moving else None for n, a in x._asdict().items()))
+    return Operands(*(draw.normal(8, a.shape, a.dtype) if n in moving else None for n, a in x._asdict().items()))
 
 
 def formula(x: Operands, spec: RecurrenceSpec, cotangents: Outputs, dtype=None):
     """The formula's outputs and gradients; all in `dtype` if given."""
-
-    @jax.jit
-    def run(x, cotangents):
-        moving = {name: getattr(x, name) for name in differentiable(x)}
-        outputs, pull = jax.vjp(lambda moving: reference(*x._replace(**moving), spec=spec), moving)
-        return outputs, pull(cotangents)[0]
-
     with jax.enable_x64(True):
-        return run(_in(dtype, x), _in(dtype, cotangents))
+        return jax.jit(derivatives(reference, spec))(_in(dtype, x), _in(dtype, cotangents))
 
 
 def tangent_of_formula(x: Operands, spec: RecurrenceSpec, tangents: Operands, dtype=None) -> Outputs:
     """The tangents of the formula's outputs; all in `dtype` if given."""
+    with jax.enable_x64(True):
+        return jax.jit(tangent(reference, spec))(_in(dtype, x), _in(dtype, tangents))
 
-    @jax.jit
+
+def derivatives(f, spec: RecurrenceSpec):
+    """The function of operands and cotangents whose result is f's outputs and gradients."""
+
+    def run(x, cotangents):
+        moving = {name: getattr(x, name) for name in differentiable(x)}
+        outputs, pull = jax.vjp(lambda moving: f(*x._replace(**moving), spec=spec), moving)
+        return outputs, pull(cotangents)[0]
+
+    return run
+
+
+def tangent(f, spec: RecurrenceSpec):
+    """The function of operands and tangents whose result is the tangents of f's outputs."""
+
     def run(x, tangents):
         along = {name: t for name, t in tangents._asdict().items() if t is not None}
         moving = {name: getattr(x, name) for name in along}
-        return jax.jvp(lambda moving: reference(*x._replace(**moving), spec=spec), (moving,), (along,))[1]
+        return jax.jvp(lambda moving: f(*x._replace(**moving), spec=spec), (moving,), (along,))[1]
 
-    with jax.enable_x64(True):
-        return run(_in(dtype, x), _in(dtype, tangents))
+    return run
 
 
 def _in(dtype, tree):

@@ -9,6 +9,7 @@ from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._pallas.gpu.flash_attention import (
     FEATURES,
     LEAST_KEYS,
+    SHORT,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
@@ -127,7 +128,7 @@ def test_inside_a_shard_map_that_checks_its_axes():
     part = jax.P("x", None, "y")
     of_a_part = lambda *x: ejkernel.lax.flash_attention(*x, causal=True)
     attention = jax.shard_map(of_a_part, mesh=mesh, in_specs=part, out_specs=part)
-    x = jax.device_put([jnp.ones((4, LEAST_KEYS, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, part))
+    x = jax.device_put([jnp.ones((4, 2 * SHORT, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, part))
     total = lambda x: attention(*x).astype(jnp.float32).sum()
     assert lowered(jax.grad(total), x).count(f"custom_call @{CUSTOM_CALL}") == 2
 
@@ -197,7 +198,8 @@ def test_segments_and_packed_sequences(sight, D, V, operation):
 @pytest.mark.parametrize("sight", [None, *SIGHTS])
 def test_a_gradient_is_two_kernels(sight, monkeypatch):
     """Packed sequences have no batch axis. The sequences are short, so that little is traced."""
-    monkeypatch.setattr("ejkernel.kernels._pallas.gpu.flash_attention.LEAST_KEYS", 1)
+    for length in ("LEAST_KEYS", "SHORT"):
+        monkeypatch.setattr(f"ejkernel.kernels._pallas.gpu.flash_attention.{length}", 1)
     arrays = SIGHTS.get(sight, {})
     x = jax.ShapeDtypeStruct(q.shape[1:], q.dtype) if sight == "packed" else q
     arrays = {
@@ -225,6 +227,13 @@ def test_few_keys_are_left_to_smaller_blocks():
         assert "a query sees 255 keys" in f.supports(FlashAttentionSpec(), Operands(few, few, few), HOPPER)
         assert "a query sees 128 keys" in f.supports(narrow, Operands(many, many, many), HOPPER)
         assert f.supports(FlashAttentionSpec(), Operands(many, many, many), HOPPER) is None
+
+
+def test_short_causal_gradients_of_64_features_are_left_to_smaller_blocks():
+    causal, shape = FlashAttentionSpec(causal=True), lambda n, D: jax.ShapeDtypeStruct((2, n, 4, D), jnp.bfloat16)
+    left = lambda spec, n, D: flash_attention_bwd.supports(spec, Operands(*[shape(n, D)] * 3), HOPPER)
+    assert "512 keys of 64 features under a causal mask" in left(causal, 512, 64)
+    assert left(causal, 1024, 64) is left(causal, 512, 128) is left(FlashAttentionSpec(), 512, 64) is None
 
 
 def test_says_what_the_gradient_does_not_take():

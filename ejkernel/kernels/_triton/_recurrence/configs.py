@@ -30,19 +30,26 @@ FORWARD = (
     (128, 128, 64, 8, 2, "chunks"),
 )
 FORWARD_BY_FEATURE = ((64, 128, 64, 4, 3, "chunks"), (32, 128, 64, 4, 2, "chunks"))
+FORWARD_BY_VALUE = ((32, 64, 64, 4, 2, "chunks"), (32, 64, 32, 4, 2, "chunks"))
 TANGENT = ((64, 128, 64, 8, 1, "chunks"), (64, 128, 64, 4, 1, "chunks"))
-TANGENT_BY_FEATURE = ((32, 128, 32, 8, 1, "chunks"), (32, 128, 64, 4, 1, "chunks"))
+TANGENT_BY_FEATURE = ((32, 128, 64, 8, 1, "chunks"), (32, 128, 64, 4, 1, "chunks"))
+TANGENT_BY_VALUE = ((16, 64, 64, 4, 1, "chunks"), (16, 64, 32, 8, 1, "chunks"))
 BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((64, 128, 32, 4, 2, "chunks"), (32, 128, 64, 4, 2, "chunks"))
-
-FORWARD_BY_VALUE = ((32, 64, 64, 4, 2, "chunks"), (32, 64, 32, 4, 2, "chunks"))
-TANGENT_BY_VALUE = ((16, 64, 32, 8, 1, "chunks"), (16, 32, 32, 4, 1, "chunks"))
 BACKWARD_BY_VALUE = ((16, 64, 64, 4, 2, "chunks"), (16, 64, 32, 4, 2, "chunks"))
 
-TABLES = {  # of heads that decay, or none; of features of keys that do; of features of values
-    "recurrence": (FORWARD, FORWARD_BY_FEATURE, FORWARD_BY_VALUE),
-    "recurrence_jvp": (TANGENT, TANGENT_BY_FEATURE, TANGENT_BY_VALUE),
-    "recurrence_bwd": (BACKWARD, BACKWARD_BY_FEATURE, BACKWARD_BY_VALUE),
+# By what decays: nothing or heads alike at all tokens; heads at tokens; features of keys; features of values.
+TABLES = {
+    "recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE, FORWARD_BY_VALUE),
+    "recurrence_jvp": (TANGENT, TANGENT, TANGENT_BY_FEATURE, TANGENT_BY_VALUE),
+    "recurrence_bwd": (BACKWARD, BACKWARD[::-1], BACKWARD_BY_FEATURE, BACKWARD_BY_VALUE),
+}
+# The same of float16, whose products are three of TF32.
+MIDDLE, SMALL = (32, 64, 64, 4, 2, "chunks"), (SMALLEST, 32, 32, 4, 2, "chunks")
+FLOAT16 = {
+    "recurrence": ((MIDDLE,), (MIDDLE,), (MIDDLE,), FORWARD_BY_VALUE),
+    "recurrence_jvp": ((SMALL,), (SMALL,), ((16, 64, 64, 4, 1, "chunks"), SMALL), TANGENT_BY_VALUE),
+    "recurrence_bwd": ((SMALL,), (SMALL,), (MIDDLE, SMALL), BACKWARD_BY_VALUE),
 }
 
 
@@ -50,12 +57,12 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
-    kind = 2 if operands.gv is not None else operands.gk is not None
-    table, widest = TABLES[operation][kind], 256 if operation == "recurrence" else 128
-    plain = operands.q.dtype == np.dtype("bfloat16") and padded(operands.q.shape[3]) <= widest
-    plain = operands.q.dtype.itemsize == 2 if kind == 2 else plain
+    by = 3 if operands.gv is not None else 2 if operands.gk is not None else int(operands.g is not None)
+    table = (FLOAT16 if operands.q.dtype == np.float16 else TABLES)[operation][by]
+    widest = 256 if operation == "recurrence" or by == 3 else 128
+    plain = operands.q.dtype.itemsize == 2 and padded(operands.q.shape[3]) <= widest
     limit = shared_memory_limit(target)
-    fitting = [values for values in table if shared_memory(operands, values[0]) <= limit] if plain else []
+    fitting = [values for values in table if plain and shared_memory(operands, values[0]) <= limit]
     if not fitting:
         chunk = 32 if operands.q.dtype != np.float32 and shared_memory(operands, 32) <= limit else SMALLEST
         fitting = [(chunk, 32, 32, warps, 2, "chunks") for warps in (4, 8)]

@@ -89,10 +89,7 @@ def walk_kernel(
     n, batch = pid // (BLOCKS * p.H) % p.sequences, pid // (BLOCKS * p.H * p.sequences)
     token, tokens, _ = tiles.sequence_at(batch, n, first, length, chunk, p)
     number = (batch * p.sequences + n) * p.H + head
-    state = tl.full([p.D_PAD, BLOCK], 0.0, tl.float32)
-    if initial is not None:
-        address, exists = tiles.state_pointers(initial, number, 0, p.D_PAD, column, BLOCK, p)
-        state += tl.load(address, mask=exists, other=0.0)
+    state = tiles.first_state(initial, number, 0, p.D_PAD, column, BLOCK, p)
     kv_head = head // p.group
     for start in tl.range(0, tokens, p.C):
         at, left = token + p.step * start, tokens - start

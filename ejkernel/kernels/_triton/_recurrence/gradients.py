@@ -191,10 +191,8 @@ def gradients_kernel(
     for column in tl.range(0, p.V, COLUMNS):
         do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
         v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(p.dtype)
-        address, exists = tiles.state_pointers(states, of_state, row, ROWS, column, COLUMNS, p)
-        state = tl.load(address, mask=exists, other=0.0)
-        address, exists = tiles.state_pointers(dstates, of_state, row, ROWS, column, COLUMNS, p)
-        dstate = tl.load(address, mask=exists, other=0.0)
+        state = tiles.load_state(states, of_state, row, ROWS, column, COLUMNS, p)
+        dstate = tiles.load_state(dstates, of_state, row, ROWS, column, COLUMNS, p)
         if dv is not None:
             dv_tile = outputs.from_behind(k_tile, dstate, U, p)
             dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
@@ -227,9 +225,8 @@ def gradients_kernel(
     if dg is not None:
         through = tl.sum(through, 0) * tl.exp(T)
         dgate = gate_gradients(tl.sum(pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
-        rows = tl.arange(0, p.C)
-        of_row = (tl.cast(batch, tl.int64) * p.S + at) * p.H + head + rows * (p.step * p.H)
-        tl.store(dg + of_row, dgate, mask=rows < left)
+        address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
+        tl.store(address, dgate, mask=exists)
 
 
 @triton.jit

@@ -21,9 +21,11 @@ def over_features(
         q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
         k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-        products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
-        address, exists = tiles.state_pointers(states, of_chunk, row, ROWS, column, COLUMNS, p)
-        state = tl.load(address, mask=exists, other=0.0)
+        if p.exact:  # subtracted, as the compiler would make one long sum of a product and what it is added to
+            products -= tiles.pair_products(-q_tile, k_tile, gate, G, T, p)
+        else:
+            products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
+        state = tiles.load_state(states, of_chunk, row, ROWS, column, COLUMNS, p)
         if BACKWARD:
             passing += from_behind(k_tile, state, U, p)
         else:

@@ -73,10 +73,7 @@ def states_kernel(
     head, n, batch = pid % p.H, pid // p.H % p.sequences, pid // (p.H * p.sequences)
     token, tokens, first_chunk = tiles.sequence_at(batch, n, first, length, chunk, p)
     number = (batch * p.sequences + n) * p.H + head
-    state = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
-    if start is not None:
-        address, exists = tiles.state_pointers(start, number, row, ROWS, column, COLUMNS, p)
-        state += tl.load(address, mask=exists, other=0.0)
+    state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p)
     xy_head = head // (p.H // HEADS)
     chunks = (tokens + p.C - 1) // p.C
     for i in tl.range(0, chunks):

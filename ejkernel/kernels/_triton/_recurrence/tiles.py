@@ -60,6 +60,14 @@ def store_tile(ptr, tile, batch, token, length, head, HEADS: tl.constexpr, colum
 
 
 @triton.jit
+def row_pointers(ptr, batch, token, length, head, p: tl.constexpr):
+    """Of a number for each row of a chunk in an array [b,s,h], and which rows exist."""
+    rows = tl.arange(0, p.C)
+    at = (tl.cast(batch, tl.int64) * p.S + token) * p.H + head + rows * (p.step * p.H)
+    return ptr + at, rows < length
+
+
+@triton.jit
 def state_pointers(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
     """Of a block of state `number` in an array [·,D,V], and which of them exist."""
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
@@ -72,13 +80,29 @@ def state_pointers(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.con
 
 
 @triton.jit
+def load_state(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
+    """A block of state `number` of an array [·,D,V]."""
+    address, exists = state_pointers(ptr, number, row, ROWS, column, COLUMNS, p)
+    return tl.load(address, mask=exists, other=0.0)
+
+
+@triton.jit
+def first_state(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
+    """A block of the state that a sequence begins with, zeros where none is given; float32."""
+    state = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    if ptr is not None:
+        state += load_state(ptr, number, row, ROWS, column, COLUMNS, p)
+    return state
+
+
+@triton.jit
 def gates(g, gk, g_gamma, batch, token, length, head, column, COLUMNS: tl.constexpr, p: tl.constexpr):
     """gate, G, U and T of a chunk; zeros where nothing decays."""
     rows = tl.arange(0, p.C)
     by_head = tl.full([p.C], 0.0, tl.float32)
     if g is not None:
-        at = (tl.cast(batch, tl.int64) * p.S + token) * p.H + head + rows * (p.step * p.H)
-        by_head += tl.load(g + at, mask=rows < length, other=0.0).to(tl.float32)
+        address, exists = row_pointers(g, batch, token, length, head, p)
+        by_head += tl.load(address, mask=exists, other=0.0).to(tl.float32)
     if g_gamma is not None:
         by_head += tl.where(rows < length, tl.load(g_gamma + batch * p.H + head), 0.0)
     if p.by_feature:

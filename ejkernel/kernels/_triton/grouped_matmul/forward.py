@@ -84,10 +84,8 @@ def rows_kernel(
 ):  # fmt: skip
     batch = tl.program_id(0) // PROGRAMS
     columns: tl.constexpr = (problem.N + BLOCK_N - 1) // BLOCK_N
-    # Tiles of less than 64 rows are multiplied with matrices in registers, not in shared memory.
-    BY_FOURS: tl.constexpr = problem.narrow and not problem.transposed and BLOCK_M < 64
-    SCALED: tl.constexpr = rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles
-    TURNED: tl.constexpr = problem.turned and BLOCK_M >= 128 and BLOCK_N >= 64 and not SCALED
+    # A scale of contracted features is a factor of lhs, any other one of the result.
+    OF_LHS: tl.constexpr = rhs_scale is not None and problem.scaled_features and problem.scale_along_tiles
     group, starts, ends, offset = tiles.group_rows(group_sizes, group_offset, batch, problem)
     here = (group >= offset) & (group < offset + problem.E)
     count = tl.where(here, tl.cdiv(ends - starts, BLOCK_M), 0) * columns
@@ -114,28 +112,10 @@ def rows_kernel(
         row, column = start + row * BLOCK_M, column * BLOCK_N
 
         held = number - offset
-        which = held + (batch * problem.E if problem.rhs_varies else 0)
-        total_tile = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
-        for k in tl.range(0, depth, BLOCK_K):
-            x = tiles.load_rows(
-                lhs, batch * problem.M + row, batch * problem.M + end, k, problem.K, BLOCK_M, BLOCK_K, problem.described
-            )
-            if SCALED:
-                x = (x * tiles.load_scale(rhs_scale, batch, held, k, problem.K, problem, BLOCK_K)).to(x.dtype)
-            matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N)
-            if TURNED:
-                matrix = tiles.widened(tiles.turned(matrix, BLOCK_K, BLOCK_N), x.dtype)
-                total_tile = tiles.waited_for(tiles.add_product(total_tile, matrix, x.T, problem))
-            else:
-                if BY_FOURS:
-                    matrix = tiles.by_fours(matrix, BLOCK_K, BLOCK_N)
-                total_tile = tiles.add_product(total_tile, x, tiles.widened(matrix, x.dtype), problem)
-        if TURNED:
-            total_tile = tiles.turned_back(total_tile, BLOCK_M, BLOCK_N)
-        if BY_FOURS:
-            total_tile = tiles.from_fours(total_tile, BLOCK_M, BLOCK_N)
-
-        if rhs_scale is not None and not SCALED:  # noqa: SIM102
+        total_tile = tile_product(
+            lhs, rhs, rhs_scale, batch, held, row, end, column, depth, problem, BLOCK_M, BLOCK_N, BLOCK_K, OF_LHS
+        )
+        if rhs_scale is not None and not OF_LHS:  # noqa: SIM102
             if tile < total:
                 total_tile *= tiles.load_scale(rhs_scale, batch, held, column, problem.N, problem, BLOCK_N)
         rows = row + tl.arange(0, BLOCK_M)[:, None]
@@ -146,3 +126,35 @@ def rows_kernel(
                 existing = existing_out + batch.to(tl.int64) * problem.M * problem.N
                 total_tile = tl.load(existing + at, mask=ok, other=0).to(tl.float32)
         tl.store(o + at, total_tile.to(o.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def tile_product(
+    lhs, rhs, rhs_scale, batch, held, row, end, column, depth,
+    problem: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, OF_LHS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product of rows with the matrix of their group, over `depth` features; float32."""
+    # Tiles of less than 64 rows are multiplied with matrices in registers, not in shared memory.
+    BY_FOURS: tl.constexpr = problem.narrow and not problem.transposed and BLOCK_M < 64
+    TURNED: tl.constexpr = problem.turned and BLOCK_M >= 128 and BLOCK_N >= 64 and not OF_LHS
+    which = held + (batch * problem.E if problem.rhs_varies else 0)
+    total = tl.zeros([BLOCK_N, BLOCK_M] if TURNED else [BLOCK_M, BLOCK_N], tl.float32)
+    for k in tl.range(0, depth, BLOCK_K):
+        x = tiles.load_rows(
+            lhs, batch * problem.M + row, batch * problem.M + end, k, problem.K, BLOCK_M, BLOCK_K, problem.described
+        )
+        if OF_LHS:
+            x = (x * tiles.load_scale(rhs_scale, batch, held, k, problem.K, problem, BLOCK_K)).to(x.dtype)
+        matrix = tiles.load_matrix(rhs, which, k, column, problem, BLOCK_K, BLOCK_N)
+        if TURNED:
+            matrix = tiles.widened(tiles.turned(matrix, BLOCK_K, BLOCK_N), x.dtype)
+            total = tiles.waited_for(tiles.add_product(total, matrix, x.T, problem))
+        else:
+            if BY_FOURS:
+                matrix = tiles.by_fours(matrix, BLOCK_K, BLOCK_N)
+            total = tiles.add_product(total, x, tiles.widened(matrix, x.dtype), problem)
+    if TURNED:
+        total = tiles.turned_back(total, BLOCK_M, BLOCK_N)
+    if BY_FOURS:
+        total = tiles.from_fours(total, BLOCK_M, BLOCK_N)
+    return total
