@@ -40,7 +40,7 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
         of_jax("jax.nn cudnn", lambda: _jax_nn(shape, "cudnn")),
         of_jax("tokamax mosaic", lambda: _tokamax(shape, "mosaic")),
         of_jax("tokamax triton", lambda: _tokamax(shape, "triton")),
-        of_jax("jax attention_mgpu", lambda: _attention_mgpu(shape, mode)),
+        of_jax("jax attention_mgpu", lambda: _attention_mgpu(shape, mode, given)),
         Contender("torch cudnn", lambda: _torch(shape, mode, given, "CUDNN_ATTENTION")),
         Contender("torch flash", lambda: _torch(shape, mode, given, "FLASH_ATTENTION")),
         Contender("torch jvp_flash", lambda: _jvp_flash_attention(shape, mode, given)),
@@ -113,11 +113,13 @@ def _tokamax(shape: AttentionShape, implementation: str) -> Callable[..., Array]
     )
 
 
-def _attention_mgpu(shape: AttentionShape, mode: str) -> Callable[..., Array]:
+def _attention_mgpu(shape: AttentionShape, mode: str, given: Inputs) -> Callable[..., Array]:
     """JAX's own example of a Mosaic GPU kernel, in blocks that fit; it has no scale, which q is multiplied with."""
     _refuse(shape, "attention_mgpu", "softcap", "sinks")
     if shape.window != (None, None) or shape.head_dim != shape.value_dim:
         raise Unavailable("attention_mgpu has no window and no value size of its own")
+    if given.cotangent.dtype != jnp.float16:
+        raise Unavailable("attention_mgpu keeps its tiles in float16, and takes no other arrays")
     if mode != "fwd" and (shape.causal or mode == "jvp"):
         raise Unavailable("attention_mgpu has a gradient without causality alone")
     try:
