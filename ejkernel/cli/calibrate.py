@@ -1,4 +1,4 @@
-"""`python -m ejkernel calibrate`: measures the ceilings of this machine's device and keeps them."""
+"""Measures the ceilings of this machine's device and keeps them."""
 
 import argparse
 
