@@ -29,7 +29,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, and the largest log decay of a token in each gate that there is."""
+    """Sizes, the largest log decay of a token in each gate that there is, and how many gates are −∞."""
 
     name: str
     gates: dict = field(default_factory=dict)
@@ -41,6 +41,7 @@ class Case:
     state: bool = True
     ends: tuple = ()
     reverse: bool = False
+    resets: float = 0.0
 
     def make(self, length: int, dtype, draw=Draw()) -> tuple[Operands, RecurrenceSpec]:
         """Arrays of about that many tokens a sequence."""
@@ -49,6 +50,8 @@ class Case:
         S = max(ends) + 3 if self.ends else length
         axes = dict(g=(B, S, self.H), gk=(B, S, self.H, self.D), gv=(B, S, self.H, self.V), g_gamma=(1, self.H))
         gates = {name: jnp.asarray(-size * draw.uniform(9, axes[name])) for name, size in self.gates.items()}
+        if self.resets:
+            gates = {name: jnp.where(draw.uniform(10, x.shape) < self.resets, -jnp.inf, x) for name, x in gates.items()}
         gates = {name: x.astype(jnp.float32 if name == "g_gamma" else dtype) for name, x in gates.items()}
         n = len(ends) - 1 if self.ends else 1
         operands = Operands(
@@ -77,6 +80,9 @@ CASES = (
     Case("by both features and head", dict(gk=0.5, gv=0.5, g=0.5)),
     Case("all decays", dict(gk=0.5, gv=0.5, g=0.5, g_gamma=0.2), B=1, H=16),  # with 4 heads the formula's error is luck
     Case("packed by both features", dict(gk=0.5, gv=0.5), ends=(0, 0.7, 0.7, 0.75, 1.6)),
+    Case("by head, with resets", dict(g=0.5), resets=0.05),
+    Case("by feature and head, with resets", dict(gk=0.5, g=0.5), resets=0.05),
+    Case("by value feature, with resets, reversed", dict(gv=0.5), resets=0.05, reverse=True),
 )
 
 

@@ -94,10 +94,10 @@ def states_kernel(
         v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p)
         _, _, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         if moving:
-            _, _, U_dot, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p)
+            _, _, U_dot, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p, True)
             dot += state * (T_dot[:, None] if p.by_feature else T_dot)
         if gv_dot is not None:
-            _, _, U_v_dot, T_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, COLUMNS, p_v)
+            _, _, U_v_dot, T_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, COLUMNS, p_v, True)
             dot += state * T_v_dot[None, :]
         dot = tiles.decayed(dot, T, p)
         if gv is not None:
@@ -145,7 +145,7 @@ def outputs_kernel(
     k_change = load_change(k_dot, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p.dtype, p)
     gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
     if moving:
-        gate_dot, G_dot, _, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, 0, p.D_PAD, p)
+        gate_dot, G_dot, _, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, 0, p.D_PAD, p, True)
     else:
         gate_dot, G_dot, T_dot = None, None, None
 
@@ -170,7 +170,7 @@ def outputs_kernel(
         gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
         o_tile = tiles.times(o_tile, gates_v[1], p_v)
     if gv_dot is not None:
-        gates_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, BLOCK, p_v)
+        gates_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, BLOCK, p_v, True)
         entering = tiles.product(tiles.times(q_tile, G, p).to(p.dtype), state, p)
         o_tile += gates_v_dot[1] * tiles.times(entering, gates_v[1], p_v)
     weights = pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)

@@ -14,6 +14,8 @@ import triton.language as tl
 # k up to 1e8 then stay inside the range of float32 and bfloat16.
 LARGEST_EXPONENT = tl.constexpr(65.0)
 LARGEST_EXACT_EXPONENT = tl.constexpr(10.0)  # the error of exp(x) is that of x, and so grows with x
+# exp of it is 0 in float32, as of all that is less.
+LEAST_GATE = tl.constexpr(-128.0)
 
 
 @triton.jit
@@ -96,7 +98,10 @@ def first_state(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.conste
 
 
 @triton.jit
-def gates(g, gk, g_gamma, batch, token, length, head, column, COLUMNS: tl.constexpr, p: tl.constexpr):
+def gates(
+    g, gk, g_gamma, batch, token, length, head, column,
+    COLUMNS: tl.constexpr, p: tl.constexpr, ARE_TANGENTS: tl.constexpr = False,
+):  # fmt: skip
     """gate, G, U and T of a chunk; zeros where nothing decays."""
     rows = tl.arange(0, p.C)
     by_head = tl.full([p.C], 0.0, tl.float32)
@@ -112,9 +117,11 @@ def gates(g, gk, g_gamma, batch, token, length, head, column, COLUMNS: tl.conste
             gate += given.to(tl.float32)
         if g is not None or g_gamma is not None:
             gate += by_head[:, None]
+        if not ARE_TANGENTS:  # −∞ − (−∞) is not a number
+            gate = tl.maximum(gate, LEAST_GATE, propagate_nan=tl.PropagateNan.ALL)
         T = tl.sum(gate, 0)
         if p.sums_by_product and g is None and g_gamma is None and given.dtype == tl.bfloat16:
-            G = tl.dot(seen(p).to(tl.bfloat16), given)  # products with 1 and 0 are exact
+            G = tl.dot(seen(p).to(tl.bfloat16), gate.to(tl.bfloat16))  # products with 1 and 0 are exact
         else:
             G = tl.cumsum(gate, 0)
         return gate, G, (sum_where(rows[:, None] < rows[None, :], gate, p) if p.exact else T[None, :] - G), T
