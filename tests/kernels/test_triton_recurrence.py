@@ -59,16 +59,16 @@ def test_single_tokens_in_the_interpreter(reverse):
     check((found, {}), (exact, {}), (rounded, {}), jnp.float32)
 
 
-@pytest.mark.parametrize("gate", ("gk", "gv"))
-def test_a_gate_of_minus_infinity_in_the_interpreter(gate):
+@pytest.mark.parametrize("gate, dtype", [("gk", jnp.float32), ("gv", jnp.float32), ("g", jnp.float16)])
+def test_a_gate_of_minus_infinity_in_the_interpreter(gate, dtype):
     """It forgets all; differences of sums that have it are no numbers."""
-    x, spec = Case("resets", {gate: 0.5}, B=1, H=1, G=1, D=16, V=16, resets=0.1).make(20, jnp.float32)
+    x, spec = Case("resets", {gate: 0.5}, B=1, H=1, G=1, D=16, V=16, resets=0.1).make(20, dtype)
     wrt = differentiable(x)
     found = recurrence(*x, spec=spec, config=KernelConfig(**CONFIG, algorithm="chunks"))
     cotangents = like(found)
     gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
     exact, rounded = (formula(x, spec, cotangents, dtype) for dtype in (jnp.float64, None))
-    check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
+    check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, dtype)
 
 
 def test_segments_in_the_interpreter(monkeypatch):

@@ -117,8 +117,7 @@ def gates(
             gate += given.to(tl.float32)
         if g is not None or g_gamma is not None:
             gate += by_head[:, None]
-        if not ARE_TANGENTS:  # −∞ − (−∞) is not a number
-            gate = tl.maximum(gate, LEAST_GATE, propagate_nan=tl.PropagateNan.ALL)
+        gate = gate if ARE_TANGENTS else finite(gate)
         T = tl.sum(gate, 0)
         if p.sums_by_product and g is None and g_gamma is None and given.dtype == tl.bfloat16:
             G = tl.dot(seen(p).to(tl.bfloat16), gate.to(tl.bfloat16))  # products with 1 and 0 are exact
@@ -127,13 +126,21 @@ def gates(
         return gate, G, (sum_where(rows[:, None] < rows[None, :], gate, p) if p.exact else T[None, :] - G), T
     elif p.by_head and g is None:
         gamma, tokens = tl.load(g_gamma + batch * p.H + head), tl.minimum(length, p.C)
+        gamma = gamma if ARE_TANGENTS else finite(gamma)
         G, U = gamma * tl.minimum(rows + 1, tokens), gamma * tl.maximum(tokens - 1 - rows, 0)
         return by_head, G, U, gamma * tokens
     elif p.by_head:
+        by_head = by_head if ARE_TANGENTS else finite(by_head)
         G, T = tl.cumsum(by_head, 0), tl.sum(by_head, 0)
         return by_head, G, sum_where(rows[:, None] < rows[None, :], by_head, p), T
     else:
         return 0.0, 0.0, 0.0, 0.0
+
+
+@triton.jit
+def finite(gate):
+    """A log decay of which differences of sums are numbers: −∞ − (−∞) is none."""
+    return tl.maximum(gate, LEAST_GATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
