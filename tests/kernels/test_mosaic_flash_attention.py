@@ -1,5 +1,7 @@
 """flash_attention in Mosaic GPU, lowered for a Hopper GPU without one: every config of every shape that it takes."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -240,3 +242,20 @@ def test_says_what_the_gradient_does_not_take():
     spec = FlashAttentionSpec(deterministic=True)
     assert "order" in supports_bwd(spec, Operands(q, q, q), HOPPER)
     assert supports(spec, Operands(q, q, q), HOPPER) is None
+
+
+@pytest.mark.parametrize("operation", PREDICATES)
+@pytest.mark.parametrize("wrong", [dict(block_q=48), dict(block_k=80), dict(num_stages=9)], ids=str)
+def test_blocks_that_no_kernel_is_made_for_are_refused(wrong, operation):
+    x, spec = CALLS["llama3-8b"]
+    config = replace(space(operation, x, spec, HOPPER)[0], **wrong)
+    ((name, value),) = wrong.items()
+    with pytest.raises(ValueError, match=rf"{operation}: config.{name} is {value}; the Mosaic GPU kernel takes"):
+        jax.eval_shape(run(operation, spec, config), *arguments(x))
+
+
+def test_blocks_for_which_there_is_no_room_are_refused():
+    x, spec = CALLS["h16-d256"]
+    config = replace(space("flash_attention", x, spec, HOPPER)[0], block_k=128)
+    with pytest.raises(ValueError, match=r"128 queries and 128 keys in 2 stages take .* bytes of shared memory"):
+        jax.eval_shape(run("flash_attention", spec, config), *arguments(x))

@@ -28,11 +28,16 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
     `operands` are arrays or None; an output that is not wanted is given by name as None in `constants`.
 
     Raises:
-        ValueError: a block of the config is not a power of two of at least 16, which a matrix unit needs.
+        ValueError: a block of the config is not a power of two of at least 16, which a matrix unit needs; or num_warps
+            is not one of at most 32.
     """
     for name in ("block_q", "block_k"):
         if (size := getattr(config, name)) < 16 or size & (size - 1):
             raise ValueError(f"{kernel.__name__}: config.{name} is {size}; Triton needs a power of two of at least 16")
+    if config.num_warps not in (1, 2, 4, 8, 16, 32):
+        raise ValueError(
+            f"{kernel.__name__}: config.num_warps is {config.num_warps}; Triton needs a power of two of at most 32"
+        )
     return jax_triton().triton_call(
         *operands,
         kernel=kernel,

@@ -7,6 +7,8 @@ num_stages of the blocks that stream by.
 A forward with algorithm "e4m3" rounds q, k, v and the weights to eight bits (quantized.py): that is for a user to ask.
 """
 
+from collections.abc import Sequence
+
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -55,6 +57,14 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         )
         for block_q, block_k, stages in candidates
     ]
+
+
+def check(operation: str, config: KernelConfig, block_q: Sequence[int], block_k: Sequence[int]) -> None:
+    """Refuses blocks that a kernel is not made for, and more stages than there are named barriers for."""
+    for name, taken in (("block_q", block_q), ("block_k", block_k), ("num_stages", (1, 2, 3, 4))):
+        if (value := getattr(config, name)) not in taken:
+            told = " or ".join(map(str, taken))
+            raise ValueError(f"{operation}: config.{name} is {value}; the Mosaic GPU kernel takes {told}")
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:

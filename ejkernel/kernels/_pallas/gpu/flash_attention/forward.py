@@ -28,7 +28,8 @@ from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, across, arrive, full, launch, shared, slot_of, sync, together, whole_eights
 from .attend import Shared, Tile, attend, begin
-from .plan import Q_FREE, REGISTERS, TURN, Plan
+from .configs import check
+from .plan import Q_FREE, REGISTERS, SHARED_BYTES, TURN, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import ALGORITHM, Scales
 from .reach import Reach, reach_of, without_unseen
@@ -37,9 +38,13 @@ from .tiles import Statistics, View
 
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
+    check("flash_attention", config, (128, 192), (64, 128, 192))
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, config.algorithm == ALGORITHM)
+    if (size := plan.shared_bytes(plan.persistent)) > SHARED_BYTES:
+        blocks = f"{plan.block_q} queries and {plan.block_k} keys in {plan.stages} stages"
+        raise ValueError(f"flash_attention: {blocks} take {size} bytes of shared memory; there are {SHARED_BYTES}")
     sinks = operands.sinks
     if sinks is not None:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))

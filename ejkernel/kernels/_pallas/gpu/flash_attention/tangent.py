@@ -36,6 +36,7 @@ from .._launch import (
     sync,
     whole_eights,
 )
+from .configs import check
 from .plan import Q_FREE, REGISTERS, TURN
 from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_unseen
@@ -51,6 +52,7 @@ def flash_attention_jvp(
     spec: FlashAttentionSpec,
     config: KernelConfig,
 ) -> Outputs:
+    check("flash_attention_jvp", config, (128,), (32, 64))
     problem = problem_of(primals, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages)
     eights = lambda x: None if x is None else whole_eights(x)
