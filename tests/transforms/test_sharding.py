@@ -129,10 +129,11 @@ def test_batch_over_two_axes_of_the_mesh(case, types, transform):
 @each_operation
 @each_transform
 def test_vmap_over_an_explicit_axis(case, transform):
-    """The mapped axis of one operand, or of all, is split: each device computes its part of the batch by itself."""
+    """The mapped axis of an operand, or of all, is split: each device computes its part of the batch by itself."""
     mesh, examples = mesh_of(shape=(2, 4)), [call_of(case, transform, seed=seed)[1] for seed in range(2)]
     f = call_of(case, transform)[0]
-    for mapped in [*((name,) for name in case.operands), tuple(case.operands)]:
+    names = tuple(case.operands)
+    for mapped in (names[:1], names[-1:], names):
         axes = {name: 0 if name in mapped else None for name in case.operands}
         stack = lambda *x: jax.device_put(jnp.stack(x), NamedSharding(mesh, P("x")))
         arrays = {n: stack(*(e[0][n] for e in examples)) if n in mapped else x for n, x in examples[0][0].items()}
