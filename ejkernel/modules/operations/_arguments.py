@@ -123,8 +123,8 @@ def config_of(operation: str, config: Any, platform: Platform | str | None = Non
 def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:
     """Operands with one sharding for each axis and the same varying manual axes, as the primitive needs them.
 
-    Under `shard_map` an operand that does not vary over an axis that others
-    vary over is cast to do so, whose transpose sums its gradient.
+    Under `shard_map` an operand that does not vary over an axis that others vary over is cast to do so, whose transpose
+    sums its gradient.
     """
     types = {name: jax.typeof(x) for name, x in named.items()}
     varying = frozenset().union(*(aval.manual_axis_type.varying for aval in types.values()))
