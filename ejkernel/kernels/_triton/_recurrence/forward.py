@@ -17,7 +17,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
-from . import outputs, segments, step, tiles
+from . import outputs, pairs, segments, step, tiles
 from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import block_of, chunk_states
 
@@ -97,7 +97,7 @@ def walk_kernel(
         k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
         v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
-        products = tiles.pair_products(q_tile, k_tile, gate, G, T, p)
+        products = pairs.pair_products(q_tile, k_tile, gate, G, T, p)
         entering = outputs.from_state(q_tile, state.to(p.dtype), G, p)
         o_tile = outputs.chunk_outputs(products, entering, v_tile, gate, G, gv, batch, at, left, head, column, p)
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

@@ -32,7 +32,7 @@ from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.sums import exact_sum
 
-from . import outputs, segments, tiles
+from . import outputs, pairs, segments, tiles
 from .configs import WIDE
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import block_of, chunk_states
@@ -184,7 +184,7 @@ def gradients_kernel(
     k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
     gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
     if dv is not None:
-        weights = (tiles.pair_weights(q_tile, k_tile, gate, G, T, p) * p.scale).to(p.dtype)
+        weights = (pairs.pair_weights(q_tile, k_tile, gate, G, T, p) * p.scale).to(p.dtype)
     dweights = tl.full([p.C, p.C], 0.0, tl.float32)
     entering, passing = tl.full([p.C, ROWS], 0.0, tl.float32), tl.full([p.C, ROWS], 0.0, tl.float32)
     through = tl.full([ROWS], 0.0, tl.float32)
@@ -201,7 +201,7 @@ def gradients_kernel(
             dweights = tl.dot(do_tile, tl.trans(v_tile), dweights, input_precision=p.precision)
         else:
             gate_v, G_v, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, COLUMNS, p_v)
-            dweights += tiles.pair_products(do_tile, v_tile, gate_v, G_v, T_v, p_v)
+            dweights += pairs.pair_products(do_tile, v_tile, gate_v, G_v, T_v, p_v)
             do_tile, v_tile = tiles.times(do_tile, G_v, p_v), tiles.times(v_tile, U_v, p_v)
         entering = tl.dot(do_tile, tl.trans(state), entering, input_precision=p.precision)
         passing = tl.dot(v_tile, tl.trans(dstate), passing, input_precision=p.precision)
@@ -209,10 +209,10 @@ def gradients_kernel(
             dstate *= tl.exp(T_v)[None, :]
         through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
 
-    near = tiles.is_near(G, tiles.middle(T), p) if p.by_feature and not p.exact else False
+    near = pairs.is_near(G, pairs.middle(T), p) if p.by_feature and not p.exact else False
     entering, passing = tiles.times(entering, G, p) * p.scale, tiles.times(passing, U, p)
     W = (dweights if gv is None else tl.where(tiles.seen(p), dweights, 0.0)) * p.scale
-    dq_tile, dk_tile, pairs = pair_gradients(q_tile, k_tile, W, gate, G, T, entering, passing, near, p)
+    dq_tile, dk_tile, of_pairs = pair_gradients(q_tile, k_tile, W, gate, G, T, entering, passing, near, p)
     if dq is not None:
         tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
     tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
@@ -220,26 +220,26 @@ def gradients_kernel(
     passing *= k_tile.to(tl.float32)
     if dgk is not None:
         through *= tl.exp(T)
-        dgate = gate_gradients(pairs, entering, passing, through[None, :], near, p)
+        dgate = gate_gradients(of_pairs, entering, passing, through[None, :], near, p)
         tiles.store_tile(dgk, dgate, batch, at, left, head, p.H, row, p.D, ROWS, p)
     if dg is not None:
         through = tl.sum(through, 0) * tl.exp(T)
-        dgate = gate_gradients(tl.sum(pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
+        dgate = gate_gradients(tl.sum(of_pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
         address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
         tl.store(address, dgate, mask=exists)
 
 
 @triton.jit
-def gate_gradients(pairs, entering, passing, through, near, p: tl.constexpr):
+def gate_gradients(of_pairs, entering, passing, through, near, p: tl.constexpr):
     """The gradients of decays from those of pairs, as `pair_gradients` gives them, and the terms of the other sums."""
     if near:
-        entering += pairs
+        entering += of_pairs
         before = passing - entering
         found = tl.sum(entering, 0) + (tl.cumsum(before, 0) - before) + through
     else:
         rows = tl.arange(0, p.C)
         passing = tiles.sum_where(rows[:, None] > rows[None, :], passing, p)
-        found = pairs + tl.cumsum(entering, 0, reverse=True) + passing + through
+        found = of_pairs + tl.cumsum(entering, 0, reverse=True) + passing + through
     return found
 
 
@@ -259,35 +259,35 @@ def pair_gradients(q, k, W, gate, G, T, dq, dk, near, p: tl.constexpr):
         dk += of_itself * wide_q
         W = tl.where(before, W, 0.0)
         if near:
-            m = tiles.middle(T)[None, :]
+            m = pairs.middle(T)[None, :]
             W_tile, to_q, to_k = W.to(p.dtype), tl.exp(G - m), tl.exp(m - G)
             near_q, near_k = (wide_q * to_q).to(p.dtype), (wide_k * to_k).to(p.dtype)
             part_q, part_k = tiles.product(W_tile, near_k, p), tiles.product(tl.trans(W_tile), near_q, p)
-            pairs = near_q.to(tl.float32) * part_q - near_k.to(tl.float32) * part_k
+            of_pairs = near_q.to(tl.float32) * part_q - near_k.to(tl.float32) * part_k
             dq += part_q * to_q
             dk += part_k * to_k
         else:
-            part_q, part_k, pairs = gradients_by_row(wide_q, wide_k, W, gate, G, p)
+            part_q, part_k, of_pairs = gradients_by_row(wide_q, wide_k, W, gate, G, p)
             dq += part_q
             dk += part_k
     else:
-        W_tile = (W * tiles.pair_decays(gate, G, p)).to(p.dtype)
+        W_tile = (W * pairs.pair_decays(gate, G, p)).to(p.dtype)
         dq = tl.dot(W_tile, k, dq, input_precision=p.precision)
         dk = tl.dot(tl.trans(W_tile), q, dk, input_precision=p.precision)
-        pairs = tl.where(before, W * tiles.pair_weights(q, k, gate, G, T, p), 0.0)
-        pairs = tl.where(before, tl.cumsum(pairs, 0, reverse=True), 0.0)
-    return dq, dk, pairs
+        of_pairs = tl.where(before, W * pairs.pair_weights(q, k, gate, G, T, p), 0.0)
+        of_pairs = tl.where(before, tl.cumsum(of_pairs, 0, reverse=True), 0.0)
+    return dq, dk, of_pairs
 
 
 @triton.jit
 def gradients_by_row(q, k, W, gate, G, p: tl.constexpr):
     rows = tl.arange(0, p.C)
-    dq, dk, pairs = tl.zeros_like(q), tl.zeros_like(q), tl.zeros_like(q)
+    dq, dk, of_pairs = tl.zeros_like(q), tl.zeros_like(q), tl.zeros_like(q)
     for j in range(p.C):
-        row_k, decay = tiles.row_and_decays(j, k, gate, G, p)
+        row_k, decay = pairs.row_and_decays(j, k, gate, G, p)
         W_j = tl.sum(tl.where(rows[None, :] == j, W, 0.0), 1)[:, None] * decay
         of_j = W_j * row_k[None, :]
         dq += of_j
         dk += tl.where((rows == j)[:, None], tl.sum(W_j * q, 0)[None, :], 0.0)
-        pairs += tl.where((rows > j)[:, None], tl.cumsum(of_j * q, 0, reverse=True), 0.0)
-    return dq, dk, pairs
+        of_pairs += tl.where((rows > j)[:, None], tl.cumsum(of_j * q, 0, reverse=True), 0.0)
+    return dq, dk, of_pairs

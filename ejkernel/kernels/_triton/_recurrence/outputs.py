@@ -6,7 +6,7 @@ o_i = scale (exp(G_i) q_iᵀ h + Σ_j S_ij v_j),    dv_j = Σ_i scale S_ij do_i 
 import triton
 import triton.language as tl
 
-from . import tiles
+from . import pairs, tiles
 
 
 @triton.jit
@@ -22,9 +22,9 @@ def over_features(
         k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         if p.exact:  # subtracted, as the compiler would make one long sum of a product and what it is added to
-            products -= tiles.pair_products(-q_tile, k_tile, gate, G, T, p)
+            products -= pairs.pair_products(-q_tile, k_tile, gate, G, T, p)
         else:
-            products += tiles.pair_products(q_tile, k_tile, gate, G, T, p)
+            products += pairs.pair_products(q_tile, k_tile, gate, G, T, p)
         state = tiles.load_state(states, of_chunk, row, ROWS, column, COLUMNS, p)
         if BACKWARD:
             passing += from_behind(k_tile, state, U, p)
@@ -55,7 +55,7 @@ def from_behind(k, dstate, U, p: tl.constexpr):
 def chunk_outputs(products, entering, v, gate, G, gv, batch, at, left, head, column, p: tl.constexpr):
     """o_i from sums over all features of `pair_products` and `from_state`."""
     p_v: tl.constexpr = p.of_values
-    weights = tiles.decayed_pairs(products, gate, G, p) * p.scale
+    weights = pairs.decayed_pairs(products, gate, G, p) * p.scale
     entering = entering if p.by_feature else tiles.times(entering, G, p)
     gates_v = None
     if gv is not None:
@@ -77,13 +77,13 @@ def add_values(total, weights, v, gates_v, p: tl.constexpr):
 @triton.jit
 def decaying(weights, v, gate, G, T, p: tl.constexpr):
     """Σ_j S_ij exp(G_i − G_j) v_j where the features of values decay."""
-    m = tiles.middle(T)
-    if tiles.is_near(G, m, p):
+    m = pairs.middle(T)
+    if pairs.is_near(G, m, p):
         near_v = tiles.times(v, m[None, :] - G, p)
         o = tiles.times(tiles.product(weights, near_v, p), G - m[None, :], p)
     else:
         rows, o = tl.arange(0, p.C), tl.full(v.shape, 0.0, tl.float32)
         for j in range(p.C):
-            row_v, decay = tiles.row_and_decays(j, v, gate, G, p)
+            row_v, decay = pairs.row_and_decays(j, v, gate, G, p)
             o += tl.sum(tl.where(rows[None, :] == j, weights, 0.0), 1)[:, None] * decay * row_v[None, :]
     return o

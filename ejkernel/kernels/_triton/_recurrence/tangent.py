@@ -22,7 +22,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
-from . import outputs, tiles
+from . import outputs, pairs, tiles
 from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
 from .states import WARPS
 
@@ -176,7 +176,7 @@ def outputs_kernel(
     weights = pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)
     o_tile = outputs.add_values(o_tile, weights, v_tile, gates_v, p)
     if v_dot is not None or gv_dot is not None:
-        weights = tiles.pair_weights(q_tile, k_tile, gate, G, T, p)
+        weights = pairs.pair_weights(q_tile, k_tile, gate, G, T, p)
     if v_dot is not None:
         v_change = tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
         o_tile = outputs.add_values(o_tile, weights, v_change, gates_v, p)
@@ -199,27 +199,27 @@ def load_change(x_dot, batch, token, length, head, HEADS: tl.constexpr, column, 
 def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving: tl.constexpr, p: tl.constexpr):
     """Ṡ_ij where row i sees row j, else 0; float32."""
     if not p.by_feature:
-        pairs = tiles.product(q_dot, tl.trans(k), p) + tiles.product(q, tl.trans(k_dot), p)
+        of_pairs = tiles.product(q_dot, tl.trans(k), p) + tiles.product(q, tl.trans(k_dot), p)
         if moving:
-            pairs += tiles.product(q, tl.trans(k), p) * tiles.pair_sums(gate_dot, G_dot, p)
-        return pairs * tiles.pair_decays(gate, G, p)
+            of_pairs += tiles.product(q, tl.trans(k), p) * pairs.pair_sums(gate_dot, G_dot, p)
+        return of_pairs * pairs.pair_decays(gate, G, p)
     elif p.exact:
         return tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
     else:
-        m = tiles.middle(T)
-        if tiles.is_near(G, m, p):
+        m = pairs.middle(T)
+        if pairs.is_near(G, m, p):
             to_q, to_k = tl.exp(G - m[None, :]), tl.exp(m[None, :] - G)
             q_change, k_change = q_dot.to(tl.float32), k_dot.to(tl.float32)
             if moving:  # from the middle of a chunk, so that what cancels between i and j is small
-                since = G_dot - tiles.middle(T_dot)[None, :]
+                since = G_dot - pairs.middle(T_dot)[None, :]
                 q_change += since * q.to(tl.float32)
                 k_change -= since * k.to(tl.float32)
-            pairs = product_in_parts(q_change * to_q, k.to(tl.float32) * to_k, moving, p)
-            pairs += product_in_parts(q.to(tl.float32) * to_q, k_change * to_k, moving, p)
-            pairs = tl.where(tiles.seen(p), pairs, 0.0)
+            of_pairs = product_in_parts(q_change * to_q, k.to(tl.float32) * to_k, moving, p)
+            of_pairs += product_in_parts(q.to(tl.float32) * to_q, k_change * to_k, moving, p)
+            of_pairs = tl.where(tiles.seen(p), of_pairs, 0.0)
         else:
-            pairs = tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
-        return pairs
+            of_pairs = tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
+        return of_pairs
 
 
 @triton.jit
@@ -227,16 +227,16 @@ def value_tangents(weights, v, gates, gates_dot, p: tl.constexpr):
     """Σ_j S_ij exp(G_i − G_j) (Ġ_i − Ġ_j) v_j, all of the features of values."""
     gate, G, _, T = gates
     gate_dot, G_dot, _, T_dot = gates_dot
-    m = tiles.middle(T)
-    near = tiles.is_near(G, m, p) if not p.exact else False
+    m = pairs.middle(T)
+    near = pairs.is_near(G, m, p) if not p.exact else False
     if near:  # from the middle of a chunk, as above
-        since, near_v = G_dot - tiles.middle(T_dot)[None, :], tiles.times(v, m[None, :] - G, p)
+        since, near_v = G_dot - pairs.middle(T_dot)[None, :], tiles.times(v, m[None, :] - G, p)
         found = since * tiles.product(weights, near_v, p) - tiles.product(weights, since * near_v, p)
         found = tiles.times(found, G - m[None, :], p)
     else:
         rows, found = tl.arange(0, p.C), tl.full(v.shape, 0.0, tl.float32)
         for j in range(p.C):
-            row_v, decay = tiles.row_and_decays(j, v, gate, G, p)
+            row_v, decay = pairs.row_and_decays(j, v, gate, G, p)
             moved = tl.cumsum(tl.where((rows > j)[:, None], gate_dot, 0.0), 0)
             found += tl.sum(tl.where(rows[None, :] == j, weights, 0.0), 1)[:, None] * decay * moved * row_v[None, :]
     return found
@@ -258,12 +258,12 @@ def product_in_parts(a, b, SPLIT: tl.constexpr, p: tl.constexpr):
 def tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p: tl.constexpr):
     rows = tl.arange(0, p.C)
     q, k, q_dot, k_dot = q.to(tl.float32), k.to(tl.float32), q_dot.to(tl.float32), k_dot.to(tl.float32)
-    pairs = tl.full([p.C, p.C], 0.0, tl.float32)
+    of_pairs = tl.full([p.C, p.C], 0.0, tl.float32)
     for j in range(p.C):
-        row_k, decay = tiles.row_and_decays(j, k, gate, G, p)
+        row_k, decay = pairs.row_and_decays(j, k, gate, G, p)
         row_k_dot = tl.sum(tl.where((rows == j)[:, None], k_dot, 0.0), 0)
         of_j = q_dot * row_k[None, :] + q * row_k_dot[None, :]
         if gate_dot is not None:
             of_j += q * row_k[None, :] * tl.cumsum(tl.where((rows > j)[:, None], gate_dot, 0.0), 0)
-        pairs += tl.where(rows[None, :] == j, tl.sum(of_j * decay, 1)[:, None], 0.0)
-    return pairs
+        of_pairs += tl.where(rows[None, :] == j, tl.sum(of_j * decay, 1)[:, None], 0.0)
+    return of_pairs

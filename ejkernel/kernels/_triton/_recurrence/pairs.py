@@ -1,0 +1,94 @@
+"""The weights of the pairs of rows of a chunk, of which row i sees row j: S_ij = Σ_d q_id k_jd exp(G_id − G_jd)."""
+
+import triton
+import triton.language as tl
+
+from . import tiles
+
+# A quotient of exponentials exp(G_i − m)·exp(m − G_j) is formed where no exponent is larger than this: numbers of q and
+# k up to 1e8 then stay inside the range of float32 and bfloat16.
+LARGEST_EXPONENT = tl.constexpr(65.0)
+LARGEST_EXACT_EXPONENT = tl.constexpr(10.0)  # the error of exp(x) is that of x, and so grows with x
+
+
+@triton.jit
+def pair_decays(gate, G, p: tl.constexpr):
+    """exp(G_i − G_j) where row i sees row j, else 0, for heads that decay; 1 and 0 where nothing does."""
+    if p.by_head:
+        return tl.where(tiles.seen(p), tl.exp(pair_sums(gate, G, p)), 0.0)
+    else:
+        return tl.where(tiles.seen(p), 1.0, 0.0)
+
+
+@triton.jit
+def pair_sums(gate, G, p: tl.constexpr):
+    """G_i − G_j where row i sees row j, else 0."""
+    if p.exact:
+        rows = tl.arange(0, p.C)
+        return tl.cumsum(tl.where(rows[:, None] > rows[None, :], gate[:, None], 0.0), 0)
+    else:
+        return tl.where(tiles.seen(p), G[:, None] - G[None, :], 0.0)
+
+
+@triton.jit
+def middle(T):
+    """m, the reference of a chunk's quotients, and G − m at most half of what a chunk decays by."""
+    return 0.5 * T
+
+
+@triton.jit
+def is_near(G, m, p: tl.constexpr):
+    """Whether no exponent G − m is too large to form quotients."""
+    return tl.max(tl.max(tl.abs(G - m[None, :]), 1), 0) < (LARGEST_EXACT_EXPONENT if p.exact else LARGEST_EXPONENT)
+
+
+@triton.jit
+def pair_weights(q, k, gate, G, T, p: tl.constexpr):
+    """S_ij = Σ_d q_id k_jd exp(G_id − G_jd) where row i sees row j, else 0; float32."""
+    return decayed_pairs(pair_products(q, k, gate, G, T, p), gate, G, p)
+
+
+@triton.jit
+def decayed_pairs(products, gate, G, p: tl.constexpr):
+    """S of the sum of all `pair_products`."""
+    return tl.where(tiles.seen(p), products, 0.0) if p.by_feature else products * pair_decays(gate, G, p)
+
+
+@triton.jit
+def pair_products(q, k, gate, G, T, p: tl.constexpr):
+    """Σ q_id k_jd over a block of features, with their exp(G_id − G_jd) where features decay; float32.
+
+    Then by the product of q exp(G − m) and k exp(m − G) if the exponents allow it. Else row by row.
+    """
+    if p.by_feature:
+        m = middle(T)
+        if is_near(G, m, p):
+            near_q = (q.to(tl.float32) * tl.exp(G - m[None, :])).to(p.dtype)
+            near_k = (k.to(tl.float32) * tl.exp(m[None, :] - G)).to(p.dtype)
+            S = tiles.product(near_q, tl.trans(near_k), p)
+        else:
+            S = far_weights(q, k, gate, G, p)
+        return S
+    else:
+        return tiles.product(q, tl.trans(k), p)
+
+
+@triton.jit
+def far_weights(q, k, gate, G, p: tl.constexpr):
+    rows, wide_q, wide_k = tl.arange(0, p.C), q.to(tl.float32), k.to(tl.float32)
+    S = tl.full([p.C, p.C], 0.0, tl.float32)
+    for j in range(p.C):
+        row_k, decay = row_and_decays(j, wide_k, gate, G, p)
+        S += tl.where(rows[None, :] == j, tl.sum(wide_q * row_k[None, :] * decay, 1)[:, None], 0.0)
+    return S
+
+
+@triton.jit
+def row_and_decays(j, k, gate, G, p: tl.constexpr):
+    """k_j [D], and exp(G_i − G_j) [C, D] for the rows i that see j, else 0."""
+    rows = tl.arange(0, p.C)
+    if p.exact:
+        between = tl.cumsum(tl.where((rows > j)[:, None], gate, 0.0), 0)
+    else:
+        between = G - tl.sum(tl.where((rows == j)[:, None], G, 0.0), 0)[None, :]
+    return tl.sum(tl.where((rows == j)[:, None], k, 0.0), 0), tl.where((rows >= j)[:, None], tl.exp(between), 0.0)
