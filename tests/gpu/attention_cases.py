@@ -129,6 +129,7 @@ CASES = [
     Case("packed, window, sinks", packed=True, S=1.3, sinks=1, spec=FlashAttentionSpec(window=(9, 4))),
     Case("packed, dropout", packed=True, spec=FlashAttentionSpec(dropout_rate=0.2)),
     Case("large logits", family="large", spec=CAUSAL),
+    Case("large logits, many keys", family="large", K=4.0),
     Case("peaks", family="peaked"),
     Case("uniform", family="uniform", K=4.0),
     Case("rising", family="rising", K=4.0),

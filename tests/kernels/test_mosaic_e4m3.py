@@ -11,6 +11,7 @@ from ejkernel.types import KernelConfig
 CONFIG = KernelConfig(block_q=128, block_k=128, num_stages=2, algorithm="e4m3")
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX does not transpose a tile of eight bits")
 @pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (192, 128)])
 def test_is_lowered(D, V):
     x = [jax.ShapeDtypeStruct((1, 500, 2, size), jnp.bfloat16) for size in (D, D, V)]

@@ -87,14 +87,38 @@ def test_lowers(operation, name, config):
 
 
 @pytest.mark.parametrize(
-    "name, partners", [("h16-d128-full", 2), ("h16-d128", 1), ("h16-d64-full", 1), ("h16-d256-full", 1)]
+    "name, blocks, partners",
+    [
+        ("h16-d128-full", (128, 128, 2), 2),
+        ("h16-d128-full", (192, 64, 2), 1),
+        ("h16-d128", (128, 128, 2), 1),
+        ("h16-d256-full", (128, 64, 2), 1),
+    ],
 )
-def test_partners(name, partners):
+def test_partners(name, blocks, partners):
     """With 128 features and no mask two blocks of threads are a cluster, and what one loads is sent to both."""
+    assert Plan(problem_of(*CALLS[name]), *blocks).partners == partners
+
+
+@pytest.mark.parametrize(
+    "name, queries, block_q",
+    [
+        ("h16-d64-full", 1024, 192),
+        ("h16-d64", 1024, 128),
+        ("h16-d64", 4096, 192),
+        ("h16-d128-full", 1024, 128),
+        ("h16-d128-full", 4096, 192),
+        ("h16-d128", 4096, 128),
+        ("h16-d128", 8192, 192),
+        ("gemma3-27b-local", 16384, 128),
+    ],
+)
+def test_large_tiles_pay_from_some_queries_on(name, queries, block_q):
     x, spec = CALLS[name]
-    (config, *_) = space("flash_attention", x, spec, HOPPER)
-    plan = Plan(problem_of(x, spec), config.block_q, config.block_k, config.num_stages)
-    assert plan.partners == partners
+    x = x._replace(
+        **{field: jax.ShapeDtypeStruct((1, queries, *getattr(x, field).shape[2:]), jnp.bfloat16) for field in "qkv"}
+    )
+    assert space("flash_attention", x, spec, HOPPER)[0].block_q == block_q
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before 0.12 JAX itself writes no kernel twice the same")

@@ -3,14 +3,12 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import (
-    PER_ROW,
     ROWS,
     WGMMA,
     accumulator,
@@ -20,11 +18,10 @@ from .._launch import (
     sync,
     times_rows,
 )
-from . import quantized
 from .plan import TURN, Plan
-from .problem import Visits, after_first
-from .quantized import Units
-from .tiles import Statistics, View, logits, seen, weights
+from .problem import Problem, Visits, after_first
+from .quantized import Unit, Units
+from .tiles import Statistics, View, logits, seen, updated, weights
 
 
 class Shared(NamedTuple):
@@ -46,10 +43,12 @@ class Shared(NamedTuple):
 class Tile(NamedTuple):
     """The rows that one warpgroup has in a turn.
 
-    q: their queries in shared memory. view: where they stand, and whom they see. head: of the queries. visited: their
-    blocks of keys. start: what the statistics begin with. units: in e4m3, what its numbers are in.
+    number: of the warpgroup. q: their queries in shared memory. view: where they stand, and whom they see. head: of the
+    queries. visited: their blocks of keys. start: what the statistics begin with. units: in e4m3, what its numbers are
+    in.
     """
 
+    number: Array
     q: Any
     view: View
     head: Array
@@ -70,17 +69,17 @@ def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
     """The first block of the first tile."""
 
     def product(qk):
-        _my_turn()
+        _my_turn(tile)
         plgpu.wgmma(qk, tile.q, shared.k.at[0].T)
-        _your_turn(plan)
+        _your_turn(tile, plan)
         return qk[...]
 
     plgpu.barrier_wait(shared.q_full.at[0])
     plgpu.barrier_wait(shared.k_full.at[0])
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k))
-    p, statistics, _ = _softmax(products, tile, tile.start, 0, True, _unit(tile, 0), plan)
+    p, statistics, _ = _weights(products, tile, tile.start, 0, _unit(tile, 0), plan)
     arrive(plan.k_free, plan.warpgroups)
-    return Begun(jnp.int32(1), plan.operand(p), statistics)
+    return Begun(jnp.int32(1), p, statistics)
 
 
 def attend(
@@ -90,99 +89,98 @@ def attend(
     step, p, before = begun
 
     def visit(i, carry, masked):
-        acc, fade, p, before = carry
-        acc, weight, after, fade = _overlapped(shared, tile, i, step + i - 1, acc, fade, p, before, masked, plan)
-        p = plan.operand(weight)
-        return acc if plan.late else times_rows(acc, fade), fade, p, after
+        acc, p, before = carry
+        unit = _unit(tile, i)  # read while the products are computed
+        acc, products = _products(shared, tile, step + i - 1, acc, p, plan)
+        if masked:
+            p, after, fade = _weights(products, tile, before, i, unit, plan)
+            return times_rows(acc, fade), p, after
+        s, exponent = _octaves(products, unit, plan.problem)
+        return updated(acc, s, before, exponent, unit.lift, plan.bounds, plan.operand)
 
-    acc, fade = full((ROWS, plan.problem.V), 0.0, WGMMA), full((ROWS,), 1.0, PER_ROW)
-    acc, fade, p, statistics = after_first(tile.visited, visit, (acc, fade, p, before), plan.problem)
+    acc = full((ROWS, plan.problem.V), 0.0, WGMMA)
+    acc, p, statistics = after_first(tile.visited, visit, (acc, p, before), plan.problem)
     step += tile.visited.end - tile.visited.begin - 1
 
-    def next_begun(acc, fade, p, _):
+    def next_begun(acc, p, _):
         plgpu.barrier_arrive(shared.q_free.at[slot_of(turn, plan.q_slots)])
         plgpu.barrier_wait(shared.q_full.at[slot_of(turn + 1, plan.q_slots)])
         tile = following()
-        acc, weight, statistics, _ = _overlapped(shared, tile, 0, step, acc, fade, p, tile.start, True, plan)
-        return acc, plan.operand(weight), statistics
+        unit = _unit(tile, 0)
+        acc, products = _products(shared, tile, step, acc, p, plan)
+        p, statistics, _ = _weights(products, tile, tile.start, 0, unit, plan)
+        return acc, p, statistics
 
-    def ended(acc, fade, p, statistics):
+    def ended(acc, p, statistics):
         last = slot_of(step - 1, plan.stages)
         plgpu.barrier_wait(shared.v_full.at[last])
 
         def product(acc):
-            _my_turn()
+            _my_turn(tile)
             plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
-            _your_turn(plan)
+            _your_turn(tile, plan)
 
-        return pl.run_state(product)(plgpu.ACC.init(times_rows(acc, fade) if plan.late else acc)), p, statistics
+        return pl.run_state(product)(plgpu.ACC.init(acc)), p, statistics
 
     if plan.persistent:
-        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, fade, p, statistics)
+        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, p, statistics)
     else:
-        acc, p, of_next = ended(acc, fade, p, statistics)
+        acc, p, of_next = ended(acc, p, statistics)
     return acc, statistics, Begun(step + 1, p, of_next)
 
 
-def _overlapped(
-    shared: Shared, tile: Tile, i: Array | int, step: Array, acc: Array, fade: Array, p: Array, before: Statistics,
-    masked: bool, plan: Plan,
-):  # fmt: skip
-    """Adds the p·v of the step before to acc and, meanwhile, finds the weights of block i of a tile.
-
-    Where acc is scaled late, it is here.
-    """
-    slot, previous, unit = slot_of(step, plan.stages), slot_of(step - 1, plan.stages), _unit(tile, i)
+def _products(shared: Shared, tile: Tile, step: Array, acc: Array, p: Array, plan: Plan) -> tuple[Array, Array]:
+    """acc and the p·v of the step before; and q·kᵀ. Both have ended: the next weights take the registers of p."""
+    slot, previous = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
     plgpu.barrier_wait(shared.k_full.at[slot])
 
     def both(refs):
-        acc, *results = refs
+        acc, products = refs
 
         def scoped(qk):
-            _my_turn()
+            _my_turn(tile)
             plgpu.wgmma(qk, tile.q, shared.k.at[slot].T)
-            if plan.late:
-                acc[...] = times_rows(plgpu.wgmma_accumulator_load(acc, wait_n=None), fade)
             plgpu.barrier_wait(shared.v_full.at[previous])
             plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))
-            _your_turn(plan)
-            products = plgpu.wgmma_accumulator_load(qk, wait_n=1)
+            _your_turn(tile, plan)
+            products[...] = plgpu.wgmma_accumulator_load(qk, wait_n=1)
             arrive(plan.k_free + slot, plan.warpgroups)
-            found = _softmax(products, tile, before, i, masked, unit, plan)
-            for ref, value in zip(results, jax.tree.leaves(found), strict=True):
-                ref[...] = value
             plgpu.wgmma_wait(0)
 
         pl.run_scoped(scoped, accumulator(ROWS, plan.block_k))
 
-    room = full((ROWS, plan.block_k), 0.0, WGMMA)
-    acc, weight, *found, fade = pl.run_state(both)((plgpu.ACC.init(acc), room, *before, before.maximum))
+    acc, products = pl.run_state(both)((plgpu.ACC.init(acc), full((ROWS, plan.block_k), 0.0, WGMMA)))
     arrive(plan.v_free + previous, plan.warpgroups)
-    return acc, weight, Statistics(*found), fade
+    return acc, products
 
 
-def _softmax(products: Array, tile: Tile, before: Statistics, i: Array | int, masked: bool, unit: Any, plan: Plan):
-    problem, ok = plan.problem, None
-    if masked:
-        first_key = _block(tile, i) * plan.block_k
-        ok = seen(tile.view, first_key, products.shape, problem.K % plan.block_k > 0, problem)
-    if plan.e4m3:
-        return quantized.weights(products, unit, before, ok, problem)
-    return weights(logits(products, problem), before, ok, problem.exponent)
+def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, unit: Unit, plan: Plan):
+    """Of a block that may have a mask, as an operand, with the statistics and the factor of earlier sums."""
+    problem = plan.problem
+    ok = seen(tile.view, _block(tile, i) * plan.block_k, products.shape, problem.K % plan.block_k > 0, problem)
+    s, exponent = _octaves(products, unit, problem)
+    p, statistics, fade = weights(s, before, ok, exponent, unit.lift, plan.bounds)
+    return plan.operand(p), statistics, fade
+
+
+def _octaves(products: Array, unit: Unit, problem: Problem) -> tuple[Array, Array | float]:
+    """What becomes exponents of two by a factor, and that factor."""
+    if problem.softcap is not None:
+        return logits(products * unit.factor, problem), problem.exponent
+    return products, problem.exponent * unit.factor
 
 
 def _block(tile: Tile, i: Array | int) -> Array:
     return tile.visited.end - 1 - i
 
 
-def _unit(tile: Tile, i: Array | int) -> Any:
-    """What the products and the weights of a block of keys are in."""
-    return None if tile.units is None else tile.units.of(_block(tile, i))
+def _unit(tile: Tile, i: Array | int) -> Unit:
+    return Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
 
 
-def _my_turn() -> None:
-    sync(TURN + lax.axis_index("warpgroup"), 2)
+def _my_turn(tile: Tile) -> None:
+    sync(TURN + tile.number, 2)
 
 
-def _your_turn(plan: Plan) -> None:
-    arrive(TURN + slot_of(lax.axis_index("warpgroup") + 1, plan.consumers), 2)
+def _your_turn(tile: Tile, plan: Plan) -> None:
+    arrive(TURN + slot_of(tile.number + 1, plan.consumers), 2)

@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-# Queries of a sequence whose causal mask is a small part of the work.
-LONG = 4096
+# From how many queries on 192 of them pay, without and with a causal mask: the last tile of a sequence is seldom full,
+# and of what a causal mask cuts more lies in large tiles.
+LONG = {128: (0, 4096), 256: (4096, 8192), 320: (4096, 8192)}
 # (block_q, block_k, num_stages) by D + V, the likeliest first.
 CONFIGS = {
     "flash_attention": {
-        128: ((192, 128, 4), (192, 128, 2), (128, 128, 4)),
-        256: ((128, 128, 2), (128, 64, 4)),
-        320: ((128, 128, 2),),
+        128: ((192, 64, 4), (192, 64, 2), (128, 128, 4)),
+        256: ((192, 64, 2), (128, 128, 2)),
+        320: ((128, 128, 2), (192, 64, 3)),
         512: ((128, 64, 2),),
     },
     "flash_attention_bwd": {
@@ -40,12 +41,9 @@ CONFIGS = {
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     del target
-    features = operands.q.shape[3] + operands.v.shape[3]
-    by_features = CONFIGS[operation]
-    candidates = by_features[next(size for size in by_features if features <= size)]
+    features = _features(operands)
     most = _most_queries(operation, operands, spec)
-    # Under a causal mask four stages of 192 queries had 391 to 402 TFLOP/s at 4k where two had 410 to 421.
-    candidates = sorted(candidates, key=lambda blocks: (blocks[0] > most, spec.causal and blocks == (192, 128, 4)))
+    candidates = sorted(CONFIGS[operation][features], key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
             block_q=block_q,
@@ -67,14 +65,17 @@ def check(operation: str, config: KernelConfig, block_q: Sequence[int], block_k:
             raise ValueError(f"{operation}: config.{name} is {value}; the Mosaic GPU kernel takes {told}")
 
 
-def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
-    """The largest block of queries for which registers suffice, beside masks and what a softcap leaves to remember.
+def _features(operands: Operands) -> int:
+    """D + V, or the next number of which there are configs."""
+    features = operands.q.shape[3] + operands.v.shape[3]
+    return next(size for size in CONFIGS["flash_attention"] if features <= size)
 
-    Where only the first block of a tile has a mask, it is worth while to spill there if more blocks follow.
-    """
+
+def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
+    """The largest block of queries that pays; in the backward that registers suffice for, beside masks and softcap."""
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":
         return 64 if segmented or spec.softcap is not None else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
-    return 128 if spec.causal and operands.q.shape[1] < LONG else 192
+    return 192 if operands.q.shape[1] >= LONG.get(_features(operands), (0, 0))[spec.causal] else 128

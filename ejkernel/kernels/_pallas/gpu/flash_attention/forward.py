@@ -2,12 +2,13 @@
 
 Of row i, after the blocks of keys seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
 A block with a maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l, whatever m
-is: so it stays where m' is not greater by much, which leaves most blocks nothing to rescale.
+is, if no exp(s_j − m) is out of range. So m is the maximum of the first block of a tile, and in later ones a maximum is
+only looked for where the sums of weights do not say that all are in range (`tiles.updated`): that is seldom.
 
-A tile of queries belongs to two or three warpgroups, 64 rows each. A warpgroup has q·kᵀ of one block and the product of
-weights and values of the block before under way at once, and computes the softmax of the one while the other ends. They
-take turns in issuing products, so that one computes a softmax while another keeps the tensor cores busy. Keys come from
-the last block down, so that what a causal mask cuts is met first.
+A tile of queries belongs to two or three warpgroups, 64 rows each. A warpgroup begins q·kᵀ of one block and the product
+of weights and values of the block before at once, and computes the softmax of the one when both ended: its weights take
+the registers of those before. They take turns in issuing products, so that one computes a softmax while another keeps
+the tensor cores busy. Keys come from the last block down, so that what a causal mask cuts is met first.
 
 As many blocks of threads as the device runs at once walk over the tiles, where shared memory has room for o beside q
 and the next q; the first block of keys of a tile is then begun under the last product of the tile before. Otherwise
@@ -26,7 +27,7 @@ from ejkernel.kernels._sequences import of_sequences
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._launch import PER_ROW, ROWS, across, arrive, full, launch, shared, slot_of, sync, together, whole_eights
+from .._launch import PER_ROW, ROWS, WGMMA, across, arrive, full, launch, shared, slot_of, sync, together, whole_eights
 from .attend import Shared, Tile, attend, begin
 from .configs import check
 from .plan import Q_FREE, REGISTERS, SHARED_BYTES, TURN, Plan
@@ -34,11 +35,11 @@ from .problem import LOG2_E, problem_of
 from .quantized import ALGORITHM, Scales
 from .reach import Reach, reach_of, without_unseen
 from .rounding import rounded
-from .tiles import Statistics, View
+from .tiles import COLUMNS, Statistics, View
 
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
-    check("flash_attention", config, (128, 192), (64, 128, 192))
+    check("flash_attention", config, (128, 192), (64, 128))
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, config.algorithm == ALGORITHM)
@@ -98,13 +99,14 @@ def _kernel(
     def tile_of(turn: Array) -> Tile:
         first, head, batch = plan.tile(turn, dealt)
         maximum = -jnp.inf if sinks is None else sinks[batch, head]
-        total = 0.0 if sinks is None else jnp.where(maximum == -jnp.inf, 0.0, 2.0**plan.lift)
+        total = 0.0 if sinks is None else jnp.where(maximum == -jnp.inf, 0.0, 2.0**plan.bounds.lift / COLUMNS)
         return Tile(
+            number=number,
             q=q_tiles.at[slot_of(turn, plan.q_slots), pl.ds(number * ROWS, ROWS)],
             view=View(batch, first + number * ROWS, reach),
             head=head,
             visited=plan.visits(first, batch, reach),
-            start=Statistics(full((ROWS,), maximum, PER_ROW), plan.start(total)),
+            start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
             units=plan.units(scales, batch, head, first),
         )
 
@@ -114,12 +116,14 @@ def _kernel(
         elif plan.problem.D != plan.problem.V or plan.e4m3:
             sync(Q_FREE, plan.consumers)  # o lies over q of the other warpgroup
         batch, first = tile.view.batch, tile.view.row
-        total = last.total.sum(axis=1) if plan.e4m3 else last.total
+        total = last.total.sum(axis=1)
         saw = total > 0
         total = jnp.where(saw, total, 1.0)
         factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
         o_tiles[number] = (acc * across(factor, acc)).astype(plan.problem.dtype)
-        lse_tile[number] = jnp.where(saw, (last.maximum + (jnp.log2(total) - plan.lift)) * (1 / LOG2_E), -jnp.inf)
+        lse_tile[number] = jnp.where(
+            saw, (last.maximum + (jnp.log2(total) - plan.bounds.lift)) * (1 / LOG2_E), -jnp.inf
+        )
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
         plgpu.copy_smem_to_gmem(o_tiles.at[number], o.at[batch, rows, tile.head], commit_group=False)

@@ -6,12 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._launch import FIRST_BARRIER, PER_ROW, ROWS, WGMMA, block_number, full
+from .._launch import FIRST_BARRIER, ROWS, block_number
 from . import quantized
 from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, visits
 from .quantized import Scales, Units
 from .reach import Reach
+from .tiles import HALF, Bounds
 
 # The shared memory that a block of threads may use.
 SHARED_BYTES = 227 * 1024
@@ -72,14 +73,8 @@ class Plan:
         return self.k_free + self.stages
 
     @property
-    def lift(self) -> int:
-        """The weights are multiplied by two to this."""
-        return quantized.LIFT if self.e4m3 else 0
-
-    @property
-    def late(self) -> bool:
-        """acc is scaled while the next q·kᵀ is computed; in e4m3 that takes half as long, and p·v would be late."""
-        return not self.e4m3
+    def bounds(self) -> Bounds:
+        return quantized.BOUNDS if self.e4m3 else HALF
 
     def shared_bytes(self, persistent: bool) -> int:
         """Bytes of shared memory: the tiles, and room for the rest."""
@@ -120,11 +115,6 @@ class Plan:
             return None
         queries = scales.queries[batch, head, lax.div(first, jnp.int32(self.block_q))]
         return Units(queries, scales, (batch, lax.div(head, jnp.int32(self.problem.group))))
-
-    def start(self, total: Array | float) -> Array:
-        """The sum of a row that sums begin with; in e4m3 the threads that share a row have parts of it."""
-        columns = quantized.COLUMNS
-        return full((ROWS, columns), total / columns, WGMMA) if self.e4m3 else full((ROWS,), total, PER_ROW)
 
     def operand(self, p: Array) -> Array:
         """The weights as the product with v takes them."""

@@ -1,26 +1,48 @@
 """What is computed from a tile of q·kᵀ."""
 
 import operator
+from collections.abc import Callable
 from functools import reduce
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import PER_COLUMN, PER_ROW, across, down, indices, load_vector
+from .._launch import PER_COLUMN, PER_ROW, WGMMA, across, load_vector
 from .problem import LOG2_E, Problem
 from .reach import Reach
 
-# Weights may be as great as two to this, where they are no less exact for it.
-SLACK = 8
+# A thread has two numbers of every so many columns.
+COLUMNS = 8
 
 
 class Statistics(NamedTuple):
-    """Of rows, over the keys seen so far: nearly the greatest exponent of two, and the sum of powers relative to it."""
+    """Of rows, over the keys seen so far: an exponent of two like the greatest, and sums of powers relative to it.
+
+    maximum [rows], total [rows, COLUMNS]: where a thread has a number, the sum of what it has of a row.
+    """
 
     maximum: Array
     total: Array
+
+
+class Bounds(NamedTuple):
+    """Of weights.
+
+    lift: the exponent of two of the greatest weight under a new maximum. slack: by so much a maximum may be less than
+    the greatest exponent. most: of the sums that a thread has of a row; more than those of weights of 2^lift.
+    """
+
+    lift: int
+    slack: int
+    most: float
+
+
+# Of float16, whose greatest number is 65504, and of bfloat16, which are no less exact when they are great.
+HALF = Bounds(lift=0, slack=8, most=2.0**15)
 
 
 def logits(products: Array, problem: Problem) -> Array:
@@ -41,25 +63,60 @@ class View(NamedTuple):
 
 
 def seen(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem) -> Array | None:
-    """Who sees whom in a tile that begins at a column, keys perhaps past the end if `uneven_keys`; None if all do."""
+    """Who sees whom in a tile that begins at a column, keys perhaps past the end if `uneven_keys`; None if all do.
+
+    But for segments, a row sees the columns from the last of some firsts to the first of some lasts.
+    """
     batch, row, reach, of_keys = view
-    rows, columns = indices(row, 0, shape), indices(column, 1, shape)
-    conditions = []
+    rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=PER_ROW) + row
+    firsts, lasts, conditions = [], [], []
     if reach is not None and reach.ranges is not None:
-        low, high = (across(_load(x, batch, row, shape[0], PER_ROW), rows) for x in reach.ranges)
-        conditions += [columns >= low, columns < high]
+        low, high = (_load(x, batch, row, shape[0], PER_ROW) for x in reach.ranges)
+        firsts.append(low)
+        lasts.append(high - 1)
     elif reach is not None:
         of_rows, of_columns = reach.ids
-        ids = across(_load(of_rows, batch, row, shape[0], PER_ROW), rows)
-        conditions.append(ids == down(_load(of_columns, batch, column, shape[1], PER_COLUMN), columns))
+        ids = lax.broadcast_in_dim(_load(of_columns, batch, column, shape[1], PER_COLUMN), shape, [1])
+        conditions.append(across(_load(of_rows, batch, row, shape[0], PER_ROW), ids) == ids)
+    elif uneven_keys and of_keys:
+        lasts.append(jnp.where(rows < problem.K, column + shape[1], -1))
     elif uneven_keys:
-        conditions.append((rows if of_keys else columns) < problem.K)
+        lasts.append(plgpu.layout_cast(jnp.full(shape[:1], problem.K - 1), PER_ROW))
     low, high = problem.band(of_keys)
     if high is not None:
-        conditions.append(columns <= rows + high)
+        lasts.append(rows + high)
     if low is not None:
-        conditions.append(columns >= rows + low)
+        firsts.append(rows + low)
+    if firsts:
+        conditions.append(_columns("sge", reduce(jnp.maximum, firsts) - column, shape))
+    if lasts:
+        conditions.append(_columns("sle", reduce(jnp.minimum, lasts) - column, shape))
     return reduce(operator.and_, conditions) if conditions else None
+
+
+def _columns(comparison: str, bounds: Array, shape: tuple[int, int]) -> Array:
+    """Where columns, numbered from 0, compare so with the bound of a row. A thread compares with constants."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
+
+    @plgpu.inline_mgpu(arg_types=(PER_ROW,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, WGMMA))
+    def emit(_, bounds):
+        i32, predicate = ir.IntegerType.get_signless(32), arith.CmpIPredicate[comparison]
+        constant = lambda n: arith.constant(i32, n)
+        text = "{ .reg .b32 x; mov.u32 x, %laneid; and.b32 x, x, 3; add.u32 $0, x, x; }"
+        first = llvm.inline_asm(i32, [], text, "=r")
+        bounds = bounds.broadcast_in_dim(shape, (0,), WGMMA.to_mgpu())
+        of_rows = bounds.registers.reshape(shape[1] // COLUMNS, -1)[0]
+        of_rows = [arith.subi(vector.extract(x, [], [0]), first) for x in of_rows]
+        registers = np.empty((shape[1] // COLUMNS, len(of_rows)), object)
+        for (n, row), _ in np.ndenumerate(registers):
+            pair = [arith.cmpi(predicate, constant(n * COLUMNS + i), of_rows[row]) for i in range(2)]
+            registers[n, row] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
+        return type(bounds)(
+            _registers=registers.reshape(bounds.registers.shape), _layout=bounds.layout, _is_signed=False
+        )
+
+    return emit(bounds)
 
 
 def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
@@ -68,17 +125,86 @@ def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
     return load_vector(vectors.at[batch, pl.ds(first, length)], layout, optimized=False)
 
 
-def weights(s: Array, before: Statistics, ok: Array | None, exponent: float) -> tuple[Array, Statistics, Array]:
-    """Of rows of queries exp(s − maximum) under the new maximum, the statistics, and the factor of earlier sums.
+def weights(
+    s: Array, before: Statistics, ok: Array | None, exponent: Array | float, lift: Array | int, bounds: Bounds
+) -> tuple[Array, Statistics, Array]:
+    """Of rows of queries 2^lift·exp(s − maximum) under the new maximum, the statistics, and the factor of earlier sums.
 
-    s times `exponent` is an exponent of two. A maximum stays as long as none is greater by more than SLACK: then the
+    s times `exponent` is an exponent of two. A maximum stays where none is greater by more than `slack`: then the
     factor is 1.
     """
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
     greatest = s.max(axis=1) * exponent
-    maximum = jnp.where(greatest > before.maximum + SLACK, greatest, before.maximum)
+    maximum = jnp.where(greatest > before.maximum + bounds.slack, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
+    p = jnp.exp2(s * exponent - across(base - lift, s))
     fade = jnp.exp2(before.maximum - base)
-    p = jnp.exp2(s * exponent - across(base, s))
-    return p, Statistics(maximum, before.total * fade + p.sum(axis=1)), fade
+    sums = _of_threads(p)
+    return p, Statistics(maximum, before.total * across(fade, sums) + _unlifted(sums, lift, bounds)), fade
+
+
+def updated(
+    acc: Array, s: Array, before: Statistics, exponent: Array | float, lift: Array | int, bounds: Bounds,
+    operand: Callable[[Array], Array],
+) -> tuple[Array, Array, Statistics]:  # fmt: skip
+    """acc, the weights of a block that is seen whole as an operand, and the statistics.
+
+    A warp takes it that maxima stay, and looks at the sums of its threads: no weight is too great if none of these is.
+    That saves the maxima. Otherwise it begins again.
+    """
+    p = jnp.exp2(s * exponent - across(before.maximum - lift, s))
+    sums = _of_threads(p)
+
+    def stay(acc, s, p, sums):
+        del s
+        return acc, p, Statistics(before.maximum, before.total + _unlifted(sums, lift, bounds))
+
+    def rise(acc, s, p, sums):
+        fits = sums.max(axis=1) <= bounds.most
+        maximum = jnp.where(fits, before.maximum, s.max(axis=1) * exponent)
+        p, fade = jnp.exp2(s * exponent - across(maximum - lift, s)), jnp.exp2(before.maximum - maximum)
+        total = before.total * across(fade, sums) + _unlifted(_of_threads(p), lift, bounds)
+        return acc * across(fade, acc), operand(p), Statistics(maximum, total)
+
+    return lax.cond(_beyond(sums, bounds.most), rise, stay, acc, s, operand(p), sums)
+
+
+def _unlifted(sums: Array, lift: Array | int, bounds: Bounds) -> Array:
+    """Sums of weights times 2^lift as such of weights times 2^(the bounds' lift)."""
+    return sums if isinstance(lift, int) else sums * jnp.exp2(bounds.lift - lift)
+
+
+def _of_threads(x: Array) -> Array:
+    """[rows, COLUMNS]: the sums of the numbers of a row that a thread has."""
+    from jaxlib.mlir.dialects import arith
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
+    def emit(_, x):
+        sums = [reduce(arith.addf, row) for row in x.registers.reshape(x.shape[1] // COLUMNS, -1).T]
+        registers = np.array(sums, object).reshape(x.layout.registers_shape((x.shape[0], COLUMNS)))
+        return type(x)(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return emit(x)
+
+
+def _beyond(sums: Array, most: float) -> Array:
+    """Whether in this warp one is greater, or NaN."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
+
+    of_all = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=of_all)
+    def emit(_, sums):
+        i32 = ir.IntegerType.get_signless(32)
+        numbers = [vector.extract(x, [], [i]) for x in sums.registers.flat for i in range(2)]
+        bound = arith.constant(ir.F32Type.get(), most)
+        text = (
+            "{ .reg .pred p; setp.gtu.f32 p, $1, $5; setp.gtu.or.f32 p, $2, $5, p; setp.gtu.or.f32 p, $3, $5, p; "
+            "setp.gtu.or.f32 p, $4, $5, p; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        )
+        some = llvm.inline_asm(i32, [*numbers, bound], text, "=r,f,f,f,f,f", has_side_effects=True)
+        return type(sums).splat(some, (), is_signed=True)
+
+    return emit(sums) != 0
