@@ -9,9 +9,9 @@ A trio is a differentiable operation:
 * `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
 * `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
 
-The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`. So `grad` costs one forward and one
-backward kernel. The jvps of `x_jvp` and `x_bwd` are those of their XLA implementations, which the floors above
-bring (`on_definition`): they give Hessians and everything beyond.
+The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
+it is linear. So `grad` costs one forward and one backward kernel. The jvps of `x_jvp` and `x_bwd` are those of their
+XLA implementations, which the floors above bring (`on_definition`): they give Hessians and everything beyond.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -156,11 +156,16 @@ class Trio:
         dtypes: from the operands' dtypes and the spec to the dtypes of the outputs.
         layout: how axes fold and split.
         residuals: the outputs that tangent and backward take; all by default. The others are not kept for them.
+        linear: groups of operands in which the forward is linear together, the values of which no backward needs. It
+            has a transpose in each of them.
     """
 
-    def __init__(self, name, operands, outputs, table, differentiable, dtypes, layout=Layout(), residuals=None):
+    def __init__(
+        self, name, operands, outputs, table, differentiable, dtypes, layout=Layout(), residuals=None, linear=()
+    ):
         self.name, self.operands, self.outputs, self.differentiable = name, operands, outputs, tuple(differentiable)
         self.residuals = outputs._fields if residuals is None else tuple(residuals)
+        self.linear = tuple(map(tuple, linear))
         dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
         barred = {n + COTANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
         of = lambda named: operands(*map(named.get, operands._fields))
@@ -189,7 +194,9 @@ class Trio:
             arguments=self._backward_arguments,
         )
         ad.primitive_jvps[self.forward.primitive] = self._jvp
-        ad.primitive_transposes[self.tangent.primitive] = self._transpose
+        ad.primitive_transposes[self.tangent.primitive] = self._transpose_tangent
+        if self.linear:
+            ad.primitive_transposes[self.forward.primitive] = self._transpose_forward
 
     def __call__(self, arrays, *, spec, config):
         """Binds the forward to a NamedTuple of operands and returns that of the outputs."""
@@ -211,23 +218,35 @@ class Trio:
         config = self.tangent.choose_config(self.tangent, named, spec, self.tangent.results, config)
         return list(out.values()), list(self.tangent.bind(named, spec=spec, config=config).values())
 
-    def _transpose(self, cotangents, *args, operands, results, spec, config):
+    def _transpose_tangent(self, cotangents, *args, operands, results, spec, config):
         named = dict(zip(operands, args, strict=True))
         wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
         if not all(n.endswith(TANGENT) for n in wanted):
             raise NotImplementedError(f"{self.tangent.name} is linear in its tangents alone, not in {wanted}")
         known = {n: x for n, x in named.items() if not n.endswith(TANGENT)}
+        return self._pulled_back(cotangents, named, known, wanted, TANGENT, results, spec, config)
+
+    def _transpose_forward(self, cotangents, *args, operands, results, spec, config):
+        named = dict(zip(operands, args, strict=True))
+        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
+        if not any(set(wanted) <= set(group) for group in self.linear):
+            raise NotImplementedError(f"{self.name} is not linear in {' and '.join(wanted)}")
+        known = {n: ad.instantiate_zeros(ad.Zero(x.aval)) if n in wanted else x for n, x in named.items()}
+        return self._pulled_back(cotangents, named, known, wanted, "", results, spec, config)
+
+    def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, config):
+        """A cotangent for each of the `wanted`, which, like the results, have their names with a suffix."""
         live = {
-            r.removesuffix(TANGENT) + COTANGENT: ct
+            r.removesuffix(suffix) + COTANGENT: ct
             for r, ct in zip(results, cotangents, strict=True)
             if type(ct) is not ad.Zero
         }
         if not live:
             return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
-        asked = [n.removesuffix(TANGENT) + COTANGENT for n in wanted]
+        asked = [n.removesuffix(suffix) + COTANGENT for n in wanted]
         config = self.backward.choose_config(self.backward, {**known, **live}, spec, asked, config)
         out = self.backward.bind({**known, **live}, spec=spec, config=config, results=asked)
-        return [out[n.removesuffix(TANGENT) + COTANGENT] if n in wanted else None for n in named]
+        return [out[n.removesuffix(suffix) + COTANGENT] if n in wanted else None for n in named]
 
     def _group(self, of: type, named: Mapping[str, Any], suffix: str = "") -> Any:
         return of(*(named.get(name + suffix) for name in of._fields))

@@ -80,4 +80,5 @@ grouped_matmul = Trio(
     dtypes=lambda dtypes, spec: {"o": result_dtype(dtypes["lhs"], spec)},
     layout=Layout(split=("b", "n"), group=None, advice="split the experts under shard_map with group_offset, and psum"),
     residuals=(),
+    linear=[("lhs", "existing_out"), ("rhs", "existing_out"), ("rhs_scale", "existing_out")],
 )

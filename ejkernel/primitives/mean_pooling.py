@@ -53,4 +53,5 @@ mean_pooling = Trio(
     dtypes=lambda dtypes, spec: {"o": dtypes["x"]},
     layout=Layout(split=("b", "d"), group=None),
     residuals=(),
+    linear=[("x",)],
 )

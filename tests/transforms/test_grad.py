@@ -2,7 +2,8 @@
 
 import jax
 import numpy as np
-from cases import assert_close, each_case, gradient, oracle, tangent
+import pytest
+from cases import CASES, assert_close, each_case, gradient, oracle, tangent
 from programs import equations
 
 
@@ -36,6 +37,18 @@ def test_duality(case):
     products = lambda a, b: [x.astype(np.float64).ravel() * y for x, y in zip(a, _flat(b), strict=True)]
     ahead, back = (np.concatenate(products(_flat(a), b)) for a, b in ((u, pushed), (t, pulled)))
     assert abs(ahead.sum() - back.sum()) <= 1e-6 * (np.abs(ahead).sum() + np.abs(back).sum())
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.trio.linear], ids=str)
+def test_linear_transpose(case):
+    """Where an operation is linear, its transpose is had without a derivative."""
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    for group in case.trio.linear:
+        moving = {name: arrays[name] for name in group if name in case.differentiable}
+        if moving.keys() - {"existing_out"}:
+            (found,) = jax.linear_transpose(lambda x: case.call({**arrays, **x}), moving)(cotangents)
+            assert_close(found, gradient(case.call, tuple(moving))(arrays, cotangents))
 
 
 @each_case
