@@ -21,6 +21,9 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.kernels._pallas.gpu.flash_attention.plan import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import BOUNDS as E4M3_BOUNDS
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import E4M3
+from ejkernel.kernels._pallas.gpu.flash_attention.tiles import COLUMNS, HALF
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, Platform, Target
 
@@ -98,6 +101,14 @@ def test_lowers(operation, name, config):
 def test_partners(name, blocks, partners):
     """With 128 features and no mask two blocks of threads are a cluster, and what one loads is sent to both."""
     assert Plan(problem_of(*CALLS[name]), *blocks).partners == partners
+
+
+@pytest.mark.parametrize("bounds, dtype", [(HALF, jnp.float16), (HALF, jnp.bfloat16), (E4M3_BOUNDS, E4M3)])
+def test_sums_keep_weights_in_range(bounds, dtype):
+    """None beyond the dtype's greatest passes; like weights under a new maximum do, or each block would begin again."""
+    assert bounds.most <= jnp.finfo(dtype).max
+    assert 2 ** (bounds.lift + bounds.slack) <= bounds.most
+    assert all(2**bounds.lift * block_k / COLUMNS <= bounds.most for block_k in (64, 128))
 
 
 @pytest.mark.parametrize(
