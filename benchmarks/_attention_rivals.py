@@ -1,14 +1,9 @@
 """Who computes attention beside this library: each contender prepares one call of a case, or says why it cannot."""
 
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from _attention import Inputs, call
 from _harness import Batch, Contender, Prepared, Unavailable, queued
+from _process import asked
 from jax import Array
 
 from ejkernel.cli._equations import equations
@@ -45,6 +41,7 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
         Contender("torch flash", lambda: _torch(shape, mode, given, "FLASH_ATTENTION")),
         Contender("torch jvp_flash", lambda: _jvp_flash_attention(shape, mode, given)),
         Contender("ejkernel of PyPI", release, warm=release),
+        Contender("ejkernel before", lambda: _earlier(shape, mode, given)),
     ]
 
 
@@ -210,42 +207,33 @@ def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
     if mode != "fwd" or shape.head_dim != shape.value_dim or given.cotangent.dtype != jnp.bfloat16:
         raise Unavailable("the release on PyPI is here for its forward in bfloat16, with values as wide as keys")
     window = None if shape.window == (None, None) else _bounded(shape)
+    ask = partial(asked, "_release.py", "EJKERNEL_RELEASE")
     with tempfile.TemporaryDirectory() as folder:
         for name, x in zip("qkv", given.operands, strict=True):
             np.save(f"{folder}/{name}.npy", np.asarray(x).view(np.uint16))
-        asked = {"folder": folder, "causal": shape.causal, "window": window}
-        config = _answered(asked | {"calls": 0})
+        request = {"folder": folder, "causal": shape.causal, "window": window}
+        config = ask(request | {"calls": 0})["config"]
         o = np.load(f"{folder}/o.npy").view(jnp.bfloat16)
-    return Prepared((o,), lambda calls: _answered(asked | {"calls": calls}), config)
+    return Prepared((o,), _elsewhere(ask, request), config)
 
 
-def _answered(request: dict) -> str:
-    """The config that the process of the release made the calls with, one request at a time."""
-    with _ONE_REQUEST:
-        process = _release()
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        answer = json.loads(process.stdout.readline())
-    if "error" in answer:
-        raise RuntimeError(answer["error"])
-    return answer["config"]
+def _earlier(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
+    """This library as it was, from the folder that EJKERNEL_BEFORE names (see _earlier.py)."""
+    request = {"layer": asdict(shape), "mode": mode, "dtype": given.cotangent.dtype.name}
+    ask = partial(asked, "_earlier.py", "EJKERNEL_BEFORE")
+    with tempfile.TemporaryDirectory() as folder:
+        answer = ask(request | {"folder": folder})
+        results = [np.load(f"{folder}/{n}.npy") for n in range(answer["results"])]
+    return Prepared(results, _elsewhere(ask, request), answer["detail"])
 
 
-_ONE_REQUEST = threading.Lock()
+def _elsewhere(ask: Callable[[dict], dict], request: dict) -> Batch:
+    """Calls in the process that is asked."""
 
+    def batch(calls: int) -> None:
+        ask(request | {"calls": calls})
 
-@cache
-def _release() -> subprocess.Popen:
-    """It ends with its input, that is with this process."""
-    if "EJKERNEL_RELEASE" not in os.environ:
-        raise Unavailable("EJKERNEL_RELEASE names no folder that holds the release on PyPI and what it imports")
-    return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("_release.py"))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-    )
+    return batch
 
 
 def _turned(x: Any) -> Any:

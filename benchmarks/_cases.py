@@ -14,7 +14,7 @@ from ejkernel import callib
 from ejkernel.types import Platform
 
 # Cases whose programs are compiled before they are timed.
-_TOGETHER = 8
+_TOGETHER = 4
 
 
 @dataclass(frozen=True)

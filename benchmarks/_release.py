@@ -1,11 +1,10 @@
 """The release of ejkernel on PyPI as a process that computes what it is asked for: it cannot be imported beside us.
 
-A line of JSON asks for calls of its forward on q, k and v, which are files; the answer names the config that was the
-fastest of its own: that of its heuristics and those that its tuner tries first.
+A request is for calls of its forward on q, k and v, which are files; the answer names the config that was the fastest
+of its own: that of its heuristics and those that its tuner tries first.
 """
 
 import importlib
-import json
 import os
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _process import serve
 
 sys.path.insert(0, os.environ["EJKERNEL_RELEASE"])
 release = importlib.import_module("ejkernel.kernels._triton.flash_attention")
@@ -65,24 +65,13 @@ def prepared(folder: str, causal: bool, window: tuple[int, int] | None):
 def answer(request: dict) -> dict:
     """Makes the calls asked for and waits for them."""
     window = request["window"] and tuple(request["window"])
-    try:
-        call, config = prepared(request["folder"], request["causal"], window)
-        result = None
-        for _ in range(request["calls"]):
-            result = call()
-        jax.block_until_ready(result)
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+    call, config = prepared(request["folder"], request["causal"], window)
+    result = None
+    for _ in range(request["calls"]):
+        result = call()
+    jax.block_until_ready(result)
     return {"config": config}
 
 
-def main():
-    """Answers on standard output; whatever else is printed goes to the errors."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(answer)

@@ -2,9 +2,9 @@
 
 Every contender is judged against the formula in float64 before it is timed. Programs are compiled before, those of
 some cases side by side. The release on PyPI takes part if EJKERNEL_RELEASE names a folder that holds it and what it
-imports, which runs in a process of its own. The table, and the record of it under benchmarks/results/, give the median
-time of a call, TFLOP/s, the share of the rate of matrix products measured in the same turns, and how many times faster
-than the best rival it is.
+imports, and this library as it was if EJKERNEL_BEFORE does (`pip install --target`), each in a process of its own. The
+table, and the record of it under benchmarks/results/, give the median time of a call, TFLOP/s, the share of the rate of
+matrix products measured in the same turns, and how many times faster than the best rival it is.
 """
 
 import argparse

@@ -161,6 +161,23 @@ def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
     assert "vs best rival" in capsys.readouterr().out
 
 
+def test_another_version_takes_part_from_a_process_of_its_own(tmp_path, monkeypatch):
+    """Here it is this one, under the names that an installation gives it."""
+    installed = tmp_path / "before" / "ejkernel"
+    installed.mkdir(parents=True)
+    files = {file.name: file for file in Path(ejkernel.__path__[0]).iterdir()}
+    for name, file in (files | {"lowering": ejkernel.lowering.__path__[0]}).items():
+        (installed / name).symlink_to(file)
+    monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
+    monkeypatch.setenv("EJKERNEL_BEFORE", str(tmp_path / "before"))
+    asked = ["--device", "cpu", "--shapes", "h16-d64@1x32", "--modes", "fwd,fwd_bwd", "--repeats", "1"]
+    entry.main([*asked, "--rivals", "ejkernel before", "--out", str(tmp_path / "results")])
+    (file,) = (tmp_path / "results").iterdir()
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["contender"] == "ejkernel before"]
+    assert [row["status"] for row in rows] == ["timed", "timed"]
+    assert "flash_attention_bwd" in rows[1]["detail"]
+
+
 @pytest.mark.parametrize(
     "wrong", ["--shapes llama9", "--shapes llama3-8b@1", "--modes sideways", "--platforms metal", "--repeats 0"]
 )

@@ -1,0 +1,58 @@
+"""Another version of this library, which cannot be imported beside us, in a process that computes what it is asked for.
+
+A line of JSON asks, a line of JSON answers. The process ends with its input, that is with this process.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from _harness import Unavailable
+
+_ONE_REQUEST = threading.Lock()
+
+
+def asked(program: str, variable: str, request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a program of this folder, one request at a time; `variable` names the folder of that version."""
+    if variable not in os.environ:
+        raise Unavailable(f"{variable} names no folder that holds it and what it imports")
+    with _ONE_REQUEST:
+        process = _started(program)
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"{program} ended without an answer")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise RuntimeError(answer["error"])
+    return answer
+
+
+@cache
+def _started(program: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name(program))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Answers on standard output; whatever else is printed goes to the errors."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        try:
+            answered = answer(json.loads(line))
+        except Exception as error:
+            answered = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answered), file=answers, flush=True)
