@@ -114,6 +114,7 @@ def test_sums_keep_weights_in_range(bounds, dtype):
 @pytest.mark.parametrize(
     "name, queries, block_q",
     [
+        ("bert-large", 512, 128),
         ("h16-d64-full", 1024, 192),
         ("h16-d64", 1024, 128),
         ("h16-d64", 4096, 192),

@@ -14,7 +14,7 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 # From how many queries on 192 of them pay, without and with a causal mask: the last tile of a sequence is seldom full,
 # and of what a causal mask cuts more lies in large tiles.
-LONG = {128: (0, 4096), 256: (4096, 8192), 320: (4096, 8192)}
+LONG = {128: (1024, 4096), 256: (4096, 8192), 320: (4096, 8192)}
 # (block_q, block_k, num_stages) by D + V, the likeliest first.
 CONFIGS = {
     "flash_attention": {
