@@ -8,15 +8,16 @@ from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import KernelConfig
 
-CONFIG = KernelConfig(block_q=128, block_k=128, num_stages=2, algorithm="e4m3")
+CONFIGS = [KernelConfig(block_q=q, block_k=k, num_stages=2, algorithm="e4m3") for q, k in ((128, 128), (192, 64))]
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX does not transpose a tile of eight bits")
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: f"{config.block_q}x{config.block_k}")
 @pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (192, 128)])
-def test_is_lowered(D, V):
+def test_is_lowered(D, V, config):
     x = [jax.ShapeDtypeStruct((1, 500, 2, size), jnp.bfloat16) for size in (D, D, V)]
     spec = FlashAttentionSpec(causal=True, softmax_scale=0.1)
     lowered = (
-        jax.jit(lambda *x: flash_attention(*x, spec=spec, config=CONFIG)).trace(*x).lower(lowering_platforms=("cuda",))
+        jax.jit(lambda *x: flash_attention(*x, spec=spec, config=config)).trace(*x).lower(lowering_platforms=("cuda",))
     )
     assert lowered.as_text().count("mosaic_gpu_v2") == 2  # one that rounds k and v, and the forward

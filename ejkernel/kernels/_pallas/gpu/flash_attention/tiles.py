@@ -138,10 +138,8 @@ def weights(
     greatest = s.max(axis=1) * exponent
     maximum = jnp.where(greatest > before.maximum + bounds.slack, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
-    p = jnp.exp2(s * exponent - across(base - lift, s))
-    fade = jnp.exp2(before.maximum - base)
-    sums = _of_threads(p)
-    return p, Statistics(maximum, before.total * across(fade, sums) + _unlifted(sums, lift, bounds)), fade
+    p, total, fade = _relative_to(base, s, before, exponent, lift, bounds)
+    return p, Statistics(maximum, total), fade
 
 
 def updated(
@@ -163,11 +161,19 @@ def updated(
     def rise(acc, s, p, sums):
         fits = sums.max(axis=1) <= bounds.most
         maximum = jnp.where(fits, before.maximum, s.max(axis=1) * exponent)
-        p, fade = jnp.exp2(s * exponent - across(maximum - lift, s)), jnp.exp2(before.maximum - maximum)
-        total = before.total * across(fade, sums) + _unlifted(_of_threads(p), lift, bounds)
+        p, total, fade = _relative_to(maximum, s, before, exponent, lift, bounds)
         return acc * across(fade, acc), operand(p), Statistics(maximum, total)
 
     return lax.cond(_beyond(sums, bounds.most), rise, stay, acc, s, operand(p), sums)
+
+
+def _relative_to(
+    base: Array, s: Array, before: Statistics, exponent: Array | float, lift: Array | int, bounds: Bounds
+) -> tuple[Array, Array, Array]:
+    """The weights, the sums with those of before, and the factor of these."""
+    p, fade = jnp.exp2(s * exponent - across(base - lift, s)), jnp.exp2(before.maximum - base)
+    sums = _of_threads(p)
+    return p, before.total * across(fade, sums) + _unlifted(sums, lift, bounds), fade
 
 
 def _unlifted(sums: Array, lift: Array | int, bounds: Bounds) -> Array:
