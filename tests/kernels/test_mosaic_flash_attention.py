@@ -19,8 +19,6 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     supports_bwd,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
-from ejkernel.kernels._pallas.gpu.flash_attention.plan import Plan
-from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
 from ejkernel.kernels._pallas.gpu.flash_attention.quantized import BOUNDS as E4M3_BOUNDS
 from ejkernel.kernels._pallas.gpu.flash_attention.quantized import E4M3
 from ejkernel.kernels._pallas.gpu.flash_attention.tiles import COLUMNS, HALF
@@ -87,21 +85,6 @@ def test_lowers(operation, name, config):
     x, spec = CALLS[name]
     text = lowered(run(operation, spec, config), *arguments(x))
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
-
-
-@pytest.mark.parametrize(
-    "name, blocks, partners",
-    [
-        ("h16-d128-full", (128, 128, 2), 2),
-        ("h16-d128-full", (192, 64, 2), 1),
-        ("h16-d128", (128, 128, 2), 1),
-        ("h16-d64-full", (192, 64, 4), 1),
-        ("h16-d256-full", (128, 64, 2), 1),
-    ],
-)
-def test_partners(name, blocks, partners):
-    """With 128 features and no mask two blocks of threads are a cluster, and what one loads is sent to both."""
-    assert Plan(problem_of(*CALLS[name]), *blocks).partners == partners
 
 
 @pytest.mark.parametrize("bounds, dtype", [(HALF, jnp.float16), (HALF, jnp.bfloat16), (E4M3_BOUNDS, E4M3)])

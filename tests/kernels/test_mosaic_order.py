@@ -61,13 +61,3 @@ def test_few_heads_at_a_time():
     _, head, _ = work(Each(tiles=100, heads=10, together=2, rising=True))
     np.testing.assert_array_equal(head[:700] // 2, np.repeat([0, 1, 2, 3], [200, 200, 200, 100]))
     np.testing.assert_array_equal(head[700:], np.tile([7, 8, 9], 100))
-
-
-@pytest.mark.parametrize("tiles, heads", [(2, 1), (8, 256), (128, 16), (16, 9)])
-def test_partners_have_neighbouring_tiles_of_a_head(tiles, heads):
-    """Where all tiles see as much, two blocks one after the other have as many turns, and the same head in each."""
-    place, head, block = work(Walk(tiles, heads, rising=False))
-    for even in range(0, block.max(), 2):
-        one, other = block == even, block == even + 1
-        np.testing.assert_array_equal(place[one] + 1, place[other])
-        np.testing.assert_array_equal(head[one], head[other])

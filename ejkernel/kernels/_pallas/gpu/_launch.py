@@ -25,13 +25,12 @@ FIRST_BARRIER = 4
 
 def launch(
     kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict,
-    partners: int = 1, reduction_bytes: int = 0,
+    reduction_bytes: int = 0,
 ):  # fmt: skip
     """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups.
 
-    An operand may be a tree of arrays, and is one of refs then. So many `partners`, neighbours among the blocks, run at
-    the same time and can be sent a tile at once: a cluster. `reduction_bytes` of shared memory are for maxima and sums
-    over the rows of a tile, which several warps have.
+    An operand may be a tree of arrays, and is one of refs then. `reduction_bytes` of shared memory are for maxima and
+    sums over the rows of a tile, which several warps have.
     """
     arrays, tree = jax.tree.flatten(operands)
 
@@ -43,10 +42,8 @@ def launch(
         body,
         out_type=out_type,
         mesh=plgpu.Mesh(
-            grid=(blocks // partners,),
+            grid=(blocks,),
             grid_names=("block",),
-            cluster=(partners,),
-            cluster_names=("partner",),
             num_threads=warpgroups,
             thread_name="warpgroup",
         ),
@@ -58,17 +55,6 @@ def launch(
         ),
         name=name,
     )(*arrays)
-
-
-def block_number(partners: int) -> Array:
-    """Which of the blocks this is."""
-    cluster = lax.axis_index("block")
-    return cluster if partners == 1 else cluster * partners + lax.axis_index("partner")
-
-
-def together(number: int):
-    """Barriers that all partners come to."""
-    return plgpu.ClusterBarrier(collective_axes=("partner",), num_barriers=number)
 
 
 def shared(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None):

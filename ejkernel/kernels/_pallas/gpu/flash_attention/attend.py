@@ -27,7 +27,7 @@ from .tiles import Statistics, View, logits, seen, updated, weights
 class Shared(NamedTuple):
     """What the warpgroups of a block of threads share: tiles, and barriers.
 
-    These say that tiles are full; that q may be overwritten; and that all partners may overwrite a slot of k or v.
+    These say that tiles are full, and that q may be overwritten.
     """
 
     q: Any
@@ -37,7 +37,6 @@ class Shared(NamedTuple):
     k_full: Any
     v_full: Any
     q_free: Any
-    slots_free: Any
 
 
 class Tile(NamedTuple):

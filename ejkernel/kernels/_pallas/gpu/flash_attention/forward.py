@@ -27,7 +27,7 @@ from ejkernel.kernels._sequences import of_sequences
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._launch import PER_ROW, ROWS, WGMMA, across, arrive, full, launch, shared, slot_of, sync, together, whole_eights
+from .._launch import PER_ROW, ROWS, WGMMA, across, arrive, full, launch, shared, slot_of, sync, whole_eights
 from .attend import Shared, Tile, attend, begin
 from .configs import check
 from .plan import Q_FREE, REGISTERS, SHARED_BYTES, TURN, Plan
@@ -72,7 +72,6 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
         ),
         blocks=plan.order.blocks,
         warpgroups=plan.warpgroups,
-        partners=plan.partners,
         scratch=dict(
             q_and_o=(q, o) if plan.persistent else plgpu.RefUnion(q, o),
             k_tiles=shared((stages, plan.block_k, problem.D), tile_dtype),
@@ -82,7 +81,6 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
             k_full=plgpu.Barrier(num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
             q_free=plgpu.Barrier(num_barriers=plan.q_slots, num_arrivals=plan.consumers),
-            slots_free=together(2 * stages) if plan.partners > 1 else None,
         ),
     )
     return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
@@ -90,11 +88,11 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
 
 def _kernel(
     arrays, dealt, sinks, scales: Scales | None, reach: Reach | None, o, lse, *, plan: Plan,
-    q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_free, slots_free,
+    q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_free,
 ):  # fmt: skip
     q_tiles, o_tiles = q_and_o
     number = lax.axis_index("warpgroup")
-    tiles, turns = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_free, slots_free), plan.turns(dealt)
+    tiles, turns = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_free), plan.turns(dealt)
 
     def tile_of(turn: Array) -> Tile:
         first, head, batch = plan.tile(turn, dealt)
@@ -153,13 +151,6 @@ def _load(arrays, dealt, tiles: Shared, turns: Array, reach: Reach | None, plan:
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
-    def for_partners(source, target, loaded, slot):
-        sync(plan.k_free + slot, plan.warpgroups)
-        if plan.partners > 1:
-            plgpu.barrier_arrive(tiles.slots_free.at[slot])
-            plgpu.barrier_wait(tiles.slots_free.at[slot])
-        plgpu.copy_gmem_to_smem(source, target, loaded, collective_axes="partner")
-
     def one(turn, step):
         first, head, batch = plan.tile(turn, dealt)
         kv_head, visited = lax.div(head, jnp.int32(plan.problem.group)), plan.visits(first, batch, reach)
@@ -173,8 +164,10 @@ def _load(arrays, dealt, tiles: Shared, turns: Array, reach: Reach | None, plan:
             keys = pl.ds((visited.end - 1 - i) * plan.block_k, plan.block_k)
             of_keys = k.at[batch, keys, kv_head]
             of_values = v.at[batch, kv_head, :, keys] if plan.e4m3 else v.at[batch, keys, kv_head]
-            for_partners(of_keys, tiles.k.at[slot], tiles.k_full.at[slot], slot)
-            for_partners(of_values, tiles.v.at[slot], tiles.v_full.at[slot], plan.stages + slot)
+            sync(plan.k_free + slot, plan.warpgroups)
+            plgpu.copy_gmem_to_smem(of_keys, tiles.k.at[slot], tiles.k_full.at[slot])
+            sync(plan.v_free + slot, plan.warpgroups)
+            plgpu.copy_gmem_to_smem(of_values, tiles.v.at[slot], tiles.v_full.at[slot])
             return step + 1
 
         return lax.fori_loop(0, visited.end - visited.begin, block, step)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._launch import FIRST_BARRIER, ROWS, block_number
+from .._launch import FIRST_BARRIER, ROWS
 from . import quantized
 from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, visits
@@ -55,16 +55,6 @@ class Plan:
         return 2 if self.persistent else 1
 
     @property
-    def partners(self) -> int:
-        """Blocks of threads with neighbouring tiles of a head, which load each block of keys once for all of them.
-
-        All must visit the same keys. It halves what is read from the L2 cache, and gains where that is most for what is
-        computed: where two warpgroups share a block of keys.
-        """
-        together = self.persistent and not self.problem.cut and self.consumers == 2 and self.q_tiles % 2 == 0
-        return 2 if together else 1
-
-    @property
     def k_free(self) -> int:
         return TURN + self.consumers
 
@@ -96,13 +86,13 @@ class Plan:
 
     def tile(self, turn: Array, dealt: Any = None) -> tuple[Array, Array, Array]:
         """The first query, the head and the batch index of the tile that this block has in its `turn`."""
-        place, head = self.order.tile(block_number(self.partners), turn, dealt)
+        place, head = self.order.tile(lax.axis_index("block"), turn, dealt)
         heads = jnp.int32(self.problem.H)
         return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
 
     def turns(self, dealt: Any) -> Array:
         """How many tiles this block has."""
-        return self.order.turns(block_number(self.partners), dealt)
+        return self.order.turns(lax.axis_index("block"), dealt)
 
     def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
         if reach is not None:
