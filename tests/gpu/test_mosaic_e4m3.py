@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention
-from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
-from ejkernel.kernels._pallas.gpu.flash_attention.quantized import BOUNDS
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import ALGORITHM, BOUNDS, greatest_of
 from ejkernel.kernels._pallas.gpu.flash_attention.rounding import rounded
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+from ejkernel.types import KernelConfig
 
 from .attention_cases import CAUSAL, Case, check
-from .device import ON_HOPPER, TARGET
+from .device import ON_HOPPER
 from .oracle import visible
 
 pytestmark = ON_HOPPER
@@ -35,24 +35,29 @@ CASES = [
 ]
 
 
-def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3):
-    """o and lse in float64, with `in_e4m3` around what the kernel rounds: q, k, v, and the weights."""
+def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3, in_float16):
+    """o and lse in float64, with these around what the kernel rounds.
+
+    To e4m3 q, k, v, and the weights, which are some 2⁴ where a logit is the greatest; to float16 these, and their
+    exponents.
+    """
     q, k, v = (np.asarray(y.astype(jnp.float32), np.float64) for y in x[:3])
     group = q.shape[2] // k.shape[2]
-    in_blocks = lambda y: in_e4m3(y, np.repeat(greatest_of_blocks(y), BLOCK, 1)[:, : y.shape[1]] / 448)
-    q, k, v = in_blocks(q), *(np.repeat(in_blocks(y), group, 2) for y in (k, v))
+    in_blocks = lambda y, most: in_e4m3(y, unit(np.repeat(greatest_of_blocks(y), BLOCK, 1)[:, : y.shape[1]], most))
+    q, k, v = map(in_blocks, (q, k, v), greatest_of(q.shape[3]))
+    k, v = (np.repeat(y, group, 2) for y in (k, v))
     s = np.einsum("bshd,bthd->bhst", q, k) * spec.softmax_scale
     if spec.softcap is not None:
         s = spec.softcap * np.tanh(s / spec.softcap)
-    s = np.where(visible(x, spec), s, -np.inf)
-    sinks = np.full((1, q.shape[2], 1), -np.inf) if x.sinks is None else np.asarray(x.sinks, np.float64)
-    top = np.maximum(s.max(-1), sinks.max(-1)[:, :, None])
-    base = np.where(np.isfinite(top), top, 0)
-    weights = np.exp(s - base[..., None])
-    total = weights.sum(-1) + np.exp(sinks[:, :, None] - base[..., None]).sum(-1)
+    s = np.where(visible(x, spec), s, -np.inf) / np.log(2)
+    sinks = np.full((1, q.shape[2], 1), -np.inf) if x.sinks is None else np.asarray(x.sinks, np.float64) / np.log(2)
+    top = np.round(np.maximum(s.max(-1), sinks.max(-1)[:, :, None]))
+    base = np.where(np.isfinite(top), top, 0) - 4
+    weights = in_float16(np.exp2(in_float16(s - base[..., None])))
+    total = weights.sum(-1) + np.exp2(sinks[:, :, None] - base[..., None]).sum(-1)
     with np.errstate(divide="ignore"):
-        lse = base + np.log(total)
-    p = in_e4m3(weights, 1 / 256) / np.where(total == 0, 1, total)[..., None]
+        lse = (base + np.log2(total)) * np.log(2)
+    p = in_e4m3(weights, 1) / np.where(total == 0, 1, total)[..., None]
     return np.einsum("bhst,bthe->bshe", p, v), lse
 
 
@@ -62,11 +67,16 @@ def greatest_of_blocks(x):
     return np.maximum(blocks.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]).max((2, 4))[..., None], 1e-30)
 
 
+def unit(greatest, most):
+    """The least power of two in units of which the greatest number is `most` at most."""
+    return 2.0 ** np.ceil(np.log2(greatest / most))
+
+
 def to_e4m3(x, scale):
     return (x / scale).astype(np.float32).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("held, block", [(128, 64), (128, 128), (192, 64)])
+@pytest.mark.parametrize("held, block", [(128, 64), (128, 128), (192, 128)])
 def test_rounded(held, block):
     """Half a unit in the last place from q, k and v; the keys of v in the order in which a thread has the weights."""
     x, _ = Case("rounded", H=4, G=2, D=128, V=64).make(328, jnp.bfloat16)
@@ -76,19 +86,50 @@ def test_rounded(held, block):
     originals = (*x[:2], jnp.pad(x.v, [(0, 0), (0, 56), (0, 0), (0, 0)])[:, order])
     scales = q_scales, k_scales, v_scales[..., None] * 2 ** (lifts - BOUNDS.lift)
     results, lengths = (q8, k8, v8.transpose(0, 3, 1, 2)), (held, block, block)
-    for *arrays, length in zip(results, originals, scales, lengths, strict=True):
+    for *arrays, length, most in zip(results, originals, scales, lengths, greatest_of(128), strict=True):
         result, exact, scale = (np.asarray(y.astype(jnp.float32), np.float64) for y in arrays)
         scale = scale.transpose(0, 2, 1)[:, np.arange(exact.shape[1]) // length, :, None]
-        assert np.abs(result).max() == 448
+        assert most / 2 <= np.abs(result).max() <= most and (np.log2(scale) % 1 == 0).all()
         assert (np.abs(result * scale - exact) <= 1.001 * np.maximum(np.abs(exact) / 16, scale / 1024)).all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (192, 128)])
 def test_error(case, D, V):
-    x, spec = replace(case, D=D, V=V).make(600, jnp.bfloat16)
-    config = replace(space("flash_attention", x, spec, TARGET)[0], block_q=128, block_k=BLOCK, algorithm="e4m3")
-    outputs = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x)
-    exact, rounded = formula(x, spec, lambda x, scale: x), formula(x, spec, to_e4m3)
-    for name, result, *references in zip(("o", "lse"), outputs, exact, rounded, strict=True):
+    compare(replace(case, D=D, V=V), 192, 128)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
+@pytest.mark.parametrize("D, block_q, block_k", [(128, 128, 64), (128, 128, 128), (128, 192, 64), (256, 128, 128)])
+def test_error_of_blocks(case, D, block_q, block_k):
+    compare(replace(case, D=D, V=D), block_q, block_k)
+
+
+@pytest.mark.parametrize("factor", [1, 4, 32, 1024])
+def test_great_logits(factor):
+    """Of which float16 has not every whole number, and then none: the greatest still decide.
+
+    Keys are unlike one another, and each query is like one of them: its logit is the square of their length.
+    """
+    shape = 1, 300, 2, 128
+    keys = factor * jnp.sign(jax.random.normal(jax.random.key(0), shape)).astype(jnp.bfloat16)
+    values = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+    like = jax.random.permutation(jax.random.key(2), shape[1])
+    o, lse = run(Operands(keys[:, like], keys, values), FlashAttentionSpec(softmax_scale=1.0), 192, 128)
+    of_floats = lambda x: np.asarray(x.astype(jnp.float32))
+    np.testing.assert_allclose(of_floats(o), of_floats(values[:, like]), rtol=1 / 8, atol=1 / 64)
+    np.testing.assert_allclose(lse, 128 * factor**2, rtol=1e-3)
+
+
+def compare(case, block_q, block_k):
+    x, spec = case.make(600, jnp.bfloat16)
+    exact = formula(x, spec, lambda x, scale: x, lambda x: x)
+    rounded = formula(x, spec, to_e4m3, lambda x: x.astype(np.float16).astype(np.float64))
+    results = run(x, spec, block_q, block_k)
+    for name, result, *references in zip(("o", "lse"), results, exact, rounded, strict=True):
         check(name, np.asarray(result.astype(jnp.float32)), *references, factor=2)
+
+
+def run(x, spec, block_q, block_k):
+    config = KernelConfig(block_q=block_q, block_k=block_k, num_stages=2, algorithm=ALGORITHM)
+    return jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x)

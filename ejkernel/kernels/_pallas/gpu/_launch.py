@@ -76,12 +76,12 @@ def whole_eights(x: Array) -> Array:
     return jnp.pad(x, [(0, -x.shape[1] % 8 if axis == 1 else 0) for axis in range(x.ndim)])
 
 
-def accumulator(rows: int, columns: int):
-    return plgpu.ACC((rows, columns), jnp.float32)
+def accumulator(rows: int, columns: int, dtype: Any = jnp.float32):
+    return plgpu.ACC((rows, columns), dtype)
 
 
-def full(shape: tuple[int, ...], value, layout) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+def full(shape: tuple[int, ...], value, layout, dtype: Any = jnp.float32) -> Array:
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:

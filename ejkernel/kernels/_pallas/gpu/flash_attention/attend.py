@@ -75,7 +75,7 @@ def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
 
     plgpu.barrier_wait(shared.q_full.at[0])
     plgpu.barrier_wait(shared.k_full.at[0])
-    products = pl.run_scoped(product, accumulator(ROWS, plan.block_k))
+    products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
     p, statistics, _ = _weights(products, tile, tile.start, 0, _unit(tile, 0), plan)
     arrive(plan.k_free, plan.warpgroups)
     return Begun(jnp.int32(1), p, statistics)
@@ -146,9 +146,10 @@ def _products(shared: Shared, tile: Tile, step: Array, acc: Array, p: Array, pla
             arrive(plan.k_free + slot, plan.warpgroups)
             plgpu.wgmma_wait(0)
 
-        pl.run_scoped(scoped, accumulator(ROWS, plan.block_k))
+        pl.run_scoped(scoped, accumulator(ROWS, plan.block_k, plan.sums))
 
-    acc, products = pl.run_state(both)((plgpu.ACC.init(acc), full((ROWS, plan.block_k), 0.0, WGMMA)))
+    products = full((ROWS, plan.block_k), 0.0, WGMMA, plan.sums)
+    acc, products = pl.run_state(both)((plgpu.ACC.init(acc), products))
     arrive(plan.v_free + previous, plan.warpgroups)
     return acc, products
 
@@ -165,7 +166,7 @@ def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, un
 def _octaves(products: Array, unit: Unit, problem: Problem) -> tuple[Array, Array | float]:
     """What becomes exponents of two by a factor, and that factor."""
     if problem.softcap is not None:
-        return logits(products * unit.factor, problem), problem.exponent
+        return logits(products.astype(jnp.float32) * unit.factor, problem), problem.exponent
     return products, problem.exponent * unit.factor
 
 

@@ -96,8 +96,11 @@ def _kernel(
 
     def tile_of(turn: Array) -> Tile:
         first, head, batch = plan.tile(turn, dealt)
-        maximum = -jnp.inf if sinks is None else sinks[batch, head]
-        total = 0.0 if sinks is None else jnp.where(maximum == -jnp.inf, 0.0, 2.0**plan.bounds.lift / COLUMNS)
+        maximum, total = -jnp.inf, 0.0
+        if sinks is not None:
+            sink = sinks[batch, head]
+            maximum = plan.bounds.maximum(sink)
+            total = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink - maximum + plan.bounds.lift) / COLUMNS)
         return Tile(
             number=number,
             q=q_tiles.at[slot_of(turn, plan.q_slots), pl.ds(number * ROWS, ROWS)],

@@ -63,6 +63,11 @@ class Plan:
         return self.k_free + self.stages
 
     @property
+    def sums(self) -> Any:
+        """The dtype in which q·kᵀ is summed."""
+        return jnp.float16 if self.e4m3 else jnp.float32
+
+    @property
     def bounds(self) -> Bounds:
         return quantized.BOUNDS if self.e4m3 else HALF
 

@@ -1,7 +1,7 @@
 """The kernel that rounds q, k and v to e4m3 and transposes v, a tile of queries or a block of keys at a time.
 
-A block of threads has the rows of one tile or block and one head: it finds their greatest number, which becomes the
-greatest of e4m3, and writes what they are in units of that. So all is read once. v leaves as [b, heads, features,
+A block of threads has the rows of one tile or block and one head: it finds their greatest number, and writes what they
+are in units of a power of two (`unit_of`). So all is read once. v leaves as [b, heads, features,
 keys], with its keys in the order in which the weights lie (quantized.py).
 """
 
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import ROWS, WGMMA, launch, load_vector, shared
-from .quantized import E4M3, Scales, operand, scales_of, unit_of
+from .quantized import E4M3, Scales, greatest_of, operand, scales_of, unit_of
 
 # What the tensor memory accelerator wants the keys of v to be a multiple of.
 ALIGNED = 128
@@ -30,7 +30,7 @@ def rounded(q: Array, k: Array, v: Array, held: int, block: int) -> tuple[tuple[
     q8, k8 = (jax.ShapeDtypeStruct(x.shape, E4M3) for x in (q, k))
     v8 = jax.ShapeDtypeStruct((B, G, V, -(-K // ALIGNED) * ALIGNED), E4M3)
     *arrays, q_scales, k_scales, v_scales = launch(
-        partial(_kernel, rows=(held, block, block)),
+        partial(_kernel, rows=(held, block, block), greatest=greatest_of(D)),
         "flash_attention_e4m3",
         ((q, k, v),),
         out_type=(q8, k8, v8, of_tiles, of_blocks, of_blocks),
@@ -46,30 +46,31 @@ def rounded(q: Array, k: Array, v: Array, held: int, block: int) -> tuple[tuple[
     return tuple(arrays), scales_of(q_scales, k_scales, v_scales)
 
 
-def _kernel(arrays, q8, k8, v8, *scales, tiles, results, full, rows: tuple[int, int, int]):
+def _kernel(arrays, q8, k8, v8, *scales, tiles, results, full, rows, greatest):
     number, first = lax.axis_index("block"), 0
-    for x, x8, units, tile, result, length in zip(arrays, (q8, k8, v8), scales, tiles, results, rows, strict=True):
+    each = zip(arrays, (q8, k8, v8), scales, tiles, results, rows, greatest, strict=True)
+    for x, x8, units, tile, result, length, most in each:
         count = np.prod(units.shape)
 
-        def one(x=x, x8=x8, units=units, tile=tile, result=result, length=length, first=first):
+        def one(x=x, x8=x8, units=units, tile=tile, result=result, length=length, most=most, first=first):
             _, heads, places = map(jnp.int32, units.shape)
             head, place = lax.div(number - first, places), lax.rem(number - first, places)
             batch, head, part = lax.div(head, heads), lax.rem(head, heads), pl.ds(place * length, length)
             of_v = x8 is v8
             source, target = x.at[batch, part, head], x8.at[batch, head, :, part] if of_v else x8.at[batch, part, head]
-            units[batch, head, place] = _round(source, tile, result, target, full, of_v)
+            units[batch, head, place] = _round(source, tile, result, target, full, most, of_v)
 
         pl.when((number >= first) & (number < first + count))(one)
         first += count
 
 
-def _round(source: Any, tile: Any, result: Any, target: Any, full: Any, of_v: bool) -> Array:
+def _round(source: Any, tile: Any, result: Any, target: Any, full: Any, most: float, of_v: bool) -> Array:
     plgpu.copy_gmem_to_smem(source, tile, full)
     plgpu.barrier_wait(full)
     rows = tile.T if of_v else tile
     parts = [pl.ds(first, ROWS) for first in range(0, rows.shape[0], ROWS)]
     numbers = lambda part: load_vector(rows.at[part], WGMMA).astype(jnp.float32)
-    unit = unit_of(reduce(jnp.maximum, [jnp.abs(numbers(part)).max(axis=1) for part in parts]).max())
+    unit = unit_of(reduce(jnp.maximum, [jnp.abs(numbers(part)).max(axis=1) for part in parts]).max(), most)
     for part in parts:
         x = numbers(part) * (1 / unit)
         result[part] = operand(x) if of_v else x.astype(E4M3)

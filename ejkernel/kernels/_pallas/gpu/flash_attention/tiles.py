@@ -29,16 +29,32 @@ class Statistics(NamedTuple):
     total: Array
 
 
+class Halves(NamedTuple):
+    """Where weights may be computed in float16: under maxima that are whole numbers, and not beyond this …
+
+    least: … and in blocks whose weights have at least this exponent of two; smaller ones it would lose.
+    """
+
+    maximum: float
+    least: int
+
+
 class Bounds(NamedTuple):
     """Of weights.
 
     lift: the exponent of two of the greatest weight under a new maximum. slack: by so much a maximum may be less than
-    the greatest exponent. most: of the sums that a thread has of a row; more than those of weights of 2^lift.
+    the greatest exponent. most: of the sums that a thread has of a row; more than those of weights of 2^lift. halves:
+    of those in float16, where there are such.
     """
 
     lift: int
     slack: int
     most: float
+    halves: Halves | None = None
+
+    def maximum(self, greatest: Array) -> Array:
+        """Of rows, to the greatest exponents."""
+        return greatest if self.halves is None else jnp.round(greatest)
 
 
 # Of float16, whose greatest number is 65504, and of bfloat16, which are no less exact when they are great.
@@ -133,9 +149,10 @@ def weights(
     s times `exponent` is an exponent of two. A maximum stays where none is greater by more than `slack`: then the
     factor is 1.
     """
+    s = s.astype(jnp.float32)
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
-    greatest = s.max(axis=1) * exponent
+    greatest = bounds.maximum(s.max(axis=1) * exponent)
     maximum = jnp.where(greatest > before.maximum + bounds.slack, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
     p, total, fade = _relative_to(base, s, before, exponent, lift, bounds)
@@ -151,29 +168,67 @@ def updated(
     A warp takes it that maxima stay, and looks at the sums of its threads: no weight is too great if none of these is.
     That saves the maxima. Otherwise it begins again.
     """
-    p = jnp.exp2(s * exponent - across(before.maximum - lift, s))
-    sums = _of_threads(p)
+    p = _powers(s, exponent, before.maximum - lift)
+    packed, sums = operand(p), _of_threads(p)
 
     def stay(acc, s, p, sums):
         del s
         return acc, p, Statistics(before.maximum, before.total + _unlifted(sums, lift, bounds))
 
     def rise(acc, s, p, sums):
-        fits = sums.max(axis=1) <= bounds.most
-        maximum = jnp.where(fits, before.maximum, s.max(axis=1) * exponent)
+        s, fits = s.astype(jnp.float32), sums.max(axis=1) <= bounds.most
+        if bounds.halves is not None:
+            fits &= jnp.abs(before.maximum) <= bounds.halves.maximum
+        risen = jnp.maximum(before.maximum, bounds.maximum(s.max(axis=1) * exponent))
+        maximum = jnp.where(fits, before.maximum, risen)
         p, total, fade = _relative_to(maximum, s, before, exponent, lift, bounds)
         return acc * across(fade, acc), operand(p), Statistics(maximum, total)
 
-    return lax.cond(_beyond(sums, bounds.most), rise, stay, acc, s, operand(p), sums)
+    return lax.cond(_beyond(sums, before.maximum, lift, bounds), rise, stay, acc, s, packed, sums)
 
 
 def _relative_to(
     base: Array, s: Array, before: Statistics, exponent: Array | float, lift: Array | int, bounds: Bounds
 ) -> tuple[Array, Array, Array]:
     """The weights, the sums with those of before, and the factor of these."""
-    p, fade = jnp.exp2(s * exponent - across(base - lift, s)), jnp.exp2(before.maximum - base)
+    p, fade = _powers(s, exponent, base - lift), jnp.exp2(before.maximum - base)
     sums = _of_threads(p)
     return p, before.total * across(fade, sums) + _unlifted(sums, lift, bounds), fade
+
+
+def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
+    """2^(s·exponent − base), a base for each row.
+
+    In float16 two numbers at once, of which the base has to be one, too.
+    """
+    if s.dtype == jnp.float32:
+        return jnp.exp2(s * exponent - across(base, s))
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, plgpu.Layout.WG_SPLAT, PER_ROW), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, WGMMA)
+    )
+    def emit(_, s, exponent, base):
+        i32 = ir.IntegerType.get_signless(32)
+        word, pairs = ir.VectorType.get((1,), i32), ir.Type.parse("!llvm.struct<(i32, i32)>")
+        text = "{ .reg .b16 x; cvt.rn.f16.f32 x, $1; mov.b32 $0, {x, x}; }"
+        exponent = llvm.inline_asm(i32, [exponent.registers[()]], text, "=r,f")
+        text = (
+            "{ .reg .b32 b; .reg .b16 x, y; cvt.rn.f16x2.f32 b, $3, $2; neg.f16x2 b, b; "
+            "mov.b32 {x, y}, b; mov.b32 $0, {x, x}; mov.b32 $1, {y, y}; }"
+        )
+        bases = llvm.inline_asm(pairs, [vector.extract(x, [], [0]) for x in base.registers.flat], text, "=r,=r,f,f")
+        of_rows = [llvm.extractvalue(i32, bases, [i]) for i in range(2)]
+        registers = np.empty((s.shape[1] // COLUMNS, len(of_rows)), object)
+        for (n, row), x in np.ndenumerate(s.registers.reshape(registers.shape)):
+            pair = vector.extract(vector.bitcast(word, x), [], [0])
+            text = "{ .reg .b32 t; fma.rn.f16x2 t, $1, $2, $3; ex2.approx.f16x2 $0, t; }"
+            pair = llvm.inline_asm(i32, [pair, exponent, of_rows[row]], text, "=r,r,r,r")
+            registers[n, row] = vector.bitcast(x.type, vector.broadcast(word, pair))
+        return type(s)(_registers=registers.reshape(s.registers.shape), _layout=s.layout, _is_signed=None)
+
+    return emit(s, jnp.float32(exponent), base)
 
 
 def _unlifted(sums: Array, lift: Array | int, bounds: Bounds) -> Array:
@@ -182,7 +237,7 @@ def _unlifted(sums: Array, lift: Array | int, bounds: Bounds) -> Array:
 
 
 def _of_threads(x: Array) -> Array:
-    """[rows, COLUMNS]: the sums of the numbers of a row that a thread has."""
+    """[rows, COLUMNS] float32: the sums of the numbers of a row that a thread has."""
     from jaxlib.mlir.dialects import arith
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
@@ -191,26 +246,36 @@ def _of_threads(x: Array) -> Array:
         registers = np.array(sums, object).reshape(x.layout.registers_shape((x.shape[0], COLUMNS)))
         return type(x)(_registers=registers, _layout=x.layout, _is_signed=None)
 
-    return emit(x)
+    return emit(x).astype(jnp.float32)
 
 
-def _beyond(sums: Array, most: float) -> Array:
-    """Whether in this warp one is greater, or NaN."""
+def _beyond(sums: Array, maximum: Array, lift: Array | int, bounds: Bounds) -> Array:
+    """Whether in this warp a sum is greater than it may be, or NaN, or weights are beyond float16."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, vector
 
     of_all = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=of_all)
-    def emit(_, sums):
-        i32 = ir.IntegerType.get_signless(32)
+    @plgpu.inline_mgpu(arg_types=(WGMMA, PER_ROW, plgpu.Layout.WG_SPLAT), return_type=of_all)
+    def emit(_, sums, maximum, most):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         numbers = [vector.extract(x, [], [i]) for x in sums.registers.flat for i in range(2)]
-        bound = arith.constant(ir.F32Type.get(), most)
+        numbers.append(most.registers[()])
         text = (
             "{ .reg .pred p; setp.gtu.f32 p, $1, $5; setp.gtu.or.f32 p, $2, $5, p; setp.gtu.or.f32 p, $3, $5, p; "
-            "setp.gtu.or.f32 p, $4, $5, p; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+            "setp.gtu.or.f32 p, $4, $5, p; "
         )
-        some = llvm.inline_asm(i32, [*numbers, bound], text, "=r,f,f,f,f,f", has_side_effects=True)
+        if bounds.halves is not None:
+            numbers += [vector.extract(x, [], [0]) for x in maximum.registers.flat]
+            numbers.append(arith.constant(f32, bounds.halves.maximum))
+            text += (
+                ".reg .f32 m; abs.f32 m, $6; setp.gtu.or.f32 p, m, $8, p; abs.f32 m, $7; setp.gtu.or.f32 p, m, $8, p; "
+            )
+        text += "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        some = llvm.inline_asm(i32, numbers, text, "=r" + ",f" * len(numbers), has_side_effects=True)
         return type(sums).splat(some, (), is_signed=True)
 
-    return emit(sums) != 0
+    most = bounds.most
+    if bounds.halves is not None:
+        most = jnp.where(lift < bounds.halves.least, -1.0, most)  # which every sum is beyond
+    return emit(sums, maximum, jnp.float32(most)) != 0
