@@ -14,6 +14,7 @@ from .._launch import (
     accumulator,
     arrive,
     full,
+    load_vector,
     slot_of,
     sync,
     times_rows,
@@ -57,11 +58,12 @@ class Tile(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """The step of the pipeline, and of the block of keys before it the weights and the statistics."""
+    """The step of the pipeline, of the block of keys before it the weights and the statistics, and q for products."""
 
     step: Array
     p: Array
     statistics: Statistics
+    q: Array | None
 
 
 def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
@@ -69,28 +71,29 @@ def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
 
     def product(qk):
         _my_turn(tile)
-        plgpu.wgmma(qk, tile.q, shared.k.at[0].T)
+        plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[0].T)
         _your_turn(tile, plan)
         return qk[...]
 
     plgpu.barrier_wait(shared.q_full.at[0])
+    q = _in_registers(tile, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
     p, statistics, _ = _weights(products, tile, tile.start, 0, _unit(tile, 0), plan)
     arrive(plan.k_free, plan.warpgroups)
-    return Begun(jnp.int32(1), p, statistics)
+    return Begun(jnp.int32(1), p, statistics, q)
 
 
 def attend(
     shared: Shared, tile: Tile, following: Callable[[], Tile], turn: Array, turns: Array, begun: Begun, plan: Plan
 ) -> tuple[Array, Statistics, Begun]:
     """acc and the statistics of a tile that was begun; and the tile that follows, begun, if it is not the last turn."""
-    step, p, before = begun
+    step, p, before, q = begun
 
     def visit(i, carry, masked):
         acc, p, before = carry
         unit = _unit(tile, i)  # read while the products are computed
-        acc, products = _products(shared, tile, step + i - 1, acc, p, plan)
+        acc, products = _products(shared, tile, q, step + i - 1, acc, p, plan)
         if masked:
             p, after, fade = _weights(products, tile, before, i, unit, plan)
             return times_rows(acc, fade), p, after
@@ -105,10 +108,10 @@ def attend(
         plgpu.barrier_arrive(shared.q_free.at[slot_of(turn, plan.q_slots)])
         plgpu.barrier_wait(shared.q_full.at[slot_of(turn + 1, plan.q_slots)])
         tile = following()
-        unit = _unit(tile, 0)
-        acc, products = _products(shared, tile, step, acc, p, plan)
+        unit, q = _unit(tile, 0), _in_registers(tile, plan)
+        acc, products = _products(shared, tile, q, step, acc, p, plan)
         p, statistics, _ = _weights(products, tile, tile.start, 0, unit, plan)
-        return acc, p, statistics
+        return acc, p, statistics, q
 
     def ended(acc, p, statistics):
         last = slot_of(step - 1, plan.stages)
@@ -119,16 +122,23 @@ def attend(
             plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
             _your_turn(tile, plan)
 
-        return pl.run_state(product)(plgpu.ACC.init(acc)), p, statistics
+        return pl.run_state(product)(plgpu.ACC.init(acc)), p, statistics, q
 
     if plan.persistent:
-        acc, p, of_next = lax.cond(turn + 1 < turns, next_begun, ended, acc, p, statistics)
+        acc, p, of_next, q = lax.cond(turn + 1 < turns, next_begun, ended, acc, p, statistics)
     else:
-        acc, p, of_next = ended(acc, p, statistics)
-    return acc, statistics, Begun(step + 1, p, of_next)
+        acc, p, of_next, q = ended(acc, p, statistics)
+    return acc, statistics, Begun(step + 1, p, of_next, q)
 
 
-def _products(shared: Shared, tile: Tile, step: Array, acc: Array, p: Array, plan: Plan) -> tuple[Array, Array]:
+def _in_registers(tile: Tile, plan: Plan) -> Array | None:
+    """q, if it stays there while its tile is worked on."""
+    return load_vector(tile.q, WGMMA) if plan.holds_q else None
+
+
+def _products(
+    shared: Shared, tile: Tile, q: Array | None, step: Array, acc: Array, p: Array, plan: Plan
+) -> tuple[Array, Array]:
     """acc and the p·v of the step before; and q·kᵀ. Both have ended: the next weights take the registers of p."""
     slot, previous = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
     plgpu.barrier_wait(shared.k_full.at[slot])
@@ -138,7 +148,7 @@ def _products(shared: Shared, tile: Tile, step: Array, acc: Array, p: Array, pla
 
         def scoped(qk):
             _my_turn(tile)
-            plgpu.wgmma(qk, tile.q, shared.k.at[slot].T)
+            plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[slot].T)
             plgpu.barrier_wait(shared.v_full.at[previous])
             plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))
             _your_turn(tile, plan)
