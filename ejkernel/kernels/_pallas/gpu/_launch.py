@@ -99,30 +99,27 @@ def down(columns: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(columns, like.shape, [1])
 
 
+def in_warp(conditions: Array, layout) -> Array:
+    """Whether one of the conditions that the threads of this warp have is true."""
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
+
+    of_all = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=of_all)
+    def emit(_, conditions):
+        i32 = ir.IntegerType.get_signless(32)
+        each = [vector.extract(x, [], [i]) for x in conditions.registers.flat for i in range(x.type.shape[0])]
+        text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        some = llvm.inline_asm(i32, [arith.extui(i32, reduce(arith.ori, each))], text, "=r,r", has_side_effects=True)
+        return type(conditions).splat(some, (), is_signed=True)
+
+    return emit(conditions) != 0
+
+
 def times_rows(tile: Array, factors: Array) -> Array:
     """A tile times a factor for each row; a warp passes over it where all its factors are 1."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, scf, vector
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, PER_ROW), return_type=plgpu.ShapeDtypeStruct(tile.shape, jnp.float32, WGMMA))
-    def emit(_, tile, factors):
-        i32 = ir.IntegerType.get_signless(32)
-        pair = [vector.extract(factor, [], [0]) for factor in factors.registers.flat]
-        text = (
-            "{ .reg .pred p; setp.neu.f32 p, $1, 0f3F800000; setp.neu.or.f32 p, $2, 0f3F800000, p; "
-            "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-        )
-        some = llvm.inline_asm(i32, pair, text, "=r,f,f", has_side_effects=True)
-        some = arith.cmpi(arith.CmpIPredicate.ne, some, arith.constant(i32, 0))
-        branch = scf.IfOp(some, [x.type for x in tile.registers.flat], has_else=True)
-        with ir.InsertionPoint(branch.then_block):
-            scf.yield_([*(tile * factors.broadcast_in_dim(tile.shape, (0,), tile.layout)).registers.flat])
-        with ir.InsertionPoint(branch.else_block):
-            scf.yield_([*tile.registers.flat])
-        registers = np.array([*branch.results], object).reshape(tile.registers.shape)
-        return type(tile)(_registers=registers, _layout=tile.layout, _is_signed=None)
-
-    return emit(tile, factors)
+    return lax.cond(in_warp(factors != 1, PER_ROW), lambda: tile * across(factors, tile), lambda: tile)
 
 
 def load_vector(ref, layout, optimized: bool = True) -> Array:

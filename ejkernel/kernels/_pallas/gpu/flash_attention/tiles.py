@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import PER_COLUMN, PER_ROW, WGMMA, across, load_vector
+from .._launch import PER_COLUMN, PER_ROW, WGMMA, across, in_warp, load_vector
 from .problem import LOG2_E, Problem
 from .reach import Reach
 
@@ -251,31 +251,10 @@ def _of_threads(x: Array) -> Array:
 
 def _beyond(sums: Array, maximum: Array, lift: Array | int, bounds: Bounds) -> Array:
     """Whether in this warp a sum is greater than it may be, or NaN, or weights are beyond float16."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
-    of_all = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA, PER_ROW, plgpu.Layout.WG_SPLAT), return_type=of_all)
-    def emit(_, sums, maximum, most):
-        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        numbers = [vector.extract(x, [], [i]) for x in sums.registers.flat for i in range(2)]
-        numbers.append(most.registers[()])
-        text = (
-            "{ .reg .pred p; setp.gtu.f32 p, $1, $5; setp.gtu.or.f32 p, $2, $5, p; setp.gtu.or.f32 p, $3, $5, p; "
-            "setp.gtu.or.f32 p, $4, $5, p; "
-        )
-        if bounds.halves is not None:
-            numbers += [vector.extract(x, [], [0]) for x in maximum.registers.flat]
-            numbers.append(arith.constant(f32, bounds.halves.maximum))
-            text += (
-                ".reg .f32 m; abs.f32 m, $6; setp.gtu.or.f32 p, m, $8, p; abs.f32 m, $7; setp.gtu.or.f32 p, m, $8, p; "
-            )
-        text += "vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-        some = llvm.inline_asm(i32, numbers, text, "=r" + ",f" * len(numbers), has_side_effects=True)
-        return type(sums).splat(some, (), is_signed=True)
-
     most = bounds.most
     if bounds.halves is not None:
         most = jnp.where(lift < bounds.halves.least, -1.0, most)  # which every sum is beyond
-    return emit(sums, maximum, jnp.float32(most)) != 0
+    beyond = ~(sums <= most)
+    if bounds.halves is not None:
+        beyond |= across(jnp.abs(maximum) > bounds.halves.maximum, sums)
+    return in_warp(beyond, WGMMA)
