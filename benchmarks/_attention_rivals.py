@@ -25,8 +25,9 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
     """Ours on each platform ("auto" for the choice of the library), then the rivals."""
 
     def of_jax(name: str, attention: Callable[[], Callable[..., Array]], ours: bool = False) -> Contender:
-        made = cache(lambda: _call(attention(), mode, given))
-        return Contender(name, lambda: _prepare(*made()), ours, warm=lambda: _prepare(*made()))
+        made = cache(lambda: _compiled(*_call(attention(), mode, given)))
+        # To compile the backward alone its forward has to run, which is not for several at once.
+        return Contender(name, lambda: _prepare(*made()), ours, warm=made if mode != "bwd" else Contender.warm)
 
     release = cache(lambda: _published(shape, mode, given))
     return [
@@ -53,11 +54,17 @@ def _call(attention: Callable[..., Array], mode: str, given: Inputs) -> tuple[Ca
     return jax.jit(call(attention, mode)), (x, dx, do)
 
 
-def _prepare(function: Callable[..., tuple], arguments: tuple) -> Prepared:
-    """Compiles and runs a call."""
-    ran = equations(function.trace(*arguments).jaxpr, "flash_attention")
+def _compiled(function: Callable[..., tuple], arguments: tuple) -> tuple[Callable[..., tuple], tuple, str]:
+    """The call as a program, its arguments, and the configs of ours in it."""
+    traced = function.trace(*arguments)
+    ran = equations(traced.jaxpr, "flash_attention")
     detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
-    return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
+    return traced.lower().compile(), arguments, detail
+
+
+def _prepare(program: Callable[..., tuple], arguments: tuple, detail: str) -> Prepared:
+    """Runs a program."""
+    return Prepared(jax.block_until_ready(program(*arguments)), queued(program, *arguments), detail)
 
 
 def _ours(shape: AttentionShape, given: Inputs, platform: str) -> Callable[..., Array]:

@@ -54,7 +54,8 @@ class Prepared:
 class Contender:
     """One way to compute the case. `prepare` raises `Unavailable` where it cannot be had.
 
-    What takes long in it may be done before, in `warm`, side by side with that of others.
+    What takes long in it may be done before, in `warm`, side by side with that of others: to compile, not to run. Where
+    rivals ran side by side, too, cuDNN in several threads, processes crashed, and a referee's numbers were wrong once.
     """
 
     name: str
