@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import E4M3, greatest_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import KernelConfig
 
@@ -21,3 +22,12 @@ def test_is_lowered(D, V, config):
         jax.jit(lambda *x: flash_attention(*x, spec=spec, config=config)).trace(*x).lower(lowering_platforms=("cuda",))
     )
     assert lowered.as_text().count("mosaic_gpu_v2") == 2  # one that rounds k and v, and the forward
+
+
+@pytest.mark.parametrize("features", [64, 128, 192, 256])
+def test_sums_of_products_are_in_range(features):
+    """The greatest numbers of q and k are e4m3, and of no greater ones of k all sums of products would be float16."""
+    q, k, _ = greatest_of(features)
+    next_k = k + 2 ** (jnp.floor(jnp.log2(k)) - 3)
+    assert [float(jnp.asarray(x, E4M3)) for x in (q, k, next_k)] == [q, k, next_k]
+    assert q * k * features <= jnp.finfo(jnp.float16).max < q * next_k * features
