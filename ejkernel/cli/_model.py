@@ -94,7 +94,8 @@ def logits(
         if model.mixer == "gla":
             # Decays near 1, as in arXiv 2312.06635: a sixteenth of a log-sigmoid.
             gk = jax.nn.log_sigmoid(jnp.einsum("bsd,dhe->bshe", h, layer["decay"]).astype(jnp.float32)) / 16
-            o, state = operations.gla(q, k, v, gk, None if states is None else states[i], return_state=True)
+            begun = None if states is None else states[i]
+            o, state = operations.gla(positive(q), positive(k), v, gk, begun, return_state=True)
             o, after = rms_norm(o, 1), [*after, state]
         else:
             o = operations.flash_attention(rope(q), rope(k), v, causal=True, window=window, softcap=model.softcap)
@@ -178,6 +179,15 @@ def rms_norm(x: Array, scale: Array | float) -> Array:
     """x / √mean(x²), scaled; the mean in float32."""
     mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
     return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale
+
+
+def positive(x: Array) -> Array:
+    """elu(x) + 1, the features of arXiv 2006.16236.
+
+    The o of the first token is a multiple of (q·k) v, and a norm keeps nothing of the factor but its sign: where q·k
+    passed zero, the loss would jump, and two trainings that differ by a rounding would part. Here q·k is positive.
+    """
+    return jax.nn.elu(x) + 1
 
 
 def rope(x: Array) -> Array:
