@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
+from ._curves import SPAN, difference, running_mean
+
 _INK, _OURS, _THEIRS, _BOUND = "#222222", "#0a6e5c", "#b5b5b5", "#b3392f"
 
 
 def plot(losses: Mapping[str, np.ndarray], tolerance: np.ndarray, title: str, file: Path) -> None:
-    """Both curves over each other, each step faint and their running means clear; below, how far they are apart.
+    """Both curves over each other, each step faint and their running means clear; below, what is compared of them.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -24,21 +26,14 @@ def plot(losses: Mapping[str, np.ndarray], tolerance: np.ndarray, title: str, fi
     with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": _INK}):
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="tight")
         top.plot(steps, ours, color=_OURS, linewidth=0.5, alpha=0.35)
-        top.plot(steps, _running_mean(theirs), color=_THEIRS, linewidth=4, label=other)
-        top.plot(steps, _running_mean(ours), color=_OURS, linewidth=1.2, label=name)
+        top.plot(steps, running_mean(theirs), color=_THEIRS, linewidth=4, label=other)
+        top.plot(steps, running_mean(ours), color=_OURS, linewidth=1.2, label=name)
         top.set(title=title, ylabel="loss, nats per character")
         top.legend(frameon=False)
-        bottom.semilogy(steps, np.maximum(abs(ours - theirs), 1e-8), color=_INK, linewidth=0.7)
+        bottom.semilogy(steps, np.maximum(difference(ours, theirs), 1e-8), color=_INK, linewidth=0.7)
         bottom.semilogy(steps, tolerance, color=_BOUND, linewidth=0.8, linestyle="--", label="tolerance")
+        bottom.set_title(f"of each of the first {SPAN} steps, then of the means over {SPAN}", fontsize="medium")
         bottom.set(ylabel="difference", xlabel="step", xlim=(1, max(len(ours), 2)))
         bottom.legend(frameon=False, loc="lower right")
         figure.savefig(file, dpi=150)
         plt.close(figure)
-
-
-def _running_mean(curve: np.ndarray, over: int = 50) -> np.ndarray:
-    """The mean of up to that many steps before each, and itself."""
-    sums = np.cumsum(np.concatenate([np.zeros(1), curve]))
-    end = np.arange(1, len(curve) + 1)
-    start = np.maximum(end - over, 0)
-    return (sums[end] - sums[start]) / (end - start)
