@@ -1,8 +1,18 @@
 """The loss curves of two trainings, and how far apart they are."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 SPAN = 50
+
+
+class Tolerance(NamedTuple):
+    """By how much two curves may differ: in each of so many `single` steps, and after them in their running means."""
+
+    single: int
+    of_steps: float
+    of_means: float
 
 
 def running_mean(curve: np.ndarray) -> np.ndarray:
@@ -13,7 +23,7 @@ def running_mean(curve: np.ndarray) -> np.ndarray:
     return (sums[end] - sums[start]) / (end - start)
 
 
-def difference(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """Of the first SPAN steps that of the two losses, of later ones that of their running means."""
+def difference(ours: np.ndarray, theirs: np.ndarray, single: int) -> np.ndarray:
+    """Of the first `single` steps that of the two losses, of later ones that of their running means."""
     apart = ours - theirs
-    return np.abs(np.where(np.arange(len(apart)) < SPAN, apart, running_mean(apart)))
+    return np.abs(np.where(np.arange(len(apart)) < single, apart, running_mean(apart)))

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ._curves import SPAN, difference, running_mean
+from ._curves import SPAN, Tolerance, difference, running_mean
 
 _INK, _OURS, _THEIRS, _BOUND = "#222222", "#0a6e5c", "#b5b5b5", "#b3392f"
 
 
-def plot(losses: Mapping[str, np.ndarray], tolerance: np.ndarray, title: str, file: Path) -> None:
+def plot(losses: Mapping[str, np.ndarray], tolerance: Tolerance, title: str, file: Path) -> None:
     """Both curves over each other, each step faint and their running means clear; below, what is compared of them.
 
     Raises:
@@ -30,9 +30,12 @@ def plot(losses: Mapping[str, np.ndarray], tolerance: np.ndarray, title: str, fi
         top.plot(steps, running_mean(ours), color=_OURS, linewidth=1.2, label=name)
         top.set(title=title, ylabel="loss, nats per character")
         top.legend(frameon=False)
-        bottom.semilogy(steps, np.maximum(difference(ours, theirs), 1e-8), color=_INK, linewidth=0.7)
-        bottom.semilogy(steps, tolerance, color=_BOUND, linewidth=0.8, linestyle="--", label="tolerance")
-        bottom.set_title(f"of each of the first {SPAN} steps, then of the means over {SPAN}", fontsize="medium")
+        bottom.semilogy(steps, np.maximum(difference(ours, theirs, tolerance.single), 1e-8), color=_INK, linewidth=0.7)
+        bound = np.where(steps <= tolerance.single, tolerance.of_steps, tolerance.of_means)
+        bottom.semilogy(steps, bound, color=_BOUND, linewidth=0.8, linestyle="--", label="tolerance")
+        bottom.set_title(
+            f"of each of the first {tolerance.single} steps, then of the means over {SPAN}", fontsize="medium"
+        )
         bottom.set(ylabel="difference", xlabel="step", xlim=(1, max(len(ours), 2)))
         bottom.legend(frameon=False, loc="lower right")
         figure.savefig(file, dpi=150)

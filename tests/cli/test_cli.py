@@ -212,7 +212,7 @@ def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypa
 
 def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    demo._save_losses({"ejkernel": np.ones(2), "reference": np.ones(2)}, np.ones(2), "", tmp_path)
+    demo._save_losses({"ejkernel": np.ones(2), "reference": np.ones(2)}, demo._TOLERANCE["float32"], "", tmp_path)
     assert "matplotlib is not installed" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["loss.csv"]
 
@@ -223,14 +223,13 @@ def test_a_directory_that_cannot_be_made_is_told(capsys, tmp_path):
 
 
 def test_demo_fails_where_the_curves_part(capsys):
-    tolerance = np.repeat(demo._TOLERANCE["float32"], (50, 150))
-
-    def agree(steps, by):
+    def agree(steps, by, dtype="float32"):
         """Do they, if those steps of a falling curve are higher by so much?"""
         curves = {name: np.linspace(4, 2, 200) for name in ("ejkernel", "reference")}
         curves["ejkernel"][steps] += by
-        return demo._compare(curves, tolerance)
+        return demo._compare(curves, demo._TOLERANCE[dtype])
 
+    assert agree(19, 4e-3, "bfloat16") and agree(20, 0.1, "bfloat16") and not agree(19, 6e-3, "bfloat16")
     assert agree(20, 5e-6) and agree(slice(50, 200), 0.01) and agree(50, 0.9) and agree(120, -0.9)
     assert "means over 50 steps, later   1.8e-02, tolerance 0.02\n" in capsys.readouterr().out
     assert not agree(20, 1e-4) and not agree(49, 1e-4)  # a step that is compared by itself
