@@ -35,9 +35,15 @@ def table(found: Sequence[Candidate]) -> str:
     if not found:
         return "  (nothing is registered)"
     return "\n".join(
-        f"  {entry.priority:>4}  {entry.platform + '/' + entry.backend:<12}  {reason or 'takes this call'}"
+        f"  {entry.priority:>4}  {entry.platform + '/' + entry.backend:<12}  {reason or _takes(entry)}"
         for entry, reason in found
     )
+
+
+def _takes(entry: KernelSpec) -> str:
+    """That it takes the call, and what a config may ask it for besides."""
+    variants = getattr(entry.implementation, "variants", ())
+    return "takes this call" + "".join(f"; also with algorithm={name!r} in the config" for name in variants)
 
 
 def _reason(entry: KernelSpec, spec: Any, operands: Any, target: Target, platform: Platform | str) -> str | None:

@@ -80,7 +80,8 @@ def _doc(operation: type[Operation]) -> str:
         f"Options with other names than there: {renamed or 'none'}.\n\n"
         "Args:\n"
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
-        "    cfg: a KernelConfig or a mapping of its fields, in place of the chosen one.\n"
+        "    cfg: a KernelConfig or a mapping of its fields, in place of the chosen one; `ejkernel.explain` tells\n"
+        "        what `algorithm` may be in it.\n"
         "    mesh: runs under `jax.shard_map` on this mesh.\n"
         "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays; others are replicated.\n"
         "    out_specs: the PartitionSpec of the result, or a tuple of them.\n"
