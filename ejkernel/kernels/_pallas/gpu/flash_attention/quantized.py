@@ -48,7 +48,7 @@ class Scales(NamedTuple):
 
 
 def greatest_of(features: int) -> tuple[float, float, float]:
-    """Of q, k and v, so that no product of a query and a key is beyond float16."""
+    """Of q, k and v in e4m3, so that no product of a query and a key is beyond float16."""
     q, half = 16.0, float(jnp.finfo(jnp.float16).max)
     step = 2.0 ** (math.floor(math.log2(half / (q * features))) - jnp.finfo(E4M3).nmant)
     return q, half / (q * features) // step * step, GREATEST
