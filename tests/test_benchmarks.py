@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -77,6 +78,18 @@ def test_the_gate_passes_what_is_right_and_stops_what_is_not(mode, dtype):
     *right, last = prepared.results
     assert judge([*right, last * 1.1]) > 10
     assert not judge([*right, last * jnp.nan]) <= 10
+
+
+@pytest.mark.parametrize("mode", attention.WORK)
+def test_what_is_done_side_by_side_runs_no_contender(mode, monkeypatch):
+    """Programs of rivals that ran at once broke each other."""
+    ours, *_ = rivals.contenders(SMALL, mode, attention.inputs(SMALL, jnp.dtype("float32")), ["auto"])
+    monkeypatch.setattr(jax, "block_until_ready", breaks)
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", breaks)
+    harness.warmed([ours.warm])
+    ours.warm()  # tells of a failure, which `warmed` leaves to the preparation
+    with pytest.raises(RuntimeError):
+        ours.prepare()
 
 
 def prepared(results, batch):
