@@ -113,7 +113,9 @@ def mlp(layer: Parameters, x: Array) -> Array:
 def experts(operations: Operations, layer: Parameters, x: Array) -> Array:
     """SwiGLU by the two experts of each token [b,s,d] to which the router gives most, weighted by what they get."""
     rows = x.reshape(-1, x.shape[-1])
-    given, chosen = jax.lax.top_k(jax.nn.softmax((rows @ layer["router"]).astype(jnp.float32)), 2)
+    # In float32, as in arXiv 2101.03961: fewer tokens have experts that are nearly equal.
+    routed = jnp.matmul(rows, layer["router"], preferred_element_type=jnp.float32)
+    given, chosen = jax.lax.top_k(jax.nn.softmax(routed), 2)
     order = jnp.argsort(chosen.reshape(-1))  # the rows of one expert after those of another
     sizes = jnp.bincount(chosen.reshape(-1), length=layer["router"].shape[1])
     of = lambda rows, name: operations.grouped_matmul(rows, layer[name], sizes, preferred_element_type=x.dtype)
