@@ -82,7 +82,7 @@ def test_the_gate_passes_what_is_right_and_stops_what_is_not(mode, dtype):
 
 @pytest.mark.parametrize("mode", attention.WORK)
 def test_what_is_done_side_by_side_runs_no_contender(mode, monkeypatch):
-    """Programs of rivals that ran at once broke each other."""
+    """Where contenders ran at once, processes crashed."""
     ours, *_ = rivals.contenders(SMALL, mode, attention.inputs(SMALL, jnp.dtype("float32")), ["auto"])
     monkeypatch.setattr(jax, "block_until_ready", breaks)
     monkeypatch.setattr(jax.stages.Compiled, "__call__", breaks)

@@ -76,7 +76,7 @@ def to_e4m3(x, scale):
     return (x / scale).astype(np.float32).astype(jnp.float8_e4m3fn).astype(np.float64) * scale
 
 
-@pytest.mark.parametrize("held, block", [(128, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("held, block", [(128, 64), (128, 128), (192, 64), (192, 128)])
 def test_rounded(held, block):
     """Half a unit in the last place from q, k and v; the keys of v in the order in which a thread has the weights."""
     x, _ = Case("rounded", H=4, G=2, D=128, V=64).make(328, jnp.bfloat16)

@@ -9,7 +9,9 @@ from ejkernel.kernels._pallas.gpu.flash_attention.quantized import E4M3, greates
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import KernelConfig
 
-CONFIGS = [KernelConfig(block_q=q, block_k=k, num_stages=2, algorithm="e4m3") for q, k in ((128, 128), (192, 128))]
+CONFIGS = [
+    KernelConfig(block_q=q, block_k=k, num_stages=2, algorithm="e4m3") for q, k in ((128, 128), (192, 64), (192, 128))
+]
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="JAX does not transpose a tile of eight bits")
