@@ -69,7 +69,8 @@ def automatic(
             tuple(place(n, x.shape) for n, x in operands.items()),
         )
 
-    wrapped = custom_partitioning(body)
+    # Arrays that the body brings along are those of an inner program: custom_partitioning takes none.
+    wrapped = custom_partitioning(jax.jit(body))
     wrapped.def_partition(
         partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=whole, **sizes
     )

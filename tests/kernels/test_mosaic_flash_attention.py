@@ -155,6 +155,16 @@ def test_inside_a_shard_map_that_checks_its_axes():
     assert lowered(jax.grad(total), x).count(f"custom_call @{CUSTOM_CALL}") == 2
 
 
+def test_where_xla_splits_the_program():
+    """The forward brings along an array of its own: which block of threads has which tile."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put([jnp.ones((4, 2 * SHORT, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, jax.P("x")))
+    attention = lambda x: ejkernel.lax.flash_attention(*x, causal=True)
+    tangent = lambda x: jax.jvp(attention, (x,), (x,))
+    for function, calls in ((attention, 1), (tangent, 2), (jax.grad(lambda x: attention(x).sum()), 2)):
+        assert lowered(function, x).count("custom_call @CustomSPMDPartitioning") == calls
+
+
 q = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
 REFUSED = {
     "platform": (dict(target=Target("tpu")), "not on tpu"),
