@@ -142,3 +142,22 @@ def test_reruns_give_the_same_bits():
     first, second = (jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("moving", ["q", "k", "v", "qk", "kv", ""], ids=lambda x: x or "sinks alone")
+@pytest.mark.parametrize("D, V", FEATURES)
+def test_tangents_of_some_operands(D, V, moving):
+    """Products with a tangent that is None are left out: the same as with zeros."""
+    case = Case("some", S=0.9, H=4, G=2, D=D, V=V, sinks=1, spec=CAUSAL)
+    x, spec, _, tangents, *_ = judged(case, 500, jnp.bfloat16)
+    config = space("flash_attention_jvp", x, spec, TARGET)[0]
+    absent = set("qkv") - set(moving)
+    none = Operands(**{name: None for name in Operands._fields})._replace(**tangents)
+    moved = (
+        flash_attention_jvp(x, outputs(case, 500, jnp.bfloat16), none._replace(**instead), spec=spec, config=config)
+        for instead in (dict.fromkeys(absent), {name: jnp.zeros_like(tangents[name]) for name in absent})
+    )
+    for name, some, every in zip(Outputs._fields, *moved, strict=True):
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float64) for x in (some, every)), rtol=1e-5, atol=1e-5, err_msg=name
+        )

@@ -2,7 +2,8 @@
 
 The forward and the tangent hold block_q queries, 64 for each warpgroup that computes, and stream blocks of keys; the
 backward holds block_k keys, 64 where there are 256 features, and streams blocks of queries. Shared memory has room for
-num_stages of the blocks that stream by.
+num_stages of the blocks that stream by; in the tangent of 256 features, of which k, v and their tangents come one after
+the other, for num_stages of any of these.
 
 A forward with algorithm "e4m3" rounds q, k, v and the weights to eight bits (quantized.py): that is for a user to ask.
 """
@@ -32,8 +33,8 @@ CONFIGS = {
     "flash_attention_jvp": {
         128: ((128, 64, 4), (128, 64, 2)),
         256: ((128, 64, 2),),
-        320: ((128, 32, 2),),
-        512: ((128, 32, 1),),
+        320: ((128, 64, 2),),
+        512: ((128, 64, 3),),
     },
 }
 
@@ -57,9 +58,15 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     ]
 
 
-def check(operation: str, config: KernelConfig, block_q: Sequence[int], block_k: Sequence[int]) -> None:
+def check(
+    operation: str,
+    config: KernelConfig,
+    block_q: Sequence[int],
+    block_k: Sequence[int],
+    stages: Sequence[int] = (1, 2, 3, 4),
+) -> None:
     """Refuses blocks that a kernel is not made for, and more stages than there are named barriers for."""
-    for name, taken in (("block_q", block_q), ("block_k", block_k), ("num_stages", (1, 2, 3, 4))):
+    for name, taken in (("block_q", block_q), ("block_k", block_k), ("num_stages", stages)):
         if (value := getattr(config, name)) not in taken:
             told = " or ".join(map(str, taken))
             raise ValueError(f"{operation}: config.{name} is {value}; the Mosaic GPU kernel takes {told}")

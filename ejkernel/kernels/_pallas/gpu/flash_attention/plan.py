@@ -85,13 +85,17 @@ class Plan:
         return (2 * q + o if persistent else max(q, o)) + streamed + 2048
 
     @property
+    def bytes_of_a_key(self) -> int:
+        """With its value."""
+        return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
+
+    @property
     def order(self) -> Walk | Each:
         problem, heads = self.problem, self.problem.H * self.problem.B
         if self.persistent:
             rising = problem.high is not None and problem.low is None
             return Walk(self.q_tiles, heads, rising)
-        of_a_head = problem.K * (problem.D + problem.V) * problem.dtype.itemsize
-        together = max(1, CACHED // of_a_head) * problem.group
+        together = max(1, CACHED // (problem.K * self.bytes_of_a_key)) * problem.group
         return Each(self.q_tiles, heads, together, rising=problem.high is not None)
 
     def tile(self, turn: Array, dealt: Any = None) -> tuple[Array, Array, Array]:

@@ -7,12 +7,15 @@ With the weights p = exp(s − lse) computed again, and ṡ = scale·(q̇·kᵀ 
 where o is taken off at the end, by the sum of what the p·ṡ of the row were rounded to for their product with v: so a
 tangent is exact where all the weight is on one key.
 
-Tiles and warpgroups are those of the forward: the products with the keys of one block are under way at once with those
-with the values of the block before, where registers suffice for the weights of both. Products with a tangent that is
-zero are left out.
+Tiles and warpgroups are those of the forward. A warpgroup has q in registers, and the products with the keys of one
+block are under way at once with those with the values of the block before. With 256 features there are registers for
+neither, and shared memory for three tiles of 64 keys beside q and its tangent: k, its tangent, v and its tangent come
+one after the other, and the warpgroups follow one another in every product, so that a tile is used up soon. Products
+with a tangent that is zero are left out.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +29,24 @@ from ejkernel.types import KernelConfig
 from .._launch import (
     PER_ROW,
     ROWS,
+    WGMMA,
     across,
     arrive,
-    full,
     launch,
     load_vector,
     shared,
-    slot_of,
     sync,
     whole_eights,
 )
 from .configs import check
-from .plan import Q_FREE, REGISTERS, TURN
+from .plan import Q_FREE, TURN
 from .problem import LOG2_E, problem_of
 from .reach import Reach, reach_of, without_unseen
-from .tangent_rows import Plan, Rows, Tensors, accumulate, accumulate_wide
+from .tangent_rows import Plan, Ring, Rows, Tensors, accumulate, accumulate_wide
 from .tiles import View
+
+# Registers of a thread that computes and of one that loads.
+REGISTERS = 240, 24
 
 
 def flash_attention_jvp(
@@ -52,50 +57,53 @@ def flash_attention_jvp(
     spec: FlashAttentionSpec,
     config: KernelConfig,
 ) -> Outputs:
-    check("flash_attention_jvp", config, (128,), (32, 64))
     problem = problem_of(primals, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages)
+    check("flash_attention_jvp", config, (128,), (64,), (2, 3) if plan.wide else (1, 2, 3, 4))
+    rows = plan.q_tiles * plan.block_q
+    padded = lambda x, axis, value: jnp.pad(
+        x, [(0, rows - problem.S if axis == n else 0) for n in range(x.ndim)], constant_values=value
+    )
     eights = lambda x: None if x is None else whole_eights(x)
     v, v_dot = without_unseen(primals, spec, problem, primals.v, tangents.v)
-    tensors = Tensors(*map(eights, (primals.q, primals.k, v, tangents.q, tangents.k, v_dot)))
-    # Where nothing is seen the weights are exp(−∞).
-    lse = jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse * LOG2_E)
-    rows = plan.q_tiles * plan.block_q
-    lse = jnp.pad(lse, [(0, 0), (0, 0), (0, rows - problem.S)], constant_values=jnp.inf)
-    dtype, stages = problem.dtype, plan.stages
-    held = lambda width: shared((plan.consumers, ROWS, width), dtype)
-    keys = lambda x: None if x is None else shared((stages, plan.block_k, problem.D), dtype)
-    swizzle = min(128, plan.block_k * dtype.itemsize)
-    values = lambda x: None if x is None else shared((stages, plan.block_k, problem.V), dtype, swizzle)
+    tensors = Tensors(padded(primals.q, 1, 0), *map(eights, (primals.k, v, tangents.q, tangents.k, v_dot)))
+    o = eights(outputs.o)
+    # Past the end, and where nothing is seen, the weights are exp(−∞).
+    lse = padded(jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse * LOG2_E), 2, jnp.inf)
+    held = lambda width: shared((plan.consumers, ROWS, width), problem.dtype)
     o_dot, lse_dot = launch(
         partial(_kernel, plan=plan),
         "flash_attention_tangent",
         (
             tensors,
-            whole_eights(outputs.o),
+            o,
             lse,
             _sinks_moved(primals, lse, tangents),
             reach_of(primals, spec, problem, plan.block_q, plan.block_k),
         ),
         out_type=(
-            jax.ShapeDtypeStruct((*tensors.q.shape[:3], problem.V), dtype),
+            jax.ShapeDtypeStruct(o.shape, problem.dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, rows), jnp.float32),
         ),
         blocks=plan.order.blocks,
         warpgroups=plan.warpgroups,
         scratch=dict(
-            q_and_o=plgpu.RefUnion(held(problem.D), held(problem.V)),
-            q_dot_tile=None if tensors.q_dot is None else held(problem.D),
-            keys=(keys(tensors.k), keys(tensors.k_dot)),
-            values=(values(tensors.v), values(tensors.v_dot)),
+            q_tile=held(problem.D) if plan.wide else None,
+            q_dot_and_o=plgpu.RefUnion(held(problem.D), held(problem.V)),
             lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_arrivals=plan.consumers * (2 + (tensors.q_dot is not None))),
+            streamed=[_room(plan, tensors, groups) for groups in plan.rings(tensors)],
+            q_full=plgpu.Barrier(num_arrivals=plan.consumers * (1 + plan.wide + (tensors.q_dot is not None))),
             o_full=plgpu.Barrier(num_arrivals=plan.consumers),
-            k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + (tensors.k_dot is not None)),
-            v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=1 + (tensors.v_dot is not None)),
         ),
     )
     return Outputs(o_dot[:, : problem.S], lse_dot[:, :, : problem.S])
+
+
+def _room(plan: Plan, tensors: Tensors, groups: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
+    """For a ring the tiles, as many as a group has, and a barrier for each slot."""
+    (width,) = {getattr(tensors, name).shape[-1] for group in groups for name in group}
+    tiles = [shared((plan.stages, plan.block_k, width), plan.problem.dtype) for _ in groups[0]]
+    return tiles, plgpu.Barrier(num_barriers=plan.stages, num_arrivals=len(groups[0]))
 
 
 def _sinks_moved(primals: Operands, lse: Array, tangents: Operands) -> Array | None:
@@ -108,25 +116,35 @@ def _sinks_moved(primals: Operands, lse: Array, tangents: Operands) -> Array | N
 
 def _kernel(
     tensors: Tensors, o, lse, sinks_moved, reach: Reach | None, o_dot, lse_dot, *, plan: Plan,
-    q_and_o, q_dot_tile, keys, values, lse_tile, q_full, o_full, k_full, v_full,
+    q_tile, q_dot_and_o, lse_tile, streamed, q_full, o_full,
 ):  # fmt: skip
-    (q_tile, o_tiles), number = q_and_o, lax.axis_index("warpgroup")
-    tiles = Tensors(q_tile, keys[0], values[0], q_dot_tile, keys[1], values[1])
+    (q_dot_tile, o_tiles), number = q_dot_and_o, lax.axis_index("warpgroup")
     first, head, batch = plan.tile(jnp.int32(0))
     visited = plan.visits(first, batch, reach)
     rows_of = lambda consumer: pl.ds(first + consumer * ROWS, ROWS)
+    rings = [
+        Ring(groups, plan.stages, plan.k_free + n * plan.stages, tiles, full)
+        for n, (groups, (tiles, full)) in enumerate(zip(plan.rings(tensors), streamed, strict=True))
+    ]
 
     def consume():
-        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
-        for slot in range(2 * plan.stages):
+        plgpu.set_max_registers(REGISTERS[0], action="increase")
+        for slot in range(len(rings) * plan.stages):
             arrive(plan.k_free + slot, plan.warpgroups)
         pl.when(number == plan.consumers - 1)(lambda: arrive(TURN, 2))
+        at = batch, rows_of(number), head
+        q, q_dot = q_tile, q_dot_tile
+        if not plan.wide:
+            q, q_dot = load_vector(tensors.q.at[at], WGMMA, optimized=False), q_dot_tile.at[number]
         plgpu.barrier_wait(q_full)
         view, lse_of_rows = View(batch, first + number * ROWS, reach), load_vector(lse_tile.at[number], PER_ROW)
-        rows, moved = Rows(plan, tiles, view, visited, lse_of_rows, k_full, v_full), full((ROWS,), 0.0, PER_ROW)
+        q_dot = None if tensors.q_dot is None else q_dot
+        rows = Rows(plan, q, q_dot, view, visited, lse_of_rows, rings)
+        acc, *moved = (accumulate_wide if plan.wide else accumulate)(rows)
+        moved, rounded_moved = (x.sum(axis=1) for x in moved)
         if sinks_moved is not None:
-            moved = load_vector(sinks_moved.at[batch, head, rows_of(number)], PER_ROW, optimized=False)
-        acc, moved, rounded_moved = (accumulate_wide if plan.wide else accumulate)(rows, moved)
+            of_sinks = load_vector(sinks_moved.at[batch, head, rows_of(number)], PER_ROW, optimized=False)
+            moved, rounded_moved = moved + of_sinks, rounded_moved + of_sinks
         plgpu.barrier_wait(o_full)
         acc -= across(rounded_moved, acc) * o_tiles[number].astype(jnp.float32)
         o_tiles[number] = acc.astype(plan.problem.dtype)
@@ -137,24 +155,24 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load():
-        plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
+        plgpu.set_max_registers(REGISTERS[1], action="decrease")
         for consumer in range(plan.consumers):
             at = batch, rows_of(consumer), head
-            plgpu.copy_gmem_to_smem(tensors.q.at[at], tiles.q.at[consumer], q_full)
+            if plan.wide:
+                plgpu.copy_gmem_to_smem(tensors.q.at[at], q_tile.at[consumer], q_full)
             if tensors.q_dot is not None:
-                plgpu.copy_gmem_to_smem(tensors.q_dot.at[at], tiles.q_dot.at[consumer], q_full)
+                plgpu.copy_gmem_to_smem(tensors.q_dot.at[at], q_dot_tile.at[consumer], q_full)
             plgpu.copy_gmem_to_smem(lse.at[batch, head, rows_of(consumer)], lse_tile.at[consumer], q_full)
 
         def block(step, _):
-            slot = slot_of(step, plan.stages)
             keys = pl.ds((visited.end - 1 - step) * plan.block_k, plan.block_k)
             at = batch, keys, lax.div(head, jnp.int32(plan.problem.group))
-            for names, free, barrier in (("k", plan.k_free, k_full), ("v", plan.v_free, v_full)):
-                sync(free + slot, plan.warpgroups)
-                for name in (names, f"{names}_dot"):
-                    if getattr(tensors, name) is not None:
-                        tile = getattr(tiles, name).at[slot]
-                        plgpu.copy_gmem_to_smem(getattr(tensors, name).at[at], tile, barrier.at[slot])
+            for ring in rings:
+                for group in ring.groups:
+                    slot = ring.slot(group, step)
+                    sync(ring.free + slot, plan.warpgroups)
+                    for name, tiles in zip(group, ring.tiles, strict=True):
+                        plgpu.copy_gmem_to_smem(getattr(tensors, name).at[at], tiles.at[slot], ring.full.at[slot])
 
         lax.fori_loop(0, visited.end - visited.begin, block, None)
         sync(Q_FREE, plan.warpgroups)

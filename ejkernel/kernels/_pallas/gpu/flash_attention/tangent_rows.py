@@ -1,5 +1,6 @@
 """What a warpgroup of the tangent does with its rows: its part of the products, and the sums over the keys."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -8,15 +9,15 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import ROWS, WGMMA, accumulator, across, arrive, full, slot_of, sync
+from .._launch import ROWS, WGMMA, accumulator, across, afresh, arrive, full, slot_of, sync
 from . import plan as forward_plan
 from .plan import Q_FREE, TURN
 from .problem import Visits, after_first
-from .tiles import View, logits, seen
+from .tiles import COLUMNS, View, logits, of_threads, seen
 
 
 class Tensors(NamedTuple):
-    """The arrays, or their tiles in shared memory; None where a tangent is zero."""
+    """The arrays; None where a tangent is zero."""
 
     q: Any
     k: Any
@@ -26,162 +27,261 @@ class Tensors(NamedTuple):
     v_dot: Any
 
 
+class Ring(NamedTuple):
+    """Slots of shared memory that the blocks of some tensors take one after the other.
+
+    groups: names of tensors, whose blocks share a slot, in the order of a step. slots: how many there are. free: the
+    named barrier of the first. tiles: for each tensor of a group [slots, keys, features]. full: the barriers.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    slots: int
+    free: int
+    tiles: Sequence[Any]
+    full: Any
+
+    def slot(self, group: tuple[str, ...], step: Array) -> Array:
+        return slot_of(step * len(self.groups) + self.groups.index(group), self.slots)
+
+
 @dataclass(frozen=True)
 class Plan(forward_plan.Plan):
-    """As in the forward, with a block of threads for each tile."""
+    """As in the forward, with a block of threads for each tile, and tangents beside keys and values."""
 
     @property
     def persistent(self) -> bool:
         return False
 
     @property
+    def bytes_of_a_key(self) -> int:
+        return 2 * super().bytes_of_a_key
+
+    @property
     def wide(self) -> bool:
-        """A thread has no registers for the weights of two blocks beside its sums."""
+        """A thread has no registers for q, nor for the weights of two blocks, beside its sums."""
         return self.problem.V > 128
+
+    def rings(self, tensors: Tensors) -> list[tuple[tuple[str, ...], ...]]:
+        """The groups of each ring: one of keys and one of values, or where there is no room for both one of all."""
+        keys, values = (
+            tuple(name for name in names if getattr(tensors, name) is not None)
+            for names in (("k", "k_dot"), ("v", "v_dot"))
+        )
+        return [tuple((name,) for name in keys + values)] if self.wide else [(keys,), (values,)]
+
+
+class Sums(NamedTuple):
+    """Of the rows: acc = Σ p·ṡ·v + p·v̇, and what a thread has of Σ p·ṡ and of the same with the p·ṡ rounded."""
+
+    acc: Array
+    moved: Array
+    rounded_moved: Array
+
+    @classmethod
+    def zeros(cls, features: int) -> "Sums":
+        return cls(*(full((ROWS, columns), 0.0, WGMMA) for columns in (features, COLUMNS, COLUMNS)))
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a warpgroup: their view, lse in powers of two, and what else their sums are computed from."""
+    """The rows of a warpgroup: their q and its tangent, whom they see, lse in powers of two, and what streams by.
+
+    Where the plan is wide, q and q_dot are the tiles of all warpgroups; else q is in registers.
+    """
 
     plan: Plan
-    tiles: Tensors
+    q: Any
+    q_dot: Any
     view: View
     visited: Visits
     lse: Array
-    k_full: Any
-    v_full: Any
+    rings: Sequence[Ring]
+
+    @property
+    def keys_move(self) -> bool:
+        return self._ring("k_dot") is not None
+
+    @property
+    def values_move(self) -> bool:
+        return self._ring("v_dot") is not None
 
     @property
     def moves(self) -> bool:
         """The weights have tangents."""
-        return self.tiles.q_dot is not None or self.tiles.k_dot is not None
+        return self.q_dot is not None or self.keys_move
 
-    @property
-    def values_move(self) -> bool:
-        return self.tiles.v_dot is not None
+    def _ring(self, name: str) -> tuple[Ring, tuple[str, ...]] | None:
+        return next(((ring, group) for ring in self.rings for group in ring.groups if name in group), None)
 
-    def my_turn(self) -> None:
-        sync(TURN + lax.axis_index("warpgroup"), 2)
+    def tile(self, name: str, step: Array) -> Any:
+        """A tile, after its group has come, which is awaited with the first of it."""
+        ring, group = self._ring(name)
+        slot = ring.slot(group, step)
+        if name == group[0]:
+            plgpu.barrier_wait(ring.full.at[slot])
+        return ring.tiles[group.index(name)].at[slot]
 
-    def your_turn(self) -> None:
-        arrive(TURN + slot_of(lax.axis_index("warpgroup") + 1, self.plan.consumers), 2)
+    def release(self, names: Sequence[str], step: Array) -> None:
+        """Gives back the slots of the groups that end with these."""
+        for ring in self.rings:
+            for group in ring.groups:
+                if group[-1] in names:
+                    arrive(ring.free + ring.slot(group, step), self.plan.warpgroups)
 
-    def begin_keys(self, s, s_dot, slot: Array | int) -> None:
-        tiles, number = self.tiles, lax.axis_index("warpgroup")
-        plgpu.wgmma(s, tiles.q.at[number], tiles.k.at[slot].T)
-        if tiles.q_dot is not None:
-            plgpu.wgmma(s_dot, tiles.q_dot.at[number], tiles.k.at[slot].T)
-        if tiles.k_dot is not None:
-            plgpu.wgmma(s_dot, tiles.q.at[number], tiles.k_dot.at[slot].T)
+    def own(self, tiles: Any) -> Any:
+        """The tile of this warpgroup. Addresses are computed at every step: there are no registers for them."""
+        return tiles.at[afresh(lax.axis_index("warpgroup"))]
 
-    def begin_values(self, acc, p: Array, p_dot: Array, slot: Array) -> None:
-        if self.moves:
-            plgpu.wgmma(acc, p_dot, self.tiles.v.at[slot])
-        if self.values_move:
-            plgpu.wgmma(acc, p, self.tiles.v_dot.at[slot])
+    def in_turn(self, begin: Callable[[], None]) -> None:
+        """Begins products; the next warpgroup begins its own after them."""
+        number = lax.axis_index("warpgroup")
+        sync(TURN + number, 2)
+        begin()
+        arrive(TURN + slot_of(number + 1, self.plan.consumers), 2)
 
-    def of_keys(self, slot: Array | int) -> tuple[Array, Array]:
-        """s and ṡ, computed in turn."""
+    def plus(self, acc: Array, a: Any, b: Any) -> Array:
+        """acc + a·b, computed in turn."""
+        return pl.run_state(lambda acc: self.in_turn(lambda: plgpu.wgmma(acc, a, b)))(plgpu.ACC.init(acc))
 
-        def begin(s, s_dot):
-            self.my_turn()
-            self.begin_keys(s, s_dot, slot)
-            self.your_turn()
-            return s[...], s_dot[...]
+    def weights(self, s: Array, step: Array, masked: bool) -> tuple[Array, ...]:
+        """p, and with a softcap p times its slope 1 − t², where softcap·t is the logit."""
+        problem = self.plan.problem
+        t = logits(s, problem)
+        ok = self._seen(step, s.shape, masked)
+        t = t if ok is None else jnp.where(ok, t, -jnp.inf)
+        p = jnp.exp2(t * problem.exponent - across(self.lse, t))
+        if problem.softcap is None:
+            return (p,)
+        return p, p * (1 - t * t) if ok is None else jnp.where(ok, p * (1 - t * t), 0.0)
 
-        plgpu.barrier_wait(self.k_full.at[slot])
-        products = pl.run_scoped(begin, *[accumulator(ROWS, self.plan.block_k)] * 2)
-        arrive(self.plan.k_free + slot, self.plan.warpgroups)
-        return products
+    def moved(self, p: Array, s_dot: Array, step: Array, masked: bool) -> Array:
+        """p·ṡ, of the weights times the slope of a softcap."""
+        p_dot = p * s_dot * self.plan.problem.scale
+        if self.view.reach is None:
+            return p_dot
+        ok = self._seen(step, s_dot.shape, masked)
+        return p_dot if ok is None else jnp.where(ok, p_dot, 0.0)  # k or its tangent may be NaN
 
-    def with_values(self, acc: Array, p: Array, p_dot: Array, slot: Array) -> Array:
-        """acc + p·ṡ·v + p·v̇."""
-        plgpu.barrier_wait(self.v_full.at[slot])
-        return pl.run_state(lambda acc: self.begin_values(acc, p, p_dot, slot))(plgpu.ACC.init(acc))
-
-    def weigh(self, s: Array, s_dot: Array, moved: Array, step: Array | int, masked: bool):
-        """p, p·ṡ, and the sum of the latter over the keys so far."""
-        problem, ok = self.plan.problem, None
-        s = logits(s, problem)
-        if masked:
-            first_key = (self.visited.end - 1 - step) * self.plan.block_k
-            ok = seen(self.view, first_key, s.shape, problem.K % self.plan.block_k > 0, problem)
-            s = s if ok is None else jnp.where(ok, s, -jnp.inf)
-        p = jnp.exp2(s * problem.exponent - across(self.lse, s))
-        p_dot = p * s_dot * problem.scale
-        if problem.softcap is not None:
-            p_dot = p_dot * (1 - s * s)
-        if ok is not None and (problem.softcap is not None or self.view.reach is not None):
-            p_dot = jnp.where(ok, p_dot, 0.0)  # s is infinite, or k or its tangent perhaps NaN
-        return p, p_dot, moved + p_dot.sum(axis=1)
-
-
-# ---- Of the rows Σ p·ṡ·v + p·v̇, Σ p·ṡ beside what is `moved` already, and the same with the p·ṡ rounded
+    def _seen(self, step: Array, shape: tuple[int, int], masked: bool) -> Array | None:
+        if not masked:
+            return None
+        problem, block_k = self.plan.problem, self.plan.block_k
+        first_key = (self.visited.end - 1 - step) * block_k
+        return seen(self.view, first_key, shape, problem.K % block_k > 0, problem)
 
 
-def accumulate(rows: Rows, moved: Array) -> tuple[Array, Array, Array]:
+def accumulate(rows: Rows) -> Sums:
     """The products with the keys of a block are under way at once with those with the values of the block before."""
     plan, problem = rows.plan, rows.plan.problem
-    product, room = accumulator(ROWS, plan.block_k), full((ROWS, plan.block_k), 0.0, WGMMA)
-    p, p_dot, first_moved = rows.weigh(*rows.of_keys(0), moved, 0, masked=True)
-    p, p_dot = p.astype(problem.dtype), p_dot.astype(problem.dtype)
-    carry = full((ROWS, problem.V), 0.0, WGMMA), p, p_dot, first_moved, moved + _sums(p_dot)
+    square, room = accumulator(ROWS, plan.block_k), full((ROWS, plan.block_k), 0.0, WGMMA)
+    operands = lambda *weights: [x.astype(problem.dtype) for x in weights]
+
+    def begin_keys(s, s_dot, step):
+        k = rows.tile("k", step)
+        plgpu.wgmma(s, rows.q, k.T)
+        if rows.q_dot is not None:
+            plgpu.wgmma(s_dot, rows.q_dot, k.T)
+        if rows.keys_move:
+            plgpu.wgmma(s_dot, rows.q, rows.tile("k_dot", step).T)
+
+    def begin_values(acc, p, p_dot, step):
+        v = rows.tile("v", step)
+        if rows.moves:
+            plgpu.wgmma(acc, p_dot, v)
+        if rows.values_move:
+            plgpu.wgmma(acc, p, rows.tile("v_dot", step))
+
+    def weigh(s, s_dot, sums, step, masked):
+        """p, p·ṡ rounded, and the sums of p·ṡ with it."""
+        _, moved, rounded_moved = sums
+        weights = rows.weights(s, step, masked)
+        p_dot = rows.moved(weights[-1], s_dot, step, masked)
+        rounded = _rounded(p_dot, problem.dtype)
+        return weights[0], rounded, moved + of_threads(p_dot), rounded_moved + of_threads(rounded)
+
+    def first(s, s_dot):
+        rows.in_turn(lambda: begin_keys(s, s_dot, jnp.int32(0)))
+        return s[...], s_dot[...]
 
     def visit(step, carry, masked):
-        acc, p, p_dot, moved, rounded_moved = carry
-        slot, before = slot_of(step, plan.stages), slot_of(step - 1, plan.stages)
-        plgpu.barrier_wait(rows.k_full.at[slot])
+        sums, p, p_dot = carry
 
         def both(refs):
             acc, *results = refs
 
+            def begin(s, s_dot):
+                begin_keys(s, s_dot, step)
+                begin_values(acc, p, p_dot, step - 1)
+
             def scoped(s, s_dot):
-                rows.my_turn()
-                rows.begin_keys(s, s_dot, slot)
-                plgpu.barrier_wait(rows.v_full.at[before])
-                rows.begin_values(acc, p, p_dot, before)
-                rows.your_turn()
-                wait = rows.moves + rows.values_move
-                products = [plgpu.wgmma_accumulator_load(x, wait_n=wait) for x in (s, s_dot)]
-                arrive(plan.k_free + slot, plan.warpgroups)
-                for ref, value in zip(results, rows.weigh(*products, moved, step, masked), strict=True):
+                rows.in_turn(lambda: begin(s, s_dot))
+                of_values = rows.moves + rows.values_move
+                products = [plgpu.wgmma_accumulator_load(x, wait_n=of_values) for x in (s, s_dot)]
+                rows.release(("k", "k_dot"), step)
+                for ref, value in zip(results, weigh(*products, sums, step, masked), strict=True):
                     ref[...] = value
                 plgpu.wgmma_wait(0)
 
-            pl.run_scoped(scoped, product, product)
+            pl.run_scoped(scoped, square, square)
 
-        acc, p, p_dot, moved = pl.run_state(both)((plgpu.ACC.init(acc), room, room, moved))
-        arrive(plan.v_free + before, plan.warpgroups)
-        p, p_dot = p.astype(problem.dtype), p_dot.astype(problem.dtype)
-        return acc, p, p_dot, moved, rounded_moved + _sums(p_dot)
+        acc, p, p_dot, *moved = pl.run_state(both)((plgpu.ACC.init(sums.acc), room, room, *sums[1:]))
+        rows.release(("v", "v_dot"), step - 1)
+        return Sums(acc, *moved), *operands(p, p_dot)
 
-    acc, p, p_dot, moved, rounded_moved = after_first(rows.visited, visit, carry, problem)
+    sums, products = Sums.zeros(problem.V), pl.run_scoped(first, square, square)
+    rows.release(("k", "k_dot"), jnp.int32(0))
+    p, p_dot, *moved = weigh(*products, sums, jnp.int32(0), masked=True)
+    carry = Sums(sums.acc, *moved), *operands(p, p_dot)
+    (acc, *moved), p, p_dot = after_first(rows.visited, visit, carry, problem)
     arrive(Q_FREE, plan.warpgroups)
-    rows.my_turn()
-    acc = rows.with_values(acc, p, p_dot, slot_of(rows.visited.end - rows.visited.begin - 1, plan.stages))
-    rows.your_turn()
-    return acc, moved, rounded_moved
+    last = rows.visited.end - rows.visited.begin - 1
+    acc = pl.run_state(lambda acc: rows.in_turn(lambda: begin_values(acc, p, p_dot, last)))(plgpu.ACC.init(acc))
+    return Sums(acc, *moved)
 
 
-def accumulate_wide(rows: Rows, moved: Array) -> tuple[Array, Array, Array]:
-    """One block after the other."""
-    plan, problem = rows.plan, rows.plan.problem
+def accumulate_wide(rows: Rows) -> Sums:
+    """One product after the other, in each of which the warpgroups follow one another."""
+    plan, problem, square = rows.plan, rows.plan.problem, accumulator(ROWS, rows.plan.block_k)
 
-    def visit(step, carry, masked):
-        acc, moved, rounded_moved = carry
-        slot = slot_of(step, plan.stages)
-        p, p_dot, moved = rows.weigh(*rows.of_keys(slot), moved, step, masked)
-        p, p_dot = p.astype(problem.dtype), p_dot.astype(problem.dtype)
-        acc = rows.with_values(acc, p, p_dot, slot)
-        arrive(plan.v_free + slot, plan.warpgroups)
-        return acc, moved, rounded_moved + _sums(p_dot)
+    def visit(step, sums, masked):
+        (acc, moved, rounded_moved), k = sums, rows.tile("k", step)
 
-    first = visit(jnp.int32(0), (full((ROWS, problem.V), 0.0, WGMMA), moved, moved), masked=True)
-    sums = after_first(rows.visited, visit, first, problem)
+        def begin(s, s_dot):
+            plgpu.wgmma(s, rows.own(rows.q), k.T)
+            if rows.q_dot is not None:
+                plgpu.wgmma(s_dot, rows.own(rows.q_dot), k.T)
+
+        def of_keys(s, s_dot):
+            rows.in_turn(lambda: begin(s, s_dot))
+            return s[...], s_dot[...]
+
+        s, s_dot = pl.run_scoped(of_keys, square, square)
+        rows.release(("k",), step)
+        if rows.keys_move:
+            s_dot = rows.plus(s_dot, rows.own(rows.q), rows.tile("k_dot", step).T)
+            rows.release(("k_dot",), step)
+        weights = rows.weights(s, step, masked)
+        p_dot = rows.moved(weights[-1], s_dot, step, masked)
+        moved += of_threads(p_dot)
+        p, p_dot = (lax.optimization_barrier(x.astype(problem.dtype)) for x in (weights[0], p_dot))
+        rounded_moved += of_threads(p_dot.astype(jnp.float32))
+        acc = rows.plus(acc, p_dot, rows.tile("v", step))
+        rows.release(("v",), step)
+        if rows.values_move:
+            acc = rows.plus(acc, p, rows.tile("v_dot", step))
+            rows.release(("v_dot",), step)
+        return Sums(acc, moved, rounded_moved)
+
+    sums = visit(jnp.int32(0), Sums.zeros(problem.V), masked=True)
+    sums = after_first(rows.visited, visit, sums, problem)
     arrive(Q_FREE, plan.warpgroups)
     return sums
 
 
-def _sums(rounded: Array) -> Array:
-    return rounded.astype(jnp.float32).sum(axis=1)
+def _rounded(x: Array, dtype: Any) -> Array:
+    """What x is rounded to, in float32.
+
+    The compiler is kept from rounding numbers one by one, and from giving the pairs that it rounded to the next product
+    as they are: while one reads its operand from registers, none may be written that the next reads.
+    """
+    return lax.optimization_barrier(lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32))

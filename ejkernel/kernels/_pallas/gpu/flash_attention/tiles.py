@@ -169,7 +169,7 @@ def updated(
     That saves the maxima. Otherwise it begins again.
     """
     p = _powers(s, exponent, before.maximum - lift)
-    packed, sums = operand(p), _of_threads(p)
+    packed, sums = operand(p), of_threads(p)
 
     def stay(acc, s, p, sums):
         del s
@@ -192,7 +192,7 @@ def _relative_to(
 ) -> tuple[Array, Array, Array]:
     """The weights, the sums with those of before, and the factor of these."""
     p, fade = _powers(s, exponent, base - lift), jnp.exp2(before.maximum - base)
-    sums = _of_threads(p)
+    sums = of_threads(p)
     return p, before.total * across(fade, sums) + _unlifted(sums, lift, bounds), fade
 
 
@@ -236,7 +236,7 @@ def _unlifted(sums: Array, lift: Array | int, bounds: Bounds) -> Array:
     return sums if isinstance(lift, int) else sums * jnp.exp2(bounds.lift - lift)
 
 
-def _of_threads(x: Array) -> Array:
+def of_threads(x: Array) -> Array:
     """[rows, COLUMNS] float32: the sums of the numbers of a row that a thread has."""
     from jaxlib.mlir.dialects import arith
 
