@@ -16,10 +16,9 @@ from .._launch import (
     full,
     load_vector,
     slot_of,
-    sync,
     times_rows,
 )
-from .plan import TURN, Plan
+from .plan import Plan
 from .problem import Problem, Visits, after_first
 from .quantized import Unit, Units
 from .tiles import Statistics, View, logits, seen, updated, weights
@@ -70,9 +69,7 @@ def begin(shared: Shared, tile: Tile, plan: Plan) -> Begun:
     """The first block of the first tile."""
 
     def product(qk):
-        _my_turn(tile)
-        plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[0].T)
-        _your_turn(tile, plan)
+        plan.in_turn(tile.number, lambda: plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[0].T))
         return qk[...]
 
     plgpu.barrier_wait(shared.q_full.at[0])
@@ -117,12 +114,9 @@ def attend(
         last = slot_of(step - 1, plan.stages)
         plgpu.barrier_wait(shared.v_full.at[last])
 
-        def product(acc):
-            _my_turn(tile)
-            plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
-            _your_turn(tile, plan)
-
-        return pl.run_state(product)(plgpu.ACC.init(acc)), p, statistics, q
+        begin = lambda acc: plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
+        acc = pl.run_state(lambda acc: plan.in_turn(tile.number, lambda: begin(acc)))(plgpu.ACC.init(acc))
+        return acc, p, statistics, q
 
     if plan.persistent:
         acc, p, of_next, q = lax.cond(turn + 1 < turns, next_begun, ended, acc, p, statistics)
@@ -146,12 +140,13 @@ def _products(
     def both(refs):
         acc, products = refs
 
-        def scoped(qk):
-            _my_turn(tile)
+        def begin(qk):
             plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[slot].T)
             plgpu.barrier_wait(shared.v_full.at[previous])
             plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))
-            _your_turn(tile, plan)
+
+        def scoped(qk):
+            plan.in_turn(tile.number, lambda: begin(qk))
             products[...] = plgpu.wgmma_accumulator_load(qk, wait_n=1)
             arrive(plan.k_free + slot, plan.warpgroups)
             plgpu.wgmma_wait(0)
@@ -186,11 +181,3 @@ def _block(tile: Tile, i: Array | int) -> Array:
 
 def _unit(tile: Tile, i: Array | int) -> Unit:
     return Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
-
-
-def _my_turn(tile: Tile) -> None:
-    sync(TURN + tile.number, 2)
-
-
-def _your_turn(tile: Tile, plan: Plan) -> None:
-    arrive(TURN + slot_of(tile.number + 1, plan.consumers), 2)

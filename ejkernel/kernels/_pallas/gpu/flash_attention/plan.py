@@ -1,12 +1,13 @@
 """The plan that all warpgroups of the forward follow: the blocks of a problem, its memory, and who has which tile."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from .._launch import FIRST_BARRIER, ROWS
+from .._launch import FIRST_BARRIER, ROWS, arrive, slot_of, sync
 from . import quantized
 from .order import CACHED, Each, Walk
 from .problem import Problem, Visits, visits
@@ -107,6 +108,12 @@ class Plan:
     def turns(self, dealt: Any) -> Array:
         """How many tiles this block has."""
         return self.order.turns(lax.axis_index("block"), dealt)
+
+    def in_turn(self, number: Array, begin: Callable[[], None]) -> None:
+        """Begins products of a warpgroup; the one that follows it begins its own after them."""
+        sync(TURN + number, 2)
+        begin()
+        arrive(TURN + slot_of(number + 1, self.consumers), 2)
 
     def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
         if reach is not None:

@@ -9,9 +9,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import ROWS, WGMMA, accumulator, across, afresh, arrive, full, slot_of, sync
+from .._launch import ROWS, WGMMA, accumulator, across, afresh, arrive, full, slot_of
 from . import plan as forward_plan
-from .plan import Q_FREE, TURN
+from .plan import Q_FREE
 from .problem import Visits, after_first
 from .tiles import COLUMNS, View, logits, of_threads, seen
 
@@ -133,11 +133,7 @@ class Rows:
         return tiles.at[afresh(lax.axis_index("warpgroup"))]
 
     def in_turn(self, begin: Callable[[], None]) -> None:
-        """Begins products; the next warpgroup begins its own after them."""
-        number = lax.axis_index("warpgroup")
-        sync(TURN + number, 2)
-        begin()
-        arrive(TURN + slot_of(number + 1, self.plan.consumers), 2)
+        self.plan.in_turn(lax.axis_index("warpgroup"), begin)
 
     def plus(self, acc: Array, a: Any, b: Any) -> Array:
         """acc + a·b, computed in turn."""
