@@ -12,6 +12,10 @@ def export_checks() -> list[export.DisabledSafetyCheck]:
 
     An artifact with such a call runs with the versions of JAX and jax-triton that it was made with, or later ones that
     still take it.
+
+    Where dimensions are symbolic it holds no kernels, which are made for sizes that are known, but what XLA makes of
+    the operation; of flash_attention with symbolic lengths all logits are in memory at once. The number of packed
+    sequences has to be known.
     """
     entries = (s for name in kernel_registry.list_algorithms() for s in kernel_registry.list_implementations(name))
     names = sorted({call for entry in entries for call in entry.implementation.custom_calls})

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from ..errors import UnsupportedError
 from ..types import Backend, Platform, Target
+from ..xla_utils.symbolic import is_symbolic
 from ._registry import KernelSpec, kernel_registry
 
 Candidate = tuple[KernelSpec, str | None]
@@ -51,4 +54,6 @@ def _reason(entry: KernelSpec, spec: Any, operands: Any, target: Target, platfor
         return f"runs on {entry.backend}, not on {target.backend}"
     if platform not in ("auto", None, entry.platform):
         return f"platform {platform!r} was asked for"
+    if entry.platform != Platform.XLA and any(map(is_symbolic, jax.tree.leaves(operands))):
+        return "an operand has symbolic dimensions; kernels are made for sizes that are known"
     return entry.implementation.supports(spec, operands, target)

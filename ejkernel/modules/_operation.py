@@ -25,6 +25,7 @@ from ..ops.recording import named_kernels
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive, Trio
 from ..types import Backend, KernelConfig, Target
+from ..xla_utils.symbolic import with_known_sizes
 from .operations._arguments import config_of
 
 
@@ -56,7 +57,8 @@ class PrimitiveKernel(Kernel):
         """As `heuristic_cfg`, from operands by name."""
         operands = self.primitive.operands(named)
         entry = select(self.name, spec, operands, target, platform)
-        return self._placed(entry, entry.implementation.heuristic(spec, operands, target), target, platform)
+        config = entry.implementation.heuristic(spec, with_known_sizes(operands), target)
+        return self._placed(entry, config, target, platform)
 
     def config_space(self, inv: Invocation) -> list[KernelConfig]:
         """The configs of every implementation that takes this call."""
@@ -65,7 +67,7 @@ class PrimitiveKernel(Kernel):
             self._placed(entry, config, inv.target, platform)
             for entry, reason in candidates(self.name, spec, operands, inv.target, platform)
             if reason is None
-            for config in entry.implementation.space(spec, operands, inv.target)
+            for config in entry.implementation.space(spec, with_known_sizes(operands), inv.target)
         ]
 
     @staticmethod

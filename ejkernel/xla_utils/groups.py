@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from .symbolic import at_most
+
 
 def group_bounds(group_sizes: Array, group_offset: Array | None, groups: int, rows: int) -> Array:
     """[b?, groups + 1] int32: where each of the groups from `group_offset` [b?] on begins, and where the last ends."""
@@ -38,7 +40,7 @@ def row_tiles(starts: Array, ends: Array, rows: int, size: int) -> RowTiles:
     Of t tiles, Σ_e ⌈rows_e / size⌉ ≤ (rows + e·(size − 1)) / size, those that are not needed come last, and are empty.
     """
     groups = starts.shape[1]
-    count = (rows + min(groups, rows) * (size - 1)) // size
+    count = (rows + at_most(groups, rows) * (size - 1)) // size
     needed = -(-(ends - starts) // size)
     after = jnp.cumsum(needed, axis=1, dtype=jnp.int32)
     before = after - needed

@@ -2,7 +2,7 @@
 
 import jax
 from cases import CASES, assert_close, each, each_case, each_operation, first_of_each, gradient, oracle, pullback
-from jax.export import DisabledSafetyCheck, deserialize, export
+from jax.export import DisabledSafetyCheck, deserialize, export, symbolic_shape
 from jax.sharding import AxisType, NamedSharding
 
 PLATFORMS = ("cpu", "cuda", "tpu")
@@ -49,3 +49,34 @@ def test_export_from_a_mesh(case):
     found = sent(case.call, arrays)(arrays)
     assert_close(found, oracle(case)(case.arrays()))
     assert [x.sharding.num_devices for x in found] == [8] * len(found)
+
+
+# --- Symbolic dimensions
+
+
+def types(case):
+    """The types of the arrays of a case, where batch and lengths are symbolic; the first operand is [b, tokens, …]."""
+    _, tokens, *_ = next(iter(case.trio.forward.table.values()))
+    letters = sorted({letter for x in case.operands.values() for letter in x.axes.split()} & {*"bst", tokens.letter})
+    sizes = dict(zip(letters, symbolic_shape(", ".join(letters)), strict=True))
+    size = lambda letter, n: sizes.get(letter, n)
+    return {
+        name: jax.ShapeDtypeStruct(tuple(map(size, case.operands[name].axes.split(), x.shape)), x.dtype)
+        for name, x in case.arrays().items()
+    }
+
+
+@each_case
+def test_export_for_every_size(case):
+    call = sent(case.call, types(case))
+    cases = [case.resized(dict(b=2 * case.sizes["b"])), case] if "b" in case.sizes else [case]
+    for of_batch in cases:
+        assert_close(call(of_batch.arrays()), oracle(of_batch)(of_batch.arrays()))
+
+
+@each(first_of_each(CASES), first=())
+def test_gradient_of_what_was_exported_for_every_size(case):
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    found = gradient(sent(case.call, types(case), vjp_order=1), case.differentiable)(arrays, cotangents)
+    assert_close(found, oracle(case, gradient)(arrays, cotangents))

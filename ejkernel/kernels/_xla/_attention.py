@@ -12,6 +12,7 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -111,9 +112,9 @@ def tokens(operands: Operands, spec: FlashAttentionSpec) -> tuple[Tokens, Tokens
     elif is_bounded:
         position = i + (t - s)
         left, right = bounds(spec)
-        first, last = (0 if left is None else t - s - left), t - 1 + min(0, right or 0)
-        if first > 0 or last < t - 1:  # keys beyond every query's window are padding
-            n_i, n_j = jnp.zeros_like(i), jnp.where((j >= first) & (j <= last), 0, -1)
+        first, after = (0 if left is None else t - s - left), -min(0, right or 0)
+        if jax.export.is_symbolic_dim(first) or first > 0 or after > 0:  # keys beyond every query's window are padding
+            n_i, n_j = jnp.zeros_like(i), jnp.where((j >= first) & (j < t - after), 0, -1)
     rows = Tokens(i if drops else None, position if is_bounded else None, n_i, operands.q_segment_ids)
     columns = Tokens(j if drops else None, j if is_bounded else None, n_j, operands.kv_segment_ids)
     as_rows, as_columns = partial(lax.expand_dims, dimensions=(1, 2, 4)), partial(lax.expand_dims, dimensions=(1, 2, 3))

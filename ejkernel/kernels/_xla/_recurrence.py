@@ -12,7 +12,6 @@ A decay of each feature makes D a [c, c, d]: blocks are short then, and a chunk 
 states at the ends of chunks alone and compute the rest again, which is linear in the sequence in every order.
 """
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from jax import Array, lax
 from ejkernel.kernels._registry import configured_by, kernel_registry
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.xla_utils.symbolic import at_most
 
 from ._attention import statistics_dtype, where
 from ._tiles import varying_like
@@ -185,8 +185,8 @@ def recurrence(
     states = _initial_state(x, dtype)
     if x.q.size == 0:  # no token, so that nothing leads from one state to another
         return Outputs(varying_like(x, jnp.zeros((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype)), states)
-    block = max(1, min(config.block_k, config.block_q, length))
-    blocks = max(1, min(config.block_q // block, math.ceil(length / block)))
+    block = max(1, at_most(min(config.block_k, config.block_q), length))
+    blocks = max(1, at_most(config.block_q // block, -(-length // block)))
     chunks = _chunks(x, spec, block * blocks)
     tokens = (x.q, x.k, x.v, _gates_of_heads(x, dtype), x.gk, x.gv)
     tokens = tuple(None if a is None else _cut(a, chunks) for a in tokens)

@@ -10,6 +10,7 @@ from functools import partial, reduce
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -54,18 +55,21 @@ def cut(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> t
     """The operands padded to whole tiles, and the tiles that causal and window leave: all of them where packed.
 
     Blocks are made as equal as possible, so that little is padded: 1000 rows in blocks of at most 512 are 2 · 500.
+    Where a length is symbolic all the logits are one tile.
     """
     s, t = shape = operands.q.shape[1], operands.k.shape[1]
+    divided = operands.cu_seqlens_q is not None or operands.q_segment_ids is not None
+    if any(map(jax.export.is_symbolic_dim, shape)):
+        return folded(operands, spec), Grid(shape, tuple(np.zeros((2, 1), np.uint32)), shape, (0, 0), divided)
     blocks = zip(shape, (config.block_q, config.block_k), strict=True)
     size = tuple(math.ceil(n / math.ceil(n / block)) if n else 1 for n, block in blocks)
     padding = -s % size[0], -t % size[1]
-    packed, divided = operands.cu_seqlens_q is not None, operands.q_segment_ids is not None
-    starts = _starts(shape, size, (None, None) if packed else bounds(spec))
+    starts = _starts(shape, size, (None, None) if operands.cu_seqlens_q is not None else bounds(spec))
     x = folded(operands, spec)
     if any(padding) and x.rows.sequence is None:  # a negative sequence tells the padding apart
         rows, columns = jnp.zeros((1, 1, 1, s, 1), jnp.int32), jnp.zeros((1, 1, 1, 1, t), jnp.int32)
         x = x._replace(rows=x.rows._replace(sequence=rows), columns=x.columns._replace(sequence=columns))
-    return pad(x, padding), Grid(size, starts, shape, padding, packed or divided)
+    return pad(x, padding), Grid(size, starts, shape, padding, divided)
 
 
 def _starts(shape: tuple, size: tuple, within: tuple) -> tuple[np.ndarray, np.ndarray]:
@@ -125,7 +129,7 @@ def _map_named(f: Callable[..., Array], *trees: Any) -> Any:
 def _tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
     """(axis, 0 for rows or 1 for columns) of the axes that are cut."""
     sides = enumerate(AXES.get(name, ()))
-    return [(axis, side) for side, axis in sides if axis is not None and x.shape[axis] > 1]
+    return [(axis, side) for side, axis in sides if axis is not None and x.shape[axis] != 1]
 
 
 def sweep(of_tile: Callable, x: tuple, add: Callable, nothing: Callable[[], Any], grid: Grid) -> Any:

@@ -22,6 +22,7 @@ from jax import Array, lax
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs, result_dtype
 from ejkernel.types import KernelConfig, Target
 from ejkernel.xla_utils.groups import RowTiles, group_bounds, row_tiles
+from ejkernel.xla_utils.symbolic import at_most
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
 from ._tiles import varying_like
@@ -171,7 +172,7 @@ def _tiles_of(x: Operands, config: KernelConfig) -> RowTiles:
     (b, m, _), e = x.lhs.shape, x.rhs.shape[1]
     bounds = group_bounds(x.group_sizes, x.group_offset, e, m)
     bounds = jnp.broadcast_to(bounds, (b, e + 1))
-    return row_tiles(bounds[:, :-1], bounds[:, 1:], m, min(config.block_q, max(1, m)))
+    return row_tiles(bounds[:, :-1], bounds[:, 1:], m, max(1, at_most(config.block_q, m)))
 
 
 def _inside(tiles: RowTiles) -> Array:

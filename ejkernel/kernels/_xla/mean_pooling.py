@@ -14,6 +14,7 @@ from jax import Array
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import KernelConfig, Target
 from ejkernel.xla_utils.groups import row_tiles
+from ejkernel.xla_utils.symbolic import at_most
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
 
@@ -55,9 +56,9 @@ def mean_pooling(
     x, segments = Operands(*operands)
     (b, s, d), dtype = x.shape, np.promote_types(x.dtype, np.float32)
     if segments is None:
-        return Outputs((x.sum(1, keepdims=True, dtype=dtype) / max(1, s)).astype(x.dtype))
+        return Outputs((x.sum(1, keepdims=True, dtype=dtype) / jnp.maximum(1, s)).astype(x.dtype))
     segments = jnp.broadcast_to(segments, (b, *segments.shape[1:]))
-    tiles = row_tiles(segments[..., 0], segments[..., 1], s, min(config.block_q, max(1, s)))
+    tiles = row_tiles(segments[..., 0], segments[..., 1], s, max(1, at_most(config.block_q, s)))
     batch = jnp.arange(b)[:, None]
     parts = x.at[batch[..., None], tiles.rows].get(mode="fill", fill_value=0).sum(2, dtype=dtype)
     totals = jnp.zeros((b, segments.shape[1], d), dtype).at[batch, tiles.group].add(parts)
@@ -94,7 +95,7 @@ def mean_pooling_bwd(
     (x, segments), do = primals, cotangents.o
     (b, s, _), dtype = x.shape, np.promote_types(x.dtype, np.float32)
     if segments is None:
-        return (jnp.broadcast_to((do.astype(dtype) / max(1, s)).astype(x.dtype), x.shape),)
+        return (jnp.broadcast_to((do.astype(dtype) / jnp.maximum(1, s)).astype(x.dtype), x.shape),)
     token, batch = jnp.arange(s), jnp.arange(b)[:, None]
     segments = jnp.broadcast_to(segments, (b, *segments.shape[1:]))
     number = jax.vmap(partial(jnp.searchsorted, side="right"), (0, None))(segments[..., 1], token)

@@ -271,9 +271,9 @@ def _dropout(rate, key, q):
     if words.ndim != 1 or words.size % 2 or words.dtype != jnp.uint32:
         raise value_error(NAME, "dropout_key must be one jax.random.key", dropout_key=key)
     first, second = (jnp.bitwise_xor.reduce(words[i::2]) for i in range(2))
-    batch, heads = q.shape[0], q.shape[2]
-    grid = jnp.indices((batch, heads), jnp.uint32)
-    return jnp.stack([jnp.full((batch, heads), first), jnp.full((batch, heads), second), *grid], axis=-1)
+    size = q.shape[0], q.shape[2]
+    places = [jax.lax.broadcasted_iota(jnp.uint32, size, axis) for axis in range(2)]
+    return jnp.stack([jnp.full(size, first), jnp.full(size, second), *places], axis=-1)
 
 
 class FlashAttention(Operation):

@@ -23,6 +23,7 @@ import numpy as np
 
 from ejkernel.callib import known_ceilings
 from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.xla_utils.symbolic import is_symbolic
 
 from ..utils.devices import device_target
 from ..utils.operands import abstract, is_array
@@ -67,6 +68,8 @@ class Tuner:
             return "configs are not measured with several processes"
         if jax.sharding.get_abstract_mesh().manual_axes:
             return "configs are not measured under shard_map or pmap"
+        if any(is_symbolic(x) for x in inv.args if is_array(x)):
+            return "configs are not measured for symbolic dimensions"
         if inv.target != device_target():
             return f"configs for {inv.target} cannot be measured on {device_target()}"
         return None
