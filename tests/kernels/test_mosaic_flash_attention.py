@@ -261,11 +261,15 @@ def test_few_keys_are_left_to_smaller_blocks():
         assert f.supports(FlashAttentionSpec(), Operands(many, many, many), HOPPER) is None
 
 
-def test_short_causal_gradients_of_64_features_are_left_to_smaller_blocks():
-    causal, shape = FlashAttentionSpec(causal=True), lambda n, D: jax.ShapeDtypeStruct((2, n, 4, D), jnp.bfloat16)
-    left = lambda spec, n, D: flash_attention_bwd.supports(spec, Operands(*[shape(n, D)] * 3), HOPPER)
-    assert "512 keys of 64 features under a causal mask" in left(causal, 512, 64)
-    assert left(causal, 1024, 64) is left(causal, 512, 128) is left(FlashAttentionSpec(), 512, 64) is None
+def test_short_gradients_of_64_features_are_left_to_smaller_blocks():
+    shape = lambda n, D: jax.ShapeDtypeStruct((2, n, 4, D), jnp.bfloat16)
+
+    def left(queries, keys, D):
+        x = Operands(shape(queries, D), shape(keys, D), shape(keys, D))
+        return flash_attention_bwd.supports(FlashAttentionSpec(), x, HOPPER)
+
+    assert "512 queries and 512 keys of 64 features" in left(512, 512, 64)
+    assert left(1024, 512, 64) is left(512, 1024, 64) is left(512, 512, 128) is None
 
 
 def test_says_what_the_gradient_does_not_take():
