@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.export import symbolic_shape
 
 import ejkernel
 from ejkernel import UnsupportedError
@@ -188,6 +189,13 @@ def test_what_is_wrong_is_told(face, arguments, error, says, caplog):
         face(**arrays, **options)
     check(called.value, error, says)
     assert not compiled(caplog)
+
+
+def test_the_number_of_sequences_has_to_be_known():
+    arrays, options = split(PACKED | dict(cu_seqlens_k=i32(*symbolic_shape("n"))))
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda arrays: lax(**arrays, **options), arrays)
+    check(error.value, ValueError, ["cu_seqlens_k is symbolic; the number of sequences has to be known"])
 
 
 def split(arguments):

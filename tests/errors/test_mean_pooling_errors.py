@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.export import symbolic_shape
 
 import ejkernel
 
@@ -22,6 +23,11 @@ WRONG = {
     "rank of packed": (dict(x=f32(2, 8, 4), cu_seqlens=i32(3)), ValueError, "x has 3 axes; it must have 2: tokens"),
     "rank of lengths": (dict(x=f32(8, 4), cu_seqlens=i32(1, 3)), ValueError, "cu_seqlens has 2 axes; it must have 1"),
     "no sequence": (dict(x=f32(8, 4), cu_seqlens=i32(1)), ValueError, "cu_seqlens must have sequences + 1 ≥ 2 entries"),
+    "any sequences": (
+        dict(x=f32(8, 4), cu_seqlens=i32(*symbolic_shape("n"))),
+        ValueError,
+        "cu_seqlens is symbolic; the number of sequences has to be known",
+    ),
     "integers": (dict(x=i32(2, 8, 4)), TypeError, "x has dtype int32; it must be a float type"),
     "float lengths": (dict(x=f32(8, 4), cu_seqlens=f32(3)), TypeError, "cu_seqlens has dtype float32; it must be an"),
     "no array": (dict(x=[1.0]), TypeError, "x must be an array, not list"),

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.export import symbolic_shape
 
 import ejkernel
 
@@ -56,6 +57,11 @@ SEQUENCES = {
     ),
     "rank": (dict(cu_seqlens=i32(1, 4)), ValueError, "cu_seqlens has 2 axes; it must have 1: sequences + 1"),
     "none": (dict(cu_seqlens=i32(1)), ValueError, "cu_seqlens must have sequences + 1 ≥ 2 entries"),
+    "any": (
+        dict(cu_seqlens=i32(*symbolic_shape("n"))),
+        ValueError,
+        "cu_seqlens is symbolic; the number of sequences has to be known",
+    ),
     "floats": (dict(cu_seqlens=f32(4)), TypeError, "cu_seqlens has dtype float32; it must be an integer type"),
     "state": (
         dict(initial_state=f32(1, 4, 16, 24)),

@@ -15,6 +15,7 @@ from ...errors import type_error, value_error
 from ...primitives._factory import KernelPrimitive
 from ...primitives._sharding import aligned
 from ...types import KernelConfig, Platform
+from ...xla_utils.symbolic import is_symbolic
 
 
 def array(operation: str, name: str, x: Any) -> Any:
@@ -36,6 +37,17 @@ def require_dtype(operation: str, kind: Any, wanted: str, **arrays: Any) -> None
     for name, x in arrays.items():
         if x is not None and not jnp.issubdtype(x.dtype, kind):
             raise type_error(operation, f"{name} has dtype {x.dtype}; it must be {wanted}", **{name: x})
+
+
+def require_cuts(operation: str, **arrays: Any) -> None:
+    """Every array divides tokens into sequences, whose number is known: cu_seqlens, [sequences + 1] integers."""
+    require_rank(operation, 1, "sequences + 1", **arrays)
+    require_dtype(operation, np.integer, "an integer type", **arrays)
+    for name, x in arrays.items():
+        if is_symbolic(x):
+            raise value_error(operation, f"{name} is symbolic; the number of sequences has to be known", **arrays)
+        if x.shape[0] < 2:
+            raise value_error(operation, f"{name} must have sequences + 1 ≥ 2 entries", **arrays)
 
 
 def require_same_dtype(operation: str, **arrays: Any) -> None:

@@ -12,7 +12,16 @@ from ...ops.utils.operands import random_like
 from ...primitives._factory import Trio
 from ...primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from .._operation import Prepared
-from ._arguments import align, array, require_dtype, require_rank, require_same_dtype, static_bool, static_number
+from ._arguments import (
+    align,
+    array,
+    require_cuts,
+    require_dtype,
+    require_rank,
+    require_same_dtype,
+    static_bool,
+    static_number,
+)
 
 
 def prepare(
@@ -113,10 +122,7 @@ def _spans(name: str, cu_seqlens, q):
     if cu_seqlens is None:
         return None
     cu_seqlens = array(name, "cu_seqlens", cu_seqlens)
-    require_rank(name, 1, "sequences + 1", cu_seqlens=cu_seqlens)
-    require_dtype(name, np.integer, "an integer type", cu_seqlens=cu_seqlens)
-    if cu_seqlens.shape[0] < 2:
-        raise value_error(name, "cu_seqlens must have sequences + 1 ≥ 2 entries", cu_seqlens=cu_seqlens)
+    require_cuts(name, cu_seqlens=cu_seqlens)
     if q.shape[0] != 1:
         raise value_error(
             name, f"q has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences", q=q

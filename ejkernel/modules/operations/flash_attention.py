@@ -17,6 +17,7 @@ from ._arguments import (
     align,
     array,
     positive_or_none,
+    require_cuts,
     require_dtype,
     require_rank,
     require_same_dtype,
@@ -157,9 +158,8 @@ def _check_packed(cu_seqlens_q, cu_seqlens_k, q_segment_ids, kv_segment_ids) -> 
     if q_segment_ids is not None or kv_segment_ids is not None:
         raise value_error(NAME, "segment ids and cu_seqlens both divide the tokens into sequences; give one of them")
     lengths = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    require_rank(NAME, 1, "sequences + 1", **lengths)
-    require_dtype(NAME, np.integer, "an integer type", **lengths)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.shape[0] < 2:
+    require_cuts(NAME, **lengths)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise value_error(NAME, "cu_seqlens_q and cu_seqlens_k must both have sequences + 1 ≥ 2 entries", **lengths)
 
 

@@ -3,12 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import value_error
 from ...ops.utils.operands import random_like
 from ...primitives.mean_pooling import MeanPoolingSpec, Operands
 from ...primitives.mean_pooling import mean_pooling as trio
 from .._operation import Operation, Prepared
-from ._arguments import align, array, require_dtype, require_rank, size_or_none
+from ._arguments import align, array, require_cuts, require_dtype, require_rank, size_or_none
 
 NAME = trio.name
 
@@ -48,10 +47,7 @@ def mean_pooling_arguments(x, cu_seqlens=None, *, chunk_size=None) -> Prepared:
 
 def _segments(cu_seqlens, x):
     """[1, n, 2]: the first token of each sequence and the one after its last."""
-    require_rank(NAME, 1, "sequences + 1", cu_seqlens=cu_seqlens)
-    require_dtype(NAME, np.integer, "an integer type", cu_seqlens=cu_seqlens)
-    if cu_seqlens.shape[0] < 2:
-        raise value_error(NAME, "cu_seqlens must have sequences + 1 ≥ 2 entries", cu_seqlens=cu_seqlens)
+    require_cuts(NAME, cu_seqlens=cu_seqlens)
     ends = cu_seqlens.astype(jnp.int32).clip(0, x.shape[0])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
