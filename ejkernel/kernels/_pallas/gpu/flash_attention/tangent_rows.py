@@ -172,21 +172,6 @@ def accumulate(rows: Rows) -> Sums:
     square, room = accumulator(ROWS, plan.block_k), full((ROWS, plan.block_k), 0.0, WGMMA)
     operands = lambda *weights: [x.astype(problem.dtype) for x in weights]
 
-    def begin_keys(s, s_dot, step):
-        k = rows.tile("k", step)
-        plgpu.wgmma(s, rows.q, k.T)
-        if rows.q_dot is not None:
-            plgpu.wgmma(s_dot, rows.q_dot, k.T)
-        if rows.keys_move:
-            plgpu.wgmma(s_dot, rows.q, rows.tile("k_dot", step).T)
-
-    def begin_values(acc, p, p_dot, step):
-        v = rows.tile("v", step)
-        if rows.moves:
-            plgpu.wgmma(acc, p_dot, v)
-        if rows.values_move:
-            plgpu.wgmma(acc, p, rows.tile("v_dot", step))
-
     def weigh(s, s_dot, sums, step, masked):
         """p, p·ṡ rounded, and the sums of p·ṡ with it."""
         _, moved, rounded_moved = sums
@@ -196,7 +181,7 @@ def accumulate(rows: Rows) -> Sums:
         return weights[0], rounded, moved + of_threads(p_dot), rounded_moved + of_threads(rounded)
 
     def first(s, s_dot):
-        rows.in_turn(lambda: begin_keys(s, s_dot, jnp.int32(0)))
+        rows.in_turn(lambda: _begin_keys(rows, s, s_dot, jnp.int32(0)))
         return s[...], s_dot[...]
 
     def visit(step, carry, masked):
@@ -206,8 +191,8 @@ def accumulate(rows: Rows) -> Sums:
             acc, *results = refs
 
             def begin(s, s_dot):
-                begin_keys(s, s_dot, step)
-                begin_values(acc, p, p_dot, step - 1)
+                _begin_keys(rows, s, s_dot, step)
+                _begin_values(rows, acc, p, p_dot, step - 1)
 
             def scoped(s, s_dot):
                 rows.in_turn(lambda: begin(s, s_dot))
@@ -231,8 +216,25 @@ def accumulate(rows: Rows) -> Sums:
     (acc, *moved), p, p_dot = after_first(rows.visited, visit, carry, problem)
     arrive(Q_FREE, plan.warpgroups)
     last = rows.visited.end - rows.visited.begin - 1
-    acc = pl.run_state(lambda acc: rows.in_turn(lambda: begin_values(acc, p, p_dot, last)))(plgpu.ACC.init(acc))
-    return Sums(acc, *moved)
+    begin = lambda acc: rows.in_turn(lambda: _begin_values(rows, acc, p, p_dot, last))
+    return Sums(pl.run_state(begin)(plgpu.ACC.init(acc)), *moved)
+
+
+def _begin_keys(rows: Rows, s: Any, s_dot: Any, step: Array) -> None:
+    k = rows.tile("k", step)
+    plgpu.wgmma(s, rows.q, k.T)
+    if rows.q_dot is not None:
+        plgpu.wgmma(s_dot, rows.q_dot, k.T)
+    if rows.keys_move:
+        plgpu.wgmma(s_dot, rows.q, rows.tile("k_dot", step).T)
+
+
+def _begin_values(rows: Rows, acc: Any, p: Array, p_dot: Array, step: Array) -> None:
+    v = rows.tile("v", step)
+    if rows.moves:
+        plgpu.wgmma(acc, p_dot, v)
+    if rows.values_move:
+        plgpu.wgmma(acc, p, rows.tile("v_dot", step))
 
 
 def accumulate_wide(rows: Rows) -> Sums:
