@@ -63,11 +63,12 @@ class PrimitiveKernel(Kernel):
     def config_space(self, inv: Invocation) -> list[KernelConfig]:
         """The configs of every implementation that takes this call."""
         operands, spec, platform = self.primitive.operands(self.arrays(inv)), inv.kwargs["spec"], inv.kwargs["platform"]
+        known = with_known_sizes(operands)
         return [
             self._placed(entry, config, inv.target, platform)
             for entry, reason in candidates(self.name, spec, operands, inv.target, platform)
             if reason is None
-            for config in entry.implementation.space(spec, with_known_sizes(operands), inv.target)
+            for config in entry.implementation.space(spec, known, inv.target)
         ]
 
     @staticmethod

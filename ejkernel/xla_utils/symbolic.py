@@ -5,18 +5,20 @@ from typing import Any
 import jax
 import jax.export
 
+_SUPPOSED = 1024
+
 
 def is_symbolic(x: Any) -> bool:
     """Whether an array (or its type) has a symbolic dimension."""
     return any(map(jax.export.is_symbolic_dim, x.shape))
 
 
-def with_known_sizes(tree: Any, size: int = 1024) -> Any:
-    """The tree with `size` for every symbolic dimension, if there are any: what heuristics look at."""
+def with_known_sizes(tree: Any) -> Any:
+    """The tree with a size for every symbolic dimension, if there are any: what heuristics look at."""
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_symbolic, leaves)):
         return tree
-    known = lambda n: size if jax.export.is_symbolic_dim(n) else n
+    known = lambda n: _SUPPOSED if jax.export.is_symbolic_dim(n) else n
     types = [jax.ShapeDtypeStruct(tuple(map(known, x.shape)), x.dtype) for x in leaves]
     return jax.tree.unflatten(structure, types)
 
