@@ -10,7 +10,8 @@ A trio is a differentiable operation:
 * `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
 
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
-it is linear. So `grad` costs one forward and one backward kernel. The jvps of `x_jvp` and `x_bwd` are those of their
+it is linear. So `grad` costs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its
+transpose binds `x_jvp` again: the three close under transposition. The jvps of `x_jvp` and `x_bwd` are those of their
 XLA implementations, which the floors above bring (`on_definition`): they give Hessians and everything beyond.
 """
 
@@ -195,6 +196,7 @@ class Trio:
         )
         ad.primitive_jvps[self.forward.primitive] = self._jvp
         ad.primitive_transposes[self.tangent.primitive] = self._transpose_tangent
+        ad.primitive_transposes[self.backward.primitive] = self._transpose_backward
         if self.linear:
             ad.primitive_transposes[self.forward.primitive] = self._transpose_forward
 
@@ -225,6 +227,23 @@ class Trio:
             raise NotImplementedError(f"{self.tangent.name} is linear in its tangents alone, not in {wanted}")
         known = {n: x for n, x in named.items() if not n.endswith(TANGENT)}
         return self._pulled_back(cotangents, named, known, wanted, TANGENT, results, spec, config)
+
+    def _transpose_backward(self, cotangents, *args, operands, results, spec, config):
+        named = dict(zip(operands, args, strict=True))
+        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
+        if not all(n.endswith(COTANGENT) for n in wanted):
+            raise NotImplementedError(f"{self.backward.name} is linear in its cotangents alone, not in {wanted}")
+        moving = {
+            r.removesuffix(COTANGENT) + TANGENT: ct
+            for r, ct in zip(results, cotangents, strict=True)
+            if type(ct) is not ad.Zero
+        }
+        if not moving:
+            return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
+        named_tangent = {n: x for n, x in named.items() if not n.endswith(COTANGENT)} | moving
+        config = self.tangent.choose_config(self.tangent, named_tangent, spec, self.tangent.results, config)
+        out = self.tangent.bind(named_tangent, spec=spec, config=config)
+        return [out[n.removesuffix(COTANGENT) + TANGENT] if n in wanted else None for n in named]
 
     def _transpose_forward(self, cotangents, *args, operands, results, spec, config):
         named = dict(zip(operands, args, strict=True))

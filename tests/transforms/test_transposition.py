@@ -1,0 +1,57 @@
+"""Tangent and backward are each other's transposes: what is made of a gradient can be differentiated again."""
+
+import jax
+from cases import CASES, assert_close, each, each_case, first_of_each, gradient, oracle, tangent
+
+
+@each_case
+def test_gradient_in_what_made_the_cotangent(case):
+    """Reverse over reverse where the operands stand still: of ½|Jᵀ·(w ∘ u)|² with respect to w."""
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    found = jax.jit(gradient_of_weights(case.call, case.differentiable))(arrays, cotangents)
+    assert_close(found, oracle(case, gradient_of_weights)(arrays, cotangents))
+
+
+@each_case
+def test_transpose_of_a_gradient_is_the_tangent(case):
+    """The pullback is linear in its cotangents: its transpose is J, as `jax.linear_transpose` has it."""
+    arrays = case.arrays()
+    tangents = {name: case.tangents()[name] for name in case.differentiable}
+    pull = lambda cotangents: gradient(case.call, case.differentiable)(arrays, cotangents)
+    (found,) = jax.linear_transpose(pull, case.cotangents(arrays))(tangents)
+    assert_close(found, tangent(case.call, case.differentiable)(arrays, tangents)[1])
+
+
+@each([case.resized(case.tiny) for case in first_of_each([case for case in CASES if case.tiny])], first=())
+def test_third_derivative(case):
+    """The gradient of a gradient of a gradient."""
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    found = jax.jit(third(case.call, case.differentiable))(arrays, cotangents)
+    assert_close(found, oracle(case, third)(arrays, cotangents))
+
+
+def gradient_of_weights(f, wrt):
+    """(arrays, cotangents) -> the gradient of ½|Jᵀ·(w ∘ cotangents)|² with respect to w, at w = 1."""
+
+    def run(arrays, cotangents):
+        squared = lambda w: 0.5 * _square(gradient(f, wrt)(arrays, [w[i] * u for i, u in enumerate(cotangents)]))
+        return jax.grad(squared)([u * 0 + 1 for u in cotangents])
+
+    return run
+
+
+def third(f, wrt):
+    """(arrays, cotangents) -> the gradient of ½|∇(½|∇⟨cotangents, results⟩|²)|²."""
+
+    def run(arrays, cotangents):
+        first = lambda moving: gradient(f, wrt)({**arrays, **moving}, cotangents)
+        second = jax.grad(lambda moving: 0.5 * _square(first(moving)))
+        return jax.grad(lambda moving: 0.5 * _square(second(moving)))({name: arrays[name] for name in wrt})
+
+    return run
+
+
+def _square(tree):
+    return sum((x * x).sum() for x in jax.tree.leaves(tree))
