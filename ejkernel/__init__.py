@@ -3,6 +3,20 @@
 o = ejkernel.lax.flash_attention(q, k, v, causal=True)      # jit, grad, jvp, vmap, hessian, sharding, export
 """
 
+import importlib.util
+import sys
+from pathlib import Path
+
+if "ejkernel.lowering" not in sys.modules:
+    # In a clone it still stands beside this package: that one is taken, whether a clone is installed or none.
+    _inside, _beside = (Path(__file__).parents[n] / "lowering/__init__.py" for n in (0, 1))
+    if _beside.exists() and not _inside.exists():
+        _spec = importlib.util.spec_from_file_location("ejkernel.lowering", _beside)
+        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[_spec.name])
+    elif importlib.util.find_spec("ejkernel.lowering") is None:
+        raise ImportError(f"ejkernel: {_beside.parent} is missing; copy the whole repository and `pip install -e .` it")
+
 from . import checkpoint_policies, kernels, lax, lowering, modules, ops
 from ._explain import explain
 from ._export import export_checks

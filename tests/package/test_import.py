@@ -1,9 +1,14 @@
 """`import ejkernel` is cheap, and needs neither Triton nor libtpu."""
 
+import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
 
 FACES = "import ejkernel, ejkernel.lax, ejkernel.modules, ejkernel.ops, ejkernel.lowering"
 ACCELERATORS = {"triton", "jax_triton", "libtpu"}
@@ -47,3 +52,34 @@ def test_import_loads_no_accelerator_package():
 @pytest.mark.core
 def test_import_adds_little_to_that_of_jax():
     assert min(float(output(ADDED_SECONDS)) for _ in range(5)) < 0.3
+
+
+# In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.
+WHERE = f"{FACES}, ejkernel.lowering._rule\nprint(ejkernel.__file__, ejkernel.lowering._rule.__file__)"
+
+
+@pytest.fixture
+def clone(tmp_path):
+    for folder in ("ejkernel", "lowering"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def from_folder(folder: Path, *options: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if Path(path) != ROOT)}
+    return subprocess.run(
+        [sys.executable, *options, "-c", WHERE], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("options", [("-S",), ()], ids=["nothing installed", "another clone installed"])
+def test_a_clone_imports_its_own_files(clone, options):
+    found = from_folder(clone, *options)
+    assert found.stdout.split() == [f"{clone}/ejkernel/__init__.py", f"{clone}/lowering/_rule.py"], found.stderr
+
+
+def test_half_a_clone_says_what_is_missing(clone):
+    shutil.rmtree(clone / "lowering")
+    said = from_folder(clone, "-S").stderr.splitlines()[-1]
+    assert said.startswith(f"ImportError: ejkernel: {clone}/lowering is missing; ") and "pip install -e ." in said
