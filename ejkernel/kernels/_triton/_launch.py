@@ -4,9 +4,11 @@ Arrays of JAX are dense and their shapes are known when a program is traced, so 
 constants alone: shapes and strides are part of a constant, and an operand that is absent is None.
 """
 
+import contextlib
 import importlib
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -60,26 +62,41 @@ def refusal(target: Target) -> str | None:
     if target.platform == "cuda" and target.compute_capability < 80:
         return f"Triton's kernels need compute capability 8.0, not {target.compute_capability / 10}"
     try:
-        version = jax_triton().__version__
-    except ImportError as error:
-        return f"jax-triton cannot be imported ({error})"
-    if tuple(map(int, version.split(".")[:2])) < (0, 4):
-        return f"jax-triton {version} cannot leave operands out; 0.4 can"
+        module = jax_triton()
+    except Exception as error:  # versions of jax, Triton and jax-triton that do not fit end in any error
+        return f"jax-triton cannot be used ({type(error).__name__}: {error})"
+    if not _has_backend(module.triton_lib, target.platform):
+        return f"jax-triton {module.__version__} has no backend for {target.platform} with this Triton"
+    if module.triton_lib.triton_kernel_call_lib is None:
+        return "jaxlib has no Triton; a plugin such as jax-cuda13-plugin brings it"
     return None
 
 
-def jax_triton():
-    """The module. Its 0.4 asks Triton for the number of a tensor-map type that 3.6 does not name and nothing here uses;
-    without the name it takes the whole CUDA backend for missing. Of a descriptor it wants to be told whether it is for
-    images, which 3.6, that knows of no such, does not tell."""
-    from triton.backends.nvidia import driver
+def jax_triton() -> Any:
+    """The module; an ImportError where it is not installed or too old.
 
-    if not hasattr(driver, "TMA_TF32"):
-        driver.TMA_TF32 = None
+    As it is imported, be it by a user and before Triton, jax-triton 0.4 asks Triton for the number of a tensor-map type
+    that 3.6 does not name and nothing here uses; without the name it takes the whole CUDA backend for missing. That is
+    put into place here. Of a descriptor it then wants to be told whether it is for images, which 3.6 does not tell.
+    From 3.7 on nothing is missing, and nothing is changed.
+    """
     module = importlib.import_module("jax_triton")
-    if description := getattr(module.triton_lib, "TensorDescMeta", None):
-        description.__required_keys__ -= {"is_im2col"}
+    if tuple(map(int, module.__version__.split(".")[:2])) < (0, 4):
+        raise ImportError(f"jax-triton {module.__version__} cannot leave operands out; 0.4 can")
+    library = module.triton_lib
+    if not _has_backend(library, "cuda"):
+        with contextlib.suppress(ImportError):  # a Triton that was built without CUDA
+            from triton.backends.nvidia import compiler, driver
+
+            library._TMA_DTYPE_DEVICE_TO_HOST = driver.TMA_DTYPE_DEVICE_TO_HOST
+            library.TensorDescMeta.__required_keys__ -= {"is_im2col"}
+            library.cb = compiler
     return module
+
+
+def _has_backend(library: ModuleType, platform: str) -> bool:
+    """Whether jax-triton found Triton's compiler for a platform; it has stubs in the place of what it did not find."""
+    return isinstance(getattr(library, {"cuda": "cb", "rocm": "hb"}[platform]), ModuleType)
 
 
 def described(x: jax.Array, block: tuple[int, ...]) -> Any:
