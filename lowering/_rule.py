@@ -31,6 +31,7 @@ from ejkernel.ops.utils.devices import target_of
 from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.types import Backend, Platform, Target
 
+from ._failures import Progress, named_when_compiled
 from ._partition import automatic, explicit
 
 
@@ -54,6 +55,7 @@ def body_of(
     config: Any,
     target: Target,
     platform: Platform | str,
+    progress: Progress,
 ) -> Callable[..., list[Any]]:
     """The computation on one device: picks the implementation for the shapes that it is traced on, and labels it."""
 
@@ -62,7 +64,8 @@ def body_of(
         positional, extra = primitive.arguments(named, results)
         entry = implementation(primitive, named, spec, config, target, platform)
         used = config_for(primitive, named, spec, config, entry, target)
-        with labelled(primitive.name, entry.platform, used):
+        taking = candidates(primitive.name, spec, primitive.operands(named), target)
+        with progress.tracing(entry, taking), labelled(primitive.name, entry.platform, used):
             return list(entry.implementation(*positional, **extra, spec=spec, config=used))
 
     return body
@@ -93,7 +96,8 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
     named = dict(zip(operands, ctx.avals_in, strict=True))
     target = target_of(platform)
     forced = config.platform if config.backend == Backend.ANY else "auto"
-    body = body_of(primitive, operands, results, spec, config, target, forced)
+    progress = Progress(primitive.name, target)
+    body = body_of(primitive, operands, results, spec, config, target, forced, progress)
     if primitive.split(named)[1] is not None:
         run = explicit(primitive, body, named, results, spec)
         avals = [without_manual_axes(aval) for aval in ctx.avals_in]
@@ -102,8 +106,14 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
             _refuse_on_tpu(primitive, local, spec, config, target, forced)
-            run = body if is_partly_manual(ctx) else automatic(primitive, body, local, results, spec)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), unchecked_manual_axes(), _promotions():
+            named_body = named_when_compiled(body, progress)
+            run = body if is_partly_manual(ctx) else automatic(primitive, named_body, local, results, spec)
+    with (
+        progress.failures_named(),
+        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        unchecked_manual_axes(),
+        _promotions(),
+    ):
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 
 
@@ -130,7 +140,9 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
             primitive.bind({**fixed, **moving}, spec=spec, config=config, results=results).values()
         )
     avals = {n: jax.typeof(x) for n, x in named.items()}
-    body = body_of(primitive, operands, results, spec, config, Target("cpu"), Platform.XLA)
+    target = Target("cpu")
+    progress = Progress(primitive.name, target)
+    body = body_of(primitive, operands, results, spec, config, target, Platform.XLA, progress)
     # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
     run = explicit(primitive, body, avals, results, spec) if primitive.split(avals)[0] else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())

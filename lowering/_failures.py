@@ -1,0 +1,112 @@
+"""What is said where an implementation fails while it is lowered: which one, on what versions, and how to pass it over.
+
+It fails as it is traced, or later: Triton and Mosaic compile a kernel when the traced program is lowered.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jaxlib
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+
+from ejkernel.errors import EjkernelRuntimeError, UnsupportedError
+from ejkernel.kernels._dispatch import Candidate
+from ejkernel.kernels._registry import KernelSpec
+from ejkernel.types import Platform, Target
+
+# While an implementation is traced these may be about the call, e.g. a size in the config that was given.
+_OF_THE_CALL = (ValueError, TypeError, NotImplementedError)
+
+
+@dataclass(eq=False)  # each is itself: it is a parameter of a primitive below
+class Progress:
+    """How far the lowering of an operation has come.
+
+    Attributes:
+        operation: the name of the primitive.
+        target: what it is lowered for.
+        entry: the implementation, once it was chosen.
+        others: the platforms of the other implementations that take the call.
+        is_traced: whether the program of the implementation is there, and is being lowered.
+    """
+
+    operation: str
+    target: Target
+    entry: KernelSpec | None = None
+    others: Sequence[Platform] = ()
+    is_traced: bool = False
+
+    @contextlib.contextmanager
+    def tracing(self, entry: KernelSpec, taking: Sequence[Candidate]) -> Iterator[None]:
+        """While `entry` is traced, which was chosen among `taking`."""
+        self.entry, self.is_traced = entry, False
+        self.others = [other.platform for other, reason in taking if other is not entry and reason is None]
+        yield
+        self.is_traced = True
+
+    @contextlib.contextmanager
+    def failures_named(self) -> Iterator[None]:
+        """Turns an error of the implementation into an `EjkernelRuntimeError`, with the error as its cause."""
+        try:
+            yield
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            by_registry = isinstance(error, EjkernelRuntimeError)
+            is_named = by_registry and self.is_traced
+            if self.entry is None or is_named or (not self.is_traced and isinstance(error, _OF_THE_CALL)):
+                raise
+            cause = (by_registry and error.__cause__) or error
+            raise EjkernelRuntimeError(self._message(cause)) from cause
+
+    def _message(self, error: BaseException) -> str:
+        name, public = f"{self.entry.platform}/{self.entry.backend}", self.operation.removesuffix("_bwd")
+        lines = [
+            f"{self.operation}: {name} failed while it was lowered for {self.target}: {type(error).__name__}: {error}",
+            f"versions: {_versions()}",
+        ]
+        public = public.removesuffix("_jvp")
+        for other in self.others:
+            lines.append(
+                f"{other} takes this call too: ejkernel.lax.{public}(…, config={{'platform': '{other}'}}) "
+                f"or ejkernel.modules.{public}(…, platform='{other}')"
+            )
+        return "\n".join(lines)
+
+
+def _versions() -> str:
+    """Of jax and jaxlib, and of Triton and jax-triton where they are loaded."""
+    modules = {"jax": jax, "jaxlib": jaxlib}
+    modules |= {"triton": sys.modules.get("triton"), "jax-triton": sys.modules.get("jax_triton")}
+    found = {name: getattr(module, "__version__", None) for name, module in modules.items()}
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
+
+
+# --- Within a program that XLA partitions, which is lowered when XLA compiles it: of what is raised there XLA makes an
+# error of its own, with the text.
+
+
+def named_when_compiled(body: Callable[..., list[Any]], progress: Progress) -> Callable[..., list[Any]]:
+    """`body`, in whose lowering failures are named, wherever that takes place."""
+
+    def run(*arrays):
+        program = jax.make_jaxpr(body)(*arrays)
+        return _named_p.bind(*arrays, program=program, progress=progress)
+
+    return run
+
+
+def _lower_named(ctx, *args, program, progress):
+    with progress.failures_named():
+        return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(ctx, *args)
+
+
+_named_p = Primitive("ejkernel_named")
+_named_p.multiple_results = True
+_named_p.def_abstract_eval(lambda *avals, program, progress: program.out_avals)
+mlir.register_lowering(_named_p, _lower_named)
