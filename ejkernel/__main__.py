@@ -2,12 +2,15 @@
 
 import argparse
 import importlib
+import os
 import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from . import cli
+from .cli._devices import missing_backend
 
 
 class _Parser(argparse.ArgumentParser):
@@ -18,7 +21,21 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status; wrong arguments exit with 2."""
+    """Runs one command and returns its exit status; wrong arguments, and no device to run on, exit with 2."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # where "×" cannot be written, "?" is
+    try:
+        try:
+            return _run(_parsed(arguments))
+        finally:
+            sys.stdout.flush()  # at exit it would be too late to answer for a reader that has gone
+    except BrokenPipeError:  # as in `ejkernel info | head -1`: the rest is for nobody
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _Parser(prog="ejkernel", description="Deep-learning kernels for JAX.")
     commands = parser.add_subparsers(metavar="command", required=True)
     for found in pkgutil.iter_modules(cli.__path__):
@@ -29,11 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         added = commands.add_parser(found.name, help=summary, description=command.__doc__, formatter_class=_Described)
         command.add_arguments(added)
         added.set_defaults(command=command, parser=added)
-    parsed = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def _run(parsed: argparse.Namespace) -> int:
     try:
         return parsed.command.run(parsed)
     except argparse.ArgumentError as error:
         parsed.parser.error(" ".join(str(error).split()))
+    except (RuntimeError, AssertionError):  # with either JAX says that it has no backend, and with others more
+        if reason := missing_backend():
+            parsed.parser.exit(2, f"{parsed.parser.prog}: {reason}\n")
+        raise
 
 
 class _Described(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):

@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints a table of what was tuned; 1 if there was nothing, or a call could not be measured."""
     try:
         return _merge(arguments) if arguments.merge else _tune(arguments)
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise argparse.ArgumentError(None, str(error)) from error
 

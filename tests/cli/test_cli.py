@@ -9,7 +9,7 @@ import pytest
 
 import ejkernel
 from ejkernel.__main__ import main
-from ejkernel.cli import demo, info
+from ejkernel.cli import _devices, _versions, demo, info
 from ejkernel.cli._formulas import plain_attention, plain_gla, plain_grouped_matmul
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import KERNELS
@@ -45,10 +45,10 @@ def test_info_shows_versions_devices_and_implementations(capsys):
 
 def test_info_says_why_a_platform_is_missing(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert info.available("cuda") == "none: JAX_PLATFORMS=cpu leaves it out"
+    assert _devices.available("cuda") == "none: JAX_PLATFORMS=cpu leaves it out"
     monkeypatch.delenv("JAX_PLATFORMS")
-    monkeypatch.setattr(info, "_version", lambda package: None)
-    assert info.available("rocm") == "none: jax-rocm7-plugin or jax-rocm60-plugin is not installed"
+    monkeypatch.setattr(_devices, "version", lambda package: None)
+    assert _devices.available("rocm") == "none: jax-rocm7-plugin or jax-rocm60-plugin is not installed"
 
 
 def test_info_counts_the_tuned_configs_that_fit(capsys, monkeypatch, tmp_path):
@@ -62,7 +62,7 @@ def test_info_counts_the_tuned_configs_that_fit(capsys, monkeypatch, tmp_path):
 
 
 def test_a_package_that_is_not_installed_has_no_version():
-    assert info._version("no-such-package") is None
+    assert _versions.version("no-such-package") is None
 
 
 # --- explain
