@@ -8,9 +8,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints each measurement as it is made."""
-    from ..callib import calibrate
+    """Prints each measurement as it is made; 1 if they could not be kept, which a warning tells more of."""
+    from ..callib import calibrate, known_ceilings
 
     ceilings = calibrate(tell=print)
+    if known_ceilings(ceilings.device_kind) != ceilings:
+        print("not kept")
+        return 1
     print(f"kept for {ceilings.device_kind} (jax {ceilings.jax})")
     return 0
