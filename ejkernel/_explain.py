@@ -22,7 +22,7 @@ class Explanation:
         target: what it would be lowered for.
         candidates: every implementation by priority with the reason against it, or None.
         config: the config of the one that runs; None if none does.
-        origin: where that config comes from; "" if there is none.
+        origin: where that config comes from; why there is none.
     """
 
     operation: str
@@ -32,9 +32,17 @@ class Explanation:
     origin: str
 
     def __str__(self) -> str:
-        what = f"{self.config.platform}/{self.target.backend} with {self.config}" if self.config else "nothing can run"
-        what += f", {self.origin}" if self.config else ""
-        return f"{self.operation} on {self.target}: {what}\n{table(self.candidates)}"
+        lines = table(self.candidates).splitlines()
+        what = self.origin
+        if self.config is not None:
+            what = f"{self.config.platform}/{self.target.backend} with {self.config}, {self.origin}"
+            lines[self._runs()] = f"→{lines[self._runs()][1:]}"
+        return "\n".join((f"{self.operation} on {self.target}: {what}", *lines))
+
+    def _runs(self) -> int:
+        """The place of the implementation that runs: the first that can of those that the config is for, if any can."""
+        can = [i for i, (_, reason) in enumerate(self.candidates) if reason is None]
+        return next((i for i in can if self.candidates[i][0].platform == self.config.platform), can[0])
 
 
 def explain(operation: str, *args: Any, target: str | Target | None = None, platform: str | None = None, **kwargs: Any):
@@ -65,8 +73,9 @@ def explain(operation: str, *args: Any, target: str | Target | None = None, plat
     kernel = KERNELS[operation]
     platform = platform or "auto"
     looked_at = candidates(operation, found["spec"], kernel.primitive.operands(found["named"]), target, platform)
-    runs = any(reason is None for _, reason in looked_at)
-    config, origin = _config(kernel, found["named"], found["spec"], platform, target) if runs else (None, "")
+    config, origin = None, "nothing can run"
+    if any(reason is None for _, reason in looked_at):
+        config, origin = _config(kernel, found["named"], found["spec"], platform, target)
     return Explanation(operation, target, looked_at, config, origin)
 
 
@@ -78,10 +87,20 @@ _ORIGINS = {
 }
 
 
-def _config(kernel, named, spec, platform, target) -> tuple[KernelConfig, str]:
-    """The config that is stored for the call, else that of heuristics, and where it comes from."""
+def _config(kernel, named, spec, platform, target) -> tuple[KernelConfig | None, str]:
+    """The config that is stored for the call, else that of heuristics, and where it comes from; None if it raises."""
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in named.items()}
     inv = replace(kernel.invocation(arrays, spec, platform=platform), target=target)
-    if found := default_executor().selector.stored(kernel, inv, kernel.key_builder(inv)):
+    selector = default_executor().selector
+    if found := selector.stored(kernel, inv, kernel.key_builder(inv)):
         return found[1], _ORIGINS[found[0]]
-    return kernel.heuristic(named, spec, platform, target), "by heuristics"
+    config, policy = kernel.heuristic(named, spec, platform, target), selector.policy
+    measured = {config, *kernel.config_space(inv)} if policy.allow_autotune and not selector.tuner.refusal(inv) else ()
+    if len(measured) > 1:
+        return config, f"by heuristics, until the first call measures {len(measured)} configs"
+    if policy.allow_heuristics:
+        return config, "by heuristics"
+    return (
+        None,
+        "the call raises ConfigMissError, as no config is stored and the autotuning policy is to raise an error",
+    )

@@ -2,7 +2,8 @@
 
     ejkernel explain flash_attention --q 2,4096,32,128 --kv-heads 8 --dtype bf16 --causal --target cuda
 
-Nothing is computed. An operand that has no option of its own is given by its type, an option by its value:
+Nothing is computed; the exit status is 1 if nothing can run. An operand that has no option of its own is given by its
+type, an option by its value:
 
     ejkernel explain flash_attention --q 1,64,4,64 --array mask=bool[64,64] --option deterministic=True
 """
@@ -49,16 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the explanation."""
+    """Prints the explanation; 1 if nothing can run."""
     if arguments.device_kind and not arguments.target:
         raise argparse.ArgumentError(None, "--device-kind needs --target")
     target = Target(arguments.target, arguments.device_kind) if arguments.target else None
     given = {**_attention(arguments), **dict(arguments.array), **dict(arguments.option)}
     try:
-        print(explain(arguments.operation, target=target, platform=arguments.platform, **given))
+        found = explain(arguments.operation, target=target, platform=arguments.platform, **given)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentError(None, str(error)) from error
-    return 0
+    print(found)
+    return 0 if found.config is not None else 1
 
 
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:

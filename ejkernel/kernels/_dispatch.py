@@ -38,9 +38,14 @@ def table(found: Sequence[Candidate]) -> str:
     if not found:
         return "  (nothing is registered)"
     return "\n".join(
-        f"  {entry.priority:>4}  {entry.platform + '/' + entry.backend:<12}  {reason or _takes(entry)}"
+        f"  {entry.priority:>4}  {entry.platform + '/' + entry.backend:<12}  {_one_line(reason) or _takes(entry)}"
         for entry, reason in found
     )
+
+
+def _one_line(reason: str | None) -> str:
+    """Some hold the message of an exception, which may have many."""
+    return " ".join((reason or "").split())
 
 
 def _takes(entry: KernelSpec) -> str:

@@ -109,7 +109,10 @@ EVERY_OPTION = """
 
 def test_explain_hands_on_every_option(capsys, monkeypatch):
     given = {}
-    monkeypatch.setattr("ejkernel.cli.explain.explain", lambda operation, **keywords: given.update(keywords))
+    monkeypatch.setattr(
+        "ejkernel.cli.explain.explain",
+        lambda operation, **keywords: given.update(keywords) or ejkernel.explain(operation, **keywords),
+    )
     printed(
         capsys, "explain", "flash_attention", *EVERY_OPTION.split(), "--target", "cuda", "--device-kind", "NVIDIA H200"
     )

@@ -1,0 +1,68 @@
+"""`ejkernel explain`: its exit status, its rows, and what it knows of the autotuning policy."""
+
+import jax
+import pytest
+
+import ejkernel
+from ejkernel.__main__ import main
+from ejkernel.kernels._dispatch import table
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.modules._operation import KERNELS
+from ejkernel.ops import ConfigCache, default_executor
+from ejkernel.primitives.flash_attention import FlashAttentionSpec
+from ejkernel.types import KernelConfig
+
+EXPLAIN = "explain flash_attention --q 1,64,4,64"
+
+
+def explained(capsys, arguments):
+    status = main(arguments.split())
+    return status, capsys.readouterr().out.splitlines()
+
+
+def test_explain_exits_with_1_where_nothing_can_run(capsys):
+    status, (what, *rows) = explained(capsys, f"{EXPLAIN} --target cpu --platform triton")
+    assert status == 1 and what == "flash_attention on cpu: nothing can run"
+    assert not any("takes this call" in row or "→" in row for row in rows)
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda", "rocm", "tpu"])
+def test_explain_has_a_row_for_each_implementation_and_marks_the_one_that_runs(capsys, target):
+    status, (what, *rows) = explained(capsys, f"{EXPLAIN} --target {target}")
+    entries = kernel_registry.list_implementations("flash_attention")
+    assert status == 0 and len(rows) == len(entries)
+    for entry, row in zip(entries, rows, strict=True):
+        mark, priority, name, reason = row[:1], *row[1:].split(maxsplit=2)
+        assert (priority, name) == (str(entry.priority), f"{entry.platform}/{entry.backend}") and reason
+        assert mark in " →"
+    (runs,) = (row for row in rows if row.startswith("→"))
+    assert "takes this call" in runs and runs.split()[2].partition("/")[0] in what
+
+
+def test_a_reason_of_many_lines_is_one_row():
+    entry = kernel_registry.list_implementations("flash_attention")[0]
+    assert table([(entry, "cannot be imported (no\n  such module)")]).endswith("  cannot be imported (no such module)")
+
+
+def test_explain_knows_the_policy_that_a_miss_is_an_error(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "error")
+    chain = default_executor().selector
+    monkeypatch.setattr(chain, "cache", ConfigCache())
+    status, (what, *rows) = explained(capsys, EXPLAIN)
+    assert status == 1 and "the call raises ConfigMissError" in what and not any("→" in row for row in rows)
+    x = jax.ShapeDtypeStruct((1, 64, 4, 64), "bfloat16")
+    with pytest.raises(ejkernel.ConfigMissError):
+        jax.eval_shape(ejkernel.lax.flash_attention, x, x, x)
+    inv = KERNELS["flash_attention"].invocation(dict(q=x, k=x, v=x), FlashAttentionSpec(softmax_scale=0.125))
+    chain.cache.put(inv.kernel.key_builder(inv), KernelConfig(block_q=32, platform="xla", backend="cpu"))
+    status, (what, *rows) = explained(capsys, EXPLAIN)
+    assert status == 0 and what.endswith("from the cache in memory") and rows[-1].startswith("→")
+
+
+def test_explain_knows_that_the_first_call_measures(capsys, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "autotune")
+    configs = [KernelConfig(block_q=size, platform="xla", backend="cpu") for size in (16, 32)]
+    monkeypatch.setattr(KERNELS["flash_attention"], "config_space", lambda inv: configs)
+    status, (what, *_) = explained(capsys, EXPLAIN)
+    assert status == 0 and what.endswith("by heuristics, until the first call measures 3 configs")
+    assert explained(capsys, f"{EXPLAIN} --target cuda")[1][0].endswith("by heuristics")
