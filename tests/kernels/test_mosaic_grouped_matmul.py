@@ -1,5 +1,8 @@
 """The backward of grouped_matmul in Mosaic GPU, lowered for a Hopper GPU without one."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -38,6 +41,22 @@ def test_lowers(shape, config):
     backward = lambda x, do: grouped_matmul_bwd(x, Outputs(None), Outputs(do), wrt=("rhs",), spec=spec, config=config)
     assert supports(spec, x, HOPPER) is None
     assert "mosaic_gpu_v2" in lowered(backward, x, do)
+
+
+@pytest.mark.parametrize("batch, groups", [(1, 8), (1, 60), (1, 64), (3, 60)])
+def test_every_operand_fills_whole_lines_of_256_bytes(batch, groups):
+    """Mosaic GPU refuses one that begins elsewhere, and XLA packs temporaries one behind the other."""
+    sizes = {"lhs": (batch, 8192, 128), "rhs": (batch, groups, 128, 128), "do": (batch, 8192, 128)}
+    x = {name: array(size, jnp.bfloat16) for name, size in sizes.items()}
+    operands = Operands(x["lhs"], x["rhs"], array((batch, groups), jnp.int32))
+    spec = GroupedMatmulSpec("bfloat16")
+    (config, *_) = grouped_matmul_bwd.space(spec, operands, HOPPER)
+    backward = lambda x, do: grouped_matmul_bwd(x, Outputs(None), Outputs(do), wrt=("rhs",), spec=spec, config=config)
+    (taken,) = re.findall(r"@mosaic_gpu_v2.*: \((.*)\) ->", lowered(backward, operands, x["do"]))
+    shapes = re.findall(r"tensor<([\dx]+)x(i32|bf16)>", taken)
+    assert len(shapes) == 3
+    for shape, dtype in shapes:
+        assert math.prod(map(int, shape.split("x"))) * {"i32": 4, "bf16": 2}[dtype] % 256 == 0, f"{shape} of {dtype}"
 
 
 @pytest.mark.parametrize("transpose_rhs", (False, True))

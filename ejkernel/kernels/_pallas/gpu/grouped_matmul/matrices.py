@@ -41,6 +41,7 @@ REGISTERS = 232, 40  # of a thread that multiplies, and of one that loads
 EDGES = 2  # tiles of rows of a group that may hold others
 BAND = 8  # tiles of rows that are visited together for each tile of columns
 MASKED, FREE = FIRST_BARRIER, FIRST_BARRIER + 1  # named barriers: from the latter on, one for each slot
+ALIGNMENT = 256  # bytes; Mosaic GPU refuses an operand that begins elsewhere
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def multiply_groups(x: Array, y: Array, starts: Array, ends: Array, plan: Plan) 
     return launch(
         partial(_kernel, plan=plan),
         "grouped_matmul_matrices",
-        (starts, ends, x, y),
+        (_in_one_buffer(starts, ends), x, y),
         out_type=jax.ShapeDtypeStruct((plan.groups, plan.rows, plan.columns), plan.dtype),
         blocks=plan.blocks,
         warpgroups=WARPGROUPS,
@@ -118,12 +119,22 @@ def multiply_groups(x: Array, y: Array, starts: Array, ends: Array, plan: Plan) 
     )
 
 
-def _kernel(starts, ends, x, y, z, *, plan: Plan, x_tiles, y_tiles, z_tiles, full):
+def _in_one_buffer(starts: Array, ends: Array) -> Array:
+    """starts and then ends, in a buffer whose size is a multiple of `ALIGNMENT`.
+
+    XLA packs the temporaries of a program at multiples of 128 bytes, so that behind one that does not fill whole lines
+    of 256 the next may begin where Mosaic GPU refuses it.
+    """
+    both = jnp.concatenate([starts, ends])
+    return jnp.pad(both, (0, -both.size % (ALIGNMENT // both.dtype.itemsize)))
+
+
+def _kernel(limits, x, y, z, *, plan: Plan, x_tiles, y_tiles, z_tiles, full):
     number, turns = lax.axis_index("warpgroup"), plan.turns()
 
     def bounds(turn):
         group = plan.group(turn)
-        return starts[group], ends[group]
+        return limits[group], limits[plan.groups + group]
 
     def multiply():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
