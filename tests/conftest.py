@@ -22,6 +22,7 @@ def own_environment(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "inf")  # a busy machine measures the same candidates
 
 
 def pytest_runtest_setup(item):

@@ -28,7 +28,7 @@ PROGRAM = """
     for name in ("flash_attention", "flash_attention_jvp", "flash_attention_bwd"):
         for entry in kernel_registry.list_implementations(name):
             entry.implementation.space = lambda *_: [KernelConfig(block_q=16), KernelConfig(block_q=32)]
-    Tuner.times = None
+    Tuner.measure = None
     chosen = []
     selector = default_executor().selector
     selector._on_event = lambda event, operation, key, config: chosen.append([event, key, str(config)])

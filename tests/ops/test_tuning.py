@@ -1,6 +1,8 @@
 """Measuring: which candidates count, on what values, in which contexts, and where it is refused."""
 
 import itertools
+import math
+import sys
 import time
 import warnings
 
@@ -15,6 +17,8 @@ from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, ones, ran
 from ejkernel.callib import Ceilings
 from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops import ConfigCache, Invocation, Tuner, autotune, benchmark, pmap_with_config, vmap_with_config
+from ejkernel.ops.core import progress
+from ejkernel.ops.core.budget import Deadline
 from ejkernel.ops.core.checking import disagreement, same_bits
 from ejkernel.ops.utils.devices import device_target
 from ejkernel.ops.utils.operands import random_like
@@ -121,7 +125,7 @@ def test_the_search_ends_where_the_roofline_leaves_nothing_to_gain(monkeypatch, 
 def test_those_near_the_best_are_timed_again_in_turns():
     called = []
     program = lambda name: lambda: called.append(name) or time.sleep(25e-3)
-    found = Tuner(iters=3)._in_turns({"a": program("a"), "b": program("b")})
+    found = Tuner(iters=3)._in_turns({"a": program("a"), "b": program("b")}, Deadline(math.inf))
     assert called[-4:] == ["a", "b", "a", "b"] and set(found) == {"a", "b"}
 
 
@@ -284,9 +288,23 @@ def test_log_names_each_candidate_with_its_time_or_its_reason(monkeypatch, capsy
     assert "candidates@v1: Config(block=3): " in second and second.endswith(" ms")
 
 
-def test_without_a_terminal_nothing_is_told(capfd):
+def test_of_what_is_done_soon_nothing_is_told(monkeypatch, capfd):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 600)
     autotune(Candidates(), ones())
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_what_takes_longer_is_counted(monkeypatch, capsys, terminal):
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with progress.Progress("flash_attention_bwd@v1", 12) as count:
+        count._first.join()
+        count.tell(HEURISTIC, "0.1 ms")
+        count.tell(OTHER, "0.2 ms")
+    counts = [f"ejkernel: tuning flash_attention_bwd@v1 {done} of 12 …" for done in range(3)]
+    told = "".join(f"\r\033[K{count}" for count in counts) + "\r\033[K" if terminal else counts[0] + "\n"
+    assert capsys.readouterr() == ("", told)
 
 
 def test_benchmark_counts_a_short_call_in_batches():

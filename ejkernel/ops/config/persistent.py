@@ -40,11 +40,15 @@ class PersistentCache:
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
 
-    def put(self, key: str, config: Any, device: str | None = None) -> None:
-        """Stores the config of `key` for `device` (by default that in use)."""
+    def put(self, key: str, config: Any, device: str | None = None, tried: tuple[int, int] | None = None) -> None:
+        """Stores the config of `key` for `device` (by default that in use).
+
+        `tried` says of how many configs, of how many that there are, it is the best, where that is not all: the entry
+        then has it beside the config, as `"tried": [3, 12]`.
+        """
         file = self._file(device)
         try:
-            file.write({key: pack(config)})
+            file.write({key: pack(config) | ({} if tried is None else {"tried": tried})})
         except TypeError as error:
             file.warn(str(error))
 

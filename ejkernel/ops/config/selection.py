@@ -3,8 +3,12 @@
     override → overlay → cache → persistent → tables → autotune → heuristics
 
 The first that has an answer gives it. What was measured is kept, in memory and on disk; what heuristics chose never is.
+Where a call has to wait for the measuring, `EJKERNEL_AUTOTUNE_BUDGET_S` bounds that (0: nothing is measured). The best
+of those that were timed is kept then too, and its entry on disk says how many were tried: it serves as it is, until
+`ejkernel tune` or `autotune_recorded`, which take their time, put that of all in its place.
 """
 
+import math
 import os
 import threading
 import warnings
@@ -16,6 +20,7 @@ import jax
 
 from ejkernel.errors import ConfigMissError, EjkernelRuntimeError
 
+from ..core.budget import budget_of_environment
 from ..core.kernel import Invocation, Kernel
 from ..core.tuner import Tuner
 from ..core.types import Cfg
@@ -115,8 +120,8 @@ class ConfigSelectorChain(Generic[Cfg]):
                 cache.answered_by_another(key)
         return config
 
-    def measure(self, kernel: Kernel[Cfg, Any], inv: Invocation) -> Cfg:
-        """Measures `inv` whatever the policy, and stores the fastest config.
+    def measure(self, kernel: Kernel[Cfg, Any], inv: Invocation, budget: float = math.inf) -> Cfg:
+        """Measures `inv` whatever the policy, for at most `budget` seconds, and stores the fastest config.
 
         Raises:
             EjkernelRuntimeError: it cannot be measured here, or no config computes the right numbers.
@@ -125,11 +130,12 @@ class ConfigSelectorChain(Generic[Cfg]):
             raise EjkernelRuntimeError(f"{kernel.op_id}: {reason}")
         key = kernel.key_builder(inv)
         self._tell("autotune_start", kernel, key, None)
-        config = self.tuner.fastest(kernel, inv)
-        self.cache.put(key, config)
+        measured = self.tuner.measure(kernel, inv, budget=budget)
+        self.cache.put(key, measured.fastest)
         if self.persistent is not None:
-            self.persistent.put(key, config, inv.device_fingerprint)
-        return self._tell("autotune_finish", kernel, key, config)
+            tried = (measured.tried, measured.candidates) if measured.cut_short else None
+            self.persistent.put(key, measured.fastest, inv.device_fingerprint, tried)
+        return self._tell("autotune_finish", kernel, key, measured.fastest)
 
     def stored(self, kernel: Kernel[Cfg, Any], inv: Invocation, key: str) -> tuple[str, Cfg] | None:
         """The config that is stored for `inv` and the event that it would be, None if none is. Nothing is changed."""
@@ -156,7 +162,8 @@ class ConfigSelectorChain(Generic[Cfg]):
     def _measured(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
         if not self.policy.allow_autotune or key in self._not_measurable or inv.target != device_target():
             return None
-        if set(kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
+        budget = budget_of_environment()
+        if not budget or set(kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
             return None
         if reason := self.tuner.refusal(inv):
             self._warn_once(f"{reason}; the heuristic ones are used")
@@ -165,7 +172,7 @@ class ConfigSelectorChain(Generic[Cfg]):
             if (config := self.cache.get(key)) is not None:  # another thread has measured it meanwhile
                 return self._tell("cache_hit", kernel, key, config)
             try:
-                return self.measure(kernel, inv)
+                return self.measure(kernel, inv, budget)
             except EjkernelRuntimeError as error:
                 self._not_measurable.add(key)
                 self._warn_once(f"{error}; the heuristic config is used")

@@ -4,19 +4,18 @@ A call is measured on values (its own, or synthetic ones where it is being trace
 its own: there no trace is in progress, so it can be done in the midst of `jax.jit`. A candidate's time counts once its
 numbers agree with those of the heuristic config and are the same, bit for bit, in a second run (unless its kernel says
 that they need not be).
+
+Within a budget the likeliest candidates are measured, that of the heuristics first, until it is spent. What compiles
+for longer is not waited for.
 """
 
 import math
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import numpy as np
@@ -28,8 +27,11 @@ from ejkernel.xla_utils.symbolic import is_symbolic
 from ..utils.devices import device_target
 from ..utils.operands import abstract, is_array
 from ..utils.timing import batches
+from .budget import Deadline
 from .checking import disagreement, same_bits
 from .kernel import Invocation, Kernel
+from .programs import compiled_in_turn, outside_any_trace
+from .progress import Progress
 from .types import Cfg
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
@@ -43,6 +45,28 @@ _SECONDS_OF_A_TURN = 2e-2
 _AT_THE_ROOFLINE = 1.03
 
 _measuring = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Measured(Generic[Cfg]):
+    """What came of measuring a call.
+
+    Attributes:
+        times: milliseconds of the configs that compute the right numbers, in the order in which they were measured.
+        tried: how many configs were timed or rejected.
+        candidates: how many there are.
+        cut_short: the budget was spent before the last of them.
+    """
+
+    times: dict[Cfg, float]
+    tried: int
+    candidates: int
+    cut_short: bool = False
+
+    @property
+    def fastest(self) -> Cfg:
+        """The config that took the least time."""
+        return min(self.times, key=self.times.get)
 
 
 @dataclass(frozen=True)
@@ -80,70 +104,108 @@ class Tuner:
         Raises:
             EjkernelRuntimeError: there is none; the message says of each why not.
         """
-        times = self.times(kernel, inv, configs)
-        return min(times, key=times.get)
+        return self.measure(kernel, inv, configs).fastest
 
     def times(
         self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None = None
     ) -> dict[Cfg, float]:
         """Milliseconds of those of `configs` that compute the right numbers, in the order in which they were measured.
 
-        The heuristic config comes first if it is among them. One that is hopeless is timed once, and the search ends at
-        one that takes hardly longer than the work takes at the ceilings of the device, where both are known.
-
         Raises:
             EjkernelRuntimeError: there is none; the message says of each why not.
         """
-        args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
-        inv = replace(inv, args=args, kwargs=kwargs)
-        return _outside_any_trace(lambda: self._times(kernel, inv, configs))
+        return self.measure(kernel, inv, configs).times
 
-    def _times(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None) -> dict[Cfg, float]:
+    def measure(
+        self,
+        kernel: Kernel[Cfg, Any],
+        inv: Invocation,
+        configs: Sequence[Cfg] | None = None,
+        budget: float = math.inf,
+    ) -> Measured[Cfg]:
+        """The times of `configs`, of as many as there is time for within `budget` seconds.
+
+        The heuristic config comes first if it is among them, the others follow as they are given. One that is hopeless
+        is timed once, and the search ends at one that takes hardly longer than the work takes at the ceilings of the
+        device, where both are known.
+
+        Raises:
+            EjkernelRuntimeError: there is none that computes the right numbers, and the message says of each why not;
+                or the budget was spent before the first of them was compiled.
+        """
+        args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
+        inv, deadline = replace(inv, args=args, kwargs=kwargs), Deadline(budget)
         try:
-            args, kwargs = kernel.synthetic_inputs(inv)
-            inv = replace(inv, args=args, kwargs=kwargs)
-            heuristic = kernel.heuristic_cfg(inv)
-            configs = dict.fromkeys(kernel.config_space(inv) if configs is None else configs)
-            enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
-            programs = _compiled_in_turn(kernel, inv, list(dict.fromkeys([heuristic, *configs])))
-            first = next(programs)
-            with _measuring:
-                reference = jax.block_until_ready(first[1].result()())
-        except Exception as error:
-            raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {_first_line(error)}") from error
-        report, rejected, times, runnable = _Report(kernel.op_id, len(configs)), [], {}, {}
-        for config, program in chain([first] if heuristic in configs else [], programs):
+            return outside_any_trace(lambda: self._measure(kernel, inv, configs, deadline))
+        except TimeoutError:
+            raise EjkernelRuntimeError(
+                f"{kernel.op_id}: nothing could be measured within the budget of {budget:g} s"
+            ) from None
+
+    def _measure(self, kernel: Kernel, inv: Invocation, configs: Sequence | None, deadline: Deadline) -> Measured:
+        with ExitStack() as stack:
+            try:
+                configs = dict.fromkeys(kernel.config_space(inv) if configs is None else configs)
+                heuristic = kernel.heuristic_cfg(inv)
+                progress = stack.enter_context(Progress(kernel.op_id, len(configs)))
+                args, kwargs = outside_any_trace(lambda: kernel.synthetic_inputs(inv), deadline)
+                inv = replace(inv, args=args, kwargs=kwargs)
+                enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
+                programs = compiled_in_turn(kernel, inv, list(dict.fromkeys([heuristic, *configs])), deadline)
+                first = next(programs)
+                with _measuring:
+                    reference = jax.block_until_ready(first[1].result()())
+            except TimeoutError:
+                raise
+            except Exception as error:
+                raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {_first_line(error)}") from error
+            of_configs = chain([first] if heuristic in configs else [], programs)
+            times, rejected, programs = self._one_by_one(kernel, inv, of_configs, reference, enough, deadline, progress)
+            for near in _NEAR:
+                limit = near * min(times.values())
+                times |= self._in_turns({c: programs[c] for c in times if times[c] <= limit}, deadline)
+            tried = len(times) + rejected
+            return Measured(times, tried, len(configs), tried < len(configs) and min(times.values()) > enough)
+
+    def _one_by_one(self, kernel, inv, programs, reference, enough, deadline, progress) -> tuple[dict, int, dict]:
+        """Milliseconds of each program that is right, while there is time; how many were not; and those that are."""
+        rejected, times, right = [], {}, {}
+        for config, program in programs:
+            if times and deadline.passed:
+                break
             try:
                 best, repeats = min(times.values(), default=math.inf), kernel.repeats(inv, config)
-                times[config] = self._measured(program.result(), reference, best, repeats)
+                times[config] = self._time(program.result(), reference, best, repeats, deadline)
             except Exception as error:
                 rejected.append(f"{config}: {_first_line(error)}")
-                report.tell(config, f"rejected, {_first_line(error)}")
+                progress.tell(config, f"rejected, {_first_line(error)}")
                 continue
-            runnable[config] = program.result()
-            report.tell(config, f"{times[config]:.4f} ms")
+            right[config] = program.result()
+            progress.tell(config, f"{times[config]:.4f} ms")
             if times[config] <= enough:
                 break
-        report.close()
         if not times:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
-        for near in _NEAR:
-            limit = near * min(times.values())
-            times |= self._in_turns({config: runnable[config] for config in times if times[config] <= limit})
-        return times
+        return times, len(rejected), right
 
-    def _in_turns(self, programs: dict[Cfg, Callable[[], Any]]) -> dict[Cfg, float]:
-        """Milliseconds of programs that were measured to be about equal."""
+    def _in_turns(self, programs: dict[Cfg, Callable[[], Any]], deadline: Deadline) -> dict[Cfg, float]:
+        """Milliseconds of programs that were measured to be about equal, from as many rounds as there is time for."""
         if len(programs) < 2:
             return {}
+        rounds = []
         with _measuring:
-            rounds = zip(
+            for times in zip(
                 *(batches(program, 1, self.iters, _SECONDS_OF_A_TURN) for program in programs.values()), strict=True
-            )
-            return dict(zip(programs, np.min(np.array(list(rounds)), axis=0).tolist(), strict=True))
+            ):
+                rounds.append(times)
+                if deadline.passed:
+                    break
+        return dict(zip(programs, np.min(np.array(rounds), axis=0).tolist(), strict=True))
 
-    def _measured(self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool) -> float:
-        """Milliseconds of a program; only of the first batch where that is already hopeless."""
+    def _time(
+        self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool, deadline: Deadline
+    ) -> float:
+        """Milliseconds of a program that computes the right numbers; only of the first batch where that is hopeless."""
         with _measuring:
             result = program()
             if how := disagreement(result, reference):
@@ -153,7 +215,7 @@ class Tuner:
             times = []
             for milliseconds in batches(program, self.warmup, self.iters):
                 times.append(milliseconds)
-                if times[0] > _HOPELESS * best_time:
+                if times[0] > _HOPELESS * best_time or deadline.passed:
                     break
             return min(times)
 
@@ -167,89 +229,9 @@ def _roofline(kernel: Kernel, inv: Invocation) -> float:
     return 1e3 * ceilings.seconds(*cost, next(arrays).dtype)
 
 
-def _compiled_in_turn(kernel: Kernel, inv: Invocation, configs: Sequence[Any]) -> Iterator[tuple[Any, Future]]:
-    """Each config with its program. As many as there are cores are compiled at once, when the first of them is due."""
-    for start in range(0, len(configs), os.cpu_count()):
-        yield from _compiled(kernel, inv, configs[start : start + os.cpu_count()]).items()
-
-
-def _compiled(kernel: Kernel, inv: Invocation, configs: Iterable[Any]) -> dict[Any, Future]:
-    """The call with each config as a compiled program without arguments, or the error of making it.
-
-    They are lowered and compiled all at once. When this returns nothing is being compiled any more, for compilers
-    measure too, and would disturb.
-    """
-    leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
-
-    def call(config, *arrays):
-        given = iter(arrays)
-        args, kwargs = jax.tree.unflatten(structure, [next(given) if is_array(leaf) else leaf for leaf in leaves])
-        return kernel.bind(args, kwargs, config)
-
-    def make(config):
-        program = jax.jit(partial(call, config)).lower(*arrays).compile()
-        return lambda: program(*arrays)
-
-    as_here = _in_the_contexts_of_this_thread()
-    with ThreadPoolExecutor(os.cpu_count()) as compilers:
-        return {config: compilers.submit(as_here, partial(make, config)) for config in configs}
-
-
 def _first_line(error: Exception) -> str:
     return f"{error}".partition("\n")[0][:200] or type(error).__name__
 
 
 def _without_tracers(x: Any) -> Any:
     return abstract(x) if isinstance(x, jax.core.Tracer) else x
-
-
-def _outside_any_trace(work: Callable[[], Any]) -> Any:
-    """Runs `work` in a thread of its own, in the contexts of this one."""
-    as_here = _in_the_contexts_of_this_thread()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(as_here, work).result()
-
-
-def _in_the_contexts_of_this_thread() -> Callable[[Callable[[], Any]], Any]:
-    """What runs some work, in another thread, in the contexts of this one that decide what is computed and where."""
-    contexts = (
-        (jax.enable_x64, jax.config.jax_enable_x64),
-        (jax.default_matmul_precision, jax.config.jax_default_matmul_precision),
-        (jax.default_device, jax.config.jax_default_device),
-        (jax.numpy_dtype_promotion, jax.config.jax_numpy_dtype_promotion),
-    )
-
-    def run(work):
-        with ExitStack() as stack:
-            for context, value in contexts:
-                stack.enter_context(context(value))
-            return work()
-
-    return run
-
-
-class _Report:
-    """What is told while candidates are measured: each with `EJKERNEL_LOG_AUTOTUNE=1`, else a count on a terminal."""
-
-    def __init__(self, operation: str, total: int):
-        self._operation, self._total, self._done = operation, total, 0
-        self._log = os.environ.get("EJKERNEL_LOG_AUTOTUNE", "0") not in ("", "0")
-        self._count = not self._log and sys.stderr.isatty()
-
-    def tell(self, config: Any, outcome: str) -> None:
-        self._done += 1
-        if self._log:
-            print(f"ejkernel autotune {self._operation}: {config}: {outcome}", file=sys.stderr, flush=True)
-        if self._count:
-            bar = "=" * (20 * self._done // self._total)
-            print(
-                f"\rautotune {self._operation} [{bar:20}] {self._done}/{self._total}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def close(self) -> None:
-        if self._count:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
