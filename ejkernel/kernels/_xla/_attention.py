@@ -130,8 +130,8 @@ def _split(place: Array, cu_seqlens: Array) -> tuple[Array, Array, Array]:
 
 
 def hides(x: Folded) -> bool:
-    """Whether some logits may not count, and so perhaps none of a row."""
-    return x.mask is not None or any(kind is not None for kind in x.rows._replace(index=None))
+    """Whether some logits may be −∞, and so perhaps all of a row: they are masked, or their bias is −∞."""
+    return any(a is not None for a in (x.bias, x.mask, *x.rows._replace(index=None)))
 
 
 def visible(x: Folded, spec: FlashAttentionSpec) -> Array | None:
@@ -153,23 +153,35 @@ def sinks_of_rows(x: Folded, dtype: Any) -> Array:
     return sinks if x.rows.sequence is None else jnp.where(x.rows.sequence >= 0, sinks, -np.inf)
 
 
-def alive(x: Folded, seen: Array | None) -> tuple[Array, Array] | None:
-    """Which rows see something [b?,g?,r?,s?,1], which columns are seen [b?,g?,t?,1]; None where all do and are."""
+class Living(NamedTuple):
+    """Which rows see something [b?,g?,r?,s?,1], and which columns are seen [b?,g?,t?,1]; None where all do and are."""
+
+    rows: Array | None = None
+    columns: Array | None = None
+
+
+def alive(x: Folded, seen: Array | None) -> Living:
+    """By the logits that count."""
+    if seen is None:
+        return Living()
+    rows = seen.any(-1, keepdims=True)
     if x.mask is None and x.rows.sequence is None and x.rows.segment is None:
-        return None  # causal and window leave no column unseen, or `tokens` would have numbered it as padding
-    return seen.any(-1, keepdims=True), lax.expand_dims(seen.any((2, 3)), (3,))
+        return Living(rows)  # causal and window leave no column unseen, or `tokens` would have numbered it as padding
+    return Living(rows, lax.expand_dims(seen.any((2, 3)), (3,)))
 
 
-def zero_dead(x: Folded, living: tuple[Array, Array] | None) -> Folded:
+def zero_dead(x: Folded, living: Living) -> Folded:
     """x with q = 0 in rows that see nothing, and k = v = 0 in columns that nothing sees.
 
     They may be padding that holds NaN, which a weight of zero does not keep out of a product: 0 · NaN = NaN.
     """
-    if living is None:
-        return x
-    rows, columns = living
-    zero = lambda kept, a: None if a is None else where(kept, a, 0)
-    return x._replace(q=zero(rows, x.q), k=zero(columns, x.k), v=zero(columns, x.v))
+    q = zero_where_dead(living.rows, x.q)
+    return x._replace(q=q, k=zero_where_dead(living.columns, x.k), v=zero_where_dead(living.columns, x.v))
+
+
+def zero_where_dead(living: Array | None, a: Array | None) -> Array | None:
+    """An array of rows or of columns, 0 where they are not alive."""
+    return a if a is None or living is None else where(living, a, 0)
 
 
 def dropped(p: Array, x: Folded, spec: FlashAttentionSpec) -> Array:

@@ -52,7 +52,7 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
     Takes memory for all the logits. Differentiable to any order.
     """
     operands = Operands(*operands)
-    x, _, _, s, _ = _logits(attention.folded(operands, spec), spec, operands.q.dtype)
+    x, _, _, s, *_ = _logits(attention.folded(operands, spec), spec, operands.q.dtype)
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, s.dtype)
         s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], sinks.shape[-1]))], axis=-1)
@@ -85,7 +85,7 @@ def flash_attention(
     dtype = attention.statistics_dtype(x.q.dtype)
 
     def of_tile(x):
-        x, _, _, s, _ = _logits(x, spec)
+        x, _, _, s, *_ = _logits(x, spec)
         m = over_row(lax.reduce_max, s)
         m = lax.stop_gradient(_floored(m) if attention.hides(x) else m)
         p = lax.exp(lax.sub(s, m))
@@ -185,16 +185,17 @@ def flash_attention_bwd(
     nothing = lambda: {name: lax.full(shape, 0, rows.lse.dtype) for name, shape in shapes.items()}
 
     def gradients(x, rows):
-        x, raw, slope, s, _ = _logits(x, spec)
+        x, raw, slope, s, living, _ = _logits(x, spec)
+        do, delta = (attention.zero_where_dead(living.rows, a) for a in (rows.do, rows.delta))
         p = _weights(s, rows)
         after_dropout = dropped(p, x, spec)
-        ds = lax.sub(lax.mul(after_dropout, over_features(rows.do, x.v)), lax.mul(p, rows.delta))
+        ds = lax.sub(lax.mul(after_dropout, over_features(do, x.v)), lax.mul(p, delta))
         dz = ds if slope is None else ds * slope
         scaled = dz if x.softmax_scale is None else dz * x.softmax_scale.astype(dz.dtype)
         parts = {
             "dq": lambda: over_columns(scaled, x.k),
             "dk": lambda: over_rows(x.q, scaled),
-            "dv": lambda: over_rows(rows.do, after_dropout),
+            "dv": lambda: over_rows(do, after_dropout),
             "dbias": lambda: attention.sum_to(dz, x.bias.shape),
             "dsoftmax_scale": lambda: attention.sum_to(dz * raw, x.softmax_scale.shape),
         }
@@ -217,14 +218,15 @@ def flash_attention_bwd(
 def _rows_of_backward(
     primals: Operands, outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: tiles.Grid
 ) -> _Rows:
-    lse = _floored(_fold_outputs(outputs, primals, grid).lse)
-    do, dlse = _fold_outputs(cotangents, primals, grid)
-    do = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do
+    lse = _fold_outputs(outputs, primals, grid).lse
+    sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
+    do, dlse = (attention.zero_where_dead(sees, a) for a in _fold_outputs(cotangents, primals, grid))
+    do, lse = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, _floored(lse)
 
     def sums(x, rows):
-        x, _, _, s, _ = _logits(x, spec)
+        x, _, _, s, living, _ = _logits(x, spec)
         p = _weights(s, rows)
-        dp = over_features(rows.do, x.v)
+        dp = over_features(attention.zero_where_dead(living.rows, rows.do), x.v)
         delta = over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp))
         return {"l": over_row(lax.reduce_sum, p), "delta": delta}
 
@@ -243,13 +245,16 @@ def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
 
 
 class _Logits(NamedTuple):
-    """The operands without dead rows and columns, and which live; q·k; ds/dz, None without softcap; s."""
+    """The operands without dead rows and columns; q·k; ds/dz, None without softcap; s; which rows and columns live, and
+    which logits count, None where all do.
+    """
 
     x: Folded
     raw: Array
     slope: Array | None
     s: Array
-    living: tuple[Array, Array] | None
+    living: attention.Living
+    seen: Array | None
 
 
 def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits:
@@ -264,13 +269,15 @@ def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits
     if x.bias is not None:
         s = s + x.bias.astype(dtype)
     if spec.softcap is not None:
+        if x.bias is not None and seen is not None:
+            s = attention.where(seen, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
         tanh = jnp.tanh(s / spec.softcap)
         s, slope = spec.softcap * tanh, 1 - tanh**2
-    return _Logits(x, raw, slope, s if seen is None else attention.where(seen, s, -np.inf), living)
+    return _Logits(x, raw, slope, s if seen is None else attention.where(seen, s, -np.inf), living, seen)
 
 
 def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
-    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz, as if nothing were masked."""
+    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz; where it is masked it may be any number, but not NaN."""
     x, dx, dtype = logits.x, attention.zero_dead(dx, logits.living), logits.s.dtype
     products = [] if dx.q is None else [over_features(dx.q, x.k)]
     products += [] if dx.k is None else [over_features(x.q, dx.k)]
@@ -279,7 +286,7 @@ def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Ar
     if dx.softmax_scale is not None:
         terms.append(logits.raw * spec.softmax_scale * dx.softmax_scale.astype(dtype))
     if dx.bias is not None:
-        terms.append(dx.bias.astype(dtype))
+        terms.append(dx.bias.astype(dtype) if logits.seen is None else jnp.where(logits.seen, dx.bias, 0).astype(dtype))
     return sum(terms, jnp.zeros_like(logits.s)) * (1 if logits.slope is None else logits.slope)
 
 
