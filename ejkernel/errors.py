@@ -37,6 +37,15 @@ def describe(**arrays: Any) -> str:
     return "(" + ", ".join(f"{name}: {short_type(x)}" for name, x in arrays.items()) + ")"
 
 
+def shown(x: Any) -> str:
+    """`repr(x)` on one line of at most 60 characters, of whatever a user may have given."""
+    try:
+        text = " ".join(repr(x).split())
+    except Exception:  # an int of thousands of digits, an object whose repr fails
+        text = f"a {type(x).__name__} that cannot be shown"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def value_error(operation: str, message: str, **arrays: Any) -> ValueError:
     """A `ValueError` in the grammar of this module."""
     return ValueError(f"{operation}: {message}" + (f" {describe(**arrays)}" if arrays else ""))

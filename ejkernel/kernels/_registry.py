@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.types import Backend, KernelConfig, Platform
+from ejkernel.types import Backend, KernelConfig, Platform, checked_config
 
 __all__ = [
     "Backend",
@@ -30,6 +30,7 @@ __all__ = [
     "KernelRegistry",
     "KernelSpec",
     "Platform",
+    "config_refusal",
     "configured_by",
     "emits",
     "kernel_registry",
@@ -75,14 +76,17 @@ def configured_by(
     heuristic: Callable[[Any, Any, Any], Any],
     space: Callable[[Any, Any, Any], list],
     variants: tuple[str, ...] = (),
+    refuses: Callable[[Any], str | None] = lambda config: None,
 ) -> Callable[[F], F]:
     """Attaches `heuristic(spec, operands, target)`, the config without timing, and `space(…)`, those worth timing.
 
-    `variants` is what the config may name as its `algorithm`: another name is a `ValueError` when it runs.
+    `variants` is what the config may name as its `algorithm`, and `refuses(config)` says what else is wrong with one:
+    either is a `ValueError` when it runs.
     """
 
     def attach(implementation: F) -> F:
         implementation.heuristic, implementation.space, implementation.variants = heuristic, space, variants
+        implementation.refuses = refuses
         return implementation
 
     return attach
@@ -111,7 +115,7 @@ class KernelRegistry:
 
         What it returns, and what is registered, is the function with its signature, behind some checks. A keyword that
         it does not take is a `TypeError` which names the algorithm, the platform, the keyword and those it takes. A
-        config whose `algorithm` is none of its variants is a `ValueError`, where it says which there are. And
+        config whose fields make no sense, or not to this implementation, is a `ValueError` or `TypeError`. And
         a failure of the machinery below (`jax.errors.JaxRuntimeError`, any error of Triton or of MLIR) becomes an
         `EjkernelRuntimeError` with the cause attached. Every other exception passes as it is: what a caller did wrong
         (`ValueError`, `TypeError`), what is not supported (`NotImplementedError`), and the errors of tracing.
@@ -203,8 +207,6 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     accepted = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
-    variants = (None, *implementation.variants) if hasattr(implementation, "variants") else None
-
     @functools.wraps(implementation)
     def checked(*args, **kwargs):
         if not takes_all and not kwargs.keys() <= accepted:
@@ -212,9 +214,10 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
             raise TypeError(
                 f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {', '.join(sorted(accepted))}"
             )
-        if variants is not None and (variant := getattr(kwargs.get("config"), "algorithm", None)) not in variants:
-            known = ", ".join(map(repr, variants))
-            raise ValueError(f"{algorithm} ({platform}): config.algorithm is {variant!r}; it must be one of {known}")
+        if isinstance(config := kwargs.get("config"), KernelConfig):
+            kwargs["config"] = checked_config(f"{algorithm} ({platform})", config)
+            if wrong := config_refusal(implementation, config):
+                raise ValueError(f"{algorithm} ({platform}): {wrong}")
         try:
             return implementation(*args, **kwargs)
         except Exception as error:
@@ -229,6 +232,15 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
     if not hasattr(checked, "heuristic"):
         checked.heuristic, checked.space = _default_config, lambda spec, operands, target: [KernelConfig()]
     return checked
+
+
+def config_refusal(implementation: Callable, config: KernelConfig) -> str | None:
+    """Why an implementation cannot be run with a config whose fields make sense, or None."""
+    variants = (None, *implementation.variants) if hasattr(implementation, "variants") else (config.algorithm,)
+    if config.algorithm not in variants:
+        known = ", ".join(map(repr, variants))
+        return f"config.algorithm is {config.algorithm!r}; it must be one of {known}"
+    return implementation.refuses(config) if hasattr(implementation, "refuses") else None
 
 
 def _supports_everything(spec, operands, target) -> None:

@@ -16,6 +16,7 @@ name one of the `variants` that are given with a kernel as its algorithm.
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from jax import Array
@@ -39,6 +40,7 @@ class Tier:
         backend: the hardware that they run on.
         priority: of several tiers that take a call, the highest is taken.
         custom_calls: what they are lowered to and `jax.export` does not know.
+        refuses: from the name of a kernel and a config to what the kernel has against it, or None.
     """
 
     package: str
@@ -50,6 +52,7 @@ class Tier:
     backend: Backend
     priority: int
     custom_calls: tuple[str, ...] = ()
+    refuses: Callable[[str, KernelConfig], str | None] = lambda name, config: None
 
     def forward(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(*operands, spec, config) → outputs."""
@@ -110,5 +113,5 @@ class Tier:
             configs = importlib.import_module(f"{self.package}.configs")
             return configs.space(name, operands, spec, target)
 
-        configured = configured_by(lambda *call: space(*call)[0], space, variants)
+        configured = configured_by(lambda *call: space(*call)[0], space, variants, partial(self.refuses, name))
         return emits(*self.custom_calls)(configured(supported_if(supports)(implementation)))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from ..modules._operation import Operation
+from ..types import KernelConfig
 
 _READ_WHILE_TRACING = (
     "EJKERNEL_AUTOTUNE_POLICY",
@@ -45,7 +46,7 @@ def native(operation: type[Operation]) -> Callable[..., Any]:
             return operation.call(*args, **kwargs)
         static = tuple((key, x) for key, x in kwargs.items() if key not in arrays)
         try:
-            run = compiled(static, tuple(type(x) for _, x in static), tuple(map(os.environ.get, _READ_WHILE_TRACING)))
+            run = compiled(static, tuple(_types(x) for _, x in static), tuple(map(os.environ.get, _READ_WHILE_TRACING)))
         except TypeError:  # an option that cannot be hashed: a config given as a dict, an array of numpy
             return operation.call(*args, **kwargs)
         return run(args, arrays)
@@ -55,6 +56,15 @@ def native(operation: type[Operation]) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = name
     call.__module__ = "ejkernel.lax"
     return call
+
+
+def _types(option: Any) -> Any:
+    """The types of an option and of what it holds: 1, 1.0 and True are equal, and one may be right and another not."""
+    if isinstance(option, tuple):
+        return tuple(map(_types, option))
+    if isinstance(option, KernelConfig):
+        return tuple(map(type, vars(option).values()))
+    return type(option)
 
 
 def _is_concrete(x: Any) -> bool:

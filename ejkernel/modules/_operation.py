@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 
 import jax
 
-from ..errors import type_error
+from ..errors import type_error, value_error
 from ..kernels._dispatch import candidates, select
-from ..kernels._registry import kernel_registry
+from ..kernels._registry import config_refusal, kernel_registry
 from ..ops import Invocation, Kernel, default_executor, policy_override
 from ..ops.recording import named_kernels
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive, Trio
-from ..types import Backend, KernelConfig, Target
+from ..types import Backend, KernelConfig, Target, checked_config
 from ..xla_utils.symbolic import with_known_sizes
 from .operations._arguments import config_of
 
@@ -77,6 +77,20 @@ class PrimitiveKernel(Kernel):
         backend = target.backend if platform == "auto" else Backend.ANY
         return replace(config, platform=entry.platform, backend=backend)
 
+    def checked_config(self, cfg: Any) -> KernelConfig:
+        """A config that an implementation can be run with; where none of those it is for can, the first says why."""
+        cfg = checked_config(self.name, cfg)
+        entries = [
+            entry
+            for entry in kernel_registry.list_implementations(self.name)
+            if cfg.platform in ("auto", entry.platform)
+            and (cfg.backend == entry.backend or Backend.ANY in (cfg.backend, entry.backend))
+        ]
+        wrong = [config_refusal(entry.implementation, cfg) for entry in entries]
+        if wrong and all(wrong):
+            raise value_error(self.name, wrong[0])
+        return cfg
+
     def repeats(self, inv: Invocation, cfg: KernelConfig) -> bool:
         """Whether the implementation that the config names would take the call where `deterministic` is asked for."""
         spec = inv.kwargs["spec"]
@@ -119,6 +133,7 @@ class PrimitiveKernel(Kernel):
     ) -> dict[str, Any]:
         """Binds the primitive and returns its results by name; the config itself says what it was chosen for."""
         del target
+        cfg = self.checked_config(cfg)
         if kwargs["platform"] != "auto":
             cfg = replace(cfg, platform=kwargs["platform"], backend=Backend.ANY)
         named = dict(zip(kwargs["operands"], args, strict=True))

@@ -1,7 +1,7 @@
 """Plain values that every floor above may use: enums, targets, configs."""
 
 from ._repr import ShortRepr
-from .config import BwdParams, FwdParams, KernelConfig
+from .config import BwdParams, FwdParams, KernelConfig, checked_config
 from .enums import Backend, Platform
 from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
 from .shapes import ATTENTION_SHAPES, AttentionShape, visible_pairs
@@ -19,5 +19,6 @@ __all__ = [
     "RecurrenceShape",
     "ShortRepr",
     "Target",
+    "checked_config",
     "visible_pairs",
 ]

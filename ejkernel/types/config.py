@@ -1,9 +1,16 @@
 """Configs: the frozen, hashable choices that change how an operation is computed and never what it computes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
+
+from ..errors import shown, type_error, value_error
 from ._repr import ShortRepr
 from .enums import Backend, Platform
+
+SIZES = ("block_q", "block_k", "block_d", "num_warps", "num_stages")
+LARGEST_SIZE = 2**31 - 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,6 +41,42 @@ class KernelConfig(ShortRepr):
     backend: Backend | str = Backend.ANY
     algorithm: str | None = None
     priority: int = 0
+
+
+def checked_config(operation: str, config: Any) -> KernelConfig:
+    """The config with plain Python values in its fields, if these make sense wherever it may run.
+
+    Raises:
+        TypeError, ValueError: a field holds something else; the message names the operation, the field and the rule.
+    """
+    if not isinstance(config, KernelConfig):
+        raise type_error(operation, f"config is a {type(config).__name__}; it must be a KernelConfig")
+    plain = {name: _checked_size(operation, name, getattr(config, name)) for name in SIZES}
+    plain["platform"] = _one_of(operation, "platform", config.platform, ("auto", *Platform))
+    plain["backend"] = _one_of(operation, "backend", config.backend, tuple(Backend))
+    if config.algorithm is not None and not isinstance(config.algorithm, str):
+        raise type_error(operation, f"config.algorithm is {shown(config.algorithm)}; it must be a str or None")
+    if isinstance(config.priority, bool) or not isinstance(config.priority, int):
+        raise type_error(operation, f"config.priority is {shown(config.priority)}; it must be an int")
+    unlike = {name: x for name, x in plain.items() if type(getattr(config, name)) is not type(x)}
+    return replace(config, **unlike) if unlike else config
+
+
+def _checked_size(operation: str, name: str, size: Any) -> int:
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        raise type_error(operation, f"config.{name} is {shown(size)}; it must be a positive int")
+    if not 1 <= size <= LARGEST_SIZE:
+        raise value_error(operation, f"config.{name} is {shown(size)}; it must be a positive int of 32 bits")
+    return int(size)
+
+
+def _one_of(operation: str, name: str, found: Any, known: tuple[str, ...]) -> str:
+    """None leaves the choice open, as the defaults of the fields do."""
+    if found is None:
+        return {"platform": "auto", "backend": Backend.ANY}[name]
+    if not isinstance(found, str) or found not in known:
+        raise value_error(operation, f"{name} {shown(found)} is unknown; known are {', '.join(known)}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,10 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
     `operands` are arrays or None; an output that is not wanted is given by name as None in `constants`.
 
     Raises:
-        ValueError: a block of the config is not a power of two of at least 16, which a matrix unit needs; or num_warps
-            is not one of at most 32.
+        ValueError: the config is one that `refuses` has something against.
     """
-    for name in ("block_q", "block_k"):
-        if (size := getattr(config, name)) < 16 or size & (size - 1):
-            raise ValueError(f"{kernel.__name__}: config.{name} is {size}; Triton needs a power of two of at least 16")
-    if config.num_warps not in (1, 2, 4, 8, 16, 32):
-        raise ValueError(
-            f"{kernel.__name__}: config.num_warps is {config.num_warps}; Triton needs a power of two of at most 32"
-        )
+    if wrong := refuses(kernel.__name__, config):
+        raise ValueError(f"{kernel.__name__}: {wrong}")
     return jax_triton().triton_call(
         *operands,
         kernel=kernel,
@@ -51,6 +45,17 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
         out_type=out_type,
         **constants,
     )
+
+
+def refuses(name: str, config: KernelConfig) -> str | None:
+    """What any kernel has against a config, or None: a matrix unit needs blocks of a power of two of at least 16."""
+    del name
+    for block in ("block_q", "block_k", "block_d"):
+        if (size := getattr(config, block)) < 16 or size & (size - 1):
+            return f"config.{block} is {size}; Triton needs a power of two of at least 16"
+    if config.num_warps not in (1, 2, 4, 8, 16, 32):
+        return f"config.num_warps is {config.num_warps}; Triton needs a power of two of at most 32"
+    return None
 
 
 def refusal(target: Target) -> str | None:

@@ -74,7 +74,14 @@ def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
     """Within this context the configs in `cache` come before all others but those that a call gives itself.
 
     Overlays nest: what the inner one lacks is looked for in the outer one.
+
+    Raises:
+        TypeError: this is no ConfigCache.
     """
+    if not isinstance(cache, ConfigCache):
+        raise TypeError(
+            f"overlay_cache: cache is a {type(cache).__name__}; it must be a ConfigCache, filled by put(key, config)"
+        )
     with _overlays((cache, *_overlays.value)):
         yield cache
 

@@ -105,10 +105,15 @@ class ConfigSelectorChain(Generic[Cfg]):
     def choose(self, kernel: Kernel[Cfg, Any], inv: Invocation, override: Cfg | None = None) -> Cfg:
         """The config for `inv`; `override` if that is given.
 
+        What a user gives, as `override` or in a cache in memory, has to be a config that the kernel can be run with.
+        One in a file that is not costs a warning, and the next level answers.
+
         Raises:
             ConfigMissError: none is stored, and the policy allows neither to measure nor to guess.
+            TypeError, ValueError: what a user gave is no config of the kernel.
         """
         if override is not None:
+            override = kernel.checked_config(override)
             key = None if self._on_event is None else kernel.key_builder(inv)
             return self._tell("override", kernel, key, override)
         key = kernel.key_builder(inv)
@@ -141,14 +146,19 @@ class ConfigSelectorChain(Generic[Cfg]):
         """The config that is stored for `inv` and the event that it would be, None if none is. Nothing is changed."""
         for overlay in overlays():
             if (config := overlay.get(key)) is not None:
-                return "overlay_hit", config
+                return "overlay_hit", kernel.checked_config(config)
         if (config := self.cache.get(key)) is not None:
-            return "cache_hit", config
+            return "cache_hit", kernel.checked_config(config)
         # A file of one host may hold what those of the others do not, and all must reach the same config.
         own = [] if self.persistent is None or jax.process_count() > 1 else [("persistent_hit", self.persistent)]
         for event, store in own + [("table_hit", table) for table in self.tables]:
             if (config := store.get(key, inv.device_fingerprint, kernel.config_class)) is not None:
-                return event, config
+                try:
+                    return event, kernel.checked_config(config)
+                except (TypeError, ValueError) as error:
+                    self._warn_once(
+                        f"{error}; this config, stored in {store.path_of(inv.device_fingerprint)}, is ignored"
+                    )
         return None
 
     def _stored(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:

@@ -6,7 +6,10 @@ never asked for, and tables of many devices may be merged into one.
 """
 
 import os
+import warnings
 from collections.abc import Iterable
+
+from ejkernel.types import KernelConfig, checked_config
 
 from ..utils.serialization import unpack
 from ..utils.shared_file import SharedFile, read_entries
@@ -20,7 +23,8 @@ shipped_tables: list[PersistentCache] = []
 def load_table(path: str | os.PathLike) -> ConfigCache:
     """The configs of a table; with `overlay_cache(load_table(path))` they come first.
 
-    Those of classes that this process has not imported are left out: code is never loaded for the sake of a file.
+    Those of classes that this process has not imported are left out: code is never loaded for the sake of a file. So
+    are, with a warning, those whose fields make no sense.
 
     Raises:
         OSError: the file cannot be read.
@@ -28,8 +32,14 @@ def load_table(path: str | os.PathLike) -> ConfigCache:
     """
     table = ConfigCache()
     for key, packed in read_entries(path).items():
-        if (config := unpack(packed)) is not None:
-            table.put(key, config)
+        if (config := unpack(packed)) is None:
+            continue
+        try:
+            table.put(
+                key, checked_config(key.partition("@")[0], config) if isinstance(config, KernelConfig) else config
+            )
+        except (TypeError, ValueError) as error:
+            warnings.warn(f"ejkernel: {os.fspath(path)}: an entry is left out: {error}", UserWarning, stacklevel=2)
     return table
 
 

@@ -126,6 +126,14 @@ class Kernel(Generic[Cfg, Out]):
         """A hash of the source that a measured time depends on: by default that of the kernel's class."""
         return _source_of_class(type(self))
 
+    def checked_config(self, cfg: Any) -> Cfg:
+        """A config that a user gave or that was found stored, if the kernel can be run with it; by default any is.
+
+        A kernel that overrides this raises `TypeError` or `ValueError`, and says why: for a user to see, while a stored
+        config is then passed over with a warning.
+        """
+        return cfg
+
     @property
     def op_id(self) -> str:
         """`name@v1`."""

@@ -26,9 +26,11 @@ def autotune(
 
     Raises:
         EjkernelRuntimeError: no config ran and gave the right numbers; the message says of each why not.
+        TypeError, ValueError: one of `configs` is no config of the kernel.
     """
     (inv, _), tuner = kernel.prepare(args, kwargs), Tuner(num_warmup, num_iters)
     kernel = inv.kernel
+    configs = None if configs is None else [kernel.checked_config(config) for config in configs]
     if reason := tuner.refusal(inv):
         warnings.warn(f"{kernel.op_id}: {reason}; the heuristic config is used", UserWarning, stacklevel=2)
         return kernel.heuristic_cfg(inv)

@@ -58,10 +58,16 @@ def class_name(cls: type) -> str:
 
 
 def pack(config: Any) -> dict[str, Any]:
-    """`{"class": "module:name", "config": {…}}`, ready for JSON. Only dataclasses can be packed (`TypeError`)."""
+    """`{"class": "module:name", "config": {…}}`, ready for JSON.
+
+    Raises:
+        TypeError: this is no frozen dataclass, which alone is read back, or it holds something that has no JSON.
+    """
     cls = type(config)
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"a config has to be a dataclass to be stored, and {config!r} is not")
+    if not cls.__dataclass_params__.frozen:
+        raise TypeError(f"a config has to be a frozen dataclass to be stored, and {cls.__name__} is not frozen")
     _packed_classes[class_name(cls)] = cls
     return {"class": class_name(cls), "config": json.loads(to_json(config))}
 

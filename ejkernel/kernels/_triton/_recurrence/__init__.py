@@ -40,6 +40,7 @@ _tier = Tier(
     Backend.GPU,
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
+    refuses=_launch.refuses,
 )
 
 recurrence = _tier.forward("forward", supports, ("walk", "chunks", "steps"))

@@ -40,6 +40,7 @@ _tier = Tier(
     Backend.GPU,
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
+    refuses=_launch.refuses,
 )
 
 flash_attention = _tier.forward("forward", supports)

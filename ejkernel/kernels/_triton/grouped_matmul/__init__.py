@@ -44,6 +44,7 @@ _tier = Tier(
     Backend.GPU,
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
+    refuses=_launch.refuses,
 )
 
 grouped_matmul = _tier.forward("forward", supports)

@@ -30,6 +30,7 @@ _tier = Tier(
     Backend.GPU,
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
+    refuses=_launch.refuses,
 )
 
 mean_pooling = _tier.forward("kernels", supports)

@@ -9,6 +9,8 @@ from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
+from . import configs
+
 HOPPER = 90
 # Fewer queries leave most of a tile empty.
 LEAST_QUERIES = 64
@@ -100,7 +102,15 @@ def _small_tiles(operands: Operands) -> str | None:
 
 
 _tier = Tier(
-    __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.GPU, priority=200
+    __name__,
+    "flash_attention",
+    FlashAttentionSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.GPU,
+    priority=200,
+    refuses=configs.refuses,
 )
 
 # Before 0.11 JAX does not transpose a tile of eight bits in shared memory.

@@ -58,18 +58,27 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     ]
 
 
-def check(
-    operation: str,
-    config: KernelConfig,
-    block_q: Sequence[int],
-    block_k: Sequence[int],
-    stages: Sequence[int] = (1, 2, 3, 4),
-) -> None:
-    """Refuses blocks that a kernel is not made for, and more stages than there are named barriers for."""
-    for name, taken in (("block_q", block_q), ("block_k", block_k), ("num_stages", stages)):
+# What the kernels are made for; there are named barriers for so many stages.
+TAKES = {
+    "flash_attention": dict(block_q=(128, 192), block_k=(64, 128), num_stages=(1, 2, 3, 4)),
+    "flash_attention_bwd": dict(block_q=(64, 128), block_k=(64, 128), num_stages=(1, 2, 3, 4)),
+    "flash_attention_jvp": dict(block_q=(128,), block_k=(64,), num_stages=(1, 2, 3, 4)),
+}
+
+
+def refuses(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> str | None:
+    """What a kernel has against a config, or None; `narrower` is what it takes of some fields in a certain call."""
+    for name, taken in (TAKES[operation] | narrower).items():
         if (value := getattr(config, name)) not in taken:
             told = " or ".join(map(str, taken))
-            raise ValueError(f"{operation}: config.{name} is {value}; the Mosaic GPU kernel takes {told}")
+            return f"config.{name} is {value}; the Mosaic GPU kernel takes {told}"
+    return None
+
+
+def check(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> None:
+    """Raises what `refuses` says."""
+    if wrong := refuses(operation, config, **narrower):
+        raise ValueError(f"{operation}: {wrong}")
 
 
 def _features(operands: Operands) -> int:

@@ -39,7 +39,7 @@ from .tiles import COLUMNS, Statistics, View
 
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
-    check("flash_attention", config, (128, 192), (64, 128))
+    check("flash_attention", config)
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, config.algorithm == ALGORITHM)

@@ -9,6 +9,8 @@ from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
+from . import configs
+
 HOPPER = 90
 # Columns of a tile of 8 rows in shared memory, and rows of a group that fill one tile of rows.
 WIDTH, ROWS = 64, 64
@@ -45,6 +47,7 @@ _tier = Tier(
     Platform.PALLAS,
     Backend.GPU,
     priority=200,
+    refuses=configs.refuses,
     custom_calls=kernel_registry.get("grouped_matmul", Platform.TRITON, Backend.GPU).custom_calls,
 )
 

@@ -12,6 +12,7 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 LONG = ((256, 4), (256, 3))
 SHORT = ((256, 3), (256, 4), (128, 4))
 LEAST_ROWS = 512  # of a long group
+TAKES = {"block_k": (128, 256), "block_d": (64,), "num_stages": (3, 4)}
 
 
 def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> list[KernelConfig]:
@@ -29,3 +30,12 @@ def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: T
         )
         for columns, stages in (LONG if rows >= LEAST_ROWS else SHORT)
     ]
+
+
+def refuses(name: str, config: KernelConfig) -> str | None:
+    """What the kernel has against a config, or None."""
+    del name
+    for field, taken in TAKES.items():
+        if (value := getattr(config, field)) not in taken:
+            return f"config.{field} is {value}; the Mosaic GPU kernel takes {' or '.join(map(str, taken))}"
+    return None

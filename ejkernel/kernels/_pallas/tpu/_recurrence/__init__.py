@@ -3,7 +3,7 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._pallas.tpu import SMEM_BYTES
+from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
 from ejkernel.kernels._tier import Tier
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, Platform, Target
@@ -31,7 +31,17 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-_tier = Tier(__name__, "recurrence", RecurrenceSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100)
+_tier = Tier(
+    __name__,
+    "recurrence",
+    RecurrenceSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.TPU,
+    priority=100,
+    refuses=refuses,
+)
 
 recurrence = _tier.forward("kernels", supports)
 recurrence_jvp = _tier.tangent("kernels", supports)

@@ -4,7 +4,7 @@ What stands here imports no Pallas; the kernels are imported when they are first
 """
 
 from ejkernel.kernels._grouped_matmul import scale_varies_alone
-from ejkernel.kernels._pallas.tpu import SMEM_BYTES
+from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
 from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -39,7 +39,15 @@ def supports_bwd(spec: GroupedMatmulSpec, operands: Operands, target: Target) ->
 
 
 _tier = Tier(
-    __name__, "grouped_matmul", GroupedMatmulSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100
+    __name__,
+    "grouped_matmul",
+    GroupedMatmulSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.TPU,
+    priority=100,
+    refuses=refuses,
 )
 
 grouped_matmul = _tier.forward("forward", supports)

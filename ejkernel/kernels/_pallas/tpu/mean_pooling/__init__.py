@@ -3,7 +3,7 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._pallas.tpu import SMEM_BYTES
+from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
 from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -26,7 +26,17 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     return None
 
 
-_tier = Tier(__name__, "mean_pooling", MeanPoolingSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100)
+_tier = Tier(
+    __name__,
+    "mean_pooling",
+    MeanPoolingSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.TPU,
+    priority=100,
+    refuses=refuses,
+)
 
 mean_pooling = _tier.forward("kernels", supports)
 mean_pooling_jvp = _tier.tangent("kernels", supports)
