@@ -1,0 +1,137 @@
+"""Whether a call does what it must: err(call) ≤ c · err(formula in the dtype of the call), both against float64.
+
+c is 2 for results and 3 for derivatives. No result can be nearer than the exact one rounded, which so is the least that
+the formula is taken to err. It errs as much as at the worst of a few neighbours of the call, whose numbers are moved by
+a unit of their last place: at one call it may happen to be all but exact. An exception is a failure, but for those of
+the library that say that an implementation does not take the call.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ejkernel import UnsupportedError
+
+from .calls import Call
+from .oracle import expected
+from .transforms import arguments, program
+
+NEIGHBOURS = 6
+
+
+@dataclass
+class Program:
+    """What is compiled for a call, to be run on several values."""
+
+    call: Call
+    run: Callable
+
+    @classmethod
+    def of(cls, call: Call) -> "Program":
+        return cls(call.program, program(call))
+
+    def check(self, call: Call) -> bool:
+        """Whether it ran: False if it was refused in the library's words. Raises AssertionError where it is wrong."""
+        assert call.program == self.call
+        with jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext():
+            try:
+                found = jax.tree.map(np.asarray, jax.block_until_ready(self.run(*arguments(call))))
+            except Exception as error:
+                if call.platform and isinstance(error, UnsupportedError) and is_clean(call.operation, error):
+                    return False
+                raise AssertionError(f"{type(error).__name__}: {str(error)[:2000]}\n{call.snippet}") from error
+        wrong = differences(call, found)
+        assert not wrong, f"{wrong}\n{call.snippet}"
+        return True
+
+
+def check(call: Call) -> bool:
+    """One call by itself."""
+    return Program.of(call).check(call)
+
+
+def is_clean(operation: str, error: Exception) -> bool:
+    """Whether an exception is the library's own."""
+    return type(error) in (ValueError, TypeError, UnsupportedError) and str(error).startswith(operation)
+
+
+def differences(call: Call, found: Any) -> str:
+    """What is wrong with the results; nothing where they are right."""
+    exact, rounded = expected(call)
+    paths, tree = jax.tree.flatten_with_path(found)
+    wanted, wanted_tree = jax.tree.flatten(exact)
+    if tree != wanted_tree:
+        return f"the results are {tree}, not {wanted_tree}"
+    units = [unit(a, b, x.dtype) for (_, x), a, b in zip(paths, wanted, jax.tree.leaves(rounded), strict=True)]
+    said = judged(call, paths, wanted, units)
+    for number in range(1, NEIGHBOURS + 1):
+        if not said or "finite" in said or "shape" in said:
+            break
+        # What the formula errs at a neighbour, and how far off it is if only the last bits of its inputs are.
+        there, roughly = (jax.tree.leaves(x) for x in expected(call, number))
+        near = jax.tree.leaves(expected(call, number, eps=1e-15 if call.dtype == "float64" else 2e-7)[0])
+        for i, (_, x) in enumerate(paths):
+            units[i] = max(units[i], unit(there[i], roughly[i], x.dtype), distance(near[i], wanted[i]))
+        said = judged(call, paths, wanted, units)
+    return said
+
+
+def judged(call: Call, paths: list, wanted: list, units: list) -> str:
+    said = []
+    for (path, x), exact, allowed in zip(paths, wanted, units, strict=True):
+        first = call.derivative == "none" or (jax.tree_util.keystr(path).startswith("[0]") and len(path) > 1)
+        over = excess(x, exact, (2 if first else 3) * allowed)
+        if over:
+            said.append(f"{jax.tree_util.keystr(path)}: {over}")
+    return "; ".join(said)
+
+
+def excess(found: np.ndarray, exact: np.ndarray, allowed: float) -> str:
+    """What is wrong with one result."""
+    if found.shape != exact.shape:
+        return f"shape {found.shape}, not {exact.shape}"
+    if np.isnan(allowed):
+        return ""  # the formula itself overflows
+    x = found.astype(np.float64)
+    kept = representable(exact, found.dtype)
+    if not np.array_equal(np.isneginf(x[np.isneginf(exact)]), np.ones(np.isneginf(exact).sum(), bool)):
+        return "not −∞ where the formula is: not finite"
+    if not np.isfinite(x[kept]).all():
+        bad = kept & ~np.isfinite(x)
+        return f"not finite at {bad.sum()} of {bad.size} places, first {tuple(map(int, np.argwhere(bad)[0]))}"
+    error = np.linalg.norm(x[kept] - exact[kept])
+    allowed += floor(found.dtype) * np.sqrt(exact.size)
+    if error <= allowed:
+        return ""
+    size = np.linalg.norm(exact[kept])
+    return f"error {error:.3e} over {allowed:.3e} where the norm is {size:.3e} ({found.dtype}{list(found.shape)})"
+
+
+def unit(exact: np.ndarray, rounded: np.ndarray, dtype: Any) -> float:
+    """What the formula errs, NaN if it overflows."""
+    kept = representable(exact, dtype)
+    if not np.isfinite(rounded[kept]).all():
+        return np.nan
+    narrow = np.where(kept, exact, 0).astype(dtype).astype(np.float64)
+    return float(
+        max(distance(np.where(kept, rounded, 0), np.where(kept, exact, 0)), np.linalg.norm(narrow[kept] - exact[kept]))
+    )
+
+
+def distance(x: np.ndarray, exact: np.ndarray) -> float:
+    both = np.isfinite(x) & np.isfinite(exact)
+    return float(np.linalg.norm(x[both].astype(np.float64) - exact[both]))
+
+
+def representable(exact: np.ndarray, dtype: Any) -> np.ndarray:
+    return np.isfinite(exact) & (np.abs(exact) < 0.4 * float(jnp.finfo(dtype).max))
+
+
+def floor(dtype: Any) -> float:
+    """What is as good as 0: less than the smallest normal number times what may be in a product with it."""
+    return 1e-290 if dtype == np.float64 else 1e-30 if dtype != np.float16 else 1e-7

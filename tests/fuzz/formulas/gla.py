@@ -1,0 +1,5 @@
+"""gla: the linear recurrence that decays by key feature."""
+
+from .recurrent import formula
+
+__all__ = ["formula"]

@@ -1,0 +1,21 @@
+"""The calls that each operation has. `operations/<operation>.py` defines
+
+SHARE                           how much of the search it gets, in parts
+SPLIT                           the letters that may be sharded
+DTYPES                          the dtypes of float operands that are not that of the call
+programs(draw, sizes)           -> operands, sizes, options and dtypes of a call, by hypothesis
+values(call, name, rng, shape)  -> an operand that is more than numbers of the family, or None; floats in float64
+facts(call, x)                  -> what the formula has to know of the integers and booleans of x
+hidden(call, x)                 -> by operand, where its numbers are read by nobody
+results(call)                   -> axes and dtype of each result
+slack(call, x, ...)             -> optional: by how much roundings that cancel may be off
+"""
+
+import importlib
+import pkgutil
+
+BY_NAME = {
+    found.name: importlib.import_module(f"{__name__}.{found.name}")
+    for found in pkgutil.iter_modules(__path__)
+    if not found.name.startswith("_")
+}

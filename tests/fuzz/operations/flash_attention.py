@@ -1,0 +1,139 @@
+"""Calls of flash_attention."""
+
+import numpy as np
+
+from ..formulas.flash_attention import formula, kept, visible
+from ._draws import along, chance, cuts, draw_scale, heads, pick, scale, tokens_past
+
+__all__ = ["formula"]
+
+SHARE = 4
+SPLIT = ("b", "h", "g")
+DTYPES = {"softmax_scale": "float32", "sinks": "float32", "bias": "float32"}
+FLOATS = ("float32", "bfloat16", "float16", "call")
+INTEGERS = ("int32", "int32", "int32", "int8", "uint8", "int16", "uint32", "int64")
+
+
+def programs(draw, sizes):
+    S = pick(draw, *sizes.lengths)
+    K = S if chance(draw, 40) else pick(draw, *sizes.lengths)
+    D = pick(draw, *sizes.attention_features)
+    V = D if chance(draw, 60) else pick(draw, *sizes.attention_features)
+    size = {"b": pick(draw, 1, 2, 3), "s": S, "t": K, "d": D, "e": V, **heads(draw)}
+    kind = pick(draw, *["dense"] * 4, "segments", "packed")
+    operands = dict(q="b s h d", k="b t g d", v="b t g e")
+    options, dtypes = {}, {}
+    if kind == "packed":
+        del size["b"]
+        size["m"] = pick(draw, 2, 3, 5, 6)
+        operands = dict(q="s h d", k="t g d", v="t g e", cu_seqlens_q="m", cu_seqlens_k="m")
+        dtypes["cu_seqlens_q"], dtypes["cu_seqlens_k"] = (pick(draw, *["int32"] * 4, "int64", "uint32") for _ in "qk")
+        for name, bound in (("max_seqlen_q", S), ("max_seqlen_k", K)):
+            if chance(draw, 30):
+                options[name] = pick(draw, bound, max(1, bound // 2), bound + 3)
+    if kind == "segments":
+        operands |= dict(q_segment_ids="b s", kv_segment_ids="b t")
+        dtypes["q_segment_ids"] = dtypes["kv_segment_ids"] = pick(draw, *INTEGERS)
+        if chance(draw, 10):
+            dtypes["kv_segment_ids"] = "int32"
+    for name in ("bias", "mask"):
+        if chance(draw, 30 if name == "bias" else 20):
+            batch = "1" if kind == "packed" else pick(draw, "b", "1")
+            axes = [batch, pick(draw, "h", "1"), pick(draw, "s", "1"), pick(draw, "t", "1")]
+            operands[name] = " ".join(axes[pick(draw, 0, 0, 1, 2, 3, 4) :])
+    if "bias" in operands and chance(draw, 50):
+        dtypes["bias"] = pick(draw, *FLOATS)
+    if chance(draw, 20):
+        operands["sinks"] = pick(draw, "h", "h 1", "h 3")
+        dtypes["sinks"] = pick(draw, *FLOATS)
+    draw_scale(draw, operands, options)
+    if chance(draw, 40):
+        options["causal"] = True
+    if chance(draw, 35):
+        ends = (None, 0, 1, 3, 10, 40, 1000)
+        pair = (pick(draw, *ends), pick(draw, *ends))
+        options["window"] = pick(draw, 1, 2, 5, 20, 64, 200) if chance(draw, 40) else pair
+    if chance(draw, 20):
+        options["softcap"] = pick(draw, 0.5, 2.0, 30.0, 5)
+    if chance(draw, 15):
+        operands["dropout_key"], options["dropout_rate"] = "", pick(draw, 0.1, 0.5, 0.9)
+    if chance(draw, 60):
+        options["return_lse"] = True
+    if chance(draw, 10):
+        options["deterministic"] = True
+    if sizes.configs and chance(draw, 25):
+        options["config"] = dict(block_q=pick(draw, 8, 16, 33), block_k=pick(draw, 8, 16, 33))
+    return operands, size, options, dtypes
+
+
+def values(call, name, rng, shape):
+    if name == "softmax_scale":
+        return scale(rng, shape)
+    if name == "dropout_key":
+        return np.uint32(rng.integers(2**32))
+    if name == "mask":
+        x = rng.random(shape) < rng.choice([0.05, 0.5, 0.9])
+        return x & ~along(np.arange(shape[-1]) % 3 == 1, len(shape) - 1, shape) if rng.random() < 0.5 and shape else x
+    if name.startswith("cu_seqlens"):
+        side = name[-1]
+        longest = call.options.get(f"max_seqlen_{side}")
+        return cuts(rng, call.sizes["m"] - 1, call.sizes["s" if side == "q" else "t"], longest)
+    if name.endswith("segment_ids"):
+        lowest = 0 if call.dtypes.get(name, "int32").startswith("u") else -1
+        ids = rng.integers(lowest, 4, shape)
+        return np.sort(ids, axis=1) if rng.random() < 0.6 else ids
+    if name in ("bias", "sinks") and call.infinite:
+        x = rng.standard_normal(shape)
+        hidden = rng.random(shape) < rng.choice([0.2, 0.7])
+        return np.where(hidden | _long_run(rng, shape), -np.inf, x)
+    return None
+
+
+def _long_run(rng, shape):
+    """Most of the last axis, from its beginning or up to its end."""
+    if not shape or rng.random() < 0.5:
+        return False
+    place, n = np.arange(shape[-1]), shape[-1]
+    return place >= n // 4 if rng.random() < 0.5 else place < n - n // 4
+
+
+def facts(call, x):
+    S, K = call.sizes["s"], call.sizes["t"]
+    cut = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if "cu_seqlens_q" in x else None
+    found = {"visible": _visible(call, x)}
+    if "dropout_key" in x:
+        shape = (call.sizes.get("b", 1), call.sizes["h"], S, K)
+        found["kept"] = kept(x["dropout_key"], shape, call.options["dropout_rate"], cut)
+    if cut is not None:
+        found["inside"] = ~tokens_past(cut[0], S)
+    if call.infinite:
+        found |= {of: np.isneginf(x[name]) for name, of in (("bias", "no_bias"), ("sinks", "no_sink")) if name in x}
+    return found
+
+
+def _visible(call, x):
+    ids = (x["q_segment_ids"], x["kv_segment_ids"]) if "q_segment_ids" in x else None
+    cut = (x["cu_seqlens_q"], x["cu_seqlens_k"]) if "cu_seqlens_q" in x else None
+    return visible(call.sizes["s"], call.sizes["t"], call.options, ids, cut, x.get("mask"))
+
+
+def hidden(call, x):
+    """Keys and values that no query of their group sees; queries that are padding."""
+    size = call.sizes
+    B, H, G = size.get("b", 1), size["h"], size["g"]
+    ok = np.broadcast_to(_visible(call, x), (B, H, size["s"], size["t"]))
+    unseen = ~ok.any(2).reshape(B, G, H // G, -1).any(2).swapaxes(1, 2)[..., None]  # [B, K, G, 1]
+    found = {name: np.broadcast_to(unseen, (B, size["t"], G, size[e])) for name, e in (("k", "d"), ("v", "e"))}
+    if "cu_seqlens_q" in x:
+        found = {name: a[0] for name, a in found.items()}
+        found["q"] = along(tokens_past(x["cu_seqlens_q"], size["s"]), 0, call.shape("q"))
+    if "q_segment_ids" in x:
+        found["q"] = np.broadcast_to((x["q_segment_ids"] < 0)[:, :, None, None], call.shape("q"))
+    return found
+
+
+def results(call):
+    packed = "cu_seqlens_q" in call.operands
+    statistics = np.promote_types(call.type("q"), np.float32)
+    found = [("s h e" if packed else "b s h e", call.type("q"))]
+    return found + [("h s" if packed else "b h s", statistics)] * bool(call.options.get("return_lse"))

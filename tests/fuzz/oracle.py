@@ -1,0 +1,115 @@
+"""What the results of a call must be, in float64, and what its formula makes of them in the dtype of the call."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .calls import Call
+from .numpy_backend import traced
+from .transforms import DERIVATIVES, SAME, _shape, stacked
+
+
+def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The float operands, with 0 in the place of −∞ where the facts tell of it."""
+    floats = {n: a for n, a in x.items() if jnp.issubdtype(a.dtype, jnp.floating) or n == "rhs"}
+    wide = {n: a.astype(np.float64) for n, a in floats.items()}
+    return {n: np.where(np.isneginf(a), 0, a) if n in ("bias", "sinks") else a for n, a in wide.items()}
+
+
+@functools.lru_cache(256)
+def _compiled(operation: str, options: tuple, derivative: str, wrt: tuple, dtype: str):
+    """(floats, facts, cotangents, tangents), all wide -> results in float64, and rounded on the way."""
+    from .operations import BY_NAME
+
+    formula = BY_NAME[operation].formula
+    narrow = jnp.dtype(dtype)
+    wide = np.promote_types(narrow, np.float32)
+
+    def run(facts, *args):
+        def of(args, rounded):
+            f = lambda x: formula(x, facts, dict(options), rounded)
+            return DERIVATIVES[derivative](f, wrt)(*args)
+
+        exact = of(args, lambda a: a)
+        args = jax.tree.map(lambda a: a.astype(wide), args)
+        return exact, of(args, lambda a: a.astype(narrow).astype(a.dtype))
+
+    return traced(run)
+
+
+def expected(call: Call, neighbour: int = 0, eps: float | None = None) -> tuple[Any, Any]:
+    """(exact, rounded) results of all examples, stacked as the call stacks them; of the call whose numbers are moved
+    by up to one unit of their last place, or by eps, for another neighbour than 0."""
+    options = tuple((n, x) for n, x in call.options.items() if n != "config")
+    derivative = SAME.get(call.derivative, call.derivative)
+    run = _compiled(call.operation, options, derivative, call.wrt, call.dtype)
+    examples = call.examples()
+    both = np.empty(examples.shape, object), np.empty(examples.shape, object)
+    with jax.enable_x64(True):
+        for at in np.ndindex(*examples.shape):
+            x, u, t = of_example(call, examples[at])
+            facts = call.module.facts(call, x)
+            args = moved(call, (moving(call, x), u, t), neighbour, eps)
+            for part, found in zip(both, run(facts, *args), strict=True):
+                part[at] = jax.tree.map(np.asarray, found)
+    return tuple(_joined(call, part) for part in both)
+
+
+def of_example(call: Call, example: tuple[int, ...]) -> tuple:
+    """Arrays, and wide cotangents and tangents."""
+    x = call.arrays(example)
+    if call.derivative == "none":
+        return x, None, None
+    types = [jax.ShapeDtypeStruct(_shape(call, axes), dtype) for axes, dtype in call.module.results(call)]
+    u = call.directions("cotangents", dict(enumerate(types)), example).values()
+    t = call.directions("tangents", {n: x[n] for n in call.wrt}, example)
+    return x, [a.astype(np.float64) for a in u], {n: a.astype(np.float64) for n, a in t.items()}
+
+
+def moved(call: Call, args: Any, neighbour: int, eps: float | None) -> Any:
+    """The numbers of a neighbour."""
+    if neighbour == 0:
+        return args
+    rng = np.random.default_rng(neighbour)
+    eps = float(jnp.finfo(call.dtype).eps) if eps is None else eps
+
+    def near(a):
+        there = np.asarray(a * (1 + eps * rng.integers(-1, 2, a.shape)))
+        return there if eps < 1e-6 else there.astype(call.dtype).astype(np.float64)
+
+    return jax.tree.map(near, args)
+
+
+def _joined(call: Call, parts: np.ndarray) -> Any:
+    """Stacked; a gradient that is taken outside of the maps is summed over those that do not map its operand."""
+    whole = stacked(parts)
+    if not call.outside or call.derivative == "none":
+        return whole
+    if SAME.get(call.derivative, call.derivative) == "vjp":
+        return whole[0], {n: _gathered(call, n, a) for n, a in whole[1].items()}
+    if SAME.get(call.derivative, call.derivative) == "jvp_of_vjp":
+        return {n: _gathered(call, n, a) for n, a in whole.items()}
+    return whole
+
+
+def _gathered(call: Call, name: str, gradient: np.ndarray) -> np.ndarray:
+    """From [outer, inner, …] to where the axes of the operand are."""
+    levels = len(call.maps)
+    for level in range(levels):
+        axis = levels - 1 - level  # the inner map is the last of those that are left in front
+        if not call.is_mapped(name, level):
+            gradient = gradient.sum(axis, keepdims=True)
+    shape = gradient.shape
+    # Move the axes inner first, as they were made.
+    order = [levels - 1 - level for level in range(levels)]
+    base = list(range(levels, gradient.ndim))
+    for level, axis in enumerate(order):
+        if call.is_mapped(name, level):
+            base.insert(0 if call.axis(name, level) == 0 else len(base), axis)
+    gone = [axis for level, axis in enumerate(order) if not call.is_mapped(name, level)]
+    del shape
+    return gradient.squeeze(tuple(gone)).transpose([b - sum(g < b for g in gone) for b in base])

@@ -1,0 +1,108 @@
+"""Runs calls that hypothesis draws until the time is up, and makes the first one that fails small."""
+
+import contextlib
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jax
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from .calls import Call
+from .checks import Program
+from .operations._draws import CPU, Sizes
+from .strategies import calls
+
+CLEARED_EVERY = 40
+QUIET = settings(
+    max_examples=10**6,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.generate, Phase.shrink),
+    report_multiple_bugs=False,
+    print_blob=False,
+)
+
+
+class TimeIsUp(BaseException):
+    """Not an Exception, which hypothesis would take for a failure."""
+
+
+@dataclass
+class Search:
+    """A search of one operation.
+
+    Attributes:
+        operation: its name.
+        seconds: how long.
+        seed: of what is drawn.
+        platform: forced, or None.
+        sizes: of the arrays.
+        log: a file to which failures are appended while the search goes on; without one it stops at the first.
+        shrinking: seconds for which a failing call is made smaller.
+        ran, refused, programs: counts.
+        failures: by what was drawn.
+        seen: the programs so far.
+    """
+
+    operation: str
+    seconds: float
+    seed: int
+    platform: str | None = None
+    sizes: Sizes = CPU
+    log: Path | None = None
+    shrinking: float = 30.0
+    ran: int = 0
+    refused: int = 0
+    programs: int = 0
+    failures: dict[str, Exception] = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        on = f" on {self.platform}" if self.platform else ""
+        refused = f", {self.refused} refused" if self.refused else ""
+        return (
+            f"{self.operation}{on}: {self.ran} calls of {self.programs} programs{refused}, {len(self.failures)} failed"
+        )
+
+    def run(self) -> None:
+        """Raises AssertionError with a snippet of Python for a call that fails."""
+        self.end = time.monotonic() + self.seconds
+        with contextlib.suppress(TimeIsUp):
+            seed(self.seed)(QUIET(given(calls(self.operation, self.sizes, self.platform))(self._example)))()
+        assert not self.failures, f"{len(self.failures)} calls failed; they stand in {self.log}"
+
+    def _example(self, drawn: list[Call]) -> None:
+        known = self.failures.get(repr(drawn))
+        if known is not None and self.log is None:
+            raise known
+        if time.monotonic() > self.end:
+            if self.failures and self.log is None:
+                return  # long enough made smaller: nothing else fails any more
+            raise TimeIsUp
+        name = repr(drawn[0].program)
+        if name in self.seen and (self.log or not self.failures):
+            return  # hypothesis likes to come back to what it had
+        self.seen.add(name)
+        self.programs += 1
+        if self.programs % CLEARED_EVERY == 0:
+            jax.clear_caches()
+        program = Program.of(drawn[0])
+        for call in drawn:
+            try:
+                ran = program.check(call)
+            except Exception as error:  # an AssertionError, or an error of this search itself
+                return self._failed(drawn, error)
+            self.ran += ran
+            self.refused += not ran
+
+    def _failed(self, drawn: list[Call], error: Exception) -> None:
+        if not self.failures and self.log is None:
+            self.end = time.monotonic() + self.shrinking
+        self.failures[repr(drawn)] = error
+        if self.log is None:
+            raise error
+        with self.log.open("a") as file:
+            file.write("".join(traceback.format_exception(error)[-3:]) + "\n")

@@ -1,0 +1,92 @@
+"""Which calls there are: of an operation what its own file draws, and around it a dtype, transforms and values."""
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+
+from .calls import Call
+from .operations import BY_NAME
+from .operations._draws import CPU, Sizes, chance, pick
+from .transforms import DERIVATIVES, SAME
+from .values import FAMILIES
+
+FLOATS = ("float32", "float32", "bfloat16", "bfloat16", "float16")
+OFTEN = ("none", "none", "none", "vjp", "vjp", "vjp", "jvp", "jvp", "jvp_of_vjp")
+NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2"}  # of operands that have no derivative
+PLACES = {"b": "x"}  # on the mesh; other letters that may be split stand along y
+WHOLE = {"b": (2, 4), "h": (4,), "g": (2,), "n": (8, 16), "d": (8, 16)}  # sizes that a mesh divides
+DRAWS = 3
+
+
+@st.composite
+def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None) -> list[Call]:
+    """Calls that are one program: they differ in their values alone."""
+    module = BY_NAME[operation]
+    operands, size, options, dtypes = module.programs(draw, sizes)
+    dtype, x64 = pick(draw, *FLOATS), False
+    if platform is None and chance(draw, 10):
+        dtype, x64 = pick(draw, dtype, "float64"), True
+    call = Call(operation, size, operands, options, dtype, dtypes, x64=x64, platform=platform)
+    call = _derived(draw, call)
+    if platform is None and chance(draw, 10):
+        call = _over_mesh(draw, call)
+    elif chance(draw, 40):
+        call = _mapped(draw, call)
+    if platform is not None or (call.mesh is None and chance(draw, 20)):
+        call = replace(call, face="modules")
+    second = SAME.get(call.derivative, call.derivative) == "jvp_of_vjp"
+    eager = not second and platform is None and chance(draw, 60 if call.derivative == "none" else 10)
+    call = replace(call, jit=not eager)
+    return [_with_values(draw, call) for _ in range(DRAWS)]
+
+
+def _derived(draw, call: Call) -> Call:
+    derivative = pick(draw, *OFTEN, *DERIVATIVES)
+    movable = [name for name in call.operands if _is_differentiable(call, name)]
+    if derivative == "none" or not movable:
+        return call
+    wrt = movable if chance(draw, 50) else draw(st.lists(st.sampled_from(movable), min_size=1, unique=True))
+    return replace(call, derivative=derivative, wrt=tuple(sorted(wrt)))
+
+
+INTEGERS = ("mask", "cu_seqlens", "segment_ids", "group_sizes", "group_offset", "dropout_key")
+
+
+def _is_differentiable(call: Call, name: str) -> bool:
+    return not any(part in name for part in INTEGERS) and call.dtypes.get(name) not in NUMBERS_OF
+
+
+def _mapped(draw, call: Call) -> Call:
+    maps = []
+    for _ in range(1 + chance(draw, 35)):
+        names = draw(st.lists(st.sampled_from(list(call.operands)), min_size=1, unique=True))
+        mapped = {name: pick(draw, 0, -1) for name in names}
+        mapped |= {of: 0 for of in ("cotangents", "tangents") if call.derivative != "none" and chance(draw, 50)}
+        maps.append(mapped)
+    outside = call.derivative != "none" and chance(draw, 30)
+    if outside:
+        maps = [{name: axis for name, axis in of.items() if name in call.operands} for of in maps]
+    return replace(call, maps=tuple(maps), outside=outside)
+
+
+def _over_mesh(draw, call: Call) -> Call:
+    letters = [letter for letter in call.module.SPLIT if letter in call.sizes]
+    if not letters:
+        return call
+    sizes = {**call.sizes, **{letter: pick(draw, *WHOLE[letter]) for letter in letters}}
+    split = {letter: PLACES.get(letter, "y") for letter in letters}
+    if len(set(split.values())) > 1 and chance(draw, 50):
+        kept = pick(draw, "x", "y")
+        split = {letter: axis for letter, axis in split.items() if axis == kept}
+    kind = pick(draw, "explicit", "auto", "shard_map")
+    return replace(call, sizes=sizes, mesh=(kind, split), face="modules" if kind == "shard_map" else "lax")
+
+
+def _with_values(draw, call: Call) -> Call:
+    return replace(
+        call,
+        values=pick(draw, "normal", "normal", *FAMILIES),
+        infinite=chance(draw, 15),
+        poison=chance(draw, 50),
+        seed=draw(st.sampled_from(range(2**16))),
+    )

@@ -1,0 +1,83 @@
+"""Random calls of every operation do what their formulas say; so do those that once did not."""
+
+import os
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from ejkernel.modules._operation import OPERATIONS
+
+from .checks import check
+from .failures import FAILURES
+from .operations import BY_NAME
+from .operations._draws import CPU, GPU
+from .search import Search
+
+PARTS = int(os.environ.get("FUZZ_PARTS", 0))
+
+
+def parts(operation: str) -> int:
+    return PARTS or (BY_NAME[operation].SHARE if operation in BY_NAME else 1)
+
+
+each_part = pytest.mark.parametrize(
+    ("operation", "part"), [(operation, part) for operation in OPERATIONS for part in range(parts(operation))]
+)
+
+
+def test_every_operation_has_calls():
+    """A new operation brings `operations/<operation>.py` and `formulas/<operation>.py`."""
+    assert sorted(BY_NAME) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize("call", FAILURES, ids=lambda call: f"{call.operation}-{FAILURES.index(call)}")
+def test_what_once_failed(call):
+    assert check(call)
+
+
+@each_part
+def test_calls(operation, part, record_property):
+    """The same calls each time, but for how many the machine has time for."""
+    search(record_property, operation, seconds=12, seed=part)
+
+
+@pytest.mark.slow
+@each_part
+def test_many_other_calls(operation, part, record_property):
+    search(record_property, operation, seconds=800, seed=int(time.time()) + part, shrinking=300)
+
+
+def on_gpu() -> list[tuple[str, str, int]]:
+    """Operation, platform and part of all implementations for a GPU."""
+    from ejkernel.kernels._registry import kernel_registry
+
+    found = []
+    for operation in OPERATIONS:
+        entries = kernel_registry.list_implementations(operation)
+        platforms = {e.platform.value for e in entries if e.backend.value in ("gpu", "any")}
+        found += [(operation, p, part) for p in sorted(platforms - {"xla"}) for part in range(parts(operation))]
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("operation", "platform", "part"), on_gpu())
+def test_calls_on_gpu(operation, platform, part, record_property):
+    search(record_property, operation, seconds=100, seed=part, platform=platform, sizes=GPU)
+
+
+def search(record_property, operation, *, seconds, seed, **how) -> None:
+    assert operation in BY_NAME, f"{operation} has no file in tests/fuzz/operations"
+    seconds, seed = float(os.environ.get("FUZZ_SECONDS", seconds)), int(os.environ.get("FUZZ_SEED", 0)) + seed
+    log = os.environ.get("FUZZ_LOG")
+    one = Search(operation, seconds, seed, log=Path(log) if log else None, **how)
+    start = time.monotonic()
+    try:
+        one.run()
+    finally:
+        record_property("fuzz", f"{one} in {time.monotonic() - start:.0f} s, seed {seed}")
+        jax.clear_caches()
+
+
+__all__ = ["CPU"]
