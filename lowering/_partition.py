@@ -124,7 +124,9 @@ def _drop(primitive: KernelPrimitive, name: str, spec: PartitionSpec) -> list[An
 def _summing(
     primitive: KernelPrimitive, body: Body, results: Sequence[str], shapes: Mapping[str, tuple], split: Split
 ) -> Body:
-    """`body`, and the sum over devices of those results that lack a split axis."""
+    """`body`, and the sum over devices of those gradients that lack a split axis."""
+    if not primitive.sums:
+        return body
 
     def run(*arrays):
         out = body(*arrays)

@@ -211,7 +211,7 @@ class Operation(Kernel):
 
     def __init_subclass__(cls, **how: Any):
         super().__init_subclass__(**how)
-        for primitive in (cls.trio.forward, cls.trio.tangent, cls.trio.backward):
+        for primitive in cls.trio.primitives:
             kernel = PrimitiveKernel(primitive)
             KERNELS[primitive.name], TRIOS[primitive.name] = kernel, cls.trio
             named_kernels[primitive.name] = kernel

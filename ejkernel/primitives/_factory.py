@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
@@ -40,6 +41,7 @@ class KernelPrimitive:
         layout: how axes fold and split.
         results: the results in full; a call may ask for fewer only where `like` pairs them with operands.
         like: result → the operand whose shape, dtype and sharding it has.
+        sums: whether a device's part of a result that lacks an axis which is split is a part of a sum.
         dtypes: from the dtypes of the operands, and the spec, to those of the other results.
         linear: the suffix of the operands in which the primitive is linear, if any.
         primitive: the primitive of JAX.
@@ -67,6 +69,7 @@ class KernelPrimitive:
         self.name, self.table, self.layout, self.results = name, table, layout, tuple(results)
         self.like, self.dtypes, self.linear = dict(like or {}), dtypes, linear
         self.arguments, self.operands = arguments, operands
+        self.sums = linear == COTANGENT
         self.choose_config = lambda primitive, arrays, spec, results, config: config
         self.heuristic_config = lambda primitive, arrays, spec, platform, target: KernelConfig(
             platform=platform, backend=target.backend
@@ -194,6 +197,7 @@ class Trio:
             operands=of,
             arguments=self._backward_arguments,
         )
+        self.primitives = (self.forward, self.tangent, self.backward)
         ad.primitive_jvps[self.forward.primitive] = self._jvp
         ad.primitive_transposes[self.tangent.primitive] = self._transpose_tangent
         ad.primitive_transposes[self.backward.primitive] = self._transpose_backward
@@ -214,7 +218,7 @@ class Trio:
             if name in self.differentiable and type(t) is not ad.Zero
         }
         if not moving:
-            return list(out.values()), [ad.Zero.from_primal_value(x) for x in out.values()]
+            return list(out.values()), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out.values()]
         kept = {name: out[name] for name in self.residuals}
         named = {**arrays, **kept, **{name + TANGENT: t for name, t in moving.items()}}
         config = self.tangent.choose_config(self.tangent, named, spec, self.tangent.results, config)

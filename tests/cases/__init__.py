@@ -15,7 +15,9 @@ from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, or
 
 __all__ = [
     "CASES",
+    "DIFFERENTIABLE",
     "FAMILIES",
+    "FORWARD_ONLY",
     "Case",
     "Operand",
     "assert_close",
@@ -23,6 +25,7 @@ __all__ = [
     "curvature_by_reverse",
     "each",
     "each_case",
+    "each_differentiable",
     "each_operation",
     "gradient",
     "oracle",
@@ -38,6 +41,8 @@ _FILES = [
 
 CASES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.CASES)
 FAMILIES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.FAMILIES)
+DIFFERENTIABLE = tuple(case for case in CASES if case.differentiable)
+FORWARD_ONLY = tuple(case for case in CASES if not case.differentiable)
 
 
 def each(
@@ -56,4 +61,5 @@ def first_of_each(cases: Sequence[Case]) -> list[Case]:
 
 
 each_case = each(CASES)
+each_differentiable = each(DIFFERENTIABLE)
 each_operation = each(first_of_each(CASES))

@@ -46,6 +46,7 @@ class Case:
         options: the static arguments.
         local: whether a part of the arrays gives that part of the results by itself; dropout also asks for the place.
         tiny: sizes for tests whose cost is the square of the input's size; None where the case cannot be so small.
+        split_with: a letter that is split with another one, as keys and values in turn are with their heads.
     """
 
     operation: str
@@ -56,6 +57,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     local: bool = True
     tiny: Mapping[str, int] | None = None
+    split_with: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self):
         as_operand = lambda x: Operand(x) if isinstance(x, str) else x
@@ -108,7 +110,9 @@ class Case:
 
     def spec(self, axes: str, split: Mapping[str, str]) -> PartitionSpec:
         """How such axes are sharded where the letters are split over these mesh axes; a size of 1 cannot be split."""
-        return PartitionSpec(*(split.get(axis) if self.sizes.get(axis) != 1 else None for axis in axes.split()))
+        with_split = lambda axis: self.split_with.get(axis, axis)
+        over = lambda axis: split.get(with_split(axis)) if self.sizes.get(with_split(axis)) != 1 else None
+        return PartitionSpec(*map(over, axes.split()))
 
     def specs(self, split: Mapping[str, str]) -> dict[str, PartitionSpec]:
         """How the arrays are sharded where the letters are split."""

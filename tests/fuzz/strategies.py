@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 
+from ejkernel.modules._operation import OPERATIONS
+
 from .calls import Call
 from .operations import BY_NAME
 from .operations._draws import CPU, Sizes, chance, pick
@@ -41,6 +43,8 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
 
 
 def _derived(draw, call: Call) -> Call:
+    if not OPERATIONS[call.operation].trio.differentiable:
+        return call
     derivative = pick(draw, *OFTEN, *DERIVATIVES)
     movable = [name for name in call.operands if _is_differentiable(call, name)]
     if derivative == "none" or not movable:

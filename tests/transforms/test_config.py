@@ -25,6 +25,9 @@ def check(case, blocks):
     config = dict(zip(("block_q", "block_k"), blocks, strict=True), platform="xla")
     call = lambda arrays: case.call(arrays, config=config)
     arrays, tangents = case.arrays(), case.tangents()
+    if not case.differentiable:
+        assert_close(jax.jit(call)(arrays), oracle(case)(arrays))
+        return
     cotangents = case.cotangents(arrays)
     found = jax.jit(tangent(call, case.differentiable))(arrays, tangents)
     assert_close(found, oracle(case, tangent)(arrays, tangents))

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from cases import CASES, assert_close, each_case, gradient, oracle, tangent
+from cases import DIFFERENTIABLE, assert_close, each_differentiable, gradient, oracle, tangent
 from programs import equations
 
 
-@each_case
+@each_differentiable
 def test_grad(case):
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
@@ -16,7 +16,7 @@ def test_grad(case):
     assert_close(found, oracle(case, gradient)(arrays, cotangents))
 
 
-@each_case
+@each_differentiable
 def test_grad_of_each_result(case):
     """The cotangent of one result alone: the others' are symbolic zeros."""
     arrays = case.arrays()
@@ -27,7 +27,7 @@ def test_grad_of_each_result(case):
         assert_close(found, oracle(case, gradient)(arrays, alone), what=f"of result {i}: ")
 
 
-@each_case
+@each_differentiable
 def test_duality(case):
     """⟨u, J·t⟩ = ⟨Jᵀ·u, t⟩."""
     arrays, t = case.arrays(), case.tangents()
@@ -39,7 +39,7 @@ def test_duality(case):
     assert abs(ahead.sum() - back.sum()) <= 1e-6 * (np.abs(ahead).sum() + np.abs(back).sum())
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.trio.linear], ids=str)
+@pytest.mark.parametrize("case", [case for case in DIFFERENTIABLE if case.trio.linear], ids=str)
 def test_linear_transpose(case):
     """Where an operation is linear, its transpose is had without a derivative."""
     arrays = case.arrays()
@@ -51,7 +51,7 @@ def test_linear_transpose(case):
             assert_close(found, gradient(case.call, tuple(moving))(arrays, cotangents))
 
 
-@each_case
+@each_differentiable
 def test_one_forward_and_one_backward_kernel(case):
     """Gradients that nobody asked for are not computed, and no tangent kernel is left."""
     arrays = case.arrays()
@@ -63,7 +63,7 @@ def test_one_forward_and_one_backward_kernel(case):
         assert kernels[1].params["results"] == tuple(f"{name}_bar" for name in wrt)
 
 
-@each_case
+@each_differentiable
 def test_no_kernel_for_what_does_not_move(case):
     """Neither a tangent nor a backward kernel where no differentiable operand depends on the input."""
     arrays = case.arrays()

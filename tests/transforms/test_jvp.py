@@ -1,10 +1,10 @@
 """Tangents are those of the formula, along each operand and along all of them."""
 
 import jax
-from cases import assert_close, each_case, oracle, tangent
+from cases import assert_close, each_differentiable, oracle, tangent
 
 
-@each_case
+@each_differentiable
 def test_jvp(case):
     arrays, tangents = case.arrays(), case.tangents()
     for wrt in (case.differentiable, *((name,) for name in case.differentiable)):
@@ -13,7 +13,7 @@ def test_jvp(case):
         assert_close(found, oracle(case, tangent)(arrays, zeros), what=f"along {wrt}: ")
 
 
-@each_case
+@each_differentiable
 def test_linearize(case):
     """The tangent map may be kept and called later, as often as one likes."""
     arrays, wrt = case.arrays(), case.differentiable

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    CASES,
+    DIFFERENTIABLE,
     assert_close,
     curvature,
     curvature_by_reverse,
@@ -26,7 +26,7 @@ def check(case, order):
     assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
 
 
-@each(CASES, rest=(pytest.mark.slow,))
+@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_forward_over_reverse(case):
     check(case, curvature)
 
@@ -48,26 +48,26 @@ def test_types_that_are_mixed():
         np.testing.assert_array_equal(z.astype(jnp.float32), 5 * y.astype(jnp.float32))
 
 
-@each(first_of_each(CASES), first=())
+@each(first_of_each(DIFFERENTIABLE), first=())
 def test_reverse_over_reverse(case):
     check(case, curvature_by_reverse)
 
 
-@each(first_of_each(CASES), first=())
+@each(first_of_each(DIFFERENTIABLE), first=())
 def test_reverse_over_forward(case):
     """The gradient of a tangent."""
     check(case, reverse_over_forward)
 
 
 @pytest.mark.slow
-@each([case for case in CASES if case not in first_of_each(CASES)])
+@each([case for case in DIFFERENTIABLE if case not in first_of_each(DIFFERENTIABLE)])
 def test_reverse_comes_last_or_twice(case):
     """The orders in which another case of the operation is tested always."""
     check(case, curvature_by_reverse)
     check(case, reverse_over_forward)
 
 
-@each([case.resized(case.tiny) for case in CASES if case.tiny], first=())
+@each([case.resized(case.tiny) for case in DIFFERENTIABLE if case.tiny], first=())
 def test_hessian(case):
     """In whole, as `jax.hessian` maps over every direction at once."""
     arrays = case.arrays()

@@ -1,10 +1,10 @@
 """Tangent and backward are each other's transposes: what is made of a gradient can be differentiated again."""
 
 import jax
-from cases import CASES, assert_close, each, each_case, first_of_each, gradient, oracle, tangent
+from cases import DIFFERENTIABLE, assert_close, each, each_differentiable, first_of_each, gradient, oracle, tangent
 
 
-@each_case
+@each_differentiable
 def test_gradient_in_what_made_the_cotangent(case):
     """Reverse over reverse where the operands stand still: of ½|Jᵀ·(w ∘ u)|² with respect to w."""
     arrays = case.arrays()
@@ -13,7 +13,7 @@ def test_gradient_in_what_made_the_cotangent(case):
     assert_close(found, oracle(case, gradient_of_weights)(arrays, cotangents))
 
 
-@each_case
+@each_differentiable
 def test_transpose_of_a_gradient_is_the_tangent(case):
     """The pullback is linear in its cotangents: its transpose is J, as `jax.linear_transpose` has it."""
     arrays = case.arrays()
@@ -23,7 +23,7 @@ def test_transpose_of_a_gradient_is_the_tangent(case):
     assert_close(found, tangent(case.call, case.differentiable)(arrays, tangents)[1])
 
 
-@each([case.resized(case.tiny) for case in first_of_each([case for case in CASES if case.tiny])], first=())
+@each([case.resized(case.tiny) for case in first_of_each([case for case in DIFFERENTIABLE if case.tiny])], first=())
 def test_third_derivative(case):
     """The gradient of a gradient of a gradient."""
     arrays = case.arrays()

@@ -5,7 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, assert_close, each, each_case, first_of_each, gradient, oracle, tangent
+from cases import CASES, DIFFERENTIABLE, assert_close, each, each_case, first_of_each, gradient, oracle, tangent
 from programs import equations
 
 COUNT = 3
@@ -61,13 +61,13 @@ def test_vmap_of_every_choice(case):
         check(case.call, oracle(case), examples, mapped, 0)
 
 
-@each(CASES, rest=(pytest.mark.slow,))
+@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_vmap_of_grad(case):
     examples = [{**(x := case.arrays(seed)), "direction": case.cotangents(x, seed)} for seed in range(COUNT)]
     check_derivative(case, gradient, examples)
 
 
-@each(CASES, first=(), rest=(pytest.mark.slow,))
+@each(DIFFERENTIABLE, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_jvp(case):
     examples = [{**case.arrays(seed), "direction": case.tangents(seed + 1)} for seed in range(COUNT)]
     check_derivative(case, tangent, examples)
@@ -108,7 +108,7 @@ def check_nested(case, inner, outer, counts=(2, 3)):
         assert_close(part, wanted, what=f"{inner} mapped inside {outer}, example {i, j}: ")
 
 
-@each([case for case in CASES if case.trio.forward.layout.group])
+@each([case for case in DIFFERENTIABLE if case.trio.forward.layout.group])
 def test_shared_keys_and_values_are_not_repeated(case):
     """Under mapped queries, the kernel reads keys and values that are not mapped as they are."""
     arrays = case.arrays()

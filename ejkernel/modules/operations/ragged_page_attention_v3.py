@@ -1,0 +1,192 @@
+"""ragged_page_attention_v3 as an operation: from public arguments to operands and spec of the primitive, and back."""
+
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import value_error
+from ...ops.utils.operands import random_like
+from ...primitives.ragged_page_attention_v3 import Operands, RaggedPageAttentionSpec
+from ...primitives.ragged_page_attention_v3 import ragged_page_attention_v3 as primitives
+from .._operation import Operation, Prepared
+from ._arguments import (
+    align,
+    array,
+    positive_or_none,
+    require_dtype,
+    require_rank,
+    require_same_dtype,
+    size_or_none,
+    static_bool,
+    static_number,
+    window_pair,
+)
+
+NAME = primitives.name
+
+
+def ragged_page_attention_v3_arguments(
+    q,
+    k,
+    v,
+    kv_pages,
+    context_lens,
+    block_tables,
+    query_start_loc,
+    num_seqs,
+    sinks=None,
+    *,
+    window=None,
+    softcap=None,
+    softmax_scale=None,
+    return_lse=False,
+) -> Prepared:
+    """A step of serving: the step's keys and values go into a paged cache, over which its queries then attend.
+
+    Token i of sequence n, of the q_len[n] = query_start_loc[n + 1] − query_start_loc[n] that the step has of it, stands
+    at position p = context_lens[n] − q_len[n] + i. Its key and value are written into slot p % page of page
+    block_tables[n, p // page], and it sees the keys of its sequence at positions j ≤ p, within the window:
+
+        s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
+        lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
+
+    Prefill, chunks of a prefill and decode may be mixed in a step. Forward only: it has no derivative. Where kv_pages
+    is donated to a compiled program, the pool is written in place, and every byte that belongs to no token of the step
+    stays; without donation XLA copies it.
+
+    Args:
+        q: the queries [T, H, D] of the step's tokens, one sequence after the other.
+        k: their keys [T, G, D]; H is a multiple of G, and query head h uses head h // (H // G).
+        v: their values [T, G, D]. q, k and v have one float dtype.
+        kv_pages: the pool [P, page, 2G, D], keys at even and values at odd places of the third axis, of that dtype.
+        context_lens: [N] integers: the tokens of each sequence, those of the step included.
+        block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
+            context may be anything. A page outside the pool is not written; it is read as the nearest one in it.
+        query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
+        num_seqs: how many of the N sequences there are, [1] integers or an int; the entries of the others, and tokens
+            past query_start_loc[num_seqs], may hold anything.
+        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
+        window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
+        softcap: bound of the logits.
+        softmax_scale: D**-0.5 by default; a static number.
+        return_lse: also return lse.
+
+    Returns:
+        (o [T, H, D] in q's dtype, kv_pages), or (o, lse [T, H] float32, kv_pages). Tokens of no sequence have o = 0 and
+        lse = −∞.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        NotImplementedError: a derivative is asked for.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    PagedAttention, arXiv 2309.06180; Ragged Paged Attention, arXiv 2604.15464.
+    """
+    q, k, v, kv_pages = (array(NAME, n, x) for n, x in (("q", q), ("k", k), ("v", v), ("kv_pages", kv_pages)))
+    tables = dict(context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc)
+    tables = {name: array(NAME, name, x) for name, x in tables.items()}
+    _check_arrays(q, k, v, kv_pages)
+    num_seqs = _check_tables(num_seqs=num_seqs, **tables)
+    left, _ = window_pair(NAME, window)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else static_number(NAME, "softmax_scale", softmax_scale)
+    if not np.isfinite(scale):
+        raise value_error(NAME, f"softmax_scale is {scale}; it must be finite")
+    spec = RaggedPageAttentionSpec(
+        window=None if left is None else left + 1,
+        softcap=positive_or_none(NAME, "softcap", softcap),
+        softmax_scale=scale,
+    )
+    return_lse = static_bool(NAME, "return_lse", return_lse)
+    pages, page, heads, features = kv_pages.shape
+    operands = Operands(
+        q[None],
+        k[None],
+        v[None],
+        kv_pages.reshape(1, pages, page, heads // 2, 2, features),
+        **{name: x.astype(jnp.int32)[None] for name, x in tables.items()},
+        num_seqs=num_seqs,
+        sinks=_sinks(sinks, q),
+    )
+    named = align(primitives.forward, {name: x for name, x in operands._asdict().items() if x is not None})
+
+    def finish(out: dict[str, Any]):
+        pool = out["new_pages"].reshape(kv_pages.shape)
+        return (out["o"][0], out["lse"][0], pool) if return_lse else (out["o"][0], pool)
+
+    return Prepared(named, spec, finish)
+
+
+def _check_arrays(q, k, v, kv_pages) -> None:
+    shown = dict(q=q, k=k, v=v, kv_pages=kv_pages)
+    require_rank(NAME, 3, "tokens, heads, features", q=q, k=k, v=v)
+    require_rank(NAME, 4, "pages, slots of a page, keys and values of each head, features", kv_pages=kv_pages)
+    require_dtype(NAME, np.floating, "a float type", **shown)
+    require_same_dtype(NAME, **shown)
+    (tokens, heads, features), groups = q.shape, k.shape[1]
+    for name, x in shown.items():
+        if 0 in x.shape[-2:] or (name == "kv_pages" and 0 in x.shape):
+            raise value_error(NAME, f"{name} has the shape {x.shape}; only the number of tokens may be 0", **shown)
+    if k.shape != (tokens, groups, features) or v.shape != k.shape:
+        raise value_error(NAME, f"k and v must be [{tokens}, key/value heads, {features}], as q is", q=q, k=k, v=v)
+    if heads % groups:
+        rule = "query heads must be a multiple of key/value heads"
+        raise value_error(NAME, f"k has {groups} heads but q has {heads}; {rule}", q=q, k=k)
+    if kv_pages.shape[2:] != (2 * groups, features):
+        rule = f"of each page [slots, {2 * groups}, {features}], a key and a value for each head of k"
+        raise value_error(NAME, f"kv_pages must have {rule}", k=k, kv_pages=kv_pages)
+
+
+def _check_tables(context_lens, block_tables, query_start_loc, num_seqs):
+    """Raises where the tables do not belong together; num_seqs as [1, 1] int32."""
+    shown = dict(context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc)
+    require_rank(NAME, 1, "sequences", context_lens=context_lens)
+    require_rank(NAME, 2, "sequences, pages of a sequence", block_tables=block_tables)
+    require_rank(NAME, 1, "sequences + 1", query_start_loc=query_start_loc)
+    require_dtype(NAME, np.integer, "an integer type", **shown)
+    count = context_lens.shape[0]
+    if count == 0 or block_tables.shape[0] != count or block_tables.shape[1] == 0:
+        raise value_error(NAME, f"block_tables must be [{count}, pages of a sequence], neither of them 0", **shown)
+    if query_start_loc.shape[0] != count + 1:
+        raise value_error(NAME, f"query_start_loc must have {count + 1} entries, one more than sequences", **shown)
+    if not hasattr(num_seqs, "dtype"):
+        num_seqs = size_or_none(NAME, "num_seqs", num_seqs)
+        if num_seqs is None or num_seqs > count:
+            raise value_error(NAME, f"num_seqs is {num_seqs}; there are tables of {count} sequences", **shown)
+        return jnp.full((1, 1), num_seqs, jnp.int32)
+    num_seqs = array(NAME, "num_seqs", num_seqs)
+    require_dtype(NAME, np.integer, "an integer type", num_seqs=num_seqs)
+    if num_seqs.shape not in ((), (1,)):
+        raise value_error(NAME, "num_seqs must be an int or [1]", num_seqs=num_seqs)
+    return num_seqs.astype(jnp.int32).reshape(1, 1)
+
+
+def _sinks(sinks, q):
+    if sinks is None:
+        return None
+    sinks = array(NAME, "sinks", sinks)
+    require_dtype(NAME, np.floating, "a float type", sinks=sinks)
+    if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[1] or 0 in sinks.shape:
+        raise value_error(NAME, f"sinks must be [{q.shape[1]}] or [{q.shape[1]}, n], one row a head", sinks=sinks, q=q)
+    return sinks.astype(np.promote_types(q.dtype, np.float32)).reshape(1, sinks.shape[0], -1)
+
+
+class RaggedPageAttentionV3(Operation):
+    """A step of serving over a paged cache: `ejkernel.lax.ragged_page_attention_v3` as a kernel object."""
+
+    trio = primitives
+    prepare_arguments = staticmethod(ragged_page_attention_v3_arguments)
+    renamed: ClassVar = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
+
+    @classmethod
+    def synthetic_operands(cls, operands, spec):
+        """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+        values = random_like(dict(operands))
+        tokens, (_, count, columns) = operands["q"].shape[1], operands["block_tables"].shape
+        pages, page = operands["kv_pages"].shape[1:3]
+        new = -(-tokens // count)
+        context = max(new, 3 * columns * page // 4)
+        starts = np.minimum(np.arange(count + 1) * new, tokens)
+        tables = np.arange(count * columns).reshape(count, columns) % pages
+        made = dict(context_lens=np.full(count, context), block_tables=tables, query_start_loc=starts, num_seqs=[count])
+        return values | {n: jnp.broadcast_to(jnp.asarray(x, jnp.int32), operands[n].shape) for n, x in made.items()}

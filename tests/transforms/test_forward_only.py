@@ -1,0 +1,83 @@
+"""Operations without a derivative say so and what to do instead; what they write in place is written in place."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import FORWARD_ONLY, assert_close, each, oracle
+from jax.sharding import AxisType, NamedSharding
+
+each_forward_only = each(FORWARD_ONLY)
+IN_PLACE = [case for case in FORWARD_ONLY if case.trio.in_place]
+
+
+def floats(arrays):
+    return {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+
+
+@each_forward_only
+def test_derivatives_are_refused(case):
+    """In each operand, whichever transform asks."""
+    arrays = case.arrays()
+    wanted = rf"{case.operation} has no derivative; {case.trio.instead}"
+    for name, x in floats(arrays).items():
+        of = lambda x, name=name: sum(y.sum() for y in case.call({**arrays, name: x}))
+        for transform in (jax.grad, jax.jacfwd, lambda f: partial(jax.linearize, f)):
+            with pytest.raises(NotImplementedError, match=re.escape(wanted)):
+                transform(of)(x)
+
+
+@each_forward_only
+def test_what_does_not_move_is_no_derivative(case):
+    """A loss may use the operation's results as constants."""
+    arrays = case.arrays()
+    results = case.call(arrays)
+    loss = lambda w: (w * jax.lax.stop_gradient(case.call(arrays)[0])).sum()
+    assert jax.grad(loss)(jnp.ones(())) == results[0].sum()
+
+
+def donated(case, arrays, name):
+    """The compiled call with the operand donated."""
+    rest = {n: x for n, x in arrays.items() if n != name}
+    call = jax.jit(lambda x, rest: case.call({**rest, name: x}), donate_argnums=0)
+    return call.lower(arrays[name], rest).compile(), rest
+
+
+@each(IN_PLACE)
+def test_a_donated_operand_is_not_copied(case):
+    """The result has its buffer, by the program's own account, and no instruction of the program copies it."""
+    arrays = case.arrays()
+    for name in case.trio.in_place.values():
+        compiled, _ = donated(case, arrays, name)
+        hlo = compiled.as_text()
+        assert re.search(r"input_output_alias=\{ \{\d+\}: \(0, \{\}, may-alias\) \}", hlo), hlo.splitlines()[0]
+        shape = ",".join(map(str, arrays[name].shape))
+        assert not re.search(rf"= \w+\[{shape}\]\S* copy\(", hlo)
+        assert compiled.memory_analysis().alias_size_in_bytes == arrays[name].nbytes
+
+
+@each(IN_PLACE)
+def test_without_donation_the_operand_stays(case):
+    arrays = case.arrays()
+    before = {name: np.asarray(x) for name, x in arrays.items()}
+    found = jax.jit(case.call)(arrays)
+    jax.tree.map(np.testing.assert_array_equal, before, {name: np.asarray(x) for name, x in arrays.items()})
+    assert_close(found, oracle(case)(arrays))
+
+
+@each(IN_PLACE)
+@pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
+def test_donation_over_a_mesh(case, types):
+    """Each device keeps its part of the buffer."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2)
+    specs = case.specs({letter: "y" for letter in case.trio.forward.layout.split})
+    arrays = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in case.arrays().items()}
+    wanted = oracle(case)(case.arrays())
+    for name in case.trio.in_place.values():
+        compiled, rest = donated(case, arrays, name)
+        part = arrays[name].addressable_shards[0].data.nbytes
+        assert compiled.memory_analysis().alias_size_in_bytes == part
+        assert_close(compiled(arrays.pop(name), rest), wanted)
