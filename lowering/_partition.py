@@ -8,14 +8,12 @@ Where a result lacks an axis that is split (the gradient of a bias that all batc
 of its sum, and `psum` adds them. Nothing else communicates.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.primitives._sharding import (
@@ -27,6 +25,9 @@ from ejkernel.primitives._sharding import (
     shardy_rule,
     summed_over,
 )
+
+from ._context import one_device
+from ._device_mesh import decoded
 
 Body = Callable[..., list[Any]]
 
@@ -58,13 +59,13 @@ def automatic(
     outputs = {n: jax.ShapeDtypeStruct(*of) for n, of in shapes.items()}
     rule, whole, sizes = shardy_rule(primitive.table, primitive.layout, operands, outputs)
 
-    def partition(mesh, arguments, _):
-        specs = {n: spec_of(x.sharding, x.shape, mesh) for n, x in zip(operands, arguments, strict=True)}
+    def partition(_, arguments, __):
+        mesh, specs = decoded(dict(zip(operands, arguments, strict=True)))
         split = _agreed(primitive, operands, specs, mesh)
         place = lambda n, shape: NamedSharding(mesh, partition_spec(primitive.table[n], shape, split))
         return (
             mesh,
-            _summing(primitive, body, results, shapes, split),
+            _alone(_summing(primitive, body, results, shapes, split)),
             [place(n, shape) for n, (shape, _) in shapes.items()],
             tuple(place(n, x.shape) for n, x in operands.items()),
         )
@@ -77,25 +78,14 @@ def automatic(
     return wrapped
 
 
-def spec_of(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
-    """The spec of a sharding that XLA chose, with None along an axis that it splits in a way that no spec says.
+def _alone(body: Body) -> Body:
+    """`body`, which XLA's partitioner has traced when the program is compiled, in the context of that moment."""
 
-    It may split heads over a part of a mesh axis, say two heads over a mesh axis of four. JAX fails to decode that.
-    """
-    parts = sharding.devices_indices_map(shape)
-    starts = np.array([[part.start or 0 for part in parts[device]] for device in mesh.devices.flat])
-    starts = starts.reshape(*mesh.devices.shape, len(shape))
+    def run(*arrays):
+        with one_device():
+            return body(*arrays)
 
-    def entry(dim: int) -> tuple[str, ...] | None:
-        start, index = starts[..., dim], np.indices(mesh.devices.shape)
-        step = [start.take(1, axis).flat[0] if n > 1 else 0 for axis, n in enumerate(start.shape)]
-        split = sorted((axis for axis, size in enumerate(step) if size), key=step.__getitem__, reverse=True)
-        is_even = split and step[split[-1]] * math.prod(start.shape[axis] for axis in split) == shape[dim]
-        if is_even and np.array_equal(start, sum(index[axis] * step[axis] for axis in split)):
-            return tuple(mesh.axis_names[axis] for axis in split)
-        return None
-
-    return PartitionSpec(*map(entry, range(len(shape))))
+    return run
 
 
 def _agreed(primitive: KernelPrimitive, operands: Mapping[str, Any], specs: Mapping[str, Any], mesh: Any) -> Split:

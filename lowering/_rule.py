@@ -5,21 +5,18 @@ another one, the registry picks the implementation, and the config is chosen aga
 The implementation is traced on the arrays of one device.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 from jax.interpreters import ad, mlir
-from jax.sharding import AbstractMesh
 
 from ejkernel.compat import (
     automatic_devices,
     is_partly_manual,
     requires_devices_during_lowering,
-    unchecked_manual_axes,
     without_manual_axes,
     without_sharding,
 )
@@ -31,6 +28,7 @@ from ejkernel.ops.utils.devices import target_of
 from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.types import Backend, Platform, Target
 
+from ._context import one_device, own_promotions
 from ._failures import Progress, named_when_compiled
 from ._partition import automatic, explicit
 
@@ -108,12 +106,7 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
             _refuse_on_tpu(primitive, local, spec, config, target, forced)
             named_body = named_when_compiled(body, progress)
             run = body if is_partly_manual(ctx) else automatic(primitive, named_body, local, results, spec)
-    with (
-        progress.failures_named(),
-        jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
-        unchecked_manual_axes(),
-        _promotions(),
-    ):
+    with progress.failures_named(), one_device():
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 
 
@@ -146,13 +139,6 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
     # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
     run = explicit(primitive, body, avals, results, spec) if primitive.split(avals)[0] else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
-    with _promotions():
+    with own_promotions():
         _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
     return list(out.values()), change
-
-
-@contextlib.contextmanager
-def _promotions() -> Iterator[None]:
-    """What a user forbids in a program of theirs is no rule for the code of an implementation."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield

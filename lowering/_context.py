@@ -1,0 +1,23 @@
+"""What holds while an implementation is traced: what is set in the program around is no rule for it."""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+from jax.sharding import AbstractMesh
+
+from ejkernel.compat import unchecked_manual_axes
+
+
+@contextlib.contextmanager
+def own_promotions() -> Iterator[None]:
+    """What a user forbids in a program of theirs is no rule for the code of an implementation."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@contextlib.contextmanager
+def one_device() -> Iterator[None]:
+    """The code of one device, on local arrays: there is no mesh, and nothing varies over manual axes."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), unchecked_manual_axes(), own_promotions():
+        yield

@@ -1,0 +1,101 @@
+"""Calls over a mesh of eight devices: where arrays are put, the numbers, and the collectives that it takes."""
+
+import contextlib
+from collections import Counter
+
+import jax
+import pytest
+from cases import CASES, assert_close, curvature, first_of_each, gradient, oracle, tangent
+from jax.sharding import AxisType, NamedSharding
+from programs import collectives
+
+BATCH = {"b": "x"}
+each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
+each_operation_and_transform = pytest.mark.parametrize(
+    ("case", "transform"),
+    [
+        pytest.param(case, transform, id=f"{case}-{name}", marks=pytest.mark.core)
+        for case in first_of_each(CASES)
+        for name, transform in {"eval": None, "grad": gradient}.items()
+        if transform is None or case.differentiable
+    ],
+)
+
+
+def each_program(cases, rest=()):
+    """Evaluates and differentiates each case, and differentiates twice the first one of each operation.
+
+    The former two of these are in the core of the tests; other cases have the marks of `rest`.
+    """
+    of = {"eval": None, "grad": gradient}
+    programs = [
+        pytest.param(
+            case,
+            transform,
+            id=f"{case}-{name}",
+            marks=rest if not is_first else [] if transform is curvature else [pytest.mark.core],
+        )
+        for case in cases
+        for is_first in [case in first_of_each(cases)]
+        for name, transform in (of | {"curvature": curvature} if is_first else of).items()
+        if transform is None or case.differentiable
+    ]
+    return pytest.mark.parametrize(("case", "transform"), programs)
+
+
+def mesh_of(types=AxisType.Explicit, shape=(4, 2)):
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(types,) * 2)
+
+
+def call_of(case, transform, call=None, seed=0):
+    """The call or a transform of it, and its arguments."""
+    arrays, call = case.arrays(seed), call or case.call
+    if transform is None:
+        return call, (arrays,)
+    if transform is tangent:
+        return tangent(call, case.differentiable), (arrays, case.tangents())
+    tangents = (case.tangents(),) if transform is curvature else ()
+    return transform(call, case.differentiable), (arrays, case.cotangents(arrays), *tangents)
+
+
+def placed(case, args, split, mesh):
+    """Such arguments on a mesh."""
+    specs = (case.specs(split), case.result_specs(split), case.specs(split))
+    specs = [{name: of[name] for name in x} if isinstance(x, dict) else of for x, of in zip(args, specs, strict=False)]
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), args, tuple(specs))
+
+
+def rest(case):
+    """The axes other than the batch that may be split, heads say, over the other axis of the mesh."""
+    return {letter: "y" for letter in case.trio.forward.layout.split if letter != "b"}
+
+
+def both(case):
+    return BATCH | rest(case)
+
+
+def mesh_axes(specs):
+    return {name for spec in specs for name in spec if name is not None}
+
+
+def needed(case, split, transform):
+    """The collectives that such a program cannot do without."""
+    if transform is None:
+        return Counter()
+    specs = case.specs(split)
+    shared = [name for name in case.differentiable if mesh_axes([specs[name]]) != mesh_axes(specs.values())]
+    return +Counter({"all-reduce": len(shared)})
+
+
+def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=None):
+    """Numbers, and that results stay where the operands are; returns the collectives."""
+    f, args = call_of(case, transform, call)
+    wanted, args = oracle(case, transform)(*args), placed(case, args, split, mesh)
+    with context:
+        compiled = jax.jit(f, keep_unused=True).lower(*args).compile()  # a linear operation has no use for them
+        found = compiled(*args)
+    assert_close(found, wanted)
+    if transform is None:
+        for x, spec in zip(found, case.result_specs(split), strict=True):
+            assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+    return collectives(compiled.as_text())
