@@ -6,16 +6,6 @@ All seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
 import math
 from typing import Any
 
-from jax._src import dispatch
-
-
-def requires_devices_during_lowering(primitive: Any) -> None:
-    """A primitive whose lowering may use `custom_partitioning` must be listed, or the devices are not in its context.
-
-    JAX lists `custom_partitioning_p` itself, but looks for it in the traced program only, not in what a lowering adds.
-    """
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
-
 
 def automatic_devices(ctx: Any) -> int:
     """Over how many devices XLA may partition what this lowering rule emits: 1 where all axes are manual.
@@ -27,6 +17,21 @@ def automatic_devices(ctx: Any) -> int:
         free = [size for name, size in context.mesh.shape.items() if name not in context.manual_axes]
         return math.prod(free) if context.manual_axes else context.mesh.size
     return getattr(context, "num_devices", None) or 1
+
+
+def with_numbered_devices(ctx: Any) -> Any:
+    """The context with numbers in the place of devices, all that `custom_partitioning` wants of them.
+
+    Devices themselves are in the context only of a program with a primitive that JAX lists as one that requires them
+    (it lists `custom_partitioning_p`, but does not look for it in what a lowering rule adds), and such a program must
+    not have shardings of two meshes.
+    """
+    from jax._src.sharding_impls import ShardingContext
+
+    count = automatic_devices(ctx)
+    return ctx.replace(
+        module_context=ctx.module_context.replace(axis_context=ShardingContext(count, tuple(range(count))))
+    )
 
 
 def is_partly_manual(ctx: Any) -> bool:

@@ -16,7 +16,7 @@ from jax.interpreters import ad, mlir
 from ejkernel.compat import (
     automatic_devices,
     is_partly_manual,
-    requires_devices_during_lowering,
+    with_numbered_devices,
     without_manual_axes,
     without_sharding,
 )
@@ -40,7 +40,6 @@ def register(primitive: KernelPrimitive, platform: str) -> None:
 
 def register_derivative(primitive: KernelPrimitive) -> None:
     """Gives a tangent or backward primitive the jvp of its XLA implementation: second order and beyond."""
-    requires_devices_during_lowering(primitive.primitive)
     if primitive.linear is not None:
         ad.primitive_jvps[primitive.primitive] = partial(_derived_jvp, primitive)
 
@@ -104,8 +103,9 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
             _refuse_on_tpu(primitive, local, spec, config, target, forced)
-            named_body = named_when_compiled(body, progress)
-            run = body if is_partly_manual(ctx) else automatic(primitive, named_body, local, results, spec)
+            if not is_partly_manual(ctx):
+                named_body = named_when_compiled(body, progress)
+                run, ctx = automatic(primitive, named_body, local, results, spec), with_numbered_devices(ctx)
     with progress.failures_named(), one_device():
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 

@@ -1,14 +1,16 @@
-"""Whatever a program does with meshes, the numbers stay: arrays of no mesh, parts of unequal size."""
+"""Whatever a program does with meshes, the numbers stay: arrays of no mesh, parts of unequal size, several meshes."""
 
 import jax
+import numpy as np
 import pytest
 from cases import CASES, assert_close, each, first_of_each, gradient, oracle, tangent
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from programs import collectives
-from sharded import BATCH, both, call_of, each_type, mesh_of, rest
+from sharded import BATCH, both, call_of, each_type, mesh_of, needed, rest
 
 each_transform = pytest.mark.parametrize("transform", (None, gradient, tangent), ids=("eval", "grad", "jvp"))
 each_operation = each(CASES, rest=(pytest.mark.slow,))
+LOCAL = [case for case in CASES if case.local]
 
 
 # --- Arrays that were made before the mesh ----------------------------------------------------------------------------
@@ -59,3 +61,29 @@ def test_auto_parts_of_unequal_size(case, transform):
         )
         f, args = call_of(case, transform, call)
         assert_close(jax.jit(f)(*args), oracle(case, transform)(*args), what=f"{split}: ")
+
+
+# --- Several meshes ---------------------------------------------------------------------------------------------------
+
+
+@each(LOCAL, rest=(pytest.mark.slow,))
+@each_transform
+@pytest.mark.parametrize("shape", ((1, 1), (4, 2)), ids=("one device", "eight devices"))
+@pytest.mark.parametrize("check_vma", (True, False), ids=("checked", "unchecked"))
+def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
+    """The operands are on a mesh of three axes, and `shard_map` is over one of two, on the same devices."""
+    devices = np.array(jax.devices()[: shape[0] * shape[1]])
+    outer, inner = (
+        Mesh(devices.reshape(shape[0], 1, shape[1]), ("x", "e", "y")),
+        Mesh(devices.reshape(shape), ("x", "y")),
+    )
+    specs, results = case.specs(both(case)), case.result_specs(both(case))
+    part = jax.shard_map(case.call, mesh=inner, in_specs=(specs,), out_specs=results, check_vma=check_vma)
+    on = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(outer, spec))
+    f, args = call_of(case, transform, lambda arrays: [on(x, of) for x, of in zip(part(arrays), results, strict=True)])
+    arrays = {name: jax.device_put(x, NamedSharding(outer, specs[name])) for name, x in args[0].items()}
+    compiled = jax.jit(f, keep_unused=True).lower(arrays, *args[1:]).compile()
+    assert_close(compiled(arrays, *args[1:]), oracle(case, transform)(*args))
+    if shape != (1, 1) and (check_vma or transform is not gradient):  # else JAX sums over the axes that no spec names
+        wanted = needed(case, both(case), gradient if transform is gradient else None)
+        assert collectives(compiled.as_text()) == wanted
