@@ -6,6 +6,7 @@ All other axes must be whole. Query heads and key/value heads are split together
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -125,19 +126,24 @@ def aligned(operation: str, table: Table, layout: Layout, arrays: Mapping[str, A
     One that is not yet split along an axis that others split is resharded: each device takes its part of what it has.
     """
     types = {name: jax.typeof(x) for name, x in arrays.items()}
-    mesh = next((aval.sharding.mesh for aval in types.values() if explicit_axes(aval)), None)
-    if mesh is None:
+    placed = next((name for name, aval in types.items() if explicit_axes(aval)), None)
+    if placed is None:
         return dict(arrays)
+    mesh = types[placed].sharding.mesh
     specs = {name: aval.sharding.spec if explicit_axes(aval) else PartitionSpec() for name, aval in types.items()}
     split = joined(operation, table, layout, arrays, specs, mesh)
     wanted = {name: partition_spec(table[name], x.shape, split) for name, x in arrays.items()}
     same = lambda a, b, ndim: tuple(a) + (None,) * (ndim - len(a)) == tuple(b)
-    return {
-        name: x
-        if same(specs[name], wanted[name], x.ndim)
-        else jax.sharding.reshard(x, NamedSharding(mesh, wanted[name]))
-        for name, x in arrays.items()
-    }
+    moved = {n: NamedSharding(mesh, of) for n, of in wanted.items() if not same(specs[n], of, types[n].ndim)}
+    if not moved:
+        return dict(arrays)
+    return {**arrays, **_resharded(arrays[placed], {n: arrays[n] for n in moved}, tuple(moved.items()))}
+
+
+@partial(jax.jit, static_argnums=2, inline=True, keep_unused=True)
+def _resharded(placed: Any, arrays: dict[str, Any], to: tuple[tuple[str, NamedSharding], ...]) -> dict[str, Any]:
+    """The arrays, resharded in a program that knows by `placed` on which devices: a type does not say that."""
+    return {name: jax.sharding.reshard(arrays[name], sharding) for name, sharding in to}
 
 
 def summed_over(of: Axes, shape: tuple[int, ...], split: Split) -> tuple[str, ...]:

@@ -87,3 +87,23 @@ def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
     if shape != (1, 1) and (check_vma or transform is not gradient):  # else JAX sums over the axes that no spec names
         wanted = needed(case, both(case), gradient if transform is gradient else None)
         assert collectives(compiled.as_text()) == wanted
+
+
+# --- Outside `jit` ----------------------------------------------------------------------------------------------------
+
+
+@each(first_of_each(CASES))
+def test_one_explicit_operand_and_others_of_no_mesh(case):
+    """Each device takes its part of the others in every transform, though no `jit` and no context names devices."""
+    mesh, first = mesh_of(), next(iter(case.operands))
+    spec = {"b": "x"} if "b" in case.operands[first].axes.split() else {}
+    for transform in (None, gradient, tangent):
+        f, (arrays, *others) = call_of(case, transform)
+        place = NamedSharding(mesh, case.specs(spec)[first])
+        of = {name: jax.device_put(x, place) if name == first else np.asarray(x) for name, x in arrays.items()}
+        results = [NamedSharding(mesh, result) for result in case.result_specs(spec)]
+        if transform is gradient:
+            others = [jax.device_put(others[0], results)]
+        elif transform is tangent:
+            others = [{name: jax.device_put(x, place) if name == first else x for name, x in others[0].items()}]
+        assert_close(f(of, *others), oracle(case, transform)(*call_of(case, transform)[1]))
