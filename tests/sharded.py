@@ -11,15 +11,20 @@ from programs import collectives
 
 BATCH = {"b": "x"}
 each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
-each_operation_and_transform = pytest.mark.parametrize(
-    ("case", "transform"),
-    [
-        pytest.param(case, transform, id=f"{case}-{name}", marks=pytest.mark.core)
-        for case in first_of_each(CASES)
-        for name, transform in {"eval": None, "grad": gradient}.items()
-        if transform is None or case.differentiable
-    ],
-)
+
+
+def each_call(cases, transforms, rest=()):
+    """Each case and the transforms of it by name, but no derivative of what has none; `rest` are marks as in `each`."""
+    calls = [
+        pytest.param(case, f, id=f"{case}-{name}", marks=pytest.mark.core if case in first_of_each(cases) else rest)
+        for case in cases
+        for name, f in transforms.items()
+        if f is None or case.differentiable
+    ]
+    return pytest.mark.parametrize(("case", "transform"), calls)
+
+
+each_operation_and_transform = each_call(first_of_each(CASES), {"eval": None, "grad": gradient})
 
 
 def each_program(cases, rest=()):

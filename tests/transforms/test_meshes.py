@@ -3,22 +3,21 @@
 import jax
 import numpy as np
 import pytest
-from cases import CASES, assert_close, each, first_of_each, gradient, oracle, tangent
+from cases import CASES, DIFFERENTIABLE, assert_close, each, first_of_each, gradient, oracle, tangent
 from jax.sharding import AxisType, Mesh, NamedSharding
 from programs import collectives
-from sharded import BATCH, both, call_of, each_type, mesh_of, needed, rest
+from sharded import BATCH, both, call_of, each_call, each_type, mesh_of, needed, rest
 
-each_transform = pytest.mark.parametrize("transform", (None, gradient, tangent), ids=("eval", "grad", "jvp"))
-each_operation = each(CASES, rest=(pytest.mark.slow,))
+TRANSFORMS = {"eval": None, "grad": gradient, "jvp": tangent}
+each_transform_of_each = each_call(CASES, TRANSFORMS, rest=pytest.mark.slow)
 LOCAL = [case for case in CASES if case.local]
 
 
 # --- Arrays that were made before the mesh ----------------------------------------------------------------------------
 
 
-@each_operation
+@each_transform_of_each
 @each_type
-@each_transform
 def test_arrays_from_before_the_mesh(case, types, transform):
     """They are whole on every device, which computes all by itself."""
     f, args = call_of(case, transform)
@@ -29,7 +28,7 @@ def test_arrays_from_before_the_mesh(case, types, transform):
     assert not collectives(compiled.as_text())
 
 
-@each(first_of_each(CASES))
+@each(first_of_each(DIFFERENTIABLE))
 @each_type
 def test_arrays_from_before_the_mesh_without_jit(case, types):
     f, args = call_of(case, gradient)
@@ -46,11 +45,11 @@ def odd(case):
     repeat = case.sizes.get("h", 1) // case.sizes.get("g", 1)
     sizes = dict(b=5, g=3, h=3 * repeat, d=7, n=7)
     split = case.trio.forward.layout.split
-    return case.resized({letter: sizes[letter] for letter in split if case.sizes.get(letter, 1) > 1})
+    of_split = {letter: sizes[letter] for letter in split if case.sizes.get(letter, 1) > 1}
+    return case.resized(of_split | {letter: 2 * sizes["g"] for letter in case.split_with})
 
 
-@each_operation
-@each_transform
+@each_transform_of_each
 def test_auto_parts_of_unequal_size(case, transform):
     """XLA pads them, and a kernel must not see the padding."""
     case, mesh = odd(case), mesh_of(AxisType.Auto, shape=(2, 4))
@@ -66,8 +65,7 @@ def test_auto_parts_of_unequal_size(case, transform):
 # --- Several meshes ---------------------------------------------------------------------------------------------------
 
 
-@each(LOCAL, rest=(pytest.mark.slow,))
-@each_transform
+@each_call(LOCAL, TRANSFORMS, rest=pytest.mark.slow)
 @pytest.mark.parametrize("shape", ((1, 1), (4, 2)), ids=("one device", "eight devices"))
 @pytest.mark.parametrize("check_vma", (True, False), ids=("checked", "unchecked"))
 def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
@@ -97,7 +95,7 @@ def test_one_explicit_operand_and_others_of_no_mesh(case):
     """Each device takes its part of the others in every transform, though no `jit` and no context names devices."""
     mesh, first = mesh_of(), next(iter(case.operands))
     spec = {"b": "x"} if "b" in case.operands[first].axes.split() else {}
-    for transform in (None, gradient, tangent):
+    for transform in TRANSFORMS.values() if case.differentiable else (None,):
         f, (arrays, *others) = call_of(case, transform)
         place = NamedSharding(mesh, case.specs(spec)[first])
         of = {name: jax.device_put(x, place) if name == first else np.asarray(x) for name, x in arrays.items()}
