@@ -3,7 +3,10 @@
 All seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
+import functools
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 
@@ -64,3 +67,26 @@ def unchecked_manual_axes() -> Any:
     from jax._src import config
 
     return config._check_vma(False)
+
+
+def is_for_export(ctx: Any) -> bool:
+    """Whether `jax.export` is lowering: kernels are then written for readers of other versions, too."""
+    return ctx.module_context.lowering_parameters.for_export
+
+
+@functools.cache
+def find_mosaic_runtime() -> None:
+    """Tells XLA where the runtime of Mosaic GPU lies, as importing `jax.experimental.mosaic.gpu` does.
+
+    A program that holds a kernel from a cache is compiled without that import, which takes half a second.
+    """
+    from jax._src import lib
+
+    os.environ.setdefault("MOSAIC_GPU_CUDA_ROOT", lib.cuda_path or "/usr/local/cuda")
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:
+        return
+    runtime = Path(mosaic_gpu._mosaic_gpu_ext.__file__).parent / "libmosaic_gpu_runtime.so"
+    if runtime.exists():
+        os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(runtime))

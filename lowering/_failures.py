@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 from ejkernel.errors import EjkernelRuntimeError, UnsupportedError
 from ejkernel.kernels._dispatch import Candidate
 from ejkernel.kernels._registry import KernelSpec
-from ejkernel.types import Platform, Target
+from ejkernel.types import Target
 
 # While an implementation is traced these may be about the call, e.g. a size in the config that was given.
 _OF_THE_CALL = (ValueError, TypeError, NotImplementedError)
@@ -31,21 +31,20 @@ class Progress:
         operation: the name of the primitive.
         target: what it is lowered for.
         entry: the implementation, once it was chosen.
-        others: the platforms of the other implementations that take the call.
+        taking: asks each implementation whether it takes the call, which may import what this one does without.
         is_traced: whether the program of the implementation is there, and is being lowered.
     """
 
     operation: str
     target: Target
     entry: KernelSpec | None = None
-    others: Sequence[Platform] = ()
+    taking: Callable[[], Sequence[Candidate]] = tuple
     is_traced: bool = False
 
     @contextlib.contextmanager
-    def tracing(self, entry: KernelSpec, taking: Sequence[Candidate]) -> Iterator[None]:
-        """While `entry` is traced, which was chosen among `taking`."""
-        self.entry, self.is_traced = entry, False
-        self.others = [other.platform for other, reason in taking if other is not entry and reason is None]
+    def tracing(self, entry: KernelSpec, taking: Callable[[], Sequence[Candidate]]) -> Iterator[None]:
+        """While `entry` is traced, which was chosen among those of `taking`."""
+        self.entry, self.taking, self.is_traced = entry, taking, False
         yield
         self.is_traced = True
 
@@ -71,7 +70,8 @@ class Progress:
             f"versions: {_versions()}",
         ]
         public = public.removesuffix("_jvp")
-        for other in self.others:
+        others = [other.platform for other, reason in self.taking() if other is not self.entry and reason is None]
+        for other in others:
             lines.append(
                 f"{other} takes this call too: ejkernel.lax.{public}(…, config={{'platform': '{other}'}}) "
                 f"or ejkernel.modules.{public}(…, platform='{other}')"

@@ -28,6 +28,7 @@ from ejkernel.ops.utils.devices import target_of
 from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.types import Backend, Platform, Target
 
+from . import _stored
 from ._context import one_device, own_promotions
 from ._failures import Progress, named_when_compiled
 from ._partition import automatic, explicit
@@ -58,14 +59,28 @@ def body_of(
 
     def body(*arrays):
         named = dict(zip(names, arrays, strict=True))
-        positional, extra = primitive.arguments(named, results)
         entry = implementation(primitive, named, spec, config, target, platform)
         used = config_for(primitive, named, spec, config, entry, target)
-        taking = candidates(primitive.name, spec, primitive.operands(named), target)
-        with progress.tracing(entry, taking), labelled(primitive.name, entry.platform, used):
-            return list(entry.implementation(*positional, **extra, spec=spec, config=used))
+        taking = lambda: candidates(primitive.name, spec, primitive.operands(named), target)
+
+        def run(*arrays):
+            positional, extra = primitive.arguments(dict(zip(names, arrays, strict=True)), results)
+            with progress.tracing(entry, taking), labelled(primitive.name, entry.platform, used):
+                return list(entry.implementation(*positional, **extra, spec=spec, config=used))
+
+        if not _is_stored(entry, target):
+            return run(*arrays)
+        key = repr((primitive.name, entry.platform, tuple(names), tuple(results), spec, used))
+        shapes = tuple(primitive.result_shapes(named, results, spec).values())
+        return _stored.call(_stored.Kernel(run, key, target, shapes, primitive.name), arrays)
 
     return body
+
+
+def _is_stored(entry: KernelSpec, target: Target) -> bool:
+    """Whether what an implementation is lowered to is kept: it takes long, and is of this library's source."""
+    ours = entry.implementation.__module__.startswith("ejkernel.")
+    return ours and target.backend == Backend.GPU and entry.platform != Platform.XLA
 
 
 def implementation(

@@ -25,9 +25,11 @@ def candidates(
 
 def select(operation: str, spec: Any, operands: Any, target: Target, platform: Platform | str = "auto") -> KernelSpec:
     """The implementation that runs; raises `UnsupportedError` with the table of reasons where there is none."""
-    found = candidates(operation, spec, operands, target, platform)
-    for entry, reason in found:
-        if reason is None:
+    # One after the other: of those that come later nothing is asked, whose answer may take an import of seconds.
+    found = []
+    for entry in kernel_registry.list_implementations(operation):
+        found.append((entry, _reason(entry, spec, operands, target, platform)))
+        if found[-1][1] is None:
             return entry
     asked = "" if platform in ("auto", None) else f" with platform {platform!r}"
     raise UnsupportedError(f"{operation}: no implementation on {target}{asked}\n{table(found)}")

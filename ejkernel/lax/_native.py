@@ -16,6 +16,7 @@ from ..modules._operation import Operation
 from ..types import KernelConfig
 
 _READ_WHILE_TRACING = (
+    "EJKERNEL_AUTOTUNE_BUDGET_S",
     "EJKERNEL_AUTOTUNE_POLICY",
     "EJKERNEL_CACHE_DIR",
     "EJKERNEL_OPS_RECORD",

@@ -1,0 +1,135 @@
+"""Lowered kernels are kept on disk: a process that finds one there neither traces nor compiles it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import pytest
+from ejkernel.lowering import _stored
+
+import ejkernel
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.ops import extract_labels_from_hlo_text
+from ejkernel.types import KernelConfig
+
+TRITON = KernelConfig(platform="triton", block_q=64, block_k=64)
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch):
+    """The kernels that are lowered and not found, by name."""
+    found, make = [], _stored._made
+    monkeypatch.setattr(_stored, "_made", lambda kernel, avals: found.append(kernel.name) or make(kernel, avals))
+    return found
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    return lambda: sorted((tmp_path / "lowered").glob("*"))
+
+
+def traced(rows=256, config=TRITON, **options):
+    """A program that a new process has traced."""
+    jax.clear_caches()
+    _stored._in_memory.clear()
+    x = jax.ShapeDtypeStruct((1, rows, 2, 64), jnp.bfloat16)
+    return jax.jit(lambda x: ejkernel.lax.flash_attention(x, x, x, config=config, **options)).trace(x)
+
+
+def lowered(**options):
+    return traced(**options).lower(lowering_platforms=("cuda",))
+
+
+@pytest.mark.parametrize(
+    "config, call",
+    [(TRITON, "triton_kernel_call_ffi"), (KernelConfig(platform="pallas", block_q=128, block_k=128), "mosaic_gpu_v2")],
+    ids=["triton", "mosaic"],
+)
+def test_a_kernel_is_lowered_once(files, made, config, call):
+    first = lowered(config=config).as_text()
+    assert made == ["flash_attention"] and len(files()) == 1 and call in first
+    assert lowered(config=config).as_text() == first and made == ["flash_attention"]
+
+
+def test_once_for_each_thing_that_it_depends_on(files, made, monkeypatch):
+    for n, call in enumerate((dict(), dict(causal=True), dict(rows=512), dict(config=None)), 1):
+        lowered(**call)
+        assert len(made) == len(files()) == n, call
+    monkeypatch.setattr(_stored, "_source", lambda: "edited")
+    lowered()
+    monkeypatch.setattr(_stored, "_versions", lambda: "another jax")
+    lowered()
+    assert len(made) == len(files()) == 6
+
+
+def test_two_layers_share_one_and_a_gradient_takes_two(files, made):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    attention = lambda x: ejkernel.lax.flash_attention(x, x, x, causal=True)
+    gradient = jax.jit(jax.grad(lambda x: attention(attention(x)).astype(jnp.float32).sum()))
+    gradient.trace(x).lower(lowering_platforms=("cuda",))
+    assert sorted(made) == ["flash_attention", "flash_attention_bwd"] and len(files()) == 2
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: b"", lambda content: b"x" + content])
+def test_a_damaged_file_costs_a_warning(files, made, damage):
+    first = lowered().as_text()
+    (file,) = files()
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.warns(UserWarning, match="is damaged; the kernel is lowered again"):
+        assert lowered().as_text() == first
+    assert lowered().as_text() == first and len(made) == 2
+
+
+def test_a_directory_that_cannot_be_written_costs_nothing(tmp_path, monkeypatch, made):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
+    assert "triton_kernel_call_ffi" in lowered().as_text() and len(made) == 1
+
+
+def test_a_stored_kernel_has_its_label(files, made):
+    for _ in range(2):
+        (label,) = extract_labels_from_hlo_text(lowered().as_text(debug_info=True))
+        assert label == "ejkernel[op=flash_attention;impl=triton]"
+    assert len(made) == 1
+
+
+def test_what_a_user_registers_is_not_stored(files, made, monkeypatch):
+    entry = kernel_registry.get("flash_attention", "triton", "gpu")
+    monkeypatch.setattr(getattr(entry, "implementation", entry), "__module__", "mine")
+    assert "triton_kernel_call_ffi" in lowered().as_text() and not made and not files()
+
+
+def test_export_and_the_cpu_store_nothing(files, made):
+    x = jax.ShapeDtypeStruct((1, 256, 2, 64), jnp.bfloat16)
+    attention = jax.jit(lambda x: ejkernel.lax.flash_attention(x, x, x))
+    checks = [jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
+    checks += [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    jax.export.export(attention, platforms=("cpu", "cuda"), disabled_checks=checks)(x)
+    attention.trace(x).lower(lowering_platforms=("cpu",))
+    assert not made and not files()
+
+
+def test_the_runtime_of_mosaic_is_found_where_its_import_finds_it():
+    told = """
+        import os, sys
+        before = set(os.environ)
+        if sys.argv[1] == "import":
+            import jax.experimental.mosaic.gpu
+        else:
+            from ejkernel.compat import find_mosaic_runtime
+            find_mosaic_runtime()
+        found = set(os.environ) - before
+        print(sorted((name, os.environ[name]) for name in found if name.startswith("MOSAIC") and "SHMEM" not in name))
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MOSAIC")}
+
+    def run(how):
+        command = [sys.executable, "-c", textwrap.dedent(told), how]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert run("import") == run("find") != "[]\n"
