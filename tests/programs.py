@@ -14,6 +14,11 @@ def equations(jaxpr: Any, operation: str) -> list[Any]:
     return [equation for equation in _walk(jaxpr) if ours(equation.primitive.name)]
 
 
+def launches(jaxpr: Any) -> list[str]:
+    """The names of the Triton kernels that a program launches, in order."""
+    return [e.params["fn"].__name__ for e in _walk(jaxpr) if e.primitive.name == "triton_kernel_call"]
+
+
 def _walk(jaxpr: Any) -> Iterator[Any]:
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation

@@ -6,17 +6,21 @@ constants alone: shapes and strides are part of a constant, and an operand that 
 
 import contextlib
 import importlib
+import inspect
 import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import jax
+from jax.interpreters.partial_eval import dce_rules
 
 from ejkernel.types import KernelConfig, Target
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 
 DEFAULT_MULTIPROCESSORS = 132
+# A multiply-add is one instruction, rounded once: the kernels are written for it. From 3.10 on Triton has to be told.
+BACKEND_OPTIONS = {"enable_fp_fusion": True}
 CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 """What a launch is lowered to."""
 # Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
@@ -34,7 +38,9 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
     """
     if wrong := refuses(kernel.__name__, config):
         raise ValueError(f"{kernel.__name__}: {wrong}")
-    return jax_triton().triton_call(
+    module = jax_triton()
+    _fit_dead_code_elimination(module.triton_lib.triton_kernel_call_p)
+    return module.triton_call(
         *operands,
         kernel=kernel,
         grid=(grid,),
@@ -42,6 +48,7 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         compute_capability=compute_capability(),
+        backend_options=BACKEND_OPTIONS,
         out_type=out_type,
         **constants,
     )
@@ -102,6 +109,15 @@ def jax_triton() -> Any:
 def _has_backend(library: ModuleType, platform: str) -> bool:
     """Whether jax-triton found Triton's compiler for a platform; it has stubs in the place of what it did not find."""
     return isinstance(getattr(library, {"cuda": "cb", "rocm": "hb"}[platform]), ModuleType)
+
+
+def _fit_dead_code_elimination(primitive: Any) -> None:
+    """Since 0.12 JAX tells rules of dead code elimination which inputs are live. That of jax-triton 0.4.1 does not take
+    it, so that a launch at the top of a jitted function would fail.
+    """
+    rule = dce_rules[primitive]
+    if jax.__version_info__ >= (0, 12) and len(inspect.signature(rule).parameters) == 2:
+        dce_rules[primitive] = lambda used_outputs, live_inputs, equation: rule(used_outputs, equation)
 
 
 def described(x: jax.Array, block: tuple[int, ...]) -> Any:

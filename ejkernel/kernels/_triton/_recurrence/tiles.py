@@ -18,7 +18,8 @@ LEAST_GATE = tl.constexpr(-128.0)
 def sequence_at(batch, n, first, length, chunk, p: tl.constexpr):
     """First token in time, number of tokens and first chunk of sequence n."""
     if p.N is None:
-        return (p.S - 1 if p.reverse else 0), p.S, 0
+        tokens: tl.constexpr = p.S
+        return (tokens - 1 if p.reverse else 0), tokens, 0
     else:
         at = batch * p.N + n
         return tl.load(first + at), tl.load(length + at), tl.load(chunk + at)

@@ -98,7 +98,9 @@ def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.const
     tokens past the last sequence are treated as one more, which has no tokens on the other side.
     """
     if problem.N is None:
-        return block * BLOCK, 0, 0, problem.S, 0, problem.K
+        q_len: tl.constexpr = problem.S
+        k_len: tl.constexpr = problem.K
+        return block * BLOCK, 0, 0, q_len, 0, k_len
     else:
         cu_q += batch * problem.cu_q_strides.b
         cu_k += batch * problem.cu_k_strides.b

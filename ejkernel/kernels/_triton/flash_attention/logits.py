@@ -62,7 +62,8 @@ def unmasked(mask, i, j, frame, problem: tl.constexpr):
 def total_scale(softmax_scale, frame, problem: tl.constexpr):
     """The factor of q·kᵀ."""
     if softmax_scale is None:
-        return problem.scale
+        scale: tl.constexpr = problem.scale
+        return scale
     else:
         strides: tl.constexpr = problem.scale_strides
         return problem.scale * tl.load(softmax_scale + frame.batch * strides.b + frame.head * strides.h)

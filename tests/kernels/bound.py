@@ -1,0 +1,65 @@
+"""What a call, its tangent and its gradient bind, for tests that compile implementations and run none."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from cases import Case
+from programs import equations
+
+from ejkernel.kernels._registry import KernelSpec, kernel_registry
+from ejkernel.primitives._factory import PRIMITIVES, KernelPrimitive
+from ejkernel.types import Platform, Target
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """One equation: a primitive of an operation, its operands as shapes by name, the wanted results, and the spec."""
+
+    primitive: KernelPrimitive
+    operands: Mapping[str, Any]
+    results: tuple[str, ...]
+    spec: Any
+
+    def implementation(self, platform: Platform, target: Target) -> KernelSpec | None:
+        """The one that is written for this platform, if there is one that takes these operands on the target."""
+        operands = self.primitive.operands(self.operands)
+        for entry in kernel_registry.list_implementations(self.primitive.name):
+            if entry.platform == platform and entry.backend == target.backend:
+                return entry if entry.implementation.supports(self.spec, operands, target) is None else None
+        return None
+
+    def traced(self, entry: KernelSpec, target: Target) -> Any:
+        """The implementation on these shapes with the config of its heuristics for the target, traced."""
+        config = entry.implementation.heuristic(self.spec, self.primitive.operands(self.operands), target)
+
+        def run(*arrays):
+            positional, extra = self.primitive.arguments(dict(zip(self.operands, arrays, strict=True)), self.results)
+            return entry.implementation(*positional, **extra, spec=self.spec, config=config)
+
+        return jax.jit(run).trace(*self.operands.values())
+
+
+def bound(case: Case, dtype: Any = jnp.bfloat16) -> Iterator[Bound]:
+    """Each equation once, in the order of first use."""
+    arrays = case.arrays(dtype=dtype)
+    moving = {name: arrays[name] for name in case.differentiable}
+    call = lambda moved: case.call({**arrays, **moved})
+    tangent = lambda moved, change: jax.jvp(call, (moved,), (change,))
+    gradient = lambda moved, seeds: jax.vjp(call, moved)[1](seeds)
+    programs = (
+        jax.make_jaxpr(call)(moving),
+        jax.make_jaxpr(tangent)(moving, moving),
+        jax.make_jaxpr(gradient)(moving, jax.eval_shape(call, moving)),
+    )
+    seen = set()
+    for equation in (e for program in programs for e in equations(program, case.operation)):
+        name, params = equation.primitive.name, equation.params
+        if (name, params["operands"], params["results"]) in seen:
+            continue
+        seen.add((name, params["operands"], params["results"]))
+        avals = (jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars)
+        operands = dict(zip(params["operands"], avals, strict=True))
+        yield Bound(PRIMITIVES[name], operands, params["results"], params["spec"])
