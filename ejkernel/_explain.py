@@ -61,6 +61,18 @@ def explain(operation: str, *args: Any, target: str | Target | None = None, plat
     if operation not in OPERATIONS:
         raise ValueError(f"no such operation: {operation}; known are {', '.join(sorted(OPERATIONS))}")
     target = target_of(target) if isinstance(target, str) else target or device_target()
+    named, spec = types_of_call(operation, *args, **kwargs)
+    kernel = KERNELS[operation]
+    platform = platform or "auto"
+    looked_at = candidates(operation, spec, kernel.primitive.operands(named), target, platform)
+    config, origin = None, "nothing can run"
+    if any(reason is None for _, reason in looked_at):
+        config, origin = _config(kernel, named, spec, platform, target)
+    return Explanation(operation, target, looked_at, config, origin)
+
+
+def types_of_call(operation: str, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    """The operands of a call by name, as their types, and its spec. Nothing is computed."""
     found = {}
 
     def capture(arrays, named_arrays):
@@ -70,13 +82,7 @@ def explain(operation: str, *args: Any, target: str | Target | None = None, plat
 
     static = {name: x for name, x in kwargs.items() if not hasattr(x, "shape")}
     jax.eval_shape(capture, args, {name: x for name, x in kwargs.items() if name not in static})
-    kernel = KERNELS[operation]
-    platform = platform or "auto"
-    looked_at = candidates(operation, found["spec"], kernel.primitive.operands(found["named"]), target, platform)
-    config, origin = None, "nothing can run"
-    if any(reason is None for _, reason in looked_at):
-        config, origin = _config(kernel, found["named"], found["spec"], platform, target)
-    return Explanation(operation, target, looked_at, config, origin)
+    return found["named"], found["spec"]
 
 
 _ORIGINS = {

@@ -234,6 +234,14 @@ class Operation(Kernel):
         return dict(arrays), dict(specs)
 
     @classmethod
+    def example(cls) -> Mapping[str, Any]:
+        """The arguments of a small call of the lax face, arrays as `jax.ShapeDtypeStruct`: `ejkernel doctor` runs it.
+
+        Every implementation that is worth having should take it. Values are those of `synthetic_operands`.
+        """
+        raise NotImplementedError(f"{cls.trio.name} has no example")
+
+    @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Values to measure with in the place of operands without: here random numbers."""
         del spec

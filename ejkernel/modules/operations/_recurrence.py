@@ -148,7 +148,13 @@ def _scaled(name: str, q, scale):
 
 
 class Recurrence:
-    """What tuning and benchmarks ask of an operation of this family."""
+    """What tuning, benchmarks and the doctor ask of an operation of this family."""
+
+    @classmethod
+    def example(cls) -> dict[str, Any]:
+        """q, k and v of a few chunks, and the final state."""
+        q, kv = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.bfloat16) for heads in (2, 1))
+        return dict(q=q, k=kv, v=kv, return_state=True)
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: RecurrenceSpec) -> dict[str, Any]:

@@ -292,6 +292,12 @@ class FlashAttention(Operation):
     }
 
     @classmethod
+    def example(cls):
+        """Enough queries and keys for the tiles of every implementation."""
+        x, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (2, 1))
+        return dict(q=x, k=kv, v=kv, causal=True, return_lse=True)
+
+    @classmethod
     def synthetic_operands(cls, operands, spec):
         """Random arrays; uneven sequences and segments; a mask that hides a tenth; the usual scale."""
         values = random_like(dict(operands))

@@ -60,3 +60,9 @@ class GLA(Recurrence, Operation):
     trio = trio
     prepare_arguments = staticmethod(gla_arguments)
     renamed: ClassVar = {"gk": "g"}
+
+    @classmethod
+    def example(cls):
+        """With a gate for each key feature."""
+        given = super().example()
+        return dict(given, gk=given["q"])

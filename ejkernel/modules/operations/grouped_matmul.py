@@ -1,5 +1,6 @@
 """grouped_matmul as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -168,6 +169,13 @@ class GroupedMatmul(Operation):
 
     trio = trio
     prepare_arguments = staticmethod(grouped_matmul_arguments)
+
+    @classmethod
+    def example(cls):
+        """Four matrices, and enough rows for the tiles of every implementation."""
+        array = jax.ShapeDtypeStruct
+        rows, matrices = array((512, 128), jnp.bfloat16), array((4, 128, 128), jnp.bfloat16)
+        return dict(lhs=rows, rhs=matrices, group_sizes=array((4,), jnp.int32))
 
     @classmethod
     def synthetic_operands(cls, operands, spec):

@@ -91,6 +91,12 @@ class LightningAttention(Recurrence, Operation):
     prepare_arguments = staticmethod(lightning_attention_arguments)
 
     @classmethod
+    def example(cls):
+        """Of the first of two layers."""
+        given = super().example()
+        return dict(given, layer_idx=0, num_layers=2)
+
+    @classmethod
     def place(cls, arrays, given, specs):
         """Every shard decays as its heads do in the whole."""
         if "g_gamma" in arrays:

@@ -1,5 +1,6 @@
 """mean_pooling as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -57,6 +58,12 @@ class MeanPooling(Operation):
 
     trio = trio
     prepare_arguments = staticmethod(mean_pooling_arguments)
+
+    @classmethod
+    def example(cls):
+        """Eight packed sequences."""
+        array = jax.ShapeDtypeStruct
+        return dict(x=array((512, 128), jnp.bfloat16), cu_seqlens=array((9,), jnp.int32))
 
     @classmethod
     def synthetic_operands(cls, operands, spec):

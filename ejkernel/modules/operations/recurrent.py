@@ -1,5 +1,7 @@
 """recurrent as an operation: the linear recurrence with any of its decays."""
 
+import jax
+
 from ...primitives.recurrent import recurrent as trio
 from .._operation import Operation, Prepared
 from ._recurrence import Recurrence, prepare
@@ -75,3 +77,9 @@ class Recurrent(Recurrence, Operation):
 
     trio = trio
     prepare_arguments = staticmethod(recurrent_arguments)
+
+    @classmethod
+    def example(cls):
+        """With a gate for each head."""
+        given = super().example()
+        return dict(given, g=jax.ShapeDtypeStruct(given["q"].shape[:3], given["q"].dtype))

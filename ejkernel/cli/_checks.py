@@ -1,0 +1,233 @@
+"""The example call of an operation, forward and gradient, on every implementation that takes it.
+
+What an implementation gives is judged against the formula in float64: its error may be 2 times that of the formula in
+the dtypes of the call, and 3 times in a gradient. No result can be nearer than the exact one rounded.
+"""
+
+import importlib
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._explain import types_of_call
+from ..kernels._dispatch import Candidate, candidates
+from ..kernels._registry import KernelSpec
+from ..modules._operation import KERNELS, OPERATIONS, PrimitiveKernel
+from ..ops import benchmark
+from ..primitives._factory import COTANGENT, Trio
+from ..types import Target
+
+PASSES = {"forward": 2.0, "gradient": 3.0}
+"""Of what is checked, how many times the error of the formula it may have."""
+
+# Of formulas on a CPU, which run once.
+_UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+Named = Mapping[str, Any]
+Program = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one pass on one implementation.
+
+    Attributes:
+        milliseconds: of a call, if its numbers are right.
+        error: of its numbers, in units of that of the formula.
+        reason: why it does not take the call.
+        trouble: what is wrong.
+    """
+
+    milliseconds: float | None = None
+    error: float | None = None
+    reason: str = ""
+    trouble: str = ""
+
+
+class Check:
+    """The example call of an operation for a target, of which this process has a device."""
+
+    def __init__(self, operation: str, target: Target):
+        self.operation, self.target = operation, target
+        self._programs: dict[tuple[str, str], Program | Exception] = {}
+
+    @property
+    def trio(self) -> Trio:
+        return OPERATIONS[self.operation].trio
+
+    @cached_property
+    def types(self) -> tuple[Named, Any]:
+        """The operands by name, as their types, and the spec."""
+        return types_of_call(self.operation, **OPERATIONS[self.operation].example())
+
+    @cached_property
+    def candidates(self) -> dict[str, Sequence[Candidate]]:
+        """Of each pass, its implementations and the reasons against them."""
+        named, spec = self.types
+        found = {}
+        for name in PASSES:
+            kernel = self._kernel(name)
+            found[name] = candidates(kernel.name, spec, kernel.primitive.operands(named), self.target)
+        return found
+
+    def prepare(self) -> None:
+        """Computes the formulas and compiles what can be compiled. What fails is told by `outcome`, or fails again."""
+        with suppress(Exception):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        for name in PASSES:
+            for entry, reason in self.candidates[name]:
+                if reason is None and not self._hidden(name, entry):
+                    try:
+                        self._programs[name, place(entry)] = self._compiled(name, str(entry.platform))
+                    except Exception as error:
+                        self._programs[name, place(entry)] = error
+
+    def outcome(self, name: str, candidate: Candidate) -> Outcome:
+        """Runs and judges one pass on one implementation."""
+        entry, reason = candidate
+        if reason := reason or self._hidden(name, entry):
+            return Outcome(reason=" ".join(reason.split()))
+        try:
+            program = self._programs[name, place(entry)]
+            if isinstance(program, Exception):
+                raise program
+            error = _error(jax.tree.map(np.asarray, program()), *(of[name] for of in self.formulas))
+            if not error <= PASSES[name]:
+                return Outcome(error=error, trouble=f"wrong, over {PASSES[name]:g} times the error of the formula")
+            return Outcome(benchmark(program, num_warmup=1, num_iters=5), error)
+        except Exception as error:  # whatever a kernel does, the others are looked at
+            return Outcome(trouble=f"fails with {type(error).__name__}: {first_line(error)}")
+
+    # --- What the call is made of
+
+    @cached_property
+    def operands(self) -> Named:
+        """Normal numbers and zeros, and what the operation makes of them: lengths, tables, decays."""
+        named, spec = self.types
+        return OPERATIONS[self.operation].synthetic_operands(
+            {name: _filled(x, name) for name, x in named.items()}, spec
+        )
+
+    @cached_property
+    def cotangents(self) -> Named:
+        """Normal numbers for each result."""
+        shapes = self.trio.forward.result_shapes(self.operands, self.trio.outputs._fields, self.types[1])
+        return {name: _filled(jax.ShapeDtypeStruct(*of), name) for name, of in shapes.items()}
+
+    @cached_property
+    def differentiable(self) -> Sequence[str]:
+        named = self.operands
+        return [name for name in self.trio.differentiable if name in named and _is_float(named[name])]
+
+    @cached_property
+    def formulas(self) -> tuple[dict[str, Named], dict[str, Named]]:
+        """What each pass gives by the formula: in float64, and in the dtypes of the call."""
+        reference = importlib.import_module(f"ejkernel.kernels._xla.{self.operation}").reference
+        trio, spec = self.trio, self.types[1]
+
+        def both(operands, cotangents):
+            moving = {name: operands[name] for name in self.differentiable}
+            of = lambda moving: reference(*trio.operands(**{**operands, **moving}), spec=spec)._asdict()
+            outputs, pull = jax.vjp(of, moving)
+            return {"forward": outputs, "gradient": pull(cotangents)[0]}
+
+        given = jax.tree.map(np.asarray, (self.operands, self.cotangents))
+        host = _host()
+        program = jax.jit(both, compiler_options=_UNOPTIMIZED if host else None)
+        with jax.default_device(host):
+            rounded = jax.tree.map(np.asarray, program(*given))
+            with jax.enable_x64(True):
+                exact = jax.tree.map(np.asarray, program(*jax.tree.map(_widened, given)))
+        return exact, rounded
+
+    def _compiled(self, name: str, platform: str) -> Program:
+        kernel, spec, named, results = self._kernel(name), self.types[1], self.operands, self.trio.outputs._fields
+        if name == "gradient":
+            outputs = {of: jnp.asarray(self.formulas[1]["forward"][of]) for of in self.trio.residuals}
+            cotangents = {of + COTANGENT: x for of, x in self.cotangents.items()}
+            named, results = {**named, **outputs, **cotangents}, [of + COTANGENT for of in self.differentiable]
+        config = kernel.heuristic(named, spec, platform, self.target)
+        inv = kernel.invocation(named, spec, results, platform)
+        program = jax.jit(lambda *arrays: kernel.bind(arrays, inv.kwargs, config)).lower(*inv.args).compile()
+        return lambda: {of.removesuffix(COTANGENT): x for of, x in program(*inv.args).items()}
+
+    def _kernel(self, name: str) -> PrimitiveKernel:
+        return KERNELS[{"forward": self.trio.forward, "gradient": self.trio.backward}[name].name]
+
+    def _hidden(self, name: str, entry: KernelSpec) -> str | None:
+        """Why an implementation that would take the call is not reached even where its platform is asked for."""
+        for other, reason in self.candidates[name]:
+            if other is entry:
+                return None
+            if reason is None and other.platform == entry.platform:
+                return f"{place(other)} of priority {other.priority} takes the call first"
+
+
+def prepare(checks: Sequence[Check]) -> None:
+    """Prepares them side by side: most of the time compilers work."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(Check.prepare, checks))
+
+
+def first_line(error: Exception) -> str:
+    """Of its message, not too long."""
+    return next(iter(str(error).strip().splitlines()), "")[:160]
+
+
+def place(entry: KernelSpec) -> str:
+    """As in "triton/gpu"."""
+    return f"{entry.platform}/{entry.backend}"
+
+
+def _host() -> jax.Device | None:
+    """Where formulas are computed: a CPU, or where JAX may not use one, the default device."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64) if _is_float(x) else x
+
+
+def _filled(x: Any, name: str) -> Any:
+    """Made by numpy: programs that make a few random numbers each take longer to compile than the whole check."""
+    if _is_float(x):
+        return jnp.asarray(np.random.default_rng(zlib.crc32(name.encode())).standard_normal(x.shape), x.dtype)
+    return (
+        jnp.zeros(x.shape, x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else jax.ShapeDtypeStruct(x.shape, x.dtype)
+    )
+
+
+def _error(found: Named, exact: Named, formula: Named) -> float:
+    """Of the worst result: the norm of its error in units of that of the formula; infinite where it is not finite."""
+    worst = 0.0
+    for name, x in found.items():
+        finite = np.isfinite(exact[name])
+        rounded = exact[name].astype(x.dtype)
+        if not np.array_equal(x[~finite].astype(np.float64), exact[name][~finite]):
+            return np.inf
+        error, of_formula, of_rounding = (
+            np.linalg.norm(of[finite].astype(np.float64) - exact[name][finite]) for of in (x, formula[name], rounded)
+        )
+        unit = max(of_formula, of_rounding)
+        if not np.isfinite(error) or error > 0 == unit:
+            return np.inf
+        worst = max(worst, error / unit if unit else 0.0)
+    return float(worst)
