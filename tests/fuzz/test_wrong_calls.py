@@ -22,7 +22,6 @@ ODD = (None, True, -1, 0, 1, 7, 2**31, 2**40, 0.5, -1.5, 1e39, float("nan"), flo
 ODD += ((2**40, None), (1.5, 2), [1, 2], {}, {"block_q": 16}, {"block_q": -4}, {"platform": "nowhere"}, b"x", 1j)
 ODD += (np.float32(2), np.int64(3), np.zeros(2), np.bool_(True), jnp.float32, object())
 DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "uint8", "int8", "float16")
-CALLS = 300
 
 
 @st.composite
@@ -57,9 +56,10 @@ def _options(operation: str) -> list[str]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_wrong_calls(operation):
-    @seed(0)
-    @settings(QUIET, max_examples=CALLS)
+@pytest.mark.parametrize("count", (60, pytest.param(1000, marks=pytest.mark.slow)))
+def test_wrong_calls(operation, count):
+    @seed(count)
+    @settings(QUIET, max_examples=count)
     @given(wrong(operation))
     def run(drawn):
         call, name, what = drawn

@@ -137,3 +137,29 @@ def results(call):
     statistics = np.promote_types(call.type("q"), np.float32)
     found = [("s h e" if packed else "b s h e", call.type("q"))]
     return found + [("h s" if packed else "b h s", statistics)] * bool(call.options.get("return_lse"))
+
+
+def magnitude(call, x, u, t):
+    """About how large the terms are that a number of each derivative is a sum of. They may cancel: of a query with one
+    key the gradient is 0, as a difference of two products."""
+    size = lambda a, axis=-1: 0.0 if a is None else float(np.sqrt((a.astype(np.float64) ** 2).sum(axis).mean()))
+    number = lambda a: size(a, ()) if a is not None and a.size else 0.0
+    x = {n: np.where(np.isfinite(a), a, 0) for n, a in x.items() if n in ("q", "k", "v", "softmax_scale", "bias")}
+    scale = number(x.get("softmax_scale")) or call.options.get("softmax_scale") or call.sizes["d"] ** -0.5
+    of = {n: size(x[n]) for n in "qkv"}
+    to = {n: size((t or {}).get(n)) for n in "qkv"}
+    change = abs(scale) * (to["q"] * of["k"] + of["q"] * to["k"]) + number((t or {}).get("bias"))
+    change += number((t or {}).get("softmax_scale")) * of["q"] * of["k"] + number((t or {}).get("sinks"))
+    if call.derivative in ("jvp", "linearize"):
+        results = [2 * change * of["v"] + to["v"], change][: len(call.module.results(call))]
+        return [0.0] * len(results), results
+    bar = [size(a) for a in u[:1]] + [number(a) for a in u[1:]]
+    second = call.derivative not in ("vjp", "checkpoint", "checkpoint_saving_kernels")
+    if second:
+        of, bar = {n: of[n] + to[n] for n in "qkv"}, [a * (1 + change) for a in bar]
+    ds = 2 * bar[0] * of["v"] / (1 - call.options.get("dropout_rate", 0)) + sum(bar[1:])
+    rows, columns = np.sqrt(call.sizes["s"]), np.sqrt(call.sizes["t"])
+    logits = {"bias": ds * rows, "sinks": ds * rows, "softmax_scale": ds * of["q"] * of["k"] * rows * columns}
+    found = {"q": abs(scale) * ds * of["k"], "k": abs(scale) * ds * of["q"] * rows, "v": bar[0] * rows} | logits
+    found = {n: found[n] for n in call.wrt}
+    return found if second else ([0.0] * len(u), found)
