@@ -24,10 +24,11 @@ from ..kernels._registry import KernelSpec
 from ..modules._operation import KERNELS, OPERATIONS, PrimitiveKernel
 from ..ops import benchmark
 from ..primitives._factory import COTANGENT, Trio
+from ..primitives._forward_only import ForwardOnly
 from ..types import Target
 
 PASSES = {"forward": 2.0, "gradient": 3.0}
-"""Of what is checked, how many times the error of the formula it may have."""
+"""What is checked of an operation, and how many times the error of the formula it may have."""
 
 # Of formulas on a CPU, which run once.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -61,8 +62,16 @@ class Check:
         self._programs: dict[tuple[str, str], Program | Exception] = {}
 
     @property
-    def trio(self) -> Trio:
+    def trio(self) -> Trio | ForwardOnly:
         return OPERATIONS[self.operation].trio
+
+    @property
+    def kernels(self) -> dict[str, PrimitiveKernel]:
+        """Of each pass."""
+        primitives = {"forward": self.trio.forward}
+        if self.trio.differentiable:
+            primitives["gradient"] = self.trio.backward
+        return {name: KERNELS[primitive.name] for name, primitive in primitives.items()}
 
     @cached_property
     def types(self) -> tuple[Named, Any]:
@@ -73,11 +82,10 @@ class Check:
     def candidates(self) -> dict[str, Sequence[Candidate]]:
         """Of each pass, its implementations and the reasons against them."""
         named, spec = self.types
-        found = {}
-        for name in PASSES:
-            kernel = self._kernel(name)
-            found[name] = candidates(kernel.name, spec, kernel.primitive.operands(named), self.target)
-        return found
+        return {
+            name: candidates(kernel.name, spec, kernel.primitive.operands(named), self.target)
+            for name, kernel in self.kernels.items()
+        }
 
     def prepare(self) -> None:
         """Computes the formulas and compiles what can be compiled. What fails is told by `outcome`, or fails again."""
@@ -85,8 +93,8 @@ class Check:
             self._prepare()
 
     def _prepare(self) -> None:
-        for name in PASSES:
-            for entry, reason in self.candidates[name]:
+        for name, found in self.candidates.items():
+            for entry, reason in found:
                 if reason is None and not self._hidden(name, entry):
                     try:
                         self._programs[name, place(entry)] = self._compiled(name, str(entry.platform))
@@ -152,7 +160,7 @@ class Check:
         return exact, rounded
 
     def _compiled(self, name: str, platform: str) -> Program:
-        kernel, spec, named, results = self._kernel(name), self.types[1], self.operands, self.trio.outputs._fields
+        kernel, spec, named, results = self.kernels[name], self.types[1], self.operands, self.trio.outputs._fields
         if name == "gradient":
             outputs = {of: jnp.asarray(self.formulas[1]["forward"][of]) for of in self.trio.residuals}
             cotangents = {of + COTANGENT: x for of, x in self.cotangents.items()}
@@ -161,9 +169,6 @@ class Check:
         inv = kernel.invocation(named, spec, results, platform)
         program = jax.jit(lambda *arrays: kernel.bind(arrays, inv.kwargs, config)).lower(*inv.args).compile()
         return lambda: {of.removesuffix(COTANGENT): x for of, x in program(*inv.args).items()}
-
-    def _kernel(self, name: str) -> PrimitiveKernel:
-        return KERNELS[{"forward": self.trio.forward, "gradient": self.trio.backward}[name].name]
 
     def _hidden(self, name: str, entry: KernelSpec) -> str | None:
         """Why an implementation that would take the call is not reached even where its platform is asked for."""

@@ -95,10 +95,12 @@ def _outcomes_of(check: Check) -> Outcomes:
         candidates = check.candidates
     except Exception as error:
         failed = Outcome(trouble=f"cannot be called: {type(error).__name__}: {first_line(error)}")
-        return {(check.operation, "any"): dict.fromkeys(PASSES, failed)}
+        return {(check.operation, "any"): dict.fromkeys(check.kernels, failed)}
     found: dict[tuple[str, str], dict[str, Outcome]] = {}
     by_priority = sorted(
-        (-candidate[0].priority, i, name, candidate) for name in PASSES for i, candidate in enumerate(candidates[name])
+        (-candidate[0].priority, i, name, candidate)
+        for name, of in candidates.items()
+        for i, candidate in enumerate(of)
     )
     for *_, name, candidate in by_priority:
         found.setdefault((check.operation, place(candidate[0])), {})[name] = check.outcome(name, candidate)
@@ -140,8 +142,10 @@ def _cells(outcome: Outcome | None) -> tuple[str, str]:
 def _verdict(passes: Mapping[str, Outcome]) -> str:
     """That all is right, or of each pass what is not."""
     said = {name: passes[name].trouble or passes[name].reason for name in PASSES if name in passes}
+    if set(said.values()) == {""}:
+        return "right"
     if len(set(said.values())) == 1 and len(said) == len(PASSES):
-        return next(iter(said.values())) or "right"
+        return next(iter(said.values()))
     return "; ".join(f"{name} {text or 'right'}" for name, text in said.items())
 
 
@@ -154,8 +158,7 @@ def _complaints(outcomes: Outcomes, target: Target) -> Iterator[str]:
         yield f"{bad} of {sum(not outcome.reason for outcome in every)} calls fail or are wrong."
     if target.backend not in (Backend.GPU, Backend.TPU):
         return
-    slow = _without_kernels(outcomes)
-    if slow:
+    if slow := _without_kernels(outcomes, target):
         yield f"XLA computes what has no kernel here: {', '.join(slow)}."
     reasons = {
         outcome.reason
@@ -167,15 +170,15 @@ def _complaints(outcomes: Outcomes, target: Target) -> Iterator[str]:
         yield f"Triton cannot be used: {reasons.pop()}{_advice()}."
 
 
-def _without_kernels(outcomes: Outcomes) -> list[str]:
-    """The passes of operations that no implementation but that of XLA takes."""
-    takers: dict[str, list[str]] = {}
+def _without_kernels(outcomes: Outcomes, target: Target) -> list[str]:
+    """The passes of operations that have kernels for such a device, none of which takes the call."""
+    takes: dict[str, bool] = {}
     for (operation, implementation), passes in outcomes.items():
-        for name, outcome in passes.items():
-            taken = takers.setdefault(f"{operation} {name}", [])
-            if not outcome.reason and not implementation.startswith(f"{Platform.XLA}/"):
-                taken.append(implementation)
-    return [call for call, taken in takers.items() if not taken]
+        platform, _, backend = implementation.partition("/")
+        for name, outcome in passes.items() if platform != Platform.XLA and backend == target.backend else ():
+            call = f"{operation} {name}"
+            takes[call] = takes.get(call, False) or not outcome.reason
+    return [call for call, taken in takes.items() if not taken]
 
 
 def _advice() -> str:

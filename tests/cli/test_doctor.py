@@ -44,9 +44,10 @@ def test_every_operation_is_right_here(capsys):
     status, rows, last = told(capsys)
     assert last == [ALL_IS_WELL] and status == 0
     assert set(rows) == {(name, "xla/any") for name in OPERATIONS}
-    for row in rows.values():
+    for (name, _), row in rows.items():
         *numbers, verdict = row.split()[2:]
-        assert verdict == "right" and len(numbers) == 2 * len(PASSES) and all(float(x) >= 0 for x in numbers)
+        passes = 2 if OPERATIONS[name].trio.differentiable else 1
+        assert verdict == "right" and len(numbers) == 2 * passes and all(float(x) >= 0 for x in numbers)
 
 
 @pytest.mark.core
@@ -94,7 +95,7 @@ def test_what_nothing_reaches_is_said(capsys, one_operation):
         return right(*operands, spec=spec)
 
     status, rows, _ = told(capsys)
-    assert status == 0 and rows["mean_pooling", "xla/cpu"].endswith("forward right")
+    assert status == 0 and rows["mean_pooling", "xla/cpu"].endswith("  right")
     assert "forward xla/cpu of priority 500 takes the call first; gradient right" in rows["mean_pooling", "xla/any"]
 
 
@@ -151,8 +152,7 @@ def test_every_kernel_for_a_device_takes_the_example(operation, target):
             and "capability" not in f"{reason}"
             and "Mosaic" not in f"{reason}"
         ]
-        assert [reason for _, reason in fitting if reason] == []
-        assert len(fitting) > 1
+        assert fitting and [reason for _, reason in fitting if reason] == []
 
 
 # --- What is wrong with a machine
@@ -191,12 +191,20 @@ def test_a_gpu_with_its_kernels_is_well_and_a_cpu_needs_none():
     ]
 
 
+def test_an_operation_without_kernels_for_a_device_is_not_missed_there():
+    of_xla = {
+        ("op", "xla/any"): {"forward": Outcome(1.0, 1.0)},
+        ("op", "pallas/tpu"): {"forward": Outcome(reason="tpu")},
+    }
+    assert list(doctor._complaints(of_xla, H200)) == []
+
+
 @needs_jax_triton
 def test_where_jax_triton_cannot_be_imported_its_kernels_say_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     for candidates in Check("mean_pooling", H200).candidates.values():
         reasons = {f"{entry.platform}/{entry.backend}": reason for entry, reason in candidates}
-        assert "jax-triton cannot be imported" in reasons["triton/gpu"] and reasons["xla/any"] is None
+        assert "jax-triton cannot be " in reasons["triton/gpu"] and reasons["xla/any"] is None
 
 
 def test_a_device_that_jax_does_not_see(monkeypatch):

@@ -2,6 +2,7 @@
 
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -177,6 +178,14 @@ class RaggedPageAttentionV3(Operation):
     trio = primitives
     prepare_arguments = staticmethod(ragged_page_attention_v3_arguments)
     renamed: ClassVar = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
+
+    @classmethod
+    def example(cls):
+        """Four sequences that share 64 tokens and have four pages of 16 each."""
+        array = jax.ShapeDtypeStruct
+        q, kv, pages = (array(shape, jnp.bfloat16) for shape in ((64, 2, 128), (64, 1, 128), (16, 16, 2, 128)))
+        tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))
+        return dict(q=q, k=kv, v=kv, kv_pages=pages, **{name: array(of, jnp.int32) for name, of in tables.items()})
 
     @classmethod
     def synthetic_operands(cls, operands, spec):
