@@ -172,10 +172,11 @@ class GroupedMatmul(Operation):
 
     @classmethod
     def example(cls):
-        """Four matrices, and enough rows for the tiles of every implementation."""
+        """Four matrices, and enough rows for the tiles of every implementation; bfloat16 as in layers of experts."""
         array = jax.ShapeDtypeStruct
         rows, matrices = array((512, 128), jnp.bfloat16), array((4, 128, 128), jnp.bfloat16)
-        return dict(lhs=rows, rhs=matrices, group_sizes=array((4,), jnp.int32))
+        sizes = array((4,), jnp.int32)
+        return dict(lhs=rows, rhs=matrices, group_sizes=sizes, preferred_element_type=jnp.bfloat16)
 
     @classmethod
     def synthetic_operands(cls, operands, spec):
