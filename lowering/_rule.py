@@ -23,6 +23,7 @@ from ejkernel.compat import (
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._dispatch import candidates, select
 from ejkernel.kernels._registry import KernelSpec
+from ejkernel.kernels._target import lowering_for
 from ejkernel.ops import labelled
 from ejkernel.ops.utils.devices import target_of
 from ejkernel.primitives._factory import KernelPrimitive
@@ -61,16 +62,17 @@ def body_of(
         named = dict(zip(names, arrays, strict=True))
         entry = implementation(primitive, named, spec, config, target, platform)
         used = config_for(primitive, named, spec, config, entry, target)
-        taking = lambda: candidates(primitive.name, spec, primitive.operands(named), target)
+        types = {name: jax.typeof(x) for name, x in named.items()}
+        taking = lambda: candidates(primitive.name, spec, primitive.operands(types), target)
 
         def run(*arrays):
             positional, extra = primitive.arguments(dict(zip(names, arrays, strict=True)), results)
-            with progress.tracing(entry, taking), labelled(primitive.name, entry.platform, used):
+            with progress.tracing(entry, taking), lowering_for(target), labelled(primitive.name, entry.platform, used):
                 return list(entry.implementation(*positional, **extra, spec=spec, config=used))
 
         if not _is_stored(entry, target):
             return run(*arrays)
-        key = repr((primitive.name, entry.platform, tuple(names), tuple(results), spec, used))
+        key = repr((primitive.name, entry.platform, tuple(names), tuple(results), spec, used, target))
         shapes = tuple(primitive.result_shapes(named, results, spec).values())
         return _stored.call(_stored.Kernel(run, key, target, shapes, primitive.name), arrays)
 

@@ -1,33 +1,67 @@
 """What a program is being lowered for: a platform of JAX and, where it is known, the kind of the device."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .enums import Backend
 
-# The compute capability that is assumed where a program is lowered for CUDA without a GPU in sight.
-DEFAULT_CUDA_CAPABILITY = 90
+# What is assumed where a program is lowered for CUDA without a GPU in sight: an H100 or H200 (SXM).
+DEFAULT_CUDA_CAPABILITY, DEFAULT_CORE_COUNT = 90, 132
+# The names of GPUs as the driver gives them, and their compute capability; the first that matches counts.
 _CAPABILITY_OF_KIND = (
-    (r"\b(B200|GB200|B300|GB300)\b", 100),
+    (r"\bAda\b", 89),  # RTX 6000 Ada Generation, beside the Quadro RTX 6000 (Turing) and the RTX A6000
+    (r"\bQuadro (RTX \d{4}|T\d{3,4})|\bTITAN RTX\b", 75),
+    (r"\b(B100|B200|GB200)\b", 100),
+    (r"\b(B300|GB300)\b", 103),
+    (r"\bThor\b", 110),
+    (r"\bGB10\b", 121),
+    (r"\bRTX 50[5-9]0|\bRTX PRO \d{3,4}", 120),
     (r"\b(H100|H200|H800|H20|GH200)\b", 90),
-    (r"\b(L4|L40S?|RTX 4\d{3}|RTX 6000 Ada)\b", 89),
-    (r"\b(A10G?|A40|RTX 3\d{3}|RTX A\d{4})\b", 86),
-    (r"\b(A100|A800|A30)\b", 80),
+    (r"\b(L2|L4|L20|L40[SG]?)\b|\bRTX 40[5-9]0", 89),
+    (r"\bOrin\b", 87),
+    (r"\b(A2|A10[GM]?|A16|A40)\b|\bRTX (A\d{3,4}\b|2050|30[5-9]0)", 86),
+    (r"\b(A100X?|A800|A30X?)\b", 80),
+    (r"\bT4G?\b|\bRTX 20[6-9]0|\bGTX 16[5-6]0|\bNVIDIA T\d{3,4}\b", 75),
+    (r"\bXavier\b", 72),
+    (r"\bV100S?\b|\bTITAN V\b|\bGV100\b", 70),
 )
+# Their streaming multiprocessors, where that is not the default's.
+_CORE_COUNT_OF_KIND = ((r"\bH[18]00 PCIe\b", 114), (r"\bH20\b", 78), (r"\bA[18]00\b", 108))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A platform as `jax.jit(...).lower(lowering_platforms=...)` names it, and the device's kind where it is known.
+    """A platform as `jax.jit(...).lower(lowering_platforms=...)` names it, and the device where it is known.
+
+    What is not given of a CUDA device follows from its kind. A kind that is not in the tables, of which nothing else is
+    given, may be older than anything that kernels are written for, or newer: its compute capability is None, no kernel
+    for CUDA takes it, and XLA computes. `ejkernel.explain` says so. (Of a GPU that is there, the driver tells.)
 
     Attributes:
         platform: "cpu", "cuda", "rocm" or "tpu".
         device_kind: as in `jax.Device.device_kind`, e.g. "NVIDIA H200"; None when a program is lowered for a device
             that this process does not have.
+        compute_capability: of a CUDA device, e.g. 90; `DEFAULT_CUDA_CAPABILITY` where no kind is given, None where the
+            kind is not known, and on other platforms.
+        core_count: the streaming multiprocessors of a CUDA device, `DEFAULT_CORE_COUNT` where they are not known; None
+            on other platforms. They decide how work is divided, not what can run, and do not tell targets apart.
     """
 
     platform: str
     device_kind: str | None = None
+    compute_capability: int | None = None
+    core_count: int | None = field(default=None, compare=False)
+
+    def __post_init__(self):
+        if self.platform != "cuda":
+            return
+        kind = self.device_kind
+        if self.compute_capability is None:
+            found = _first_match(_CAPABILITY_OF_KIND, kind) if kind else DEFAULT_CUDA_CAPABILITY
+            object.__setattr__(self, "compute_capability", found)
+        if self.core_count is None:
+            found = _first_match(_CORE_COUNT_OF_KIND, kind or "")
+            object.__setattr__(self, "core_count", found or DEFAULT_CORE_COUNT)
 
     @property
     def backend(self) -> Backend:
@@ -35,14 +69,22 @@ class Target:
         return Backend({"cuda": "gpu", "rocm": "gpu"}.get(self.platform, self.platform))
 
     @property
-    def compute_capability(self) -> int | None:
-        """Of a CUDA device, e.g. 90; `DEFAULT_CUDA_CAPABILITY` where the kind is not known; None elsewhere."""
-        if self.platform != "cuda":
-            return None
-        for pattern, capability in _CAPABILITY_OF_KIND:
-            if self.device_kind and re.search(pattern, self.device_kind):
-                return capability
-        return DEFAULT_CUDA_CAPABILITY
+    def capability(self) -> str:
+        """The compute capability as it is said in a reason: "9.0"."""
+        return "an unknown one" if self.compute_capability is None else f"{self.compute_capability / 10}"
+
+    @property
+    def multiplies_from_registers(self) -> bool:
+        """Whether matrix units take their operands from registers (`mma`), not from shared memory.
+
+        They take them from there on Hopper (`wgmma`) and on Blackwell's 10.x and 11.0 (`tcgen05`). GeForce and RTX PRO
+        GPUs, 12.x, are like those before Hopper.
+        """
+        return not 90 <= (self.compute_capability or 0) < 120
 
     def __str__(self) -> str:
         return f"{self.platform} ({self.device_kind})" if self.device_kind else self.platform
+
+
+def _first_match(table: tuple, kind: str) -> int | None:
+    return next((value for pattern, value in table if re.search(pattern, kind)), None)

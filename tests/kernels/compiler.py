@@ -18,6 +18,7 @@ TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
 }

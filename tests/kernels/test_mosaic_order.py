@@ -8,15 +8,15 @@ import pytest
 from ejkernel.kernels._pallas.gpu.flash_attention.order import Each, Walk
 
 ORDERS = [
-    Walk(tiles=8, heads=256, rising=True),
-    Walk(tiles=8, heads=256, rising=False),
-    Walk(tiles=7, heads=45, rising=True),
-    Walk(tiles=9, heads=35, rising=True),
-    Walk(tiles=3, heads=35, rising=True),
-    Walk(tiles=1, heads=1, rising=True),
-    Each(tiles=100, heads=10, together=4, rising=True),
-    Each(tiles=100, heads=10, together=1, rising=False),
-    Each(tiles=3, heads=5, together=1, rising=False),
+    Walk(tiles=8, heads=256, rising=True, processors=132),
+    Walk(tiles=8, heads=256, rising=False, processors=132),
+    Walk(tiles=7, heads=45, rising=True, processors=132),
+    Walk(tiles=9, heads=35, rising=True, processors=132),
+    Walk(tiles=3, heads=35, rising=True, processors=132),
+    Walk(tiles=1, heads=1, rising=True, processors=132),
+    Each(tiles=100, heads=10, together=4, rising=True, processors=132),
+    Each(tiles=100, heads=10, together=1, rising=False, processors=132),
+    Each(tiles=3, heads=5, together=1, rising=False, processors=132),
 ]
 
 
@@ -40,7 +40,7 @@ def test_every_tile_has_one_turn(order):
 @pytest.mark.parametrize("tiles, heads", [(8, 256), (32, 64), (22, 64), (128, 16), (86, 16), (9, 310)])
 def test_blocks_have_as_much_to_do(tiles, heads):
     """Where a tile sees as many blocks of keys as its place says, and one."""
-    place, _, block = work(Walk(tiles, heads, rising=True))
+    place, _, block = work(Walk(tiles, heads, rising=True, processors=132))
     load = np.bincount(block, place + 1)
     assert load.max() <= 1.03 * load.mean()
 
@@ -48,16 +48,16 @@ def test_blocks_have_as_much_to_do(tiles, heads):
 def test_a_few_tiles_are_dealt_out_as_well_as_can_be():
     """As much as the longest tile, or what a tile is more than the mean."""
     for tiles, heads in ((7, 45), (16, 35), (3, 35), (1, 1)):
-        place, _, block = work(Walk(tiles, heads, rising=True))
+        place, _, block = work(Walk(tiles, heads, rising=True, processors=132))
         load = np.bincount(block, place + 1)
         assert load.max() <= max(load.mean() * 4 / 3, tiles)
 
 
 def test_few_heads_at_a_time():
     """Four blocks work on a head in their first turns; and but for the end some heads end before others begin."""
-    place, head, block = work(Walk(tiles=8, heads=256, rising=True))
+    place, head, block = work(Walk(tiles=8, heads=256, rising=True, processors=132))
     first = np.unique(block, return_index=True)[1]
     assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}
-    _, head, _ = work(Each(tiles=100, heads=10, together=2, rising=True))
+    _, head, _ = work(Each(tiles=100, heads=10, together=2, rising=True, processors=132))
     np.testing.assert_array_equal(head[:700] // 2, np.repeat([0, 1, 2, 3], [200, 200, 200, 100]))
     np.testing.assert_array_equal(head[700:], np.tile([7, 8, 9], 100))

@@ -27,6 +27,7 @@ KINDS = {
     "sm_80": Target("cuda", "NVIDIA A100"),
     "sm_90": Target("cuda", "NVIDIA H200"),
     "sm_100": Target("cuda", "NVIDIA B200"),
+    "sm_120": Target("cuda", "NVIDIA GeForce RTX 5090"),
     "gfx942": Target("rocm", "gfx942"),
     "gfx90a": Target("rocm", "gfx90a"),
 }
@@ -110,7 +111,7 @@ CALLS = {
 # What takes a core of CI about a minute; the others are slow tests.
 ALWAYS = (
     ("sm_90", "gpt-oss"), ("sm_90", "all-128"), ("sm_80", "llama3-8b"), ("sm_100", "llama3-8b"),
-    ("gfx942", "llama3-8b"), ("gfx90a", "llama3-8b"),
+    ("sm_120", "llama3-8b"), ("gfx942", "llama3-8b"), ("gfx90a", "llama3-8b"),
 )  # fmt: skip
 
 

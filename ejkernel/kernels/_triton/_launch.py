@@ -15,16 +15,16 @@ from typing import Any
 import jax
 from jax.interpreters.partial_eval import dce_rules
 
+from ejkernel.kernels._target import gpu_target
 from ejkernel.types import KernelConfig, Target
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 
-DEFAULT_MULTIPROCESSORS = 132
 # A multiply-add is one instruction, rounded once: the kernels are written for it. From 3.10 on Triton has to be told.
 BACKEND_OPTIONS = {"enable_fp_fusion": True}
 CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 """What a launch is lowered to."""
 # Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, **dict.fromkeys((90, 100, 103, 110), 227 * 1024)}
 SMALL_SHARED_MEMORY, LDS = 99 * 1024, 64 * 1024
 
 
@@ -71,8 +71,8 @@ def refusal(target: Target) -> str | None:
         return f"Triton runs on cuda and rocm, not on {target.platform}"
     if target.platform == "rocm" and target.device_kind is None:
         return "jax-triton compiles for rocm only where such a GPU is"
-    if target.platform == "cuda" and target.compute_capability < 80:
-        return f"Triton's kernels need compute capability 8.0, not {target.compute_capability / 10}"
+    if target.platform == "cuda" and (target.compute_capability or 0) < 80:
+        return f"Triton's kernels need compute capability 8.0, not {target.capability}"
     try:
         module = jax_triton()
     except Exception as error:  # versions of jax, Triton and jax-triton that do not fit end in any error
@@ -142,25 +142,15 @@ def has_descriptors() -> bool:
 
 
 def is_rocm() -> bool:
-    """Whether this process has a GPU of AMD."""
-    try:
-        return bool(jax.local_devices(backend="rocm"))
-    except RuntimeError:
-        return False
+    """Whether what is traced is for a GPU of AMD."""
+    return gpu_target().platform == "rocm"
 
 
 def multiprocessors() -> int:
-    """Of the CUDA device of this process; of an H200 where a program is lowered without one."""
-    try:
-        return jax.local_devices(backend="cuda")[0].core_count
-    except RuntimeError:
-        return DEFAULT_MULTIPROCESSORS
+    """Of the CUDA device that what is traced is for."""
+    return gpu_target().core_count
 
 
 def compute_capability() -> int:
-    """Of the CUDA device of this process; the default where a program is lowered without one."""
-    try:
-        device = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return DEFAULT_CUDA_CAPABILITY
-    return round(10 * float(device.compute_capability))
+    """Of the CUDA device that what is traced is for; on ROCm, where Triton does not ask for it, that of the default."""
+    return gpu_target().compute_capability or DEFAULT_CUDA_CAPABILITY

@@ -1,10 +1,10 @@
 """Which device a call is for: the target, and the names under which the guide asks for it."""
 
 import functools
-import re
 
 import jax
 
+from ejkernel.kernels._target import first_device, target_of_device
 from ejkernel.types import Platform, Target
 
 _PLATFORM_OF_KIND = {"gpu": Platform.TRITON, "tpu": Platform.PALLAS}
@@ -17,16 +17,18 @@ def local_target() -> Target:
     one), else the device that `device_target` gives.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device_target() if device is None else _target(device)
+    return device_target() if device is None else target_of_device(device)
 
 
-@functools.cache
 def target_of(platform: str) -> Target:
-    """The target for one platform of a lowering; its kind is None where this process has no such device."""
-    try:
-        return Target(platform, jax.local_devices(backend=platform)[0].device_kind)
-    except RuntimeError:
-        return Target(platform)
+    """The target for one platform of a lowering: the device of the mesh in use, or of this process, if it is of that.
+
+    Its kind is None where neither is.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and (target := target_of_device(device)).platform == platform:
+        return target
+    return first_device(platform) or Target(platform)
 
 
 def device_target() -> Target:
@@ -38,16 +40,7 @@ def device_target() -> Target:
 def _device_target(default_device: jax.Device | str | None) -> Target:
     if default_device is None or isinstance(default_device, str):
         default_device = jax.local_devices(backend=default_device)[0]
-    return _target(default_device)
-
-
-@functools.cache
-def _target(device) -> Target:
-    """Of a device, concrete or abstract. Both CUDA and ROCm devices call their platform "gpu"; their kinds tell."""
-    platform, kind = device.platform, device.device_kind
-    if platform == "gpu":
-        platform = "rocm" if re.search("AMD|Instinct|Radeon|gfx", kind or "") else "cuda"
-    return Target(platform, kind)
+    return target_of_device(default_device)
 
 
 def device_kind() -> str:

@@ -91,7 +91,7 @@ BLACKWELL = {
     "flash_attention_bwd": {256: ((32, 64, 8, 2), (32, 64, 8, 1))},
     "flash_attention_jvp": {256: ((128, 16, 8, 2), (16, 32, 8, 1))},
 }
-# GPUs before Hopper and those of AMD feed matrix products from registers, of which large tiles leave none.
+# GPUs before Hopper, GeForce and those of AMD feed matrix products from registers, of which large tiles leave none.
 FROM_REGISTERS = {
     "flash_attention": {
         64: ((64, 64, 4, 2), (64, 32, 4, 2)),
@@ -153,7 +153,7 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     segmented = operands.q_segment_ids is not None or masks_keys(operands)
     if sum(x is not None for x in further) + segmented > 1:
         table = CROWDED
-    if (target.compute_capability or 0) < 90:
+    if target.multiplies_from_registers:
         table = FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32

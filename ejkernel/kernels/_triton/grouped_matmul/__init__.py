@@ -20,7 +20,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
         return reason
     if lhs.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"lhs is {lhs.dtype}; Triton's kernels take bfloat16, float16 and float32"
-    if rhs.dtype.name.startswith("float8") and (target.platform == "rocm" or target.compute_capability < 90):
+    if rhs.dtype.name.startswith("float8") and (target.compute_capability or 0) < 90:
         return f"rhs is {rhs.dtype}, which Triton converts from Hopper on"
     if operands.group_sizes.shape[1] > LARGEST:
         return f"{operands.group_sizes.shape[1]} groups; Triton's kernels take up to {LARGEST}"

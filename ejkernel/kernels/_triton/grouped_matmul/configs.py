@@ -46,7 +46,7 @@ def _candidates(operation: str, operands: Operands, spec: GroupedMatmulSpec, tar
     lhs, rhs = operands.lhs, operands.rhs
     if lhs.dtype == np.float32:
         return FLOAT32
-    if target.platform == "rocm" or target.compute_capability < 90:
+    if target.multiplies_from_registers:
         return OLDER
     backward, rows = operation == "grouped_matmul_bwd", lhs.shape[1] / rhs.shape[1]
     in_float32 = operands.rhs_scale is not None if backward else spec.preferred_element_type == "float32"

@@ -28,7 +28,7 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if target.platform != "cuda":
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
-        return f"the kernels are for compute capability 9.0, not {target.compute_capability / 10}"
+        return f"the kernels are for compute capability 9.0, not {target.capability}"
     if operands.q.dtype.name not in ("bfloat16", "float16"):
         return f"q is {operands.q.dtype}; the kernels take bfloat16 and float16"
     if 0 in operands.q.shape or 0 in operands.k.shape:

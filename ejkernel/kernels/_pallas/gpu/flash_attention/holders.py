@@ -1,11 +1,13 @@
 """The warpgroups of the backward that hold the gradients of keys in registers, and the plan that all of them follow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels._target import gpu_target
 
 from .._launch import (
     FIRST_BARRIER,
@@ -43,6 +45,7 @@ class Plan:
     problem: Problem
     block_q: int
     stages: int
+    processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
     def wide(self) -> bool:
@@ -83,7 +86,8 @@ class Plan:
 
         Under a causal mask the first keys have most to do.
         """
-        return Each(-(-self.problem.K // self.keys), self.problem.G * self.problem.B, together=1, rising=False)
+        tiles, heads = -(-self.problem.K // self.keys), self.problem.G * self.problem.B
+        return Each(tiles, heads, together=1, rising=False, processors=self.processors)
 
     def tile(self) -> tuple[Array, Array, Array]:
         """The first key, the key/value head and the batch index."""

@@ -1,7 +1,7 @@
 """In which order the tiles of queries are worked on, and which block of threads works on which.
 
 What is worked on at once should be of few heads: then their keys and values come from device memory once, and from the
-L2 cache to all tiles that see them. 132 tiles of as many heads, at 16k tokens, would want 7 TB/s.
+L2 cache to all tiles that see them. 132 tiles of as many heads, at 16k tokens, would want 7 TB/s of an H100.
 """
 
 import heapq
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-# Streaming multiprocessors of an H100 or H200 (SXM).
-PROCESSORS = 132
 # Bytes of keys and values for which there is room in the L2 cache (50 MB, parts of which hold the same for either half
 # of the device), beside q and o.
 CACHED = 24 << 20
@@ -37,11 +35,13 @@ class Walk:
         tiles: of a head.
         heads: of all batches.
         rising: later tiles see more keys.
+        processors: streaming multiprocessors of the device.
     """
 
     tiles: int
     heads: int
     rising: bool
+    processors: int
 
     @property
     def number(self) -> int:
@@ -49,13 +49,13 @@ class Walk:
 
     @property
     def blocks(self) -> int:
-        return min(self.number, PROCESSORS)
+        return min(self.number, self.processors)
 
     @property
     def paired(self) -> int:
         """Turns of a block in pairs."""
-        last = min(self.heads, -(-LEFT * PROCESSORS // self.tiles))
-        return (self.heads - last) * self.tiles // (2 * PROCESSORS) * 2 if self.rising else 0
+        last = min(self.heads, -(-LEFT * self.processors // self.tiles))
+        return (self.heads - last) * self.tiles // (2 * self.processors) * 2 if self.rising else 0
 
     @cached_property
     def dealt(self) -> np.ndarray | None:
@@ -109,12 +109,14 @@ class Each:
         heads: of all batches.
         together: heads at a time.
         rising: later tiles see more, and earlier ones otherwise.
+        processors: streaming multiprocessors of the device.
     """
 
     tiles: int
     heads: int
     together: int
     rising: bool
+    processors: int
 
     @property
     def blocks(self) -> int:
@@ -123,7 +125,7 @@ class Each:
     @property
     def last(self) -> int:
         """Heads at the end: of twice as many tiles as run at once, which take as long as the longest of them."""
-        return min(self.heads, max(self.together, -(-2 * PROCESSORS // self.tiles)))
+        return min(self.heads, max(self.together, -(-2 * self.processors // self.tiles)))
 
     @property
     def dealt(self) -> None:

@@ -1,11 +1,13 @@
 """The plan that all warpgroups of the forward follow: the blocks of a problem, its memory, and who has which tile."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
+
+from ejkernel.kernels._target import gpu_target
 
 from .._launch import FIRST_BARRIER, ROWS, arrive, slot_of, sync
 from . import quantized
@@ -26,13 +28,14 @@ TURN = Q_FREE + 1
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its blocks, in how many bits, and how the tiles are dealt out."""
+    """A problem, its blocks, in how many bits, and how the tiles are dealt out to the multiprocessors."""
 
     problem: Problem
     block_q: int
     block_k: int
     stages: int
     e4m3: bool = False
+    processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
     def consumers(self) -> int:
@@ -95,9 +98,9 @@ class Plan:
         problem, heads = self.problem, self.problem.H * self.problem.B
         if self.persistent:
             rising = problem.high is not None and problem.low is None
-            return Walk(self.q_tiles, heads, rising)
+            return Walk(self.q_tiles, heads, rising, self.processors)
         together = max(1, CACHED // (problem.K * self.bytes_of_a_key)) * problem.group
-        return Each(self.q_tiles, heads, together, rising=problem.high is not None)
+        return Each(self.q_tiles, heads, together, problem.high is not None, self.processors)
 
     def tile(self, turn: Array, dealt: Any = None) -> tuple[Array, Array, Array]:
         """The first query, the head and the batch index of the tile that this block has in its `turn`."""

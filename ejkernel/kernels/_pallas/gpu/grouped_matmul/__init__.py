@@ -22,7 +22,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
     if target.platform != "cuda":
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
-        return f"the kernel is for compute capability 9.0, not {target.compute_capability / 10}"
+        return f"the kernel is for compute capability 9.0, not {target.capability}"
     if lhs.dtype.name not in ("bfloat16", "float16") or rhs.dtype != lhs.dtype:
         return f"lhs is {lhs.dtype} and rhs {rhs.dtype}; the kernel takes bfloat16 or float16, the same for both"
     if 0 in lhs.shape or lhs.shape[1] % 8:

@@ -11,13 +11,12 @@ from jax import Array
 
 from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._grouped_matmul import outside
+from ejkernel.kernels._target import gpu_target
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.groups import group_bounds
 
 from .matrices import Plan, multiply_groups
-
-HOPPER = Target("cuda", "NVIDIA H100")
 
 
 def grouped_matmul_bwd(
@@ -45,8 +44,8 @@ def _rows(x: Operands, do: Array, spec: GroupedMatmulSpec) -> Array:
     """dlhs, by the implementation that the forward with these operands gets."""
     product = Operands(do, x.rhs.swapaxes(2, 3), x.group_sizes, x.group_offset)
     spec = replace(spec, preferred_element_type=x.lhs.dtype.name, transpose_rhs=not spec.transpose_rhs)
-    forward = select("grouped_matmul", spec, product, HOPPER).implementation
-    return forward(*product, spec=spec, config=forward.heuristic(spec, product, HOPPER)).o
+    forward = select("grouped_matmul", spec, product, gpu_target()).implementation
+    return forward(*product, spec=spec, config=forward.heuristic(spec, product, gpu_target())).o
 
 
 def _matrices(x: Operands, do: Array, spec: GroupedMatmulSpec, config: KernelConfig) -> Array:

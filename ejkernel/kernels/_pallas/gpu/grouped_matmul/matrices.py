@@ -10,7 +10,7 @@ Rows are loaded in tiles that begin at multiples of 8. What the first and the la
 which may be NaN, is set to 0 in shared memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -19,6 +19,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.kernels._target import gpu_target
 
 from .._launch import (
     FIRST_BARRIER,
@@ -34,8 +36,7 @@ from .._launch import (
     sync,
 )
 
-# Streaming multiprocessors of an H100 or H200 (SXM), and the shared memory for tiles in a block of threads.
-PROCESSORS, SHARED_BYTES = 132, 226 * 1024
+SHARED_BYTES = 226 * 1024  # for tiles in a block of threads
 CONSUMERS, WARPGROUPS = 2, 3
 REGISTERS = 232, 40  # of a thread that multiplies, and of one that loads
 EDGES = 2  # tiles of rows of a group that may hold others
@@ -46,7 +47,7 @@ ALIGNMENT = 256  # bytes; Mosaic GPU refuses an operand that begins elsewhere
 
 @dataclass(frozen=True)
 class Plan:
-    """The shapes of z, [groups, rows, columns], its tiles, and how the tiles are dealt out."""
+    """The shapes of z, [groups, rows, columns], its tiles, and how they are dealt out to the multiprocessors."""
 
     groups: int
     rows: int
@@ -55,6 +56,7 @@ class Plan:
     depth: int
     stages: int
     dtype: np.dtype
+    processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
     def block_rows(self) -> int:
@@ -81,7 +83,7 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        return min(PROCESSORS, self.tiles)
+        return min(self.processors, self.tiles)
 
     def turns(self) -> Array:
         """How many tiles this block of threads has."""
