@@ -9,7 +9,7 @@ import numpy as np
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 
-from .oracle import attention, known, visible
+from .oracle import attention, known, places, visible
 
 PLAIN, CAUSAL = FlashAttentionSpec(), FlashAttentionSpec(causal=True)
 NEIGHBOURS = 8
@@ -136,12 +136,31 @@ CASES = [
 ]
 
 
-def poisoned(x: Operands, spec: FlashAttentionSpec) -> Operands:
-    """With NaN in the keys and values that no query sees."""
+def poisoned(x: Operands, spec: FlashAttentionSpec, of: Operands | None = None) -> Operands:
+    """With NaN in what nobody sees: keys, queries that see nothing, a bias where it is masked; or so the tangents `of`
+    the operands.
+    """
+    of = x if of is None else of
     ok = np.asarray(visible(x, spec))
-    ok = np.broadcast_to(ok, (ok.shape[0], x.q.shape[2], *ok.shape[2:])).any(2)  # [B, H, K]
-    seen = ok.reshape(ok.shape[0], x.k.shape[2], -1, ok.shape[2]).any(2).swapaxes(1, 2)[..., None]
-    return x._replace(k=jnp.where(seen, x.k, jnp.nan), v=jnp.where(seen, x.v, jnp.nan))
+    ok = np.broadcast_to(ok, (x.q.shape[0], x.q.shape[2], *ok.shape[2:]))
+    keys = ok.any(2).reshape(ok.shape[0], x.k.shape[2], -1, ok.shape[3]).any(2).swapaxes(1, 2)[..., None]
+    seen = dict(q=ok.any(3).swapaxes(1, 2)[..., None], k=keys, v=keys)
+    if x.bias is not None:
+        shared = tuple(axis for axis, size in enumerate(x.bias.shape) if size == 1)
+        seen["bias"] = ok.any(shared, keepdims=True)
+    poison = lambda name, a: a if a is None or name not in seen else jnp.where(seen[name], a, jnp.nan)
+    return Operands(**{name: poison(name, a) for name, a in of._asdict().items()})
+
+
+def poisoned_cotangents(cotangents: Outputs, x: Operands, spec: FlashAttentionSpec) -> Outputs:
+    """With NaN where a query sees nothing: of o, which is 0 there, and of an lse that is −∞."""
+    ok = np.asarray(visible(x, spec)).any(3)
+    ok = np.broadcast_to(ok, (x.q.shape[0], x.q.shape[2], ok.shape[2]))
+    finite = ok if x.sinks is None else np.ones_like(ok)
+    if x.cu_seqlens_q is not None:
+        finite = finite & (places(x.cu_seqlens_q, x.q.shape)[0] < x.cu_seqlens_q.shape[1] - 1)[:, None]
+    o = jnp.where(ok.swapaxes(1, 2)[..., None], cotangents.o, jnp.nan)
+    return Outputs(o, jnp.where(finite, cotangents.lse, jnp.nan))
 
 
 def differentiable(x: Operands) -> tuple[str, ...]:
@@ -170,7 +189,7 @@ def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tang
 def _derivatives(moving, cotangents, tangents, facts, spec: FlashAttentionSpec):
     formula = lambda moving: attention(Operands(**moving), spec, facts)
     outputs, pull = jax.vjp(formula, moving)
-    seen = jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
+    seen = jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)  # −∞ is no number to differentiate at
     return outputs, *pull(Outputs(cotangents.o, seen)), jax.jvp(formula, (moving,), (tangents,))[1]
 
 

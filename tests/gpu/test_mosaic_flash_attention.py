@@ -21,7 +21,17 @@ from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .attention_cases import CASES, CAUSAL, Case, check, derivatives, differentiable, like, poisoned
+from .attention_cases import (
+    CASES,
+    CAUSAL,
+    Case,
+    check,
+    derivatives,
+    differentiable,
+    like,
+    poisoned,
+    poisoned_cotangents,
+)
 from .device import ON_HOPPER, TARGET
 
 pytestmark = ON_HOPPER
@@ -71,7 +81,7 @@ def compare_tangent(case: Case, length: int, dtype, config: KernelConfig | None 
     config = config or space("flash_attention_jvp", x, spec, TARGET)[0]
     moving = x._replace(**{name: tangents.get(name) for name in x._fields})
     tangent = jax.jit(lambda *a: flash_attention_jvp(*a, spec=spec, config=config))
-    moved = tangent(poisoned(x, spec), outputs(case, length, dtype), moving)
+    moved = tangent(poisoned(x, spec), outputs(case, length, dtype), poisoned(x, spec, moving))
     for name, *arrays in zip(Outputs._fields, moved, exact[2], rounded[2], strict=True):
         check(f"{name}_dot", *arrays, factor=3)
 
@@ -81,6 +91,7 @@ def compare_backward(case: Case, length: int, dtype, config: KernelConfig | None
     assert supports_bwd(spec, x, TARGET) is None
     config, wrt = config or space("flash_attention_bwd", x, spec, TARGET)[0], differentiable(x)
     backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=config))
+    cotangents = poisoned_cotangents(cotangents, x, spec)
     gradients = backward(poisoned(x, spec), outputs(case, length, dtype), cotangents)
     for name, gradient in zip(wrt, gradients, strict=True):
         check(f"d{name}", gradient, exact[1][name], rounded[1][name], factor=3)

@@ -12,7 +12,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention import (
     flash_attention_jvp,
 )
 from ejkernel.types import KernelConfig
-from tests.gpu.attention_cases import CASES, check_near, differentiable, like, poisoned
+from tests.gpu.attention_cases import CASES, check_near, differentiable, like, poisoned, poisoned_cotangents
 
 from .tpu_interpreter import interpreted
 
@@ -45,7 +45,7 @@ def calls():
 
 @pytest.mark.parametrize("case, dtype, length, config", list(calls()))
 def test_in_the_interpreter(case, dtype, length, config):
-    """Forward, backward and tangent, keys that no query sees holding NaN."""
+    """Forward, backward and tangent, what nobody sees holding NaN."""
     x, spec = case.make(length, jnp.dtype(dtype))
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
@@ -58,4 +58,5 @@ def test_in_the_interpreter(case, dtype, length, config):
         return outputs, dict(zip(wrt, gradients, strict=True)), moved
 
     cotangents = like(jax.eval_shape(functools.partial(flash_attention, spec=spec, config=config), *x), 2)
-    check_near(run(poisoned(x, spec), tangents, cotangents), x, spec, cotangents, tangents._asdict(), jnp.dtype(dtype))
+    given = poisoned(x, spec), poisoned(x, spec, tangents), poisoned_cotangents(cotangents, x, spec)
+    check_near(run(*given), x, spec, cotangents, tangents._asdict(), jnp.dtype(dtype))

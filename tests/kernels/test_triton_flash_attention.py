@@ -8,7 +8,18 @@ import pytest
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import KernelConfig
-from tests.gpu.attention_cases import CASES, Case, check, check_near, derivatives, differentiable, error, like, poisoned
+from tests.gpu.attention_cases import (
+    CASES,
+    Case,
+    check,
+    check_near,
+    derivatives,
+    differentiable,
+    error,
+    like,
+    poisoned,
+    poisoned_cotangents,
+)
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
@@ -33,15 +44,17 @@ ALWAYS = ("causal", "grouped heads", "packed, causal")  # the interpreter takes 
     [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES],
 )
 def test_in_the_interpreter(case, monkeypatch):
-    """Forward, backward and tangent of small float32 calls, keys that no query sees holding NaN."""
+    """Forward, backward and tangent of small float32 calls, what nobody sees holding NaN."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, spec = case.make(LENGTH, jnp.float32)
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
-    outputs = flash_attention(*poisoned(x, spec), spec=spec, config=CONFIG)
+    given = poisoned(x, spec)
+    outputs = flash_attention(*given, spec=spec, config=CONFIG)
     cotangents = like(outputs, 2)
-    gradients = flash_attention_bwd(poisoned(x, spec), outputs, cotangents, wrt=wrt, spec=spec, config=CONFIG)
-    moved = flash_attention_jvp(poisoned(x, spec), outputs, tangents, spec=spec, config=CONFIG)
+    poisoned_ones = poisoned_cotangents(cotangents, x, spec)
+    gradients = flash_attention_bwd(given, outputs, poisoned_ones, wrt=wrt, spec=spec, config=CONFIG)
+    moved = flash_attention_jvp(given, outputs, poisoned(x, spec, tangents), spec=spec, config=CONFIG)
     results = outputs, dict(zip(wrt, gradients, strict=True)), moved
     check_near(results, x, spec, cotangents, tangents._asdict(), jnp.float32)
 

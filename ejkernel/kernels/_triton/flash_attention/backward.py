@@ -45,12 +45,17 @@ def flash_attention_bwd(
     given, primals = primals, keys_as_segments(primals)
     problem = problem_of(primals, spec)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
-    delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+    blind = outputs.lse == -jnp.inf
+    if primals.bias is not None:  # one of −∞ may leave a query without keys, of which no kernel knows
+        do = jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), do.dtype), do)
+    # Where nothing is seen, o is 0 and cotangents may be NaN.
+    terms = jnp.where(outputs.o == 0, 0, do.astype(jnp.float32) * outputs.o.astype(jnp.float32))
+    delta = terms.sum(-1).swapaxes(1, 2)
     lse, correction = seen_lse(outputs.lse), None
     if problem.exact or "softmax_scale" in wrt:
         correction, delta = exact_rows(primals, (do, lse, delta), problem, config)
     if cotangents.lse is not None:
-        delta -= cotangents.lse
+        delta -= jnp.where(blind, 0, cotangents.lse)
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
@@ -141,8 +146,8 @@ def dk_dv_kernel(
             here = frames.of_head(frame, head)
             scale = logits.total_scale(softmax_scale, here, problem)
             i = start + tl.arange(0, BLOCK_Q)[None, :]
-            q_tile = tiles.load_queries(q, start, here, problem, problem.D, BLOCK_Q, CHECKED)
-            do_tile = tiles.load_queries(do, start, here, problem, problem.V, BLOCK_Q, CHECKED)
+            q_tile = tiles.load_seeing_queries(q, start, here, problem, problem.D, BLOCK_Q, CHECKED)
+            do_tile = tiles.load_seeing_queries(do, start, here, problem, problem.V, BLOCK_Q, CHECKED)
             lse_row = tiles.load_rows(lse, start, i, here, problem, CHECKED, float("inf"))
             delta_row = tiles.load_rows(delta, start, i, here, problem, CHECKED, 0.0)
             correction_row = tiles.load_rows(correction, start, i, here, problem, CHECKED, 1.0)

@@ -172,6 +172,16 @@ def seen_keys(frame, problem: tl.constexpr):
 
 
 @triton.jit
+def first_seeing_query(frame, problem: tl.constexpr):
+    """The first query to which the band shows a key."""
+    begin = 0
+    if problem.right is not None:
+        _low, high = band(frame, problem)
+        begin = tl.maximum(-high, 0)
+    return begin
+
+
+@triton.jit
 def at(ptr, batch, row, ROWS: tl.constexpr, head, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """The pointer to [batch, row, head, 0] of a dense [·, ROWS, HEADS, WIDTH]."""
     return ptr + ((tl.cast(batch, tl.int64) * ROWS + row) * HEADS + head) * WIDTH

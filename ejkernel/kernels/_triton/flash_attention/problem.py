@@ -102,6 +102,11 @@ class Problem:
         left_behind = self.left is not None and (self.N is not None or self.left < self.K - self.S)
         return left_behind or (self.right is not None and self.right < 0)
 
+    @property
+    def blind_queries(self) -> bool:
+        """The band may hide every key from a query; its contents must not be multiplied even by zero."""
+        return self.right is not None and (self.N is not None or self.right < self.S - self.K)
+
     def blocks(self, block: int, of_keys: bool = False) -> int:
         """How many blocks of queries (or keys) one head is cut into.
 
@@ -116,7 +121,7 @@ class Problem:
 
     def checked(self, block: int, over_keys: bool) -> bool:
         """Whether such a loop may meet tokens that must not be loaded."""
-        return self._uneven(block, over_keys) or (over_keys and self.unseen_keys)
+        return self._uneven(block, over_keys) or (self.unseen_keys if over_keys else self.blind_queries)
 
     def _uneven(self, block: int, over_keys: bool) -> bool:
         return self.N is not None or (self.K if over_keys else self.S) % block != 0

@@ -14,7 +14,7 @@ quarters of what 256 cost: parts are multiplied one after the other, and summed 
 import triton
 import triton.language as tl
 
-from .frames import of_keys, of_queries, of_rows, seen_keys
+from .frames import first_seeing_query, of_keys, of_queries, of_rows, seen_keys
 from .problem import parts
 
 
@@ -27,6 +27,15 @@ def load_queries(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, 
     else:
         ptr = of_queries(ptr, frame, problem, WIDTH)
         return load_tile(ptr, first, 0, frame.q_len, problem.H, WIDTH, ROWS, CHECKED)
+
+
+@triton.jit
+def load_seeing_queries(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                        CHECKED: tl.constexpr):  # fmt: skip
+    """As `load_queries`, with zeros for queries to which the band shows no key."""
+    begin = first_seeing_query(frame, problem)
+    ptr = of_queries(ptr, frame, problem, WIDTH)
+    return load_tile(ptr, first, begin, frame.q_len, problem.H, WIDTH, ROWS, CHECKED)
 
 
 @triton.jit

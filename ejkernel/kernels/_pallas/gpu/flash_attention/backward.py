@@ -74,7 +74,7 @@ def flash_attention_bwd(
     k, v = without_unseen(primals, spec, problem, primals.k, primals.v)
     delta = jnp.einsum("bshe,bshe->bhs", do, outputs.o, preferred_element_type=jnp.float32)
     if cotangents.lse is not None:
-        delta -= cotangents.lse
+        delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
     # Where nothing is seen, and past the end, the weights are exp(−∞).
     unit = problem.scale if problem.softcap is None else 1 / LOG2_E
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))

@@ -57,6 +57,11 @@ class Problem:
         """Blocks before the last may be seen in part."""
         return self.low is not None or self.high is not None or self.packed or self.segmented
 
+    @property
+    def blind(self) -> bool:
+        """The band hides every key from the first queries, which may hold anything."""
+        return self.high is not None and self.high < 0
+
     def band(self, of_keys: bool) -> tuple[int | None, int | None]:
         """(low, high) of queries, or of keys: key j is seen by the queries i with j − high ≤ i ≤ j − low."""
         if not of_keys:

@@ -61,7 +61,7 @@ def without_unseen(operands: Operands, spec: FlashAttentionSpec, problem: Proble
 
 def without_blind(operands: Operands, spec: FlashAttentionSpec, problem: Problem, *of_queries: Array) -> tuple:
     """Arrays [b, S, H, …] with zeros where a query sees no key."""
-    if not (problem.packed or problem.segmented):
+    if not (problem.packed or problem.segmented or problem.blind):
         return of_queries
     return _where(_seen(operands, spec, problem, False), of_queries)
 
@@ -75,8 +75,10 @@ def _seen(operands: Operands, spec: FlashAttentionSpec, problem: Problem, of_key
     if problem.packed:
         low, high = _ranges(operands, spec, of_keys)
         return low < high
-    q_ids, kv_ids = _ids(operands)
     i, j = (jnp.arange(n, dtype=jnp.int32) for n in (problem.S, problem.K))
+    if not problem.segmented:  # queries of a band: what it hides of the keys is none of these kernels'
+        return (i + problem.high >= 0)[None]
+    q_ids, kv_ids = _ids(operands)
     ok = q_ids[:, :, None] == kv_ids[:, None, :]
     if problem.low is not None:
         ok &= (i + problem.low)[:, None] <= j

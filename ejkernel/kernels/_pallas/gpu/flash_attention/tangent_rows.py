@@ -153,10 +153,10 @@ class Rows:
     def moved(self, p: Array, s_dot: Array, step: Array, masked: bool) -> Array:
         """p·ṡ, of the weights times the slope of a softcap."""
         p_dot = p * s_dot * self.plan.problem.scale
-        if self.view.reach is None:
+        if self.view.reach is None and not self.plan.problem.blind:
             return p_dot
         ok = self._seen(step, s_dot.shape, masked)
-        return p_dot if ok is None else jnp.where(ok, p_dot, 0.0)  # k or its tangent may be NaN
+        return p_dot if ok is None else jnp.where(ok, p_dot, 0.0)  # q, k or their tangents may be NaN
 
     def _seen(self, step: Array, shape: tuple[int, int], masked: bool) -> Array | None:
         if not masked:

@@ -28,6 +28,7 @@ from .problem import (
     per_query,
     plan,
     round_up,
+    sees_nothing,
     sink_of,
     split_heads,
 )
@@ -50,9 +51,9 @@ def flash_attention_bwd(
 ) -> tuple[jax.Array, ...]:
     problem = plan(primals, spec, config)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
-    if problem.hidden_keys:
+    if problem.hidden or primals.bias is not None:  # one of −∞ hides what it is added to
         # A query that saw nothing may hold anything as well.
-        blind = (outputs.lse == -jnp.inf).swapaxes(1, 2)[:, :, :, None]
+        blind = sees_nothing(primals, outputs.lse, problem).swapaxes(1, 2)[:, :, :, None]
         primals, do = primals._replace(q=jnp.where(blind, 0, primals.q)), jnp.where(blind, 0, do)
     lse, delta, correction = lse_in_units(outputs.lse, problem), _mean(do, outputs.o), None
     tile = arrange(primals, problem)._replace(
@@ -66,7 +67,7 @@ def flash_attention_bwd(
         correction, delta = exact_rows(tile._replace(sink=sink), problem, walk(seen, by="queries"))
         tile = tile._replace(correction=per_query(correction, problem))
     if cotangents.lse is not None:
-        delta -= cotangents.lse
+        delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
     tile = tile._replace(delta=per_query(delta, problem))
     wants_keys, wants_queries = ({"k", "v"} & set(wrt), {"q", "softmax_scale"} & set(wrt))
     together = wants_keys and wants_queries and config.algorithm != "split" and dq_bytes(primals, problem) <= DQ_BYTES

@@ -66,8 +66,9 @@ class Problem:
     block_k: int
     chunk: int
     ahead: int
-    # Some keys may be hidden from every query and hold anything: not to be multiplied by a weight of 0, as 0·NaN = NaN.
-    hidden_keys: bool
+    # Some keys may be hidden from every query, some queries see none, or a bias be masked, and hold anything: not to be
+    # multiplied by a weight of 0, as 0·NaN = NaN.
+    hidden: bool
     # In float32 logits are natural; in 16 bits they are in base two, which is what the hardware exponentiates. That
     # costs one more rounding of the logit itself, where the difference of two is small.
     natural: bool
@@ -112,7 +113,7 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
     block_k = balanced(keys, config.block_k)
-    arbitrary = (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
+    arbitrary = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
     return Problem(
         spec=spec,
         batch=batch,
@@ -125,15 +126,25 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
         block_k=block_k,
         chunk=math.gcd(block_k, chunk),
         ahead=config.num_stages - 1,
-        hidden_keys=any(x is not None for x in arbitrary) or _window_hides(spec, queries, keys),
+        hidden=any(x is not None for x in arbitrary) or _band_hides(spec, queries, keys),
         natural=operands.q.dtype == jnp.float32,
     )
 
 
-def _window_hides(spec: FlashAttentionSpec, queries: int, keys: int) -> bool:
-    """Whether a key is in the window of no query: the last key of the last, or the first key of the first."""
+def _band_hides(spec: FlashAttentionSpec, queries: int, keys: int) -> bool:
+    """Whether the band shows the first query no key, or some key to no query: the first to the first, or the last to
+    the last."""
+    left, right = band(spec)
+    shift = keys - queries
+    return (right is not None and (right < 0 or right + shift < 0)) or (left is not None and left < shift)
+
+
+def band(spec: FlashAttentionSpec) -> tuple[int | None, int | None]:
+    """(left, right): query i sees keys i' − left ≤ j ≤ i' + right, None where unbounded."""
     left, right = spec.window
-    return (right is not None and right < 0) or (left is not None and left < keys - queries)
+    if spec.causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
 
 
 def balanced(size: int, limit: int) -> int:
@@ -224,9 +235,7 @@ def lse_in_units(lse: jax.Array, problem: Problem) -> jax.Array:
 
 def intervals(xp, operands: Operands, problem: Problem) -> tuple[Any, Any]:
     """The first and the last key that each query may see, [b?,s] int32; None where nothing bounds it."""
-    left, right = problem.spec.window
-    if problem.spec.causal:
-        right = 0 if right is None else min(right, 0)
+    left, right = band(problem.spec)
     if operands.cu_seqlens_q is not None:
         return _packed_intervals(operands.cu_seqlens_q, operands.cu_seqlens_k, left, right, problem.queries)
     position = xp.arange(problem.queries, dtype=xp.int32)[None] + (problem.keys - problem.queries)
@@ -235,6 +244,22 @@ def intervals(xp, operands: Operands, problem: Problem) -> tuple[Any, Any]:
     if right is not None:
         return first, xp.minimum(position + right, end)
     return first, end if problem.padded_keys > problem.keys else None
+
+
+def sees_nothing(operands: Operands, lse: jax.Array, problem: Problem) -> jax.Array:
+    """[b,h?,s]: the queries that see no key."""
+    if operands.sinks is None:
+        return lse == -jnp.inf
+    first, last = intervals(jnp, operands, problem)
+    key = jnp.arange(problem.keys, dtype=jnp.int32)
+    seen = jnp.ones((1, problem.queries, problem.keys), bool)
+    seen &= True if first is None else key >= first[:, :, None]
+    seen &= True if last is None else key <= last[:, :, None]
+    if operands.q_segment_ids is not None:
+        q_ids, kv_ids = operands.q_segment_ids[:, :, None], operands.kv_segment_ids[:, None]
+        seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
+    seen = seen[:, None] if operands.mask is None else seen[:, None] & operands.mask
+    return ~seen.any(-1)
 
 
 def _packed_intervals(cu_seqlens_q, cu_seqlens_k, left, right, tokens: int) -> tuple[Any, Any]:

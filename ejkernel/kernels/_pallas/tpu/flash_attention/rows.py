@@ -67,7 +67,7 @@ def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, sched
             logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
             p = problem.exp(logits - tile.lse[...])
             off = p * (dp - tile.delta[...])
-            if visible is not None and problem.hidden_keys:
+            if visible is not None and problem.hidden:
                 off = jnp.where(visible, off, 0)
             sums.weight[...] += jnp.sum(p, axis=0, keepdims=True)
             sums.off[...] += jnp.sum(off, axis=0, keepdims=True)

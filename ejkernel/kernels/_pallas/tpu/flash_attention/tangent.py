@@ -154,4 +154,4 @@ def _logit_change(dots: Tile, problem: Problem, rows: slice, products, scale, sl
         change += column(dots.key_bias, rows).astype(jnp.float32)
     if slope is not None:
         change = change * slope
-    return jnp.where(visible, change, 0) if visible is not None and problem.hidden_keys else change
+    return jnp.where(visible, change, 0) if visible is not None and problem.hidden else change

@@ -97,7 +97,7 @@ def of_rows(ref, rows: slice) -> jax.Array:
 
 def only_seen(keys: jax.Array, problem: Problem, visible) -> jax.Array:
     """k or v with zeros for the keys that no query of the tile sees, where such keys may hold anything."""
-    if visible is None or not problem.hidden_keys:
+    if visible is None or not problem.hidden:
         return keys
     seen = jnp.max(visible.astype(jnp.float32), axis=1, keepdims=True) > 0
     return jnp.where(seen, keys.astype(jnp.float32), 0).astype(keys.dtype)
@@ -135,7 +135,7 @@ def gradients_of(tile: Tile, problem: Problem, rows: slice, products, scale, vis
     ds = p * (dp - tile.delta[...])
     if slope is not None:
         ds = ds * slope
-    return p, jnp.where(visible, ds, 0) if visible is not None and problem.hidden_keys else ds
+    return p, jnp.where(visible, ds, 0) if visible is not None and problem.hidden else ds
 
 
 def gradient_products(tile: Tile, rows: slice) -> tuple[jax.Array, jax.Array]:
