@@ -38,7 +38,10 @@ def scale_cotangent(x: Operands, do: jax.Array, matrices: Callable[[jax.Array], 
     if jnp.promote_types(do.dtype, narrow.dtype) != narrow.dtype:
         rounded = jax.lax.reduce_precision(do, limits.nexp, limits.nmant)
         unscaled += matrices((do - rounded).astype(narrow.dtype))
-    dscale = (unscaled * x.rhs.astype(jnp.float32)).sum(2)
+    bounds = group_bounds(x.group_sizes, x.group_offset, x.rhs.shape[1], x.lhs.shape[1])
+    used = (bounds[:, 1:] > bounds[:, :-1]).any(0 if unscaled.shape[0] == 1 else (), keepdims=True)
+    used = used.reshape(-1, x.rhs.shape[1], 1, 1)  # the matrix of an empty group may be NaN
+    dscale = jnp.where(used, unscaled * x.rhs.astype(jnp.float32), 0).sum(2)
     axes = [axis for axis, size in enumerate(x.rhs_scale.shape) if size < dscale.shape[axis]]
     return dscale.sum(axes, keepdims=True)
 

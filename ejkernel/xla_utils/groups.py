@@ -25,7 +25,7 @@ class RowTiles(NamedTuple):
     """Tiles of rows, each of one group, none of which is larger than it must be.
 
     rows [b, t, size]: which row stands in each slot; the number of all rows where the slot is empty.
-    group [b, t]: the group of each tile; that of a tile without rows is any.
+    group [b, t]: the group of each tile; a tile without rows has that of one with rows, if there is any.
     slot [b, rows]: the slot in which each row stands, t · size where it is in no group.
     """
 
@@ -48,7 +48,8 @@ def row_tiles(starts: Array, ends: Array, rows: int, size: int) -> RowTiles:
 
     tile = jnp.arange(count, dtype=jnp.int32)[None]
     number = _first_above(after, tile[0])
-    group = jnp.minimum(number, groups - 1)
+    last = jnp.max(jnp.where(needed > 0, jnp.arange(groups, dtype=jnp.int32), 0), axis=1, keepdims=True)
+    group = jnp.minimum(number, last)
     first = take(starts, group) + (tile - take(before, group)) * size
     row = first[..., None] + jnp.arange(size, dtype=jnp.int32)[None, None]
     filled = (row < take(ends, group)[..., None]) & (number < groups)[..., None]

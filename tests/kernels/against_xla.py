@@ -27,6 +27,15 @@ def batched(case, dtype=jnp.float32):
     return x, spec, type(x)(**{name: moving.get(name) for name in x._fields})
 
 
+def poisoned(call):
+    """A call of grouped_matmul with NaN in what belongs to groups without rows."""
+    x, spec, tangents = call
+    empty = (x.group_sizes == 0).any(0) if x.group_offset is None else jnp.zeros(x.rhs.shape[1], bool)
+    poison = lambda a: None if a is None else jnp.where(empty.reshape(1, -1, *(1,) * (a.ndim - 2)), jnp.nan, a)
+    of = lambda x: x._replace(rhs=poison(x.rhs), rhs_scale=poison(x.rhs_scale))
+    return of(x), spec, of(tangents)
+
+
 def check(case, call, platform, backend, config, tolerance=1e-5, run=lambda f: f):
     """Forward, backward and tangent of a call as `prepared`; `run` makes a function run where the platform is."""
     (x, spec, tangents), name = call, case.operation

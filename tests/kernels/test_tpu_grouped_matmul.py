@@ -1,7 +1,9 @@
 """grouped_matmul on TPU: numbers, in the interpreter that simulates the chip, finds races and poisons fresh memory."""
 
+from dataclasses import replace
+
 import pytest
-from cases import CASES
+from cases import CASES, Operand
 
 from ejkernel.types import KernelConfig
 
@@ -24,3 +26,8 @@ def test_in_the_interpreter(case):
 
 def test_a_batch_that_shares_the_matrices():
     against_xla.check(OURS[0], against_xla.batched(OURS[0]), "pallas", "tpu", CONFIG, run=interpreted)
+
+
+def test_what_belongs_to_empty_groups_may_be_nan():
+    case = replace(OURS[0], operands=OURS[0].operands | dict(rhs_scale=Operand("e n")))
+    against_xla.check(case, against_xla.poisoned(against_xla.prepared(case)), "pallas", "tpu", CONFIG, run=interpreted)

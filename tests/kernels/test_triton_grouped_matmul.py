@@ -1,7 +1,9 @@
 """grouped_matmul in Triton: every kernel's masks and indices, by the interpreter, with pointers in place of TMA."""
 
+from dataclasses import replace
+
 import pytest
-from cases import CASES
+from cases import CASES, Operand
 
 from ejkernel.types import KernelConfig
 
@@ -30,3 +32,8 @@ def test_in_the_interpreter(case, interpreted):
 
 def test_a_batch_that_shares_the_matrices(interpreted):
     against_xla.check(OURS[0], against_xla.batched(OURS[0]), "triton", "gpu", CONFIG)
+
+
+def test_what_belongs_to_empty_groups_may_be_nan(interpreted):
+    case = replace(OURS[0], operands=OURS[0].operands | dict(rhs_scale=Operand("e n")))
+    against_xla.check(case, against_xla.poisoned(against_xla.prepared(case)), "triton", "gpu", CONFIG)

@@ -150,7 +150,7 @@ def _sum_groups(x: Operands, do: Array, wrt: tuple[str, ...], tiles: RowTiles) -
         return {}
 
     def step(totals, tile):
-        at, (lhs, do) = tile
+        at, (lhs, do, filled) = tile
         parts = {}
         if "rhs" in wanted:
             rhs = _dot(lhs.T, do.astype(lhs.dtype))
@@ -158,10 +158,13 @@ def _sum_groups(x: Operands, do: Array, wrt: tuple[str, ...], tiles: RowTiles) -
         if "rhs_scale" in wanted:
             columns = (_dot(lhs, _pick(x.rhs, at)) * do).sum(0)
             parts["rhs_scale"] = columns.sum(keepdims=True) if x.rhs_scale.shape[2] == 1 else columns
+        # Where no group has rows, all of them may be NaN.
+        parts = {name: jnp.where(filled.any(), part, jnp.zeros((), dtype)) for name, part in parts.items()}
         return {name: totals[name].at[_place(totals[name], at)].add(part) for name, part in parts.items()}, None
 
     nothing = varying_like((x, do), {name: jnp.zeros(getattr(x, name).shape, dtype) for name in wanted})
-    return lax.scan(step, nothing, _gathered((x.lhs, do.astype(dtype)), tiles))[0]
+    every_row = jnp.ones(x.lhs.shape[:2], bool)
+    return lax.scan(step, nothing, _gathered((x.lhs, do.astype(dtype), every_row), tiles))[0]
 
 
 # --- Tiles -----------------------------------------------------------------------------------------------------------

@@ -90,9 +90,10 @@ def groups_kernel(
     k, n = k * BLOCK_M, n * BLOCK_N
     held, first_batch = which % problem.E, which // problem.E
 
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total, rows_in_all = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), 0
     for batch in range(first_batch, first_batch + problem.shared):
         start, end = tiles.rows_of_group(group_sizes, group_offset, batch, held, problem)
+        rows_in_all += end - start
         start, end = batch * problem.M + start, batch * problem.M + end
         whole = start + (end - start) // BLOCK_K * BLOCK_K
         for row in tl.range(start, whole, BLOCK_K):
@@ -106,7 +107,7 @@ def groups_kernel(
         elif whole < end:
             total = add_rows(total, lhs, do, start, start, end, k, n, problem, BLOCK_M, BLOCK_N, BLOCK_K, True)
 
-    if rhs_scale is not None:
+    if rhs_scale is not None and rows_in_all > 0:  # the scale of an empty group may be NaN
         total *= tiles.load_scale(rhs_scale, first_batch, held, n, problem.N, problem, BLOCK_N)
     rows, columns = (k + tl.arange(0, BLOCK_M))[:, None], (n + tl.arange(0, BLOCK_N))[None, :]
     row_step: tl.constexpr = 1 if problem.transposed else problem.N
