@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import define_prng_impl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -102,6 +103,35 @@ def test_packed_is_as_padded():
         found = o[ends[0][n] : ends[0][n + 1]] != 0
         np.testing.assert_array_equal(found[..., :keys], wanted[n, :queries, :, :keys])
         assert not found[..., keys:].any()
+
+
+@pytest.mark.parametrize("algorithm", ("rbg", "unsafe_rbg", "words of its own"))
+def test_keys_of_other_algorithms(algorithm):
+    """All of their words count: each of a few keys, split or folded from one or not, keeps another set."""
+    if algorithm == "words of its own":
+        algorithm = define_prng_impl(
+            key_shape=(2, 3),
+            seed=lambda seed: jnp.zeros((2, 3), jnp.uint32).at[1, 2].set(seed.astype(jnp.uint32)),
+            split=lambda key, shape: NotImplemented,
+            random_bits=lambda key, width, shape: NotImplemented,
+            fold_in=lambda key, data: key.at[0, 1].set(data.astype(jnp.uint32)),
+        )
+    keys = [jax.random.key(seed, impl=algorithm) for seed in range(3)]
+    keys += [jax.random.fold_in(keys[1], n) for n in (3, 4)]
+    q, k = queries_and_keys()
+    found = [np.asarray(kept(q, k, key)) for key in keys]
+    for n, one in enumerate(found):
+        assert abs(one.mean() - (1 - RATE)) < 5 * (RATE * (1 - RATE) / one.size) ** 0.5
+        assert not any(np.array_equal(one, other) for other in found[:n])
+    mapped = jax.vmap(lambda key: kept(q, k, key))(jnp.stack(keys))
+    np.testing.assert_array_equal(mapped, found)
+
+
+@pytest.mark.parametrize("algorithm", ("threefry2x32", "rbg"))
+def test_words_of_a_key(algorithm):
+    """They are taken for the key, as by `jax.random`."""
+    (q, k), key = queries_and_keys(), jax.random.key(3, impl=algorithm)
+    np.testing.assert_array_equal(kept(q, k, jax.random.key_data(key)), kept(q, k, key))
 
 
 def test_kept_weights_are_raised_and_lse_is_not():

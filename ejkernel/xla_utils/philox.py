@@ -4,8 +4,9 @@ J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel random numbers: as easy as 1, 
 this function on every platform, so that which weights are kept does not depend on who computes them.
 """
 
+import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import ArrayLike
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -28,6 +29,20 @@ def philox_4x32(counter: tuple, key: tuple, rounds: int = 10) -> tuple:
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = k0 + np.uint32(KEY_INCREMENTS[0]), k1 + np.uint32(KEY_INCREMENTS[1])
     return c0, c1, c2, c3
+
+
+def two_words(words: Array) -> tuple[Array, Array]:
+    """The two words of a key of Philox, from those of any key [n] uint32: themselves, or a hash of more or fewer.
+
+    The hash is Philox, the key of each block of four being two words of what the blocks before gave, n to begin with.
+    """
+    if words.shape[0] == 2:
+        return words[0], words[1]
+    key = jnp.uint32(words.shape[0]), jnp.uint32(0)
+    padded = jnp.pad(words, (0, -words.shape[0] % 4))
+    for block in padded.reshape(-1, 4):
+        key = philox_4x32(tuple(block), key)[:2]
+    return key
 
 
 def _multiply(constant: int, x: ArrayLike) -> tuple:

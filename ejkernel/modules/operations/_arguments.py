@@ -81,7 +81,20 @@ def static_number(operation: str, name: str, x: Any) -> float:
     """A number that is known when a program is traced."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise type_error(operation, f"{name} must be a static number, not {type(x).__name__}")
-    return float(x)
+    try:
+        return float(x)
+    except OverflowError:  # an int beyond float64
+        return np.inf if x > 0 else -np.inf
+
+
+def static_scale(operation: str, x: Any, dtype: Any) -> float:
+    """A static softmax_scale for logits of that dtype. Kernels multiply it by log₂ e, which has to be finite, too."""
+    scale, most = static_number(operation, "softmax_scale", x), float(np.finfo(dtype).max) / 2
+    if not abs(scale) <= most:
+        raise value_error(
+            operation, f"softmax_scale is {scale}; it must be finite, and {most:.3g} at most: logits are {dtype}"
+        )
+    return scale
 
 
 def positive_or_none(operation: str, name: str, x: Any) -> float | None:

@@ -20,7 +20,7 @@ from ._arguments import (
     require_rank,
     require_same_dtype,
     static_bool,
-    static_number,
+    static_scale,
 )
 
 
@@ -52,7 +52,10 @@ def prepare(
     of_states = f"({'batch' if spans is None else 'sequences'}, heads, features of k, features of v)"
     initial_state = _gate(name, "initial_state", initial_state, state, of_states)
     g_gamma = _gate(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
-    q, scale = _scaled(name, q, softmax_scale)
+    result, traced = q.dtype, isinstance(softmax_scale, jax.Array | jax.core.Tracer)
+    if traced and q.dtype == jnp.float16:  # which holds q times a scale only where that is near 1
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    q, scale = _scaled(name, q, softmax_scale, spans)
     operands = Operands(
         q,
         k,
@@ -74,7 +77,7 @@ def prepare(
 
     def finish(out: dict[str, Any]):
         o, final = Outputs(**out)
-        final = final[:, 0] if spans is None else final[0]
+        o, final = o.astype(result), final[:, 0] if spans is None else final[0]
         return (o, final) if return_state else o
 
     return Prepared(named, spec, finish)
@@ -131,8 +134,11 @@ def _spans(name: str, cu_seqlens, q):
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
 
-def _scaled(name: str, q, scale):
-    """q and the static scale: a traced one is multiplied into q."""
+def _scaled(name: str, q, scale, spans):
+    """q and the static scale: a traced one is multiplied into q, which is 0 then in tokens of no sequence.
+
+    They may be NaN, and so would be their product with a cotangent of 0 in the gradient of the scale.
+    """
     if scale is None:
         return q, q.shape[-1] ** -0.5
     if isinstance(scale, jax.Array | jax.core.Tracer):
@@ -140,11 +146,12 @@ def _scaled(name: str, q, scale):
             raise value_error(name, "softmax_scale must be a scalar", softmax_scale=scale)
         require_dtype(name, np.floating, "a float type", softmax_scale=scale)
         dtype = np.promote_types(q.dtype, np.float32)
+        if spans is not None:
+            token = jnp.arange(q.shape[1], dtype=jnp.int32)
+            inside = (token >= spans[0, 0, 0]) & (token < spans[0, -1, 1])
+            q = jnp.where(inside[:, None, None], q, jnp.zeros((), q.dtype))
         return (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
-    scale = static_number(name, "softmax_scale", scale)
-    if not np.isfinite(scale):
-        raise value_error(name, f"softmax_scale is {scale}; it must be finite")
-    return q, scale
+    return q, static_scale(name, scale, np.promote_types(q.dtype, np.float32))
 
 
 class Recurrence:

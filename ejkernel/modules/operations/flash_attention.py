@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ...errors import type_error, value_error
+from ...errors import value_error
 from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ...primitives.flash_attention import flash_attention as trio
@@ -16,16 +16,15 @@ from .._operation import Operation, Prepared
 from ._arguments import (
     align,
     array,
-    positive_or_none,
     require_cuts,
     require_dtype,
     require_rank,
     require_same_dtype,
     size_or_none,
     static_bool,
-    static_number,
-    window_pair,
+    static_scale,
 )
+from ._attention import dropout_words, segment_ids, softcap_for, window_within
 
 NAME = trio.name
 
@@ -69,17 +68,19 @@ def flash_attention_arguments(
         v: values [B, K, G, V], or [T', G, V]; V may differ from D. q, k and v have one float dtype.
         bias: added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
         mask: bool, broadcastable to [B, H, S, K]; False hides.
-        q_segment_ids: [B, S] integers; a query attends only where the ids are equal; negative ids are padding.
+        q_segment_ids: [B, S] integers of any type; a query attends only where the ids are equal; negative ids are
+            padding.
         kv_segment_ids: [B, K] integers.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value; neither scaled nor capped.
         cu_seqlens_q: [N + 1] integers, may be traced: sequence n is the tokens from entry n to entry n + 1.
         cu_seqlens_k: [N + 1] integers, likewise for keys and values.
-        dropout_key: a `jax.random.key`, may be traced. The kept set depends on the key, b, h, i and j alone.
+        dropout_key: a `jax.random.key` of any implementation, may be traced. The kept set depends on all words of the
+            key, b, h, i and j alone.
         causal: query i sees keys j ≤ i'.
         window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is the w keys that end
-            with the query's own, (w − 1, 0).
-        softcap: bound of the logits.
-        softmax_scale: D**-0.5 by default; a number, or a traced scalar.
+            with the query's own, (w − 1, 0). It may be larger than the lengths.
+        softcap: bound of the logits, from 2**-60 to what their float type holds.
+        softmax_scale: D**-0.5 by default; a number of at most half of what float32 holds, or a traced scalar.
         dropout_rate: share of the weights that is dropped, in [0, 1).
         max_seqlen_q: static bound of the lengths in cu_seqlens_q.
         max_seqlen_k: static bound of the lengths in cu_seqlens_k.
@@ -110,24 +111,25 @@ def flash_attention_arguments(
         alone, other = ("q", "kv") if kv_segment_ids is None else ("kv", "q")
         raise value_error(NAME, f"{alone}_segment_ids is given without {other}_segment_ids; both or neither")
     scale, traced_scale = _scale(softmax_scale, q)
+    q_segment_ids, kv_segment_ids = segment_ids(NAME, q_segment_ids, kv_segment_ids, q, k)
     operands = Operands(
         q,
         k,
         v,
         bias=_pairwise("bias", bias, np.floating, "a float type", q, k),
         mask=_pairwise("mask", mask, np.bool_, "bool", q, k),
-        q_segment_ids=_segment_ids("q_segment_ids", q_segment_ids, q),
-        kv_segment_ids=_segment_ids("kv_segment_ids", kv_segment_ids, k),
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
         sinks=_sinks(sinks, q),
         softmax_scale=traced_scale,
         cu_seqlens_q=_lengths(cu_seqlens_q),
         cu_seqlens_k=_lengths(cu_seqlens_k),
-        dropout=_dropout(dropout_rate, dropout_key, q),
+        dropout=dropout_words(NAME, dropout_rate, dropout_key, q),
     )
     spec = FlashAttentionSpec(
         causal=static_bool(NAME, "causal", causal),
-        window=window_pair(NAME, window),
-        softcap=positive_or_none(NAME, "softcap", softcap),
+        window=window_within(NAME, window, q, k),
+        softcap=softcap_for(NAME, softcap, q),
         softmax_scale=scale,
         dropout_rate=float(dropout_rate),
         max_seqlen_q=size_or_none(NAME, "max_seqlen_q", max_seqlen_q),
@@ -208,10 +210,7 @@ def _scale(scale, q):
             raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
         require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
         return 1.0, scale.astype(_statistics_dtype(q)).reshape(1, 1)
-    scale = static_number(NAME, "softmax_scale", scale)
-    if not np.isfinite(scale):
-        raise value_error(NAME, f"softmax_scale is {scale}; it must be finite")
-    return scale, None
+    return static_scale(NAME, scale, _statistics_dtype(q)), None
 
 
 def _pairwise(name: str, x, kind, wanted: str, q, k):
@@ -230,16 +229,6 @@ def _pairwise(name: str, x, kind, wanted: str, q, k):
     return x.reshape((1,) * (4 - len(x.shape)) + x.shape)
 
 
-def _segment_ids(name: str, ids, x):
-    if ids is None:
-        return None
-    ids = array(NAME, name, ids)
-    if ids.shape != x.shape[:2]:
-        of = "q" if name.startswith("q") else "k"
-        raise value_error(NAME, f"{name} must be {x.shape[:2]}, batch and length of {of}", **{name: ids, of: x})
-    return ids.astype(jnp.int32)
-
-
 def _lengths(cu_seqlens):
     return None if cu_seqlens is None else array(NAME, "cu_seqlens", cu_seqlens).astype(jnp.int32)[None]
 
@@ -252,28 +241,6 @@ def _sinks(sinks, q):
     if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[2]:
         raise value_error(NAME, f"sinks must be [{q.shape[2]}] or [{q.shape[2]}, n], one row a head", sinks=sinks, q=q)
     return sinks.astype(_statistics_dtype(q)).reshape(1, sinks.shape[0], -1)
-
-
-def _dropout(rate, key, q):
-    """[b, h, 4]: the key's two words, the batch index, the head index."""
-    rate = static_number(NAME, "dropout_rate", rate)
-    if not 0 <= rate < 1:
-        raise value_error(NAME, f"dropout_rate is {rate}; it must be at least 0 and below 1")
-    if rate == 0:
-        return None
-    if key is None:
-        raise value_error(NAME, f"dropout_rate is {rate} but dropout_key is not given; pass a jax.random.key")
-    if not hasattr(key, "dtype"):
-        raise type_error(NAME, f"dropout_key must be one jax.random.key, not {type(key).__name__}")
-    if key.shape == (q.shape[0], q.shape[2], 4):  # a shard of what this function made for the whole
-        return key
-    words = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
-    if words.ndim != 1 or words.size % 2 or words.dtype != jnp.uint32:
-        raise value_error(NAME, "dropout_key must be one jax.random.key", dropout_key=key)
-    first, second = (jnp.bitwise_xor.reduce(words[i::2]) for i in range(2))
-    size = q.shape[0], q.shape[2]
-    places = [jax.lax.broadcasted_iota(jnp.uint32, size, axis) for axis in range(2)]
-    return jnp.stack([jnp.full(size, first), jnp.full(size, second), *places], axis=-1)
 
 
 class FlashAttention(Operation):
@@ -313,7 +280,7 @@ class FlashAttention(Operation):
             elif name == "softmax_scale":
                 values[name] = jnp.full(x.shape, operands["q"].shape[-1] ** -0.5, x.dtype)
             elif name == "dropout":
-                values[name] = _dropout(spec.dropout_rate, jax.random.key(0), values["q"])
+                values[name] = dropout_words(NAME, spec.dropout_rate, jax.random.key(0), values["q"])
         return values
 
     @classmethod
@@ -346,5 +313,5 @@ class FlashAttention(Operation):
         if not rate:
             return dict(arrays), dict(specs)
         spec = (*specs["q"], None, None, None)
-        rows = _dropout(rate, given.get("dropout_key"), arrays["q"])
+        rows = dropout_words(NAME, rate, given.get("dropout_key"), arrays["q"])
         return dict(arrays, dropout_key=rows), dict(specs, dropout_key=PartitionSpec(spec[0], spec[2]))
