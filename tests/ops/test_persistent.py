@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ import pytest
 import shown
 from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, key_of, ones, ran
 
-from ejkernel.ops import PersistentCache
+from ejkernel.ops import PersistentCache, load_table
+from ejkernel.ops.utils import shared_file
 
 DEVICE = "cpu|cpu"
 
@@ -114,9 +116,17 @@ def stored(directory):
     return PersistentCache(directory)
 
 
+DEEP = "[" * 200_000
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", '{"format": "another"}', '{"configs": {}}', "\x00\x01", "é".encode("latin1")]
-)
+    "content",
+    [
+        "", "{", "[]", "null", '{"format": "another"}', '{"configs": {}}', "\x00\x01", "é".encode("latin1"),
+        DEEP, DEEP + "]" * 200_000, '{"a":' * 200_000, f'{{"format": "ejkernel configs 1", "configs": {{"key": {DEEP}',
+    ],
+    ids=lambda content: f"{content[:12]!r}",
+)  # fmt: skip
 def test_a_damaged_or_foreign_file_is_ignored_set_aside_and_rebuilt(directory, content):
     stored(directory)
     file = file_in(directory)
@@ -144,6 +154,121 @@ def test_a_damaged_entry_costs_no_other(directory, entry):
     assert cache.get("key") == TUNED
     cache.put("new", OTHER)
     assert json.loads(file_in(directory).read_text())["configs"].keys() == {"key", "new", "damaged"}
+
+
+FIELDS = {"class": "shown:Config", "config": {"block": 1}}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        json.dumps(FIELDS).replace("1", "9" * 10_000),
+        json.dumps(FIELDS).replace("1", "1e999"),
+        json.dumps(FIELDS).replace("1", "NaN"),
+        json.dumps(FIELDS).replace("1", '{"$dtype": "(2,"}'),
+        json.dumps(FIELDS).replace("1", '{"$dtype": []}'),
+        json.dumps(FIELDS).replace("1", "[" * 500 + "]" * 500),
+    ],
+    ids=["digits", "infinite", "nan", "record", "no_dtype", "deep"],
+)
+def test_an_entry_beyond_measure_costs_no_other(directory, entry):
+    stored(directory)
+    text = file_in(directory).read_text().replace('"configs": {', f'"configs": {{"damaged": {entry},')
+    file_in(directory).write_text(text)
+    cache = PersistentCache(directory)
+    with pytest.warns(UserWarning):
+        assert cache.get("damaged") is None and cache.get("key") == TUNED
+    cache.put("new", OTHER)
+    again = PersistentCache(directory)
+    with warnings.catch_warnings(record=True):
+        assert (again.get("key"), again.get("new"), again.get("damaged")) == (TUNED, OTHER, None)
+
+
+def test_of_a_key_that_stands_there_twice_the_last_holds(directory):
+    PersistentCache(directory).put("key", OTHER)
+    text = file_in(directory).read_text().replace('"configs": {', f'"configs": {{"key": {json.dumps(FIELDS)},')
+    file_in(directory).write_text(text)
+    with pytest.warns(UserWarning, match="a key stands there twice, and the last one holds"):
+        assert PersistentCache(directory).get("key") == OTHER
+    with pytest.raises(ValueError, match="a key stands there twice"):
+        load_table(file_in(directory))
+
+
+def test_what_was_read_before_the_damage_is_written_again(directory):
+    cache = stored(directory)
+    assert cache.get("key") == TUNED
+    file_in(directory).write_text("[[[")
+    with pytest.warns(UserWarning, match="damaged"):
+        assert cache.get("key") == TUNED
+    cache.put("new", OTHER)
+    again = PersistentCache(directory)
+    assert (again.get("key"), again.get("new")) == (TUNED, OTHER)
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def pipe_with_a_writer(path):
+    os.mkfifo(path)
+    os.open(path, os.O_RDWR)  # open until the process ends: nobody who reads it comes to an end
+
+
+def endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def loop(path):
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("suffix", ["", ".lock", ".new", ".damaged"])
+@pytest.mark.parametrize("put", [pipe, pipe_with_a_writer, endless, loop, os.mkdir], ids=lambda put: put.__name__)
+def test_what_is_no_file_is_left_where_it_is_and_nobody_waits(directory, put, suffix):
+    """In the place of the file itself, and of those that are made beside it."""
+    directory.mkdir()
+    path = directory / f"cpu_cpu.json{suffix}"
+    put(path)
+    if suffix == ".damaged":
+        (directory / "cpu_cpu.json").write_text("{")
+    before, cache = os.lstat(path), PersistentCache(directory)
+    started = time.monotonic()
+    with pytest.warns(UserWarning) as warned:
+        cache.put("key", TUNED)
+        assert cache.get("key") == TUNED and PersistentCache(directory).get("other") is None
+    assert time.monotonic() - started < 3
+    assert (warned and os.lstat(path).st_ino == before.st_ino) or suffix == ".damaged"
+
+
+def test_a_lock_that_is_never_given_up_is_waited_for_once(directory, monkeypatch):
+    monkeypatch.setattr(shared_file, "LOCK_TIMEOUT_S", 0.5)
+    held = stored(directory).path_of(DEVICE) + ".lock"
+    hold = f"import fcntl, time; f = open({held!r}); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(600)"
+    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
+    try:
+        holder.stdout.readline()
+        cache = PersistentCache(directory)
+        started = time.monotonic()
+        with pytest.warns(UserWarning, match="another process holds .*lock for more than 0.5 s") as warned:
+            cache.put("first", OTHER)
+        waited = time.monotonic() - started
+        cache.put("second", OTHER)
+        again = time.monotonic() - started - waited
+        assert len(warned) == 1 and 0.5 <= waited < 5 and again < 0.4
+        assert [cache.get(key) for key in ("key", "first", "second")] == [TUNED, OTHER, OTHER]
+        assert PersistentCache(directory).get("first") is None
+    finally:
+        holder.kill()
+        holder.wait()
+    cache.put("third", OTHER)
+    found = PersistentCache(directory)
+    assert [found.get(key) for key in ("key", "first", "second", "third")] == [TUNED, OTHER, OTHER, OTHER]
+
+
+@pytest.mark.parametrize("path", [3, b"/tmp", ["/tmp"]], ids=lambda path: type(path).__name__)
+def test_a_path_is_a_path(path):
+    with pytest.raises(TypeError, match=f"PersistentCache: path is a {type(path).__name__}"):
+        PersistentCache(path)
 
 
 @pytest.mark.parametrize("name", ["os:system", "no_such_module:Config", "shown:Shown", "shown:no.such", "shown:", ""])

@@ -19,6 +19,8 @@ class PersistentCache:
     """
 
     def __init__(self, path: str | os.PathLike | None = None):
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise TypeError(f"PersistentCache: path is a {type(path).__name__}; it must be a directory's path or None")
         self._path = path
         self._files: dict[str, SharedFile] = {}
 
@@ -33,7 +35,7 @@ class PersistentCache:
             return None
         try:
             return unpack(packed, cls)
-        except ValueError as error:
+        except Exception as error:  # of any kind: it runs the constructor of the config's class
             file.warn(f"an entry was ignored: {error}")
             return None
 

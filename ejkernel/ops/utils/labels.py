@@ -11,7 +11,6 @@ meanings. What a hash stands for is kept in `labels.json`, beside the files of s
 """
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
 import json
@@ -23,7 +22,7 @@ from urllib.parse import quote, unquote
 
 import jax
 
-from .serialization import pack, unpack
+from .serialization import is_packable, pack, unpack
 from .shared_file import SharedFile, cache_directory, path_in
 
 _LABEL = re.compile(r"ejkernel\[[^\]]*\]")
@@ -89,7 +88,7 @@ def _stamp(config: Any) -> dict[str, str]:
     how = os.environ.get("EJKERNEL_OPS_STAMP") or "none"
     if how not in _STAMPS:
         raise ValueError(f"EJKERNEL_OPS_STAMP is {how!r}; it has to be one of {', '.join(_STAMPS)}")
-    if how == "none" or not dataclasses.is_dataclass(config):
+    if how == "none" or not is_packable(config):
         return {}
     packed = json.dumps(pack(config), sort_keys=True, separators=(",", ":"))
     if how == "json":
@@ -103,7 +102,7 @@ def _stamp(config: Any) -> dict[str, str]:
 def _config_of(stamp: str | None) -> Any | None:
     if stamp is None:
         return None
-    with contextlib.suppress(ValueError):  # of a text that was cut off, or a file that was edited
+    with contextlib.suppress(ValueError, RecursionError):  # of a text that was cut off, or a file that was edited
         packed = json.loads(stamp) if stamp.startswith("{") else _stamped().read().get(stamp)
         return None if packed is None else unpack(packed)
     return None

@@ -57,6 +57,11 @@ def class_name(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def is_packable(config: Any) -> bool:
+    """Whether this is a frozen dataclass."""
+    return dataclasses.is_dataclass(type(config)) and type(config).__dataclass_params__.frozen
+
+
 def pack(config: Any) -> dict[str, Any]:
     """`{"class": "module:name", "config": {…}}`, ready for JSON.
 
@@ -66,7 +71,7 @@ def pack(config: Any) -> dict[str, Any]:
     cls = type(config)
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"a config has to be a dataclass to be stored, and {config!r} is not")
-    if not cls.__dataclass_params__.frozen:
+    if not is_packable(config):
         raise TypeError(f"a config has to be a frozen dataclass to be stored, and {cls.__name__} is not frozen")
     _packed_classes[class_name(cls)] = cls
     return {"class": class_name(cls), "config": json.loads(to_json(config))}
@@ -132,7 +137,7 @@ def _decode(value: Any, annotation: Any) -> Any:
     """A JSON value as the annotation of its field asks for it."""
     origin, parameters = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(value, dict) and value.keys() == {"$dtype"}:
-        return np.dtype(value["$dtype"])
+        return _dtype(value["$dtype"])
     if dataclasses.is_dataclass(annotation):
         return _decode_dataclass(value, annotation)
     if origin in (typing.Union, types.UnionType):
@@ -151,6 +156,13 @@ def _decode(value: Any, annotation: Any) -> Any:
     if isinstance(expected, type) and expected is not Any and not isinstance(value, expected):
         raise ValueError(f"{value!r} is no {expected.__name__}")
     return value
+
+
+def _dtype(name: Any) -> np.dtype:
+    try:
+        return np.dtype(str(name))
+    except Exception as error:  # of many kinds, for what numpy takes for the description of a record
+        raise ValueError(f"{name!r:.40} is no dtype") from error
 
 
 def _decode_dataclass(value: Any, cls: type[T]) -> T:

@@ -2,18 +2,29 @@
 
 It is only ever replaced whole (written beside, then renamed), and a writer first takes in what others have written,
 under a lock: no reader sees half a file, no writer loses another's entry, and a process that is killed loses at most
-what it was about to add. Trouble with a file of the library's own (damaged, foreign, unreadable, full disk) costs a
-warning, never an exception; with one that a user names it is an error.
+what it was about to add. Trouble with a file of the library's own (damaged, foreign, unreadable, a pipe, a lock that is
+never given up, full disk) costs a warning, never an exception and never a wait without end; with one that a user names
+it is an error.
 """
 
 import contextlib
 import json
 import os
 import re
+import stat
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+
+LOCK_TIMEOUT_S = 5.0
+"""How long a writer waits for the lock of a file: others hold it for as long as it takes to write one."""
+_LOCK_POLL_S = 2e-3
+# Arrays and objects within one another; a config has a few. Python's own limit is found by a RecursionError.
+_DEEPEST = 50
+# Digits of an integer; Python reads none of more than 4300.
+_LONGEST = 100
 
 
 def cache_directory() -> str:
@@ -48,6 +59,7 @@ class SharedFile:
         self._unwritten: dict[str, Any] = {}
         self._version = None
         self._warned = False
+        self._lock_timeout = LOCK_TIMEOUT_S
         self._lock = threading.Lock()
 
     def read(self) -> dict[str, Any]:
@@ -58,7 +70,7 @@ class SharedFile:
             except OSError as error:
                 self.warn(f"the file cannot be read: {error}")
             except ValueError as error:
-                self.warn(f"the file is damaged and was ignored: {error}")
+                self.warn(f"the file is damaged and is ignored: {error}")
             return self._entries | self._unwritten if self._unwritten else self._entries
 
     def write(self, entries: dict[str, Any]) -> None:
@@ -92,33 +104,38 @@ class SharedFile:
 
     def _add(self, entries: dict[str, Any], set_aside: Callable[[ValueError], None] | None = None) -> None:
         os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-        with _locked(f"{self.path}.lock"):
-            self._version = None
-            try:
-                self._refresh()
-            except ValueError as error:
-                if set_aside is None:
-                    raise
-                set_aside(error)
-            self._replace(self._entries | entries)
+        try:
+            with _locked(f"{self.path}.lock", self._lock_timeout):
+                self._lock_timeout = LOCK_TIMEOUT_S
+                self._version = None
+                try:
+                    self._refresh(self.warn if set_aside else _refuse)
+                except ValueError as error:
+                    if set_aside is None:
+                        raise
+                    set_aside(error)
+                self._replace(self._entries | entries)
+        except TimeoutError:
+            self._lock_timeout = 0  # who has waited once does not wait again, until the lock is free
+            raise
 
     def _set_aside(self, error: ValueError) -> None:
         self.warn(f"the file is damaged and was set aside: {error}")
         os.replace(self.path, f"{self.path}.damaged")
 
-    def _refresh(self) -> None:
-        """Reads the file unless it is the one that was read last."""
+    def _refresh(self, complain: Callable[[str], None] | None = None) -> None:
+        """Reads the file unless it is the one that was read last; what was read before stays if it is damaged now."""
         try:
             if (version := _version(os.stat(self.path))) != self._version:
-                self._entries, self._version = {}, version
-                self._entries = _read(self.path, self._kind)
+                self._version = version
+                self._entries = _read(self.path, self._kind, complain or self.warn)
         except FileNotFoundError:
             self._entries, self._version = {}, None
 
     def _replace(self, entries: dict[str, Any]) -> None:
         # The lock is held, so the name is free: what a killed process left there is overwritten.
         temporary = f"{self.path}.new"
-        with open(temporary, "w", encoding="utf-8") as file:
+        with _opened(temporary, "w") as file:
             json.dump({"format": _format(self._kind), self._kind: entries}, file, indent=1, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
@@ -131,13 +148,53 @@ def _version(found: os.stat_result) -> tuple[int, int, int]:
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
-def _read(path: str | os.PathLike, kind: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        content = json.load(file)
+def _refuse(complaint: str) -> None:
+    raise ValueError(complaint)
+
+
+def _read(path: str | os.PathLike, kind: str, complain: Callable[[str], None] = _refuse) -> dict[str, Any]:
+    """The entries; `complain` is told of those that stand there twice, of which the last holds, or are left out."""
+
+    def unique(pairs):
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            complain("a key stands there twice, and the last one holds")
+        return found
+
+    with _opened(path, "r") as file:
+        try:
+            content = json.load(file, parse_int=_integer, object_pairs_hook=unique)
+        except RecursionError:
+            raise ValueError("brackets within brackets without end") from None
     is_of_kind = isinstance(content, dict) and content.get("format") == _format(kind)
     if not is_of_kind or not isinstance(content.get(kind), dict):
         raise ValueError(f"this is no file of {_format(kind)!r}")
-    return content[kind]
+    entries = {key: entry for key, entry in content[kind].items() if _is_shallow(entry)}
+    if len(entries) < len(content[kind]):
+        complain(f"an entry of brackets within brackets, more than {_DEEPEST}, is left out")
+    return entries
+
+
+def _integer(digits: str) -> int | float:
+    """What is too long for an int is a float, which no field takes, and which costs no other entry."""
+    return int(digits) if len(digits) <= _LONGEST else float(digits)
+
+
+def _is_shallow(value: Any, levels: int = _DEEPEST) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inside = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_shallow(x, levels - 1) for x in inside)
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike, mode: str) -> Iterator[Any]:
+    """A regular file, opened; a pipe or a device in its place is an `OSError`, where else one might wait for ever."""
+    without_waiting = lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    with open(path, mode, encoding="utf-8", opener=without_waiting) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{os.fspath(path)} is no regular file")
+        yield file
 
 
 def _format(kind: str) -> str:
@@ -145,10 +202,22 @@ def _format(kind: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Holds the lock of a file against other processes and other caches; the system frees it when its holder dies."""
+def _locked(path: str, timeout: float) -> Iterator[None]:
+    """Holds the lock of a file against other processes and other caches; the system frees it when its holder dies.
+
+    Raises:
+        TimeoutError: another one has held it for so many seconds.
+    """
     import fcntl  # which only POSIX has
 
-    with open(path, "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with _opened(path, "a") as lock:
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"another process holds {path} for more than {LOCK_TIMEOUT_S:g} s") from None
+                time.sleep(_LOCK_POLL_S)
         yield
