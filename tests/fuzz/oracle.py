@@ -10,7 +10,8 @@ import numpy as np
 
 from .calls import Call
 from .numpy_backend import traced
-from .transforms import DERIVATIVES, SAME, _shape, stacked
+from .operations import BY_NAME
+from .transforms import DERIVATIVES, SAME, shape_of, stacked
 
 
 def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -23,8 +24,6 @@ def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 @functools.lru_cache(256)
 def _compiled(operation: str, options: tuple, derivative: str, wrt: tuple, dtype: str):
     """(floats, facts, cotangents, tangents), all wide -> results in float64, and rounded on the way."""
-    from .operations import BY_NAME
-
     formula = BY_NAME[operation].formula
     narrow = jnp.dtype(dtype)
     wide = np.promote_types(narrow, np.float32)
@@ -64,7 +63,7 @@ def of_example(call: Call, example: tuple[int, ...]) -> tuple:
     x = call.arrays(example)
     if call.derivative == "none":
         return x, None, None
-    types = [jax.ShapeDtypeStruct(_shape(call, axes), dtype) for axes, dtype in call.module.results(call)]
+    types = [jax.ShapeDtypeStruct(shape_of(call, axes), dtype) for axes, dtype in call.module.results(call)]
     u = call.directions("cotangents", dict(enumerate(types)), example).values()
     t = call.directions("tangents", {n: x[n] for n in call.wrt}, example)
     return x, [a.astype(np.float64) for a in u], {n: a.astype(np.float64) for n, a in t.items()}
@@ -97,19 +96,11 @@ def _joined(call: Call, parts: np.ndarray) -> Any:
 
 
 def _gathered(call: Call, name: str, gradient: np.ndarray) -> np.ndarray:
-    """From [outer, inner, …] to where the axes of the operand are."""
+    """From [outer, inner, …] to where the operand has these axes: summed over the maps that it has no axis of."""
     levels = len(call.maps)
-    for level in range(levels):
-        axis = levels - 1 - level  # the inner map is the last of those that are left in front
-        if not call.is_mapped(name, level):
-            gradient = gradient.sum(axis, keepdims=True)
-    shape = gradient.shape
-    # Move the axes inner first, as they were made.
-    order = [levels - 1 - level for level in range(levels)]
-    base = list(range(levels, gradient.ndim))
-    for level, axis in enumerate(order):
-        if call.is_mapped(name, level):
-            base.insert(0 if call.axis(name, level) == 0 else len(base), axis)
-    gone = [axis for level, axis in enumerate(order) if not call.is_mapped(name, level)]
-    del shape
-    return gradient.squeeze(tuple(gone)).transpose([b - sum(g < b for g in gone) for b in base])
+    mapped = [level for level in range(levels) if call.is_mapped(name, level)]
+    gradient = gradient.sum(tuple(levels - 1 - level for level in range(levels) if level not in mapped))
+    order = list(range(len(mapped), gradient.ndim))
+    for place, level in enumerate(mapped):  # the inner one first, as the axes were made
+        order.insert(0 if call.axis(name, level) == 0 else len(order), len(mapped) - 1 - place)
+    return gradient.transpose(order)

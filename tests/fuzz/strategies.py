@@ -17,7 +17,6 @@ OFTEN = ("none", "none", "none", "vjp", "vjp", "vjp", "jvp", "jvp", "jvp_of_vjp"
 NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2"}  # of operands that have no derivative
 PLACES = {"b": "x"}  # on the mesh; other letters that may be split stand along y
 WHOLE = {"b": (2, 4), "h": (4,), "g": (2,), "n": (8, 16), "d": (8, 16)}  # sizes that a mesh divides
-DRAWS = 3
 
 
 @st.composite
@@ -39,7 +38,7 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
     second = SAME.get(call.derivative, call.derivative) == "jvp_of_vjp"
     eager = not second and platform is None and chance(draw, 60 if call.derivative == "none" else 10)
     call = replace(call, jit=not eager)
-    return [_with_values(draw, call) for _ in range(DRAWS)]
+    return [_with_values(draw, call) for _ in range(sizes.draws)]
 
 
 def _derived(draw, call: Call) -> Call:

@@ -7,12 +7,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS
 
 from .checks import check
 from .failures import FAILURES
 from .operations import BY_NAME
-from .operations._draws import CPU, GPU
+from .operations._draws import GPU
 from .search import Search
 
 PARTS = int(os.environ.get("FUZZ_PARTS", 0))
@@ -51,8 +52,6 @@ def test_many_other_calls(operation, part, record_property):
 
 def on_gpu() -> list[tuple[str, str, int]]:
     """Operation, platform and part of all implementations for a GPU."""
-    from ejkernel.kernels._registry import kernel_registry
-
     found = []
     for operation in OPERATIONS:
         entries = kernel_registry.list_implementations(operation)
@@ -78,6 +77,3 @@ def search(record_property, operation, *, seconds, seed, **how) -> None:
     finally:
         record_property("fuzz", f"{one} in {time.monotonic() - start:.0f} s, seed {seed}")
         jax.clear_caches()
-
-
-__all__ = ["CPU"]

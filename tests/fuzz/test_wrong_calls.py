@@ -1,5 +1,6 @@
 """A call that is made wrong in one place is refused in the library's words, or it is right after all and is traced."""
 
+import inspect
 from dataclasses import replace
 
 import jax
@@ -49,8 +50,6 @@ def wrong(draw, operation: str) -> tuple[Call, str, object]:
 
 
 def _options(operation: str) -> list[str]:
-    import inspect
-
     parameters = inspect.signature(getattr(ejkernel.lax, operation)).parameters.values()
     return [p.name for p in parameters if p.kind == p.KEYWORD_ONLY] + ["nothing_of_this_name"]
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import ejkernel
 from ejkernel.modules._operation import OPERATIONS
 
-from .calls import COUNTS, Call
+from .calls import Call
 
 # --- Derivatives: f(arrays) -> results, and which operands move -> f(arrays, cotangents, tangents) --------------------
 
@@ -137,14 +137,15 @@ def arguments(call: Call) -> tuple[dict, list | None, dict | None]:
     arrays = call.batch()
     cotangents = tangents = None
     if call.derivative != "none":
-        types = [jax.ShapeDtypeStruct(_shape(call, axes), dtype) for axes, dtype in call.module.results(call)]
+        types = [jax.ShapeDtypeStruct(shape_of(call, axes), dtype) for axes, dtype in call.module.results(call)]
         cotangents = list(call.directions("cotangents", dict(enumerate(types))).values())
         like = {n: jax.ShapeDtypeStruct(call.shape(n), call.type(n)) for n in call.wrt}
         tangents = call.directions("tangents", like)
     return placed(call, (arrays, cotangents, tangents))
 
 
-def _shape(call: Call, axes: str) -> tuple[int, ...]:
+def shape_of(call: Call, axes: str) -> tuple[int, ...]:
+    """Of a result, in one example."""
     return tuple(int(a) if a.isdigit() else call.sizes[a] for a in axes.split())
 
 
@@ -194,6 +195,3 @@ def stacked(results: np.ndarray) -> Any:
         return results.item()
     parts = [stacked(part) if isinstance(part, np.ndarray) else part for part in results]
     return jax.tree.map(lambda *x: np.stack(x), *parts)
-
-
-__all__ = ["COUNTS", "DERIVATIVES", "SAME", "arguments", "program", "stacked"]

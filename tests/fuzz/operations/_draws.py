@@ -14,11 +14,12 @@ class Sizes:
     features: tuple[int, ...] = (1, 3, 8, 8, 16, 16, 20, 32, 64)
     attention_features: tuple[int, ...] = (8, 16, 16, 16, 24, 32, 64)
     configs: bool = True
+    draws: int = 3  # of values for one program
 
 
 CPU = Sizes()
 GPU = Sizes(
-    (1, 5, 16, 33, 63, 64, 77, 127, 128, 129, 200, 256, 300), (16, 32, 64, 64, 128), (16, 32, 40, 64, 64, 128), False
+    (1, 5, 16, 33, 63, 64, 77, 127, 128, 129, 200, 256, 300), (16, 32, 64, 64, 128), (16, 32, 40, 64, 64, 128), False, 5
 )
 
 

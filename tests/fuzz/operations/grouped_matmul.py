@@ -1,5 +1,6 @@
 """Calls of grouped_matmul."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from ..formulas.grouped_matmul import formula
@@ -63,14 +64,10 @@ def hidden(call, x):
     """Rows of no group, and what stands in the result in the place of others."""
     none = facts(call, x)["group"] < 0
     found = {"lhs": along(none, 0, call.shape("lhs"))}
+    if "existing_out" in x:
+        found["existing_out"] = along(~none, 0, call.shape("existing_out"))
     return found
 
 
 def results(call):
-    return [("m n", np.dtype(_dtype(call.options.get("preferred_element_type", "float32"))))]
-
-
-def _dtype(name):
-    import jax.numpy as jnp
-
-    return jnp.dtype(name)
+    return [("m n", jnp.dtype(call.options.get("preferred_element_type", "float32")))]
