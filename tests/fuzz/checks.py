@@ -24,6 +24,13 @@ from .transforms import arguments, program
 NEIGHBOURS = 6
 
 
+@contextlib.contextmanager
+def strict():
+    """Neither dtypes nor ranks are promoted silently: what holds here holds elsewhere."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
 @dataclass
 class Program:
     """What is compiled for a call, to be run on several values."""
@@ -38,7 +45,7 @@ class Program:
     def check(self, call: Call) -> bool:
         """Whether it ran: False if it was refused in the library's words. Raises AssertionError where it is wrong."""
         assert call.program == self.call
-        with jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext():
+        with jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext(), strict():
             try:
                 found = jax.tree.map(np.asarray, jax.block_until_ready(self.run(*arguments(call))))
             except Exception as error:

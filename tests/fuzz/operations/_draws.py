@@ -10,9 +10,9 @@ import numpy as np
 class Sizes:
     """The lengths and features of a search: those that compile fast, or those that fill the tiles of a GPU."""
 
-    lengths: tuple[int, ...] = (1, 2, 5, 7, 8, 16, 17, 31, 33, 40, 65, 130)
+    lengths: tuple[int, ...] = (1, 2, 5, 7, 8, 16, 17, 31, 33, 40, 65, 130, 0)
     features: tuple[int, ...] = (1, 3, 8, 8, 16, 16, 20, 32, 64)
-    attention_features: tuple[int, ...] = (8, 16, 16, 16, 24, 32, 64)
+    attention_features: tuple[int, ...] = (8, 16, 16, 16, 24, 32, 64, 1, 3)
     configs: bool = True
     draws: int = 3  # of values for one program
 
@@ -44,9 +44,10 @@ def cuts(rng: np.random.Generator, sequences: int, tokens: int, longest: int | N
         ends.sort()
     if rng.random() < 0.5:
         ends[-1] = tokens
-    lengths = np.diff(ends, prepend=0)
+    first = ends[0] if rng.random() < 0.2 else 0  # tokens before it are of no sequence, too
+    lengths = np.diff(ends, prepend=first)
     lengths = lengths if longest is None else np.minimum(lengths, longest)
-    return np.append(0, np.cumsum(lengths)).astype(np.int32)
+    return first + np.append(0, np.cumsum(lengths)).astype(np.int32)
 
 
 def tokens_past(x: np.ndarray, tokens: int) -> np.ndarray:

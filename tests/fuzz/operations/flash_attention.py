@@ -50,17 +50,16 @@ def programs(draw, sizes):
     if chance(draw, 40):
         options["causal"] = True
     if chance(draw, 35):
-        ends = (None, 0, 1, 3, 10, 40, 1000)
+        ends = (None, 0, 1, 3, 10, 40, 1000, 2**31, 2**40)
         pair = (pick(draw, *ends), pick(draw, *ends))
-        options["window"] = pick(draw, 1, 2, 5, 20, 64, 200) if chance(draw, 40) else pair
+        options["window"] = pick(draw, 1, 2, 5, 20, 64, 200, 2**31) if chance(draw, 40) else pair
     if chance(draw, 20):
-        options["softcap"] = pick(draw, 0.5, 2.0, 30.0, 5)
+        options["softcap"] = pick(draw, 0.5, 2.0, 30.0, 5, 1e5)
     if chance(draw, 15):
-        operands["dropout_key"], options["dropout_rate"] = "", pick(draw, 0.1, 0.5, 0.9)
+        operands["dropout_key"], options["dropout_rate"] = "", pick(draw, 0.1, 0.5, 0.9, 0.0)
     if chance(draw, 60):
         options["return_lse"] = True
-    if chance(draw, 10):
-        options["deterministic"] = True
+    options |= {name: True for name in ("deterministic", "batch_invariant") if chance(draw, 10)}
     if sizes.configs and chance(draw, 25):
         options["config"] = dict(block_q=pick(draw, 8, 16, 33), block_k=pick(draw, 8, 16, 33))
     return operands, size, options, dtypes
@@ -81,7 +80,9 @@ def values(call, name, rng, shape):
     if name.endswith("segment_ids"):
         lowest = 0 if call.dtypes.get(name, "int32").startswith("u") else -1
         ids = rng.integers(lowest, 4, shape)
-        return np.sort(ids, axis=1) if rng.random() < 0.6 else ids
+        ids = np.sort(ids, axis=1) if rng.random() < 0.6 else ids
+        largest = np.iinfo(call.dtypes.get(name, "int32") if call.x64 else "int32").max
+        return np.where(ids == 3, min(largest, np.iinfo(call.dtypes[name]).max), ids) if rng.random() < 0.2 else ids
     if name in ("bias", "sinks") and call.infinite:
         x = rng.standard_normal(shape)
         hidden = rng.random(shape) < rng.choice([0.2, 0.7])
