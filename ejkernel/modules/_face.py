@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..errors import type_error, value_error
 from ._operation import Operation, lax_arguments, modules_parameters
@@ -46,12 +46,38 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
     specs = {back.get(name, name): spec for name, spec in specs.items()}
     if unknown := sorted(specs.keys() - arrays.keys()):
         raise value_error(operation.trio.name, f"in_specs names {', '.join(unknown)}, which is no array of this call")
-    arrays, specs = operation.place(arrays, given, {name: specs.get(name, PartitionSpec()) for name in arrays})
+    specs = {name: specs.get(name, PartitionSpec()) for name in arrays}
+    arrays, specs = operation.place(arrays, given, _with_query_heads(operation, arrays, specs))
     rest = {name: x for name, x in given.items() if name not in arrays}
+    _check_split(operation, arrays, rest, specs, mesh)
     local = jax.shard_map(
         lambda of: run({**of, **rest}), mesh=mesh, in_specs=({n: specs[n] for n in arrays},), out_specs=out_specs
     )
     return local(_placed(arrays, specs, mesh))
+
+
+def _with_query_heads(operation, arrays, specs):
+    """Query heads and key/value heads are split alike: a device that had all of one kind would pair them otherwise."""
+    if operation.trio.forward.layout.group is None:
+        return specs
+    padded = {n: (*specs[n], *[None] * (len(arrays[n].shape) - len(specs[n]))) for n in ("q", "k", "v") if n in arrays}
+    entry = next((of[-2] for of in padded.values() if len(of) > 1 and of[-2] is not None), None)
+    split = {n: PartitionSpec(*of[:-2], entry, of[-1]) for n, of in padded.items() if arrays[n].shape[-2:-1] > (1,)}
+    return specs | split if entry is not None else specs
+
+
+def _check_split(operation, arrays, rest, specs, mesh):
+    """Raises what Explicit axes raise where an axis is split that must be whole: a device would take a part for all."""
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+    explicit = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
+    within = lambda spec: PartitionSpec(*(tuple(n for n in names(entry) if n in sizes) or None for entry in spec))
+    types = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(explicit, within(specs[name])))
+        for name, x in arrays.items()
+    }
+    with jax.sharding.use_abstract_mesh(explicit):
+        jax.eval_shape(lambda of: operation.prepare_arguments(**of, **rest).named, types)
 
 
 def _in_order(operation, arrays, in_specs):

@@ -1,11 +1,16 @@
-"""The modules' face on a mesh: which array has which spec, and what is wrong with specs that fit no array."""
+"""The modules' face on a mesh: the numbers of the whole call; what is wrong with specs that fit no array or axis."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import CASES, assert_close, each_case, each_operation
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from sharded import both, each_type, mesh_of
 
 import ejkernel
+from ejkernel.modules._operation import OPERATIONS
 
 pytestmark = pytest.mark.core
 
@@ -36,3 +41,74 @@ def test_specs_of_no_array(in_specs, error, says):
     with pytest.raises(error) as raised:
         call(np.zeros((4, 3, 2), np.float32), in_specs)
     assert str(raised.value) == f"mean_pooling: {says}"
+
+
+# --- Every operation --------------------------------------------------------------------------------------------------
+
+
+def call_of(case, arrays=None, **mesh):
+    """The results of a case under the modules' names, with a seed where it has a key."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    arrays = {name: 7 if is_key(x) else x for name, x in (arrays or case.arrays()).items()}
+    named = renamed(case, arrays | dict(case.options))
+    return jax.tree.leaves(getattr(ejkernel.modules, case.operation)(**named, **mesh))
+
+
+def renamed(case, arguments):
+    names = OPERATIONS[case.operation].renamed
+    return {names.get(name, name): x for name, x in arguments.items()}
+
+
+def over(mesh, case, split, results=None, **specs):
+    """The same over a mesh, where the letters are split over its axes; some specs may be other ones."""
+    of = {name: spec for name, spec in (case.specs(split) | specs).items() if name != "dropout_key"}
+    results = tuple(results or case.result_specs(split))
+    out_specs = results if len(results) > 1 else results[0]
+    return lambda arrays=None: call_of(case, arrays, mesh=mesh, in_specs=renamed(case, of), out_specs=out_specs)
+
+
+def letters_of_whole_axes(case):
+    letters = {letter for x in case.operands.values() for letter in x.axes.split() if letter.isalpha()}
+    return sorted(letters.difference(case.trio.forward.layout.split))
+
+
+@each_case
+@each_type
+def test_the_numbers_are_those_of_the_whole(case, types):
+    """Those of dropout and of the decays of heads too, which depend on what a device does not have."""
+    assert_close(over(mesh_of(types), case, both(case))(), call_of(case))
+
+
+@each_operation
+def test_the_gradient_is_that_of_the_whole(case):
+    arrays = case.arrays()
+    moving = {name: arrays[name] for name in case.differentiable}
+    loss = lambda call: lambda of: sum((x**2).sum() for x in call(arrays | of))
+    found = jax.jit(jax.grad(loss(over(mesh_of(AxisType.Auto), case, both(case)))))(moving)
+    assert_close(found, jax.grad(loss(lambda of: call_of(case, of)))(moving))
+
+
+@each_case
+@each_type
+def test_an_axis_that_must_be_whole(case, types):
+    """A device would take its part for all there is."""
+    for letter in letters_of_whole_axes(case):
+        if case.sizes[letter] % 2 == 0:
+            with pytest.raises(ValueError) as error:
+                over(mesh_of(types), case, {letter: "y"})()
+            assert f"over 'y'; it must be whole: {case.trio.forward.layout.advice}" in str(error.value)
+
+
+@each_operation
+def test_an_axis_that_must_be_whole_over_one_device(case):
+    """So it is whole."""
+    mesh, results = mesh_of(AxisType.Auto, shape=(4, 1)), [P("y") for _ in case.results]
+    for letter in letters_of_whole_axes(case):
+        assert_close(over(mesh, case, {letter: "y"}, results)(), call_of(case))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.sizes.get("g", 1) > 1], ids=str)
+def test_key_value_heads_go_with_the_query_heads(case):
+    """They are split where only the others are said to be, or a query would see the heads of another one."""
+    whole = {name: P() for name in ("k", "v")}
+    assert_close(over(mesh_of(AxisType.Auto), case, {"h": "y"}, **whole)(), call_of(case))
