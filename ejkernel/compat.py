@@ -22,6 +22,16 @@ def automatic_devices(ctx: Any) -> int:
     return getattr(context, "num_devices", None) or 1
 
 
+def explicit_mesh(ctx: Any) -> Any:
+    """The mesh of the context in which an equation was traced, if it is of more than one device and wholly Explicit.
+
+    An operand of no mesh may meet it there: an array that was made before the mesh was set.
+    """
+    mesh = getattr(ctx.jaxpr_eqn_ctx, "cur_abstract_mesh", None)
+    is_explicit = mesh is not None and not mesh.empty and mesh.are_all_axes_explicit
+    return mesh if is_explicit and automatic_devices(ctx) == mesh.size > 1 else None
+
+
 def with_numbered_devices(ctx: Any) -> Any:
     """The context with numbers in the place of devices, all that `custom_partitioning` wants of them.
 

@@ -1,6 +1,7 @@
 """One device's share: an implementation sees whole local arrays, whatever the mesh.
 
-* Explicit axes: the implementation runs inside `jax.shard_map` with specs read from the types of the operands.
+* Explicit axes: the implementation runs inside `jax.shard_map` with specs read from the types of the operands. Those
+  of no mesh are whole on each device.
 * Auto axes: XLA splits the program, and `custom_partitioning` with a Shardy rule tells it how.
 * Manual axes: the arrays are local already. Auto axes beside them are left to XLA, which gathers what a kernel takes.
 
@@ -18,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.primitives._sharding import (
     Split,
-    explicit_axes,
+    explicit_axes_of,
     joined,
     names_of,
     partition_spec,
@@ -33,20 +34,17 @@ Body = Callable[..., list[Any]]
 
 
 def explicit(
-    primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str], spec: Any
+    primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str], spec: Any, mesh: Any
 ) -> Body:
-    """`body` over the Explicit axes of the operands' mesh; `body` itself where there are none."""
-    split, mesh = primitive.split(operands)
-    if mesh is None:
-        return body
+    """`body` over the Explicit axes of a mesh, that of the operands if they have one."""
+    split, _ = primitive.split(operands)
     shapes = primitive.result_shapes(operands, results, spec)
-    axes = frozenset().union(*(explicit_axes(x) for x in operands.values()))
     return jax.shard_map(
         _summing(primitive, body, results, shapes, split),
         mesh=mesh,
         in_specs=tuple(partition_spec(primitive.table[n], x.shape, split) for n, x in operands.items()),
         out_specs=[partition_spec(primitive.table[n], shape, split) for n, (shape, _) in shapes.items()],
-        axis_names=axes,
+        axis_names=explicit_axes_of(mesh),
         check_vma=False,
     )
 

@@ -15,6 +15,7 @@ from jax.interpreters import ad, mlir
 
 from ejkernel.compat import (
     automatic_devices,
+    explicit_mesh,
     is_partly_manual,
     with_numbered_devices,
     without_manual_axes,
@@ -112,8 +113,8 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
     forced = config.platform if config.backend == Backend.ANY else "auto"
     progress = Progress(primitive.name, target)
     body = body_of(primitive, operands, results, spec, config, target, forced, progress)
-    if primitive.split(named)[1] is not None:
-        run = explicit(primitive, body, named, results, spec)
+    if mesh := primitive.split(named)[1] or explicit_mesh(ctx):
+        run = explicit(primitive, body, named, results, spec, mesh)
         avals = [without_manual_axes(aval) for aval in ctx.avals_in]
     else:
         run, avals = body, [without_sharding(aval) for aval in ctx.avals_in]
@@ -154,7 +155,8 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
     progress = Progress(primitive.name, target)
     body = body_of(primitive, operands, results, spec, config, target, Platform.XLA, progress)
     # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
-    run = explicit(primitive, body, avals, results, spec) if primitive.split(avals)[0] else body
+    split, mesh = primitive.split(avals)
+    run = explicit(primitive, body, avals, results, spec, mesh) if split else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
     with own_promotions():
         _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))

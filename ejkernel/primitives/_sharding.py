@@ -38,7 +38,11 @@ Split = dict[str, Any]  # letter -> an entry of a PartitionSpec
 
 def explicit_axes(aval: Any) -> frozenset[str]:
     """The mesh axes of `aval` whose sharding is part of its type."""
-    mesh = aval.sharding.mesh
+    return explicit_axes_of(aval.sharding.mesh)
+
+
+def explicit_axes_of(mesh: Any) -> frozenset[str]:
+    """The Explicit axes of a mesh."""
     if mesh.empty:
         return frozenset()
     return frozenset(n for n, t in zip(mesh.axis_names, mesh.axis_types, strict=True) if t == AxisType.Explicit)

@@ -37,6 +37,16 @@ def test_arrays_from_before_the_mesh_without_jit(case, types):
     assert_close(found, oracle(case, gradient)(*args))
 
 
+@each(first_of_each(CASES))
+@pytest.mark.parametrize("transform", (None, gradient), ids=("eval", "grad"))
+def test_arrays_from_before_an_explicit_mesh_on_tpu(case, transform):
+    """There no kernel can be partitioned, and none need be."""
+    f, args = call_of(case, transform)
+    with jax.set_mesh(mesh_of()):
+        lowered = jax.jit(f, keep_unused=True).trace(*args).lower(lowering_platforms=("tpu",))
+    assert "CustomSPMDPartitioning" not in lowered.as_text()
+
+
 # --- Parts of unequal size --------------------------------------------------------------------------------------------
 
 
