@@ -100,7 +100,7 @@ def slack(call: Call, wanted: list) -> list[float]:
     each = [jax.tree.leaves(call.module.magnitude(call, *of_example(call, i))) for i in call.examples().ravel()]
     terms = np.max(each, axis=0)
     whole = [size * np.sqrt(x.size) for size, x in zip(terms, wanted, strict=True)]
-    cancel = [np.linalg.norm(x[np.isfinite(x)]) < 1e-4 * size for x, size in zip(wanted, whole, strict=True)]
+    cancel = [np.linalg.norm(x[np.isfinite(x)]) < 1e-3 * size for x, size in zip(wanted, whole, strict=True)]
     return [2 * eps * size if zero else 0.0 for size, zero in zip(whole, cancel, strict=True)]
 
 

@@ -54,7 +54,7 @@ def _derived(draw, call: Call) -> Call:
     return replace(call, derivative=derivative, wrt=tuple(sorted(wrt)))
 
 
-# Not searched: the derivative of a derivative that is transposed last rounds, in half precision, what it then subtracts,
+# Not searched: a derivative of a derivative that is transposed last rounds, in half precision, what it then subtracts,
 # and is off by up to some percent. Forward over reverse is not.
 IN_HALF = {"vjp_of_vjp": "jvp_of_vjp", "vjp_of_jvp": "jvp_of_vjp"}
 INTEGERS = ("mask", "cu_seqlens", "segment_ids", "group_sizes", "group_offset", "dropout_key")
