@@ -1,12 +1,18 @@
 """Whatever a program does with meshes, the numbers stay: arrays of no mesh, parts of unequal size, several meshes."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, DIFFERENTIABLE, assert_close, each, first_of_each, gradient, oracle, tangent
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from programs import collectives
 from sharded import BATCH, both, call_of, each_call, each_type, mesh_of, needed, rest
+
+import ejkernel
 
 TRANSFORMS = {"eval": None, "grad": gradient, "jvp": tangent}
 each_transform_of_each = each_call(CASES, TRANSFORMS, rest=pytest.mark.slow)
@@ -115,3 +121,24 @@ def test_one_explicit_operand_and_others_of_no_mesh(case):
         elif transform is tangent:
             others = [{name: jax.device_put(x, place) if name == first else x for name, x in others[0].items()}]
         assert_close(f(of, *others), oracle(case, transform)(*call_of(case, transform)[1]))
+
+
+# --- Dropout ----------------------------------------------------------------------------------------------------------
+
+
+def test_dropout_in_a_shard_map_of_ones_own():
+    """Batch and heads count from 0 on each device, which so drop alike, unless the key says which device it is."""
+    x, key = jnp.ones((4, 8, 1, 8)), jax.random.key(0)
+
+    def call(x, key, folded):
+        key = jax.random.fold_in(key, jax.lax.axis_index("x")) if folded else key
+        return ejkernel.lax.flash_attention(x, x, x, dropout_rate=0.5, dropout_key=key)
+
+    over = lambda folded: jax.jit(
+        jax.shard_map(
+            partial(call, folded=folded), mesh=mesh_of(AxisType.Auto), in_specs=(P("x"), P()), out_specs=P("x")
+        )
+    )
+    alike, own = over(False)(x, key), over(True)(x, key)
+    assert all(np.array_equal(alike[0], part) for part in alike[1:])
+    assert not any(np.array_equal(own[0], part) for part in own[1:])

@@ -75,7 +75,9 @@ def flash_attention_arguments(
         cu_seqlens_q: [N + 1] integers, may be traced: sequence n is the tokens from entry n to entry n + 1.
         cu_seqlens_k: [N + 1] integers, likewise for keys and values.
         dropout_key: a `jax.random.key` of any implementation, may be traced. The kept set depends on all words of the
-            key, b, h, i and j alone.
+            key, b, h, i and j alone, also over Auto and Explicit axes. Inside a `jax.shard_map` of your own b and h
+            count from 0 on each device, which so drop alike: fold `jax.lax.axis_index` of the axes that split batch
+            and heads into the key.
         causal: query i sees keys j ≤ i'.
         window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is the w keys that end
             with the query's own, (w − 1, 0). It may be larger than the lengths.
