@@ -120,20 +120,21 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
         run, avals = body, [without_sharding(aval) for aval in ctx.avals_in]
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
-            _refuse_on_tpu(primitive, local, spec, config, target, forced)
-            if not is_partly_manual(ctx):
+            if target.platform == "tpu":
+                _refuse_tpu_kernel(primitive, local, spec, config, target, forced)
+            elif not is_partly_manual(ctx):
                 named_body = named_when_compiled(body, progress)
                 run, ctx = automatic(primitive, named_body, local, results, spec), with_numbered_devices(ctx)
     with progress.failures_named(), one_device():
         return mlir.lower_fun(run, multiple_results=True)(ctx.replace(avals_in=avals), *args)
 
 
-def _refuse_on_tpu(primitive, named, spec, config, target, platform) -> None:
-    """Mosaic kernels cannot be partitioned by XLA (jax#38196), and `custom_partitioning` does not exist on TPU."""
-    if (
-        target.platform == "tpu"
-        and implementation(primitive, named, spec, config, target, platform).platform != Platform.XLA
-    ):
+def _refuse_tpu_kernel(primitive, named, spec, config, target, platform) -> None:
+    """Mosaic kernels cannot be partitioned by XLA (jax#38196), and `custom_partitioning` does not exist on TPU.
+
+    An implementation in XLA needs neither.
+    """
+    if implementation(primitive, named, spec, config, target, platform).platform != Platform.XLA:
         raise UnsupportedError(
             f"{primitive.name}: a TPU kernel cannot be partitioned automatically; use a mesh with Explicit axes "
             "(the default of jax.make_mesh, with jax.set_mesh), or call it inside jax.shard_map"

@@ -10,7 +10,18 @@ from cases import CASES, DIFFERENTIABLE, assert_close, each, first_of_each, grad
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
-from sharded import BATCH, both, call_of, each_call, each_type, mesh_of, needed, rest
+from sharded import (
+    BATCH,
+    both,
+    call_of,
+    each_call,
+    each_operation_and_transform,
+    each_type,
+    mesh_of,
+    needed,
+    placed,
+    rest,
+)
 
 import ejkernel
 
@@ -43,13 +54,21 @@ def test_arrays_from_before_the_mesh_without_jit(case, types):
     assert_close(found, oracle(case, gradient)(*args))
 
 
-@each(first_of_each(CASES))
-@pytest.mark.parametrize("transform", (None, gradient), ids=("eval", "grad"))
+@each_operation_and_transform
 def test_arrays_from_before_an_explicit_mesh_on_tpu(case, transform):
     """There no kernel can be partitioned, and none need be."""
     f, args = call_of(case, transform)
     with jax.set_mesh(mesh_of()):
         lowered = jax.jit(f, keep_unused=True).trace(*args).lower(lowering_platforms=("tpu",))
+    assert "CustomSPMDPartitioning" not in lowered.as_text()
+
+
+@each_operation_and_transform
+def test_auto_axes_of_a_tpu_are_left_to_xla(case, transform):
+    """The TPU compiler knows no custom partitioning, and an implementation in XLA needs none."""
+    f, args = call_of(case, transform, lambda arrays: case.call(arrays, config={"platform": "xla"}))
+    args = placed(case, args, both(case), mesh_of(AxisType.Auto))
+    lowered = jax.jit(f, keep_unused=True).trace(*args).lower(lowering_platforms=("tpu",))
     assert "CustomSPMDPartitioning" not in lowered.as_text()
 
 
