@@ -79,7 +79,7 @@ def capped(product, scale, bias, problem: tl.constexpr):
         if bias is not None:
             s += bias.to(tl.float32)
         if problem.softcap is not None:
-            s = problem.softcap * tanh(s * (1 / problem.softcap))
+            s = problem.softcap * tanh(s * (1 / problem.softcap), problem.caps_far)
         return s
 
 
@@ -102,11 +102,16 @@ def exponential(s, row, problem: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    """(1 − e) / (1 + e) with e = exp(−2|x|), and the sign of x."""
+def tanh(x, OF_SMALL: tl.constexpr):
+    """(1 − e) / (1 + e) with e = exp(−2|x|), and the sign of x; `OF_SMALL`, by its series where that is exact."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     y = (1 - e) / (1 + e)
-    return tl.where(x < 0, -y, y)
+    y = tl.where(x < 0, -y, y)
+    if OF_SMALL:  # 1 − e has no bits left of a small x
+        z = x * x
+        series = x + x * z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
+        y = tl.where(z < 0.0625, series, y)
+    return y
 
 
 @triton.jit

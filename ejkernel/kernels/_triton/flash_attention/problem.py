@@ -88,6 +88,11 @@ class Problem:
         return self.scale if self.folded else 1.0
 
     @property
+    def caps_far(self) -> bool:
+        """Logits are as a rule a small part of the cap, of which a tanh that is off by 6e-8 loses their last bits."""
+        return self.softcap is not None and self.softcap > 100
+
+    @property
     def keep_from(self) -> int:
         """A weight is kept where its random word is at least this."""
         return min(round(self.dropout_rate * 2**32), 2**32 - 1)
