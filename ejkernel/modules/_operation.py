@@ -61,8 +61,10 @@ class PrimitiveKernel(Kernel):
         return self._placed(entry, config, target, platform)
 
     def config_space(self, inv: Invocation) -> list[KernelConfig]:
-        """The configs of every implementation that takes this call."""
+        """The configs of every implementation that takes this call; one alone where the batch may not change it."""
         operands, spec, platform = self.primitive.operands(self.arrays(inv)), inv.kwargs["spec"], inv.kwargs["platform"]
+        if getattr(spec, "batch_invariant", False):
+            return [self.heuristic_cfg(inv)]
         known = with_known_sizes(operands)
         return [
             self._placed(entry, config, inv.target, platform)

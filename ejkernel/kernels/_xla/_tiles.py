@@ -186,6 +186,7 @@ def varying_like(x: Any, constants: Any) -> Any:
 def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
     """Square tiles, no wider than a window, whose logits over all heads fit the cache of a CPU, or memory elsewhere."""
     b, _, h, _ = operands.q.shape
+    b = 1 if spec.batch_invariant else b
     logits, largest = (2**20, 512) if target.platform == "cpu" else (2**26, 1024)
     block = math.isqrt(logits // max(1, b * h))
     left, right = bounds(spec)

@@ -18,6 +18,7 @@ Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and 
     l̇se = Σ_j p ṡ + Σ_n exp(σ_n − lse) σ̇_n                     ȯ = Σ_j κ p (ṡ v + v̇) − o l̇se
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,9 +27,10 @@ import numpy as np
 from jax import Array, lax
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.types import KernelConfig
+from ejkernel.types import KernelConfig, Target
+from ejkernel.xla_utils.symbolic import is_symbolic
 
-from .._registry import Backend, Platform, configured_by, kernel_registry
+from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
 from . import _attention as attention
 from . import _tiles as tiles
 from ._attention import (
@@ -44,6 +46,16 @@ from ._attention import (
     unfold_columns,
     unfold_rows,
 )
+from ._batch import one_by_one
+
+
+def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why these functions do not keep what the spec promises, or None."""
+    if spec.batch_invariant and operands.cu_seqlens_q is not None:
+        return "where a tile of packed sequences begins depends on the sequences before"
+    if spec.batch_invariant and is_symbolic(operands.q):
+        return "batch elements are computed one by one, of which the number and the sizes have to be known"
+    return None
 
 
 def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
@@ -76,11 +88,15 @@ class _Softmax(NamedTuple):
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
 @configured_by(tiles.heuristic, tiles.space)
+@supported_if(supports)
 def flash_attention(
     *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
     """o and lse, tile by tile."""
     operands = Operands(*operands)
+    if spec.batch_invariant:
+        alone = partial(flash_attention, spec=replace(spec, batch_invariant=False), config=config)
+        return Outputs(*one_by_one(lambda x: alone(*x), operands, operands.q.shape[0]))
     x, grid = tiles.cut(operands, spec, config)
     dtype = attention.statistics_dtype(x.q.dtype)
 
@@ -128,6 +144,7 @@ class _Rows(NamedTuple):
 
 @kernel_registry.register("flash_attention_jvp", Platform.XLA, Backend.ANY)
 @configured_by(tiles.heuristic, tiles.space)
+@supported_if(supports)
 def flash_attention_jvp(
     primals: Operands,
     outputs: Outputs,
@@ -137,6 +154,9 @@ def flash_attention_jvp(
     config: KernelConfig = KernelConfig(),
 ) -> Outputs:
     """The tangents of o and lse; a tangent of None is zero."""
+    if spec.batch_invariant:
+        alone = partial(flash_attention_jvp, spec=replace(spec, batch_invariant=False), config=config)
+        return Outputs(*one_by_one(lambda x: alone(*x), (primals, outputs, tangents), primals.q.shape[0]))
     x, grid = tiles.cut(primals, spec, config)
     dx = tiles.pad(attention.fold(tangents, primals.k.shape[2]), grid.padding)
     lse = _floored(_fold_outputs(outputs, primals, grid).lse)
@@ -166,6 +186,7 @@ def flash_attention_jvp(
 
 @kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
 @configured_by(tiles.heuristic, tiles.space)
+@supported_if(supports)
 def flash_attention_bwd(
     primals: Operands,
     outputs: Outputs,
@@ -176,6 +197,11 @@ def flash_attention_bwd(
     config: KernelConfig = KernelConfig(),
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt; a cotangent of None is zero."""
+    if spec.batch_invariant:
+        alone = partial(flash_attention_bwd, wrt=wrt, spec=replace(spec, batch_invariant=False), config=config)
+        batch = primals.q.shape[0]
+        summed = [n for n, name in enumerate(wrt) if getattr(primals, name).shape[0] < batch]
+        return tuple(one_by_one(lambda x: alone(*x), (primals, outputs, cotangents), batch, summed))
     x, grid = tiles.cut(primals, spec, config)
     rows = _rows_of_backward(primals, outputs, cotangents, x, spec, grid)
     (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]

@@ -20,6 +20,8 @@ LEAST_KEYS = 256
 # of it.
 SHORT = 512
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
+# Of softcap: tanh is off by 1e-7 in the kernels, and logits by as much times the softcap.
+MOST_SOFTCAP = 100.0
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
 
@@ -48,12 +50,16 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
             return f"{name}: the kernels have none"
     if spec.softmax_scale <= 0:
         return f"a scale of {spec.softmax_scale:g}; the kernels look for the greatest logit before they scale"
+    if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
+        return f"a softcap of {softcap:g}; up to {MOST_SOFTCAP:g} the tanh of the kernels is exact enough"
+    if spec.softmax_scale / softcap > 1e38:
+        return f"a scale of {spec.softmax_scale:g} over a softcap of {softcap:g}, which is more than float32 holds"
     return _hidden_keys(spec, operands)
 
 
 def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    if spec.deterministic:
+    if spec.deterministic or spec.batch_invariant:
         return "dq is summed in no certain order, and so not the same in every run"
     return supports(spec, operands, target)
 

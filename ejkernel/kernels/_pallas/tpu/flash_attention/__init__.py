@@ -23,6 +23,11 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return "an empty batch or sequence"
     if operands.dropout is not None:
         return "dropout: Philox multiplies 32-bit integers into 64 bits, which the vector unit does not"
+    if abs(spec.softmax_scale) / (spec.softcap or 1.0) > 1e38:
+        return f"a scale of {spec.softmax_scale:g} over a softcap of {spec.softcap:g}, which is more than float32 holds"
+    arbitrary = (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
+    if spec.batch_invariant and any(x is not None for x in arbitrary):
+        return "the table of the tiles of the whole batch decides how large tiles may be"
     if not all(fitting_blocks(operation, operands, target) for operation in PRODUCTS):
         return "no blocks are large enough for scalar memory to hold the table of tiles, and small enough for a program"
     return None
