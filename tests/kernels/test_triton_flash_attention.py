@@ -92,3 +92,13 @@ def test_tangents_of_rows_whose_weight_comes_late(monkeypatch):
     )
     check("o_dot", o_dot, oracle.o, reference.o, 3)
     assert error(lse_dot, oracle.lse) <= 3 * error(reference.lse, oracle.lse)
+
+
+def test_a_large_softcap_is_none(monkeypatch):
+    """The tanh of a millionth of a logit is that, and not its rounding next to 1."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    x, spec = Case("capped", B=1, H=1, G=1, D=16, V=16).make(20, jnp.float32)
+    found, wanted = (passed(x, replace(spec, softcap=softcap)) for softcap in (1e6, None))
+    np.testing.assert_allclose(found[0].o, wanted[0].o, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(found[0].lse, wanted[0].lse, rtol=1e-6)
+    np.testing.assert_allclose(found[2].o, wanted[2].o, rtol=1e-4, atol=1e-5)
