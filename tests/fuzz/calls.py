@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -107,33 +108,37 @@ class Call:
         """The operands of one example as NumPy arrays in their dtypes, without poison."""
         return {name: self._made(name, self._index(name, example)) for name in self.operands}
 
-    def hidden(self) -> dict[str, np.ndarray]:
-        """By operand, where an example of it is read by nobody: [examples…, axes…] of the examples that are its own."""
-        where: dict[str, dict[tuple, np.ndarray]] = {}
+    def unread(self, what: str) -> dict[Any, dict[tuple[int, ...], np.ndarray]]:
+        """Where nobody reads the "operands", "cotangents" or "tangents": by name, and by the index of what is shared by
+        the examples that have it in common."""
+        where: dict[Any, dict[tuple, np.ndarray]] = {}
         for example in self.examples().ravel():
-            for name, unread in self.module.hidden(self, self.arrays(example)).items():
+            x = self.arrays(example)
+            if what == "cotangents":
+                found = dict(enumerate(getattr(self.module, "unheard", lambda call, x: ())(self, x)))
+            else:
+                found = self.module.hidden(self, x)
+            for name, unread in found.items():
+                index = self._index(name if what == "operands" else what, example, name)
                 of = where.setdefault(name, {})
-                index = self._index(name, example)
                 of[index] = of.get(index, True) & unread
         return where
 
     def batch(self) -> dict[str, np.ndarray]:
         """The operands with the axes of all maps, poisoned where the call says so."""
-        unread = self.hidden() if self.poison else {}
+        unread = self.unread("operands") if self.poison else {}
+        value = lambda name, index: _poisoned(self._made(name, index), unread.get(name, {}).get(index))
+        return {name: self._stacked(name, partial(value, name)) for name in self.operands}
 
-        def value(name, index):
-            x = self._made(name, index)
-            if name in unread and jnp.issubdtype(x.dtype, jnp.floating):
-                x = np.where(unread[name][index], np.asarray(np.nan, x.dtype), x)
-            return x
-
-        return {name: self._stacked(name, lambda index, n=name: value(n, index)) for name in self.operands}
-
-    def directions(self, what: str, like: Mapping[str, Any] | list, example: tuple[int, ...] | None = None) -> Any:
+    def directions(
+        self, what: str, like: Mapping[str, Any], example: tuple[int, ...] | None = None, poison: bool = False
+    ) -> Any:
         """Normal values of these shapes and dtypes: the "cotangents" or "tangents" of an example, or of all."""
-        if example is None:
-            return {n: self._stacked(what, lambda index, n=n: self._normal(what, n, like[n], index), n) for n in like}
-        return {n: self._normal(what, n, like[n], self._index(what, example, n)) for n in like}
+        if example is not None:
+            return {n: self._normal(what, n, like[n], self._index(what, example, n)) for n in like}
+        unread = self.unread(what) if poison else {}
+        value = lambda n, index: _poisoned(self._normal(what, n, like[n], index), unread.get(n, {}).get(index))
+        return {n: self._stacked(what, partial(value, n), n) for n in like}
 
     def is_mapped(self, name: str, level: int, operand: str | None = None) -> bool:
         """Whether an operand or direction has an axis of this map. Of a derivative outside, all results have one."""
@@ -178,6 +183,12 @@ class Call:
 
 COUNTS = (2, 3)
 """How many examples each map has, the inner one first."""
+
+
+def _poisoned(x: np.ndarray, unread: np.ndarray | None) -> np.ndarray:
+    """x with NaN where it is not read."""
+    is_float = unread is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    return np.where(unread, np.asarray(np.nan, x.dtype), x) if is_float else x
 
 
 def _default(f: Any) -> Any:

@@ -11,7 +11,8 @@ import numpy as np
 from .calls import Call
 from .numpy_backend import traced
 from .operations import BY_NAME
-from .transforms import DERIVATIVES, SAME, shape_of, stacked
+from .operations._draws import shape_of
+from .transforms import DERIVATIVES, SAME, stacked
 
 
 def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

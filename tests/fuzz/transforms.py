@@ -12,6 +12,7 @@ import ejkernel
 from ejkernel.modules._operation import OPERATIONS
 
 from .calls import Call
+from .operations._draws import shape_of
 
 # --- Derivatives: f(arrays) -> results, and which operands move -> f(arrays, cotangents, tangents) --------------------
 
@@ -138,15 +139,10 @@ def arguments(call: Call) -> tuple[dict, list | None, dict | None]:
     cotangents = tangents = None
     if call.derivative != "none":
         types = [jax.ShapeDtypeStruct(shape_of(call, axes), dtype) for axes, dtype in call.module.results(call)]
-        cotangents = list(call.directions("cotangents", dict(enumerate(types))).values())
+        cotangents = list(call.directions("cotangents", dict(enumerate(types)), poison=call.poison).values())
         like = {n: jax.ShapeDtypeStruct(call.shape(n), call.type(n)) for n in call.wrt}
-        tangents = call.directions("tangents", like)
+        tangents = call.directions("tangents", like, poison=call.poison)
     return placed(call, (arrays, cotangents, tangents))
-
-
-def shape_of(call: Call, axes: str) -> tuple[int, ...]:
-    """Of a result, in one example."""
-    return tuple(int(a) if a.isdigit() else call.sizes[a] for a in axes.split())
 
 
 # --- Meshes -----------------------------------------------------------------------------------------------------------

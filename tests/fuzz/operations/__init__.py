@@ -8,7 +8,8 @@ values(call, name, rng, shape)  -> an operand that is more than numbers of the f
 facts(call, x)                  -> what the formula has to know of the integers and booleans of x
 hidden(call, x)                 -> by operand, where its numbers are read by nobody
 results(call)                   -> axes and dtype of each result
-slack(call, x, ...)             -> optional: by how much roundings that cancel may be off
+unheard(call, x)                -> optional: for each result, where its cotangent is read by nobody
+magnitude(call, x, u, t)        -> optional: how large the terms of each derivative are, which may cancel
 """
 
 import importlib

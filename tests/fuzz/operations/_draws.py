@@ -23,6 +23,11 @@ GPU = Sizes(
 )
 
 
+def shape_of(call, axes: str) -> tuple[int, ...]:
+    """Of axes in letters and numbers."""
+    return tuple(int(a) if a.isdigit() else call.sizes[a] for a in axes.split())
+
+
 def pick(draw, *of):
     return draw(st.sampled_from(of))
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..formulas.flash_attention import formula, kept, visible
-from ._draws import along, chance, cuts, draw_scale, heads, pick, scale, tokens_past
+from ._draws import along, chance, cuts, draw_scale, heads, pick, scale, shape_of, tokens_past
 
 __all__ = ["formula"]
 
@@ -118,19 +118,35 @@ def _visible(call, x):
     return visible(call.sizes["s"], call.sizes["t"], call.options, ids, cut, x.get("mask"))
 
 
+def _seen(call, x):
+    """Whether a query sees a key: [B, H, S, K] in full."""
+    return np.broadcast_to(_visible(call, x), tuple(call.sizes.get(letter, 1) for letter in "bhst"))
+
+
 def hidden(call, x):
-    """Keys and values that no query of their group sees; queries that are padding."""
-    size = call.sizes
-    B, H, G = size.get("b", 1), size["h"], size["g"]
-    ok = np.broadcast_to(_visible(call, x), (B, H, size["s"], size["t"]))
-    unseen = ~ok.any(2).reshape(B, G, H // G, -1).any(2).swapaxes(1, 2)[..., None]  # [B, K, G, 1]
-    found = {name: np.broadcast_to(unseen, (B, size["t"], G, size[e])) for name, e in (("k", "d"), ("v", "e"))}
+    """Keys and values that no query of their group sees, queries that see nothing, biases of pairs that are masked."""
+    ok, groups = _seen(call, x), call.sizes["g"]
+    B, H, _, K = ok.shape
+    keys = ok.any(2).reshape(B, groups, H // groups, K).any(2).swapaxes(1, 2)[..., None]
+    seen = {"q": ok.any(3).swapaxes(1, 2)[..., None], "k": keys, "v": keys}
     if "cu_seqlens_q" in x:
-        found = {name: a[0] for name, a in found.items()}
-        found["q"] = along(tokens_past(x["cu_seqlens_q"], size["s"]), 0, call.shape("q"))
-    if "q_segment_ids" in x:
-        found["q"] = np.broadcast_to((x["q_segment_ids"] < 0)[:, :, None, None], call.shape("q"))
-    return found
+        seen = {name: a[0] for name, a in seen.items()}
+    if "bias" in x:
+        shape = (1,) * (4 - x["bias"].ndim) + x["bias"].shape
+        shared = tuple(axis for axis, n in enumerate(shape) if n == 1)
+        seen["bias"] = np.broadcast_to(ok.any(shared, keepdims=True), shape).reshape(x["bias"].shape)
+    return {name: ~np.broadcast_to(a, call.shape(name)) for name, a in seen.items()}
+
+
+def unheard(call, x):
+    """For each result where nobody hears of its cotangent: o is 0 where a query sees nothing, lse −∞ without sinks."""
+    nothing = ~_seen(call, x).any(3)
+    silent = np.zeros_like(nothing) if "sinks" in x else nothing
+    if "cu_seqlens_q" in x:
+        silent = silent | tokens_past(x["cu_seqlens_q"], call.sizes["s"])
+    found = [nothing.swapaxes(1, 2)[..., None], silent]
+    found = [a[0] for a in found] if "cu_seqlens_q" in x else found
+    return [np.broadcast_to(a, shape_of(call, axes)) for a, (axes, _) in zip(found, results(call), strict=False)]
 
 
 def results(call):

@@ -61,9 +61,12 @@ def facts(call, x):
 
 
 def hidden(call, x):
-    """Rows of no group, and what stands in the result in the place of others."""
-    none = facts(call, x)["group"] < 0
+    """Rows of no group, what stands in the result in the place of others, and what is of groups without rows."""
+    group = facts(call, x)["group"]
+    none = group < 0
     found = {"lhs": along(none, 0, call.shape("lhs"))}
+    empty = ~np.isin(np.arange(call.sizes["e"]), group)
+    found |= {name: along(empty, 0, x[name].shape) for name in ("rhs", "rhs_scale") if name in x and x[name].ndim}
     if "existing_out" in x:
         found["existing_out"] = along(~none, 0, call.shape("existing_out"))
     return found
