@@ -60,9 +60,11 @@ def _with_query_heads(operation, arrays, specs):
     """Query heads and key/value heads are split alike: a device that had all of one kind would pair them otherwise."""
     if operation.trio.forward.layout.group is None:
         return specs
-    padded = {n: (*specs[n], *[None] * (len(arrays[n].shape) - len(specs[n]))) for n in ("q", "k", "v") if n in arrays}
-    entry = next((of[-2] for of in padded.values() if len(of) > 1 and of[-2] is not None), None)
-    split = {n: PartitionSpec(*of[:-2], entry, of[-1]) for n, of in padded.items() if arrays[n].shape[-2:-1] > (1,)}
+    of_heads = [name for name in ("q", "k", "v", "kv_pages") if name in arrays and len(arrays[name].shape) > 1]
+    padded = {n: (*specs[n], *[None] * (len(arrays[n].shape) - len(specs[n]))) for n in of_heads}
+    entry = next((spec[-2] for spec in padded.values() if spec[-2] is not None), None)
+    one = lambda name: arrays.get("k" if name == "kv_pages" else name, arrays[name]).shape[-2:-1] <= (1,)
+    split = {n: PartitionSpec(*spec[:-2], entry, spec[-1]) for n, spec in padded.items() if not one(n)}
     return specs | split if entry is not None else specs
 
 
