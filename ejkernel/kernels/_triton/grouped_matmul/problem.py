@@ -77,7 +77,7 @@ def problem_of(x: Operands, dtype, transposed: bool, scaled_features: bool = Fal
         rhs_varies=varies(x.rhs),
         scale_strides=_strides(x.rhs_scale),
         scaled_features=scaled_features,
-        apart=dtype == jnp.float32 and x.lhs.dtype != jnp.bfloat16,
+        apart=_holds_more_bits(dtype, x.lhs.dtype),
         narrow=narrow,
         described=described,
         turned=narrow
@@ -86,6 +86,12 @@ def problem_of(x: Operands, dtype, transposed: bool, scaled_features: bool = Fal
         and x.lhs.dtype != jnp.float32
         and _launch.compute_capability() < 100,
     )
+
+
+def _holds_more_bits(dtype, of) -> bool:
+    """Whether a result of that dtype would show what tensor cores lose: of float32 in products and sums, of float16,
+    the products of which are exact, in sums."""
+    return (dtype == jnp.float32 and of != jnp.bfloat16) or (dtype == jnp.float16 and of == jnp.float32)
 
 
 def can_describe(*arrays) -> bool:
