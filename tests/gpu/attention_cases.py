@@ -38,6 +38,7 @@ class Case:
     sinks: int = 0
     scale: str | None = None
     packed: bool = False
+    first: float = 0.0  # where the first of the packed sequences begins, as a part of the tokens
     family: str = "normal"
 
     def make(self, length: int, dtype, seed: int = 0) -> tuple[Operands, FlashAttentionSpec]:
@@ -81,7 +82,7 @@ class Case:
         if self.scale is not None:
             x = x._replace(softmax_scale=1 + 0.5 * normal(*shape(self.scale, "bh")))
         if self.packed:
-            x = x._replace(cu_seqlens_q=_cuts(S, 0, rng), cu_seqlens_k=_cuts(K, 1, rng))
+            x = x._replace(cu_seqlens_q=_cuts(S, 0, self.first, rng), cu_seqlens_k=_cuts(K, 1, self.first, rng))
         if spec.dropout_rate:
             key = jnp.broadcast_to(jnp.asarray([2**31 + 7, 13], jnp.uint32), (self.B, self.H, 2))
             place = jnp.stack(jnp.meshgrid(jnp.arange(self.B), jnp.arange(self.H), indexing="ij"), -1)
@@ -89,10 +90,10 @@ class Case:
         return x, spec
 
 
-def _cuts(tokens: int, shift: int, rng):
-    """Sequences of very different lengths, one of them empty, and tokens past the last."""
+def _cuts(tokens: int, shift: int, first: float, rng):
+    """Sequences of very different lengths, one of them empty, tokens past the last and perhaps before the first."""
     parts = np.sort(rng.random(3)) * 0.95
-    cuts = np.array([0, parts[0], parts[0], *parts[1:], 0.95]) * tokens
+    cuts = np.array([first, parts[0], parts[0], *parts[1:], 0.95]) * tokens
     cuts = np.round(cuts) + np.array([0, shift, shift, 0, shift, 0])
     return jnp.asarray(np.minimum(np.maximum.accumulate(cuts), tokens)[None], jnp.int32)
 
@@ -125,6 +126,7 @@ CASES = [
     Case("dropout", H=4, G=2, spec=FlashAttentionSpec(dropout_rate=0.3)),
     Case("dropout, causal", spec=FlashAttentionSpec(dropout_rate=0.5, causal=True)),
     Case("packed", packed=True, B=1, S=1.3, K=1.3, H=4, G=2),
+    Case("packed, from later on", packed=True, first=0.4, S=1.3, K=1.4, B=1, H=4, G=2),
     Case("packed, causal", packed=True, B=2, S=1.3, K=1.5, spec=CAUSAL),
     Case("packed, window, sinks", packed=True, S=1.3, sinks=1, spec=FlashAttentionSpec(window=(9, 4))),
     Case("packed, dropout", packed=True, spec=FlashAttentionSpec(dropout_rate=0.2)),

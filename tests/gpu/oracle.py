@@ -61,10 +61,11 @@ def attention(x: Operands, spec: FlashAttentionSpec, facts: Known) -> Outputs:
 
 
 def places(cu_seqlens, shape):
-    """The sequence [B, T] of each token, its index in it, and the lengths [B, N] of the sequences."""
+    """The sequence [B, T] of each token (N: none), its index in it, and the lengths [B, N] of the sequences."""
     cu = np.broadcast_to(np.asarray(cu_seqlens), (shape[0], cu_seqlens.shape[1]))
     token = np.arange(shape[1])
     sequence = np.stack([np.searchsorted(row[1:], token, side="right") for row in cu])
+    sequence = np.where(token < cu[:, :1], cu.shape[1] - 1, sequence)
     return sequence, token - np.take_along_axis(cu, sequence, 1), np.diff(cu, axis=1)
 
 

@@ -36,7 +36,8 @@ LENGTH = 40
 CONFIG = KernelConfig(block_q=16, block_k=32)
 
 
-ALWAYS = ("causal", "grouped heads", "packed, causal")  # the interpreter takes ten seconds and more a case
+# The interpreter takes ten seconds and more a case.
+ALWAYS = ("causal", "grouped heads", "packed, causal", "packed, from later on")
 
 
 @pytest.mark.parametrize(

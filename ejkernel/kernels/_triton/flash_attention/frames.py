@@ -95,7 +95,8 @@ def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.const
     """Where a block of queries (or keys) begins in its sequence, and (sequence, q_start, q_len, k_start, k_len).
 
     Blocks of a packed call are numbered through its sequences, of which sequence n has ceil(length_n / BLOCK). The
-    tokens past the last sequence are treated as one more, which has no tokens on the other side.
+    tokens past the last sequence are treated as one more, N, and those before the first as another, N + 1, neither of
+    which has tokens on the other side.
     """
     if problem.N is None:
         q_len: tl.constexpr = problem.S
@@ -107,8 +108,8 @@ def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.const
         cu = cu_k if OF_KEYS else cu_q
         tokens: tl.constexpr = problem.K if OF_KEYS else problem.S
         n = tl.arange(0, problem.N_PAD)
-        starts = tl.load(cu + n, mask=n <= problem.N, other=tokens)
-        stops = tl.load(cu + n + 1, mask=n < problem.N, other=tokens)
+        starts = tl.where(n == problem.N + 1, 0, tl.load(cu + n, mask=n <= problem.N, other=tokens))
+        stops = tl.where(n == problem.N + 1, tl.load(cu), tl.load(cu + n + 1, mask=n < problem.N, other=tokens))
         blocks = (stops - starts + BLOCK - 1) // BLOCK
         sequence = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), 0)
         first = (block - tl.sum(tl.where(n < sequence, blocks, 0), 0)) * BLOCK
@@ -116,10 +117,13 @@ def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.const
         q_start, k_start = tl.load(cu_q + here), tl.load(cu_k + here)
         after = tl.minimum(sequence + 1, problem.N)
         q_stop, k_stop = tl.load(cu_q + after), tl.load(cu_k + after)
+        is_before = sequence == problem.N + 1
         if OF_KEYS:
-            k_stop = tl.where(sequence == problem.N, tokens, k_stop)
+            k_start = tl.where(is_before, 0, k_start)
+            k_stop = tl.where(sequence == problem.N, tokens, tl.where(is_before, tl.load(cu_k), k_stop))
         else:
-            q_stop = tl.where(sequence == problem.N, tokens, q_stop)
+            q_start = tl.where(is_before, 0, q_start)
+            q_stop = tl.where(sequence == problem.N, tokens, tl.where(is_before, tl.load(cu_q), q_stop))
         return first, sequence, q_start, q_stop - q_start, k_start, k_stop - k_start
 
 

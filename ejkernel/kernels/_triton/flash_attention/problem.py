@@ -66,8 +66,8 @@ class Problem:
 
     @property
     def N_PAD(self) -> int:
-        """Sequences of a packed call, with the tokens past the last one as one more, in a power of two."""
-        return triton.next_power_of_2(self.N + 1)
+        """Sequences of a packed call, and two of the tokens past the last and before the first, in a power of two."""
+        return triton.next_power_of_2(self.N + 2)
 
     @property
     def SINKS_PAD(self) -> int:
@@ -115,10 +115,11 @@ class Problem:
     def blocks(self, block: int, of_keys: bool = False) -> int:
         """How many blocks of queries (or keys) one head is cut into.
 
-        In a packed call every sequence, and the tokens past the last one, may end in a block that is not full.
+        In a packed call every sequence, the tokens past the last one, and those before the first one may end in a block
+        that is not full.
         """
         tokens = self.K if of_keys else self.S
-        return triton.cdiv(tokens, block) if self.N is None else tokens // block + self.N + 1
+        return triton.cdiv(tokens, block) if self.N is None else tokens // block + self.N + 2
 
     def edges(self, block: int) -> bool:
         """Whether a loop over blocks of keys may meet tiles that are seen in part."""
