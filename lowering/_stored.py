@@ -5,7 +5,8 @@ Triton compiles it to PTX. What comes of it is a function of what is computed, h
 and versions; that is its key. A process that finds the key on disk puts the stored function into its program and
 imports neither Pallas nor Triton.
 
-The files stand in `lowered` beside the stored configs. One that is damaged costs a warning and is made again.
+The files stand in `lowered` beside the stored configs, the last used `LIMIT` bytes of them. One that is damaged costs a
+warning and is made again.
 """
 
 import functools
@@ -34,6 +35,8 @@ from ejkernel.types import Target
 
 from ._context import one_device
 
+LIMIT = 512 * 2**20
+"""Bytes that the files have together at most."""
 _DIGEST = hashlib.sha256().digest_size
 # In the names of calls into this very process, such as that of a debugger or a profiler.
 _CALLBACK = b"_python_"
@@ -183,6 +186,8 @@ def _read(path: Path) -> bytes | None:
     with suppress(OSError):
         content = path.read_bytes()
         if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
+            with suppress(OSError):
+                os.utime(path)  # what is used is the last to be removed
             return zlib.decompress(content[_DIGEST:])
         warnings.warn(f"{path} is damaged; the kernel is lowered again", UserWarning, stacklevel=2)
     return None
@@ -196,3 +201,23 @@ def _write(path: Path, module: bytes) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(packed).digest() + packed)
         os.replace(file.name, path)
+        _remove_oldest(path.parent)
+
+
+def _remove_oldest(folder: Path) -> None:
+    """Removes what was not used for the longest time, until the files of a folder have `LIMIT` bytes at most.
+
+    Other processes may do so at the same time; one that looks for a file that is gone lowers the kernel again.
+    """
+    files = []
+    for entry in os.scandir(folder):
+        with suppress(FileNotFoundError):
+            found = entry.stat()
+            files.append((found.st_mtime_ns, found.st_size, entry.path))
+    total = sum(size for _, size, _ in files)
+    for _, size, path in sorted(files):
+        if total <= LIMIT:
+            return
+        with suppress(FileNotFoundError):
+            os.remove(path)
+        total -= size

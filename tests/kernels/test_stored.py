@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import jax
 import jax.export
@@ -83,6 +85,34 @@ def test_a_damaged_file_costs_a_warning(files, made, damage):
     with pytest.warns(UserWarning, match="is damaged; the kernel is lowered again"):
         assert lowered().as_text() == first
     assert lowered().as_text() == first and len(made) == 2
+
+
+def age(file, seconds):
+    os.utime(file, (time.time() - seconds,) * 2)
+
+
+def test_those_that_were_not_used_for_the_longest_time_make_room(files, monkeypatch):
+    _stored._write((folder := Path(os.environ["EJKERNEL_CACHE_DIR"], "lowered")) / "a", b"a")
+    size = files()[0].stat().st_size
+    monkeypatch.setattr(_stored, "LIMIT", 3 * size)
+    for seconds, name in ((300, "a"), (200, "b"), (100, "c")):
+        _stored._write(folder / name, b"a")
+        age(folder / name, seconds)
+    assert _stored._read(folder / "a") == b"a"
+    _stored._write(folder / "d", b"a")
+    assert [file.name for file in files()] == ["a", "c", "d"]
+    _stored._write(folder / "e", b"a")
+    assert [file.name for file in files()] == ["a", "d", "e"]
+
+
+def test_two_processes_may_remove_the_same(files, monkeypatch):
+    _stored._write((folder := Path(os.environ["EJKERNEL_CACHE_DIR"], "lowered")) / "a", b"a")
+    age(folder / "a", 100)
+    monkeypatch.setattr(_stored, "LIMIT", files()[0].stat().st_size)
+    remove = os.remove
+    monkeypatch.setattr(_stored.os, "remove", lambda path: remove(path) or remove(path))  # the other one was faster
+    _stored._write(folder / "b", b"a")
+    assert [file.name for file in files()] == ["b"]
 
 
 def test_a_directory_that_cannot_be_written_costs_nothing(tmp_path, monkeypatch, made):
