@@ -2,37 +2,100 @@
 
 import concurrent.futures
 import json
+import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import pytest
+import shown
 from shown import HEURISTIC, Config, Shown, executor, key_of, ones, ran
 
-from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.ops import ConfigCache, Invocation, PersistentCache, Tuner
-from ejkernel.ops.core import budget, programs
+from ejkernel.ops.core import budget, programs, progress, tuner
+from ejkernel.ops.core.budget import BudgetSpent
 
 SPACE = [HEURISTIC, *map(Config, (2, 3, 4))]
 quick = Tuner(warmup=1, iters=1)
 
 
 class Several(Shown):
-    """Four candidates, of which some wait for an event when they are traced."""
+    """Four candidates."""
 
-    def __init__(self, blocked=(), event=None):
+    def __init__(self):
         super().__init__("several")
-        self.blocked, self.event = blocked, event
 
     def config_space(self, inv):
         return SPACE
 
-    def run(self, a, *, cfg):
-        if cfg in self.blocked:
-            self.event.wait()
-        return super().run(a, cfg=cfg)
+
+class Clock:
+    """Seconds that pass only where a test lets them, and where what it blocks is waited for.
+
+    Attributes:
+        blocked: how many of what is waited for a test blocks, the first time, the second, and so on.
+    """
+
+    def __init__(self):
+        self.now, self.blocked = 0.0, []
+
+    def __call__(self):
+        return self.now
+
+    def wait(self, futures, timeout=None, return_when="ALL_COMPLETED"):
+        """As `concurrent.futures.wait`; what is blocked takes the whole time, all else takes none."""
+        futures, blocked = set(futures), self.blocked.pop(0) if self.blocked else 0
+        wanted = len(futures) - blocked
+        if return_when == "FIRST_COMPLETED" and not blocked:
+            wanted = min(1, len(futures))
+        while len(concurrent.futures.wait(futures, 0).done) < wanted:
+            pending = concurrent.futures.wait(futures, 0).not_done
+            assert not pending or concurrent.futures.wait(pending, 60, "FIRST_COMPLETED").done
+        self.now += timeout if blocked else 0
+        return concurrent.futures.wait(futures, 0)
 
 
-def measured(kernel, seconds):
-    return quick.measure(kernel, Invocation(kernel, (ones(),), {}), budget=seconds)
+class Steps:
+    """What making programs does beside what it does: `lowering` and `compiling` are called with each config."""
+
+    def __init__(self):
+        self.done, self.lowering, self.compiling = [], lambda config: None, lambda config: None
+
+    def lowered(self, kernel, inv, config):
+        self.lowering(config)
+        program = programs.lowered(kernel, inv, config)
+        self.done.append(("lowered", config))
+
+        def compile():
+            self.compiling(config)
+            compiled = program.compile()
+            self.done.append(("compiled", config))
+            return compiled
+
+        return SimpleNamespace(compile=compile)
+
+    def of(self, step):
+        return [config for name, config in self.done if name == step]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(budget, "monotonic", found)
+    monkeypatch.setattr(programs, "monotonic", found)
+    monkeypatch.setattr(programs, "wait", found.wait)
+    monkeypatch.setattr(programs.os, "cpu_count", lambda: 16)
+    return found
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    found = Steps()
+    monkeypatch.setattr(tuner, "lowered", found.lowered)
+    return found
 
 
 @pytest.fixture
@@ -42,77 +105,190 @@ def event():
     found.set()
 
 
+def measured(kernel, seconds):
+    return quick.measure(kernel, Invocation(kernel, (ones(),), {}), budget=seconds)
+
+
 @pytest.fixture
-def slow_timing(monkeypatch):
-    """A clock that only the timing of a candidate moves, by 400 s; the later a candidate comes the faster it is."""
-    now, timed = [0.0], []
-    monkeypatch.setattr(budget, "monotonic", lambda: now[0])
+def slow_timing(clock, monkeypatch):
+    """A candidate takes 400 s to time; the later it comes the faster it is."""
+    timed = []
 
     def time(self, program, *_):
         timed.append(program)
-        now[0] += 400
+        clock.now += 400
         return 1.0 / len(timed)
 
     monkeypatch.setattr(Tuner, "_time", time)
     monkeypatch.setattr(Tuner, "_in_turns", lambda *_: {})
 
 
-@pytest.fixture
-def all_but_the_blocked(monkeypatch):
-    """Compilers have as much time as they need, those that wait for the event excepted."""
-
-    def wait(futures, timeout):
-        pending = set(futures)
-        while len(pending) > 1:
-            _, pending = concurrent.futures.wait(pending, 60, "FIRST_COMPLETED")
-
-    monkeypatch.setattr(programs, "wait", wait)
-    monkeypatch.setattr(programs.os, "cpu_count", lambda: 16)
-
-
 # --- What is timed
 
 
-@pytest.mark.parametrize("seconds, tried", [(1, 1), (500, 2), (1000, 3), (5000, 4), (float("inf"), 4)])
-def test_candidates_are_timed_in_their_order_until_the_budget_is_spent(slow_timing, monkeypatch, seconds, tried):
-    monkeypatch.setattr(programs, "wait", lambda futures, timeout: concurrent.futures.wait(futures))
+@pytest.mark.parametrize("seconds, tried", [(500, 2), (1000, 3), (5000, 4), (float("inf"), 4)])
+def test_candidates_are_timed_in_their_order_until_the_budget_is_spent(slow_timing, seconds, tried):
     found = measured(Several(), seconds)
     assert list(found.times) == SPACE[:tried] and (found.tried, found.candidates) == (tried, 4)
     assert found.fastest == SPACE[tried - 1] and found.cut_short == (tried < 4)
 
 
-def test_what_compiles_for_longer_is_not_waited_for(event, all_but_the_blocked):
-    found = measured(Several(blocked=[SPACE[1]], event=event), 600)
+def test_where_there_is_time_for_the_heuristic_config_alone_nothing_is_learned(slow_timing):
+    with pytest.raises(BudgetSpent, match=r"several@v1: a budget of 300 s is too short to compare two configs"):
+        measured(Several(), 300)
+
+
+def test_what_compiles_for_longer_is_not_waited_for(clock, steps, event):
+    clock.blocked = [1, 0, 1]
+    steps.compiling = lambda config: config == SPACE[1] and event.wait()
+    found = measured(Several(), 600)
     assert set(found.times) == {HEURISTIC, *SPACE[2:]} and found.cut_short
 
 
-def test_where_the_heuristic_config_is_not_ready_in_time_nothing_is_measured(event):
-    with pytest.raises(
-        EjkernelRuntimeError, match=r"several@v1: nothing could be measured within the budget of 0\.05 s"
-    ):
-        measured(Several(blocked=SPACE, event=event), 0.05)
+def test_what_is_compiled_while_others_are_timed_is_timed_too(clock, steps, event, monkeypatch):
+    clock.blocked = [2]
+    steps.compiling = lambda config: config in SPACE[1:3] and event.wait()
+    time = Tuner._time
+    monkeypatch.setattr(Tuner, "_time", lambda *args: event.set() or time(*args))
+    found = measured(Several(), 600)
+    assert list(found.times)[:2] == [HEURISTIC, SPACE[3]] and set(found.times) == set(SPACE)
 
 
-def test_so_it_is_where_values_to_measure_with_are_not(event):
+def test_where_the_heuristic_config_is_not_compiled_in_time_nothing_is_measured(clock, steps, event):
+    clock.blocked = [1, 1]
+    steps.compiling = lambda config: config == HEURISTIC and event.wait()
+    with pytest.raises(BudgetSpent):
+        measured(Several(), 3)
+
+
+def test_so_it_is_where_values_to_measure_with_are_not_made(event):
     class Slow(Several):
         def synthetic_inputs(self, inv):
-            self.event.wait()
+            event.wait()
 
-    with pytest.raises(EjkernelRuntimeError, match="nothing could be measured"):
-        measured(Slow(event=event), 0.05)
+    with pytest.raises(BudgetSpent):
+        measured(Slow(), 0.05)
 
 
-def test_a_call_that_nothing_could_be_measured_for_warns_once_and_uses_heuristics(event, monkeypatch):
+# --- What is done at once, and what is not
+
+
+def test_the_heuristic_config_is_lowered_first_and_alone_and_its_time_does_not_count(clock, steps):
+    class Watched(Several):
+        def synthetic_inputs(self, inv):
+            steps.done.append(("values", None))
+            return super().synthetic_inputs(inv)
+
+    def lowering(config):
+        if config == HEURISTIC:
+            assert not steps.done
+            clock.now += 2.9
+
+    steps.lowering = lowering
+    assert set(measured(Watched(), 3).times) == set(SPACE) and steps.done[0] == ("lowered", HEURISTIC)
+    assert steps.of("lowered") == SPACE
+
+
+def test_where_that_takes_longer_than_the_budget_nothing_else_is_begun(clock, steps):
+    class Watched(Several):
+        def synthetic_inputs(self, inv):
+            raise AssertionError("it is not to be called")
+
+    def lowering(config):
+        clock.now += 3.1
+
+    steps.lowering = lowering
+    with pytest.raises(BudgetSpent):
+        measured(Watched(), 3)
+    assert steps.done == [("lowered", HEURISTIC)]
+
+
+def test_values_are_made_while_programs_are(steps):
+    several = threading.Barrier(3, timeout=60)  # the values, and two programs
+
+    class Watched(Several):
+        def synthetic_inputs(self, inv):
+            several.wait()
+            return super().synthetic_inputs(inv)
+
+    steps.compiling = lambda config: config in SPACE[:2] and several.wait()
+    assert set(measured(Watched(), float("inf")).times) == set(SPACE)
+
+
+def test_the_next_is_not_lowered_where_the_time_that_the_last_took_is_not_left(clock, steps):
+    def lowering(config):
+        clock.now += 0 if config == HEURISTIC else 1.2
+
+    steps.lowering = lowering
+    assert set(measured(Several(), 3).times) == set(SPACE[:2])
+    assert steps.of("lowered") == SPACE[:2], "until 2 of 3 s there is no time for another"
+
+
+def test_what_is_being_lowered_at_the_deadline_is_brought_to_its_end_and_nothing_else_is_begun(clock, steps, event):
+    clock.blocked = [3, 1]
+    steps.lowering = lambda config: config == SPACE[1] and event.wait()
+    before = set(threading.enumerate())
+    with pytest.raises(BudgetSpent):
+        measured(Several(), 3)
+    assert steps.of("lowered") == [HEURISTIC]
+    event.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+    assert steps.of("lowered") == SPACE[:2] and steps.of("compiled") == [HEURISTIC]
+
+
+def test_a_process_that_ends_waits_for_what_is_being_lowered(tmp_path):
+    script = """
+import os, pathlib, sys, time
+sys.path.insert(0, sys.argv[1])
+from shown import HEURISTIC, OTHER, TUNED, Shown, executor, ones, ran
+
+class Slow(Shown):
+    def config_space(self, inv):
+        return [HEURISTIC, TUNED, OTHER]
+
+    def run(self, a, *, cfg):
+        if cfg != HEURISTIC:
+            time.sleep(2)
+            pathlib.Path(sys.argv[2], str(cfg.block)).touch()
+        return super().run(a, cfg=cfg)
+
+assert ran(executor(autotune=True)(Slow(), ones())) == HEURISTIC
+assert not os.listdir(sys.argv[2])
+"""
+    (kept := tmp_path / "kept").mkdir()
+    environment = {**os.environ, "EJKERNEL_AUTOTUNE_BUDGET_S": "0.5", "EJKERNEL_AUTOTUNE_POLICY": "autotune"}
+    folder = Path(shown.__file__).parent
+    subprocess.run([sys.executable, "-c", script, folder, kept], env=environment, check=True)
+    assert [path.name for path in kept.iterdir()] == [str(SPACE[1].block)]
+
+
+def test_values_of_other_shapes_than_those_of_the_call_are_measured(steps):
+    class Larger(Several):
+        def synthetic_inputs(self, inv):
+            return (ones(8, 8),), {}
+
+    kernel = Larger()
+    found = quick.measure(kernel, Invocation(kernel, (jax.ShapeDtypeStruct((4, 4), "float32"),), {}), budget=1e6)
+    assert set(found.times) == set(SPACE)
+
+
+def test_of_searches_without_result_one_line_is_told(event, monkeypatch, capsys, recwarn):
     class Slow(Several):
         def synthetic_inputs(self, inv):
-            self.event.wait()
+            event.wait()
 
+    monkeypatch.setattr(progress, "_told", threading.Event())
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 600)
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "0.05")
-    cache = ConfigCache()
-    run = executor(cache, autotune=True)
-    with pytest.warns(UserWarning, match="the heuristic config is used") as warned:
-        assert ran(run(Slow(event=event), ones())) == ran(run(Slow(event=event), ones())) == HEURISTIC
-    assert len(warned) == 1 and len(cache) == 0
+    cache, events = ConfigCache(), []
+    run = executor(cache, autotune=True, on_event=lambda event, *_: events.append(event))
+    for _ in range(2):
+        assert ran(run(Slow(), ones())) == ran(run(Slow(), ones(2, 3))) == HEURISTIC
+    assert events == ["autotune_start", "heuristics"] * 2 + ["heuristics"] * 2, "a call is tried once"
+    assert not recwarn.list and len(cache) == 0
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("ejkernel: several@v1: a budget of 0.05 s is too short to compare two configs")
 
 
 # --- What is kept
@@ -124,7 +300,6 @@ def entry(store, key):
 
 
 def test_the_best_of_those_that_were_timed_is_kept_and_says_so(slow_timing, monkeypatch, tmp_path):
-    monkeypatch.setattr(programs, "wait", lambda futures, timeout: concurrent.futures.wait(futures))
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "500")
     store, kernel, events = PersistentCache(tmp_path), Several(), []
     key, note = key_of(kernel, ones()), lambda event, *_: events.append(event)

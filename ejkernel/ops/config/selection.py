@@ -3,9 +3,11 @@
     override → overlay → cache → persistent → tables → autotune → heuristics
 
 The first that has an answer gives it. What was measured is kept, in memory and on disk; what heuristics chose never is.
-Where a call has to wait for the measuring, `EJKERNEL_AUTOTUNE_BUDGET_S` bounds that (0: nothing is measured). The best
-of those that were timed is kept then too, and its entry on disk says how many were tried: it serves as it is, until
-`ejkernel tune` or `autotune_recorded`, which take their time, put that of all in its place.
+Where a call has to wait for the measuring, `EJKERNEL_AUTOTUNE_BUDGET_S` bounds that (0: nothing is measured); the
+forward and the backward of a gradient are two calls. The best of those that were timed is kept then too, and its entry
+on disk says how many were tried: it serves as it is, until `ejkernel tune` or `autotune_recorded`, which take their
+time, put that of all in its place. Where there was no time to compare two, heuristics choose and nothing is stored; a
+later process, which finds what this one lowered, gets further.
 """
 
 import math
@@ -20,8 +22,9 @@ import jax
 
 from ejkernel.errors import ConfigMissError, EjkernelRuntimeError
 
-from ..core.budget import budget_of_environment
+from ..core.budget import BudgetSpent, budget_of_environment
 from ..core.kernel import Invocation, Kernel
+from ..core.progress import tell_once
 from ..core.tuner import Tuner
 from ..core.types import Cfg
 from ..utils.devices import device_target
@@ -130,6 +133,7 @@ class ConfigSelectorChain(Generic[Cfg]):
 
         Raises:
             EjkernelRuntimeError: it cannot be measured here, or no config computes the right numbers.
+            BudgetSpent: the budget was spent before two configs could be compared; nothing is stored.
         """
         if reason := self.tuner.refusal(inv):
             raise EjkernelRuntimeError(f"{kernel.op_id}: {reason}")
@@ -183,6 +187,12 @@ class ConfigSelectorChain(Generic[Cfg]):
                 return self._tell("cache_hit", kernel, key, config)
             try:
                 return self.measure(kernel, inv, budget)
+            except BudgetSpent as spent:
+                self._not_measurable.add(key)
+                tell_once(
+                    f"{spent}, and heuristics choose (a later run may get further; `ejkernel tune` takes its time)"
+                )
+                return None
             except EjkernelRuntimeError as error:
                 self._not_measurable.add(key)
                 self._warn_once(f"{error}; the heuristic config is used")

@@ -1,8 +1,15 @@
-"""How long measuring may hold up a call: `EJKERNEL_AUTOTUNE_BUDGET_S` seconds, by default 3."""
+"""How long measuring may hold up a call: `EJKERNEL_AUTOTUNE_BUDGET_S` seconds, by default 3.
+
+Each call has them: the forward and the backward of a gradient are two. The time in which the heuristic config is
+lowered does not count, for that the call needs in any case (what GPU kernels are lowered to is kept, and found by it).
+All else does: the config's compilation, values to measure with, the other configs, and the measuring.
+"""
 
 import math
 import os
 from time import monotonic
+
+from ejkernel.errors import EjkernelRuntimeError
 
 VARIABLE = "EJKERNEL_AUTOTUNE_BUDGET_S"
 DEFAULT_SECONDS = 3.0
@@ -26,6 +33,10 @@ def budget_of_environment() -> float:
     return seconds
 
 
+class BudgetSpent(EjkernelRuntimeError):
+    """The budget of a call was spent before two of its configs could be compared. Nothing failed."""
+
+
 class Deadline:
     """A moment so many seconds from now, which may be infinitely many."""
 
@@ -33,10 +44,19 @@ class Deadline:
         self._at = monotonic() + seconds
 
     @property
+    def seconds_left(self) -> float:
+        """Seconds until it comes, 0 once it has."""
+        return max(self._at - monotonic(), 0.0)
+
+    @property
     def passed(self) -> bool:
         """Whether the moment has come."""
-        return monotonic() >= self._at
+        return not self.seconds_left
 
-    def timeout(self, share: float = 1.0) -> float | None:
-        """The share of the seconds that are left, as functions that wait take it: None for no limit."""
-        return None if math.isinf(self._at) else share * max(self._at - monotonic(), 0.0)
+    def after(self, share: float) -> "Deadline":
+        """The moment after a share of the seconds that are left."""
+        return Deadline(share * self.seconds_left)
+
+    def timeout(self) -> float | None:
+        """The seconds that are left, as functions that wait take them: None for no limit."""
+        return None if math.isinf(self._at) else self.seconds_left

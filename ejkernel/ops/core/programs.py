@@ -3,92 +3,152 @@
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
 
 from ..utils.operands import is_array
-from .budget import Deadline
+from .budget import Deadline, monotonic
 from .kernel import Invocation, Kernel
 
 T = TypeVar("T")
+Lower = Callable[[Any], jax.stages.Lowered]
 
-# Lowering is mostly Python, which runs one thread at a time: more at once would all be ready late.
-_LOWERED_AT_ONCE = 2
-# Of the time that is left, what compilers may take of it before what they have made is measured.
+# Lowering is mostly Python, which runs one thread at a time: where time is short, the next program sooner is worth more
+# than two later. Triton's compiler is not Python, and all are wanted where there is no deadline.
+_LOWERED_AT_ONCE, _LOWERED_AT_ONCE_WITHOUT_DEADLINE = 1, 2
+# Of the time that is left, what may be taken before that which is ready is measured.
 _SHARE_OF_COMPILERS = 2 / 3
 
 
-def outside_any_trace(work: Callable[[], T], deadline: Deadline | None = None) -> T:
-    """Runs `work` in a thread of its own, in the contexts of this one.
+def outside_any_trace(work: Callable[[], T]) -> T:
+    """Runs `work` in a thread of its own, in the contexts of this one."""
+    return started_outside_any_trace(work).result()
 
-    Raises:
-        TimeoutError: it was not done at the deadline. It goes on, but nothing waits for it any more.
-    """
+
+def started_outside_any_trace(work: Callable[[], T]) -> Future:
+    """Starts `work` in a thread of its own, in the contexts of this one."""
     thread = ThreadPoolExecutor(1)
     try:
-        done = thread.submit(_in_the_contexts_of_this_thread(), work)
-        return done.result(None if deadline is None else deadline.timeout())
+        return thread.submit(_in_the_contexts_of_this_thread(), work)
     finally:
         thread.shutdown(wait=False)
 
 
-def compiled_in_turn(
-    kernel: Kernel, inv: Invocation, configs: Sequence[Any], deadline: Deadline
-) -> Iterator[tuple[Any, Future]]:
-    """Each config, in order, with its program without arguments, or the error of making it.
+def lowered(kernel: Kernel, inv: Invocation, config: Any) -> jax.stages.Lowered:
+    """A program of the arrays of `inv`, of which the types are enough: the call with a config."""
+    leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
 
-    As many as there are cores are compiled at once, when the first of them is due. Those that are not ready in time are
-    left out, but for the first of all, which is given the whole time.
+    def call(*arrays):
+        given = iter(arrays)
+        args, kwargs = jax.tree.unflatten(structure, [next(given) if is_array(leaf) else leaf for leaf in leaves])
+        return kernel.bind(args, kwargs, config)
+
+    return jax.jit(call).lower(*(leaf for leaf in leaves if is_array(leaf)))
+
+
+def compiled_in_turn(
+    lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered, deadline: Deadline
+) -> Iterator[tuple[Any, Future]]:
+    """Each config with its compiled program, or the error of making it; `first` is that of the first, lowered already.
+
+    They are lowered in their order and compiled beside each other, as many as there are cores, when the first of them
+    is due. They come in their order too, but for those that are ready after their turn, which come then. While one is
+    asked for nothing is being lowered: that would disturb the issuing of short calls. Those that are not ready at the
+    deadline do not come: what is being lowered or compiled then is brought to its end, for it is kept where lowered
+    kernels are, and nothing else is begun.
+
+    Raises:
+        TimeoutError: the first was not ready at the deadline, or something was still being lowered.
     """
     at_once = os.cpu_count() or 1
     for start in range(0, len(configs), at_once):
         if start and deadline.passed:
             return
-        made = _compiled(kernel, inv, configs[start : start + at_once], deadline, start == 0)
-        if start == 0 and not made[configs[0]].done():
+        batch = _Batch(lower, configs[start : start + at_once], None if start else first, deadline)
+        try:
+            yield from batch.ready()
+        finally:
+            batch.give_up()
+
+
+class _Batch:
+    """Programs that are lowered one after the other, and compiled at once."""
+
+    def __init__(self, lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered | None, deadline: Deadline):
+        self._lower, self._deadline, self._first = lower, deadline, configs[0] if first else None
+        self._until = deadline.after(_SHARE_OF_COMPILERS)
+        self._given_up = threading.Event()
+        self._seconds_of_the_last = 0.0
+        self._programs = {config: Future() for config in configs}
+        self._as_here = _in_the_contexts_of_this_thread()
+        self._compilers = ThreadPoolExecutor(len(configs))
+        waiting = iter(configs)
+        if first:
+            self._compile(next(waiting), first)
+        unlimited = deadline.timeout() is None
+        at_once = _LOWERED_AT_ONCE_WITHOUT_DEADLINE if unlimited else _LOWERED_AT_ONCE
+        lowerers, turn = ThreadPoolExecutor(at_once), threading.Lock()
+        self._lowering = [
+            lowerers.submit(self._as_here, lambda: self._lower_all(waiting, turn)) for _ in range(at_once)
+        ]
+        lowerers.shutdown(wait=False)
+
+    def ready(self) -> Iterator[tuple[Any, Future]]:
+        """The configs whose program is there, or its error; the later ones as they come."""
+        wait(self._programs.values(), self._until.timeout())
+        self._given_up.set()
+        needed = [self._programs[self._first]] if self._first is not None else []
+        if wait([*needed, *self._lowering], self._deadline.timeout()).not_done:
+            if self._first is None:
+                return
             raise TimeoutError
-        yield from ((config, program) for config, program in made.items() if _is_ready(program))
+        pending = dict(self._programs)
+        while True:
+            for config in [config for config, program in pending.items() if program.done()]:
+                program = pending.pop(config)
+                if not isinstance(program.exception(), CancelledError):
+                    yield config, program
+            if not pending or self._deadline.passed:
+                return
+            wait(pending.values(), self._deadline.timeout(), FIRST_COMPLETED)
 
+    def give_up(self) -> None:
+        """Begins nothing more."""
+        self._given_up.set()
+        self._compilers.shutdown(wait=False)
 
-def _is_ready(program: Future) -> bool:
-    return program.done() and not program.cancelled() and not isinstance(program.exception(), CancelledError)
+    def _lower_all(self, waiting: Iterator[Any], turn: threading.Lock) -> None:
+        while True:
+            with turn:
+                if (config := next(waiting, None)) is None:
+                    return
+            program = self._programs[config]
+            try:
+                # The next takes about as long as the last.
+                if self._given_up.is_set() or self._seconds_of_the_last > self._until.seconds_left:
+                    raise CancelledError
+                began = monotonic()
+                made = self._lower(config)
+                self._seconds_of_the_last = monotonic() - began
+                if self._deadline.passed:
+                    raise CancelledError
+                self._compile(config, made)
+            except Exception as error:
+                program.set_exception(error)
 
+    def _compile(self, config: Any, made: jax.stages.Lowered) -> None:
+        program = self._programs[config]
 
-def _compiled(kernel: Kernel, inv: Invocation, configs: Sequence[Any], deadline: Deadline, first: bool) -> dict:
-    """The program of each config; with a deadline not all of them are done.
+        def work():
+            try:
+                program.set_result(made.compile())
+            except Exception as error:
+                program.set_exception(error)
 
-    Without one nothing is being compiled any more when this returns: compilers measure too, and would disturb. What
-    overruns a deadline goes on, for a compiler cannot be stopped, and counts if it is ready when it is asked for.
-    """
-    leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
-    lowering, given_up = threading.Semaphore(_LOWERED_AT_ONCE), threading.Event()
-
-    def call(config, *arrays):
-        given = iter(arrays)
-        args, kwargs = jax.tree.unflatten(structure, [next(given) if is_array(leaf) else leaf for leaf in leaves])
-        return kernel.bind(args, kwargs, config)
-
-    def make(config):
-        with lowering:
-            if given_up.is_set():
-                raise CancelledError
-            lowered = jax.jit(partial(call, config)).lower(*arrays)
-        program = lowered.compile()
-        return lambda: program(*arrays)
-
-    as_here, compilers = _in_the_contexts_of_this_thread(), ThreadPoolExecutor(len(configs))
-    made = {config: compilers.submit(as_here, partial(make, config)) for config in configs}
-    wait(made.values(), deadline.timeout(_SHARE_OF_COMPILERS))
-    if first:
-        wait([made[configs[0]]], deadline.timeout())
-    given_up.set()
-    compilers.shutdown(wait=False, cancel_futures=True)
-    return made
+        self._compilers.submit(self._as_here, work)
 
 
 def _in_the_contexts_of_this_thread() -> Callable[[Callable[[], Any]], Any]:

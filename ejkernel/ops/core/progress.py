@@ -50,3 +50,13 @@ class Progress:
             line, terminal = f"ejkernel: tuning {self._operation} {self._done} of {self._total} …", sys.stderr.isatty()
             print(f"\r\033[K{line}" if terminal else f"{line}\n", end="", file=sys.stderr, flush=True)
             self._shown = True
+
+
+_told = threading.Event()
+
+
+def tell_once(message: str) -> None:
+    """The first message of the process, in a line; nothing is told of those after it."""
+    if not _told.is_set():
+        _told.set()
+        print(f"ejkernel: {message}", file=sys.stderr, flush=True)

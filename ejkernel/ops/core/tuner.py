@@ -6,14 +6,17 @@ numbers agree with those of the heuristic config and are the same, bit for bit, 
 that they need not be).
 
 Within a budget the likeliest candidates are measured, that of the heuristics first, until it is spent. What compiles
-for longer is not waited for.
+for longer is not waited for. The heuristic config is lowered first and alone; then it is compiled, values to measure
+with are made, and the next candidates are lowered and compiled, all at once.
 """
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, Generic
 
@@ -25,12 +28,12 @@ from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from ..utils.devices import device_target
-from ..utils.operands import abstract, is_array
+from ..utils.operands import abstract, is_array, may_stand_for, random_types_like
 from ..utils.timing import batches
-from .budget import Deadline
+from .budget import BudgetSpent, Deadline
 from .checking import disagreement, same_bits
 from .kernel import Invocation, Kernel
-from .programs import compiled_in_turn, outside_any_trace
+from .programs import compiled_in_turn, lowered, outside_any_trace, started_outside_any_trace
 from .progress import Progress
 from .types import Cfg
 
@@ -125,47 +128,55 @@ class Tuner:
     ) -> Measured[Cfg]:
         """The times of `configs`, of as many as there is time for within `budget` seconds.
 
-        The heuristic config comes first if it is among them, the others follow as they are given. One that is hopeless
-        is timed once, and the search ends at one that takes hardly longer than the work takes at the ceilings of the
-        device, where both are known.
+        They begin when the heuristic config is lowered; where that alone took longer, no other would be ready in time,
+        and none is tried. The heuristic config comes first if it is among them, the others follow as they are given.
+        One that is hopeless is timed once, and the search ends at one that takes hardly longer than the work takes at
+        the ceilings of the device, where both are known.
 
         Raises:
-            EjkernelRuntimeError: there is none that computes the right numbers, and the message says of each why not;
-                or the budget was spent before the first of them was compiled.
+            EjkernelRuntimeError: there is none that computes the right numbers, and the message says of each why not.
+            BudgetSpent: the budget was spent before two configs could be compared.
         """
         args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
-        inv, deadline = replace(inv, args=args, kwargs=kwargs), Deadline(budget)
+        inv = replace(inv, args=args, kwargs=kwargs)
         try:
-            return outside_any_trace(lambda: self._measure(kernel, inv, configs, deadline))
+            return outside_any_trace(lambda: self._measure(kernel, inv, configs, budget))
         except TimeoutError:
-            raise EjkernelRuntimeError(
-                f"{kernel.op_id}: nothing could be measured within the budget of {budget:g} s"
-            ) from None
+            raise BudgetSpent(f"{kernel.op_id}: a budget of {budget:g} s is too short to compare two configs") from None
 
-    def _measure(self, kernel: Kernel, inv: Invocation, configs: Sequence | None, deadline: Deadline) -> Measured:
+    def _measure(self, kernel: Kernel, inv: Invocation, configs: Sequence | None, budget: float) -> Measured:
         with ExitStack() as stack:
             try:
                 configs = dict.fromkeys(kernel.config_space(inv) if configs is None else configs)
                 heuristic = kernel.heuristic_cfg(inv)
+                types = replace(inv, args=random_types_like(inv.args), kwargs=random_types_like(inv.kwargs))
+                lowering = Deadline(budget)
+                first = lowered(kernel, types, heuristic)
+                if lowering.passed:
+                    raise TimeoutError
+                deadline = Deadline(budget)
                 progress = stack.enter_context(Progress(kernel.op_id, len(configs)))
-                args, kwargs = outside_any_trace(lambda: kernel.synthetic_inputs(inv), deadline)
-                inv = replace(inv, args=args, kwargs=kwargs)
-                enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
-                programs = compiled_in_turn(kernel, inv, list(dict.fromkeys([heuristic, *configs])), deadline)
+                in_order = list(dict.fromkeys([heuristic, *configs]))
+                inv, programs = _with_values(kernel, inv, types, in_order, first, deadline)
                 first = next(programs)
+                enough = _AT_THE_ROOFLINE * _roofline(kernel, inv)
                 with _measuring:
-                    reference = jax.block_until_ready(first[1].result()())
+                    reference = jax.block_until_ready(first[1]()())
             except TimeoutError:
                 raise
             except Exception as error:
                 raise EjkernelRuntimeError(f"{kernel.op_id}: cannot be measured: {_first_line(error)}") from error
             of_configs = chain([first] if heuristic in configs else [], programs)
-            times, rejected, programs = self._one_by_one(kernel, inv, of_configs, reference, enough, deadline, progress)
+            times, rejected, right = self._one_by_one(kernel, inv, of_configs, reference, enough, deadline, progress)
+            programs.close()  # nothing more is lowered or compiled
+            tried = len(times) + rejected
+            cut_short = tried < len(configs) and min(times.values()) > enough
+            if cut_short and not rejected and times.keys() == {heuristic}:
+                raise TimeoutError
             for near in _NEAR:
                 limit = near * min(times.values())
-                times |= self._in_turns({c: programs[c] for c in times if times[c] <= limit}, deadline)
-            tried = len(times) + rejected
-            return Measured(times, tried, len(configs), tried < len(configs) and min(times.values()) > enough)
+                times |= self._in_turns({c: right[c] for c in times if times[c] <= limit}, deadline)
+            return Measured(times, tried, len(configs), cut_short)
 
     def _one_by_one(self, kernel, inv, programs, reference, enough, deadline, progress) -> tuple[dict, int, dict]:
         """Milliseconds of each program that is right, while there is time; how many were not; and those that are."""
@@ -175,15 +186,18 @@ class Tuner:
                 break
             try:
                 best, repeats = min(times.values(), default=math.inf), kernel.repeats(inv, config)
-                times[config] = self._time(program.result(), reference, best, repeats, deadline)
+                run = program()
+                times[config] = self._time(run, reference, best, repeats, deadline)
             except Exception as error:
                 rejected.append(f"{config}: {_first_line(error)}")
                 progress.tell(config, f"rejected, {_first_line(error)}")
                 continue
-            right[config] = program.result()
+            right[config] = run
             progress.tell(config, f"{times[config]:.4f} ms")
             if times[config] <= enough:
                 break
+        if not times and not rejected:
+            raise TimeoutError
         if not times:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
         return times, len(rejected), right
@@ -218,6 +232,31 @@ class Tuner:
                 if times[0] > _HOPELESS * best_time or deadline.passed:
                     break
             return min(times)
+
+
+def _with_values(
+    kernel: Kernel, inv: Invocation, types: Invocation, configs: Sequence, first: jax.stages.Lowered, deadline: Deadline
+) -> tuple[Invocation, Iterator[tuple[Any, Callable[[], Callable[[], Any]]]]]:
+    """`inv` with values to measure with; and each config, as it is compiled, with what gives the call on them.
+
+    The programs are made for `types` while the values are; `first` is that of the first config.
+    """
+    values = started_outside_any_trace(lambda: kernel.synthetic_inputs(inv))
+    programs = compiled_in_turn(partial(lowered, kernel, types), configs, first, deadline)
+    of_first = next(programs)
+    args, kwargs = values.result(deadline.timeout())
+    inv = replace(inv, args=args, kwargs=kwargs)
+    if not may_stand_for((args, kwargs), (types.args, types.kwargs)):  # the kernel brings others
+        programs.close()
+        programs = compiled_in_turn(partial(lowered, kernel, inv), configs, lowered(kernel, inv, configs[0]), deadline)
+        of_first = next(programs)
+    return inv, _calls(of_first, programs, [leaf for leaf in jax.tree.leaves((args, kwargs)) if is_array(leaf)])
+
+
+def _calls(first: tuple[Any, Future], others: Generator, arrays: Sequence[Any]) -> Iterator[tuple[Any, Callable]]:
+    with closing(others):
+        for config, program in chain([first], others):
+            yield config, lambda program=program: partial(program.result(), *arrays)
 
 
 def _roofline(kernel: Kernel, inv: Invocation) -> float:

@@ -54,6 +54,29 @@ def random_like(tree: Any) -> Any:
     return jax.tree.unflatten(structure, filled)
 
 
+def random_types_like(tree: Any) -> Any:
+    """The tree of `random_like` without values in it: a `jax.ShapeDtypeStruct` for each array that has none."""
+    type_of = lambda x: jax.ShapeDtypeStruct(sharding_of(x).shard_shape(x.shape), x.dtype)
+    return jax.tree.map(lambda x: type_of(x) if lacks_values(x) else x, tree)
+
+
+def may_stand_for(values: Any, types: Any) -> bool:
+    """Whether a program that was compiled for `types`, as `random_types_like` makes them, can be run on `values`."""
+    leaves, structure = jax.tree.flatten(values)
+    expected, same = jax.tree.flatten(types)
+    return structure == same and all(map(_may_stand_for, leaves, expected))
+
+
+def _may_stand_for(x: Any, expected: Any) -> bool:
+    if x is expected:
+        return True
+    if not (is_array(x) and is_array(expected)):
+        return type(x) is type(expected) and x == expected
+    if (x.shape, x.dtype) != (expected.shape, expected.dtype):
+        return False
+    return not getattr(x, "committed", False) or getattr(expected, "sharding", None) == x.sharding
+
+
 def _random(x: Any, key: jax.Array) -> jax.Array:
     dtype, shape = x.dtype, sharding_of(x).shard_shape(x.shape)
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
