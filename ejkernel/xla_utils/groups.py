@@ -4,21 +4,32 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.export import is_symbolic_dim
 
 from .symbolic import at_most
 
 
 def group_bounds(group_sizes: Array, group_offset: Array | None, groups: int, rows: int) -> Array:
     """[b?, groups + 1] int32: where each of the groups from `group_offset` [b?] on begins, and where the last ends."""
-    ends = jnp.cumsum(group_sizes, axis=-1, dtype=jnp.int32)
-    bounds = jnp.minimum(jnp.pad(ends, ((0, 0), (1, 0))), rows)
+    ends = _capped_sums(group_sizes, rows)
+    bounds = jnp.pad(ends, ((0, 0), (1, 0)))
     if group_offset is None:
         return bounds
-    at = jnp.minimum(group_offset[:, None] + jnp.arange(groups + 1, dtype=jnp.int32)[None], group_sizes.shape[-1])
+    first = jnp.clip(group_offset, 0, group_sizes.shape[-1])
+    at = jnp.minimum(first[:, None] + jnp.arange(groups + 1, dtype=jnp.int32)[None], group_sizes.shape[-1])
     batch = max(at.shape[0], bounds.shape[0])
     bounds, at = (jnp.broadcast_to(x, (batch, x.shape[1])) for x in (bounds, at))
     return jnp.take_along_axis(bounds, at, axis=1)
+
+
+def _capped_sums(sizes: Array, most: int) -> Array:
+    """min(Σ_{h≤g} sizes_h, most) for each g, without overflow: sizes may add up to more than int32 holds."""
+    sizes = jnp.clip(sizes, 0, most)
+    if not is_symbolic_dim(most) and not is_symbolic_dim(sizes.shape[-1]) and sizes.shape[-1] * most < 2**31:
+        return jnp.minimum(jnp.cumsum(sizes, axis=-1, dtype=jnp.int32), most)
+    add = lambda a, b: jnp.minimum(a + b, jnp.asarray(most, jnp.uint32))
+    return lax.associative_scan(add, sizes.astype(jnp.uint32), axis=-1).astype(jnp.int32)
 
 
 class RowTiles(NamedTuple):

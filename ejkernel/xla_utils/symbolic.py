@@ -24,5 +24,5 @@ def with_known_sizes(tree: Any) -> Any:
 
 
 def at_most(most: int, length: Any) -> int:
-    """The lesser of the two, as far as is known: `most` where the length is symbolic."""
-    return most if jax.export.is_symbolic_dim(length) else min(most, length)
+    """The lesser of the two, as far as is known: `most` where either is symbolic."""
+    return most if any(map(jax.export.is_symbolic_dim, (most, length))) else min(most, length)

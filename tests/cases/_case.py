@@ -71,6 +71,11 @@ class Case:
         return OPERATIONS[self.operation].trio
 
     @property
+    def reference(self) -> Callable[..., Any]:
+        """The formula in JAX."""
+        return importlib.import_module(f"ejkernel.kernels._xla.{self.operation}").reference
+
+    @property
     def differentiable(self) -> tuple[str, ...]:
         """The operands of the call that have tangents: quantised ones have none."""
         return tuple(name for name in self.trio.differentiable if name in self.operands and self._is_float(name))
@@ -101,8 +106,7 @@ class Case:
     def formula(self, arrays: Mapping[str, Any]) -> list[Any]:
         """The results of the reference, the formula that every implementation must give."""
         call = OPERATIONS[self.operation].prepare_arguments(**arrays, **self.options)
-        reference = importlib.import_module(f"ejkernel.kernels._xla.{self.operation}").reference
-        outputs = reference(*self.trio.operands(**call.named), spec=call.spec)
+        outputs = self.reference(*self.trio.operands(**call.named), spec=call.spec)
         return jax.tree.leaves(call.finish(outputs._asdict()))
 
     def resized(self, sizes: Mapping[str, int]) -> "Case":

@@ -23,6 +23,11 @@ def one_has_all(total: int):
     return lambda rng, shape: total * np.eye(shape[0], dtype=np.int32)[rng.integers(shape[0])]
 
 
+def beyond_32_bits(rng, shape):
+    """The second group has all the rows that are left, and the sum of all is more than int32 holds."""
+    return np.array([5, *(2**31 - 1 for _ in range(shape[0] - 1))], np.int32)
+
+
 def with_padding(rng, shape):
     """NaN in the last PADDING rows."""
     x = rng.standard_normal(shape)
@@ -81,6 +86,7 @@ CASES = (
             rhs_scale=Operand("e", positive),
         ),
     ),
+    case("beyond_32_bits", dict(lhs="m k", rhs="e k n", group_sizes=Operand("e", beyond_32_bits))),
     case("none", dict(lhs="m k", rhs="e k n", group_sizes=Operand("e", lambda rng, shape: np.zeros(shape, np.int32)))),
 )
 

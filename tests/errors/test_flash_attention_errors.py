@@ -18,8 +18,9 @@ def array_of(dtype, *shape):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-f32, bf16, i32, u32, bits = (
-    partial(array_of, dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.bool_)
+f32, bf16, i32, u32, bits, e8m0 = (
+    partial(array_of, dtype)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.bool_, jnp.float8_e8m0fnu)
 )
 GOOD = dict(q=f32(2, 8, 4, 16), k=f32(2, 12, 2, 16), v=f32(2, 12, 2, 16))
 PACKED = dict(q=f32(8, 4, 16), k=f32(12, 2, 16), v=f32(12, 2, 16), cu_seqlens_q=i32(3), cu_seqlens_k=i32(3))
@@ -57,6 +58,7 @@ SHAPES = {
     ),
     "mask": (dict(mask=bits(8, 11)), ValueError, "mask of shape (8, 11) does not broadcast to (2, 4, 8, 12)"),
     "sinks": (dict(sinks=f32(3)), ValueError, "sinks must be [4] or [4, n], one row a head", "sinks: f32[3]"),
+    "no sinks": (dict(sinks=f32(4, 0)), ValueError, "sinks has 0 of them for a head; leave it out", "sinks: f32[4,0]"),
     "segment ids": (
         dict(q_segment_ids=i32(2, 8), kv_segment_ids=i32(2, 8)),
         ValueError,
@@ -85,6 +87,24 @@ DTYPES = {
         "q_segment_ids has dtype float32; it must be an integer type",
     ),
     "scale": (dict(softmax_scale=i32()), TypeError, "softmax_scale has dtype int32; it must be a float type"),
+    "narrow": (dict(q=e8m0(2, 8, 4, 16)), TypeError, "it must be a float type: float16, bfloat16, float32, float64"),
+    "lists of ids": (
+        dict(q_segment_ids=[[1] * 8] * 2, kv_segment_ids=[[1] * 12] * 2),
+        TypeError,
+        "q_segment_ids must be an array, not list",
+    ),
+    "unsigned ids": (
+        dict(q_segment_ids=u32(2, 8), kv_segment_ids=u32(2, 12)),
+        TypeError,
+        "q_segment_ids has dtype uint32; it must be signed, as negative ids are padding",
+    ),
+    "list of lengths": (dict(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 12]), TypeError, "cu_seqlens_q must be an array"),
+    "rows of floats": (
+        dict(dropout_rate=0.1, dropout_key=f32(2, 4, 4)),
+        ValueError,
+        "dropout_key must be one jax.random.key",
+    ),
+    "unused key": (dict(dropout_key=7), TypeError, "dropout_key must be one jax.random.key, not int"),
     "dropout key": (dict(dropout_rate=0.1, dropout_key=7), TypeError, "must be one jax.random.key, not int"),
 }
 
@@ -94,6 +114,9 @@ OPTIONS = {
     "float window": (dict(window=4.0), TypeError, "window is 4.0; it must be an int, a pair (left, right) or None"),
     "long window": (dict(window=(1, 2, 3)), TypeError, "window is (1, 2, 3); it must be"),
     "window bound": (dict(window=(1.5, 0)), TypeError, "window's left bound is 1.5; it must be an int or None"),
+    "return_lse": (dict(return_lse="yes"), TypeError, "return_lse must be True or False, not str"),
+    "tiny softcap": (dict(softcap=1e-40), ValueError, "softcap is 1e-40; it must be positive and finite, from 1e-30"),
+    "huge scale": (dict(softmax_scale=10**400), ValueError, "softmax_scale is 1000", "it must be finite"),
     "softcap": (dict(softcap=-1.0), ValueError, "softcap is -1.0; it must be positive and finite"),
     "softcap as text": (dict(softcap="30"), TypeError, "softcap must be a static number, not str"),
     "traced softcap": (dict(softcap=f32()), TypeError, "softcap must be a static number, not "),
@@ -155,6 +178,8 @@ PACKINGS = {
 }
 
 FACE = {
+    "seed": (dict(dropout_prob=0.1, dropout_seed="7"), TypeError, "dropout_seed is '7'; it must be an integer"),
+    "huge seed": (dict(dropout_prob=0.1, dropout_seed=2**70), ValueError, "dropout_seed is", "an integer of 32 bits"),
     "platform": (dict(platform="tritn"), ValueError, "platform 'tritn' is unknown; known are auto, triton, pallas"),
     "specs without mesh": (dict(in_specs=()), ValueError, "in_specs and out_specs are given without a mesh"),
     "a lax name": (dict(softcap=30.0), TypeError, "unexpected keyword argument 'softcap'"),
@@ -196,6 +221,23 @@ def test_the_number_of_sequences_has_to_be_known():
     with pytest.raises(ValueError) as error:
         jax.eval_shape(lambda arrays: lax(**arrays, **options), arrays)
     check(error.value, ValueError, ["cu_seqlens_k is symbolic; the number of sequences has to be known"])
+
+
+def test_the_number_of_features_has_to_be_known():
+    (d,) = symbolic_shape("d")
+    arrays = dict(q=f32(2, 8, 4, d), k=f32(2, 12, 2, d), v=f32(2, 12, 2, 16))
+    with pytest.raises(ValueError) as error:
+        jax.eval_shape(lambda arrays: lax(**arrays), arrays)
+    check(error.value, ValueError, ["the number of features, of which softmax_scale is a power, is symbolic, d"])
+
+
+def test_a_window_or_a_bound_beyond_every_length_is_none():
+    q = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
+    same = lambda a, b: (lax(q, q, q, **a) == lax(q, q, q, **b)).all()
+    assert same(dict(window=2**40), dict(causal=True)) and same(dict(window=(2**70, 1)), dict(window=(None, 1)))
+    cu = jnp.array([0, 3, 8])
+    pack = lambda **more: lax(q[0], q[0], q[0], cu_seqlens_q=cu, cu_seqlens_k=cu, **more)
+    assert (pack(max_seqlen_q=2**40, max_seqlen_k=10**30) == pack()).all()
 
 
 def split(arguments):

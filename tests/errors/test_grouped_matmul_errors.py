@@ -4,7 +4,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.export import symbolic_shape
 
 import ejkernel
 
@@ -42,6 +44,20 @@ WRONG = {
         ValueError,
         "group_offset is -1; it must be at least 0",
     ),
+    "offset of 64 bits": (dict(group_offset=2**40), ValueError, "group_offset is 1099511627776; it must be at least 0"),
+    "true offset": (dict(group_offset=True), TypeError, "group_offset must be an array, not bool"),
+    "sizes in a list": (dict(group_sizes=[6, 6, 6, 6]), TypeError, "group_sizes must be an array, not list"),
+    "sizes of 64 bits": (
+        dict(group_sizes=np.array([2**40, 0, 0, 0])),
+        ValueError,
+        "group_sizes holds 1099511627776, which is no number of 32 bits",
+    ),
+    "any groups": (
+        dict(rhs=f32(*symbolic_shape("e"), 8, 12), group_sizes=i32(*symbolic_shape("e"))),
+        ValueError,
+        "the number of groups is symbolic, e; it has to be known",
+    ),
+    "narrow": (dict(lhs=array_of(jnp.float8_e4m3fn, 24, 8)), TypeError, "it must be a float type: float16, bfloat16"),
     "existing_out": (dict(existing_out=f32(24, 8)), ValueError, "existing_out must be (24, 12), rows of lhs and"),
     "scale": (dict(rhs_scale=f32(12)), ValueError, "rhs_scale must be a scalar, [4] or [4, 12]", "rhs_scale: f32[12]"),
     "rhs unlike lhs": (dict(rhs=bf16(4, 8, 12)), TypeError, "rhs is bfloat16 but lhs is float32; it must be that or"),

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 from cases import CASES, Operand
+from cases.grouped_matmul import beyond_32_bits
 
 from ejkernel.types import KernelConfig
 
@@ -37,3 +38,9 @@ def test_a_batch_that_shares_the_matrices(interpreted):
 def test_what_belongs_to_empty_groups_may_be_nan(interpreted):
     case = replace(OURS[0], operands=OURS[0].operands | dict(rhs_scale=Operand("e n")))
     against_xla.check(case, against_xla.poisoned(against_xla.prepared(case)), "triton", "gpu", CONFIG)
+
+
+def test_sizes_that_add_up_to_more_than_32_bits_hold(interpreted):
+    """Groups past the last row have none, and the sum does not wrap around."""
+    huge = replace(OURS[0], operands={**OURS[0].operands, "group_sizes": Operand("e", beyond_32_bits)})
+    against_xla.check(huge, against_xla.prepared(huge), "triton", "gpu", CONFIG)

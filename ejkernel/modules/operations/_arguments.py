@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from ...errors import shown, type_error, value_error
 from ...primitives._factory import KernelPrimitive
@@ -17,12 +18,45 @@ from ...primitives._sharding import aligned
 from ...types import KernelConfig, Platform, checked_config
 from ...xla_utils.symbolic import is_symbolic
 
+# What is computed with; float8 is for matrices alone that say so, and the rest has no arithmetic or none of this kind.
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_OF_KIND = {np.floating: FLOATS, np.integer: INTEGERS, np.bool_: ("bool",)}
+
 
 def array(operation: str, name: str, x: Any) -> Any:
-    """An operand as an array; raises for what has no shape and dtype."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    """An operand as an array, of JAX or numpy or something that says how it becomes one; never a list or a number."""
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return x
+    if isinstance(x, np.ndarray | np.generic):
+        _require_32_bits(operation, name, x)
+    elif not hasattr(x, "__jax_array__"):
         raise type_error(operation, f"{name} must be an array, not {type(x).__name__}")
-    return jnp.asarray(x) if isinstance(x, np.ndarray | np.generic) else x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise type_error(operation, f"{name} is no array of JAX: {shown(str(error))}") from error
+
+
+def array_or_none(operation: str, name: str, x: Any) -> Any:
+    """An operand that may be left out."""
+    return None if x is None else array(operation, name, x)
+
+
+def _require_32_bits(operation: str, name: str, x: np.ndarray | np.generic) -> None:
+    """Integers of numpy are not cut off: JAX makes 64 bits to 32 unless it is told to keep them."""
+    if x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or jax.config.jax_enable_x64 or x.size == 0:
+        return
+    limits = np.iinfo(f"{x.dtype.kind.replace('i', 'int').replace('u', 'uint')}32")
+    for extreme in (x.min(), x.max()):
+        if not limits.min <= extreme <= limits.max:
+            raise value_error(operation, f"{name} holds {extreme}, which is no number of 32 bits")
+
+
+def int32(x: Any, most: Any) -> Any:
+    """Integers from 0 to `most` as int32; what is outside is brought to the nearer end before it could wrap around."""
+    x = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
+    return x.clip(0, most).astype(jnp.int32)
 
 
 def require_rank(operation: str, rank: int, axes: str, **arrays: Any) -> None:
@@ -33,10 +67,12 @@ def require_rank(operation: str, rank: int, axes: str, **arrays: Any) -> None:
 
 
 def require_dtype(operation: str, kind: Any, wanted: str, **arrays: Any) -> None:
-    """Every array has a dtype of that kind (as in `jax.numpy.issubdtype`)."""
+    """Every array has a dtype of that kind: `np.floating`, `np.integer` or `np.bool_`, of those that are known."""
     for name, x in arrays.items():
-        if x is not None and not jnp.issubdtype(x.dtype, kind):
-            raise type_error(operation, f"{name} has dtype {x.dtype}; it must be {wanted}", **{name: x})
+        if x is None or x.dtype.name in _OF_KIND[kind]:
+            continue
+        known = f": {', '.join(_OF_KIND[kind])}" if jnp.issubdtype(x.dtype, kind) else ""
+        raise type_error(operation, f"{name} has dtype {x.dtype}; it must be {wanted}{known}", **{name: x})
 
 
 def require_cuts(operation: str, **arrays: Any) -> None:
@@ -48,6 +84,12 @@ def require_cuts(operation: str, **arrays: Any) -> None:
             raise value_error(operation, f"{name} is symbolic; the number of sequences has to be known", **arrays)
         if x.shape[0] < 2:
             raise value_error(operation, f"{name} must have sequences + 1 ≥ 2 entries", **arrays)
+
+
+def require_known(operation: str, what: str, size: Any, **arrays: Any) -> None:
+    """A size that what is computed depends on is no symbolic one."""
+    if is_symbolic_dim(size):
+        raise value_error(operation, f"{what} is symbolic, {size}; it has to be known", **arrays)
 
 
 def require_same_dtype(operation: str, **arrays: Any) -> None:
@@ -64,15 +106,15 @@ def window_pair(operation: str, window: Any) -> tuple[int | None, int | None]:
         return (None, None)
     if isinstance(window, int | np.integer) and not isinstance(window, bool):
         if window < 1:
-            raise value_error(operation, f"window is {window}; a number of keys must be at least 1")
+            raise value_error(operation, f"window is {shown(window)}; a number of keys must be at least 1")
         return (int(window) - 1, 0)
     if not isinstance(window, tuple | list) or len(window) != 2:
-        raise type_error(operation, f"window is {window!r}; it must be an int, a pair (left, right) or None")
+        raise type_error(operation, f"window is {shown(window)}; it must be an int, a pair (left, right) or None")
     for side, bound in zip(("left", "right"), window, strict=True):
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | np.integer)):
-            raise type_error(operation, f"window's {side} bound is {bound!r}; it must be an int or None")
+            raise type_error(operation, f"window's {side} bound is {shown(bound)}; it must be an int or None")
         if bound is not None and bound < 0:
-            raise value_error(operation, f"window's {side} bound is {bound}; it must not be negative")
+            raise value_error(operation, f"window's {side} bound is {shown(bound)}; it must not be negative")
     left, right = (None if bound is None else int(bound) for bound in window)
     return (left, right)
 
@@ -114,15 +156,15 @@ def static_bool(operation: str, name: str, x: Any) -> bool:
     return bool(x)
 
 
-def size_or_none(operation: str, name: str, x: Any) -> int | None:
-    """A static size of at least 1, or None."""
+def size_or_none(operation: str, name: str, x: Any, most: Any = None) -> int | None:
+    """A static size of at least 1, or None; what is above `most`, if that is given and known, is that."""
     if x is None:
         return None
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise type_error(operation, f"{name} must be an int or None, not {type(x).__name__}")
     if x < 1:
-        raise value_error(operation, f"{name} is {x}; it must be at least 1")
-    return int(x)
+        raise value_error(operation, f"{name} is {shown(x)}; it must be at least 1")
+    return int(x) if most is None or is_symbolic_dim(most) else max(1, min(int(x), most))
 
 
 def config_of(operation: str, config: Any, platform: Platform | str | None = None) -> KernelConfig | None:

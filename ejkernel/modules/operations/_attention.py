@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import type_error, value_error
+from ...errors import shown, type_error, value_error
+from ...ops.utils.operands import is_array
 from ...xla_utils.philox import two_words
 from ...xla_utils.symbolic import is_symbolic
-from ._arguments import array, positive_or_none, static_number, window_pair
+from ._arguments import INTEGERS, array, positive_or_none, require_dtype, static_number, window_pair
 
 # Beyond it a window of a symbolic length is unbounded, and a position plus a bound is still an int32.
 FAR = 2**30
@@ -44,6 +45,8 @@ def segment_ids(operation: str, q_ids, kv_ids, q, k):
         return None, None
     found = []
     for name, ids, of, x in (("q_segment_ids", q_ids, "q", q), ("kv_segment_ids", kv_ids, "k", k)):
+        ids = ids if isinstance(ids, np.ndarray) else array(operation, name, ids)
+        require_dtype(operation, np.integer, "an integer type", **{name: ids})
         if isinstance(ids, np.ndarray) and ids.dtype.itemsize > 4 and not jax.config.jax_enable_x64:
             ids = np.maximum(ids, -1)
             if (most := ids.max(initial=-1)) > np.iinfo(np.int32).max:
@@ -67,21 +70,37 @@ def dropout_words(operation: str, rate, key, q):
     rate = static_number(operation, "dropout_rate", rate)
     if not 0 <= rate < 1:
         raise value_error(operation, f"dropout_rate is {rate}; it must be at least 0 and below 1")
+    words = None if key is None else _words_of_key(operation, key, q)
     if rate == 0:
         return None
-    if key is None:
+    if words is None:
         raise value_error(operation, f"dropout_rate is {rate} but dropout_key is not given; pass a jax.random.key")
-    if not hasattr(key, "dtype"):
-        raise type_error(operation, f"dropout_key must be one jax.random.key, not {type(key).__name__}")
-    if key.dtype == jnp.uint32 and key.shape == (q.shape[0], q.shape[2], 4):
-        return key  # a shard of what this function made for the whole
-    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        is_one, words = key.shape == (), jax.random.key_data(key).reshape(-1)
-    else:  # the words alone, as of `jax.random.PRNGKey`
-        is_one, words = key.dtype == jnp.uint32 and key.shape in ((2,), (4,)), jnp.asarray(key)
-    if not is_one:
-        raise value_error(operation, "dropout_key must be one jax.random.key", dropout_key=key)
+    if words.ndim == 3:
+        return words
     first, second = two_words(words)
     size = q.shape[0], q.shape[2]
     places = [jax.lax.broadcasted_iota(jnp.uint32, size, axis) for axis in range(2)]
     return jnp.stack([jnp.full(size, first), jnp.full(size, second), *places], axis=-1)
+
+
+def _words_of_key(operation: str, key, q):
+    """The words of one key; or, as it is, [b, h, 4], a shard of what `dropout_words` made for the whole."""
+    if not is_array(key):
+        raise type_error(operation, f"dropout_key must be one jax.random.key, not {type(key).__name__}")
+    key = array(operation, "dropout_key", key)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        if key.shape == ():
+            return jax.random.key_data(key).reshape(-1)
+    elif key.dtype == jnp.uint32 and key.shape in ((2,), (4,), (q.shape[0], q.shape[2], 4)):
+        return key  # the words alone, as of `jax.random.PRNGKey`, or a shard
+    raise value_error(operation, "dropout_key must be one jax.random.key", dropout_key=key)
+
+
+def key_of_seed(operation: str, seed):
+    """The key of an integer, which may be traced."""
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
+        if not -(2**31) <= seed < 2**32:
+            raise value_error(operation, f"dropout_seed is {shown(seed)}; it must be an integer of 32 bits")
+    elif not is_array(seed) or seed.dtype.name not in INTEGERS or seed.shape != ():
+        raise type_error(operation, f"dropout_seed is {shown(seed)}; it must be an integer")
+    return jax.random.key(seed, impl="threefry2x32")

@@ -15,8 +15,10 @@ from .._operation import Prepared
 from ._arguments import (
     align,
     array,
+    int32,
     require_cuts,
     require_dtype,
+    require_known,
     require_rank,
     require_same_dtype,
     static_bool,
@@ -130,7 +132,7 @@ def _spans(name: str, cu_seqlens, q):
         raise value_error(
             name, f"q has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences", q=q
         )
-    ends = cu_seqlens.astype(jnp.int32).clip(0, q.shape[1])
+    ends = int32(cu_seqlens, q.shape[1])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
 
@@ -140,6 +142,7 @@ def _scaled(name: str, q, scale, spans):
     They may be NaN, and so would be their product with a cotangent of 0 in the gradient of the scale.
     """
     if scale is None:
+        require_known(name, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
         return q, q.shape[-1] ** -0.5
     if isinstance(scale, jax.Array | jax.core.Tracer):
         if scale.shape != ():

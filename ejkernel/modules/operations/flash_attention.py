@@ -16,15 +16,18 @@ from .._operation import Operation, Prepared
 from ._arguments import (
     align,
     array,
+    array_or_none,
+    int32,
     require_cuts,
     require_dtype,
+    require_known,
     require_rank,
     require_same_dtype,
     size_or_none,
     static_bool,
     static_scale,
 )
-from ._attention import dropout_words, segment_ids, softcap_for, window_within
+from ._attention import dropout_words, key_of_seed, segment_ids, softcap_for, window_within
 
 NAME = trio.name
 
@@ -101,6 +104,8 @@ def flash_attention_arguments(
     FlashAttention-2, arXiv 2307.08691; FlashAttention-3, arXiv 2407.08608.
     """
     q, k, v = (array(NAME, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    cu_seqlens_q = array_or_none(NAME, "cu_seqlens_q", cu_seqlens_q)
+    cu_seqlens_k = array_or_none(NAME, "cu_seqlens_k", cu_seqlens_k)
     packed = _is_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if packed:
         _check_packed(cu_seqlens_q, cu_seqlens_k, q_segment_ids, kv_segment_ids)
@@ -108,7 +113,6 @@ def flash_attention_arguments(
     elif max_seqlen_q is not None or max_seqlen_k is not None:
         raise value_error(NAME, "max_seqlen_q and max_seqlen_k are for packed sequences: give cu_seqlens_q and _k")
     _check_arrays(q, k, v)
-    require_dtype(NAME, np.integer, "an integer type", q_segment_ids=q_segment_ids, kv_segment_ids=kv_segment_ids)
     if (q_segment_ids is None) != (kv_segment_ids is None):
         alone, other = ("q", "kv") if kv_segment_ids is None else ("kv", "q")
         raise value_error(NAME, f"{alone}_segment_ids is given without {other}_segment_ids; both or neither")
@@ -124,8 +128,8 @@ def flash_attention_arguments(
         kv_segment_ids=kv_segment_ids,
         sinks=_sinks(sinks, q),
         softmax_scale=traced_scale,
-        cu_seqlens_q=_lengths(cu_seqlens_q),
-        cu_seqlens_k=_lengths(cu_seqlens_k),
+        cu_seqlens_q=_lengths(cu_seqlens_q, q),
+        cu_seqlens_k=_lengths(cu_seqlens_k, k),
         dropout=dropout_words(NAME, dropout_rate, dropout_key, q),
     )
     spec = FlashAttentionSpec(
@@ -134,11 +138,12 @@ def flash_attention_arguments(
         softcap=softcap_for(NAME, softcap, q),
         softmax_scale=scale,
         dropout_rate=float(dropout_rate),
-        max_seqlen_q=size_or_none(NAME, "max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=size_or_none(NAME, "max_seqlen_k", max_seqlen_k),
+        max_seqlen_q=size_or_none(NAME, "max_seqlen_q", max_seqlen_q, q.shape[1]),
+        max_seqlen_k=size_or_none(NAME, "max_seqlen_k", max_seqlen_k, k.shape[1]),
         deterministic=static_bool(NAME, "deterministic", deterministic),
         batch_invariant=static_bool(NAME, "batch_invariant", batch_invariant),
     )
+    return_lse = static_bool(NAME, "return_lse", return_lse)
     named = align(trio.forward, {name: x for name, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
@@ -206,6 +211,7 @@ def _statistics_dtype(q):
 def _scale(scale, q):
     """The static scale and the traced one: a traced scale is an operand, and the static one is then 1."""
     if scale is None:
+        require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
         return q.shape[-1] ** -0.5, None
     if isinstance(scale, jax.Array | jax.core.Tracer):
         if scale.shape != ():
@@ -231,8 +237,12 @@ def _pairwise(name: str, x, kind, wanted: str, q, k):
     return x.reshape((1,) * (4 - len(x.shape)) + x.shape)
 
 
-def _lengths(cu_seqlens):
-    return None if cu_seqlens is None else array(NAME, "cu_seqlens", cu_seqlens).astype(jnp.int32)[None]
+def _lengths(cu_seqlens, x):
+    """[1, n + 1] int32; entries of more bits are kept from wrapping around."""
+    if cu_seqlens is None:
+        return None
+    wide = cu_seqlens.dtype.itemsize > 4 or cu_seqlens.dtype == jnp.uint32
+    return (int32(cu_seqlens, x.shape[1]) if wide else cu_seqlens.astype(jnp.int32))[None]
 
 
 def _sinks(sinks, q):
@@ -242,6 +252,8 @@ def _sinks(sinks, q):
     require_dtype(NAME, np.floating, "a float type", sinks=sinks)
     if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[2]:
         raise value_error(NAME, f"sinks must be [{q.shape[2]}] or [{q.shape[2]}, n], one row a head", sinks=sinks, q=q)
+    if 0 in sinks.shape:
+        raise value_error(NAME, "sinks has 0 of them for a head; leave it out", sinks=sinks)
     return sinks.astype(_statistics_dtype(q)).reshape(1, sinks.shape[0], -1)
 
 
@@ -303,10 +315,10 @@ class FlashAttention(Operation):
     @classmethod
     def convert(cls, arguments):
         """The modules' face takes an integer seed, 0 if none is given."""
-        if not arguments.get("dropout_rate"):
+        seed, rate = arguments.get("dropout_key"), arguments.get("dropout_rate")
+        if seed is None and not (isinstance(rate, float | np.floating) and rate > 0):
             return dict(arguments)
-        seed = arguments.get("dropout_key")
-        return dict(arguments, dropout_key=jax.random.key(0 if seed is None else seed, impl="threefry2x32"))
+        return dict(arguments, dropout_key=key_of_seed(NAME, 0 if seed is None else seed))
 
     @classmethod
     def place(cls, arrays, given, specs):

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...errors import type_error, value_error
-from ...ops.utils.operands import random_like
+from ...errors import shown, type_error, value_error
+from ...ops.utils.operands import is_array, random_like
 from ...primitives.grouped_matmul import GroupedMatmulSpec, Operands
 from ...primitives.grouped_matmul import grouped_matmul as trio
 from .._operation import Operation, Prepared
-from ._arguments import align, array, require_dtype, require_rank, static_bool
+from ._arguments import align, array, int32, require_dtype, require_known, require_rank, static_bool
 
 NAME = trio.name
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -68,7 +68,7 @@ def grouped_matmul_arguments(
     operands = Operands(
         lhs[None],
         rhs[None],
-        group_sizes.astype(jnp.int32)[None],
+        _sizes(group_sizes, lhs)[None],
         group_offset=_offset(group_offset, group_sizes, rhs),
         existing_out=_existing(existing_out, lhs, rhs, trio.forward.dtypes({"lhs": lhs.dtype}, spec)["o"]),
         rhs_scale=_scale(rhs_scale, lhs, rhs),
@@ -92,6 +92,7 @@ def _check_arrays(lhs, rhs, group_sizes, transpose_rhs: bool) -> None:
         raise value_error(
             NAME, f"rhs has {depth} features but lhs has {lhs.shape[1]}; they must be equal", lhs=lhs, rhs=rhs
         )
+    require_known(NAME, "the number of groups", group_sizes.shape[0], group_sizes=group_sizes)
     for name, size in zip(("groups", "rows", "columns"), rhs.shape, strict=True):
         if size == 0:
             raise value_error(NAME, f"rhs has 0 {name}; it must have some", rhs=rhs)
@@ -99,15 +100,21 @@ def _check_arrays(lhs, rhs, group_sizes, transpose_rhs: bool) -> None:
 
 def _result_dtype(dtype, lhs) -> str:
     try:
-        name = None if dtype is None else np.dtype(dtype).name
-    except TypeError:
+        name = None if dtype is None or is_array(dtype) else np.dtype(dtype).name
+    except Exception:  # of many kinds, for what numpy takes for the description of a record
         name = None
     if name is None:
-        raise type_error(NAME, f"preferred_element_type is {dtype!r}; it must be a dtype")
+        raise type_error(NAME, f"preferred_element_type is {shown(dtype)}; it must be a dtype")
     allowed = (*RESULTS, "float64") if lhs.dtype == np.float64 else RESULTS
     if name not in allowed:
         raise type_error(NAME, f"preferred_element_type is {name}; it must be one of {', '.join(allowed)}", lhs=lhs)
     return name
+
+
+def _sizes(group_sizes, lhs):
+    """int32; sizes of more bits are kept from wrapping around."""
+    wide = group_sizes.dtype.itemsize > 4 or group_sizes.dtype == jnp.uint32
+    return int32(group_sizes, lhs.shape[0]) if wide else group_sizes.astype(jnp.int32)
 
 
 def _offset(offset, group_sizes, rhs):
@@ -121,9 +128,13 @@ def _offset(offset, group_sizes, rhs):
                 group_sizes=group_sizes,
             )
         return None
-    if isinstance(offset, int) and offset < 0:
-        raise value_error(NAME, f"group_offset is {offset}; it must be at least 0", group_sizes=group_sizes)
-    offset = jnp.asarray(offset) if isinstance(offset, int) else array(NAME, "group_offset", offset)
+    if isinstance(offset, int) and not isinstance(offset, bool):
+        if not 0 <= offset < 2**31:
+            raise value_error(
+                NAME, f"group_offset is {shown(offset)}; it must be at least 0 and below 2**31", group_sizes=group_sizes
+            )
+        offset = np.int32(offset)
+    offset = array(NAME, "group_offset", offset)
     require_dtype(NAME, np.integer, "an integer type", group_offset=offset)
     if offset.shape not in ((), (1,)):
         raise value_error(NAME, "group_offset must be a scalar or [1]", group_offset=offset)
@@ -131,7 +142,7 @@ def _offset(offset, group_sizes, rhs):
         raise value_error(
             NAME, f"group_sizes has {groups} groups but rhs has {held}; they must be at least as many", rhs=rhs
         )
-    return offset.astype(jnp.int32).reshape(1)
+    return int32(offset, groups).reshape(1)
 
 
 def _existing(existing_out, lhs, rhs, dtype):

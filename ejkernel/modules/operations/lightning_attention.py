@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ...errors import type_error, value_error
+from ...errors import shown, type_error, value_error
 from ...primitives.lightning_attention import lightning_attention as trio
 from .._operation import Operation, Prepared
+from ._arguments import array, require_known
 from ._recurrence import Recurrence, prepare
 
 NAME = trio.name
@@ -59,7 +60,9 @@ def lightning_attention_arguments(
 
     Lightning Attention-2, arXiv 2401.04658; the decays are those of TransNormerLLM, 2307.14995.
     """
-    slopes = None if len(getattr(q, "shape", ())) != 4 else _g_gamma(q.shape[2], layer_idx, num_layers)
+    q = array(NAME, "q", q)
+    has_heads = len(q.shape) == 4 and q.shape[2] != 0
+    slopes = _g_gamma(q.shape[2], layer_idx, num_layers) if has_heads else None
     return prepare(
         trio,
         q,
@@ -80,7 +83,10 @@ def _g_gamma(heads: int, layer_idx: int, num_layers: int):
         if isinstance(x, bool) or not isinstance(x, int | np.integer):
             raise type_error(NAME, f"{name} must be a static int, not {type(x).__name__}")
     if not 0 <= layer_idx < num_layers:
-        raise value_error(NAME, f"layer_idx is {layer_idx}; it must be at least 0 and below num_layers, {num_layers}")
+        raise value_error(
+            NAME, f"layer_idx is {shown(layer_idx)}; it must be at least 0 and below num_layers, {shown(num_layers)}"
+        )
+    require_known(NAME, "the number of heads, by which they decay,", heads)
     return jnp.asarray(-8 / heads * (1 - layer_idx / num_layers) * np.arange(heads), jnp.float32)
 
 

@@ -8,7 +8,7 @@ from ...ops.utils.operands import random_like
 from ...primitives.mean_pooling import MeanPoolingSpec, Operands
 from ...primitives.mean_pooling import mean_pooling as trio
 from .._operation import Operation, Prepared
-from ._arguments import align, array, require_cuts, require_dtype, require_rank, size_or_none
+from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank, size_or_none
 
 NAME = trio.name
 
@@ -41,7 +41,7 @@ def mean_pooling_arguments(x, cu_seqlens=None, *, chunk_size=None) -> Prepared:
         require_rank(NAME, 2, "tokens, features, since cu_seqlens is given", x=x)
         segments = _segments(array(NAME, "cu_seqlens", cu_seqlens), x)
         x = x[None]
-    spec = MeanPoolingSpec(size_or_none(NAME, "chunk_size", chunk_size))
+    spec = MeanPoolingSpec(size_or_none(NAME, "chunk_size", chunk_size, x.shape[1]))
     named = align(trio.forward, {k: a for k, a in Operands(x, segments)._asdict().items() if a is not None})
     return Prepared(named, spec, lambda out: out["o"][:, 0] if segments is None else out["o"][0])
 
@@ -49,7 +49,7 @@ def mean_pooling_arguments(x, cu_seqlens=None, *, chunk_size=None) -> Prepared:
 def _segments(cu_seqlens, x):
     """[1, n, 2]: the first token of each sequence and the one after its last."""
     require_cuts(NAME, cu_seqlens=cu_seqlens)
-    ends = cu_seqlens.astype(jnp.int32).clip(0, x.shape[0])
+    ends = int32(cu_seqlens, x.shape[0])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
 

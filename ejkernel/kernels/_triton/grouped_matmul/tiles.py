@@ -10,12 +10,13 @@ def group_rows(group_sizes, group_offset, batch, problem: tl.constexpr):
     group = tl.arange(0, problem.F_PAD)
     if problem.sizes_vary:
         group_sizes += batch * problem.F
-    sizes = tl.load(group_sizes + group, mask=group < problem.F, other=0)
+    sizes = capped(tl.load(group_sizes + group, mask=group < problem.F, other=0), problem)
     offset = 0
     if group_offset is not None:
-        offset = tl.load(group_offset + batch if problem.offset_varies else group_offset)
+        offset = tl.minimum(tl.load(group_offset + batch if problem.offset_varies else group_offset), problem.F)
     ends = tl.cumsum(sizes)
-    return group, tl.minimum(ends - sizes, problem.M), tl.minimum(ends, problem.M), offset
+    starts, ends = tl.minimum(ends - sizes, problem.M), tl.minimum(ends, problem.M)
+    return group, starts.to(tl.int32), ends.to(tl.int32), offset
 
 
 @triton.jit
@@ -25,10 +26,18 @@ def rows_of_group(group_sizes, group_offset, batch, held, problem: tl.constexpr)
     if problem.sizes_vary:
         group_sizes += batch * problem.F
     if group_offset is not None:
-        held += tl.load(group_offset + batch if problem.offset_varies else group_offset)
-    size = tl.load(group_sizes + held, mask=held < problem.F, other=0)
-    start = tl.sum(tl.load(group_sizes + group, mask=(group < held) & (group < problem.F), other=0))
-    return tl.minimum(start, problem.M), tl.minimum(start + size, problem.M)
+        held += tl.minimum(tl.load(group_offset + batch if problem.offset_varies else group_offset), problem.F)
+    size = capped(tl.load(group_sizes + held, mask=held < problem.F, other=0), problem)
+    before = tl.load(group_sizes + group, mask=(group < held) & (group < problem.F), other=0)
+    start = tl.sum(capped(before, problem))
+    return tl.minimum(start, problem.M).to(tl.int32), tl.minimum(start + size, problem.M).to(tl.int32)
+
+
+@triton.jit
+def capped(sizes, problem: tl.constexpr):
+    """Sizes of at most all rows, so that their sum does not overflow; in 64 bits where even that might."""
+    sizes = tl.minimum(tl.maximum(sizes, 0), problem.M)
+    return sizes.to(tl.int64) if problem.F * problem.M >= 2**31 else sizes
 
 
 @triton.jit
