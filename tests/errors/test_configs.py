@@ -253,7 +253,7 @@ def test_what_implementations_propose_is_right(case):
         found.update(spec=call.spec, operands=case.trio.operands(**{n: jax.typeof(x) for n, x in call.named.items()}))
 
     jax.eval_shape(look, case.arrays(dtype=jnp.bfloat16))
-    for primitive in (case.trio.forward, case.trio.tangent, case.trio.backward):
+    for primitive in case.trio.primitives:
         for target in (Target("cpu"), Target("cuda", "NVIDIA H200"), Target("tpu", "TPU v6 lite")):
             for entry, reason in candidates(primitive.name, found["spec"], found["operands"], target):
                 if reason is None:

@@ -53,10 +53,12 @@ def _require_32_bits(operation: str, name: str, x: np.ndarray | np.generic) -> N
             raise value_error(operation, f"{name} holds {extreme}, which is no number of 32 bits")
 
 
-def int32(x: Any, most: Any) -> Any:
-    """Integers from 0 to `most` as int32; what is outside is brought to the nearer end before it could wrap around."""
-    x = x.astype(jnp.int32) if x.dtype.itemsize < 4 else x
-    return x.clip(0, most).astype(jnp.int32)
+def int32(x: Any) -> Any:
+    """Integers as int32; what that does not hold becomes the nearest that it does, and does not wrap around."""
+    if jnp.iinfo(x.dtype).max <= 2**31 - 1:
+        return x.astype(jnp.int32)
+    least = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -(2**31)
+    return x.clip(least, 2**31 - 1).astype(jnp.int32)
 
 
 def require_rank(operation: str, rank: int, axes: str, **arrays: Any) -> None:

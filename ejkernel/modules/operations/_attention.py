@@ -48,8 +48,8 @@ def segment_ids(operation: str, q_ids, kv_ids, q, k):
         ids = ids if isinstance(ids, np.ndarray) else array(operation, name, ids)
         require_dtype(operation, np.integer, "an integer type", **{name: ids})
         if isinstance(ids, np.ndarray) and ids.dtype.itemsize > 4 and not jax.config.jax_enable_x64:
-            ids = np.maximum(ids, -1)
-            if (most := ids.max(initial=-1)) > np.iinfo(np.int32).max:
+            ids = np.maximum(ids, -1) if ids.dtype.kind == "i" else ids
+            if ids.size and (most := ids.max()) > np.iinfo(np.int32).max:
                 raise value_error(operation, f"{name} has an id of {most}; 64 bits need jax_enable_x64")
         ids = array(operation, name, ids)
         if ids.shape != x.shape[:2]:

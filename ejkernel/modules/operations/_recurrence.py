@@ -132,7 +132,7 @@ def _spans(name: str, cu_seqlens, q):
         raise value_error(
             name, f"q has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences", q=q
         )
-    ends = int32(cu_seqlens, q.shape[1])
+    ends = int32(cu_seqlens).clip(0, q.shape[1])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
 

@@ -128,8 +128,8 @@ def flash_attention_arguments(
         kv_segment_ids=kv_segment_ids,
         sinks=_sinks(sinks, q),
         softmax_scale=traced_scale,
-        cu_seqlens_q=_lengths(cu_seqlens_q, q),
-        cu_seqlens_k=_lengths(cu_seqlens_k, k),
+        cu_seqlens_q=int32(cu_seqlens_q)[None] if packed else None,
+        cu_seqlens_k=int32(cu_seqlens_k)[None] if packed else None,
         dropout=dropout_words(NAME, dropout_rate, dropout_key, q),
     )
     spec = FlashAttentionSpec(
@@ -235,14 +235,6 @@ def _pairwise(name: str, x, kind, wanted: str, q, k):
             **{name: x, "q": q, "k": k},
         )
     return x.reshape((1,) * (4 - len(x.shape)) + x.shape)
-
-
-def _lengths(cu_seqlens, x):
-    """[1, n + 1] int32; entries of more bits are kept from wrapping around."""
-    if cu_seqlens is None:
-        return None
-    wide = cu_seqlens.dtype.itemsize > 4 or cu_seqlens.dtype == jnp.uint32
-    return (int32(cu_seqlens, x.shape[1]) if wide else cu_seqlens.astype(jnp.int32))[None]
 
 
 def _sinks(sinks, q):

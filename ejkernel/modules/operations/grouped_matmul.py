@@ -68,7 +68,7 @@ def grouped_matmul_arguments(
     operands = Operands(
         lhs[None],
         rhs[None],
-        _sizes(group_sizes, lhs)[None],
+        int32(group_sizes)[None],
         group_offset=_offset(group_offset, group_sizes, rhs),
         existing_out=_existing(existing_out, lhs, rhs, trio.forward.dtypes({"lhs": lhs.dtype}, spec)["o"]),
         rhs_scale=_scale(rhs_scale, lhs, rhs),
@@ -111,12 +111,6 @@ def _result_dtype(dtype, lhs) -> str:
     return name
 
 
-def _sizes(group_sizes, lhs):
-    """int32; sizes of more bits are kept from wrapping around."""
-    wide = group_sizes.dtype.itemsize > 4 or group_sizes.dtype == jnp.uint32
-    return int32(group_sizes, lhs.shape[0]) if wide else group_sizes.astype(jnp.int32)
-
-
 def _offset(offset, group_sizes, rhs):
     held, groups = rhs.shape[0], group_sizes.shape[0]
     if offset is None:
@@ -142,7 +136,7 @@ def _offset(offset, group_sizes, rhs):
         raise value_error(
             NAME, f"group_sizes has {groups} groups but rhs has {held}; they must be at least as many", rhs=rhs
         )
-    return int32(offset, groups).reshape(1)
+    return int32(offset).reshape(1)
 
 
 def _existing(existing_out, lhs, rhs, dtype):

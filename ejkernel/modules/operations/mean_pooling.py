@@ -49,7 +49,7 @@ def mean_pooling_arguments(x, cu_seqlens=None, *, chunk_size=None) -> Prepared:
 def _segments(cu_seqlens, x):
     """[1, n, 2]: the first token of each sequence and the one after its last."""
     require_cuts(NAME, cu_seqlens=cu_seqlens)
-    ends = int32(cu_seqlens, x.shape[0])
+    ends = int32(cu_seqlens).clip(0, x.shape[0])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
 

@@ -6,23 +6,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...errors import shown as shown_value
 from ...errors import value_error
-from ...ops.utils.operands import random_like
+from ...ops.utils.operands import is_array, random_like
 from ...primitives.ragged_page_attention_v3 import Operands, RaggedPageAttentionSpec
 from ...primitives.ragged_page_attention_v3 import ragged_page_attention_v3 as primitives
 from .._operation import Operation, Prepared
 from ._arguments import (
     align,
     array,
-    positive_or_none,
+    int32,
     require_dtype,
+    require_known,
     require_rank,
     require_same_dtype,
     size_or_none,
     static_bool,
-    static_number,
+    static_scale,
     window_pair,
 )
+from ._attention import FAR, softcap_for
 
 NAME = primitives.name
 
@@ -90,13 +93,10 @@ def ragged_page_attention_v3_arguments(
     _check_arrays(q, k, v, kv_pages)
     num_seqs = _check_tables(num_seqs=num_seqs, **tables)
     left, _ = window_pair(NAME, window)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else static_number(NAME, "softmax_scale", softmax_scale)
-    if not np.isfinite(scale):
-        raise value_error(NAME, f"softmax_scale is {scale}; it must be finite")
     spec = RaggedPageAttentionSpec(
-        window=None if left is None else left + 1,
-        softcap=positive_or_none(NAME, "softcap", softcap),
-        softmax_scale=scale,
+        window=None if left is None or left >= FAR else left + 1,
+        softcap=softcap_for(NAME, softcap, q),
+        softmax_scale=_scale(softmax_scale, q),
     )
     return_lse = static_bool(NAME, "return_lse", return_lse)
     pages, page, heads, features = kv_pages.shape
@@ -105,7 +105,7 @@ def ragged_page_attention_v3_arguments(
         k[None],
         v[None],
         kv_pages.reshape(1, pages, page, heads // 2, 2, features),
-        **{name: x.astype(jnp.int32)[None] for name, x in tables.items()},
+        **{name: int32(x)[None] for name, x in tables.items()},
         num_seqs=num_seqs,
         sinks=_sinks(sinks, q),
     )
@@ -150,16 +150,25 @@ def _check_tables(context_lens, block_tables, query_start_loc, num_seqs):
         raise value_error(NAME, f"block_tables must be [{count}, pages of a sequence], neither of them 0", **shown)
     if query_start_loc.shape[0] != count + 1:
         raise value_error(NAME, f"query_start_loc must have {count + 1} entries, one more than sequences", **shown)
-    if not hasattr(num_seqs, "dtype"):
+    if not is_array(num_seqs):
         num_seqs = size_or_none(NAME, "num_seqs", num_seqs)
         if num_seqs is None or num_seqs > count:
-            raise value_error(NAME, f"num_seqs is {num_seqs}; there are tables of {count} sequences", **shown)
+            raise value_error(
+                NAME, f"num_seqs is {shown_value(num_seqs)}; there are tables of {count} sequences", **shown
+            )
         return jnp.full((1, 1), num_seqs, jnp.int32)
     num_seqs = array(NAME, "num_seqs", num_seqs)
     require_dtype(NAME, np.integer, "an integer type", num_seqs=num_seqs)
     if num_seqs.shape not in ((), (1,)):
         raise value_error(NAME, "num_seqs must be an int or [1]", num_seqs=num_seqs)
-    return num_seqs.astype(jnp.int32).reshape(1, 1)
+    return int32(num_seqs).reshape(1, 1)
+
+
+def _scale(scale, q) -> float:
+    if scale is None:
+        require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
+        return q.shape[-1] ** -0.5
+    return static_scale(NAME, scale, np.promote_types(q.dtype, np.float32))
 
 
 def _sinks(sinks, q):
