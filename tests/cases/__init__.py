@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from ._case import Case, Operand
+from ._features import PLAIN, call_with, features_of, pairs, together
 from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, oracle, pullback, tangent
 
 __all__ = [
@@ -18,19 +19,24 @@ __all__ = [
     "DIFFERENTIABLE",
     "FAMILIES",
     "FORWARD_ONLY",
+    "PLAIN",
     "Case",
     "Operand",
     "assert_close",
+    "call_with",
     "curvature",
     "curvature_by_reverse",
     "each",
     "each_case",
     "each_differentiable",
     "each_operation",
+    "features_of",
     "gradient",
     "oracle",
+    "pairs",
     "pullback",
     "tangent",
+    "together",
 ]
 
 _FILES = [

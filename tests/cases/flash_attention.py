@@ -20,7 +20,7 @@ def chance(of: float):
 def segments(rng, shape):
     """Three segments in a row, the last of them padding."""
     b, s = shape
-    cuts = np.sort(rng.integers(1, s, (b, 2)), axis=1)
+    cuts = np.sort(rng.integers(1, max(s, 2), (b, 2)), axis=1)
     ids = (np.arange(s) >= cuts[:, :1]).astype(np.int32) + 1
     return np.where(np.arange(s) >= cuts[:, 1:], -1, ids)
 

@@ -22,6 +22,8 @@ QUICK = {
     ("packed, window, sinks", "float32"): SMALL,
     ("peaks", "float32"): SMALL,
     ("sinks, more queries", "float32"): SMALL,
+    ("segments, mask", "float32"): SMALL,
+    ("bias of hardly a key", "float32"): SMALL,
     ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),
     # Tiles of which some chunks are seen by nobody, in the forward and in the others.
     ("window", "bfloat16"): (520, KernelConfig(block_q=128, block_k=512)),

@@ -246,7 +246,8 @@ def _bias(tile: Tile, problem: Problem, seen, bias: jax.Array) -> jax.Array:
     """ds, summed inside the kernel over the axes along which the bias was broadcast: these are walked last."""
     batch, heads = (n if n > 1 else 1 for n in bias.shape[:2])
     summed_heads = problem.heads // heads
-    one_row, one_column = bias.shape[2] < problem.queries, bias.shape[3] < problem.keys
+    # A bias of one column is not padded to a block of keys, be there one key or many.
+    one_row, one_column = bias.shape[2] < problem.queries, bias.shape[3] == 1
     schedule = walk(seen, by="keys" if one_row else "queries", every=True)
 
     def where(b, h, step, member, table):

@@ -175,7 +175,7 @@ def _touched_and_whole(operands: Operands, problem: Problem) -> tuple[Any, Any]:
         touched = touched & (q_low <= k_high) & (k_low <= q_high)
         whole = whole & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
     if operands.mask is not None:
-        touched, whole = touched & _any_in_tiles(operands.mask, problem), np.zeros_like(whole, bool)
+        touched, whole = touched & _any_in_tiles(operands.mask, problem), whole & False
     return touched, whole
 
 

@@ -1,0 +1,117 @@
+"""Whatever two features a call has together, it is lowered for every platform from a host that has none of them.
+
+The features are those of `tests/cases/_features.py`. A normal run lowers calls of many features, chosen so that every
+pair of features is in one that the same implementations take as take the pair alone: else a feature that one platform
+leaves to XLA would hide the others from its kernels. Each pair by itself, for CUDA too, where every kernel is compiled
+by Triton while it is lowered, is a slow test.
+"""
+
+import functools
+import inspect
+
+import jax
+import pytest
+from cases import PLAIN, call_with, features_of, pairs, together
+
+from ejkernel.kernels._dispatch import select
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.types import Target
+
+PARTS = 2
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_argument_is_in_a_feature(operation):
+    calls = [call_with(operation, names)[0] for names in [(), *((name,) for name in features_of(operation))]]
+    had = {name for case in calls for name in (*case.operands, *case.options)}
+    assert had == set(inspect.signature(OPERATIONS[operation].prepare_arguments).parameters)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_no_pair_is_refused(operation):
+    assert [names for names in pairs(operation) if implementations(operation, names) is None] == []
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_pairs_are_lowered(operation, part):
+    for names in covering(operation)[part::PARTS]:
+        lower(operation, names, ("cpu", "rocm", "tpu"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "operation, names",
+    [
+        pytest.param(operation, names, id=f"{operation}-{' and '.join(names) or 'plain'}".replace(" ", "_"))
+        for operation in PLAIN
+        for names in pairs(operation)
+    ],
+)
+def test_a_pair_is_lowered(operation, names):
+    pytest.importorskip("jax_triton")
+    lower(operation, names, ("cpu", "cuda", "rocm", "tpu"))
+
+
+def lower(operation, names, platforms):
+    """The forward, and the gradient in all float arrays where there is one."""
+    case, dtype = call_with(operation, names)
+    arrays = jax.eval_shape(lambda: case.arrays(dtype=dtype))
+    wrt = [name for name, x in arrays.items() if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+
+    def gradient(arrays):
+        results, pull = jax.vjp(lambda moving: case.call({**arrays, **moving}), {name: arrays[name] for name in wrt})
+        return pull(jax.tree.map(jax.numpy.ones_like, results))
+
+    for what in (case.call, gradient) if case.trio.differentiable else (case.call,):
+        traced = jax.jit(what).trace(arrays)
+        for platform in platforms:
+            try:
+                traced.lower(lowering_platforms=(platform,))
+            except Exception as error:
+                raise AssertionError(f"{what.__name__} of {names} for {platform}: {error}") from error
+
+
+@functools.cache
+def implementations(operation, names):
+    """What the primitives run on a TPU; None where the call is refused. Elsewhere here it is XLA's."""
+    case, dtype = call_with(operation, names)
+    found = []
+
+    def look(arrays):
+        call = OPERATIONS[operation].prepare_arguments(**arrays, **case.options)
+        operands = case.trio.operands(**{name: jax.typeof(x) for name, x in call.named.items()})
+        for primitive in case.trio.primitives:
+            found.append(select(primitive.name, call.spec, operands, Target("tpu")).platform)
+
+    try:
+        jax.eval_shape(look, jax.eval_shape(lambda: case.arrays(dtype=dtype)))
+    except (TypeError, ValueError) as error:
+        assert str(error).startswith(operation), f"{names}: {error}"
+        return None
+    return tuple(found)
+
+
+@functools.cache
+def covering(operation):
+    """Sets of features that have every pair among them: each is a pair, to which what covers more is added."""
+    left, chosen = [set(names) for names in pairs(operation)], []
+
+    def covered(names):
+        taken = implementations(operation, names)
+        return [p for p in left if p <= set(names) and implementations(operation, ordered(operation, p)) == taken]
+
+    while left:
+        names = ordered(operation, left[-1])
+        for name in features_of(operation):
+            more = ordered(operation, {*names, name})
+            if together(operation, more) and len(covered(more)) > len(covered(names)):
+                names = more
+        done = covered(names)
+        left = [pair for pair in left if pair not in done]
+        chosen.append(names)
+    return chosen
+
+
+def ordered(operation, names):
+    return tuple(name for name in features_of(operation) if name in names)
