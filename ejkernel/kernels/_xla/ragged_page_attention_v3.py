@@ -195,7 +195,7 @@ def _attend_block(x: Operands, pages: Array, spec, columns: int, q: Array, at: P
         return m_new, l * alpha + p.sum(-1), o * alpha[..., None] + _weighted(p, v, seen, q.dtype)
 
     last = jnp.where(at.valid, at.position, -1).max() // size
-    low = 0 if spec.window is None else at.position - (spec.window - 1)
+    low = jnp.zeros_like(at.position) if spec.window is None else at.position - (spec.window - 1)
     first = jnp.where(at.valid, jnp.maximum(low, 0), jnp.iinfo(jnp.int32).max).min() // size
     o = jnp.zeros((tokens, groups, heads // groups, features), dtype)
     m, l, o = lax.fori_loop(first, last + 1, step, (*_first(x, dtype, tokens, groups), o))
