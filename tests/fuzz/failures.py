@@ -1,5 +1,48 @@
-"""Calls that once failed, each with what was wrong. The search runs them first."""
+"""Calls that once failed, each with what was wrong. They run before the search does."""
 
 from .calls import Call
 
-FAILURES: tuple[Call, ...] = ()
+QKV = {"q": "b s h d", "k": "b t g d", "v": "b t g e"}
+
+FAILURES = (
+    # A window beyond int32 was an OverflowError of JAX.
+    Call(
+        "flash_attention",
+        sizes={"b": 1, "s": 13, "t": 2, "d": 16, "e": 16, "h": 3, "g": 1},
+        operands=QKV,
+        options={"window": (None, 2**31)},
+    ),
+    # The gradient of a traced scale was NaN, that of tokens of no sequence being NaN · 0.
+    Call(
+        "recurrent",
+        sizes={"s": 17, "h": 6, "g": 2, "d": 8, "e": 8, "m": 5, "n": 4},
+        operands={"q": "1 s h d", "k": "1 s g d", "v": "1 s g e", "cu_seqlens": "m", "softmax_scale": ""},
+        dtype="bfloat16",
+        derivative="vjp",
+        wrt=("k", "q", "softmax_scale", "v"),
+        maps=({"v": -1, "q": -1, "cu_seqlens": -1},),
+        jit=True,
+        poison=True,
+        seed=3480,
+    ),
+    # Bounds of a loop over the pages were int64 and int32.
+    Call(
+        "ragged_page_attention_v3",
+        sizes={"t": 1, "d": 32, "h": 3, "g": 3, "z": 16, "n": 5, "m": 6, "j": 2, "c": 6, "p": 13},
+        operands={"q": "t h d", "k": "t g d", "v": "t g d", "kv_pages": "p z c d", "context_lens": "n"}
+        | {"block_tables": "n j", "query_start_loc": "m", "num_seqs": "1"},
+        x64=True,
+    ),
+    # A gradient that is 0, as that of the one key of a query is, was held to the formula, which gets it exactly.
+    Call(
+        "flash_attention",
+        sizes={"s": 33, "t": 1, "d": 24, "e": 24, "h": 2, "g": 2, "m": 6},
+        operands={"q": "s h d", "k": "t g d", "v": "t g e", "cu_seqlens_q": "m", "cu_seqlens_k": "m"},
+        options={"causal": True, "softcap": 30.0, "return_lse": True},
+        dtype="bfloat16",
+        derivative="jvp_of_vjp",
+        wrt=("k", "q", "v"),
+        jit=True,
+        seed=884,
+    ),
+)

@@ -44,7 +44,7 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
 def _derived(draw, call: Call) -> Call:
     if not OPERATIONS[call.operation].trio.differentiable:
         return call
-    derivative = pick(draw, *OFTEN, *DERIVATIVES)
+    derivative = "none" if getattr(call.module, "FORWARD_ONLY", False) else pick(draw, *OFTEN, *DERIVATIVES)
     movable = [name for name in call.operands if _is_differentiable(call, name)]
     if derivative == "none" or not movable:
         return call

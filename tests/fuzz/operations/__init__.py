@@ -5,6 +5,7 @@ SPLIT                           the letters that may be sharded
 DTYPES                          the dtypes of float operands that are not that of the call
 programs(draw, sizes)           -> operands, sizes, options and dtypes of a call, by hypothesis
 values(call, name, rng, shape)  -> an operand that is more than numbers of the family, or None; floats in float64
+FORWARD_ONLY                    -> optional: True where there is no derivative
 facts(call, x)                  -> what the formula has to know of the integers and booleans of x
 hidden(call, x)                 -> by operand, where its numbers are read by nobody
 results(call)                   -> axes and dtype of each result

@@ -1,61 +1,102 @@
-"""Calls of ragged_page_attention_v3."""
+"""Calls of ragged_page_attention_v3, which has no derivative. The tables fit together whichever seeds they are of."""
 
 import numpy as np
 
-from ..formulas.ragged_page_attention_v3 import formula, slots
-from ._draws import along, chance, cuts, heads, pick
+from ..formulas.ragged_page_attention_v3 import formula
+from ._draws import along, chance, heads, pick
 
 __all__ = ["formula"]
 
 SHARE = 1
-SPLIT = ("h", "g")
-DTYPES = {}
+SPLIT = ()
+DTYPES = {"sinks": "float32"}
+FORWARD_ONLY = True
+LONGEST = 6  # tokens that a sequence has in a step; its context is no shorter
 
 
 def programs(draw, sizes):
-    size = heads(draw) | {"t": pick(draw, 1, 2, 5, 17, 40, 70), "d": pick(draw, *sizes.attention_features)}
-    size |= {"n": (n := pick(draw, 1, 2, 4)), "m": n + 1, "j": pick(draw, 1, 3, 6), "z": pick(draw, 1, 8, 16), "one": 1}
-    size |= {"p": size["n"] * size["j"] + pick(draw, 0, 0, 3), "c": 2 * size["g"]}
+    n, size = pick(draw, 1, 2, 3, 5), {"t": pick(draw, 1, 3, 8, 12, 20), "d": pick(draw, 8, 16, 32), **heads(draw)}
+    size |= {"z": pick(draw, 8, 16, 4, 1), "n": n, "m": n + 1, "j": pick(draw, 1, 2, 5)}
+    size |= {"c": 2 * size["g"], "p": n * size["j"] + pick(draw, 0, 1, 3)}
     operands = dict(q="t h d", k="t g d", v="t g d", kv_pages="p z c d", context_lens="n", block_tables="n j")
-    operands |= dict(query_start_loc="m", num_seqs="one")
-    options = {}
+    operands |= {"query_start_loc": "m", "num_seqs": pick(draw, "1", "")}
+    options, dtypes = {}, {}
+    for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs"):
+        dtypes[name] = pick(draw, *["int32"] * 4, "int64", "uint32", "int16")
     if chance(draw, 30):
-        operands["sinks"], size["x"] = pick(draw, "h", "h x"), pick(draw, 1, 2)
-    if chance(draw, 40):
-        options["window"] = pick(draw, 1, 3, 20, (4, None), (2, 2))
+        operands["sinks"] = pick(draw, "h", "h 2")
     if chance(draw, 30):
-        options["softcap"] = pick(draw, 0.5, 5.0)
-    if chance(draw, 30):
-        options["softmax_scale"] = pick(draw, 0.25, 1.0, -0.5)
-    if chance(draw, 60):
+        options["window"] = pick(draw, 1, 2, 7, 100, (3, None), (None, 0), (4, 4))
+    if chance(draw, 20):
+        options["softcap"] = pick(draw, 2.0, 30.0)
+    if chance(draw, 20):
+        options["softmax_scale"] = pick(draw, 0.5, 1, -0.3)
+    if chance(draw, 50):
         options["return_lse"] = True
-    return operands, size, options, {}
+    return operands, size, options, dtypes
 
 
 def values(call, name, rng, shape):
-    """Sequences longer than their context among them: their first tokens have no place."""
-    tokens, capacity = call.sizes["t"], call.sizes["j"] * call.sizes["z"]
+    size = call.sizes
+    most = size["j"] * size["z"]
     if name == "context_lens":
-        return rng.integers(0, capacity + 1, shape).astype(np.int32)
+        return rng.integers(min(LONGEST, most), most + 1, shape).astype(np.int32)
     if name == "block_tables":
-        return rng.permutation(call.sizes["p"])[: shape[0] * shape[1]].reshape(shape).astype(np.int32)
+        return rng.permutation(size["p"])[: size["n"] * size["j"]].reshape(shape).astype(np.int32)
     if name == "query_start_loc":
-        return cuts(rng, call.sizes["n"], tokens)
-    return rng.integers(0, call.sizes["n"] + 1, shape).astype(np.int32) if name == "num_seqs" else None
+        lengths = rng.integers(0, min(LONGEST, most) + 1, size["n"])
+        return np.minimum(np.append(0, np.cumsum(lengths)), size["t"]).astype(np.int32)
+    return np.full(shape, rng.integers(1, size["n"] + 1), np.int32) if name == "num_seqs" else None
+
+
+def _places(call, x):
+    """Of each token its sequence (−1: none), position, and the places of the positions of its sequence; of each
+    sequence how many positions it has."""
+    size, starts = call.sizes, x["query_start_loc"].astype(np.int64)
+    count, token = int(np.reshape(x["num_seqs"], ())), np.arange(size["t"])
+    sequence = np.searchsorted(starts[1:], token, side="right")
+    inside = (token >= starts[0]) & (token < starts[count])
+    sequence = np.where(inside, np.minimum(sequence, size["n"] - 1), 0)
+    contexts = x["context_lens"].astype(np.int64)
+    position = contexts[sequence] - starts[sequence + 1] + token
+    page = x["block_tables"].astype(np.int64)[:, :, None] * size["z"] + np.arange(size["z"])
+    places = page.reshape(size["n"], -1)  # of every position of every sequence
+    return inside, sequence, position, places, np.where(np.arange(size["n"]) < count, contexts, 0)
 
 
 def facts(call, x):
+    inside, sequence, position, places, _ = _places(call, x)
+    total, own = call.sizes["p"] * call.sizes["z"], places[sequence]
+    j = np.arange(places.shape[1])
     window = call.options.get("window")
-    keys = window[0] + 1 if isinstance(window, tuple) else window
-    return dict(zip(("valid", "writes", "sees"), slots(x, call.sizes["z"], call.sizes["p"], keys), strict=True))
+    left = window - 1 if isinstance(window, int) else (window or (None,))[0]
+    visible = inside[:, None] & (j <= position[:, None])
+    visible &= True if left is None else j >= position[:, None] - left
+    at = np.where(inside, own[np.arange(len(own)), np.where(inside, position, 0)], -1)
+    writes = np.arange(total)[:, None] == at
+    unread = hidden(call, x)["kv_pages"][:, :, 0, 0].ravel() if call.poison else np.zeros(total, bool)
+    return {
+        "inside": inside,
+        "visible": visible,
+        "writes": writes,
+        "slots": own[:, :, None] == np.arange(total),
+        "unread": unread & ~writes.any(1),
+    }
 
 
 def hidden(call, x):
-    """Tokens of no sequence. Slots that are not seen are results all the same."""
-    unread = ~facts(call, x)["valid"]
-    return {name: along(unread, 0, call.shape(name)) for name in "qkv"}
+    """Tokens of no sequence; slots that belong to no context, or that the step writes before it reads them."""
+    inside, sequence, position, places, contexts = _places(call, x)
+    used = np.zeros(call.sizes["p"] * call.sizes["z"], bool)
+    for row, length in zip(places, contexts, strict=True):
+        used[row[:length]] = True
+    used[places[sequence, np.where(inside, position, 0)][inside]] = False
+    slots = ~used.reshape(call.sizes["p"], call.sizes["z"], 1, 1)
+    found = {name: along(~inside, 0, call.shape(name)) for name in ("q", "k", "v")}
+    return found | {"kv_pages": np.broadcast_to(slots, call.shape("kv_pages"))}
 
 
 def results(call):
-    lse = [("t h", np.promote_types(call.type("q"), np.float32))] if call.options.get("return_lse") else []
-    return [("t h d", call.type("q")), *lse, ("p z c d", call.type("q"))]
+    statistics = np.promote_types(call.type("q"), np.float32)
+    lse = [("t h", statistics)] * bool(call.options.get("return_lse"))
+    return [("t h d", call.type("q")), *lse, ("p z c d", call.type("kv_pages"))]
