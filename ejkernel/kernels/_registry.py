@@ -234,13 +234,16 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
     return checked
 
 
-def config_refusal(implementation: Callable, config: KernelConfig) -> str | None:
-    """Why an implementation cannot be run with a config whose fields make sense, or None."""
+def config_refusal(implementation: Callable, config: KernelConfig, operands: Any = None) -> str | None:
+    """Why an implementation cannot be run with a config whose fields make sense (on the operands), or None."""
     variants = (None, *implementation.variants) if hasattr(implementation, "variants") else (config.algorithm,)
     if config.algorithm not in variants:
         known = ", ".join(map(repr, variants))
         return f"config.algorithm is {config.algorithm!r}; it must be one of {known}"
-    return implementation.refuses(config) if hasattr(implementation, "refuses") else None
+    wrong = implementation.refuses(config) if hasattr(implementation, "refuses") else None
+    if wrong is None and operands is not None and hasattr(implementation, "excess"):
+        return implementation.excess(operands, config)
+    return wrong
 
 
 def _supports_everything(spec, operands, target) -> None:

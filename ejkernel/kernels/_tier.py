@@ -41,6 +41,7 @@ class Tier:
         priority: of several tiers that take a call, the highest is taken.
         custom_calls: what they are lowered to and `jax.export` does not know.
         refuses: from the name of a kernel and a config to what the kernel has against it, or None.
+        excess: the same for given operands, where those have to fit somewhere; it is told the package, too.
     """
 
     package: str
@@ -53,12 +54,14 @@ class Tier:
     priority: int
     custom_calls: tuple[str, ...] = ()
     refuses: Callable[[str, KernelConfig], str | None] = lambda name, config: None
+    excess: Callable[[str, str, Any, KernelConfig], str | None] = lambda package, name, operands, config: None
 
     def forward(self, module: str, supports: Predicate, variants: tuple[str, ...] = ()) -> Callable[..., Any]:
         """(*operands, spec, config) → outputs."""
         Spec, Outputs = self.spec, self.outputs
 
         def forward(*operands: Array | None, spec: Spec = Spec(), config: KernelConfig = KernelConfig()) -> Outputs:
+            self._check("", self.operands(*operands), config)
             return self._function(module, "")(*operands, spec=spec, config=config)
 
         return self._presented(forward, "", supports, variants)
@@ -75,6 +78,7 @@ class Tier:
             spec: Spec = Spec(),
             config: KernelConfig = KernelConfig(),
         ) -> Outputs:
+            self._check("_jvp", primals, config)
             return self._function(module, "_jvp")(primals, outputs, tangents, spec=spec, config=config)
 
         return self._presented(tangent, "_jvp", supports, variants)
@@ -92,6 +96,7 @@ class Tier:
             spec: Spec = Spec(),
             config: KernelConfig = KernelConfig(),
         ) -> tuple[Array, ...]:
+            self._check("_bwd", primals, config)
             return self._function(module, "_bwd")(primals, outputs, cotangents, wrt=wrt, spec=spec, config=config)
 
         return self._presented(backward, "_bwd", supports, variants)
@@ -101,6 +106,11 @@ class Tier:
         for implementation in implementations:
             name = operation + implementation.__name__.removeprefix(self.algorithm)
             kernel_registry.register(name, self.platform, self.backend, self.priority)(implementation)
+
+    def _check(self, suffix: str, operands: Any, config: KernelConfig) -> None:
+        name = self.algorithm + suffix
+        if wrong := self.excess(self.package, name, operands, config):
+            raise ValueError(f"{name} ({self.platform}): {wrong}")
 
     def _function(self, module: str, suffix: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"{self.package}.{module}"), self.algorithm + suffix)
@@ -114,4 +124,5 @@ class Tier:
             return configs.space(name, operands, spec, target)
 
         configured = configured_by(lambda *call: space(*call)[0], space, variants, partial(self.refuses, name))
+        implementation.excess = partial(self.excess, self.package, name)
         return emits(*self.custom_calls)(configured(supported_if(supports)(implementation)))

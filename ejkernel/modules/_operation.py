@@ -81,6 +81,13 @@ class PrimitiveKernel(Kernel):
 
     def checked_config(self, cfg: Any) -> KernelConfig:
         """A config that an implementation can be run with; where none of those it is for can, the first says why."""
+        return self._checked(cfg, None)
+
+    def checked_for(self, cfg: Any, inv: Invocation) -> KernelConfig:
+        """The same for one call: what its operands have against it counts, too."""
+        return self._checked(cfg, self.primitive.operands(self.arrays(inv)))
+
+    def _checked(self, cfg: Any, operands: Any) -> KernelConfig:
         cfg = checked_config(self.name, cfg)
         entries = [
             entry
@@ -88,7 +95,7 @@ class PrimitiveKernel(Kernel):
             if cfg.platform in ("auto", entry.platform)
             and (cfg.backend == entry.backend or Backend.ANY in (cfg.backend, entry.backend))
         ]
-        wrong = [config_refusal(entry.implementation, cfg) for entry in entries]
+        wrong = [config_refusal(entry.implementation, cfg, operands) for entry in entries]
         if wrong and all(wrong):
             raise value_error(self.name, wrong[0])
         return cfg

@@ -1,15 +1,16 @@
 """What a call, its tangent and its gradient bind, for tests that compile implementations and run none."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from cases import Case
+from cases import CASES, FAMILIES, Case
 from programs import equations
 
 from ejkernel.kernels._registry import KernelSpec, kernel_registry
+from ejkernel.modules._operation import OPERATIONS
 from ejkernel.primitives._factory import PRIMITIVES, KernelPrimitive
 from ejkernel.types import Platform, Target
 
@@ -31,15 +32,34 @@ class Bound:
                 return entry if entry.implementation.supports(self.spec, operands, target) is None else None
         return None
 
-    def traced(self, entry: KernelSpec, target: Target) -> Any:
-        """The implementation on these shapes with the config of its heuristics for the target, traced."""
-        config = entry.implementation.heuristic(self.spec, self.primitive.operands(self.operands), target)
+    def config(self, entry: KernelSpec, target: Target) -> Any:
+        """That of the heuristics."""
+        return entry.implementation.heuristic(self.spec, self.primitive.operands(self.operands), target)
+
+    def traced(self, entry: KernelSpec, config: Any) -> Any:
+        """The implementation on these shapes, traced."""
 
         def run(*arrays):
             positional, extra = self.primitive.arguments(dict(zip(self.operands, arrays, strict=True)), self.results)
             return entry.implementation(*positional, **extra, spec=self.spec, config=config)
 
         return jax.jit(run).trace(*self.operands.values())
+
+
+def written_in(platform: Platform) -> list[str]:
+    """The operations that have implementations for a platform."""
+    has = lambda name: any(entry.platform == platform for entry in kernel_registry.list_implementations(name))
+    return [name for name in OPERATIONS if has(name)]
+
+
+def bound_by(operation: str, dtypes: Sequence[Any], features: int | None = None) -> Iterator[Bound]:
+    """What all cases of an operation bind, with so many features (d and e, or of matrices k and n) if that is given."""
+    for case in (*CASES, *FAMILIES):
+        if case.operation == operation:
+            letters = {"d", "e"} if "d" in case.sizes else {"k", "n"}
+            sizes = {} if features is None else dict.fromkeys(letters & case.sizes.keys(), features)
+            for dtype in dtypes:
+                yield from bound(case.resized(sizes), dtype)
 
 
 def bound(case: Case, dtype: Any = jnp.bfloat16) -> Iterator[Bound]:
@@ -49,11 +69,10 @@ def bound(case: Case, dtype: Any = jnp.bfloat16) -> Iterator[Bound]:
     call = lambda moved: case.call({**arrays, **moved})
     tangent = lambda moved, change: jax.jvp(call, (moved,), (change,))
     gradient = lambda moved, seeds: jax.vjp(call, moved)[1](seeds)
-    programs = (
-        jax.make_jaxpr(call)(moving),
-        jax.make_jaxpr(tangent)(moving, moving),
-        jax.make_jaxpr(gradient)(moving, jax.eval_shape(call, moving)),
-    )
+    programs = [jax.make_jaxpr(call)(moving)]
+    if moving:
+        programs.append(jax.make_jaxpr(tangent)(moving, moving))
+        programs.append(jax.make_jaxpr(gradient)(moving, jax.eval_shape(call, moving)))
     seen = set()
     for equation in (e for program in programs for e in equations(program, case.operation)):
         name, params = equation.primitive.name, equation.params

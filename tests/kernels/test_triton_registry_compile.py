@@ -4,67 +4,50 @@ That compiles them to PTX. Each kernel of the forward, tangent and backward is c
 dtypes and in all of the cases it is a slow test.
 """
 
-from collections.abc import Iterator
-
 import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("jax_triton")
 
-from cases import CASES, FAMILIES
 from programs import launches
 
-from ejkernel.kernels._registry import kernel_registry
+from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch
-from ejkernel.modules._operation import OPERATIONS
 from ejkernel.types import Platform, Target
 
-from .bound import Bound, bound
-
-CAPABILITIES = {"NVIDIA A100": 80, "NVIDIA H200": 90, "NVIDIA B200": 100, "NVIDIA GeForce RTX 5090": 120}
-WRITTEN_IN_TRITON = [
-    name
-    for name in OPERATIONS
-    if any(entry.platform == Platform.TRITON for entry in kernel_registry.list_implementations(name))
-]
+from .bound import bound_by, written_in
 
 
-@pytest.fixture(params=CAPABILITIES)
-def target(request, monkeypatch) -> Target:
+@pytest.fixture(params=["NVIDIA A100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 5090"])
+def target(request):
     """That which a program is lowered for in a process that has none."""
-    monkeypatch.setattr(_launch, "compute_capability", lambda: CAPABILITIES[request.param])
-    return Target("cuda", request.param)
+    target = Target("cuda", request.param)
+    with lowering_for(target):
+        yield target
 
 
-def bound_by(operation: str, dtypes) -> Iterator[Bound]:
-    for case in (*CASES, *FAMILIES):
-        if case.operation == operation:
-            for dtype in dtypes:
-                yield from bound(case, dtype)
-
-
-@pytest.mark.parametrize("operation", WRITTEN_IN_TRITON)
+@pytest.mark.parametrize("operation", written_in(Platform.TRITON))
 def test_every_kernel_is_lowered(operation, target):
-    trio, lowered = OPERATIONS[operation].trio, set()
+    bound, lowered = set(), set()
     for call in bound_by(operation, [jnp.bfloat16]):
+        bound.add(call.primitive.name)
         entry = call.implementation(Platform.TRITON, target)
         if entry is None:
             continue
-        traced = call.traced(entry, target)
+        traced = call.traced(entry, call.config(entry, target))
         kernels = {(call.primitive.name, kernel) for kernel in launches(traced.jaxpr)}
         if kernels - lowered:
             assert _lowered(traced) >= len(kernels)
             lowered |= kernels
-    primitives = {trio.forward.name, trio.tangent.name, trio.backward.name}
-    assert {primitive for primitive, _ in lowered} == primitives
+    assert {primitive for primitive, _ in lowered} == bound
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", WRITTEN_IN_TRITON)
+@pytest.mark.parametrize("operation", written_in(Platform.TRITON))
 def test_every_case_is_lowered(operation, target):
     for call in bound_by(operation, [jnp.bfloat16, jnp.float16, jnp.float32]):
         if entry := call.implementation(Platform.TRITON, target):
-            traced = call.traced(entry, target)
+            traced = call.traced(entry, call.config(entry, target))
             assert _lowered(traced) == len(launches(traced.jaxpr)) > 0
 
 

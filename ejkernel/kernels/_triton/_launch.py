@@ -26,6 +26,7 @@ CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 # Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
 SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, **dict.fromkeys((90, 100, 103, 110), 227 * 1024)}
 SMALL_SHARED_MEMORY, LDS = 99 * 1024, 64 * 1024
+LIMIT_VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
 
 
 def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: KernelConfig, **constants: Any) -> Any:
@@ -127,11 +128,49 @@ def described(x: jax.Array, block: tuple[int, ...]) -> Any:
 
 def shared_memory_limit(target: Target) -> int:
     """Bytes that a program may use on the target; `EJKERNEL_TRITON_SMEM_LIMIT` overrides."""
-    if limit := os.environ.get("EJKERNEL_TRITON_SMEM_LIMIT"):
-        return int(limit)
+    if (limit := limit_of_environment()) is not None:
+        return limit
     if target.platform == "rocm":
         return LDS
     return SHARED_MEMORY.get(target.compute_capability, SMALL_SHARED_MEMORY)
+
+
+def limit_of_environment() -> int | None:
+    """Bytes that a program may use by `EJKERNEL_TRITON_SMEM_LIMIT`; None where that is not set.
+
+    Raises:
+        ValueError: it is no positive number.
+    """
+    if not (text := os.environ.get(LIMIT_VARIABLE, "")):
+        return None
+    try:
+        limit = int(text)
+    except ValueError:
+        limit = 0
+    if limit <= 0:
+        raise ValueError(f"{LIMIT_VARIABLE} is {text!r}; it must be a positive whole number of bytes")
+    return limit
+
+
+def memory_refusal(needed: int, target: Target) -> str | None:
+    """Why kernels whose smallest tiles take so many bytes of shared memory cannot run on a target, or None."""
+    if needed <= (limit := shared_memory_limit(target)):
+        return None
+    who = str(target) if limit_of_environment() is None else LIMIT_VARIABLE
+    return f"the smallest tiles take {needed} bytes of shared memory, {who} allows {limit}"
+
+
+def excess(package: str, name: str, operands: Any, config: KernelConfig) -> str | None:
+    """What a kernel of a package has against a config for these operands where the environment sets a limit, or None.
+
+    A config of the heuristics is within it. One that a user gives is refused, and one that is stored passed over.
+    """
+    if (limit := limit_of_environment()) is None:
+        return None
+    needed = importlib.import_module(f"{package}.configs").shared_memory(name, operands, config)
+    if needed <= limit:
+        return None
+    return f"the config takes up to {needed} bytes of shared memory, {LIMIT_VARIABLE} allows {limit}"
 
 
 def has_descriptors() -> bool:

@@ -116,7 +116,7 @@ class ConfigSelectorChain(Generic[Cfg]):
             TypeError, ValueError: what a user gave is no config of the kernel.
         """
         if override is not None:
-            override = kernel.checked_config(override)
+            override = kernel.checked_for(override, inv)
             key = None if self._on_event is None else kernel.key_builder(inv)
             return self._tell("override", kernel, key, override)
         key = kernel.key_builder(inv)
@@ -150,15 +150,15 @@ class ConfigSelectorChain(Generic[Cfg]):
         """The config that is stored for `inv` and the event that it would be, None if none is. Nothing is changed."""
         for overlay in overlays():
             if (config := overlay.get(key)) is not None:
-                return "overlay_hit", kernel.checked_config(config)
+                return "overlay_hit", kernel.checked_for(config, inv)
         if (config := self.cache.get(key)) is not None:
-            return "cache_hit", kernel.checked_config(config)
+            return "cache_hit", kernel.checked_for(config, inv)
         # A file of one host may hold what those of the others do not, and all must reach the same config.
         own = [] if self.persistent is None or jax.process_count() > 1 else [("persistent_hit", self.persistent)]
         for event, store in own + [("table_hit", table) for table in self.tables]:
             if (config := store.get(key, inv.device_fingerprint, kernel.config_class)) is not None:
                 try:
-                    return event, kernel.checked_config(config)
+                    return event, kernel.checked_for(config, inv)
                 except (TypeError, ValueError) as error:
                     self._warn_once(
                         f"{error}; this config, stored in {store.path_of(inv.device_fingerprint)}, is ignored"

@@ -134,6 +134,10 @@ class Kernel(Generic[Cfg, Out]):
         """
         return cfg
 
+    def checked_for(self, cfg: Any, inv: Invocation) -> Cfg:
+        """`checked_config`, and what else a built-in kernel has against the config for this one call."""
+        return self.checked_config(cfg)
+
     @property
     def op_id(self) -> str:
         """`name@v1`."""

@@ -41,6 +41,7 @@ _tier = Tier(
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
+    excess=_launch.excess,
 )
 
 recurrence = _tier.forward("forward", supports, ("walk", "chunks", "steps"))

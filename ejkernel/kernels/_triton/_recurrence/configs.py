@@ -62,19 +62,24 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     widest = 256 if operation == "recurrence" or by == 3 else 128
     plain = operands.q.dtype.itemsize == 2 and padded(operands.q.shape[3]) <= widest
     limit = shared_memory_limit(target)
-    fitting = [values for values in table if plain and shared_memory(operands, values[0]) <= limit]
+    fitting = [values for values in table if plain and tiles_memory(operands, values[0]) <= limit]
     if not fitting:
-        chunk = 32 if operands.q.dtype != np.float32 and shared_memory(operands, 32) <= limit else SMALLEST
+        chunk = 32 if operands.q.dtype != np.float32 and tiles_memory(operands, 32) <= limit else SMALLEST
         fitting = [(chunk, 32, 32, warps, 2, "chunks") for warps in (4, 8)]
     return [_config(*values) for values in fitting]
 
 
 def fits(operands: Operands, target: Target) -> bool:
     """Whether there is a chunk whose tiles and the state fit into the shared memory of the target."""
-    return shared_memory(operands, SMALLEST) <= shared_memory_limit(target)
+    return tiles_memory(operands, SMALLEST) <= shared_memory_limit(target)
 
 
-def shared_memory(operands: Operands, chunk: int) -> int:
+def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+    """`tiles_memory` of a config."""
+    return tiles_memory(operands, config.block_q)
+
+
+def tiles_memory(operands: Operands, chunk: int) -> int:
     """Bytes that the largest kernel keeps there: tiles of q, k, v and do, a state, and two squares of pairs."""
     d, e = padded(operands.q.shape[3]), min(padded(operands.v.shape[3]), WIDEST)
     elements = 2 * chunk * (d + e) + d * e + 2 * chunk**2

@@ -10,7 +10,23 @@ from ejkernel.types import Backend, Platform, Target
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why the forward and the tangent cannot run on these operands (arrays or shapes), or None."""
+    """Why the forward cannot run on these operands (arrays or shapes), or None."""
+    return _reason("flash_attention", operands, target)
+
+
+def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the tangent cannot run on these operands, or None."""
+    return _reason("flash_attention_jvp", operands, target)
+
+
+def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward cannot run on these operands, or None."""
+    if operands.bias is not None and operands.cu_seqlens_q is not None:
+        return "the gradient of a bias over packed sequences"
+    return _reason("flash_attention_bwd", operands, target)
+
+
+def _reason(name: str, operands: Operands, target: Target) -> str | None:
     if reason := _launch.refusal(target):
         return reason
     if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
@@ -20,14 +36,9 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
             return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
     if 0 in operands.q.shape or 0 in operands.k.shape:
         return "an empty batch or sequence"
-    return None
+    from .configs import SMALLEST, tiles_memory
 
-
-def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why the backward cannot run on these operands, or None."""
-    if operands.bias is not None and operands.cu_seqlens_q is not None:
-        return "the gradient of a bias over packed sequences"
-    return supports(spec, operands, target)
+    return _launch.memory_refusal(tiles_memory(name, operands, *SMALLEST), target)
 
 
 _tier = Tier(
@@ -41,10 +52,11 @@ _tier = Tier(
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
+    excess=_launch.excess,
 )
 
 flash_attention = _tier.forward("forward", supports)
-flash_attention_jvp = _tier.tangent("tangent", supports)
+flash_attention_jvp = _tier.tangent("tangent", supports_jvp)
 flash_attention_bwd = _tier.backward("backward", supports_bwd)
 
 _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

@@ -12,7 +12,7 @@ from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
 from . import frames, logits, tiles
-from .problem import Problem
+from .problem import Problem, tiled
 
 
 def bias_gradient(primals: Operands, saved, problem: Problem):
@@ -45,6 +45,10 @@ def _tile(problem: Problem) -> KernelConfig:
     block_q, block_k, warps = 64, 32, 8
     if problem.exact:
         block_q, block_k, warps = (32, 32, 8) if max(problem.D, problem.V) <= 128 else (16, 16, 4)
+    limit = _launch.limit_of_environment()
+    row = (tiled(problem.D) + tiled(problem.V)) * (4 if problem.exact else 2)
+    if limit is not None and (block_q + block_k) * row > limit:
+        block_q, block_k, warps = 16, 16, 4
     return KernelConfig(block_q=block_q, block_k=block_k, num_warps=warps, num_stages=1)
 
 

@@ -2,12 +2,12 @@
 
 The candidates are listed by the wider of the two feature sizes, the one that was fastest on an H200 first. A mask, a
 bias, dropout or packed sequences put indices and further tiles into registers: such calls have lists of their own. Of
-a list those count that fit into the shared memory of the target, or else the last, which is the smallest.
+a list those count that fit into the shared memory of the target.
 """
 
 import numpy as np
 
-from ejkernel.kernels._triton._launch import SHARED_MEMORY, shared_memory_limit
+from ejkernel.kernels._triton._launch import SHARED_MEMORY, limit_of_environment, shared_memory_limit
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -126,12 +126,17 @@ FLOAT32 = {
     },
 }
 
+# Where the environment sets a limit into which none of a list fits.
+SMALLEST = (16, 16, 4, 1)
+
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     candidates = _candidates(operation, operands, spec, target)
     limit = shared_memory_limit(target)
-    fitting = [c for c in candidates if shared_memory(operation, operands, *c) <= limit] or [candidates[-1]]
+    # The last of a list fits its GPUs: on AMD's, less stands in shared memory than here is thought.
+    last = candidates[-1] if limit_of_environment() is None else SMALLEST
+    fitting = [c for c in candidates if tiles_memory(operation, operands, *c) <= limit] or [last]
     return [
         KernelConfig(
             block_q=block_q,
@@ -198,7 +203,13 @@ def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
     return length if left is None or right is None else min(length, left + right + 1)
 
 
-def shared_memory(operation: str, operands: Operands, *sizes: int) -> int:
+def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+    """`tiles_memory` of a config."""
+    sizes = (config.block_q, config.block_k, config.num_warps, config.num_stages)
+    return tiles_memory(operation, operands, *sizes)
+
+
+def tiles_memory(operation: str, operands: Operands, *sizes: int) -> int:
     """Bytes of the tiles that a program of (block_q, block_k, num_warps, num_stages) keeps in shared memory."""
     size = _staged(operation, operands, *sizes)
     if operation == "flash_attention_jvp" and values_wait(operands, *sizes):

@@ -26,7 +26,9 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
         return f"{operands.group_sizes.shape[1]} groups; Triton's kernels take up to {LARGEST}"
     if 0 in lhs.shape:
         return "no rows or no features"
-    return None
+    from .configs import SMALLEST, tiles_memory
+
+    return _launch.memory_refusal(tiles_memory(operands, *SMALLEST), target)
 
 
 def supports_bwd(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str | None:
@@ -45,6 +47,7 @@ _tier = Tier(
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
+    excess=_launch.excess,
 )
 
 grouped_matmul = _tier.forward("forward", supports)

@@ -7,6 +7,7 @@ matrices does.
 
 import numpy as np
 
+from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -24,10 +25,13 @@ NARROW_SMALL = ((16, 128, 128, 4, 4), (16, 256, 64, 4, 4), (32, 128, 128, 4, 4),
 FLOAT16 = ((128, 128, 64, 8, 3), (64, 128, 64, 8, 3))  # with sums in float32, which need registers of their own
 FLOAT32 = ((64, 64, 16, 8, 2),)
 OLDER = ((128, 128, 32, 4, 3), (64, 128, 32, 4, 3))
+SMALLEST = (16, 32, 32, 4, 1)  # where none of a list fits into the shared memory of the target
 
 
 def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    candidates, limit = _candidates(operation, operands, spec, target), shared_memory_limit(target)
+    fitting = [sizes for sizes in candidates if tiles_memory(operands, *sizes) <= limit] or [SMALLEST]
     return [
         KernelConfig(
             block_q=rows,
@@ -38,8 +42,26 @@ def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: T
             platform=Platform.TRITON,
             backend=Backend.GPU,
         )
-        for rows, columns, depth, warps, stages in _candidates(operation, operands, spec, target)
+        for rows, columns, depth, warps, stages in fitting
     ]
+
+
+def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+    """`tiles_memory` of a config, the same for every product."""
+    sizes = (config.block_q, config.block_k, config.block_d, config.num_warps, config.num_stages)
+    return tiles_memory(operands, *sizes)
+
+
+def tiles_memory(operands: Operands, rows: int, columns: int, depth: int, warps: int, stages: int) -> int:
+    """Bytes of the tiles that a program keeps in shared memory, those that stream by num_stages times.
+
+    A factor that is computed is written there once more, and so is the result on its way to whole lines of memory.
+    """
+    lhs, rhs = (np.dtype(x.dtype).itemsize for x in (operands.lhs, operands.rhs))
+    computed = rows * depth * lhs if operands.rhs_scale is not None or operands.lhs.dtype == np.float16 else 0
+    converted = depth * columns * lhs if rhs != lhs else 0
+    streamed = stages * depth * (rows * lhs + columns * rhs)
+    return max(streamed + computed + converted, 4 * rows * columns)
 
 
 def _candidates(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> tuple:

@@ -17,7 +17,9 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
         return f"x is {operands.x.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if 0 in operands.x.shape:
         return "no tokens or no features"
-    return None
+    from .configs import SMALLEST, tiles_memory
+
+    return _launch.memory_refusal(tiles_memory(*SMALLEST), target)
 
 
 _tier = Tier(
@@ -31,6 +33,7 @@ _tier = Tier(
     priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
+    excess=_launch.excess,
 )
 
 mean_pooling = _tier.forward("kernels", supports)
