@@ -22,7 +22,7 @@ from ..kernels._dispatch import candidates, select
 from ..kernels._registry import config_refusal, kernel_registry
 from ..ops import Invocation, Kernel, default_executor, policy_override
 from ..ops.recording import named_kernels
-from ..ops.utils.operands import random_like
+from ..ops.utils.operands import abstract, is_array, random_like
 from ..primitives._factory import KernelPrimitive, Trio
 from ..types import Backend, KernelConfig, Target, checked_config
 from ..xla_utils.symbolic import with_known_sizes
@@ -282,6 +282,30 @@ class Operation(Kernel):
     def prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Invocation, Callable]:
         """The call under the arguments of the modules' face, as an Executor is given it."""
         return self.invocation(**lax_arguments(type(self), args, kwargs))
+
+    def canonical(self, inv: Invocation) -> Invocation:
+        """A call under the arguments of the modules' API as that of the kernel over the primitive, by its types."""
+        leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
+        found = []
+
+        def capture(*arrays):
+            given = iter(arrays)
+            args, kwargs = structure.unflatten([next(given) if is_array(leaf) else leaf for leaf in leaves])
+            found.append(self.prepare(args, kwargs)[0])
+
+        jax.eval_shape(capture, *(leaf for leaf in leaves if is_array(leaf)))
+        (primitive_call,) = found
+        return replace(primitive_call, args=abstract(primitive_call.args), target=inv.target)
+
+    def heuristic_cfg(self, inv: Invocation) -> KernelConfig:
+        """The config of the forward where none was measured."""
+        call = self.canonical(inv)
+        return call.kernel.heuristic_cfg(call)
+
+    def config_space(self, inv: Invocation) -> list[KernelConfig]:
+        """The configs of the forward that are worth measuring, as `config=` of the lax API takes them."""
+        call = self.canonical(inv)
+        return call.kernel.config_space(call)
 
 
 def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,6 +155,10 @@ class Kernel(Generic[Cfg, Out]):
         """
         return Invocation(self, args, kwargs), lambda result: result
 
+    def canonical(self, inv: Invocation[Cfg, Out]) -> Invocation[Cfg, Out]:
+        """The invocation that configs are stored under: of the kernel that `prepare` hands the call to."""
+        return inv
+
     def bind(self, args: tuple, kwargs: dict[str, Any], cfg: Cfg, target: Target | None = None) -> Out:
         """Binds the primitive of this kernel. `target` is what `cfg` was chosen for, None where a user gave it.
 

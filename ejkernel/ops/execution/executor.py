@@ -66,8 +66,9 @@ def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | Non
         EjkernelRuntimeError: a call cannot be measured here, or none of its configs computes the right numbers.
     """
     selector = (executor or default_executor()).selector
-    return {
-        (operation, call_key): selector.measure(kernel, Invocation(kernel, args, kwargs))
+    recorded = {
+        (operation, call_key): kernel.canonical(Invocation(kernel, args, kwargs))
         for operation, calls in invocations.items()
         for call_key, (kernel, args, kwargs) in calls.items()
     }
+    return {call: selector.measure(inv.kernel, inv) for call, inv in recorded.items()}

@@ -1,0 +1,53 @@
+"""The kernel objects of built-in operations answer for their configs as a user's own kernels do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import lax
+from ejkernel.modules import FlashAttention
+from ejkernel.modules._operation import KERNELS
+from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, autotune_recorded
+
+
+@pytest.fixture
+def arrays():
+    rng = np.random.default_rng(0)
+    shapes = ((1, 40, 4, 16), (1, 40, 2, 16), (1, 40, 2, 16))
+    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+
+
+def invocation(arrays):
+    return Invocation(FlashAttention(), arrays, dict(causal=True, logits_soft_cap=5.0))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("of", (lambda x: x, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)), ids=("values", "types"))
+def test_configs_are_those_of_the_forward(arrays, of):
+    inv = invocation(tuple(map(of, arrays)))
+    space = inv.kernel.config_space(inv)
+    assert inv.kernel.heuristic_cfg(inv) in space
+    wanted = lax.flash_attention(*arrays, causal=True, softcap=5.0)
+    for config in space:
+        np.testing.assert_allclose(
+            lax.flash_attention(*arrays, causal=True, softcap=5.0, config=config), wanted, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_a_recorded_call_is_measured_under_the_key_that_calls_ask_for(arrays, monkeypatch):
+    """Recorded as the guide does it: the kernel object, and an invocation of it."""
+    measured = []
+    fastest = KERNELS["flash_attention"].heuristic_cfg
+    selector = ConfigSelectorChain(cache=ConfigCache())
+    monkeypatch.setattr(
+        selector, "measure", lambda kernel, inv, **_: measured.append(kernel.key_builder(inv)) or fastest(inv)
+    )
+    inv = invocation(arrays)
+    calls = {"call": (inv.kernel, inv.args, inv.kwargs)}
+    found = autotune_recorded({"flash_attention": calls}, Executor(selector))
+    assert list(found) == [("flash_attention", "call")]
+    seen = []
+    chain = ConfigSelectorChain(cache=ConfigCache(), on_event=lambda event, operation, key, config: seen.append(key))
+    Executor(chain)(FlashAttention(), *arrays, causal=True, logits_soft_cap=5.0)
+    assert measured == seen[:1]
