@@ -48,13 +48,14 @@ def expected(call: Call, neighbour: int = 0, eps: float | None = None) -> tuple[
     derivative = SAME.get(call.derivative, call.derivative)
     run = _compiled(call.operation, options, derivative, call.wrt, call.dtype)
     examples = call.examples()
+    rng = np.random.default_rng(neighbour) if neighbour else None
     both = np.empty(examples.shape, object), np.empty(examples.shape, object)
     with jax.enable_x64(True):
         for at in np.ndindex(*examples.shape):
             x, u, t = of_example(call, examples[at])
             facts = call.module.facts(call, x)
             args = moved(call, (moving(call, x), u, t), neighbour, eps)
-            for part, found in zip(both, run(facts, *args), strict=True):
+            for part, found in zip(both, run(facts, *args, rng=rng), strict=True):
                 part[at] = jax.tree.map(np.asarray, found)
     return tuple(_joined(call, part) for part in both)
 

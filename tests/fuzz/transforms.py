@@ -139,9 +139,10 @@ def arguments(call: Call) -> tuple[dict, list | None, dict | None]:
     cotangents = tangents = None
     if call.derivative != "none":
         types = [jax.ShapeDtypeStruct(shape_of(call, axes), dtype) for axes, dtype in call.module.results(call)]
-        cotangents = list(call.directions("cotangents", dict(enumerate(types)), poison=call.poison).values())
+        heard = call.poison and call.derivative not in ("vjp_of_vjp", "vjp_of_jvp")  # which multiply NaN by 0
+        cotangents = list(call.directions("cotangents", dict(enumerate(types)), poison=heard).values())
         like = {n: jax.ShapeDtypeStruct(call.shape(n), call.type(n)) for n in call.wrt}
-        tangents = call.directions("tangents", like, poison=call.poison)
+        tangents = call.directions("tangents", like, poison=heard)
     return placed(call, (arrays, cotangents, tangents))
 
 
