@@ -22,6 +22,7 @@ QUICK = {
     ("packed, window, sinks", "float32"): SMALL,
     ("peaks", "float32"): SMALL,
     ("sinks, more queries", "float32"): SMALL,
+    ("packed, from later on", "float32"): SMALL,
     ("segments, mask", "float32"): SMALL,
     ("bias of hardly a key", "float32"): SMALL,
     ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),

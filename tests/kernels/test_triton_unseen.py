@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.gpu.attention_cases import CASES
+from tests.gpu.attention_cases import CASES, Case
 from tests.gpu.oracle import visible
 
 pytest.importorskip("triton")
@@ -15,6 +15,7 @@ from ejkernel.kernels._triton.flash_attention.unseen import zero_blind_queries, 
 
 LENGTH = 40
 HIDING = [case for case in CASES if case.mask is not None or case.segments]
+HIDING += [Case("packed, from later on, mask", packed=True, first=0.4, mask="bst")]
 OF_KEYS = [replace(case, name=f"{case.name}, mask of keys", mask="bt") for case in CASES if case not in HIDING]
 
 

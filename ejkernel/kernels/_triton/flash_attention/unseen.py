@@ -72,6 +72,7 @@ def _shown(operands: Operands, problem: Problem) -> tuple:
     aligned = token - q_start + k_length - q_length
     first = jnp.zeros_like(aligned) if problem.left is None else aligned - problem.left
     stop = k_length if problem.right is None else aligned + problem.right + 1
+    k_length = jnp.where(token < q_cuts[:, :1], 0, k_length)  # nor have those before the first
     return k_start + jnp.clip(first, 0, k_length), k_start + jnp.clip(stop, 0, k_length)
 
 

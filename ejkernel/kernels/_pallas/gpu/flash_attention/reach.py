@@ -100,7 +100,7 @@ def _ranges(operands: Operands, spec: FlashAttentionSpec, of_keys: bool) -> tupl
         cu, other_cu, tokens, left, right = other_cu, cu, operands.k.shape[1], right, left
     token = jnp.arange(tokens, dtype=jnp.int32)
     sequence = (cu[:, 1:, None] <= token).sum(1, dtype=jnp.int32)
-    inside = sequence < cu.shape[1] - 1
+    inside = (sequence < cu.shape[1] - 1) & (token >= cu[:, :1])
     of_sequence = lambda x: jnp.take_along_axis(x, jnp.minimum(sequence, cu.shape[1] - 2), 1)
     low, high = of_sequence(other_cu[:, :-1]), of_sequence(other_cu[:, 1:])
     partner = token - of_sequence(cu[:, 1:]) + high  # bottom-right aligned: the last of both are partners

@@ -272,8 +272,8 @@ def _packed_intervals(cu_seqlens_q, cu_seqlens_k, left, right, tokens: int) -> t
     position = k_end + token - q_end
     first = k_start if left is None else jnp.maximum(k_start, position - left)
     last = k_end - 1 if right is None else jnp.minimum(k_end - 1, position + right)
-    past_the_end = sequence > number
-    return first, jnp.where(past_the_end, -1, last)
+    outside = (sequence > number) | (token < cu_seqlens_q[:, :1])
+    return first, jnp.where(outside, -1, last)
 
 
 def padded_segments(segments, padding: int, block: int):
