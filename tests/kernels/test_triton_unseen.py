@@ -15,7 +15,7 @@ from ejkernel.kernels._triton.flash_attention.unseen import zero_blind_queries, 
 
 LENGTH = 40
 HIDING = [case for case in CASES if case.mask is not None or case.segments]
-HIDING += [Case("packed, from later on, mask", packed=True, first=0.4, mask="bst")]
+HIDING += [Case("packed, from later on, mask", packed=True, first=0.1, mask="bst")]
 OF_KEYS = [replace(case, name=f"{case.name}, mask of keys", mask="bt") for case in CASES if case not in HIDING]
 
 
