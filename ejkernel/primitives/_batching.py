@@ -70,21 +70,21 @@ def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool)
         x = jnp.moveaxis(x, dim, at)
     if x.shape[at + 1] != fold.size:
         x = jnp.broadcast_to(x, (*x.shape[: at + 1], fold.size, *x.shape[at + 2 :]))
-    x = _reshape(x, at + 1, 1, (fold.major, fold.size // fold.major))
-    return _reshape(jnp.swapaxes(x, at, at + 1), at, 3, (fold.count * fold.size,))
+    x = reshape_axes(x, at + 1, 1, (fold.major, fold.size // fold.major))
+    return reshape_axes(jnp.swapaxes(x, at, at + 1), at, 3, (fold.count * fold.size,))
 
 
 def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
     """The mapped axis of a result, first again; `size` is what the folded axis has without it."""
     at = position(of, fold.letter)
-    x = _reshape(x, at, 1, (fold.major, fold.count, fold.size // fold.major))
-    x = _reshape(jnp.swapaxes(x, at, at + 1), at + 1, 2, (fold.size,))
+    x = reshape_axes(x, at, 1, (fold.major, fold.count, fold.size // fold.major))
+    x = reshape_axes(jnp.swapaxes(x, at, at + 1), at + 1, 2, (fold.size,))
     if size != fold.size:  # the cotangent of an operand that was broadcast along this axis
         x = x.sum(at + 1, keepdims=True, dtype=x.dtype)
     return jnp.moveaxis(x, at, 0)
 
 
-def _reshape(x: Any, at: int, taken: int, given: tuple[int, ...]) -> Any:
+def reshape_axes(x: Any, at: int, taken: int, given: tuple[int, ...]) -> Any:
     """Replaces `taken` axes from `at` by axes of sizes `given`; a sharded one hands its mesh axes to the first."""
     new = (*x.shape[:at], *given, *x.shape[at + taken :])
     aval = jax.typeof(x)

@@ -9,6 +9,7 @@ import numpy as np
 from ...errors import shown as shown_value
 from ...errors import value_error
 from ...ops.utils.operands import is_array, random_like
+from ...primitives._batching import reshape_axes
 from ...primitives.ragged_page_attention_v3 import Operands, RaggedPageAttentionSpec
 from ...primitives.ragged_page_attention_v3 import ragged_page_attention_v3 as primitives
 from .._operation import Operation, Prepared
@@ -99,12 +100,11 @@ def ragged_page_attention_v3_arguments(
         softmax_scale=_scale(softmax_scale, q),
     )
     return_lse = static_bool(NAME, "return_lse", return_lse)
-    pages, page, heads, features = kv_pages.shape
     operands = Operands(
         q[None],
         k[None],
         v[None],
-        kv_pages.reshape(1, pages, page, heads // 2, 2, features),
+        reshape_axes(kv_pages[None], 3, 1, (kv_pages.shape[2] // 2, 2)),
         **{name: int32(x)[None] for name, x in tables.items()},
         num_seqs=num_seqs,
         sinks=_sinks(sinks, q),
@@ -112,7 +112,7 @@ def ragged_page_attention_v3_arguments(
     named = align(primitives.forward, {name: x for name, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
-        pool = out["new_pages"].reshape(kv_pages.shape)
+        pool = reshape_axes(out["new_pages"], 3, 2, (kv_pages.shape[2],))[0]
         return (out["o"][0], out["lse"][0], pool) if return_lse else (out["o"][0], pool)
 
     return Prepared(named, spec, finish)
