@@ -65,6 +65,19 @@ def segment_ids(operation: str, q_ids, kv_ids, q, k):
     return tuple(jnp.where(ids < 0, -1, number(of_all, ids.astype(wide)).astype(jnp.int32)) for ids in found)
 
 
+def sinks_of_heads(operation: str, sinks, heads: int, q):
+    """[1, heads, n] in the dtype of statistics; None where there are none."""
+    if sinks is None:
+        return None
+    sinks = array(operation, "sinks", sinks)
+    require_dtype(operation, np.floating, "a float type", sinks=sinks)
+    if len(sinks.shape) not in (1, 2) or sinks.shape[0] != heads:
+        raise value_error(operation, f"sinks must be [{heads}] or [{heads}, n], one row a head", sinks=sinks, q=q)
+    if 0 in sinks.shape:
+        raise value_error(operation, "sinks has 0 of them for a head; leave it out", sinks=sinks)
+    return sinks.astype(np.promote_types(q.dtype, np.float32)).reshape(1, heads, -1)
+
+
 def dropout_words(operation: str, rate, key, q):
     """[b, h, 4]: the key's two words, the batch index, the head index."""
     rate = static_number(operation, "dropout_rate", rate)

@@ -27,7 +27,7 @@ from ._arguments import (
     static_bool,
     static_scale,
 )
-from ._attention import dropout_words, key_of_seed, segment_ids, softcap_for, window_within
+from ._attention import dropout_words, key_of_seed, segment_ids, sinks_of_heads, softcap_for, window_within
 
 NAME = trio.name
 
@@ -126,7 +126,7 @@ def flash_attention_arguments(
         mask=_pairwise("mask", mask, np.bool_, "bool", q, k),
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
-        sinks=_sinks(sinks, q),
+        sinks=sinks_of_heads(NAME, sinks, q.shape[2], q),
         softmax_scale=traced_scale,
         cu_seqlens_q=int32(cu_seqlens_q)[None] if packed else None,
         cu_seqlens_k=int32(cu_seqlens_k)[None] if packed else None,
@@ -235,18 +235,6 @@ def _pairwise(name: str, x, kind, wanted: str, q, k):
             **{name: x, "q": q, "k": k},
         )
     return x.reshape((1,) * (4 - len(x.shape)) + x.shape)
-
-
-def _sinks(sinks, q):
-    if sinks is None:
-        return None
-    sinks = array(NAME, "sinks", sinks)
-    require_dtype(NAME, np.floating, "a float type", sinks=sinks)
-    if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[2]:
-        raise value_error(NAME, f"sinks must be [{q.shape[2]}] or [{q.shape[2]}, n], one row a head", sinks=sinks, q=q)
-    if 0 in sinks.shape:
-        raise value_error(NAME, "sinks has 0 of them for a head; leave it out", sinks=sinks)
-    return sinks.astype(_statistics_dtype(q)).reshape(1, sinks.shape[0], -1)
 
 
 class FlashAttention(Operation):

@@ -26,7 +26,7 @@ from ._arguments import (
     static_scale,
     window_pair,
 )
-from ._attention import FAR, softcap_for
+from ._attention import FAR, sinks_of_heads, softcap_for
 
 NAME = primitives.name
 
@@ -107,7 +107,7 @@ def ragged_page_attention_v3_arguments(
         reshape_axes(kv_pages[None], 3, 1, (kv_pages.shape[2] // 2, 2)),
         **{name: int32(x)[None] for name, x in tables.items()},
         num_seqs=num_seqs,
-        sinks=_sinks(sinks, q),
+        sinks=sinks_of_heads(NAME, sinks, q.shape[1], q),
     )
     named = align(primitives.forward, {name: x for name, x in operands._asdict().items() if x is not None})
 
@@ -169,16 +169,6 @@ def _scale(scale, q) -> float:
         require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
         return q.shape[-1] ** -0.5
     return static_scale(NAME, scale, np.promote_types(q.dtype, np.float32))
-
-
-def _sinks(sinks, q):
-    if sinks is None:
-        return None
-    sinks = array(NAME, "sinks", sinks)
-    require_dtype(NAME, np.floating, "a float type", sinks=sinks)
-    if len(sinks.shape) not in (1, 2) or sinks.shape[0] != q.shape[1] or 0 in sinks.shape:
-        raise value_error(NAME, f"sinks must be [{q.shape[1]}] or [{q.shape[1]}, n], one row a head", sinks=sinks, q=q)
-    return sinks.astype(np.promote_types(q.dtype, np.float32)).reshape(1, sinks.shape[0], -1)
 
 
 class RaggedPageAttentionV3(Operation):
