@@ -24,7 +24,7 @@ class Missing:
 sys.meta_path.insert(0, Missing)
 """
 
-# Of the processor, which other work on the machine does not lengthen.
+# Of the processor, which other work on the machine lengthens less.
 ADDED_SECONDS = f"""
 import time
 import jax
@@ -34,8 +34,11 @@ print(time.process_time() - start)
 """
 
 
-def output(script: str) -> str:
-    return subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.PIPE, text=True).stdout
+def output(script: str, **environment: str) -> str:
+    environment = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", script], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
 
 
 @pytest.mark.core
@@ -50,8 +53,11 @@ def test_import_loads_no_accelerator_package():
 
 
 @pytest.mark.core
-def test_import_adds_little_to_that_of_jax():
-    assert min(float(output(ADDED_SECONDS)) for _ in range(5)) < 0.3
+def test_import_adds_little_to_that_of_jax(tmp_path):
+    # The first import leaves the modules compiled, as a user's does; where nothing may be written it cannot.
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    seconds = [float(output(ADDED_SECONDS, **compiled)) for _ in range(6)]
+    assert min(seconds) < 0.2, seconds
 
 
 # In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.
