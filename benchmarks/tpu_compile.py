@@ -82,7 +82,7 @@ def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[
             trio = OPERATIONS[operation].trio
             for primitive in (trio.forward, trio.backward, trio.tangent):
                 for generation in generations:
-                    implementation = kernel_registry.get(primitive.name, "pallas", "tpu")
+                    implementation = kernel_registry.find(primitive.name, "pallas", "tpu").implementation
                     target = Target("tpu", GENERATIONS[generation].kind)
                     if implementation.supports(spec, x, target) is None:
                         for config in implementation.space(spec, x, target):
@@ -125,8 +125,8 @@ def compiled(program: Program) -> Any:
 
 def compiled_call(generation: str, primitive: str, x: Any, spec: Any, config: KernelConfig) -> Any:
     """The executable of a primitive, for everything that is differentiable among these operands."""
-    trio, run = TRIOS[primitive], kernel_registry.get(primitive, "pallas", "tpu")
-    forward = kernel_registry.get(trio.name, "pallas", "tpu")
+    trio, run = TRIOS[primitive], kernel_registry.find(primitive, "pallas", "tpu").implementation
+    forward = kernel_registry.find(trio.name, "pallas", "tpu").implementation
     out = jax.eval_shape(lambda *x: forward(*x, spec=spec, config=config), *x)
     wrt = tuple(
         n for n in trio.differentiable if (a := getattr(x, n)) is not None and jnp.issubdtype(a.dtype, jnp.inexact)

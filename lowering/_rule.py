@@ -29,6 +29,7 @@ from ejkernel.ops import labelled
 from ejkernel.ops.utils.devices import target_of
 from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.types import Backend, Platform, Target
+from ejkernel.xla_utils.symbolic import with_known_sizes
 
 from . import _stored
 from ._context import one_device, own_promotions
@@ -104,15 +105,15 @@ def config_for(
     """The config of the equation where it fits this implementation, else that of the heuristics."""
     if config.backend in (Backend.ANY, target.backend) and config.platform in ("auto", entry.platform):
         return replace(config, platform=entry.platform, backend=target.backend)
-    return primitive.heuristic_config(primitive, named, spec, entry.platform, target)
+    chosen = entry.implementation.heuristic(spec, with_known_sizes(primitive.operands(named)), target)
+    return replace(chosen, platform=entry.platform, backend=target.backend)
 
 
-def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
+def _lower(primitive, platform, ctx, *args, operands, results, spec, config, chooser):
     named = dict(zip(operands, ctx.avals_in, strict=True))
     target = target_of(platform)
-    forced = config.platform if config.backend == Backend.ANY else "auto"
     progress = Progress(primitive.name, target)
-    body = body_of(primitive, operands, results, spec, config, target, forced, progress)
+    body = body_of(primitive, operands, results, spec, config, target, chooser.platform, progress)
     if mesh := primitive.split(named)[1] or explicit_mesh(ctx):
         run = explicit(primitive, body, named, results, spec, mesh)
         avals = [without_manual_axes(aval) for aval in ctx.avals_in]
@@ -121,7 +122,7 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config):
         if automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
             if target.platform == "tpu":
-                _refuse_tpu_kernel(primitive, local, spec, config, target, forced)
+                _refuse_tpu_kernel(primitive, local, spec, config, target, chooser.platform)
             elif not is_partly_manual(ctx):
                 named_body = named_when_compiled(body, progress)
                 run, ctx = automatic(primitive, named_body, local, results, spec), with_numbered_devices(ctx)
@@ -141,16 +142,15 @@ def _refuse_tpu_kernel(primitive, named, spec, config, target, platform) -> None
         )
 
 
-def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, config):
+def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, config, chooser):
     names = [n for n, t in zip(operands, tangents, strict=True) if type(t) is not ad.Zero]
     named = dict(zip(operands, primals, strict=True))
     moving = {n: t for n, t in zip(operands, tangents, strict=True) if n in names}
-    out = primitive.bind(named, spec=spec, config=config, results=results)
+    bind = partial(primitive.bind, spec=spec, config=config, chooser=chooser, results=results)
+    out = bind(named)
     if all(n.endswith(primitive.linear) for n in names):  # linear there: the derivative is the primitive itself
         fixed = {n: x for n, x in named.items() if not n.endswith(primitive.linear)}
-        return list(out.values()), list(
-            primitive.bind({**fixed, **moving}, spec=spec, config=config, results=results).values()
-        )
+        return list(out.values()), list(bind({**fixed, **moving}).values())
     avals = {n: jax.typeof(x) for n, x in named.items()}
     target = Target("cpu")
     progress = Progress(primitive.name, target)

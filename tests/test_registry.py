@@ -7,8 +7,12 @@ import warnings
 import jax
 import pytest
 
+import ejkernel
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.kernels._registry import KernelRegistry, supported_if
+from ejkernel.kernels._registry import KernelRegistry, kernel_registry, supported_if
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.primitives.flash_attention import FlashAttentionSpec
+from ejkernel.types import KernelConfig
 
 
 @pytest.fixture
@@ -148,3 +152,34 @@ def test_the_wrapper_costs_less_than_a_microsecond_or_so(registry):
     bare = inspect.unwrap(implementation)
     cost = lambda f: min(timeit.repeat(lambda: f(1, causal=True), number=2000, repeat=5)) / 2000
     assert cost(implementation) - cost(bare) < 2e-6
+
+
+ASKED = [{}, {"platform": "auto"}, {"platform": "xla"}, {"backend": "cpu"}, {"platform": "xla", "backend": "any"}]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=str)
+def test_an_operation_is_given_under_its_documented_arguments(asked):
+    q, k, v = (jax.random.normal(jax.random.key(i), (2, 8, heads, 4)) for i, heads in enumerate((4, 2, 2)))
+    attention = kernel_registry.get("flash_attention", **asked)
+    wanted = ejkernel.lax.flash_attention(q, k, v, causal=True, window=3)
+    assert (attention(q, k, v, causal=True, sliding_window=3) == wanted).all()
+    assert attention.__doc__ == ejkernel.modules.flash_attention.__doc__
+
+
+@pytest.mark.parametrize("operation", sorted(OPERATIONS))
+def test_every_operation_is_given_on_every_platform(operation):
+    """The function of the operation, which on a platform that is not here can be traced for where it is."""
+    example, names = OPERATIONS[operation].example(), OPERATIONS[operation].renamed
+    arrays = {names.get(name, name): x for name, x in example.items() if hasattr(x, "shape")}
+    options = {names.get(name, name): x for name, x in example.items() if not hasattr(x, "shape")}
+    types_of = lambda function: jax.eval_shape(lambda given: function(**given, **options), arrays)
+    for entry in kernel_registry.list_implementations(operation):
+        given = kernel_registry.get(operation, entry.platform, entry.backend)
+        assert types_of(given) == types_of(getattr(ejkernel.modules, operation))
+
+
+def test_the_implementation_itself_is_found():
+    found = kernel_registry.find("flash_attention", "xla")
+    x = jax.random.normal(jax.random.key(0), (1, 4, 1, 8))
+    o = found.implementation(x, x, x, spec=FlashAttentionSpec(softmax_scale=8**-0.5), config=KernelConfig()).o
+    assert found.platform == "xla" and (abs(o - ejkernel.lax.flash_attention(x, x, x)) < 1e-6).all()

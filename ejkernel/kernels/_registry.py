@@ -4,7 +4,8 @@
     @supported_if(lambda spec, operands, target: "head dim over 256" if operands.q.shape[-1] > 256 else None)
     def flash_attention(q, k, v, *, spec, config): ...
 
-    kernel_registry.get("flash_attention", platform="triton", backend="gpu")(q, k, v, spec=spec, config=config)
+    kernel_registry.get("flash_attention", platform="triton")(q, k, v, causal=True)     # as ejkernel.modules has it
+    kernel_registry.find("flash_attention", platform="triton").implementation(q, k, v, spec=spec, config=config)
 
 Several implementations of one algorithm live side by side; of those that match a query, the one with the highest
 priority is taken, and among equals the one that was registered first.
@@ -107,6 +108,7 @@ class KernelRegistry:
 
     def __init__(self):
         self._registry: dict[str, list[KernelSpec]] = {}
+        self._operations: dict[str, Callable[..., Any]] = {}
 
     def register(
         self, algorithm: str, platform: Platform | PlatformName, backend: Backend | BackendName, priority: int = 0
@@ -130,12 +132,36 @@ class KernelRegistry:
 
         return register
 
+    def register_operation(self, algorithm: str, operation: Callable[..., Any]) -> None:
+        """Makes `get` give `operation`, called with `platform=` and the documented arguments, for an algorithm."""
+        self._operations[algorithm.lower()] = operation
+
     def get(
         self,
         algorithm: str,
         platform: Platform | PlatformName | Literal["auto"] | None = None,
         backend: Backend | BackendName | None = None,
     ) -> Callable:
+        """What computes an algorithm: a function of the arguments that are documented for it.
+
+        For an operation of the library that is the one in `ejkernel.modules`, on the platform if one is asked for; for
+        any other algorithm the implementation that `find` gives, as it was registered.
+
+        Raises:
+            ValueError: nothing matches, or there is no such platform or backend.
+        """
+        found = self.find(algorithm, platform, backend)
+        if (operation := self._operations.get(found.algorithm)) is None:
+            return found.implementation
+        asked = None if platform in (None, "auto") else found.platform
+        return functools.update_wrapper(functools.partial(operation, platform=asked), operation)
+
+    def find(
+        self,
+        algorithm: str,
+        platform: Platform | PlatformName | Literal["auto"] | None = None,
+        backend: Backend | BackendName | None = None,
+    ) -> KernelSpec:
         """The implementation of highest priority that matches.
 
         An omitted platform or backend matches all; implementations for `Backend.ANY` match every backend (so a query
@@ -153,9 +179,9 @@ class KernelRegistry:
         specs = self.list_implementations(algorithm)
         for spec in specs:
             if wanted in (None, spec.platform) and (backend is None or spec.backend in (Backend.ANY, backend)):
-                return spec.implementation
+                return spec
         if backend == Backend.ANY:
-            return self.get(algorithm, platform, jax.default_backend())
+            return self.find(algorithm, platform, jax.default_backend())
         registered = ", ".join(f"{spec.platform}/{spec.backend}" for spec in specs) or "nothing"
         raise ValueError(
             f"{algorithm}: no implementation for platform {platform} and backend {backend}; registered: {registered}"

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..errors import type_error, value_error
+from ..kernels._registry import kernel_registry
 from ._operation import Operation, lax_arguments, modules_parameters
 
 _OWN = ("platform", "cfg", "mesh", "in_specs", "out_specs")
@@ -36,6 +37,7 @@ def face(operation: type[Operation]) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = name
     call.__module__, call.__signature__ = "ejkernel.modules", signature
     call.__doc__ = _doc(operation)
+    kernel_registry.register_operation(name, call)
     return call
 
 

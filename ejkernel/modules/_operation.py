@@ -20,11 +20,12 @@ import jax
 from ..errors import type_error, value_error
 from ..kernels._dispatch import candidates, select
 from ..kernels._registry import config_refusal, kernel_registry
-from ..ops import Invocation, Kernel, default_executor, policy_override
+from ..ops import Executor, Invocation, Kernel, default_executor, policy_override
 from ..ops.recording import named_kernels
+from ..ops.utils.devices import local_target
 from ..ops.utils.operands import abstract, is_array, random_like
 from ..primitives._factory import KernelPrimitive, Trio
-from ..types import Backend, KernelConfig, Target, checked_config
+from ..types import Backend, KernelConfig, Platform, ShortRepr, Target, checked_config
 from ..xla_utils.symbolic import with_known_sizes
 from .operations._arguments import config_of
 
@@ -58,7 +59,7 @@ class PrimitiveKernel(Kernel):
         operands = self.primitive.operands(named)
         entry = select(self.name, spec, operands, target, platform)
         config = entry.implementation.heuristic(spec, with_known_sizes(operands), target)
-        return self._placed(entry, config, target, platform)
+        return self._placed(entry, config, target)
 
     def config_space(self, inv: Invocation) -> list[KernelConfig]:
         """The configs of every implementation that takes this call; one alone where the batch may not change it."""
@@ -67,17 +68,16 @@ class PrimitiveKernel(Kernel):
             return [self.heuristic_cfg(inv)]
         known = with_known_sizes(operands)
         return [
-            self._placed(entry, config, inv.target, platform)
+            self._placed(entry, config, inv.target)
             for entry, reason in candidates(self.name, spec, operands, inv.target, platform)
             if reason is None
             for config in entry.implementation.space(spec, known, inv.target)
         ]
 
     @staticmethod
-    def _placed(entry, config: KernelConfig, target: Target, platform: str) -> KernelConfig:
-        """A config says where it was chosen for; one for a platform that was asked for holds on every backend."""
-        backend = target.backend if platform == "auto" else Backend.ANY
-        return replace(config, platform=entry.platform, backend=backend)
+    def _placed(entry, config: KernelConfig, target: Target) -> KernelConfig:
+        """A config says where it was chosen for."""
+        return replace(config, platform=entry.platform, backend=target.backend)
 
     def checked_config(self, cfg: Any) -> KernelConfig:
         """A config that an implementation can be run with; where none of those it is for can, the first says why."""
@@ -138,15 +138,24 @@ class PrimitiveKernel(Kernel):
         return tuple({**values, **rest}[name] for name in named), inv.kwargs
 
     def bind(
-        self, args: tuple, kwargs: Mapping[str, Any], cfg: KernelConfig, target: Target | None = None
+        self,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        cfg: KernelConfig,
+        target: Target | None = None,
+        executor: Executor | None = None,
     ) -> dict[str, Any]:
-        """Binds the primitive and returns its results by name; the config itself says what it was chosen for."""
+        """Binds the primitive and returns its results by name; the config itself says what it was chosen for.
+
+        A config that names a platform and no backend is a user's: it asks for that platform as `platform` does.
+        """
         del target
-        cfg = self.checked_config(cfg)
-        if kwargs["platform"] != "auto":
-            cfg = replace(cfg, platform=kwargs["platform"], backend=Backend.ANY)
+        cfg, platform = self.checked_config(cfg), kwargs["platform"]
+        if platform == "auto" and cfg.backend == Backend.ANY:
+            platform = cfg.platform
         named = dict(zip(kwargs["operands"], args, strict=True))
-        return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, results=kwargs["results"])
+        chooser = ExecutorOfForward(platform, executor)
+        return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, chooser=chooser, results=kwargs["results"])
 
     def run(self, *args: Any, cfg: KernelConfig, **kwargs: Any) -> dict[str, Any]:
         """The results by name, as `bind` gives them."""
@@ -157,24 +166,41 @@ class PrimitiveKernel(Kernel):
         kwargs = dict(
             operands=tuple(named), results=tuple(results or self.primitive.results), spec=spec, platform=platform
         )
-        return Invocation(kernel=self, args=tuple(named.values()), kwargs=kwargs)
+        target = self._target_of(platform, named, spec)
+        return Invocation(kernel=self, args=tuple(named.values()), kwargs=kwargs, target=target)
+
+    def _target_of(self, platform: str, named: Mapping[str, Any], spec: Any) -> Target | None:
+        """What a call is for where a platform is asked for that nothing here can run: it is traced for elsewhere."""
+        of_platform = [e for e in kernel_registry.list_implementations(self.name) if platform == e.platform]
+        if not of_platform or any(e.backend in (Backend.ANY, local_target().backend) for e in of_platform):
+            return None
+        operands = self.primitive.operands(named)
+        backends = {e.backend for e in of_platform}
+        elsewhere = [t for t in map(Target, ("cuda", "rocm", "tpu", "cpu")) if t.backend in backends]
+        takes = lambda target: any(
+            reason is None for _, reason in candidates(self.name, spec, operands, target, platform)
+        )
+        return next(filter(takes, elsewhere), elsewhere[0])
 
 
-def _choose_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results, served: KernelConfig):
-    """The config of a tangent or backward, while tracing: on the platform that its forward was forced to, if it was.
+@dataclass(frozen=True, repr=False)
+class ExecutorOfForward(ShortRepr):
+    """The configs of tangents and backwards are chosen by the executor of their forward: the `Chooser` of every call.
 
-    A tangent is not measured here: a gradient asks for it too, only to transpose it away.
+    Attributes:
+        platform: the platform that was asked for, or "auto".
+        executor: None for the default one.
     """
-    forced = served.platform if served.backend == Backend.ANY else "auto"
-    inv = KERNELS[primitive.name].invocation(named, spec, results, forced)
-    is_tangent = primitive is TRIOS[primitive.name].tangent
-    with policy_override(autotune=False) if is_tangent else contextlib.nullcontext():
-        return default_executor().choose(inv.kernel, inv)
 
+    platform: Platform | str = "auto"
+    executor: Executor | None = None
 
-def _heuristic_config(primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, platform: str, target: Target):
-    """The config for another target than the one the equation was traced for."""
-    return replace(KERNELS[primitive.name].heuristic(named, spec, platform, target), backend=target.backend)
+    def config(self, primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results) -> KernelConfig:
+        """A tangent is not measured here: a gradient asks for it too, only to transpose it away."""
+        inv = KERNELS[primitive.name].invocation(named, spec, results, self.platform)
+        is_tangent = primitive is TRIOS[primitive.name].tangent
+        with policy_override(autotune=False) if is_tangent else contextlib.nullcontext():
+            return (self.executor or default_executor()).choose(inv.kernel, inv)
 
 
 @functools.cache
@@ -224,7 +250,6 @@ class Operation(Kernel):
             kernel = PrimitiveKernel(primitive)
             KERNELS[primitive.name], TRIOS[primitive.name] = kernel, cls.trio
             named_kernels[primitive.name] = kernel
-            primitive.choose_config, primitive.heuristic_config = _choose_config, _heuristic_config
         cls.prepare_arguments.__qualname__ = cls.trio.name  # as which Python names it to who forgets an argument
         OPERATIONS[cls.trio.name] = cls
 

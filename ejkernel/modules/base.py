@@ -33,7 +33,7 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
         here.
     """
     if platform not in (None, "auto"):
-        kernel_registry.get(algorithm, platform)
+        kernel_registry.find(algorithm, platform)
         return Platform(platform)
     backend = jax.default_backend()
     preference = _PREFERENCE.get(backend, (Platform.XLA,))

@@ -1,7 +1,8 @@
 """The factory of primitives: from a table of axes to a primitive with every rule, and from three of them to a trio.
 
-A kernel primitive has four parameters: `operands`, the names of the arrays it is bound to; `results`, the names of
-what it returns; `spec`, what is computed; `config`, how. The table of axes gives it shapes, shardings and vmap.
+A kernel primitive has five parameters: `operands`, the names of the arrays it is bound to; `results`, the names of
+what it returns; `spec`, what is computed; `config`, how; and `chooser`, which gives configs to those that JAX derives
+from it. The table of axes gives it shapes, shardings and vmap.
 
 A trio is a differentiable operation:
 
@@ -12,24 +13,36 @@ A trio is a differentiable operation:
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
 it is linear. So `grad` costs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its
 transpose binds `x_jvp` again: the three close under transposition. The jvps of `x_jvp` and `x_bwd` are those of their
-XLA implementations, which the floors above bring (`on_definition`): they give Hessians and everything beyond.
+XLA implementations, which `lowering` brings (`on_definition`): they give Hessians and everything beyond.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, xla
 
-from ..types import KernelConfig
 from ._axes import Table, shape, sizes
 from ._batching import choose, fold_operand, unfold_result
 from ._sharding import Layout, aligned, explicit_axes, joined, partition_spec
 
 TANGENT, COTANGENT = "_dot", "_bar"
+
+
+class Chooser(Protocol):
+    """Who chooses the configs of a call: a hashable value, equal for calls that share what was traced.
+
+    Attributes:
+        platform: the one that every implementation has to be of, because a user asked for it, or "auto".
+    """
+
+    platform: str
+
+    def config(self, primitive: "KernelPrimitive", arrays: Mapping[str, Any], spec: Any, results: Sequence[str]) -> Any:
+        """The config of a tangent or backward that is about to be bound to these arrays."""
 
 
 class KernelPrimitive:
@@ -47,10 +60,6 @@ class KernelPrimitive:
         primitive: the primitive of JAX.
         arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
         operands: (arrays by name) → the NamedTuple of operands that `supports` looks at.
-        choose_config: (primitive, arrays by name, spec, results, config of the operation it serves) → config, while
-            tracing. The floor that knows of configs replaces it.
-        heuristic_config: (primitive, arrays by name, spec, implementation platform, target) → config, without timing.
-            Likewise.
     """
 
     def __init__(
@@ -70,10 +79,6 @@ class KernelPrimitive:
         self.like, self.dtypes, self.linear = dict(like or {}), dtypes, linear
         self.arguments, self.operands = arguments, operands
         self.sums = linear == COTANGENT
-        self.choose_config = lambda primitive, arrays, spec, results, config: config
-        self.heuristic_config = lambda primitive, arrays, spec, platform, target: KernelConfig(
-            platform=platform, backend=target.backend
-        )
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_impl(partial(xla.apply_primitive, self.primitive))
@@ -81,11 +86,20 @@ class KernelPrimitive:
         batching.primitive_batchers[self.primitive] = self._batch
         _define(self)
 
-    def bind(self, arrays: Mapping[str, Any], *, spec: Any, config: Any, results: Sequence[str] | None = None) -> dict:
+    def bind(
+        self,
+        arrays: Mapping[str, Any],
+        *,
+        spec: Any,
+        config: Any,
+        chooser: Chooser,
+        results: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
         """Binds the arrays that are not None and returns the results by name."""
         present = {name: x for name, x in arrays.items() if x is not None}
         results = tuple(results or self.results)
-        out = self.primitive.bind(*present.values(), operands=tuple(present), results=results, spec=spec, config=config)
+        how = dict(operands=tuple(present), results=results, spec=spec, config=config, chooser=chooser)
+        out = self.primitive.bind(*present.values(), **how)
         return dict(zip(results, out, strict=True))
 
     def split(self, operands: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -108,7 +122,7 @@ class KernelPrimitive:
             for name in results
         }
 
-    def _abstract_eval(self, *avals, operands, results, spec, config):
+    def _abstract_eval(self, *avals, operands, results, spec, config, chooser):
         named = dict(zip(operands, avals, strict=True))
         split, _ = self.split(named)
         varying = max(avals, key=lambda aval: len(aval.manual_axis_type.varying))
@@ -126,7 +140,7 @@ class KernelPrimitive:
         pairs = [(name, name + TANGENT) for name in mapped if name + TANGENT in mapped]
         return {name for pair in pairs if any(mapped[name] is not None for name in pair) for name in pair}
 
-    def _batch(self, args, dims, *, operands, results, spec, config):
+    def _batch(self, args, dims, *, operands, results, spec, config, chooser):
         arrays, mapped = dict(zip(operands, args, strict=True)), dict(zip(operands, dims, strict=True))
         fold = choose(self.table, self.layout, arrays, mapped, results)
         paired = {self.like[name] for name in results if name in self.like} | self._moved(mapped)
@@ -135,7 +149,7 @@ class KernelPrimitive:
             for name, x in arrays.items()
         }
         folded = aligned(self.name, self.table, self.layout, folded)
-        out = self.bind(folded, spec=spec, config=config, results=results)
+        out = self.bind(folded, spec=spec, config=config, chooser=chooser, results=results)
 
         def unfold(name, x):
             at = next(i for i, axis in enumerate(self.table[name]) if axis.letter == fold.letter)
@@ -204,13 +218,9 @@ class Trio:
         if self.linear:
             ad.primitive_transposes[self.forward.primitive] = self._transpose_forward
 
-    def __call__(self, arrays, *, spec, config):
-        """Binds the forward to a NamedTuple of operands and returns that of the outputs."""
-        return self.outputs(**self.forward.bind(arrays._asdict(), spec=spec, config=config))
-
-    def _jvp(self, primals, tangents, *, operands, results, spec, config):
+    def _jvp(self, primals, tangents, *, operands, results, spec, config, chooser):
         arrays = dict(zip(operands, primals, strict=True))
-        out = self.forward.bind(arrays, spec=spec, config=config)
+        out = self.forward.bind(arrays, spec=spec, config=config, chooser=chooser)
         out = {n: checkpoint_name(x, f"{self.name}_{n}") for n, x in out.items()}
         moving = {
             name: t
@@ -221,18 +231,17 @@ class Trio:
             return list(out.values()), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out.values()]
         kept = {name: out[name] for name in self.residuals}
         named = {**arrays, **kept, **{name + TANGENT: t for name, t in moving.items()}}
-        config = self.tangent.choose_config(self.tangent, named, spec, self.tangent.results, config)
-        return list(out.values()), list(self.tangent.bind(named, spec=spec, config=config).values())
+        return list(out.values()), list(self._derived(self.tangent, named, spec, chooser).values())
 
-    def _transpose_tangent(self, cotangents, *args, operands, results, spec, config):
+    def _transpose_tangent(self, cotangents, *args, operands, results, spec, config, chooser):
         named = dict(zip(operands, args, strict=True))
         wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
         if not all(n.endswith(TANGENT) for n in wanted):
             raise NotImplementedError(f"{self.tangent.name} is linear in its tangents alone, not in {wanted}")
         known = {n: x for n, x in named.items() if not n.endswith(TANGENT)}
-        return self._pulled_back(cotangents, named, known, wanted, TANGENT, results, spec, config)
+        return self._pulled_back(cotangents, named, known, wanted, TANGENT, results, spec, chooser)
 
-    def _transpose_backward(self, cotangents, *args, operands, results, spec, config):
+    def _transpose_backward(self, cotangents, *args, operands, results, spec, config, chooser):
         named = dict(zip(operands, args, strict=True))
         wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
         if not all(n.endswith(COTANGENT) for n in wanted):
@@ -245,19 +254,18 @@ class Trio:
         if not moving:
             return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
         named_tangent = {n: x for n, x in named.items() if not n.endswith(COTANGENT)} | moving
-        config = self.tangent.choose_config(self.tangent, named_tangent, spec, self.tangent.results, config)
-        out = self.tangent.bind(named_tangent, spec=spec, config=config)
+        out = self._derived(self.tangent, named_tangent, spec, chooser)
         return [out[n.removesuffix(COTANGENT) + TANGENT] if n in wanted else None for n in named]
 
-    def _transpose_forward(self, cotangents, *args, operands, results, spec, config):
+    def _transpose_forward(self, cotangents, *args, operands, results, spec, config, chooser):
         named = dict(zip(operands, args, strict=True))
         wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
         if not any(set(wanted) <= set(group) for group in self.linear):
             raise NotImplementedError(f"{self.name} is not linear in {' and '.join(wanted)}")
         known = {n: ad.instantiate_zeros(ad.Zero(x.aval)) if n in wanted else x for n, x in named.items()}
-        return self._pulled_back(cotangents, named, known, wanted, "", results, spec, config)
+        return self._pulled_back(cotangents, named, known, wanted, "", results, spec, chooser)
 
-    def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, config):
+    def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, chooser):
         """A cotangent for each of the `wanted`, which, like the results, have their names with a suffix."""
         live = {
             r.removesuffix(suffix) + COTANGENT: ct
@@ -267,9 +275,14 @@ class Trio:
         if not live:
             return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
         asked = [n.removesuffix(suffix) + COTANGENT for n in wanted]
-        config = self.backward.choose_config(self.backward, {**known, **live}, spec, asked, config)
-        out = self.backward.bind({**known, **live}, spec=spec, config=config, results=asked)
+        out = self._derived(self.backward, {**known, **live}, spec, chooser, asked)
         return [out[n.removesuffix(suffix) + COTANGENT] if n in wanted else None for n in named]
+
+    @staticmethod
+    def _derived(primitive, arrays, spec, chooser, results=None):
+        """The results of the tangent or backward, with the config that is chosen for it."""
+        config = chooser.config(primitive, arrays, spec, results or primitive.results)
+        return primitive.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
 
     def _group(self, of: type, named: Mapping[str, Any], suffix: str = "") -> Any:
         return of(*(named.get(name + suffix) for name in of._fields))

@@ -65,7 +65,7 @@ def test_an_implementation_that_fails_is_a_row_and_a_status(capsys, one_operatio
 
 @pytest.mark.parametrize("by", [1.05, np.nan])
 def test_wrong_numbers_are_a_row_and_a_status(capsys, one_operation, by):
-    right = kernel_registry.get("mean_pooling_bwd", "xla")
+    right = kernel_registry.find("mean_pooling_bwd", "xla").implementation
 
     @kernel_registry.register("mean_pooling_bwd", Platform.CUTE, "any", priority=500)
     def wrong(primals, outputs, cotangents, *, wrt, spec, config):
@@ -88,7 +88,7 @@ def test_what_is_refused_is_shown_and_is_not_wrong(capsys, one_operation):
 
 
 def test_what_nothing_reaches_is_said(capsys, one_operation):
-    right = kernel_registry.get("mean_pooling", "xla")
+    right = kernel_registry.find("mean_pooling", "xla").implementation
 
     @kernel_registry.register("mean_pooling", Platform.XLA, "cpu", priority=500)
     def first(*operands, spec, config):

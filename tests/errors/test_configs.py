@@ -116,7 +116,7 @@ def in_overlay(cache, call):
 @pytest.mark.parametrize("fields, error, says", list(WRONG_ANYWHERE.values()), ids=WRONG_ANYWHERE)
 def test_of_an_implementation_from_the_registry_too(q, fields, error, says):
     with pytest.raises(error, match=r"flash_attention \(xla\): ") as raised:
-        kernel_registry.get("flash_attention", "xla")(q, q, q, config=KernelConfig(**fields))
+        kernel_registry.find("flash_attention", "xla").implementation(q, q, q, config=KernelConfig(**fields))
     assert says in str(raised.value)
 
 

@@ -255,8 +255,9 @@ def check(error, kind, says):
 def test_a_variant_that_does_not_run_here():
     """Eight bits are a variant of the Hopper kernel; elsewhere they are refused, not passed over."""
     arrays, _ = split(GOOD)
+    # Where no package for a GPU is installed nothing knows the variant, and the operation itself refuses it.
     with pytest.raises(
-        ValueError, match=r"flash_attention \(xla\): config.algorithm is 'e4m3'; it must be one of None"
+        ValueError, match=r"flash_attention( \(xla\))?: config.algorithm is 'e4m3'; it must be one of None"
     ):
         jax.jit(lambda arrays: lax(**arrays, config={"algorithm": "e4m3"})).lower(arrays)
 

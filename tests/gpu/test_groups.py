@@ -87,7 +87,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 @pytest.mark.parametrize("case", (*PRODUCTS, *POOLS), ids=str)
 def test_every_config(case, dtype):
     call = against_xla.prepared(case, jnp.dtype(dtype))
-    implementation = kernel_registry.get(case.operation, "triton", "gpu")
+    implementation = kernel_registry.find(case.operation, "triton", "gpu").implementation
     assert implementation.supports(call[1], call[0], local_target()) is None
     for config in implementation.space(call[1], call[0], local_target()):
         against_xla.check(case, call, "triton", "gpu", config, TOLERANCE[dtype])
@@ -107,5 +107,7 @@ def test_float8_weights(rows, dtype):
 @pytest.mark.parametrize("case", (PRODUCTS[0], POOLS[1]), ids=str)
 def test_a_batch(case):
     call = against_xla.batched(case)
-    config = kernel_registry.get(case.operation, "triton", "gpu").heuristic(call[1], call[0], local_target())
+    config = kernel_registry.find(case.operation, "triton", "gpu").implementation.heuristic(
+        call[1], call[0], local_target()
+    )
     against_xla.check(case, call, "triton", "gpu", config)

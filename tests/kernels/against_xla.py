@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from cases import assert_close
 
-from ejkernel.kernels._registry import Backend, kernel_registry
+from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS
 
 
@@ -40,8 +40,10 @@ def check(case, call, platform, backend, config, tolerance=1e-5, run=lambda f: f
     """Forward, backward and tangent of a call as `prepared`; `run` makes a function run where the platform is."""
     (x, spec, tangents), name = call, case.operation
     wrt = tuple(n for n, t in tangents._asdict().items() if t is not None)
-    implementations = [kernel_registry.get(name + kind, platform, backend) for kind in ("", "_bwd", "_jvp")]
-    formulas = [kernel_registry.get(name + kind, "xla", Backend.ANY) for kind in ("", "_bwd", "_jvp")]
+    implementations = [
+        kernel_registry.find(name + kind, platform, backend).implementation for kind in ("", "_bwd", "_jvp")
+    ]
+    formulas = [kernel_registry.find(name + kind, "xla").implementation for kind in ("", "_bwd", "_jvp")]
 
     def derivatives(of, cotangents, **how):
         forward, backward, tangent = of

@@ -58,7 +58,9 @@ each_generation = pytest.mark.parametrize(
 @pytest.mark.parametrize("name", some_are_quick(GROUPED))
 def test_grouped_matmul(name, generation):
     x, spec = GROUPED[name]
-    forward, backward = (kernel_registry.get(op, "pallas", "tpu") for op in ("grouped_matmul", "grouped_matmul_bwd"))
+    forward, backward = (
+        kernel_registry.find(op, "pallas", "tpu").implementation for op in ("grouped_matmul", "grouped_matmul_bwd")
+    )
     target = TARGETS[generation]
     do = array(grouped.result_dtype(x.lhs.dtype, spec), *x.lhs.shape[:2], x.rhs.shape[3])
     wrt = tuple(n for n in ("lhs", "rhs", "rhs_scale") if (a := getattr(x, n)) is not None and a.dtype != jnp.int8)
@@ -75,7 +77,9 @@ def test_grouped_matmul(name, generation):
 @pytest.mark.parametrize("name", some_are_quick(POOLING))
 def test_mean_pooling(name, generation):
     x, spec = POOLING[name], pooling.MeanPoolingSpec()
-    forward, backward = (kernel_registry.get(op, "pallas", "tpu") for op in ("mean_pooling", "mean_pooling_bwd"))
+    forward, backward = (
+        kernel_registry.find(op, "pallas", "tpu").implementation for op in ("mean_pooling", "mean_pooling_bwd")
+    )
     target, segments = TARGETS[generation], 1 if x.segments is None else x.segments.shape[1]
     do = array(x.x.dtype, x.x.shape[0], segments, x.x.shape[2])
     assert forward.supports(spec, x, target) is None

@@ -14,7 +14,9 @@ from tests.gpu.recurrence_cases import Case, check, differentiable, formula, lik
 from .tpu_compiler import TARGETS, compiled
 from .tpu_interpreter import interpreted
 
-forward, backward, tangent = (kernel_registry.get("recurrent" + kind, "pallas", "tpu") for kind in ("", "_bwd", "_jvp"))
+forward, backward, tangent = (
+    kernel_registry.find("recurrent" + kind, "pallas", "tpu").implementation for kind in ("", "_bwd", "_jvp")
+)
 CONFIG = KernelConfig(block_q=16, block_k=8)
 CASES = (
     Case("by head", dict(g=1.0, g_gamma=0.5)),
@@ -91,7 +93,7 @@ def test_the_compilers_take_them(name, generation):
     pytest.importorskip("libtpu")
     x, spec = CALLS[name], RecurrenceSpec()
     wrt, run = differentiable(x), lambda *x, config: forward(*x, spec=spec, config=config)
-    ct = jax.eval_shape(lambda *x: kernel_registry.get("recurrent", "xla")(*x, spec=spec), *x)
+    ct = jax.eval_shape(lambda *x: kernel_registry.find("recurrent", "xla").implementation(*x, spec=spec), *x)
     for config in forward.space(spec, x, TARGETS[generation])[: None if generation == "v5e" else 1]:
         compiled(lambda *x, config=config: run(*x, config=config), generation, *x)
         compiled(

@@ -30,7 +30,7 @@ def failing(monkeypatch):
             raise error
 
         mlir.register_lowering(fails_p, fail)
-        computes = kernel_registry.get(operation, "xla")
+        computes = kernel_registry.find(operation, "xla").implementation
 
         @kernel_registry.register(operation, "pallas", "cpu", priority=1000)
         def implementation(*args, **kwargs):

@@ -159,11 +159,15 @@ class Kernel(Generic[Cfg, Out]):
         """The invocation that configs are stored under: of the kernel that `prepare` hands the call to."""
         return inv
 
-    def bind(self, args: tuple, kwargs: dict[str, Any], cfg: Cfg, target: Target | None = None) -> Out:
+    def bind(
+        self, args: tuple, kwargs: dict[str, Any], cfg: Cfg, target: Target | None = None, executor: Any = None
+    ) -> Out:
         """Binds the primitive of this kernel. `target` is what `cfg` was chosen for, None where a user gave it.
 
-        Where the program is lowered for another platform than that of `target`, heuristics choose again.
+        Where the program is lowered for another platform than that of `target`, heuristics choose again. `executor`
+        chose it: a kernel whose gradient has configs of its own asks it for them. Here they are that of the call.
         """
+        del executor
         from .user_primitive import bind  # which needs Invocation
 
         return bind(self, args, kwargs, cfg, target)

@@ -24,7 +24,8 @@ class ConfigChooser(Protocol[Cfg]):
 class Executor(Generic[Cfg, Out]):
     """Runs kernels, each with the config that `selector` chooses for the call.
 
-    The choice is made while the call is traced and becomes a parameter of the primitive, where a jaxpr shows it.
+    The choice is made while the call is traced and becomes a parameter of the primitive, where a jaxpr shows it. The
+    executor stays with the call: it chooses for the tangents and backwards that JAX derives from it, too.
     """
 
     def __init__(self, selector: ConfigChooser[Cfg] | None = None):
@@ -38,12 +39,15 @@ class Executor(Generic[Cfg, Out]):
     def run(self, inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Any:
         """What `bind` returns for an invocation whose arguments are prepared."""
         chosen = self.choose(inv.kernel, inv, cfg)
-        return inv.kernel.bind(inv.args, inv.kwargs, chosen, inv.target if cfg is None else None)
+        return inv.kernel.bind(inv.args, inv.kwargs, chosen, inv.target if cfg is None else None, executor=self)
 
     def choose(self, kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Cfg:
         """The config that a call runs with. The call is recorded, if that is asked for."""
         record_if_asked(inv)
         return self.selector.choose(kernel, inv, cfg)
+
+    def __repr__(self) -> str:
+        return "Executor"
 
 
 @functools.cache

@@ -48,7 +48,7 @@ _tier = Tier(
     Backend.GPU,
     priority=200,
     refuses=configs.refuses,
-    custom_calls=kernel_registry.get("grouped_matmul", Platform.TRITON, Backend.GPU).custom_calls,
+    custom_calls=kernel_registry.find("grouped_matmul", Platform.TRITON, Backend.GPU).implementation.custom_calls,
 )
 
 grouped_matmul_bwd = _tier.backward("backward", supports)

@@ -1,0 +1,107 @@
+"""An executor that is asked governs the whole call, tangents and backwards too, and so does a platform."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import DIFFERENTIABLE, PLAIN, each, first_of_each
+
+import ejkernel
+from ejkernel.errors import UnsupportedError
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.ops import (
+    AutotunePolicy,
+    ConfigCache,
+    ConfigSelectorChain,
+    Executor,
+    find_labels_in_lowered,
+    label_fields,
+)
+
+each_operation = each(first_of_each(DIFFERENTIABLE), first=())
+
+
+@pytest.fixture
+def no_default(monkeypatch):
+    """Whoever asks the default executor for a config that is not stored gets an error."""
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "error")
+
+
+def listening():
+    """An executor that lets heuristics choose, and the operations that it was asked about."""
+    asked = []
+    chain = ConfigSelectorChain(
+        cache=ConfigCache(),
+        policy=AutotunePolicy(allow_autotune=False),
+        on_event=lambda event, operation, key, config: asked.append(operation.partition("@")[0]),
+    )
+    return Executor(chain), asked
+
+
+def loss_of(executor, case):
+    """A scalar of the case's results, a function of its differentiable arrays, and these."""
+    operation, names = OPERATIONS[case.operation], OPERATIONS[case.operation].renamed
+    arrays = case.arrays()
+    moving = {name: arrays.pop(name) for name in case.differentiable}
+
+    def loss(moving):
+        given = {names.get(n, n): x for n, x in {**arrays, **moving, **case.options}.items()}
+        return sum(jnp.sum(x) for x in jax.tree.leaves(executor(operation(), **given)))
+
+    return loss, moving
+
+
+@each_operation
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_the_backward_is_chosen_by_the_executor_of_its_forward(case, jit, no_default):
+    executor, asked = listening()
+    loss, moving = loss_of(executor, case)
+    gradient = jax.grad(loss)
+    (jax.jit(gradient) if jit else gradient)(moving)
+    name = case.operation
+    assert {name, f"{name}_jvp", f"{name}_bwd"} == set(asked)
+
+
+@each_operation
+def test_what_is_transformed_asks_the_executor_too(case, no_default):
+    """vmap of the gradient, and the gradient of the gradient: the executor stays a parameter of every primitive."""
+    executor, asked = listening()
+    loss, moving = loss_of(executor, case)
+    twice = lambda moving: sum(jnp.sum(x**2) for x in jax.tree.leaves(jax.grad(loss)(moving)))
+    jax.eval_shape(jax.vmap(jax.grad(twice)), {n: jnp.stack([x, x]) for n, x in moving.items()})
+    assert f"{case.operation}_bwd" in asked
+
+
+def test_two_executors_are_two_programs(no_default):
+    case = PLAIN["mean_pooling"]
+    heard = []
+    for _ in range(2):
+        executor, asked = listening()
+        loss, moving = loss_of(executor, case)
+        jax.grad(loss)(moving)
+        heard.append(asked)
+    assert heard[0] == heard[1] != []
+
+
+@each_operation
+def test_a_platform_that_is_elsewhere(case):
+    """`platform=` is for the device that a program is lowered for, which need not be the one where it is traced."""
+    pytest.importorskip("jax_triton")
+    operation = OPERATIONS[case.operation]
+    example = {operation.renamed.get(name, name): x for name, x in operation.example().items()}
+    is_float = lambda x: isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.floating)
+    moving = {name: x for name, x in example.items() if is_float(x)}
+    rest = {name: x for name, x in example.items() if name not in moving}
+    arrays = {name: x for name, x in rest.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    options = {name: x for name, x in rest.items() if name not in arrays}
+
+    def loss(moving, arrays):
+        call = getattr(ejkernel.modules, case.operation)
+        return sum(map(total, jax.tree.leaves(call(**moving, **arrays, **options, platform="triton"))))
+
+    total = lambda x: jnp.sum(x.astype(jnp.float32))
+    traced = jax.jit(jax.grad(loss)).trace(moving, arrays)
+    labels = [label_fields(label) for label in find_labels_in_lowered(traced.lower(lowering_platforms=("cuda",)))]
+    assert f"{case.operation}_bwd" in {label["op"] for label in labels}
+    assert {label["impl"] for label in labels} == {"triton"}
+    with pytest.raises(UnsupportedError, match="no implementation on cpu"):
+        traced.lower(lowering_platforms=("cpu",))
