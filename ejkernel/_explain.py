@@ -10,7 +10,7 @@ from .kernels._dispatch import Candidate, candidates, table
 from .modules._operation import KERNELS, OPERATIONS
 from .ops import default_executor
 from .ops.utils.devices import device_target, target_of
-from .types import KernelConfig, Target
+from .types import KernelConfig, Platform, Target
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,13 @@ class Explanation:
         return next((i for i in can if self.candidates[i][0].platform == self.config.platform), can[0])
 
 
-def explain(operation: str, *args: Any, target: str | Target | None = None, platform: str | None = None, **kwargs: Any):
+def explain(
+    operation: str,
+    *args: Any,
+    target: str | Target | None = None,
+    platform: Platform | str | None = None,
+    **kwargs: Any,
+) -> Explanation:
     """What `ejkernel.lax.<operation>(*args, **kwargs)` would run on a target, by default this process's.
 
     Args:

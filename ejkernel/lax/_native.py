@@ -7,13 +7,12 @@ kept by the static options, so that a call costs little more than that of a jitt
 import functools
 import inspect
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
-from ..modules._operation import Operation
-from ..types import KernelConfig
+from ..modules._signatures import Declared, annotations_of, result_type
+from ..types import ConfigLike, KernelConfig
 
 _READ_WHILE_TRACING = (
     "EJKERNEL_AUTOTUNE_BUDGET_S",
@@ -25,11 +24,24 @@ _READ_WHILE_TRACING = (
 )
 
 
-def native(operation: type[Operation]) -> Callable[..., Any]:
+P = ParamSpec("P")
+Result = TypeVar("Result", covariant=True)
+
+
+class Native(Protocol[P, Result]):
+    """A function of `ejkernel.lax`: the signature P and `config`, which no type checker can add to P otherwise."""
+
+    @overload
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
+    @overload
+    def __call__(self, *args: Any, config: ConfigLike | None, **kwargs: Any) -> Result: ...
+
+
+def native(operation: type[Declared[P, Result]]) -> Native[P, Result]:
     """The lax face of an operation: the signature of its arguments and `config`."""
     name = operation.trio.name
     signature = inspect.signature(operation.prepare_arguments)
-    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None)
+    config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigLike | None)
 
     @functools.lru_cache(maxsize=4096)
     def compiled(static, types, environment):
@@ -54,7 +66,8 @@ def native(operation: type[Operation]) -> Callable[..., Any]:
         return run(args, arrays)
 
     parameters = list(signature.parameters.values())
-    call.__signature__ = signature.replace(parameters=[*parameters, config], return_annotation=signature.empty)
+    call.__signature__ = signature.replace(parameters=[*parameters, config], return_annotation=result_type(operation))
+    call.__annotations__ = annotations_of(call.__signature__)
     call.__name__ = call.__qualname__ = name
     call.__module__ = "ejkernel.lax"
     return call

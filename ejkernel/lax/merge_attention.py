@@ -1,8 +1,11 @@
 """`ejkernel.lax.merge_attention`: composed of operations of JAX, with no primitive of its own."""
 
+from typing import TypeAlias
+
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
+from jaxtyping import Array, Float
 
 from ..errors import value_error
 from ..modules.operations._arguments import array, require_dtype
@@ -10,9 +13,13 @@ from ..modules.operations._arguments import array, require_dtype
 NAME = "merge_attention"
 
 
+Output: TypeAlias = Float[Array, "batch q_len q_heads v_head_dim"] | Float[Array, "tokens q_heads v_head_dim"]
+Lse: TypeAlias = Float[Array, "batch q_heads q_len"] | Float[Array, "q_heads tokens"] | Float[Array, "tokens q_heads"]
+
+
 def merge_attention(
-    o_a: Array, lse_a: Array, o_b: Array, lse_b: Array, *, heads_last: bool | None = None
-) -> tuple[Array, Array]:
+    o_a: Output, lse_a: Lse, o_b: Output, lse_b: Lse, *, heads_last: bool | None = None
+) -> tuple[Output, Lse]:
     """Attention over the union of two disjoint sets of keys, from the attention over each of them.
 
         lse = log(exp(lse_a) + exp(lse_b)),   o = exp(lse_a − lse)·o_a + exp(lse_b − lse)·o_b

@@ -2,26 +2,37 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..errors import type_error, value_error
 from ..kernels._registry import kernel_registry
+from ..types import ConfigLike, Platform
 from ._operation import Operation, lax_arguments, modules_parameters
+from ._signatures import Declared, annotations_of, result_type
 
-_OWN = ("platform", "cfg", "mesh", "in_specs", "out_specs")
+Result = TypeVar("Result")
+
+_SPECS = Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec]
+_OWN = {
+    "platform": Platform | str | None,
+    "cfg": ConfigLike | None,
+    "mesh": Mesh | AbstractMesh | None,
+    "in_specs": _SPECS | None,
+    "out_specs": PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None,
+}
 
 
-def face(operation: type[Operation]) -> Callable[..., Any]:
+def face(operation: type[Declared[..., Result]]) -> Callable[..., Result]:
     """The function of an operation in `ejkernel.modules`."""
     name = operation.trio.name
     parameters = modules_parameters(operation)
-    own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None) for n in _OWN]
-    signature = inspect.Signature([*parameters, *own])
+    own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x) for n, x in _OWN.items()]
+    signature = inspect.Signature([*parameters, *own], return_annotation=result_type(operation))
 
     def call(*args, platform=None, cfg=None, mesh=None, in_specs=None, out_specs=None, **kwargs):
         given = lax_arguments(operation, args, kwargs)
@@ -36,6 +47,7 @@ def face(operation: type[Operation]) -> Callable[..., Any]:
 
     call.__name__ = call.__qualname__ = name
     call.__module__, call.__signature__ = "ejkernel.modules", signature
+    call.__annotations__ = annotations_of(signature)
     call.__doc__ = _doc(operation)
     kernel_registry.register_operation(name, call)
     return call

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
@@ -29,14 +29,20 @@ from ..types import Backend, KernelConfig, Platform, ShortRepr, Target, checked_
 from ..xla_utils.symbolic import with_known_sizes
 from .operations._arguments import config_of
 
+Result = TypeVar("Result", covariant=True)
+
 
 @dataclass(frozen=True)
-class Prepared:
-    """A call that was checked: operands by name, what to compute, and how to hand the results back."""
+class Prepared(Generic[Result]):
+    """A call that was checked: operands by name, what to compute, and how to hand the results back.
+
+    The function that prepares the arguments of an operation says by `-> Prepared[Float[Array, "…"]]` what type the
+    result of the operation has.
+    """
 
     named: Mapping[str, Any]
     spec: Any
-    finish: Callable[[Mapping[str, Any]], Any]
+    finish: Callable[[Mapping[str, Any]], Result]
 
 
 class PrimitiveKernel(Kernel):
@@ -238,11 +244,13 @@ class Operation(Kernel):
         prepare_arguments: checks the arguments of the lax face and gives `Prepared`. Its signature and docstring are
             those of the lax face.
         renamed: lax name → modules name, where the modules' face has another one.
+        retyped: lax name → type in the modules' API, where `convert` takes another one.
     """
 
     trio: ClassVar[Trio]
-    prepare_arguments: ClassVar[Callable[..., Prepared]]
+    prepare_arguments: ClassVar[Callable[..., Prepared[Any]]]
     renamed: ClassVar[Mapping[str, str]] = {}
+    retyped: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **how: Any):
         super().__init_subclass__(**how)
@@ -345,5 +353,10 @@ def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, 
 
 def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
     """The parameters of the lax face under the modules' names."""
-    of = inspect.signature(operation.prepare_arguments).parameters.values()
-    return [parameter.replace(name=operation.renamed.get(parameter.name, parameter.name)) for parameter in of]
+    of = inspect.signature(operation.prepare_arguments).parameters.items()
+    return [
+        parameter.replace(
+            name=operation.renamed.get(name, name), annotation=operation.retyped.get(name, parameter.annotation)
+        )
+        for name, parameter in of
+    ]

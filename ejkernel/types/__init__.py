@@ -1,6 +1,17 @@
-"""Plain values that every floor above may use: enums, targets, configs."""
+"""Plain values that every floor above may use: enums, targets, configs, the types of arguments."""
 
 from ._repr import ShortRepr
+from .arguments import (
+    ConfigLike,
+    CuSeqlens,
+    DropoutKey,
+    LogitsBias,
+    LogitsMask,
+    RecurrentState,
+    Scale,
+    Sinks,
+    Window,
+)
 from .config import BwdParams, FwdParams, KernelConfig, checked_config
 from .enums import Backend, Platform
 from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
@@ -13,12 +24,21 @@ __all__ = [
     "AttentionShape",
     "Backend",
     "BwdParams",
+    "ConfigLike",
+    "CuSeqlens",
+    "DropoutKey",
     "FwdParams",
     "KernelConfig",
+    "LogitsBias",
+    "LogitsMask",
     "Platform",
     "RecurrenceShape",
+    "RecurrentState",
+    "Scale",
     "ShortRepr",
+    "Sinks",
     "Target",
+    "Window",
     "checked_config",
     "visible_pairs",
 ]

@@ -1,4 +1,4 @@
-"""The wheel holds the whole tree under one name, and works where there is nothing but jax and numpy."""
+"""The wheel holds the whole tree under one name, and works where there is nothing but what it requires."""
 
 import re
 import shutil
@@ -67,7 +67,7 @@ def test_the_license_and_the_requirements_are_in_the_metadata(wheel):
     (text,) = (data.decode() for name, data in contents(wheel).items() if name.endswith(".dist-info/METADATA"))
     assert "License-Expression: Apache-2.0" in text and "License-File: LICENSE" in text
     always = {re.match(r"[\w-]+", line)[0] for line in re.findall(r"^Requires-Dist: (?!.*extra ==)(.*)$", text, re.M)}
-    assert always == {"jax", "jaxlib", "numpy"}
+    assert always == {"jax", "jaxlib", "jaxtyping", "numpy"}
 
 
 def with_dependencies(name: str, found: dict[str, metadata.Distribution]) -> None:
@@ -82,10 +82,10 @@ def with_dependencies(name: str, found: dict[str, metadata.Distribution]) -> Non
 
 @pytest.fixture(scope="module")
 def bare_python(wheel, tmp_path_factory):
-    """The Python of a new environment with jax, numpy, what these need, and the wheel."""
+    """The Python of a new environment with jax, jaxtyping, numpy, what these need, and the wheel."""
     folder = tmp_path_factory.mktemp("bare")
     distributions: dict[str, metadata.Distribution] = {}
-    for name in ("jax", "numpy"):
+    for name in ("jax", "jaxtyping", "numpy"):
         with_dependencies(name, distributions)
     (shared := folder / "shared").mkdir()
     for distribution in distributions.values():

@@ -1,17 +1,19 @@
 """flash_attention as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Integer
 
 from ...errors import value_error
 from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ...primitives.flash_attention import flash_attention as trio
-from ...types import visible_pairs
+from ...types import CuSeqlens, DropoutKey, LogitsBias, LogitsMask, Scale, Sinks, Window, visible_pairs
 from .._operation import Operation, Prepared
 from ._arguments import (
     align,
@@ -33,29 +35,34 @@ NAME = trio.name
 
 
 def flash_attention_arguments(
-    q,
-    k,
-    v,
-    bias=None,
-    mask=None,
-    q_segment_ids=None,
-    kv_segment_ids=None,
-    sinks=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    dropout_key=None,
+    q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"] | Float[Array, "kv_tokens kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"] | Float[Array, "kv_tokens kv_heads v_head_dim"],
+    bias: LogitsBias | None = None,
+    mask: LogitsMask | None = None,
+    q_segment_ids: Integer[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[Array, "batch kv_len"] | None = None,
+    sinks: Sinks | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    dropout_key: DropoutKey | None = None,
     *,
-    causal=False,
-    window=None,
-    softcap=None,
-    softmax_scale=None,
-    dropout_rate=0.0,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    return_lse=False,
-    deterministic=False,
-    batch_invariant=False,
-) -> Prepared:
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    softmax_scale: Scale | None = None,
+    dropout_rate: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+) -> Prepared[
+    Float[Array, "batch q_len q_heads v_head_dim"]
+    | Float[Array, "q_tokens q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
+    | tuple[Float[Array, "q_tokens q_heads v_head_dim"], Float[Array, "q_heads q_tokens"]]
+]:
     """Softmax attention, computed in tiles in memory linear in the sequence.
 
     With i' = i + K − S (bottom-right alignment), for query i and key j of one head:
@@ -251,15 +258,16 @@ class FlashAttention(Operation):
         "cu_seqlens_q": "cum_seqlens_q",
         "cu_seqlens_k": "cum_seqlens_k",
     }
+    retyped: ClassVar = {"dropout_key": int | Integer[Array, ""] | None}
 
     @classmethod
-    def example(cls):
+    def example(cls) -> dict[str, Any]:
         """Enough queries and keys for the tiles of every implementation."""
         x, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (2, 1))
         return dict(q=x, k=kv, v=kv, causal=True, return_lse=True)
 
     @classmethod
-    def synthetic_operands(cls, operands, spec):
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Random arrays; uneven sequences and segments; a mask that hides a tenth; the usual scale."""
         values = random_like(dict(operands))
         for name, x in operands.items():
@@ -278,7 +286,7 @@ class FlashAttention(Operation):
         return values
 
     @classmethod
-    def operations(cls, named, results, spec):
+    def operations(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
         """2 for each pair that is seen and each feature of a product; None where values decide what is seen.
 
         The products are s = q·kᵀ; forward p·v; one for each tangent or gradient of q, k and v; and with one of q or k
@@ -293,7 +301,7 @@ class FlashAttention(Operation):
         return 2.0 * batch * heads * pairs * features
 
     @classmethod
-    def convert(cls, arguments):
+    def convert(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The modules' face takes an integer seed, 0 if none is given."""
         seed, rate = arguments.get("dropout_key"), arguments.get("dropout_rate")
         if seed is None and not (isinstance(rate, float | np.floating) and rate > 0):
@@ -301,7 +309,9 @@ class FlashAttention(Operation):
         return dict(arguments, dropout_key=key_of_seed(NAME, 0 if seed is None else seed))
 
     @classmethod
-    def place(cls, arrays, given, specs):
+    def place(
+        cls, arrays: Mapping[str, Any], given: Mapping[str, Any], specs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Every shard drops what the whole would drop: it gets its own rows of the whole's counters."""
         rate = given.get("dropout_rate", 0.0)
         if not rate:

@@ -1,16 +1,31 @@
 """gla as an operation: gated linear attention, the linear recurrence that decays by key feature."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
+
+from jaxtyping import Array, Float
 
 from ...primitives.gla import gla as trio
+from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._arguments import array
 from ._recurrence import Recurrence, prepare
 
 
 def gla_arguments(
-    q, k, v, gk, initial_state=None, cu_seqlens=None, *, softmax_scale=None, reverse=False, return_state=False
-) -> Prepared:
+    q: Float[Array, "batch seq_len q_heads head_dim"],
+    k: Float[Array, "batch seq_len kv_heads head_dim"],
+    v: Float[Array, "batch seq_len kv_heads v_head_dim"],
+    gk: Float[Array, "batch seq_len q_heads head_dim"],
+    initial_state: RecurrentState | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    softmax_scale: Scale | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+) -> Prepared[
+    Float[Array, "batch seq_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
+]:
     """Gated linear attention: a recurrence over a state h [K, V] for each head, computed in chunks.
 
         h_t = diag(exp(gk_t)) · h_{t−1} + k_t v_tᵀ,    o_t = (softmax_scale · q_t)ᵀ h_t
@@ -62,7 +77,7 @@ class GLA(Recurrence, Operation):
     renamed: ClassVar = {"gk": "g"}
 
     @classmethod
-    def example(cls):
+    def example(cls) -> dict[str, Any]:
         """With a gate for each key feature."""
         given = super().example()
         return dict(given, gk=given["q"])

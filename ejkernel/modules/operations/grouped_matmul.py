@@ -1,8 +1,13 @@
 """grouped_matmul as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8, Integer
 
 from ...errors import shown, type_error, value_error
 from ...ops.utils.operands import is_array, random_like
@@ -16,17 +21,22 @@ NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("float32", "bfloat16", "float16")
 
 
+Matrices: TypeAlias = Float[Array, "groups k n"] | Int8[Array, "groups k n"]
+MatricesTransposed: TypeAlias = Float[Array, "groups n k"] | Int8[Array, "groups n k"]
+RhsScale: TypeAlias = Float[Array, ""] | Float[Array, " groups"] | Float[Array, "groups n"] | Float[Array, "groups 1 n"]
+
+
 def grouped_matmul_arguments(
-    lhs,
-    rhs,
-    group_sizes,
-    group_offset=None,
-    existing_out=None,
-    rhs_scale=None,
+    lhs: Float[Array, "m k"],
+    rhs: Matrices | MatricesTransposed,
+    group_sizes: Integer[Array, " all_groups"],
+    group_offset: int | Integer[Array, ""] | Integer[Array, " 1"] | None = None,
+    existing_out: Float[Array, "m n"] | None = None,
+    rhs_scale: RhsScale | None = None,
     *,
-    transpose_rhs=False,
-    preferred_element_type=jnp.float32,
-) -> Prepared:
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike = jnp.float32,
+) -> Prepared[Float[Array, "m n"]]:
     """The rows of each group times the matrix of that group: the product of a mixture of experts.
 
     With g(i) the group of row i, where group g begins at row Σ_{h<g} group_sizes_h:
@@ -176,7 +186,7 @@ class GroupedMatmul(Operation):
     prepare_arguments = staticmethod(grouped_matmul_arguments)
 
     @classmethod
-    def example(cls):
+    def example(cls) -> dict[str, Any]:
         """Four matrices, and enough rows for the tiles of every implementation; bfloat16 as in layers of experts."""
         array = jax.ShapeDtypeStruct
         rows, matrices = array((512, 128), jnp.bfloat16), array((4, 128, 128), jnp.bfloat16)
@@ -184,7 +194,7 @@ class GroupedMatmul(Operation):
         return dict(lhs=rows, rhs=matrices, group_sizes=sizes, preferred_element_type=jnp.bfloat16)
 
     @classmethod
-    def synthetic_operands(cls, operands, spec):
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Random arrays; the groups that are here share all rows, unevenly."""
         values = random_like(dict(operands))
         rows, groups = operands["lhs"].shape[1], operands["rhs"].shape[1]

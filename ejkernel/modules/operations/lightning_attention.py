@@ -1,11 +1,16 @@
 """lightning_attention as an operation: the linear recurrence with one constant decay for each head of a layer."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
 from ...errors import shown, type_error, value_error
 from ...primitives.lightning_attention import lightning_attention as trio
+from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._arguments import array, require_known
 from ._recurrence import Recurrence, prepare
@@ -14,19 +19,22 @@ NAME = trio.name
 
 
 def lightning_attention_arguments(
-    q,
-    k,
-    v,
-    initial_state=None,
-    cu_seqlens=None,
-    g_gamma=None,
+    q: Float[Array, "batch seq_len q_heads head_dim"],
+    k: Float[Array, "batch seq_len kv_heads head_dim"],
+    v: Float[Array, "batch seq_len kv_heads v_head_dim"],
+    initial_state: RecurrentState | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    g_gamma: Float[Array, " q_heads"] | None = None,
     *,
-    layer_idx,
-    num_layers,
-    softmax_scale=None,
-    reverse=False,
-    return_state=False,
-) -> Prepared:
+    layer_idx: int,
+    num_layers: int,
+    softmax_scale: Scale | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+) -> Prepared[
+    Float[Array, "batch seq_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
+]:
     """Lightning attention: a recurrence over a state h [K, V] for each head, computed in chunks.
 
         h_t = exp(g_gamma) · h_{t−1} + k_t v_tᵀ,    o_t = (softmax_scale · q_t)ᵀ h_t
@@ -97,13 +105,15 @@ class LightningAttention(Recurrence, Operation):
     prepare_arguments = staticmethod(lightning_attention_arguments)
 
     @classmethod
-    def example(cls):
+    def example(cls) -> dict[str, Any]:
         """Of the first of two layers."""
         given = super().example()
         return dict(given, layer_idx=0, num_layers=2)
 
     @classmethod
-    def place(cls, arrays, given, specs):
+    def place(
+        cls, arrays: Mapping[str, Any], given: Mapping[str, Any], specs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Every shard decays as its heads do in the whole."""
         if "g_gamma" in arrays:
             return dict(arrays), dict(specs)

@@ -1,19 +1,29 @@
 """mean_pooling as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float
 
 from ...ops.utils.operands import random_like
 from ...primitives.mean_pooling import MeanPoolingSpec, Operands
 from ...primitives.mean_pooling import mean_pooling as trio
+from ...types import CuSeqlens
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank, size_or_none
 
 NAME = trio.name
 
 
-def mean_pooling_arguments(x, cu_seqlens=None, *, chunk_size=None) -> Prepared:
+def mean_pooling_arguments(
+    x: Float[Array, "batch seq_len features"] | Float[Array, "tokens features"],
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    chunk_size: int | None = None,
+) -> Prepared[Float[Array, "batch features"] | Float[Array, "sequences features"]]:
     """The mean of the tokens of each sequence, added up in float32.
 
         o_n = Σ_{t in sequence n} x_t / length of n,    0 for an empty sequence
@@ -60,13 +70,13 @@ class MeanPooling(Operation):
     prepare_arguments = staticmethod(mean_pooling_arguments)
 
     @classmethod
-    def example(cls):
+    def example(cls) -> dict[str, Any]:
         """Eight packed sequences."""
         array = jax.ShapeDtypeStruct
         return dict(x=array((512, 128), jnp.bfloat16), cu_seqlens=array((9,), jnp.int32))
 
     @classmethod
-    def synthetic_operands(cls, operands, spec):
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Random tokens; uneven segments that hold all of them."""
         values = random_like(dict(operands))
         if "segments" in operands:

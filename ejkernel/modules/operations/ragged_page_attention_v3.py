@@ -1,10 +1,12 @@
 """ragged_page_attention_v3 as an operation: from public arguments to operands and spec of the primitive, and back."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Integer
 
 from ...errors import shown as shown_value
 from ...errors import value_error
@@ -12,6 +14,7 @@ from ...ops.utils.operands import is_array, random_like
 from ...primitives._batching import reshape_axes
 from ...primitives.ragged_page_attention_v3 import Operands, RaggedPageAttentionSpec
 from ...primitives.ragged_page_attention_v3 import ragged_page_attention_v3 as primitives
+from ...types import Sinks, Window
 from .._operation import Operation, Prepared
 from ._arguments import (
     align,
@@ -32,21 +35,28 @@ NAME = primitives.name
 
 
 def ragged_page_attention_v3_arguments(
-    q,
-    k,
-    v,
-    kv_pages,
-    context_lens,
-    block_tables,
-    query_start_loc,
-    num_seqs,
-    sinks=None,
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv_pages: Float[Array, "pages page_size 2*kv_heads head_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    sinks: Sinks | None = None,
     *,
-    window=None,
-    softcap=None,
-    softmax_scale=None,
-    return_lse=False,
-) -> Prepared:
+    window: Window | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> Prepared[
+    tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "pages page_size 2*kv_heads head_dim"]]
+    | tuple[
+        Float[Array, "tokens q_heads head_dim"],
+        Float[Array, "tokens q_heads"],
+        Float[Array, "pages page_size 2*kv_heads head_dim"],
+    ]
+]:
     """A step of serving: the step's keys and values go into a paged cache, over which its queries then attend.
 
     Token i of sequence n, of the q_len[n] = query_start_loc[n + 1] − query_start_loc[n] that the step has of it, stands
@@ -179,7 +189,7 @@ class RaggedPageAttentionV3(Operation):
     renamed: ClassVar = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
 
     @classmethod
-    def example(cls):
+    def example(cls) -> dict[str, Any]:
         """Four sequences that share 64 tokens and have four pages of 16 each."""
         array = jax.ShapeDtypeStruct
         q, kv, pages = (array(shape, jnp.bfloat16) for shape in ((64, 2, 128), (64, 1, 128), (16, 16, 2, 128)))
@@ -187,7 +197,7 @@ class RaggedPageAttentionV3(Operation):
         return dict(q=q, k=kv, v=kv, kv_pages=pages, **{name: array(of, jnp.int32) for name, of in tables.items()})
 
     @classmethod
-    def synthetic_operands(cls, operands, spec):
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
         values = random_like(dict(operands))
         tokens, (_, count, columns) = operands["q"].shape[1], operands["block_tables"].shape

@@ -1,27 +1,34 @@
 """recurrent as an operation: the linear recurrence with any of its decays."""
 
+from typing import Any
+
 import jax
+from jaxtyping import Array, Float
 
 from ...primitives.recurrent import recurrent as trio
+from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._recurrence import Recurrence, prepare
 
 
 def recurrent_arguments(
-    q,
-    k,
-    v,
-    g=None,
-    gk=None,
-    gv=None,
-    g_gamma=None,
-    initial_state=None,
-    cu_seqlens=None,
+    q: Float[Array, "batch seq_len q_heads head_dim"],
+    k: Float[Array, "batch seq_len kv_heads head_dim"],
+    v: Float[Array, "batch seq_len kv_heads v_head_dim"],
+    g: Float[Array, "batch seq_len q_heads"] | None = None,
+    gk: Float[Array, "batch seq_len q_heads head_dim"] | None = None,
+    gv: Float[Array, "batch seq_len q_heads v_head_dim"] | None = None,
+    g_gamma: Float[Array, " q_heads"] | None = None,
+    initial_state: RecurrentState | None = None,
+    cu_seqlens: CuSeqlens | None = None,
     *,
-    softmax_scale=None,
-    reverse=False,
-    return_state=False,
-) -> Prepared:
+    softmax_scale: Scale | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+) -> Prepared[
+    Float[Array, "batch seq_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
+]:
     """Linear attention with decays: a recurrence over a state h [K, V] for each head, computed in chunks.
 
         h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ
@@ -79,7 +86,7 @@ class Recurrent(Recurrence, Operation):
     prepare_arguments = staticmethod(recurrent_arguments)
 
     @classmethod
-    def example(cls):
+    def example(cls) -> dict[str, Any]:
         """With a gate for each head."""
         given = super().example()
         return dict(given, g=jax.ShapeDtypeStruct(given["q"].shape[:3], given["q"].dtype))

@@ -1,0 +1,44 @@
+"""The types of arguments that several operations take, as their public signatures show them.
+
+Arrays are annotated with jaxtyping: dtype and axes by name, one name being one size within a call; "#" before a name
+also allows 1. Nothing is checked when an operation runs: `jaxtyped(typechecker=beartype)` around it checks.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from jaxtyping import Array, Bool, Float, Integer, Key, UInt32
+
+from .config import KernelConfig
+
+# A config in place of the chosen one: `KernelConfig(block_q=64)`, or a mapping of its fields.
+ConfigLike: TypeAlias = KernelConfig | Mapping[str, Any]
+# A number of keys that ends with the query's own, or (left, right), both inclusive; None is unbounded.
+Window: TypeAlias = int | tuple[int | None, int | None]
+# Static, or a traced scalar that has a gradient.
+Scale: TypeAlias = float | Float[Array, ""]
+# Sequence n is the tokens from entry n to entry n + 1.
+CuSeqlens: TypeAlias = Integer[Array, " sequences_plus_1"]
+# Logits that join the denominator of every row, for each head one or several.
+Sinks: TypeAlias = Float[Array, " q_heads"] | Float[Array, "q_heads sinks"]
+# What broadcasts to the logits [batch, q_heads, q_len, kv_len].
+LogitsBias: TypeAlias = (
+    Float[Array, "#batch #q_heads #q_len #kv_len"]
+    | Float[Array, "#q_heads #q_len #kv_len"]
+    | Float[Array, "#q_len #kv_len"]
+    | Float[Array, "#kv_len"]
+    | Float[Array, ""]
+)
+LogitsMask: TypeAlias = (
+    Bool[Array, "#batch #q_heads #q_len #kv_len"]
+    | Bool[Array, "#q_heads #q_len #kv_len"]
+    | Bool[Array, "#q_len #kv_len"]
+    | Bool[Array, "#kv_len"]
+    | Bool[Array, ""]
+)
+# `jax.random.key(0)`, or the words of `jax.random.PRNGKey(0)`.
+DropoutKey: TypeAlias = Key[Array, ""] | UInt32[Array, " words"]
+# The state of a linear recurrence, of each row of the batch or of each packed sequence.
+RecurrentState: TypeAlias = (
+    Float[Array, "batch q_heads head_dim v_head_dim"] | Float[Array, "sequences q_heads head_dim v_head_dim"]
+)

@@ -1,0 +1,147 @@
+"""The public API says what it takes and gives: types that hold for every call.
+
+The types are checked here, by jaxtyping and beartype, and never where a user calls. `jax.eval_shape` runs the calls, so
+nothing is compiled.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+from beartype import BeartypeConf, beartype
+from cases import CASES, call_with, each_operation, features_of
+from jaxtyping import TypeCheckError, jaxtyped
+
+import ejkernel
+from ejkernel import checkpoint_policies, lax, modules, ops
+from ejkernel.kernels import _registry
+from ejkernel.modules._operation import OPERATIONS
+
+# As for a type checker, an int is a float.
+typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
+
+def checked(function):
+    """The function with its types checked in every call."""
+    return jaxtyped(typechecker=typechecker)(function)
+
+
+# --- Signatures -------------------------------------------------------------------------------------------------------
+
+
+def public():
+    """The public functions, and the public methods of public classes, by name."""
+    named = {f"ejkernel.{name}": getattr(ejkernel, name) for name in ejkernel.__all__}
+    for module in (lax, modules, ops, _registry):
+        named |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
+    named |= {
+        f"checkpoint_policies.{name}": getattr(checkpoint_policies, name) for name in ("save_kernels", "save_only")
+    }
+    for name, x in named.items():
+        if inspect.isclass(x):
+            yield from methods(name, x)
+        elif callable(x):
+            yield name, x
+
+
+def methods(name, of):
+    for attribute, x in vars(of).items():
+        x = x.__func__ if isinstance(x, staticmethod | classmethod) else x.fget if isinstance(x, property) else x
+        if inspect.isfunction(x) and not attribute.startswith("_"):
+            yield f"{name}.{attribute}", x
+
+
+def test_every_parameter_and_result_has_a_type():
+    bare = {}
+    for name, function in public():
+        signature = inspect.signature(function)
+        types = {p.name: p.annotation for p in signature.parameters.values()} | {"return": signature.return_annotation}
+        bare[name] = [p for p, type_ in types.items() if type_ is signature.empty and p not in ("self", "cls")]
+    assert len(bare) > 50 and {name: names for name, names in bare.items() if names} == {}
+
+
+# --- Calls ------------------------------------------------------------------------------------------------------------
+
+
+def shapes(function, arrays, **options):
+    """The types of what a checked function gives on such arrays."""
+    return jax.eval_shape(lambda arrays: checked(function)(**arrays, **options), arrays)
+
+
+FEATURES = [(operation, name) for operation in OPERATIONS for name in features_of(operation)]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_and_results_have_the_types_they_should(case):
+    assert jax.tree.leaves(shapes(getattr(lax, case.operation), case.arrays(), **case.options))
+
+
+@pytest.mark.parametrize(("operation", "feature"), FEATURES)
+def test_every_feature_has_the_types_it_should(operation, feature):
+    case, dtype = call_with(operation, (feature,))
+    assert jax.tree.leaves(shapes(getattr(lax, operation), case.arrays(dtype=dtype), **case.options))
+
+
+@each_operation
+def test_the_modules_api_has_the_types_it_should(case):
+    renamed = OPERATIONS[case.operation].renamed
+    named = lambda given: {renamed.get(name, name): x for name, x in given.items()}
+    call = getattr(modules, case.operation)
+    options = dict(named(case.options), platform="xla", cfg=dict(block_q=64))
+    assert jax.tree.leaves(shapes(call, named(case.arrays()), **options))
+
+
+def test_the_seed_of_the_modules_api_is_an_integer():
+    arrays = dict.fromkeys("qkv", jnp.zeros((1, 4, 2, 8)))
+    assert shapes(modules.flash_attention, arrays, dropout_prob=0.5, dropout_seed=3).shape == (1, 4, 2, 8)
+    key = jax.random.key(3)
+    refuses(modules.flash_attention, arrays, "dropout_seed", dropout_prob=0.5, dropout_seed=key)
+
+
+MERGED = dict(o_a=(2, 5, 4, 8), lse_a=(2, 4, 5), o_b=(2, 5, 4, 8), lse_b=(2, 4, 5))
+
+
+def test_merge_attention_has_the_types_it_should():
+    given = {name: jnp.zeros(shape) for name, shape in MERGED.items()}
+    assert len(shapes(lax.merge_attention, given)) == 2
+    packed = dict(o_a=(5, 4, 8), lse_a=(5, 4), o_b=(5, 4, 8), lse_b=(5, 4))
+    assert len(shapes(lax.merge_attention, {name: jnp.zeros(shape) for name, shape in packed.items()})) == 2
+    for name, x in given.items():
+        refuses(lax.merge_attention, {**given, name: x.astype(jnp.int32)}, name)
+        refuses(lax.merge_attention, {**given, name: x[None]}, name)
+
+
+# --- What they should refuse ------------------------------------------------------------------------------------------
+
+
+def refuses(function, arrays, name, **options):
+    with pytest.raises(TypeCheckError, match=f"typechecking parameter '{name}'"):
+        shapes(function, arrays, **options)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_array_of_another_rank_or_dtype_is_refused(case):
+    call, arrays = getattr(lax, case.operation), case.arrays()
+    for name, x in arrays.items():
+        refuses(call, {**arrays, name: x[None, None, None]}, name, **case.options)
+        refuses(call, {**arrays, name: jnp.zeros(x.shape, jnp.complex64)}, name, **case.options)
+
+
+@each_operation
+def test_an_option_of_another_type_is_refused(case):
+    call = getattr(lax, case.operation)
+    for name, parameter in inspect.signature(call).parameters.items():
+        if parameter.kind == parameter.KEYWORD_ONLY:
+            refuses(call, case.arrays(), name, **{**case.options, name: object()})
+
+
+@each_operation
+def test_a_result_of_another_rank_or_dtype_is_refused(case):
+    call, arrays = getattr(lax, case.operation), case.arrays()
+    for wrong in (lambda x: x[None, None], lambda x: x.astype(jnp.complex64)):
+        other = functools.wraps(call)(lambda *args, wrong=wrong, **kwargs: jax.tree.map(wrong, call(*args, **kwargs)))
+        with pytest.raises(TypeCheckError, match="return value"):
+            shapes(other, arrays, **case.options)
