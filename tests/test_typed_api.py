@@ -1,11 +1,13 @@
-"""The public API says what it takes and gives: types that hold for every call.
+"""The public API says what it takes and gives: names that a type checker sees, and types that hold for every call.
 
 The types are checked here, by jaxtyping and beartype, and never where a user calls. `jax.eval_shape` runs the calls, so
 nothing is compiled.
 """
 
+import ast
 import functools
 import inspect
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +28,37 @@ typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
 def checked(function):
     """The function with its types checked in every call."""
     return jaxtyped(typechecker=typechecker)(function)
+
+
+# --- Names ------------------------------------------------------------------------------------------------------------
+
+
+def bound(package) -> set[str]:
+    """The names that `__init__.py` of a package binds where a type checker sees it, and lists in `__all__`."""
+    body = ast.parse(Path(package.__file__).read_text()).body
+    imported = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assigned = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
+    return (imported | assigned.keys()) & set(ast.literal_eval(assigned["__all__"]))
+
+
+def files(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("*.py") if not path.name.startswith("_")}
+
+
+def test_every_function_of_lax_is_named():
+    missing = files(Path(lax.__file__).parent) - bound(lax)
+    assert not missing, f"ejkernel/lax/__init__.py has to import and list in __all__: {sorted(missing)}"
+
+
+def test_every_operation_is_named_in_modules():
+    operations = files(Path(modules.__file__).parent / "operations")
+    missing = (operations | {operation.__name__ for operation in OPERATIONS.values()}) - bound(modules)
+    assert not missing, f"ejkernel/modules/__init__.py has to import or define, and list in __all__: {sorted(missing)}"
+    assert operations == OPERATIONS.keys()
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (Path(ejkernel.__file__).parent / "py.typed").exists()
 
 
 # --- Signatures -------------------------------------------------------------------------------------------------------

@@ -1,9 +1,24 @@
-"""Kernels as operations of JAX: pure functions of arrays and static options, each file one operation."""
+"""Kernels as operations of JAX: pure functions of arrays and static options, each file one operation.
 
-import importlib
-import pkgutil
+They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
+"""
 
-__all__ = sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_"))
+from .flash_attention import flash_attention
+from .gla import gla
+from .grouped_matmul import grouped_matmul
+from .lightning_attention import lightning_attention
+from .mean_pooling import mean_pooling
+from .merge_attention import merge_attention
+from .ragged_page_attention_v3 import ragged_page_attention_v3
+from .recurrent import recurrent
 
-for _name in __all__:
-    globals()[_name] = getattr(importlib.import_module(f"{__name__}.{_name}"), _name)
+__all__ = [
+    "flash_attention",
+    "gla",
+    "grouped_matmul",
+    "lightning_attention",
+    "mean_pooling",
+    "merge_attention",
+    "ragged_page_attention_v3",
+    "recurrent",
+]

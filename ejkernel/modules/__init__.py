@@ -1,25 +1,49 @@
-"""Operations as kernel objects and as functions that choose their platform and mesh."""
+"""Operations as kernel objects and as functions that choose their platform and mesh.
 
-import importlib
+They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
+"""
+
 import pathlib
-import pkgutil
 
 from ..ops import PersistentCache as _PersistentCache
 from ..ops.config.tables import shipped_tables as _shipped_tables
-from . import operations as _operations
 from ._face import face as _face
-from ._operation import OPERATIONS as _OPERATIONS
 from .base import KernelConfig, create_default_executor, detect_platform
+from .operations.flash_attention import FlashAttention
+from .operations.gla import GLA
+from .operations.grouped_matmul import GroupedMatmul
+from .operations.lightning_attention import LightningAttention
+from .operations.mean_pooling import MeanPooling
+from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
+from .operations.recurrent import Recurrent
 
-for _found in pkgutil.iter_modules(_operations.__path__):
-    if not _found.name.startswith("_"):
-        importlib.import_module(f"{_operations.__name__}.{_found.name}")
-
-for _name, _operation in _OPERATIONS.items():
-    globals()[_name], globals()[_operation.__name__] = _face(_operation), _operation
+flash_attention = _face(FlashAttention)
+gla = _face(GLA)
+grouped_matmul = _face(GroupedMatmul)
+lightning_attention = _face(LightningAttention)
+mean_pooling = _face(MeanPooling)
+ragged_page_attention_v3 = _face(RaggedPageAttentionV3)
+recurrent = _face(Recurrent)
 
 # tuned/gpu_NVIDIA_H200.json, say: the file of a cache directory in which the device was measured.
 _shipped_tables.append(_PersistentCache(pathlib.Path(__file__).parent / "tuned"))
 
-__all__ = ["KernelConfig", "create_default_executor", "detect_platform"]
-__all__ += sorted([*_OPERATIONS, *(operation.__name__ for operation in _OPERATIONS.values())])
+__all__ = [
+    "GLA",
+    "FlashAttention",
+    "GroupedMatmul",
+    "KernelConfig",
+    "LightningAttention",
+    "MeanPooling",
+    "RaggedPageAttentionV3",
+    "Recurrent",
+    "create_default_executor",
+    "detect_platform",
+    "flash_attention",
+    "gla",
+    "grouped_matmul",
+    "lightning_attention",
+    "mean_pooling",
+    "ragged_page_attention_v3",
+    "recurrent",
+]
