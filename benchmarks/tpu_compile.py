@@ -24,7 +24,8 @@ from _harness import RESULTS
 from _tpu_compiler import GENERATIONS, device
 
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.modules._operation import OPERATIONS, TRIOS
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.types import ATTENTION_SHAPES, RECURRENCE_SHAPES, KernelConfig, Target
 from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES
 from ejkernel.types.mean_pooling import MEAN_POOLING_SHAPES
@@ -79,8 +80,8 @@ def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[
     for operation in operations:
         for name, shape in OF_OPERATION[operation].items():
             x, spec = call(operation, shape)
-            trio = OPERATIONS[operation].trio
-            for primitive in (trio.forward, trio.backward, trio.tangent):
+            algorithm = OPERATIONS[operation].algorithm
+            for primitive in (algorithm.forward, algorithm.backward, algorithm.tangent):
                 for generation in generations:
                     implementation = kernel_registry.find(primitive.name, "pallas", "tpu").implementation
                     target = Target("tpu", GENERATIONS[generation].kind)
@@ -99,7 +100,7 @@ def call(operation: str, shape: Any) -> tuple[Any, Any]:
     def prepared(arrays):
         call = OPERATIONS[operation].prepare_arguments(**arrays, **getattr(shape, "options", {}))
         specs.append(call.spec)
-        return OPERATIONS[operation].trio.operands(**call.named)
+        return OPERATIONS[operation].algorithm.operands(**call.named)
 
     dtype = lambda name: jnp.int32 if name in ("group_sizes", "cu_seqlens") else jnp.bfloat16
     arrays = {name: jax.ShapeDtypeStruct(size, dtype(name)) for name, size in shape.sizes.items()}
@@ -118,24 +119,24 @@ def outcome(program: Program) -> float | str:
 
 def compiled(program: Program) -> Any:
     """The executable."""
-    operation = TRIOS[program.primitive].name
+    operation = KERNELS[program.primitive].algorithm.name
     x, spec = call(operation, OF_OPERATION[operation][program.shape])
     return compiled_call(program.generation, program.primitive, x, spec, program.config)
 
 
 def compiled_call(generation: str, primitive: str, x: Any, spec: Any, config: KernelConfig) -> Any:
     """The executable of a primitive, for everything that is differentiable among these operands."""
-    trio, run = TRIOS[primitive], kernel_registry.find(primitive, "pallas", "tpu").implementation
-    forward = kernel_registry.find(trio.name, "pallas", "tpu").implementation
+    algorithm, run = KERNELS[primitive].algorithm, kernel_registry.find(primitive, "pallas", "tpu").implementation
+    forward = kernel_registry.find(algorithm.name, "pallas", "tpu").implementation
     out = jax.eval_shape(lambda *x: forward(*x, spec=spec, config=config), *x)
     wrt = tuple(
-        n for n in trio.differentiable if (a := getattr(x, n)) is not None and jnp.issubdtype(a.dtype, jnp.inexact)
+        n for n in algorithm.differentiable if (a := getattr(x, n)) is not None and jnp.issubdtype(a.dtype, jnp.inexact)
     )
     dx = type(x)(**{name: getattr(x, name) if name in wrt else None for name in x._fields})
     function, arguments = {
-        trio.forward.name: (lambda x: run(*x, spec=spec, config=config), (x,)),
-        trio.tangent.name: (lambda x, out, dx: run(x, out, dx, spec=spec, config=config), (x, out, dx)),
-        trio.backward.name: (lambda x, out, do: run(x, out, do, wrt=wrt, spec=spec, config=config), (x, out, out)),
+        algorithm.forward.name: (lambda x: run(*x, spec=spec, config=config), (x,)),
+        algorithm.tangent.name: (lambda x, out, dx: run(x, out, dx, spec=spec, config=config), (x, out, dx)),
+        algorithm.backward.name: (lambda x, out, do: run(x, out, do, wrt=wrt, spec=spec, config=config), (x, out, out)),
     }[primitive]
     on_core = jax.sharding.SingleDeviceSharding(device(generation))
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=on_core), arguments)

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 
 from .kernels._dispatch import Candidate, candidates, table
-from .modules._operation import KERNELS, OPERATIONS
+from .modules._operation import OPERATIONS
+from .modules._primitive_kernel import KERNELS
 from .ops import default_executor
 from .ops.utils.devices import device_target, target_of
 from .types import KernelConfig, Platform, Target

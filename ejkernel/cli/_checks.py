@@ -21,7 +21,8 @@ import numpy as np
 from .._explain import types_of_call
 from ..kernels._dispatch import Candidate, candidates
 from ..kernels._registry import KernelSpec
-from ..modules._operation import KERNELS, OPERATIONS, PrimitiveKernel
+from ..modules._operation import OPERATIONS
+from ..modules._primitive_kernel import KERNELS, PrimitiveKernel
 from ..ops import benchmark
 from ..primitives._factory import COTANGENT, Trio
 from ..primitives._forward_only import ForwardOnly
@@ -62,15 +63,15 @@ class Check:
         self._programs: dict[tuple[str, str], Program | Exception] = {}
 
     @property
-    def trio(self) -> Trio | ForwardOnly:
-        return OPERATIONS[self.operation].trio
+    def algorithm(self) -> Trio | ForwardOnly:
+        return OPERATIONS[self.operation].algorithm
 
     @property
     def kernels(self) -> dict[str, PrimitiveKernel]:
         """Of each pass."""
-        primitives = {"forward": self.trio.forward}
-        if self.trio.differentiable:
-            primitives["gradient"] = self.trio.backward
+        primitives = {"forward": self.algorithm.forward}
+        if self.algorithm.differentiable:
+            primitives["gradient"] = self.algorithm.backward
         return {name: KERNELS[primitive.name] for name, primitive in primitives.items()}
 
     @cached_property
@@ -130,23 +131,23 @@ class Check:
     @cached_property
     def cotangents(self) -> Named:
         """Normal numbers for each result."""
-        shapes = self.trio.forward.result_shapes(self.operands, self.trio.outputs._fields, self.types[1])
+        shapes = self.algorithm.forward.result_shapes(self.operands, self.algorithm.outputs._fields, self.types[1])
         return {name: _filled(jax.ShapeDtypeStruct(*of), name) for name, of in shapes.items()}
 
     @cached_property
     def differentiable(self) -> Sequence[str]:
         named = self.operands
-        return [name for name in self.trio.differentiable if name in named and _is_float(named[name])]
+        return [name for name in self.algorithm.differentiable if name in named and _is_float(named[name])]
 
     @cached_property
     def formulas(self) -> tuple[dict[str, Named], dict[str, Named]]:
         """What each pass gives by the formula: in float64, and in the dtypes of the call."""
         reference = importlib.import_module(f"ejkernel.kernels._xla.{self.operation}").reference
-        trio, spec = self.trio, self.types[1]
+        algorithm, spec = self.algorithm, self.types[1]
 
         def both(operands, cotangents):
             moving = {name: operands[name] for name in self.differentiable}
-            of = lambda moving: reference(*trio.operands(**{**operands, **moving}), spec=spec)._asdict()
+            of = lambda moving: reference(*algorithm.operands(**{**operands, **moving}), spec=spec)._asdict()
             outputs, pull = jax.vjp(of, moving)
             return {"forward": outputs, "gradient": pull(cotangents)[0]}
 
@@ -160,9 +161,9 @@ class Check:
         return exact, rounded
 
     def _compiled(self, name: str, platform: str) -> Program:
-        kernel, spec, named, results = self.kernels[name], self.types[1], self.operands, self.trio.outputs._fields
+        kernel, spec, named, results = self.kernels[name], self.types[1], self.operands, self.algorithm.outputs._fields
         if name == "gradient":
-            outputs = {of: jnp.asarray(self.formulas[1]["forward"][of]) for of in self.trio.residuals}
+            outputs = {of: jnp.asarray(self.formulas[1]["forward"][of]) for of in self.algorithm.residuals}
             cotangents = {of + COTANGENT: x for of, x in self.cotangents.items()}
             named, results = {**named, **outputs, **cotangents}, [of + COTANGENT for of in self.differentiable]
         config = kernel.heuristic(named, spec, platform, self.target)

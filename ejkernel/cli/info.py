@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ..kernels._registry import kernel_registry
-from ..modules._operation import KERNELS
+from ..modules._primitive_kernel import KERNELS
 from ..ops.config.tables import shipped_tables
 from ..ops.utils.fingerprints import versions_fingerprint
 from ..ops.utils.shared_file import read_entries

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from ..errors import short_type
 from ..lax import flash_attention
-from ..modules._operation import PrimitiveKernel
+from ..modules._primitive_kernel import PrimitiveKernel
 from ..ops import Invocation, PersistentCache, Tuner, load_invocations, merge_tables, policy_override, recording
 from ..ops.registry import Calls
 from ..ops.utils.operands import is_array

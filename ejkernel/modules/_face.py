@@ -29,7 +29,7 @@ _OWN = {
 
 def face(operation: type[Declared[..., Result]]) -> Callable[..., Result]:
     """The function of an operation in `ejkernel.modules`."""
-    name = operation.trio.name
+    name = operation.algorithm.name
     parameters = modules_parameters(operation)
     own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x) for n, x in _OWN.items()]
     signature = inspect.Signature([*parameters, *own], return_annotation=result_type(operation))
@@ -59,7 +59,9 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
     back = {new: old for old, new in operation.renamed.items()}
     specs = {back.get(name, name): spec for name, spec in specs.items()}
     if unknown := sorted(specs.keys() - arrays.keys()):
-        raise value_error(operation.trio.name, f"in_specs names {', '.join(unknown)}, which is no array of this call")
+        raise value_error(
+            operation.algorithm.name, f"in_specs names {', '.join(unknown)}, which is no array of this call"
+        )
     specs = {name: specs.get(name, PartitionSpec()) for name in arrays}
     arrays, specs = operation.place(arrays, given, _with_query_heads(operation, arrays, specs))
     rest = {name: x for name, x in given.items() if name not in arrays}
@@ -72,7 +74,7 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
 
 def _with_query_heads(operation, arrays, specs):
     """Query heads and key/value heads are split alike: a device that had all of one kind would pair them otherwise."""
-    if operation.trio.forward.layout.group is None:
+    if operation.algorithm.forward.layout.group is None:
         return specs
     of_heads = [name for name in ("q", "k", "v", "kv_pages") if name in arrays and len(arrays[name].shape) > 1]
     padded = {n: (*specs[n], *[None] * (len(arrays[n].shape) - len(specs[n]))) for n in of_heads}
@@ -99,11 +101,11 @@ def _check_split(operation, arrays, rest, specs, mesh):
 def _in_order(operation, arrays, in_specs):
     """The specs of a tuple by the names of the arrays."""
     if isinstance(in_specs, PartitionSpec) or not isinstance(in_specs, tuple | list):
-        raise type_error(operation.trio.name, f"in_specs is {in_specs!r}; it must be a mapping by name or a tuple")
+        raise type_error(operation.algorithm.name, f"in_specs is {in_specs!r}; it must be a mapping by name or a tuple")
     if len(in_specs) > len(arrays):
         names = ", ".join(arrays)
         raise value_error(
-            operation.trio.name, f"in_specs has {len(in_specs)} specs for {len(arrays)} arrays: {names}", **arrays
+            operation.algorithm.name, f"in_specs has {len(in_specs)} specs for {len(arrays)} arrays: {names}", **arrays
         )
     return dict(zip(arrays, in_specs, strict=False))
 
@@ -117,8 +119,9 @@ def _placed(arrays, specs, mesh):
 
 def _doc(operation: type[Operation]) -> str:
     renamed = ", ".join(f"{new} ({old})" for old, new in operation.renamed.items())
+    name = operation.algorithm.name
     return (
-        f"`ejkernel.lax.{operation.trio.name}`, where its mathematics stands, with a choice of platform and mesh.\n\n"
+        f"`ejkernel.lax.{name}`, where its mathematics stands, with a choice of platform and mesh.\n\n"
         f"Options with other names than there: {renamed or 'none'}.\n\n"
         "Args:\n"
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'

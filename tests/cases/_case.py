@@ -67,8 +67,8 @@ class Case:
         return f"{self.operation}-{self.name}"
 
     @property
-    def trio(self) -> Any:
-        return OPERATIONS[self.operation].trio
+    def algorithm(self) -> Any:
+        return OPERATIONS[self.operation].algorithm
 
     @property
     def reference(self) -> Callable[..., Any]:
@@ -78,7 +78,7 @@ class Case:
     @property
     def differentiable(self) -> tuple[str, ...]:
         """The operands of the call that have tangents: quantised ones have none."""
-        return tuple(name for name in self.trio.differentiable if name in self.operands and self._is_float(name))
+        return tuple(name for name in self.algorithm.differentiable if name in self.operands and self._is_float(name))
 
     def _is_float(self, name: str) -> bool:
         x = self.operands[name]
@@ -106,7 +106,7 @@ class Case:
     def formula(self, arrays: Mapping[str, Any]) -> list[Any]:
         """The results of the reference, the formula that every implementation must give."""
         call = OPERATIONS[self.operation].prepare_arguments(**arrays, **self.options)
-        outputs = self.reference(*self.trio.operands(**call.named), spec=call.spec)
+        outputs = self.reference(*self.algorithm.operands(**call.named), spec=call.spec)
         return jax.tree.leaves(call.finish(outputs._asdict()))
 
     def resized(self, sizes: Mapping[str, int]) -> "Case":

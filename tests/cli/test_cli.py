@@ -12,7 +12,7 @@ from ejkernel.__main__ import main
 from ejkernel.cli import _devices, _versions, demo, info
 from ejkernel.cli._formulas import plain_attention, plain_gla, plain_grouped_matmul
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.modules._operation import KERNELS
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops import ConfigCache, PersistentCache, default_executor, overlay_cache
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import KernelConfig

@@ -7,7 +7,7 @@ import ejkernel
 from ejkernel.__main__ import main
 from ejkernel.kernels._dispatch import table
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.modules._operation import KERNELS
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops import ConfigCache, default_executor
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import KernelConfig

@@ -205,7 +205,7 @@ def expected(case, arguments):
 
     def formula(arrays):
         call = OPERATIONS[case.operation].prepare_arguments(**arrays, **static)
-        outputs = case.reference(*case.trio.operands(**call.named), spec=call.spec)
+        outputs = case.reference(*case.algorithm.operands(**call.named), spec=call.spec)
         return jax.tree.leaves(call.finish(outputs._asdict()))
 
     return in_float64(jax.jit(formula))(arrays)

@@ -14,7 +14,8 @@ import ejkernel
 from ejkernel.kernels._dispatch import candidates
 from ejkernel.kernels._registry import config_refusal, kernel_registry
 from ejkernel.modules import FlashAttention
-from ejkernel.modules._operation import KERNELS, OPERATIONS
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops import (
     ConfigCache,
     ConfigSelectorChain,
@@ -250,10 +251,12 @@ def test_what_implementations_propose_is_right(case):
 
     def look(arrays):
         call = OPERATIONS[case.operation].prepare_arguments(**arrays, **case.options)
-        found.update(spec=call.spec, operands=case.trio.operands(**{n: jax.typeof(x) for n, x in call.named.items()}))
+        found.update(
+            spec=call.spec, operands=case.algorithm.operands(**{n: jax.typeof(x) for n, x in call.named.items()})
+        )
 
     jax.eval_shape(look, case.arrays(dtype=jnp.bfloat16))
-    for primitive in case.trio.primitives:
+    for primitive in case.algorithm.primitives:
         for target in (Target("cpu"), Target("cuda", "NVIDIA H200"), Target("tpu", "TPU v6 lite")):
             for entry, reason in candidates(primitive.name, found["spec"], found["operands"], target):
                 if reason is None:

@@ -42,7 +42,7 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
 
 
 def _derived(draw, call: Call) -> Call:
-    if not OPERATIONS[call.operation].trio.differentiable:
+    if not OPERATIONS[call.operation].algorithm.differentiable:
         return call
     derivative = "none" if getattr(call.module, "FORWARD_ONLY", False) else pick(draw, *OFTEN, *DERIVATIVES)
     movable = [name for name in call.operands if _is_differentiable(call, name)]

@@ -11,19 +11,19 @@ from ejkernel.modules._operation import OPERATIONS
 def prepared(case, dtype=jnp.float32):
     """Operands, spec, and a tangent for each differentiable operand."""
     call = OPERATIONS[case.operation].prepare_arguments(**case.arrays(dtype=dtype), **case.options)
-    x = case.trio.operands(**call.named)
-    moving = {n: _like(a, 1) for n, a in call.named.items() if n in case.trio.differentiable and _is_float(a)}
-    return x, call.spec, case.trio.operands(**{name: moving.get(name) for name in x._fields})
+    x = case.algorithm.operands(**call.named)
+    moving = {n: _like(a, 1) for n, a in call.named.items() if n in case.algorithm.differentiable and _is_float(a)}
+    return x, call.spec, case.algorithm.operands(**{name: moving.get(name) for name in x._fields})
 
 
 def batched(case, dtype=jnp.float32):
     """As `prepared`, with three calls along the batch axis, of which those arrays that may be shared are."""
     x, spec, _ = prepared(case, dtype)
     other = prepared(_Reseeded(case), dtype)[0]
-    axes = case.trio.forward.table
+    axes = case.algorithm.forward.table
     stack = lambda name, a, b: a if axes[name][0].optional and name != "group_sizes" else jnp.concatenate([a, b, b])
     x = type(x)(*(None if a is None else stack(n, a, b) for n, a, b in zip(x._fields, x, other, strict=True)))
-    moving = {n: _like(a, 1) for n, a in x._asdict().items() if n in case.trio.differentiable and a is not None}
+    moving = {n: _like(a, 1) for n, a in x._asdict().items() if n in case.algorithm.differentiable and a is not None}
     return x, spec, type(x)(**{name: moving.get(name) for name in x._fields})
 
 
@@ -47,7 +47,7 @@ def check(case, call, platform, backend, config, tolerance=1e-5, run=lambda f: f
 
     def derivatives(of, cotangents, **how):
         forward, backward, tangent = of
-        nothing = case.trio.outputs(*[None] * len(cotangents))
+        nothing = case.algorithm.outputs(*[None] * len(cotangents))
         outputs = forward(*x, spec=spec, **how)
         gradients = backward(x, nothing, cotangents, wrt=wrt, spec=spec, **how)
         return outputs, dict(zip(wrt, gradients, strict=True)), tangent(x, nothing, tangents, spec=spec, **how)

@@ -18,7 +18,7 @@ from ejkernel.kernels._triton._launch import shared_memory_limit
 from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
 from ejkernel.kernels._triton.flash_attention.configs import space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.primitives.flash_attention import flash_attention as trio
+from ejkernel.primitives.flash_attention import flash_attention as algorithm
 from ejkernel.types import ATTENTION_SHAPES, Target
 
 from . import compiler
@@ -118,7 +118,7 @@ ALWAYS = (
 def implementation(operation: str, call: Call, config):
     """The operation on zeros, in all directions, to be traced."""
     x, spec = call.operands, call.spec
-    moving = x._replace(**{name: None for name in x._fields if name not in trio.differentiable})
+    moving = x._replace(**{name: None for name in x._fields if name not in algorithm.differentiable})
     outputs = Outputs(jax.ShapeDtypeStruct((*x.q.shape[:3], call.V), x.q.dtype),
                       jax.ShapeDtypeStruct((x.q.shape[0], call.H, call.S), jnp.float32))  # fmt: skip
     x, moving, outputs = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (x, moving, outputs))
@@ -126,7 +126,7 @@ def implementation(operation: str, call: Call, config):
         return flash_attention(*x, spec=spec, config=config)
     if operation == "flash_attention_jvp":
         return flash_attention_jvp(x, outputs, moving, spec=spec, config=config)
-    wrt = tuple(name for name in trio.differentiable if getattr(x, name) is not None)
+    wrt = tuple(name for name in algorithm.differentiable if getattr(x, name) is not None)
     if x.cu_seqlens_q is not None:
         wrt = tuple(name for name in wrt if name != "bias")
     return flash_attention_bwd(x, outputs, outputs, wrt=wrt, spec=spec, config=config)

@@ -8,7 +8,7 @@ pytest.importorskip("jax_triton")
 from programs import launches
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.modules._operation import KERNELS
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.types import KernelConfig, Platform, Target
 
 from .bound import bound_by, written_in

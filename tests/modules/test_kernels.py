@@ -7,7 +7,7 @@ import pytest
 
 from ejkernel import lax
 from ejkernel.modules import FlashAttention
-from ejkernel.modules._operation import KERNELS
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, autotune_recorded
 
 

@@ -69,7 +69,7 @@ def over(mesh, case, split, results=None, **specs):
 
 def letters_of_whole_axes(case):
     letters = {letter for x in case.operands.values() for letter in x.axes.split() if letter.isalpha()}
-    return sorted(letters.difference(case.trio.forward.layout.split, case.split_with))
+    return sorted(letters.difference(case.algorithm.forward.layout.split, case.split_with))
 
 
 @each([case for case in CASES if case.local or case.differentiable])  # a result in place of what devices share is none
@@ -96,7 +96,7 @@ def test_an_axis_that_must_be_whole(case, types):
         if case.sizes[letter] % 2 == 0:
             with pytest.raises(ValueError) as error:
                 over(mesh_of(types), case, {letter: "y"})()
-            assert f"over 'y'; it must be whole: {case.trio.forward.layout.advice}" in str(error.value)
+            assert f"over 'y'; it must be whole: {case.algorithm.forward.layout.advice}" in str(error.value)
 
 
 @each_operation

@@ -6,17 +6,17 @@ import pytest
 
 from ejkernel.kernels import _registry
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.modules._operation import TRIOS, source_files
+from ejkernel.modules._primitive_kernel import KERNELS, source_files
 from ejkernel.types import Backend, Platform
 
-KERNELS = Path(_registry.__file__).parent
+FOLDER = Path(_registry.__file__).parent
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("operation", sorted(TRIOS))
+@pytest.mark.parametrize("operation", sorted(KERNELS))
 def test_an_edit_of_a_kernel_is_seen(operation):
     """Files that an operation has to itself, and those of its family."""
-    files = {str(path.relative_to(KERNELS)) for path in source_files(operation)}
+    files = {str(path.relative_to(FOLDER)) for path in source_files(operation)}
     name = operation.removesuffix("_jvp").removesuffix("_bwd")
     algorithm = "_recurrence" if name in ("recurrent", "gla", "lightning_attention") else name
     entries = kernel_registry.list_implementations(operation)

@@ -7,7 +7,8 @@ import pytest
 import ejkernel
 from ejkernel import ops
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.modules._operation import KERNELS, OPERATIONS
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops.utils.operands import abstract
 from ejkernel.types import KernelConfig
 

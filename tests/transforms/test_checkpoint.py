@@ -14,7 +14,7 @@ def check_count(case, f, times, *args):
 
     Where the backward takes nothing of the forward, that is never run again.
     """
-    times = times if case.trio.residuals else 1
+    times = times if case.algorithm.residuals else 1
     traced = jax.jit(f).trace(*args)
     kernels = [e.primitive.name for e in equations(traced.jaxpr, case.operation)]
     assert kernels.count(case.operation) == times
@@ -40,7 +40,7 @@ def test_checkpoint(case, policy, times):
 )
 def test_checkpoint_under_scan(case, kept):
     """Layers under `jax.lax.scan`, each of them checkpointed."""
-    names = [f"{case.operation}_{result}" for result in case.trio.outputs._fields]
+    names = [f"{case.operation}_{result}" for result in case.algorithm.outputs._fields]
     policy, times = {
         "nothing": (None, 2),
         "kernels": (checkpoint_policies.save_kernels, 1),

@@ -11,7 +11,7 @@ from cases import FORWARD_ONLY, assert_close, each, oracle
 from jax.sharding import AxisType, NamedSharding
 
 each_forward_only = each(FORWARD_ONLY)
-IN_PLACE = [case for case in FORWARD_ONLY if case.trio.in_place]
+IN_PLACE = [case for case in FORWARD_ONLY if case.algorithm.in_place]
 
 
 def floats(arrays):
@@ -22,7 +22,7 @@ def floats(arrays):
 def test_derivatives_are_refused(case):
     """In each operand, whichever transform asks."""
     arrays = case.arrays()
-    wanted = rf"{case.operation} has no derivative; {case.trio.instead}"
+    wanted = rf"{case.operation} has no derivative; {case.algorithm.instead}"
     for name, x in floats(arrays).items():
         of = lambda x, name=name: sum(y.sum() for y in case.call({**arrays, name: x}))
         for transform in (jax.grad, jax.jacfwd, lambda f: partial(jax.linearize, f)):
@@ -50,7 +50,7 @@ def donated(case, arrays, name):
 def test_a_donated_operand_is_not_copied(case):
     """The result has its buffer, by the program's own account, and no instruction of the program copies it."""
     arrays = case.arrays()
-    for name in case.trio.in_place.values():
+    for name in case.algorithm.in_place.values():
         compiled, _ = donated(case, arrays, name)
         hlo = compiled.as_text()
         assert re.search(r"input_output_alias=\{ \{\d+\}: \(0, \{\}, may-alias\) \}", hlo), hlo.splitlines()[0]
@@ -73,10 +73,10 @@ def test_without_donation_the_operand_stays(case):
 def test_donation_over_a_mesh(case, types):
     """Each device keeps its part of the buffer."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2)
-    specs = case.specs({letter: "y" for letter in case.trio.forward.layout.split})
+    specs = case.specs({letter: "y" for letter in case.algorithm.forward.layout.split})
     arrays = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in case.arrays().items()}
     wanted = oracle(case)(case.arrays())
-    for name in case.trio.in_place.values():
+    for name in case.algorithm.in_place.values():
         compiled, rest = donated(case, arrays, name)
         part = arrays[name].addressable_shards[0].data.nbytes
         assert compiled.memory_analysis().alias_size_in_bytes == part

@@ -39,12 +39,12 @@ def test_duality(case):
     assert abs(ahead.sum() - back.sum()) <= 1e-6 * (np.abs(ahead).sum() + np.abs(back).sum())
 
 
-@pytest.mark.parametrize("case", [case for case in DIFFERENTIABLE if case.trio.linear], ids=str)
+@pytest.mark.parametrize("case", [case for case in DIFFERENTIABLE if case.algorithm.linear], ids=str)
 def test_linear_transpose(case):
     """Where an operation is linear, its transpose is had without a derivative."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
-    for group in case.trio.linear:
+    for group in case.algorithm.linear:
         moving = {name: arrays[name] for name in group if name in case.differentiable}
         if moving.keys() - {"existing_out"}:
             (found,) = jax.linear_transpose(lambda x: case.call({**arrays, **x}), moving)(cotangents)

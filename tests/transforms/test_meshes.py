@@ -79,7 +79,7 @@ def odd(case):
     """The case with sizes of which no even number is a factor."""
     repeat = case.sizes.get("h", 1) // case.sizes.get("g", 1)
     sizes = dict(b=5, g=3, h=3 * repeat, d=7, n=7)
-    split = case.trio.forward.layout.split
+    split = case.algorithm.forward.layout.split
     of_split = {letter: sizes[letter] for letter in split if case.sizes.get(letter, 1) > 1}
     return case.resized(of_split | {letter: 2 * sizes["g"] for letter in case.split_with})
 

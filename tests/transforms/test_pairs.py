@@ -69,7 +69,7 @@ def lower(operation, names, platforms):
         results, pull = jax.vjp(lambda moving: case.call({**arrays, **moving}), {name: arrays[name] for name in wrt})
         return pull(jax.tree.map(jax.numpy.ones_like, results))
 
-    for what in (case.call, gradient) if case.trio.differentiable else (case.call,):
+    for what in (case.call, gradient) if case.algorithm.differentiable else (case.call,):
         traced = jax.jit(what).trace(arrays)
         for platform in platforms:
             try:
@@ -88,8 +88,8 @@ def implementations(operation, names):
 
     def look(arrays):
         call = OPERATIONS[operation].prepare_arguments(**arrays, **case.options)
-        operands = case.trio.operands(**{name: jax.typeof(x) for name, x in call.named.items()})
-        for primitive in case.trio.primitives:
+        operands = case.algorithm.operands(**{name: jax.typeof(x) for name, x in call.named.items()})
+        for primitive in case.algorithm.primitives:
             found.append(select(primitive.name, call.spec, operands, Target("tpu")).platform)
 
     try:

@@ -139,7 +139,7 @@ def test_shard_map_over_the_batch_beside_an_auto_axis(case, transform):
 
 def whole_axes(case):
     """The letters of axes that must be whole, where two devices could split them."""
-    split = case.trio.forward.layout.split
+    split = case.algorithm.forward.layout.split
     letters = {axis for x in case.operands.values() for axis in x.axes.split() if axis.isalpha()} - {*case.split_with}
     return sorted(letter for letter in letters.difference(split) if case.sizes[letter] % 2 == 0)
 
@@ -158,7 +158,7 @@ def test_explicit_axis_that_must_be_whole(case):
             jax.make_jaxpr(case.call)(arrays)
         message = str(error.value)
         assert re.match(rf"{case.operation}: axis \w+ of \w+ is sharded over 'y'; it must be whole", message), message
-        assert case.trio.forward.layout.advice in message
+        assert case.algorithm.forward.layout.advice in message
 
 
 @each_operation

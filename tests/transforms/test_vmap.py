@@ -108,11 +108,11 @@ def check_nested(case, inner, outer, counts=(2, 3)):
         assert_close(part, wanted, what=f"{inner} mapped inside {outer}, example {i, j}: ")
 
 
-@each([case for case in DIFFERENTIABLE if case.trio.forward.layout.group])
+@each([case for case in DIFFERENTIABLE if case.algorithm.forward.layout.group])
 def test_shared_keys_and_values_are_not_repeated(case):
     """Under mapped queries, the kernel reads keys and values that are not mapped as they are."""
     arrays = case.arrays()
-    _, groups = case.trio.forward.layout.group
+    _, groups = case.algorithm.forward.layout.group
     shared = [name for name, operand in case.operands.items() if groups in operand.axes.split()]
     cotangents = case.cotangents(arrays)
     forward = lambda q: case.call({**arrays, "q": q})

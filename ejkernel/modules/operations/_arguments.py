@@ -169,7 +169,14 @@ def size_or_none(operation: str, name: str, x: Any, most: Any = None) -> int | N
     return int(x) if most is None or is_symbolic_dim(most) else max(1, min(int(x), most))
 
 
-def config_of(operation: str, config: Any, platform: Platform | str | None = None) -> KernelConfig | None:
+def platform_of(operation: str, platform: Platform | str | None) -> Platform | str:
+    """The platform that a user asks for; "auto" where any will do."""
+    if platform is not None and (not isinstance(platform, str) or platform not in ("auto", *Platform)):
+        raise value_error(operation, f"platform {shown(platform)} is unknown; known are auto, {', '.join(Platform)}")
+    return platform or "auto"
+
+
+def config_of(operation: str, config: Any) -> KernelConfig | None:
     """A config given by a user, as a `KernelConfig` or a mapping of its fields; None if none is given."""
     known = {field.name for field in fields(KernelConfig)}
     if isinstance(config, Mapping):
@@ -178,8 +185,6 @@ def config_of(operation: str, config: Any, platform: Platform | str | None = Non
         config = KernelConfig(**config)
     elif config is not None and not isinstance(config, KernelConfig):
         raise type_error(operation, f"config is a {type(config).__name__}; it must be a KernelConfig or a mapping")
-    if platform is not None and (not isinstance(platform, str) or platform not in ("auto", *Platform)):
-        raise value_error(operation, f"platform {shown(platform)} is unknown; known are auto, {', '.join(Platform)}")
     return None if config is None else checked_config(operation, config)
 
 

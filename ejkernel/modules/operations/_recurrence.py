@@ -27,7 +27,7 @@ from ._arguments import (
 
 
 def prepare(
-    trio: Trio,
+    algorithm: Trio,
     q: Any,
     k: Any,
     v: Any,
@@ -43,7 +43,7 @@ def prepare(
     return_state: Any,
 ) -> Prepared:
     """A checked call of an operation of this family."""
-    name = trio.name
+    name = algorithm.name
     q, k, v = (array(name, of, x) for of, x in (("q", q), ("k", k), ("v", v)))
     _check_tokens(name, q, k, v)
     batch, length, heads, d = q.shape
@@ -75,7 +75,7 @@ def prepare(
     )
     return_state = static_bool(name, "return_state", return_state)
     spec = RecurrenceSpec(softmax_scale=scale, reverse=static_bool(name, "reverse", reverse), return_state=return_state)
-    named = align(trio.forward, {of: x for of, x in operands._asdict().items() if x is not None})
+    named = align(algorithm.forward, {of: x for of, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
         o, final = Outputs(**out)
@@ -180,7 +180,7 @@ class Recurrence:
         return values
 
     @classmethod
-    def operations(cls, named: Mapping[str, Any], results: Sequence[str], spec: RecurrenceSpec) -> float:
+    def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: RecurrenceSpec) -> float:
         """2·d·e for each token, head and product: the recurrence writes k vᵀ to the state and reads q from it.
 
         A backward or tangent does the former again; then each of q, k and v adds a product, and what moves in the state

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Integer
 from ...errors import value_error
 from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ...primitives.flash_attention import flash_attention as trio
+from ...primitives.flash_attention import flash_attention as algorithm
 from ...types import CuSeqlens, DropoutKey, LogitsBias, LogitsMask, Scale, Sinks, Window, visible_pairs
 from .._operation import Operation, Prepared
 from ._arguments import (
@@ -31,7 +31,7 @@ from ._arguments import (
 )
 from ._attention import dropout_words, key_of_seed, segment_ids, sinks_of_heads, softcap_for, window_within
 
-NAME = trio.name
+NAME = algorithm.name
 
 
 def flash_attention_arguments(
@@ -151,7 +151,7 @@ def flash_attention_arguments(
         batch_invariant=static_bool(NAME, "batch_invariant", batch_invariant),
     )
     return_lse = static_bool(NAME, "return_lse", return_lse)
-    named = align(trio.forward, {name: x for name, x in operands._asdict().items() if x is not None})
+    named = align(algorithm.forward, {name: x for name, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
         o, lse = Outputs(**{name: x[0] if packed else x for name, x in out.items()})
@@ -247,7 +247,7 @@ def _pairwise(name: str, x, kind, wanted: str, q, k):
 class FlashAttention(Operation):
     """Softmax attention in tiles, never a whole row of weights: `ejkernel.lax.flash_attention` as a kernel object."""
 
-    trio = trio
+    algorithm = algorithm
     prepare_arguments = staticmethod(flash_attention_arguments)
     renamed: ClassVar = {
         "softcap": "logits_soft_cap",
@@ -286,7 +286,7 @@ class FlashAttention(Operation):
         return values
 
     @classmethod
-    def operations(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
+    def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
         """2 for each pair that is seen and each feature of a product; None where values decide what is seen.
 
         The products are s = q·kᵀ; forward p·v; one for each tangent or gradient of q, k and v; and with one of q or k

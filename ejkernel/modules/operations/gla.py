@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from jaxtyping import Array, Float
 
-from ...primitives.gla import gla as trio
+from ...primitives.gla import gla as algorithm
 from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._arguments import array
@@ -56,11 +56,11 @@ def gla_arguments(
     Gated linear attention, arXiv 2312.06635.
     """
     return prepare(
-        trio,
+        algorithm,
         q,
         k,
         v,
-        gk=array(trio.name, "gk", gk),
+        gk=array(algorithm.name, "gk", gk),
         initial_state=initial_state,
         cu_seqlens=cu_seqlens,
         softmax_scale=softmax_scale,
@@ -72,7 +72,7 @@ def gla_arguments(
 class GLA(Recurrence, Operation):
     """Gated linear attention: `ejkernel.lax.gla` as a kernel object."""
 
-    trio = trio
+    algorithm = algorithm
     prepare_arguments = staticmethod(gla_arguments)
     renamed: ClassVar = {"gk": "g"}
 

@@ -12,11 +12,11 @@ from jaxtyping import Array, Float, Int8, Integer
 from ...errors import shown, type_error, value_error
 from ...ops.utils.operands import is_array, random_like
 from ...primitives.grouped_matmul import GroupedMatmulSpec, Operands
-from ...primitives.grouped_matmul import grouped_matmul as trio
+from ...primitives.grouped_matmul import grouped_matmul as algorithm
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_dtype, require_known, require_rank, static_bool
 
-NAME = trio.name
+NAME = algorithm.name
 NARROW = ("int8", "float8_e4m3fn", "float8_e5m2")
 RESULTS = ("float32", "bfloat16", "float16")
 
@@ -80,10 +80,10 @@ def grouped_matmul_arguments(
         rhs[None],
         int32(group_sizes)[None],
         group_offset=_offset(group_offset, group_sizes, rhs),
-        existing_out=_existing(existing_out, lhs, rhs, trio.forward.dtypes({"lhs": lhs.dtype}, spec)["o"]),
+        existing_out=_existing(existing_out, lhs, rhs, algorithm.forward.dtypes({"lhs": lhs.dtype}, spec)["o"]),
         rhs_scale=_scale(rhs_scale, lhs, rhs),
     )
-    named = align(trio.forward, {name: x for name, x in operands._asdict().items() if x is not None})
+    named = align(algorithm.forward, {name: x for name, x in operands._asdict().items() if x is not None})
     return Prepared(named, spec, lambda out: out["o"][0])
 
 
@@ -182,7 +182,7 @@ def _scale(scale, lhs, rhs):
 class GroupedMatmul(Operation):
     """A product with one matrix for each group of rows: `ejkernel.lax.grouped_matmul` as a kernel object."""
 
-    trio = trio
+    algorithm = algorithm
     prepare_arguments = staticmethod(grouped_matmul_arguments)
 
     @classmethod

@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ...errors import shown, type_error, value_error
-from ...primitives.lightning_attention import lightning_attention as trio
+from ...primitives.lightning_attention import lightning_attention as algorithm
 from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._arguments import array, require_known
 from ._recurrence import Recurrence, prepare
 
-NAME = trio.name
+NAME = algorithm.name
 
 
 def lightning_attention_arguments(
@@ -72,7 +72,7 @@ def lightning_attention_arguments(
     has_heads = len(q.shape) == 4 and q.shape[2] != 0
     slopes = _g_gamma(q.shape[2], layer_idx, num_layers) if has_heads else None
     return prepare(
-        trio,
+        algorithm,
         q,
         k,
         v,
@@ -101,7 +101,7 @@ def _g_gamma(heads: int, layer_idx: int, num_layers: int):
 class LightningAttention(Recurrence, Operation):
     """Linear attention with one decay for each head: `ejkernel.lax.lightning_attention` as a kernel object."""
 
-    trio = trio
+    algorithm = algorithm
     prepare_arguments = staticmethod(lightning_attention_arguments)
 
     @classmethod

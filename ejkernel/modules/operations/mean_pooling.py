@@ -10,12 +10,12 @@ from jaxtyping import Array, Float
 
 from ...ops.utils.operands import random_like
 from ...primitives.mean_pooling import MeanPoolingSpec, Operands
-from ...primitives.mean_pooling import mean_pooling as trio
+from ...primitives.mean_pooling import mean_pooling as algorithm
 from ...types import CuSeqlens
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank, size_or_none
 
-NAME = trio.name
+NAME = algorithm.name
 
 
 def mean_pooling_arguments(
@@ -52,7 +52,7 @@ def mean_pooling_arguments(
         segments = _segments(array(NAME, "cu_seqlens", cu_seqlens), x)
         x = x[None]
     spec = MeanPoolingSpec(size_or_none(NAME, "chunk_size", chunk_size, x.shape[1]))
-    named = align(trio.forward, {k: a for k, a in Operands(x, segments)._asdict().items() if a is not None})
+    named = align(algorithm.forward, {k: a for k, a in Operands(x, segments)._asdict().items() if a is not None})
     return Prepared(named, spec, lambda out: out["o"][:, 0] if segments is None else out["o"][0])
 
 
@@ -66,7 +66,7 @@ def _segments(cu_seqlens, x):
 class MeanPooling(Operation):
     """The mean of each sequence: `ejkernel.lax.mean_pooling` as a kernel object."""
 
-    trio = trio
+    algorithm = algorithm
     prepare_arguments = staticmethod(mean_pooling_arguments)
 
     @classmethod

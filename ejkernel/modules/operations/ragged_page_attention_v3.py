@@ -184,7 +184,7 @@ def _scale(scale, q) -> float:
 class RaggedPageAttentionV3(Operation):
     """A step of serving over a paged cache: `ejkernel.lax.ragged_page_attention_v3` as a kernel object."""
 
-    trio = primitives
+    algorithm = primitives
     prepare_arguments = staticmethod(ragged_page_attention_v3_arguments)
     renamed: ClassVar = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from ...primitives.recurrent import recurrent as trio
+from ...primitives.recurrent import recurrent as algorithm
 from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._recurrence import Recurrence, prepare
@@ -63,7 +63,7 @@ def recurrent_arguments(
     Linear attention, arXiv 2006.16236; gated, 2312.06635.
     """
     return prepare(
-        trio,
+        algorithm,
         q,
         k,
         v,
@@ -82,7 +82,7 @@ def recurrent_arguments(
 class Recurrent(Recurrence, Operation):
     """The linear recurrence with any of its decays: `ejkernel.lax.recurrent` as a kernel object."""
 
-    trio = trio
+    algorithm = algorithm
     prepare_arguments = staticmethod(recurrent_arguments)
 
     @classmethod
