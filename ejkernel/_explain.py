@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .kernels._dispatch import Candidate, candidates, table
-from .modules._operation import OPERATIONS
+from .modules._operation import OPERATIONS, types_of_call
 from .modules._primitive_kernel import KERNELS
 from .ops import default_executor
 from .ops.utils.devices import device_target, target_of
@@ -76,20 +76,6 @@ def explain(
     if any(reason is None for _, reason in looked_at):
         config, origin = _config(kernel, named, spec, platform, target)
     return Explanation(operation, target, looked_at, config, origin)
-
-
-def types_of_call(operation: str, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
-    """The operands of a call by name, as their types, and its spec. Nothing is computed."""
-    found = {}
-
-    def capture(arrays, named_arrays):
-        prepared = OPERATIONS[operation].prepare_arguments(*arrays, **named_arrays, **static)
-        found["named"] = {name: jax.typeof(x) for name, x in prepared.named.items()}
-        found["spec"] = prepared.spec
-
-    static = {name: x for name, x in kwargs.items() if not hasattr(x, "shape")}
-    jax.eval_shape(capture, args, {name: x for name, x in kwargs.items() if name not in static})
-    return found["named"], found["spec"]
 
 
 _ORIGINS = {

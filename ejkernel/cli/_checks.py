@@ -18,10 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._explain import types_of_call
 from ..kernels._dispatch import Candidate, candidates
 from ..kernels._registry import KernelSpec
-from ..modules._operation import OPERATIONS
+from ..modules._operation import OPERATIONS, types_of_call
 from ..modules._primitive_kernel import KERNELS, PrimitiveKernel
 from ..ops import benchmark
 from ..primitives._factory import COTANGENT, Trio

@@ -7,12 +7,13 @@ kept by the static options, so that a call costs little more than that of a jitt
 import functools
 import inspect
 import os
+from dataclasses import is_dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
 from ..modules._signatures import Declared, annotations_of, result_type
-from ..types import ConfigLike, KernelConfig
+from ..types import ConfigLike
 
 _READ_WHILE_TRACING = (
     "EJKERNEL_AUTOTUNE_BUDGET_S",
@@ -77,7 +78,7 @@ def _types(option: Any) -> Any:
     """The types of an option and of what it holds: 1, 1.0 and True are equal, and one may be right and another not."""
     if isinstance(option, tuple):
         return tuple(map(_types, option))
-    if isinstance(option, KernelConfig):
+    if is_dataclass(option):
         return tuple(map(type, vars(option).values()))
     return type(option)
 

@@ -11,9 +11,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..errors import type_error, value_error
 from ..kernels._registry import kernel_registry
+from ..ops import default_executor
 from ..types import ConfigLike, Platform
-from ._operation import Operation, lax_arguments, modules_parameters
+from ._operation import Operation, lax_arguments, modules_names, modules_parameters
 from ._signatures import Declared, annotations_of, result_type
+from .operations._arguments import config_of
 
 Result = TypeVar("Result")
 
@@ -36,7 +38,12 @@ def face(operation: type[Declared[..., Result]]) -> Callable[..., Result]:
 
     def call(*args, platform=None, cfg=None, mesh=None, in_specs=None, out_specs=None, **kwargs):
         given = lax_arguments(operation, args, kwargs)
-        run = lambda arguments: operation.call(**arguments, config=cfg, platform=platform)
+
+        def run(arguments):
+            with modules_names(operation):
+                inv, finish = operation.invocation(**arguments, platform=platform)
+            return finish(default_executor().run(inv, config_of(name, cfg)))
+
         if mesh is None:
             if in_specs is not None or out_specs is not None:
                 raise value_error(name, "in_specs and out_specs are given without a mesh")
@@ -126,7 +133,7 @@ def _doc(operation: type[Operation]) -> str:
         "Args:\n"
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
         "    cfg: a KernelConfig or a mapping of its fields, in place of the chosen one; `ejkernel.explain` tells\n"
-        "        what `algorithm` may be in it.\n"
+        "        what `algorithm` may be in it. A pair is for the forward and the backward of a gradient.\n"
         "    mesh: runs under `jax.shard_map` on this mesh.\n"
         "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays; others are replicated.\n"
         "    out_specs: the PartitionSpec of the result, or a tuple of them.\n"

@@ -3,8 +3,10 @@
 What users write is brought by `prepare` to the canonical form of a call, that of its primitive.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -110,16 +112,18 @@ class Operation(Kernel):
         return inv, prepared.finish
 
     @classmethod
-    def call(cls, *args: Any, config: Any = None, platform: str | None = None, **kwargs: Any) -> Any:
+    def call(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """The operation under the arguments of the lax face."""
         config = config_of(cls.algorithm.name, config)
-        inv, finish = cls.invocation(*args, platform=platform, **kwargs)
+        inv, finish = cls.invocation(*args, **kwargs)
         return finish(default_executor().run(inv, config))
 
     def prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Invocation, Callable]:
         """The call under the arguments of the modules' API and `platform=`, as an Executor is given it."""
         given = {name: x for name, x in kwargs.items() if name != "platform"}
-        return self.invocation(**lax_arguments(type(self), args, given), platform=kwargs.get("platform"))
+        given = lax_arguments(type(self), args, given)
+        with modules_names(type(self)):
+            return self.invocation(**given, platform=kwargs.get("platform"))
 
     def canonical(self, inv: Invocation) -> Invocation:
         """A call under the arguments of the modules' API as that of the kernel over the primitive, by its types."""
@@ -156,6 +160,19 @@ def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, 
     return operation.convert({back.get(name, name): x for name, x in bound.items()})
 
 
+@contextlib.contextmanager
+def modules_names(operation: type[Operation]) -> Iterator[None]:
+    """What is said of an argument within names it as the modules' API does."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        name_of = lambda found: operation.renamed[found[0]]
+        text = re.sub(rf"\b({'|'.join(operation.renamed)})\b", name_of, str(error)) if operation.renamed else str(error)
+        if text == str(error) or type(error) not in (TypeError, ValueError):
+            raise
+        raise type(error)(text) from error.__cause__
+
+
 def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
     """The parameters of the lax face under the modules' names."""
     of = inspect.signature(operation.prepare_arguments).parameters.items()
@@ -165,3 +182,17 @@ def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
         )
         for name, parameter in of
     ]
+
+
+def types_of_call(operation: str, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    """The operands of a call by name, as their types, and its spec. Nothing is computed."""
+    found = {}
+
+    def capture(arrays, named_arrays):
+        prepared = OPERATIONS[operation].prepare_arguments(*arrays, **named_arrays, **static)
+        found["named"] = {name: jax.typeof(x) for name, x in prepared.named.items()}
+        found["spec"] = prepared.spec
+
+    static = {name: x for name, x in kwargs.items() if not hasattr(x, "shape")}
+    jax.eval_shape(capture, args, {name: x for name, x in kwargs.items() if name not in static})
+    return found["named"], found["spec"]

@@ -71,9 +71,18 @@ class PrimitiveKernel(Kernel):
         """A config that an implementation can be run with; where none of those it is for can, the first says why."""
         return self._checked(cfg, None)
 
-    def checked_for(self, cfg: Any, inv: Invocation) -> KernelConfig:
-        """The same for one call: what its operands have against it counts, too."""
-        return self._checked(cfg, self.primitive.operands(self.arrays(inv)))
+    def checked_for(self, cfg: Any, inv: Invocation) -> KernelConfig | tuple[KernelConfig, KernelConfig]:
+        """The same for one call: what its operands have against it counts, too. A pair is (forward, backward)."""
+        operands = self.primitive.operands(self.arrays(inv))
+        if not isinstance(cfg, tuple):
+            return self._checked(cfg, operands)
+        if len(cfg) != 2 or self.primitive is not self.algorithm.forward or not self.algorithm.differentiable:
+            raise value_error(self.name, f"config is a tuple of {len(cfg)}; a pair is for what has a gradient")
+        forward, backward = cfg
+        backward = KERNELS[self.algorithm.backward.name].checked_config(backward)
+        if backward.platform != "auto":
+            raise value_error(self.name, "the config of the backward names a platform; it has that of its forward")
+        return self._checked(forward, operands), backward
 
     def _checked(self, cfg: Any, operands: Any) -> KernelConfig:
         cfg = checked_config(self.name, cfg)
@@ -138,11 +147,12 @@ class PrimitiveKernel(Kernel):
         A config that names a platform and no backend is a user's: it asks for that platform as `platform` does.
         """
         del target
+        cfg, backward = cfg if isinstance(cfg, tuple) else (cfg, None)
         cfg, platform = self.checked_config(cfg), kwargs["platform"]
         if platform == "auto" and cfg.backend == Backend.ANY:
             platform = cfg.platform
         named = dict(zip(kwargs["operands"], args, strict=True))
-        chooser = ExecutorOfForward(platform, executor)
+        chooser = ExecutorOfForward(platform, executor, backward)
         return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, chooser=chooser, results=kwargs["results"])
 
     def run(self, *args: Any, cfg: KernelConfig, **kwargs: Any) -> dict[str, Any]:
@@ -178,17 +188,20 @@ class ExecutorOfForward(ShortRepr):
     Attributes:
         platform: the platform that was asked for, or "auto".
         executor: None for the default one.
+        backward: the config that a user gave for the backward.
     """
 
     platform: Platform | str = "auto"
     executor: Executor | None = None
+    backward: KernelConfig | None = None
 
     def config(self, primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results) -> KernelConfig:
         """A tangent is not measured here: a gradient asks for it too, only to transpose it away."""
         inv = KERNELS[primitive.name].invocation(named, spec, results, self.platform)
         is_tangent = primitive is inv.kernel.algorithm.tangent
+        given = None if is_tangent else self.backward
         with policy_override(autotune=False) if is_tangent else contextlib.nullcontext():
-            return (self.executor or default_executor()).choose(inv.kernel, inv)
+            return (self.executor or default_executor()).choose(inv.kernel, inv, given)
 
 
 KERNELS: dict[str, PrimitiveKernel] = {}

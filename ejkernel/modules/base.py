@@ -5,9 +5,13 @@ from typing import Any
 
 import jax
 
+from ejkernel.kernels._dispatch import candidates
 from ejkernel.kernels._registry import Backend, Platform, kernel_registry
 from ejkernel.ops import AutotunePolicy, ConfigCache, ConfigSelectorChain, Executor, PersistentCache, Tuner
+from ejkernel.ops.utils.devices import device_target
 from ejkernel.types import KernelConfig
+
+from ._operation import OPERATIONS, types_of_call
 
 __all__ = ["KernelConfig", "create_default_executor", "detect_platform"]
 
@@ -21,7 +25,8 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
     """The platform that `algorithm` runs in on the default backend.
 
     On a GPU Triton and then XLA, on a TPU Pallas and then XLA, elsewhere XLA; of these the first that is registered for
-    the backend. A platform that is asked for is returned if the algorithm is registered on it, for any backend.
+    the backend, and that can be used here: no Triton where it cannot be imported, say. A platform that is asked for is
+    returned if the algorithm is registered on it, for any backend.
 
     Args:
         algorithm: a name in the registry.
@@ -45,9 +50,20 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
         if spec.backend in (Backend.ANY, backend)
     }
     for preferred in preference:
-        if preferred in registered:
+        if preferred in registered and _can_be_used(algorithm, preferred):
             return preferred
     raise ValueError(f"{algorithm}: registered on {sorted(registered) or 'nothing'} for {backend}, not on {preference}")
+
+
+def _can_be_used(algorithm: str, platform: Platform) -> bool:
+    """Whether the platform takes the example of the operation here; of what is no operation nothing is known."""
+    operation = OPERATIONS.get(algorithm.lower())
+    if operation is None:
+        return True
+    named, spec = types_of_call(operation.algorithm.name, **operation.example())
+    operands = operation.algorithm.forward.operands(named)
+    found = candidates(operation.algorithm.name, spec, operands, device_target(), platform)
+    return any(reason is None for _, reason in found)
 
 
 def create_default_executor(

@@ -11,7 +11,7 @@ from .core.kernel import Invocation, Kernel
 from .core.types import Cfg, Out
 from .execution.batch import pmap_with_config, vmap_with_config
 from .execution.executor import ConfigChooser, Executor, autotune_recorded, default_executor
-from .execution.tuning import Tuner, autotune, benchmark
+from .execution.tuning import Autotuner, Tuner, autotune, benchmark
 from .recording import load_invocations, save_invocations
 from .registry import get_invocations, record_invocation, recording
 from .utils.devices import device_fingerprint, device_kind, get_device_platform
@@ -28,6 +28,7 @@ from .utils.serialization import from_json, stable_json, to_json
 
 __all__ = [
     "AutotunePolicy",
+    "Autotuner",
     "BwdParams",
     "Cfg",
     "ConfigCache",

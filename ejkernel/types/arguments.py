@@ -9,10 +9,12 @@ from typing import Any, TypeAlias
 
 from jaxtyping import Array, Bool, Float, Integer, Key, UInt32
 
-from .config import KernelConfig
+from .config import BwdParams, FwdParams, KernelConfig
 
-# A config in place of the chosen one: `KernelConfig(block_q=64)`, or a mapping of its fields.
-ConfigLike: TypeAlias = KernelConfig | Mapping[str, Any]
+# A config in place of the chosen one: `KernelConfig(block_q=64)`, or a mapping of its fields. A pair of them is for the
+# forward and the backward of a gradient.
+OneConfig: TypeAlias = KernelConfig | FwdParams | BwdParams | Mapping[str, Any]
+ConfigLike: TypeAlias = OneConfig | tuple[OneConfig, OneConfig]
 # A number of keys that ends with the query's own, or (left, right), both inclusive; None is unbounded.
 Window: TypeAlias = int | tuple[int | None, int | None]
 # Static, or a traced scalar that has a gradient.

@@ -29,7 +29,7 @@ class KernelConfig(ShortRepr):
         platform: "triton", "pallas", "cuda", "cute", "xla" or "auto".
         backend: "gpu", "tpu", "cpu" or "any".
         algorithm: a variant of the algorithm, where several exist.
-        priority: selection priority when several configs match.
+        priority: of several configs that are measured, those with a higher one are measured first.
     """
 
     block_q: int = 128
@@ -43,12 +43,34 @@ class KernelConfig(ShortRepr):
     priority: int = 0
 
 
+@dataclass(frozen=True)
+class FwdParams:
+    """Launch parameters of a forward attention kernel: a short form of its `KernelConfig`."""
+
+    q_blocksize: int = 128
+    kv_blocksize: int = 128
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True)
+class BwdParams:
+    """Launch parameters of a backward attention kernel, given beside those of its forward: `(forward, backward)`."""
+
+    q_blocksize: int = 64
+    kv_blocksize: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+
 def checked_config(operation: str, config: Any) -> KernelConfig:
     """The config with plain Python values in its fields, if these make sense wherever it may run.
 
     Raises:
         TypeError, ValueError: a field holds something else; the message names the operation, the field and the rule.
     """
+    if isinstance(config, FwdParams | BwdParams):
+        config = KernelConfig(config.q_blocksize, config.kv_blocksize, 64, config.num_warps, config.num_stages)
     if not isinstance(config, KernelConfig):
         raise type_error(operation, f"config is a {type(config).__name__}; it must be a KernelConfig")
     plain = {name: _checked_size(operation, name, getattr(config, name)) for name in SIZES}
@@ -77,23 +99,3 @@ def _one_of(operation: str, name: str, found: Any, known: tuple[str, ...]) -> st
     if not isinstance(found, str) or found not in known:
         raise value_error(operation, f"{name} {shown(found)} is unknown; known are {', '.join(known)}")
     return found
-
-
-@dataclass(frozen=True)
-class FwdParams:
-    """Launch parameters of a forward attention kernel."""
-
-    q_blocksize: int = 128
-    kv_blocksize: int = 128
-    num_warps: int = 4
-    num_stages: int = 2
-
-
-@dataclass(frozen=True)
-class BwdParams:
-    """Launch parameters of a backward attention kernel."""
-
-    q_blocksize: int = 64
-    kv_blocksize: int = 64
-    num_warps: int = 4
-    num_stages: int = 2

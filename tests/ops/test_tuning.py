@@ -20,8 +20,10 @@ from ejkernel.ops import ConfigCache, Invocation, Tuner, autotune, benchmark, pm
 from ejkernel.ops.core import progress
 from ejkernel.ops.core.budget import Deadline
 from ejkernel.ops.core.checking import disagreement, same_bits
+from ejkernel.ops.core.tuner import by_priority
 from ejkernel.ops.utils.devices import device_target
 from ejkernel.ops.utils.operands import random_like
+from ejkernel.types import KernelConfig
 
 
 class Candidates(Shown):
@@ -107,6 +109,14 @@ def test_the_heuristic_config_is_measured_first():
         Config(2),
         Config(3),
     ]
+
+
+def test_a_higher_priority_is_measured_first():
+    configs = [
+        KernelConfig(priority=priority, block_q=block) for block, priority in ((16, 0), (32, 2), (64, 0), (128, 1))
+    ]
+    assert [config.block_q for config in by_priority(configs)] == [32, 128, 16, 64]
+    assert by_priority(["user's", "own"]) == ["user's", "own"]
 
 
 @pytest.mark.parametrize("factor, measured", [(1e3, 1), (1e-6, 3)])

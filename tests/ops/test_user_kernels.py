@@ -212,6 +212,20 @@ class Everywhere(Kernel[Config, jax.Array]):
         return Config(block={"cpu": 2, "cuda": 3, "tpu": 4}[inv.target.platform])
 
 
+@pytest.mark.parametrize("methods", [("run_triton", "run_cuda", "run_cute"), ("run_cuda", "run_cute"), ("run_cute",)])
+def test_on_cuda_the_first_method_that_there_is(methods):
+    class Written(Everywhere):
+        run_triton = None
+
+    for factor, name in enumerate(methods, 2):
+        setattr(Written, name, lambda self, a, *, cfg, factor=factor: a * (100.0 + factor))
+    call = lambda platform: (
+        jax.jit(lambda a: executor(Written(), a)).trace(jnp.ones(4)).lower(lowering_platforms=(platform,))
+    )
+    assert "dense<1.020000e+02>" in call("cuda").as_text()
+    assert "tanh" in call("tpu").as_text() and "tanh" in call("cpu").as_text()
+
+
 def lowered(platform, cfg=None):
     step = jax.jit(lambda a: executor(Everywhere(), a, cfg=cfg))
     return step.trace(jnp.ones(4)).lower(lowering_platforms=(platform,)).as_text()
@@ -230,6 +244,43 @@ def test_a_config_that_was_given_stands_on_every_platform(platform):
 def test_export_round_trip():
     exported = jax.export.export(jax.jit(ours(Product())), platforms=("cpu", "cuda", "tpu"))(A, B)
     same(jax.export.deserialize(exported.serialize()).call(A, B), plain(A, B))
+
+
+# --- What made the cotangent
+
+
+def loss_of_gradient(call, axes=None, outer=None):
+    """A function of what the cotangents of `call` are made of: the transpose of a gradient is the tangent."""
+
+    def loss(weights, a, b):
+        def scalar(a, b):
+            results = call(a, b)
+            return (results["product"] * weights).sum() + (results["rows"] ** 2).sum()
+
+        gradient = jax.grad(scalar, (0, 1))
+        for in_axes in (axes, outer):
+            gradient = gradient if in_axes is None else jax.vmap(gradient, in_axes)
+        return sum((x**2).sum() for x in jax.tree.leaves(gradient(a, b)))
+
+    return loss
+
+
+MAPPED = {
+    "one example": (None, None, A, B),
+    "both mapped": ((0, 0), None, np.stack([A, 2 * A]), np.stack([B, -B])),
+    "the last axis": ((2, None), None, np.stack([A, 2 * A], -1), B),
+    "one mapped": ((None, 0), None, A, np.stack([B, -B])),
+    "twice": ((0, None), (None, 1), np.stack([A, 2 * A]), np.stack([B, -B, B / 2], 1)),
+}
+
+
+@pytest.mark.parametrize("axes, outer, a, b", MAPPED.values(), ids=MAPPED)
+def test_reverse_over_reverse(axes, outer, a, b):
+    weights = np.random.default_rng(2).standard_normal((3, 5)).astype("float32")
+    right, found = (
+        jax.grad(loss_of_gradient(call, axes, outer), (0, 1, 2))(weights, a, b) for call in (plain, ours(Product()))
+    )
+    same(found, right, rtol=1e-4)
 
 
 # --- Meshes

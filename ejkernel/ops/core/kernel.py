@@ -66,6 +66,10 @@ class Kernel(Generic[Cfg, Out]):
 
     run_triton = None
     """`run_triton(*args, cfg, **kwargs)`, taken on CUDA and ROCm; None: `run_xla`, else `run`."""
+    run_cuda = None
+    """`run_cuda(*args, cfg, **kwargs)`, taken on CUDA where there is no `run_triton`."""
+    run_cute = None
+    """`run_cute(*args, cfg, **kwargs)`, taken on CUDA where there is neither of these."""
     run_pallas = None
     """`run_pallas(*args, cfg, **kwargs)`, taken on TPU; None: `run_xla`, else `run`."""
     run_xla = None

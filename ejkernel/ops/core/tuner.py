@@ -25,6 +25,7 @@ import numpy as np
 
 from ejkernel.callib import known_ceilings
 from ejkernel.errors import EjkernelRuntimeError
+from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from ..utils.devices import device_target
@@ -147,7 +148,7 @@ class Tuner:
     def _measure(self, kernel: Kernel, inv: Invocation, configs: Sequence | None, budget: float) -> Measured:
         with ExitStack() as stack:
             try:
-                configs = dict.fromkeys(kernel.config_space(inv) if configs is None else configs)
+                configs = dict.fromkeys(by_priority(kernel.config_space(inv) if configs is None else configs))
                 heuristic = kernel.heuristic_cfg(inv)
                 types = replace(inv, args=random_types_like(inv.args), kwargs=random_types_like(inv.kwargs))
                 lowering = Deadline(budget)
@@ -257,6 +258,11 @@ def _calls(first: tuple[Any, Future], others: Generator, arrays: Sequence[Any]) 
     with closing(others):
         for config, program in chain([first], others):
             yield config, lambda program=program: partial(program.result(), *arrays)
+
+
+def by_priority(configs: Sequence) -> list:
+    """The configs in the order in which they are measured: as they come, but for those that ask for more or less."""
+    return sorted(configs, key=lambda config: -config.priority if isinstance(config, KernelConfig) else 0)
 
 
 def _roofline(kernel: Kernel, inv: Invocation) -> float:

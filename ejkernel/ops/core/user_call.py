@@ -20,7 +20,7 @@ from ejkernel.types import Target
 from ..utils.operands import abstract, is_array
 from .kernel import Invocation, Kernel
 
-_WRITTEN_FOR = {"cuda": "triton", "rocm": "triton", "tpu": "pallas"}
+_WRITTEN_FOR = {"cuda": ("triton", "cuda", "cute"), "rocm": ("triton",), "tpu": ("pallas",)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Call:
 
 def implementation(kernel: Kernel, platform: str | None) -> tuple[str, Callable]:
     """(its name, the method) of what runs on a platform; with None, of what gives the shapes and the derivatives."""
-    for name in (_WRITTEN_FOR.get(platform, "xla"), "xla"):
+    for name in (*_WRITTEN_FOR.get(platform, ()), "xla"):
         if (method := getattr(kernel, f"run_{name}")) is not None:
             return name, method
     return "run", kernel.run

@@ -2,7 +2,7 @@
 
 The trio x, x_jvp and x_bwd stands for the functions `forward`, `tangent` and `cotangent` of one example. `jax.vmap`
 keeps a primitive and adds a level to its parameters: what is lowered is then the vmap of the function. The derivatives
-of x_jvp and x_bwd are those of their functions.
+of x_jvp and x_bwd are those of their functions; x_bwd is the transpose of x_jvp, and x_jvp that of x_bwd.
 """
 
 import functools
@@ -116,7 +116,8 @@ def _primitives(name: str) -> Trio:
         _primitive(f"{name}_bwd", cotangent, cotangent_types),
     )
     ad.primitive_jvps[trio.forward] = functools.partial(_jvp, trio)
-    ad.primitive_transposes[trio.tangent] = functools.partial(_transpose, trio)
+    ad.primitive_transposes[trio.tangent] = functools.partial(_transpose_tangent, trio)
+    ad.primitive_transposes[trio.cotangent] = functools.partial(_transpose_cotangent, trio)
     ad.primitive_jvps[trio.tangent] = functools.partial(_jvp_of_function, tangent)
     ad.primitive_jvps[trio.cotangent] = functools.partial(_jvp_of_function, cotangent)
     return trio
@@ -162,7 +163,7 @@ def _jvp(trio, arrays, tangents, *, call, config, levels):
     return results, [next(tangents) if is_inexact(x) else ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
 
 
-def _transpose(trio, cotangents, *operands, call, config, wrt, levels):
+def _transpose_tangent(trio, cotangents, *operands, call, config, wrt, levels):
     arrays, tangents = split(call, operands)
     n = len(arrays)
     unknown = [j for j, tangent in enumerate(tangents) if ad.is_undefined_primal(tangent)]
@@ -183,6 +184,42 @@ def _transpose(trio, cotangents, *operands, call, config, wrt, levels):
     )
     of_tangents = dict(zip(unknown, gradients, strict=True))
     return [None] * n + [of_tangents.get(j) for j in range(len(tangents))]
+
+
+def _transpose_cotangent(trio, cotangents, *operands, call, config, wrt, present, levels):
+    arrays, given = split(call, operands)
+    if any(map(ad.is_undefined_primal, arrays)):
+        raise NotImplementedError(f"{call.kernel.name}_bwd is linear in its cotangents alone")
+    moving = [i for i, cotangent in enumerate(cotangents) if type(cotangent) is not ad.Zero]
+    if not moving:
+        return [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands]
+    n = len(arrays)
+    # What was summed over the examples has one cotangent for all of them, and a tangent that is the same for all.
+    of_tangents = tuple(
+        Level((*in_axes[:n], *(out_axes[i] if out_axes else 0 for i in moving))) for in_axes, out_axes in levels
+    )
+    tangents = trio.tangent.bind(
+        *arrays,
+        *(cotangents[i] for i in moving),
+        call=call,
+        config=config,
+        wrt=tuple(wrt[i] for i in moving),
+        levels=of_tangents,
+    )
+    of_given = (tangent for tangent, is_given in zip(tangents, present, strict=True) if is_given)
+    return [None] * n + [
+        _with_axes(tangent, [in_axes[n + j] for in_axes, _ in levels]) if ad.is_undefined_primal(x) else None
+        for j, (x, tangent) in enumerate(zip(given, of_given, strict=True))
+    ]
+
+
+def _with_axes(result, axes):
+    """A result, which has the mapped axes in front, with each where it is in an operand; None: summed over it."""
+    if not axes:
+        return result
+    *inner, axis = axes
+    of_one = functools.partial(_with_axes, axes=inner)
+    return jax.vmap(of_one)(result).sum(0) if axis is None else jax.vmap(of_one, out_axes=axis)(result)
 
 
 def _jvp_of_function(function, operands, tangents, *, levels, **params):

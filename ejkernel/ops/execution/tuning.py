@@ -9,7 +9,10 @@ from ..core.tuner import Tuner
 from ..core.types import Cfg
 from ..utils.timing import benchmark
 
-__all__ = ["Tuner", "autotune", "benchmark"]
+__all__ = ["Autotuner", "Tuner", "autotune", "benchmark"]
+
+Autotuner = Tuner
+"""What measures configs, under the longer of its two names."""
 
 
 def autotune(

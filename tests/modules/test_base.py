@@ -1,0 +1,33 @@
+"""The platform that an algorithm runs in is the one that `explain` names."""
+
+import jax
+import pytest
+
+import ejkernel
+from ejkernel.kernels._triton import _launch
+from ejkernel.modules import base, detect_platform
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.types import Target
+
+
+def missing():
+    raise ImportError("No module named 'triton'")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    target = Target("cuda", "NVIDIA H200")
+    monkeypatch.setattr(base, "device_target", lambda: target)
+    return target
+
+
+@pytest.mark.parametrize("operation", sorted(name for name in OPERATIONS if OPERATIONS[name].algorithm.differentiable))
+def test_triton_where_it_can_be_imported_and_xla_where_not(operation, hopper, monkeypatch):
+    pytest.importorskip("jax_triton")
+    assert detect_platform(operation) == "triton"
+    monkeypatch.setattr(_launch, "jax_triton", missing)
+    assert detect_platform(operation) == "xla"
+    example = OPERATIONS[operation].example()
+    explained = ejkernel.explain(operation, target=hopper, **example)
+    assert all(reason for entry, reason in explained.candidates if entry.platform == "triton")

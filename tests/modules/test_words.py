@@ -1,0 +1,39 @@
+"""What is wrong is told in the words of the API that was called: its argument names."""
+
+import jax.numpy as jnp
+import pytest
+
+import ejkernel
+from ejkernel.modules import GLA, FlashAttention
+
+Q = jnp.ones((1, 8, 2, 4))
+
+# (arguments under the names of modules, those of lax, what is said under the former)
+WRONG = {
+    "window": (dict(sliding_window=-1), dict(window=-1), "sliding_window is -1; a number of keys"),
+    "softcap": (dict(logits_soft_cap=-1.0), dict(softcap=-1.0), "logits_soft_cap is -1.0; it must be positive"),
+    "sinks": (dict(softmax_aux=jnp.ones(3)), dict(sinks=jnp.ones(3)), "softmax_aux"),
+    "rate": (dict(dropout_prob=2.0), dict(dropout_rate=2.0), "dropout_prob"),
+    "one of two": (
+        dict(cum_seqlens_q=jnp.arange(3)),
+        dict(cu_seqlens_q=jnp.arange(3)),
+        "cum_seqlens_q and cum_seqlens_k",
+    ),
+}
+
+
+@pytest.mark.parametrize("modules, lax, says", WRONG.values(), ids=WRONG)
+def test_of_attention(modules, lax, says):
+    with pytest.raises((TypeError, ValueError)) as of_lax:
+        ejkernel.lax.flash_attention(Q, Q, Q, **lax)
+    for call in (ejkernel.modules.flash_attention, FlashAttention()):
+        with pytest.raises(type(of_lax.value)) as told:
+            call(Q, Q, Q, **modules)
+        assert says in str(told.value) and str(told.value) != str(of_lax.value)
+        assert not any(f" {name} " in str(told.value) for name in lax)
+
+
+def test_of_a_gate():
+    for call in (ejkernel.modules.gla, GLA()):
+        with pytest.raises((TypeError, ValueError), match=r"gla: g .*\(.*g: "):
+            call(Q, Q, Q, g=jnp.ones((1, 8, 2, 3)))
