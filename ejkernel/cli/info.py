@@ -8,9 +8,12 @@ from ..modules._primitive_kernel import KERNELS
 from ..ops.config.tables import shipped_tables
 from ..ops.utils.fingerprints import versions_fingerprint
 from ..ops.utils.shared_file import read_entries
+from ..types import Target
 from ._devices import PLUGINS, available
 from ._table import print_rows
 from ._versions import versions
+
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +40,8 @@ def _registered(algorithm: str) -> str:
 
 def _tuned() -> dict[str, str]:
     """Of each table that is shipped, how many configs it has, and how many of those are of the kernels here."""
-    here = {f"|source {kernel.source_fingerprint()}|{versions_fingerprint()}" for kernel in KERNELS.values()}
+    sources = {kernel.source_fingerprint(target) for kernel in KERNELS.values() for target in map(Target, _PLATFORMS)}
+    here = {f"|source {source}|{versions_fingerprint()}" for source in sources}
     found = {}
     for table in shipped_tables:
         for file in sorted(Path(table.path_of("any device")).parent.glob("*.json")):

@@ -6,9 +6,7 @@ and `operands`, `results`, `spec` and `platform` as `kwargs`.
 
 import contextlib
 import functools
-import hashlib
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +17,7 @@ import jax
 from ..errors import value_error
 from ..kernels._dispatch import candidates, select
 from ..kernels._registry import config_refusal, kernel_registry
+from ..kernels._sources import files_of, fingerprint
 from ..ops import Executor, Invocation, Kernel, default_executor, policy_override
 from ..ops.utils.devices import local_target
 from ..ops.utils.operands import random_like
@@ -118,9 +117,9 @@ class PrimitiveKernel(Kernel):
         )
         return flops, sum(math.prod(shape) * dtype.itemsize for shape, dtype in moved)
 
-    def source_fingerprint(self) -> str:
-        """A hash of the files of every implementation, and of those that its room shares."""
-        return _source_of(self.name)
+    def source_fingerprint(self, target: Target | None = None) -> str:
+        """A hash of the files of every implementation that may be chosen on the target, and of what these import."""
+        return _source_of(self.name, (target or local_target()).backend)
 
     def synthetic_inputs(self, inv: Invocation) -> tuple[tuple, dict[str, Any]]:
         """Operands that the operation makes (valid lengths, tables, counters), and the results that belong to them."""
@@ -208,24 +207,12 @@ KERNELS: dict[str, PrimitiveKernel] = {}
 """The kernel over each primitive, by the name of that."""
 
 
-# --- The files that a measured time depends on
-
-
 @functools.cache
-def _source_of(operation: str) -> str:
-    digest = hashlib.sha256()
-    for path in source_files(operation):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def _source_of(operation: str, backend: Backend) -> str:
+    return fingerprint(source_files(operation, backend))
 
 
-def source_files(operation: str) -> list[Path]:
-    """The files of its implementations: a module or a whole package, and what the other modules of a room share."""
-    files = set()
-    for entry in kernel_registry.list_implementations(operation):
-        module = sys.modules[entry.implementation.__module__]
-        file = Path(module.__file__)
-        is_package = hasattr(module, "__path__")
-        room = file.parent.parent if is_package else file.parent
-        files.update(file.parent.glob("*.py") if is_package else [file], room.glob("_*.py"))
-    return sorted(files)
+def source_files(operation: str, backend: Backend) -> list[Path]:
+    """The files of those of its implementations that may be chosen on a backend."""
+    entries = kernel_registry.list_implementations(operation)
+    return files_of(entry for entry in entries if entry.backend in (Backend.ANY, backend))

@@ -1,28 +1,74 @@
-"""What a measured config is bound to: every file that its implementation is made of."""
-
-from pathlib import Path
+"""What a measured config is bound to: every file that its implementation is made of, and no other."""
 
 import pytest
 
-from ejkernel.kernels import _registry
 from ejkernel.kernels._registry import kernel_registry
+from ejkernel.kernels._sources import PACKAGE, imported_files
 from ejkernel.modules._primitive_kernel import KERNELS, source_files
 from ejkernel.types import Backend, Platform
 
-FOLDER = Path(_registry.__file__).parent
+BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
+
+
+def names(files):
+    return {str(path.relative_to(PACKAGE)) for path in files}
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operation", sorted(KERNELS))
-def test_an_edit_of_a_kernel_is_seen(operation):
-    """Files that an operation has to itself, and those of its family."""
-    files = {str(path.relative_to(FOLDER)) for path in source_files(operation)}
+def test_an_edit_of_a_kernel_is_seen(operation, backend):
+    """Files that an operation has to itself, and those of its family, on the backend that they are for."""
+    files = names(source_files(operation, backend))
     name = operation.removesuffix("_jvp").removesuffix("_bwd")
     algorithm = "_recurrence" if name in ("recurrent", "gla", "lightning_attention") else name
-    entries = kernel_registry.list_implementations(operation)
-    platforms = {entry.platform for entry in entries}
-    assert f"_xla/{algorithm}.py" in files
-    assert all(entry.backend != Backend.TPU for entry in entries) or f"_pallas/tpu/{algorithm}/configs.py" in files
-    assert Platform.TRITON not in platforms or {f"_triton/{algorithm}/configs.py", "_triton/_launch.py"} <= files
+    platforms = {e.platform for e in kernel_registry.list_implementations(operation) if e.backend == backend}
+    assert f"kernels/_xla/{algorithm}.py" in files
+    for platform, folder in ((Platform.TRITON, "_triton"), (Platform.PALLAS, f"_pallas/{backend}")):
+        shared = f"kernels/{folder}/_launch.py"
+        wanted = {f"kernels/{folder}/{algorithm}/configs.py", *([shared] if (PACKAGE / shared).exists() else [])}
+        assert wanted <= files if platform in platforms else not any(f"kernels/{folder}/" in file for file in files)
     others = {"flash_attention", "grouped_matmul", "mean_pooling", "_recurrence"} - {algorithm}
-    assert not any(file.startswith(f"_triton/{other}/") for file in files for other in others)
+    assert not any(f"/{other}/" in file or f"/{other}." in file for file in files for other in others)
+
+
+def test_files_of_another_backend_and_the_registry_are_left_out():
+    files = names(source_files("flash_attention", Backend.GPU))
+    assert {"kernels/_triton/flash_attention/forward.py", "kernels/_segments.py"} <= files
+    assert not any("/tpu/" in file for file in files)
+    assert files.isdisjoint({"kernels/_registry.py", "kernels/_dispatch.py", "kernels/_tier.py", "types/config.py"})
+
+
+def test_imports_are_followed_however_they_are_written(tmp_path, monkeypatch):
+    from ejkernel.kernels import _sources
+
+    monkeypatch.setattr(_sources, "PACKAGE", tmp_path)
+    for name in (
+        "kernels/a/b.py",
+        "kernels/a/c.py",
+        "kernels/a/d.py",
+        "kernels/e.py",
+        "kernels/f.py",
+        "xla_utils/g.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    file = tmp_path / "kernels/a/kernel.py"
+    file.write_text(
+        """
+import math
+from . import b, c as other
+from .. import f
+from ejkernel.kernels.e import something
+from ejkernel.types import KernelConfig
+
+def late():
+    from .d import (  # only here
+        one,
+        two,
+    )
+    from ...xla_utils import g
+"""
+    )
+    found = {str(path.relative_to(tmp_path)) for path in imported_files(file)}
+    assert found == {f"kernels/{name}.py" for name in ("a/b", "a/c", "a/d", "e", "f")} | {"xla_utils/g.py"}

@@ -36,12 +36,13 @@ def default_key_builder_with_sharding(kernel: Any, args: Sequence[Any], kwargs: 
 
 def key_of(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: Target | None = None) -> str:
     """The key of a call whose arguments are prepared, on `target` (by default the device in use)."""
+    target = target or local_target()
     return "|".join(
         (
             kernel.op_id,
             structure_fingerprint((tuple(args), dict(kwargs))),
-            _target_text(target or local_target()),
-            f"source {kernel.source_fingerprint()}",
+            _target_text(target),
+            f"source {kernel.source_fingerprint(target)}",
             versions_fingerprint(),
         )
     )

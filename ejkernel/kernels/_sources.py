@@ -1,0 +1,73 @@
+"""The source files that an implementation is made of: what a measured time of it depends on."""
+
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ._registry import KernelSpec
+
+PACKAGE = Path(__file__).parents[1]
+"""The folder of `ejkernel`."""
+
+# What brings a kernel to where it runs: neither what a kernel does nor how fast it is depends on it.
+_MACHINERY = {"_dispatch.py", "_registry.py", "_sources.py", "_tier.py"}
+_IMPORT = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
+
+
+def files_of(entries: Iterable[KernelSpec]) -> list[Path]:
+    """The files of the implementations and those that they import, directly or not, from the packages of kernels.
+
+    Of a package that is every file in it: kernels are imported when they are needed.
+    """
+    found, ahead = set(), [file for entry in entries for file in _own_files(entry)]
+    while ahead:
+        file = ahead.pop()
+        if file not in found:
+            found.add(file)
+            ahead += imported_files(file)
+    return sorted(found)
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """A hash of what the files hold."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _own_files(entry: KernelSpec) -> list[Path]:
+    module = sys.modules[entry.implementation.__module__]
+    file = Path(module.__file__)
+    return list(file.parent.glob("*.py")) if hasattr(module, "__path__") else [file]
+
+
+@functools.cache
+def imported_files(file: Path) -> tuple[Path, ...]:
+    """The files of `kernels` and `xla_utils` that a file of the library imports anywhere, `from … import …`."""
+    if not file.is_relative_to(PACKAGE):
+        return ()
+    here = ("ejkernel", *file.parent.relative_to(PACKAGE).parts)
+    imported = (_modules(here, *match.groups()) for match in _IMPORT.finditer(file.read_text(encoding="utf-8")))
+    files = (_file(module) for modules in imported for module in modules)
+    return tuple(dict.fromkeys(found for found in files if found is not None))
+
+
+def _modules(here: tuple[str, ...], source: str, names: str) -> Iterator[tuple[str, ...]]:
+    """What `from source import names` may import, within the package `here`: the source itself, or modules of it."""
+    name = source.lstrip(".")
+    up = len(source) - len(name)
+    parts = (*(here[: len(here) - up + 1] if up else ()), *filter(None, name.split(".")))
+    yield parts
+    for imported in re.sub(r"#[^\n]*", "", names.strip("()")).split(","):
+        yield (*parts, imported.split(" as ")[0].strip())
+
+
+def _file(parts: tuple[str, ...]) -> Path | None:
+    if parts[:2] not in (("ejkernel", "kernels"), ("ejkernel", "xla_utils")) or len(parts) < 3:
+        return None
+    file = PACKAGE.joinpath(*parts[1:]).with_suffix(".py")
+    return file if file.name not in _MACHINERY and file.is_file() else None
