@@ -64,6 +64,7 @@ class FlashAttentionSpec(ShortRepr):
         max_seqlen_k: static bound of the lengths in cu_seqlens_k, None if not given.
         deterministic: only implementations and configs that give the same bits in every run.
         batch_invariant: only those that give a row the same bits whatever else is in the batch.
+        precision: what the operands of the forward's products may be rounded to: None (their own dtype) or "e4m3".
     """
 
     causal: bool = False
@@ -75,6 +76,7 @@ class FlashAttentionSpec(ShortRepr):
     max_seqlen_k: int | None = None
     deterministic: bool = False
     batch_invariant: bool = False
+    precision: str | None = None
 
 
 TABLE = {

@@ -114,6 +114,7 @@ FEATURES: dict[str, dict[str, Feature]] = {
         "lse": option(return_lse=True),
         "deterministic": option(deterministic=True),
         "batch invariant": option(batch_invariant=True),
+        "eight bits": option(precision="e4m3"),
         "one query": sized("queries", s=1),
         "one key": sized("keys", t=1),
         "no key": sized("keys", t=0),

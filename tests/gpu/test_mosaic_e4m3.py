@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention
-from ejkernel.kernels._pallas.gpu.flash_attention.quantized import ALGORITHM, BOUNDS, greatest_of
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import BOUNDS, greatest_of
 from ejkernel.kernels._pallas.gpu.flash_attention.rounding import rounded
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
@@ -131,5 +131,5 @@ def compare(case, block_q, block_k):
 
 
 def run(x, spec, block_q, block_k):
-    config = KernelConfig(block_q=block_q, block_k=block_k, num_stages=2, algorithm=ALGORITHM)
-    return jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x)
+    config = KernelConfig(block_q=block_q, block_k=block_k, num_stages=2)
+    return jax.jit(lambda x: flash_attention(*x, spec=replace(spec, precision="e4m3"), config=config))(x)

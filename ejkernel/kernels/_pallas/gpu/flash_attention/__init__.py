@@ -3,8 +3,6 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-import jax
-
 from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -119,8 +117,7 @@ _tier = Tier(
     refuses=configs.refuses,
 )
 
-# Before 0.11 JAX does not transpose a tile of eight bits in shared memory.
-flash_attention = _tier.forward("forward", takes, ("e4m3",) if jax.__version_info__ >= (0, 11) else ())
+flash_attention = _tier.forward("forward", takes)
 flash_attention_jvp = _tier.tangent("tangent", takes)
 flash_attention_bwd = _tier.backward("backward", takes_bwd)
 

@@ -5,10 +5,12 @@ backward holds block_k keys, 64 where there are 256 features, and streams blocks
 num_stages of the blocks that stream by; in the tangent of 256 features, of which k, v and their tangents come one after
 the other, for num_stages of any of these.
 
-A forward with algorithm "e4m3" rounds q, k, v and the weights to eight bits (quantized.py): that is for a user to ask.
+A forward in e4m3 (quantized.py) has larger blocks of keys, which take half of the memory.
 """
 
 from collections.abc import Sequence
+
+import jax
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
@@ -23,6 +25,12 @@ CONFIGS = {
         256: ((192, 64, 2), (128, 128, 2)),
         320: ((128, 128, 2), (192, 64, 3)),
         512: ((128, 64, 2),),
+    },
+    "flash_attention in e4m3": {
+        128: ((192, 128, 2), (192, 64, 2), (128, 128, 2)),
+        256: ((192, 128, 2), (192, 64, 2), (128, 128, 2)),
+        320: ((192, 128, 2), (192, 64, 2), (128, 128, 2)),
+        512: ((128, 128, 2),),
     },
     "flash_attention_bwd": {
         128: ((128, 128, 2), (64, 128, 3)),
@@ -44,7 +52,8 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     del target
     features = _features(operands)
     most = _most_queries(operation, operands, spec)
-    candidates = sorted(CONFIGS[operation][features], key=lambda blocks: blocks[0] > most)
+    kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(spec) else operation
+    candidates = sorted(CONFIGS[kernel][features], key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
             block_q=block_q,
@@ -56,6 +65,11 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         )
         for block_q, block_k, stages in candidates
     ]
+
+
+def in_e4m3(spec: FlashAttentionSpec) -> bool:
+    """Whether the forward rounds to eight bits. Before 0.11 JAX does not transpose a tile of these in shared memory."""
+    return spec.precision == "e4m3" and jax.__version_info__ >= (0, 11)
 
 
 # What the kernels are made for; there are named barriers for so many stages.

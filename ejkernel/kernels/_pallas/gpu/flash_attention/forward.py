@@ -29,10 +29,10 @@ from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, WGMMA, across, arrive, full, launch, shared, slot_of, sync, whole_eights
 from .attend import Shared, Tile, attend, begin
-from .configs import check
+from .configs import check, in_e4m3
 from .plan import Q_FREE, REGISTERS, SHARED_BYTES, TURN, Plan
 from .problem import LOG2_E, problem_of
-from .quantized import ALGORITHM, Scales
+from .quantized import Scales
 from .reach import Reach, reach_of, without_unseen
 from .rounding import rounded
 from .tiles import COLUMNS, Statistics, View
@@ -42,7 +42,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     check("flash_attention", config)
     operands = Operands(*operands)
     problem = problem_of(operands, spec)
-    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, config.algorithm == ALGORITHM)
+    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(spec))
     if (size := plan.shared_bytes(plan.persistent)) > SHARED_BYTES:
         blocks = f"{plan.block_q} queries and {plan.block_k} keys in {plan.stages} stages"
         raise ValueError(f"flash_attention: {blocks} take {size} bytes of shared memory; there are {SHARED_BYTES}")

@@ -1,4 +1,4 @@
-"""The forward in e4m3: eight bits for q, k, v and the weights. A config asks for it.
+"""The forward in e4m3: eight bits for q, k, v and the weights, where `precision` allows it.
 
 Each tile of queries has a scale, and each block of keys, of k and of v. A kernel of its own rounds them (rounding.py).
 q·kᵀ is summed in float16, for which q and k are small enough; its error is a small part of that of their rounding. So
@@ -21,7 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .._launch import WGMMA
 from .tiles import Bounds, Halves
 
-ALGORITHM = "e4m3"
 E4M3 = jnp.float8_e4m3fn
 GREATEST = float(jnp.finfo(E4M3).max)
 # As an exponent of two, the least that a block of v may be beside the greatest: weights of one of zeros still count.
