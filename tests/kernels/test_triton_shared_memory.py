@@ -65,6 +65,20 @@ def test_every_kernel_of_models_is_within_the_limit(operation, limit, features, 
     assert not over
 
 
+@pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow), 256])
+@each_operation
+def test_what_is_taken_has_a_config_within_the_limit(operation, features, monkeypatch):
+    over = []
+    for call in bound_by(operation, DTYPES, features):
+        for limit in (32 * 1024, 64 * 1024, 99 * 1024):
+            monkeypatch.setenv(LIMIT, str(limit))
+            if entry := call.implementation(Platform.TRITON, H200):
+                operands = call.primitive.operands(call.operands)
+                wrong = entry.implementation.excess(operands, call.config(entry, H200))
+                over += [(call.primitive.name, operands, wrong)] if wrong else []
+    assert not over
+
+
 @each_operation
 @pytest.mark.parametrize("value", ["abc", "0", "-65536", "1.5", "64K"])
 def test_a_value_that_is_no_positive_number_is_refused(operation, value, monkeypatch):

@@ -26,7 +26,7 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
     return _reason("flash_attention_bwd", operands, target)
 
 
-def _reason(name: str, operands: Operands, target: Target) -> str | None:
+def _reason(operation: str, operands: Operands, target: Target) -> str | None:
     if reason := _launch.refusal(target):
         return reason
     if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
@@ -38,7 +38,7 @@ def _reason(name: str, operands: Operands, target: Target) -> str | None:
         return "an empty batch or sequence"
     from .configs import SMALLEST, tiles_memory
 
-    return _launch.memory_refusal(tiles_memory(name, operands, *SMALLEST), target)
+    return _launch.memory_refusal(tiles_memory(operation, operands, *SMALLEST), target)
 
 
 _tier = Tier(

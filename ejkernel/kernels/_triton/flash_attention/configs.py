@@ -227,7 +227,11 @@ def values_wait(operands: Operands, *sizes: int) -> bool:
 
 
 def _staged(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
-    """Bytes of the tiles where all that stream by are there num_stages times."""
+    """Bytes of the tiles where all that stream by are there num_stages times.
+
+    With one stage, tiles of bias and mask are loaded into registers: one at a time is in shared memory, on its way to
+    another layout.
+    """
     D, V = tiled(operands.q.shape[3]), tiled(operands.v.shape[3])
     tiles, moved = stages * block_q * block_k, 1
     if operation == "flash_attention":
@@ -236,5 +240,7 @@ def _staged(operation: str, operands: Operands, block_q: int, block_k: int, warp
         elements, moved = 2 * block_q * D + 2 * stages * block_k * (D + V), 2
     else:
         elements = (block_k + stages * block_q) * (D + V) + block_q * block_k
-    pairs = (0 if _of_pairs(operands.bias) is None else 4 * moved) + (0 if _of_pairs(operands.mask) is None else 1)
+    of_bias = 0 if _of_pairs(operands.bias) is None else 4
+    of_mask = 0 if _of_pairs(operands.mask) is None else 1
+    pairs = max(of_bias, of_mask) if stages == 1 else of_bias * moved + of_mask
     return elements * np.dtype(operands.q.dtype).itemsize + pairs * tiles + 1024
