@@ -19,7 +19,14 @@ from tests.gpu.recurrence_cases import (
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
-from ejkernel.kernels._triton._recurrence import recurrence, recurrence_bwd, recurrence_jvp, segments  # noqa: E402
+from ejkernel.kernels._triton._recurrence import (  # noqa: E402
+    gradients,
+    recurrence,
+    recurrence_bwd,
+    recurrence_jvp,
+    segments,
+    tangent,
+)
 
 from . import interpreter  # noqa: E402
 
@@ -35,16 +42,37 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_the_interpreter(case):
     """Both ways of the forward, the backward and the tangent, in float32; tokens of no sequence hold NaN."""
-    x, spec = case.make(40, jnp.float32)
+    check_all(*case.make(40, jnp.float32))
+
+
+@pytest.mark.parametrize(
+    "gates",
+    [pytest.param(dict(g=1.0, g_gamma=0.5), id="heads")]
+    + [
+        pytest.param(gates, id=name, marks=pytest.mark.slow)
+        for name, gates in {"features": dict(gk=1.0), "both": dict(gk=0.5, gv=0.5, g=0.5), "none": {}}.items()
+    ],
+)
+def test_features_in_blocks_in_the_interpreter(gates, monkeypatch):
+    """More features of keys than a program takes at once, the last block being half full."""
+    for module in (gradients, tangent):
+        monkeypatch.setattr(module, "WHOLE", dict.fromkeys(module.WHOLE, 0))
+    monkeypatch.setattr(gradients, "ROWS", 16)
+    monkeypatch.setattr(tangent, "ROWS", dict.fromkeys(tangent.ROWS, 16))
+    check_all(*Case("blocks", gates, B=1, H=2, G=1).make(20, jnp.float32))
+
+
+def check_all(x, spec):
+    """Both ways of the forward, the backward and the tangent against the formula."""
     wrt = differentiable(x)
     walk, outputs = (
         recurrence(*poisoned(x), spec=spec, config=KernelConfig(**CONFIG, algorithm=how)) for how in ("walk", "chunks")
     )
     cotangents = like(outputs)
-    gradients = recurrence_bwd(poisoned(x), None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
+    cotangents_of_x = recurrence_bwd(poisoned(x), None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
     exact, rounded = formula(x, spec, cotangents, jnp.float64), formula(x, spec, cotangents)
     for found in (walk, outputs):
-        check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
+        check((found, dict(zip(wrt, cotangents_of_x, strict=True))), exact, rounded, jnp.float32)
     tangents = directions(x)
     found = recurrence_jvp(poisoned(x), None, tangents, spec=spec, config=KernelConfig(**CONFIG))
     wanted = (tangent_of_formula(x, spec, tangents, dtype) for dtype in (jnp.float64, None))

@@ -16,8 +16,8 @@ from .step import LONGEST
 SMALLEST = 16
 """Tokens of the smallest chunk that a matrix unit takes."""
 
-WIDE = dict(block_q=SMALLEST, block_k=32, block_d=32)
-"""Blocks of a backward in float32."""
+WIDE = dict(block_q=SMALLEST, block_k=32, block_d=32, num_warps=8)
+"""Blocks and warps of a backward in float32."""
 
 WIDEST = 128
 """Columns of a state that a program takes at once, at most."""
@@ -38,18 +38,48 @@ BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((64, 128, 32, 4, 2, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 BACKWARD_BY_VALUE = ((16, 64, 64, 4, 2, "chunks"), (16, 64, 32, 4, 2, "chunks"))
 
-# By what decays: nothing or heads alike at all tokens; heads at tokens; features of keys; features of values.
+# By what decays: nothing or heads alike at all tokens; heads at tokens; features of keys; of values; of both.
 TABLES = {
-    "recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE, FORWARD_BY_VALUE),
-    "recurrence_jvp": (TANGENT, TANGENT, TANGENT_BY_FEATURE, TANGENT_BY_VALUE),
-    "recurrence_bwd": (BACKWARD, BACKWARD[::-1], BACKWARD_BY_FEATURE, BACKWARD_BY_VALUE),
+    "recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE, FORWARD_BY_VALUE, FORWARD_BY_VALUE),
+    "recurrence_jvp": (TANGENT, TANGENT, TANGENT_BY_FEATURE, TANGENT_BY_VALUE, TANGENT_BY_VALUE),
+    "recurrence_bwd": (BACKWARD, BACKWARD[::-1], BACKWARD_BY_FEATURE, BACKWARD_BY_VALUE, BACKWARD_BY_VALUE[::-1]),
+}
+# The same of more than 128 features, of which large tiles do not fit into registers.
+BY_HEAD, BY_VALUE = (32, 32, 32, 8, 2, "chunks"), (SMALLEST, 32, 32, 8, 2, "chunks")
+FORWARD_BY_HEAD, BY_HEAD_JVP, BY_VALUE_JVP = (
+    (32, 32, 32, 4, 2, "chunks"),
+    (32, 32, 32, 8, 1, "chunks"),
+    (SMALLEST, 32, 32, 8, 1, "chunks"),
+)
+MANY = {
+    "recurrence": ((FORWARD_BY_HEAD,), (FORWARD_BY_HEAD,), FORWARD_BY_FEATURE[1:], (BY_VALUE,), (BY_VALUE,)),
+    "recurrence_jvp": (
+        *((BY_HEAD_JVP,), (BY_HEAD_JVP,)),
+        *(((32, 64, 32, 8, 1, "chunks"),), (BY_VALUE_JVP,), (BY_VALUE_JVP,)),
+    ),
+    "recurrence_bwd": ((BY_HEAD,), (BY_HEAD,), ((32, 32, 64, 8, 2, "chunks"),), (BY_VALUE,), (BY_VALUE,)),
+}
+MANY_ON_HOPPER = MANY | {"recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE[1:], FORWARD_BY_VALUE, FORWARD_BY_VALUE)}
+# The same, of up to 128 features, of GPUs whose matrix products are fed from registers.
+WALK, MIDDLE = (64, 64, 64, 8, 2, "walk"), (32, 64, 64, 4, 2, "chunks")
+BACKWARD_MIDDLE, TANGENT_MIDDLE = (32, 64, 64, 8, 2, "chunks"), (32, 64, 32, 8, 1, "chunks")
+FROM_REGISTERS = {
+    "recurrence": ((WALK, MIDDLE), (WALK, MIDDLE), FORWARD_BY_FEATURE[1:], FORWARD_BY_VALUE, FORWARD_BY_VALUE),
+    "recurrence_jvp": (
+        *((TANGENT_MIDDLE,), (TANGENT_MIDDLE,)),
+        *(TANGENT_BY_FEATURE[:1], (BY_VALUE_JVP,), (BY_VALUE_JVP,)),
+    ),
+    "recurrence_bwd": (
+        *((BACKWARD_MIDDLE,), (BACKWARD_MIDDLE,), (BACKWARD_MIDDLE,)),
+        *(((SMALLEST, 64, 32, 8, 2, "chunks"),),) * 2,
+    ),
 }
 # The same of float16, whose products are three of TF32.
-MIDDLE, SMALL = (32, 64, 64, 4, 2, "chunks"), (SMALLEST, 32, 32, 4, 2, "chunks")
+SMALL = (SMALLEST, 32, 32, 4, 2, "chunks")
 FLOAT16 = {
-    "recurrence": ((MIDDLE,), (MIDDLE,), (MIDDLE,), FORWARD_BY_VALUE),
-    "recurrence_jvp": ((SMALL,), (SMALL,), ((16, 64, 64, 4, 1, "chunks"), SMALL), TANGENT_BY_VALUE),
-    "recurrence_bwd": ((SMALL,), (SMALL,), (MIDDLE, SMALL), BACKWARD_BY_VALUE),
+    "recurrence": ((MIDDLE,), (MIDDLE,), (MIDDLE,), FORWARD_BY_VALUE, FORWARD_BY_VALUE),
+    "recurrence_jvp": ((SMALL,), (SMALL,), ((16, 64, 64, 4, 1, "chunks"), SMALL), TANGENT_BY_VALUE, TANGENT_BY_VALUE),
+    "recurrence_bwd": ((SMALL,), (SMALL,), (MIDDLE, SMALL), BACKWARD_BY_VALUE, BACKWARD_BY_VALUE),
 }
 
 
@@ -57,15 +87,23 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
-    by = 3 if operands.gv is not None else 2 if operands.gk is not None else int(operands.g is not None)
-    table = (FLOAT16 if operands.q.dtype == np.float16 else TABLES)[operation][by]
-    widest = 256 if operation == "recurrence" or by == 3 else 128
-    plain = operands.q.dtype.itemsize == 2 and padded(operands.q.shape[3]) <= widest
+    if operands.gv is not None:
+        by = 3 if operands.gk is None else 4
+    else:
+        by = 2 if operands.gk is not None else int(operands.g is not None)
+    many, listed = padded(operands.q.shape[3]) > 128, operands.q.dtype.itemsize == 2
+    if operands.q.dtype == np.float16:
+        table, listed = FLOAT16, not many
+    elif many:
+        table = MANY_ON_HOPPER if target.compute_capability == 90 else MANY
+    else:
+        table = FROM_REGISTERS if target.multiplies_from_registers else TABLES
     limit = shared_memory_limit(target)
-    fitting = [values for values in table if plain and tiles_memory(operands, values[0]) <= limit]
+    fitting = [values for values in table[operation][by] if listed and tiles_memory(operands, values[0]) <= limit]
     if not fitting:
         chunk = 32 if operands.q.dtype != np.float32 and tiles_memory(operands, 32) <= limit else SMALLEST
-        fitting = [(chunk, 32, 32, warps, 2, "chunks") for warps in (4, 8)]
+        order = (8, 4) if many and operands.q.dtype != np.float32 else (4, 8)
+        fitting = [(chunk, 32, 32, warps, 2, "chunks") for warps in order]
     return [_config(*values) for values in fitting]
 
 

@@ -35,7 +35,10 @@ from ejkernel.xla_utils.sums import exact_sum
 from . import outputs, pairs, segments, tiles
 from .configs import WIDE
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
-from .states import block_of, chunk_states
+from .states import ROWS, block_of, chunk_states
+
+WHOLE = {tl.bfloat16: 256, tl.float32: 128}
+"""Features of keys that a program takes at once where heads decay, by the dtype of products; of more, `ROWS`."""
 
 
 def recurrence_bwd(
@@ -100,10 +103,14 @@ def _gradients(
         found |= {{"dk": "dv", "dgk": "dgv"}[name]: a for name, a in of_values.items()}
     elif p.by_feature:  # the decays of all features at once would not fit into registers
         found = run(given, types | of_feature("gk"), rows, p)
-        found["dv"] = _of_values(x, do, dstates, like(p.H, x.v), places, p, config)
     else:
-        types |= {"dv": like(p.H, x.v), **({"dg": array((p.B, p.S, p.H), jnp.float32)} if of_gates else {})}
-        found = run(given, types, p.D_PAD, p)
+        rows = p.D_PAD if WHOLE[p.dtype] >= p.D_PAD else ROWS
+        types |= {"dv": like(p.H, x.v)} if rows == p.D_PAD else {}
+        types |= {"dg": array((triton.cdiv(p.D, rows), p.B, p.S, p.H), jnp.float32)} if of_gates else {}
+        found = run(given, types, rows, p)
+        found |= {"dg": found["dg"].sum(0)} if of_gates else {}
+    if "dv" not in found:
+        found["dv"] = _of_values(x, do, dstates, like(p.H, x.v), places, p, config)
     found = {name: zero_elsewhere(a, places) for name, a in found.items()}
     if "dg" not in found and of_gates - {"gk", "gv"}:
         found["dg"] = found["dgk" if p.by_feature else "dgv"].sum(-1)
@@ -129,7 +136,7 @@ def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, confi
 
 
 def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: KernelConfig) -> jax.Array:
-    """dv of each query head, where features decay."""
+    """dv of each query head, where the features of keys are not taken at once."""
     rows, columns = block_of(p, config)
     return _launch.launch(
         values_kernel,
@@ -150,17 +157,17 @@ def values_kernel(
     dv,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dv where features decay, a block of them at a time."""
+    """dv, the features of keys being taken a block at a time."""
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
     column, head = pid % blocks * COLUMNS, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     kv_head, of_state = head // p.group, (batch * p.chunks + number) * p.H + head
-    products, dv_tile, _, _ = outputs.over_features(
+    products, dv_tile, gate, G = outputs.over_features(
         q, k, g, gk, g_gamma, dstates, batch, at, left, head, kv_head, of_state, column, p, ROWS, COLUMNS, True
     )
-    weights = (tl.where(tiles.seen(p), products, 0.0) * p.scale).to(p.dtype)
+    weights = (pairs.decayed_pairs(products, gate, G, p) * p.scale).to(p.dtype)
     do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
     dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
     tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
@@ -172,7 +179,7 @@ def gradients_kernel(
     dg, dgk, dk, dq, dv,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of features of dq, dk and the gates; of dv where heads decay, the block then being of all features."""
+    """A block of features of dq, dk, dgk and of the sum dg; and dv where the block is of all features."""
     p_v: tl.constexpr = p.of_values
     blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
     pid = tl.program_id(0)
@@ -225,6 +232,7 @@ def gradients_kernel(
     if dg is not None:
         through = tl.sum(through, 0) * tl.exp(T)
         dgate = gate_gradients(tl.sum(of_pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
+        dg += tl.cast(row // ROWS, tl.int64) * (p.B * p.S * p.H)
         address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
         tl.store(address, dgate, mask=exists)
 

@@ -14,23 +14,47 @@ def over_features(
     q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, column,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `pair_products` and of what comes from the state, or from that behind the chunk; and gate and G."""
+    """The sums of `pair_products` and of what comes from the state, or from that behind the chunk; and gate and G.
+
+    Where features decay the latter are those of the first block.
+    """
     products, passing = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
-    row_blocks: tl.constexpr = p.D_PAD // ROWS
-    for row in tl.static_range(0, row_blocks * ROWS, ROWS):
-        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
-        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
-        gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-        if p.exact:  # subtracted, as the compiler would make one long sum of a product and what it is added to
-            products -= pairs.pair_products(-q_tile, k_tile, gate, G, T, p)
-        else:
-            products += pairs.pair_products(q_tile, k_tile, gate, G, T, p)
-        state = tiles.load_state(states, of_chunk, row, ROWS, column, COLUMNS, p)
-        if BACKWARD:
-            passing += from_behind(k_tile, state, U, p)
-        else:
-            passing += from_state(q_tile, state, G, p)
+    gate, G, _, _ = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, ROWS, p)
+    if p.exact:  # such blocks side by side would not fit into registers
+        for row in tl.range(0, p.D, ROWS):
+            products, passing = add_block(
+                products, passing, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
+                p, ROWS, COLUMNS, BACKWARD,
+            )  # fmt: skip
+    else:
+        row_blocks: tl.constexpr = p.D_PAD // ROWS
+        for row in tl.static_range(0, row_blocks * ROWS, ROWS):
+            products, passing = add_block(
+                products, passing, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
+                p, ROWS, COLUMNS, BACKWARD,
+            )  # fmt: skip
     return products, passing, gate, G
+
+
+@triton.jit
+def add_block(
+    products, passing, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
+    p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
+):  # fmt: skip
+    """Those sums with the terms of a block of features."""
+    q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
+    k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
+    gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
+    if p.exact:  # subtracted, as the compiler would make one long sum of a product and what it is added to
+        products -= pairs.pair_products(-q_tile, k_tile, gate, G, T, p)
+    else:
+        products += pairs.pair_products(q_tile, k_tile, gate, G, T, p)
+    state = tiles.load_state(states, of_chunk, row, ROWS, column, COLUMNS, p)
+    if BACKWARD:
+        passing += from_behind(k_tile, state, U, p)
+    else:
+        passing += from_state(q_tile, state, G, p)
+    return products, passing
 
 
 @triton.jit

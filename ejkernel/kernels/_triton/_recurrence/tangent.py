@@ -26,6 +26,9 @@ from . import outputs, pairs, tiles
 from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
 from .states import WARPS
 
+WHOLE, ROWS = {tl.bfloat16: 128, tl.float32: 32}, {tl.bfloat16: 64, tl.float32: 32}
+"""Features of keys that a program takes at once, by the dtype of products; and of how many a block is beyond that."""
+
 
 def recurrence_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: RecurrenceSpec, config: KernelConfig
@@ -60,6 +63,7 @@ def recurrence_jvp(
         config=config,
         p=p,
         BLOCK=block,
+        ROWS=p.D_PAD if WHOLE[p.dtype] >= p.D_PAD else ROWS[p.dtype],
     )
     return Outputs(zero_elsewhere(o_dot, places), final_dot)
 
@@ -129,7 +133,7 @@ def outputs_kernel(
     q, k, v, g, gk, gv, g_gamma, q_dot, k_dot, v_dot, g_dot, gk_dot, gv_dot, g_gamma_dot, states, states_dot,
     first, length, chunk, owner,
     o_dot,
-    p: tl.constexpr, BLOCK: tl.constexpr,
+    p: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     blocks: tl.constexpr = (p.V + BLOCK - 1) // BLOCK
     p_v: tl.constexpr = p.of_values
@@ -138,31 +142,31 @@ def outputs_kernel(
     column, head = pid % blocks * BLOCK, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    kv_head = head // p.group
-    q_tile = tiles.load_tile(q, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
-    k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
-    q_change = load_change(q_dot, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p.dtype, p)
-    k_change = load_change(k_dot, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p.dtype, p)
-    gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
-    if moving:
-        gate_dot, G_dot, _, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, 0, p.D_PAD, p, True)
-    else:
-        gate_dot, G_dot, T_dot = None, None, None
-
-    of_chunk = (batch * p.chunks + number) * p.H + head
-    state = tiles.load_state(states, of_chunk, 0, p.D_PAD, column, BLOCK, p)
-    dot = tiles.load_state(states_dot, of_chunk, 0, p.D_PAD, column, BLOCK, p)
-    if p.by_feature:
-        change = q_change.to(tl.float32)
+    kv_head, of_chunk = head // p.group, (batch * p.chunks + number) * p.H + head
+    # Sums over all features of keys, a block of them at a time: of the tangent of what comes from the state, of what
+    # comes from it, and of pairs and their tangents.
+    o_tile, entering = tl.full([p.C, BLOCK], 0.0, tl.float32), tl.full([p.C, BLOCK], 0.0, tl.float32)
+    weights, weights_dot = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, p.C], 0.0, tl.float32)
+    for row in tl.range(0, p.D, ROWS, num_stages=1):
+        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
+        q_change = load_change(q_dot, batch, at, left, head, p.H, row, p.D, ROWS, p.dtype, p)
+        k_change = load_change(k_dot, batch, at, left, kv_head, p.G, row, p.D, ROWS, p.dtype, p)
+        gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         if moving:
-            change += G_dot * q_tile.to(tl.float32)
-        o_tile = tiles.product((tiles.times(change, G, p)).to(p.dtype), state, p)
-        o_tile += tiles.product(tiles.times(q_tile, G, p).to(p.dtype), dot, p)
-    else:
-        o_tile = tiles.product(q_change, state, p) + tiles.product(q_tile, dot, p)
-        if moving:
-            o_tile += G_dot[:, None] * tiles.product(q_tile, state, p)
-        o_tile = tiles.times(o_tile, G, p)
+            gate_dot, G_dot, _, T_dot = tiles.gates(
+                g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p, True
+            )
+        else:
+            gate_dot, G_dot, T_dot = None, None, None
+        state = tiles.load_state(states, of_chunk, row, ROWS, column, BLOCK, p)
+        dot = tiles.load_state(states_dot, of_chunk, row, ROWS, column, BLOCK, p)
+        o_tile += state_tangents(q_tile, q_change, state, dot, G, G_dot, moving, p)
+        if gv_dot is not None:
+            entering += tiles.product(tiles.times(q_tile, G, p).to(p.dtype), state, p)
+        weights_dot += pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)
+        if v_dot is not None or gv_dot is not None:
+            weights += pairs.pair_weights(q_tile, k_tile, gate, G, T, p)
 
     v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
     gates_v, gates_v_dot = None, None
@@ -171,18 +175,31 @@ def outputs_kernel(
         o_tile = tiles.times(o_tile, gates_v[1], p_v)
     if gv_dot is not None:
         gates_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, BLOCK, p_v, True)
-        entering = tiles.product(tiles.times(q_tile, G, p).to(p.dtype), state, p)
         o_tile += gates_v_dot[1] * tiles.times(entering, gates_v[1], p_v)
-    weights = pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)
-    o_tile = outputs.add_values(o_tile, weights, v_tile, gates_v, p)
-    if v_dot is not None or gv_dot is not None:
-        weights = pairs.pair_weights(q_tile, k_tile, gate, G, T, p)
+    o_tile = outputs.add_values(o_tile, weights_dot, v_tile, gates_v, p)
     if v_dot is not None:
         v_change = tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
         o_tile = outputs.add_values(o_tile, weights, v_change, gates_v, p)
     if gv_dot is not None:
         o_tile += value_tangents(weights, v_tile, gates_v, gates_v_dot, p_v)
     tiles.store_tile(o_dot, o_tile * p.scale, batch, at, left, head, p.H, column, p.V, BLOCK, p)
+
+
+@triton.jit
+def state_tangents(q, q_dot, state, state_dot, G, G_dot, moving: tl.constexpr, p: tl.constexpr):
+    """exp(G_i) ((q̇_i + Ġ_i q_i)ᵀ h + q_iᵀ ḣ) over a block of features; float32 [C, ·]."""
+    if p.by_feature:
+        change = q_dot.to(tl.float32)
+        if moving:
+            change += G_dot * q.to(tl.float32)
+        found = tiles.product(tiles.times(change, G, p).to(p.dtype), state, p)
+        found += tiles.product(tiles.times(q, G, p).to(p.dtype), state_dot, p)
+        return found
+    else:
+        found = tiles.product(q_dot, state, p) + tiles.product(q, state_dot, p)
+        if moving:
+            found += G_dot[:, None] * tiles.product(q, state, p)
+        return tiles.times(found, G, p)
 
 
 @triton.jit
