@@ -22,7 +22,8 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
 }
-POINTERS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "int32": "i32", "uint32": "u32", "bool": "i1"}
+TYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float8_e4m3fn": "fp8e4nv"}
+TYPES |= {"int8": "i8", "int32": "i32", "uint32": "u32", "bool": "i1"}
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Binary:
-    """What a launch was compiled to: bytes of shared memory, and of NVIDIA's registers, spilled bytes and remarks."""
+    """What a launch was compiled to, the last three by NVIDIA's assembler alone.
+
+    Attributes:
+        shared: bytes of shared memory.
+        registers: of a thread.
+        spilled: bytes of registers that its code spills, stores or loads, whichever are more.
+        serialized: whether matrix products wait for one another.
+    """
 
     shared: int
     registers: int
@@ -58,10 +66,7 @@ def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
         outputs = jax.tree.leaves(out_type)
         arrays = iter([*operands, *outputs])
         given = {p.name: constants[p.name] if p.name in constants else next(arrays) for p in kernel.params}
-        types = {
-            name: "constexpr" if name in constants or x is None else "*" + POINTERS[jnp.dtype(x.dtype).name]
-            for name, x in given.items()
-        }
+        types = {name: "constexpr" if name in constants or x is None else _type_of(x) for name, x in given.items()}
         fixed = {name: given[name] for name, kind in types.items() if kind == "constexpr"}
         found.append(Launch(kernel, tuple(types.items()), tuple(fixed.items()), config.num_warps, config.num_stages))
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out_type)
@@ -72,10 +77,17 @@ def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
     return found
 
 
+def _type_of(x: Any) -> str:
+    """That of a pointer to an array, or of a TMA descriptor."""
+    if not hasattr(x, "block_shape"):
+        return "*" + TYPES[jnp.dtype(x.dtype).name]
+    return f"tensordesc<{TYPES[jnp.dtype(x.base.dtype).name]}[{', '.join(map(str, x.block_shape))}]>"
+
+
 def binary(launch: Launch, target: GPUTarget) -> Binary:
     """Compiles a launch, pointers being aligned to 16 bytes, as those of JAX are."""
     types = dict(launch.types)
-    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind != "constexpr"}
+    aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(launch.kernel, types, dict(launch.constants), aligned)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
@@ -87,6 +99,6 @@ def binary(launch: Launch, target: GPUTarget) -> Binary:
     return Binary(
         compiled.metadata.shared,
         numbers(r"Used (\d+) registers"),
-        numbers(r"(\d+) bytes spill"),
+        max(numbers(r"(\d+) bytes spill stores"), numbers(r"(\d+) bytes spill loads")),
         "serializ" in said.lower(),
     )

@@ -75,11 +75,11 @@ FROM_REGISTERS = {
     ),
 }
 # The same of float16, whose products are three of TF32.
-SMALL = (SMALLEST, 32, 32, 4, 2, "chunks")
+SMALL, SMALL_8 = (SMALLEST, 32, 32, 4, 2, "chunks"), (SMALLEST, 32, 32, 8, 2, "chunks")
 FLOAT16 = {
     "recurrence": ((MIDDLE,), (MIDDLE,), (MIDDLE,), FORWARD_BY_VALUE, FORWARD_BY_VALUE),
     "recurrence_jvp": ((SMALL,), (SMALL,), ((16, 64, 64, 4, 1, "chunks"), SMALL), TANGENT_BY_VALUE, TANGENT_BY_VALUE),
-    "recurrence_bwd": ((SMALL,), (SMALL,), (MIDDLE, SMALL), BACKWARD_BY_VALUE, BACKWARD_BY_VALUE),
+    "recurrence_bwd": ((SMALL_8,), (SMALL_8,), (BACKWARD_MIDDLE, SMALL), BACKWARD_BY_VALUE, BACKWARD_BY_VALUE[::-1]),
 }
 
 
@@ -102,7 +102,7 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     fitting = [values for values in table[operation][by] if listed and tiles_memory(operands, values[0]) <= limit]
     if not fitting:
         chunk = 32 if operands.q.dtype != np.float32 and tiles_memory(operands, 32) <= limit else SMALLEST
-        order = (8, 4) if many and operands.q.dtype != np.float32 else (4, 8)
+        order = (8, 4) if many or operation == "recurrence_bwd" else (4, 8)
         fitting = [(chunk, 32, 32, warps, 2, "chunks") for warps in order]
     return [_config(*values) for values in fitting]
 

@@ -38,7 +38,7 @@ from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, rep
 from .states import ROWS, block_of, chunk_states
 
 WHOLE = {tl.bfloat16: 256, tl.float32: 128}
-"""Features of keys that a program takes at once where heads decay, by the dtype of products; of more, `ROWS`."""
+"""Features of keys that a program takes at once where heads decay, by the dtype of products; else it takes `ROWS`."""
 
 
 def recurrence_bwd(
@@ -104,7 +104,7 @@ def _gradients(
     elif p.by_feature:  # the decays of all features at once would not fit into registers
         found = run(given, types | of_feature("gk"), rows, p)
     else:
-        rows = p.D_PAD if WHOLE[p.dtype] >= p.D_PAD else ROWS
+        rows = p.D_PAD if (ROWS if p.exact else WHOLE[p.dtype]) >= p.D_PAD else ROWS
         types |= {"dv": like(p.H, x.v)} if rows == p.D_PAD else {}
         types |= {"dg": array((triton.cdiv(p.D, rows), p.B, p.S, p.H), jnp.float32)} if of_gates else {}
         found = run(given, types, rows, p)

@@ -96,19 +96,40 @@ FROM_REGISTERS = {
     "flash_attention": {
         64: ((64, 64, 4, 2), (64, 32, 4, 2)),
         128: ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
-        256: ((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1)),
+        192: ((64, 32, 8, 2), (64, 32, 4, 2)),
+        256: ((64, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
     },
     "flash_attention_bwd": {
         64: ((32, 64, 4, 2), (32, 64, 8, 2)),
+        96: ((32, 64, 4, 2), (32, 64, 8, 2)),
         128: ((64, 64, 4, 2), (32, 64, 8, 2), (16, 64, 8, 1)),
+        160: ((16, 32, 4, 1),),
         192: ((32, 32, 4, 1),),
         256: ((32, 64, 8, 2), (16, 64, 8, 1)),
     },
     "flash_attention_jvp": {
         128: ((64, 32, 4, 2), (64, 32, 8, 1)),
-        192: ((64, 32, 8, 1), (32, 32, 4, 1)),
-        256: ((64, 32, 4, 2), (32, 32, 4, 1)),
+        160: ((16, 32, 8, 1),),
+        192: ((32, 32, 8, 1),),
+        256: ((16, 32, 8, 1),),
     },
+}
+# The same of calls with dropout, a bias or mask of pairs, or two other things that put tiles or indices into registers.
+CROWDED_FROM_REGISTERS = {
+    "flash_attention": {
+        64: ((64, 64, 4, 2), (64, 32, 4, 2)),
+        128: ((64, 32, 4, 2),),
+        192: ((32, 32, 8, 2),),
+        256: ((64, 32, 8, 2), (64, 32, 8, 1)),
+    },
+    "flash_attention_bwd": {
+        64: ((32, 64, 4, 2), (32, 64, 8, 2)),
+        96: ((16, 64, 8, 1),),
+        128: ((32, 64, 8, 2), (16, 64, 8, 1)),
+        192: ((16, 32, 4, 1),),
+        256: ((32, 32, 8, 1),),
+    },
+    "flash_attention_jvp": {64: ((32, 32, 4, 1),), 128: ((32, 32, 8, 1),), 256: ((16, 32, 8, 1),)},
 }
 FLOAT32 = {
     "flash_attention": {64: ((32, 32, 8, 2),), 128: ((32, 32, 8, 2),), 256: ((32, 32, 8, 1),)},
@@ -156,10 +177,12 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     further = (*pairs, operands.cu_seqlens_q, operands.dropout)
     table = PLAIN if all(x is None for x in further) else FURTHER
     segmented = operands.q_segment_ids is not None or masks_keys(operands)
-    if sum(x is not None for x in further) + segmented > 1:
+    crowded = sum(x is not None for x in further) + segmented > 1
+    if crowded:
         table = CROWDED
     if target.multiplies_from_registers:
-        table = FROM_REGISTERS
+        crowded |= any(x is not None for x in (*pairs, operands.dropout))
+        table = CROWDED_FROM_REGISTERS if crowded else FROM_REGISTERS
     if operands.q.dtype == np.float32:
         table = FLOAT32
     width = min(width for width in table[operation] if width >= features)
