@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",  # of LLVM, not of HLO: small programs compile in half the time
         "--xla_llvm_disable_expensive_passes=true",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # devices wait for each other on a busy machine
         os.environ.get("XLA_FLAGS", ""),  # the last one holds
     )
 )

@@ -10,8 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 import ejkernel
 
-pytestmark = pytest.mark.core
-
 attend = ejkernel.lax.flash_attention
 B, S, T, H, D = 2, 12, 16, 2, 8
 

@@ -202,11 +202,13 @@ def test_demo_trains_shows_and_saves(capsys, tmp_path, monkeypatch):
     assert len((tmp_path / "new" / "sample.txt").read_text()) == 128 + 8
 
 
+@pytest.mark.slow
 def test_demo_with_gated_linear_attention(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_show_text", lambda *given: True)  # the test with experts has it
     assert "training step: 4 × gla, 4 × gla_bwd\n" in trained(capsys, tmp_path, monkeypatch, "--mixer", "gla")
 
 
+@pytest.mark.slow
 def test_demo_with_experts(capsys, tmp_path, monkeypatch):
     out = trained(capsys, tmp_path, monkeypatch, "--moe")
     assert "4 × flash_attention, 4 × flash_attention_bwd, 12 × grouped_matmul, 12 × grouped_matmul_bwd" in out

@@ -12,8 +12,6 @@ from sharded import both, each_type, mesh_of, rest
 import ejkernel
 from ejkernel.modules._operation import OPERATIONS
 
-pytestmark = pytest.mark.core
-
 
 def call(x, in_specs, **arrays):
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
@@ -72,7 +70,8 @@ def letters_of_whole_axes(case):
     return sorted(letters.difference(case.algorithm.forward.layout.split, case.split_with))
 
 
-@each([case for case in CASES if case.local or case.differentiable])  # a result in place of what devices share is none
+# A result in the place of what all devices share is none.
+@each([case for case in CASES if case.local or case.differentiable], rest=(pytest.mark.slow,))
 @each_type
 def test_the_numbers_are_those_of_the_whole(case, types):
     """Those of dropout and of the decays of heads too, which depend on what a device does not have."""

@@ -36,7 +36,7 @@ def test_checkpoint(case, policy, times):
 
 @each(first_of_each(DIFFERENTIABLE), first=())
 @pytest.mark.parametrize(
-    "kept", ("nothing", "names", *(pytest.param(x, marks=pytest.mark.slow) for x in ("kernels", "operation")))
+    "kept", ("names", *(pytest.param(x, marks=pytest.mark.slow) for x in ("nothing", "kernels", "operation")))
 )
 def test_checkpoint_under_scan(case, kept):
     """Layers under `jax.lax.scan`, each of them checkpointed."""

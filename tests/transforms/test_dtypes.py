@@ -39,7 +39,7 @@ def test_result(case, dtype):
     check(case, dtype, None, 2)
 
 
-@each([case for case in FAMILIES if case.differentiable], first=())
+@each([case for case in FAMILIES if case.differentiable], first=(), rest=(pytest.mark.slow,))
 @each_dtype
 def test_gradient(case, dtype):
     check(case, dtype, gradient, 3)
