@@ -1,17 +1,15 @@
 """Small calls of every operation that together touch all that it does. The tests in `transforms/` run each of them.
 
-`cases/<operation>.py` defines `CASES`, and `FAMILIES` for the tests of precision. With its registration that is all
-that a new operation needs to be tested.
+`cases/<operation>.py` defines `CASES`, `FAMILIES` for the tests of precision, and `PLAIN` and `FEATURES` for those of
+pairs of features. With its registration that is all that a new operation needs to be tested.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Sequence
 
 import pytest
 
 from ._case import Case, Operand
-from ._features import PLAIN, call_with, features_of, pairs, together
+from ._features import FILES, PLAIN, call_with, features_of, pairs, together
 from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, oracle, pullback, tangent
 
 __all__ = [
@@ -39,14 +37,8 @@ __all__ = [
     "together",
 ]
 
-_FILES = [
-    importlib.import_module(f"{__name__}.{found.name}")
-    for found in pkgutil.iter_modules(__path__)
-    if not found.name.startswith("_")
-]
-
-CASES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.CASES)
-FAMILIES: tuple[Case, ...] = tuple(case for file in _FILES for case in file.FAMILIES)
+CASES: tuple[Case, ...] = tuple(case for file in FILES for case in file.CASES)
+FAMILIES: tuple[Case, ...] = tuple(case for file in FILES for case in file.FAMILIES)
 DIFFERENTIABLE = tuple(case for case in CASES if case.differentiable)
 FORWARD_ONLY = tuple(case for case in CASES if not case.differentiable)
 

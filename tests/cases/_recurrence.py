@@ -3,6 +3,8 @@
 import numpy as np
 
 from ._case import Case, Operand
+from ._feature import DTYPES, S, operand, option, sized
+from .flash_attention import lengths, scalar
 
 SIZES = dict(b=4, s=7, h=4, g=2, d=8, e=16)
 TINY = dict(b=1, s=3, h=2, g=1, d=2, e=2)
@@ -40,3 +42,20 @@ def family(operation, name, sizes=(), of=(), **options) -> Case:
     sizes = {**dict(b=2, s=80, h=2, g=1, d=16, e=16), **dict(sizes)}
     operands = {name: Operand(*gate) for name, gate in dict(of).items()}
     return case(operation, name, operands, sizes, return_state=True, **options)
+
+
+# --- For the tests of pairs of features -------------------------------------------------------------------------------
+
+PACKED_FEATURE = PACKED | dict(cu_seqlens=Operand("m", lengths(S)))
+
+FEATURES = DTYPES | {
+    "state": operand(initial_state="b h d e"),
+    "packed": operand("batch", **PACKED_FEATURE),
+    "scale": option("scale", softmax_scale=0.3),
+    "traced scale": operand("scale", softmax_scale=Operand("", scalar)),
+    "reverse": option(reverse=True),
+    "final state": option(return_state=True),
+    "one token": sized("tokens", s=1),
+    "one head": sized("heads", h=1, g=1),
+    "wide values": sized("values", e=192),
+}

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from ._case import Case, Operand
+from ._feature import DTYPES, TOKENS, Feature, S, T, operand, option, plain, sized
 
 
 def chance(of: float):
@@ -116,3 +117,38 @@ FAMILIES = (
     family("one_hot_peaks", q=peaks, k=peaks),
     family("long_uniform_rows", dict(s=8, t=512), q=lambda rng, shape: 1e-3 * rng.standard_normal(shape)),
 )
+
+# --- For the tests of pairs of features -------------------------------------------------------------------------------
+
+TOKENS_PACKED = PACKED | dict(cu_seqlens_q=Operand("m", lengths(S)), cu_seqlens_k=Operand("m", lengths(T)))
+PLAIN = plain("flash_attention", TOKENS, dict(q="b s h d", k="b t g d", v="b t g e"))
+
+FEATURES = DTYPES | {
+    "bias": operand("bias", bias="h s t"),
+    "bias of keys": operand("bias", bias="1 t"),
+    "bias of queries": operand("bias", bias="s 1"),
+    "bias of heads": operand("bias", bias="h 1 1"),
+    "mask": operand("mask", mask=Operand("1 s t", chance(0.7))),
+    "mask of keys": operand("mask", mask=Operand("1 t", chance(2.0))),
+    "segments": operand("batch", q_segment_ids=Operand("b s", segments), kv_segment_ids=Operand("b t", segments)),
+    "packed": operand("batch", **TOKENS_PACKED),
+    "packed, bounded": Feature("batch", operands=TOKENS_PACKED, options=dict(max_seqlen_q=S, max_seqlen_k=T)),
+    "sinks": operand("sinks", sinks="h"),
+    "several sinks": operand("sinks", sinks="h n"),
+    "dropout": Feature(operands=dict(dropout_key=Operand("", key)), options=dict(dropout_rate=0.3)),
+    "causal": option(causal=True),
+    "window": option("window", window=(40, 20)),
+    "window of keys": option("window", window=64),
+    "softcap": option(softcap=20.0),
+    "scale": option("scale", softmax_scale=0.3),
+    "traced scale": operand("scale", softmax_scale=Operand("", scalar)),
+    "lse": option(return_lse=True),
+    "deterministic": option(deterministic=True),
+    "batch invariant": option(batch_invariant=True),
+    "eight bits": option(precision="e4m3"),
+    "one query": sized("queries", s=1),
+    "one key": sized("keys", t=1),
+    "no key": sized("keys", t=0),
+    "one head": sized("heads", h=1, g=1),
+    "wide values": sized("values", e=96),
+}

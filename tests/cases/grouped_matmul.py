@@ -3,6 +3,7 @@
 import numpy as np
 
 from ._case import Case, Operand
+from ._feature import DTYPES, Feature, operand, option, plain, sized
 
 PADDING = 3
 
@@ -115,3 +116,26 @@ FAMILIES = (
     family("one_hot_rows", lhs=one_hot),
     family("long_uniform_rows", dict(k=512), lhs=lambda rng, shape: 1 + 1e-3 * rng.standard_normal(shape)),
 )
+
+# --- For the tests of pairs of features -------------------------------------------------------------------------------
+
+M = 300
+PLAIN = plain(
+    "grouped_matmul",
+    dict(m=M, k=256, n=128, e=4, f=6),
+    dict(lhs="m k", rhs="e k n", group_sizes=Operand("e", sizes(M))),
+)
+
+FEATURES = DTYPES | {
+    "share of the groups": operand("groups", group_sizes=Operand("f", sizes(M)), group_offset=Operand("", up_to(2))),
+    "existing out": operand(existing_out="m n"),
+    "scale": operand("scale", rhs_scale=Operand("", positive)),
+    "scale of groups": operand("scale", rhs_scale=Operand("e", positive)),
+    "scale of columns": operand("scale", rhs_scale=Operand("e n", positive)),
+    "transposed": Feature("rhs", operands=dict(rhs="e n k"), options=dict(transpose_rhs=True)),
+    "int8": operand("rhs", rhs=Operand("e k n", small_integers)),
+    "narrow result": option(preferred_element_type="bfloat16"),
+    "one row": sized("rows", m=1),
+    "one group": Feature("groups", dict(e=1), dict(group_sizes=Operand("e", one_has_all(M)))),
+    "uneven": sized("columns", n=100, k=200),
+}

@@ -3,6 +3,7 @@
 import numpy as np
 
 from ._case import Case, Operand
+from ._feature import DTYPES, S, operand, option, plain, sized
 
 PADDING = 3
 
@@ -55,3 +56,14 @@ FAMILIES = (
     family("one_hot", lambda rng, shape: np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]),
     family("long_uniform", lambda rng, shape: 1 + 1e-3 * rng.standard_normal(shape), s=2048),
 )
+
+# --- For the tests of pairs of features -------------------------------------------------------------------------------
+
+PLAIN = plain("mean_pooling", dict(b=2, s=S, d=256, m=5), dict(x="b s d"))
+
+FEATURES = DTYPES | {
+    "packed": operand(x="s d", cu_seqlens=Operand("m", lengths(S))),
+    "chunks": option(chunk_size=32),
+    "one token": sized("tokens", s=1),
+    "uneven": sized("features", d=100),
+}

@@ -6,6 +6,7 @@ The tables fit together whichever of them is of which seed. Slots of a page are 
 import numpy as np
 
 from ._case import Case, Operand
+from ._feature import DTYPES, operand, option, plain, sized
 
 
 def context_lens(rng, shape):
@@ -76,3 +77,22 @@ FAMILIES = (
     family("one_hot", lambda rng, shape: 8 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]),
     family("long_uniform", lambda rng, shape: 1 + 1e-3 * rng.standard_normal(shape), dict(z=128, p=64, j=16), 2000),
 )
+
+# --- For the tests of pairs of features -------------------------------------------------------------------------------
+
+PLAIN = plain(
+    "ragged_page_attention_v3", dict(t=64, h=4, g=2, c=4, d=128, p=16, z=16, n=4, m=5, j=4, one=1, x=2), OPERANDS
+)
+
+FEATURES = DTYPES | {
+    "all sequences": operand("sequences", num_seqs=Operand("", lambda rng, shape: np.int32(4))),
+    "sinks": operand("sinks", sinks="h"),
+    "several sinks": operand("sinks", sinks="h x"),
+    "window": option("window", window=20),
+    "window to the left": option("window", window=(20, None)),
+    "softcap": option(softcap=20.0),
+    "scale": option(softmax_scale=0.3),
+    "lse": option(return_lse=True),
+    "one token": sized("tokens", t=1),
+    "one head": sized("heads", h=1, g=1, c=2),
+}

@@ -1,7 +1,9 @@
 """Calls of recurrent, which together have every decay, with a state and packed sequences."""
 
 from ._case import Operand
-from ._recurrence import PACKED, TINY, case, family, gate, remembering
+from ._feature import TOKENS, operand, plain
+from ._recurrence import FEATURES as RECURRENCE_FEATURES
+from ._recurrence import PACKED, QKV, TINY, case, family, gate, remembering
 from .flash_attention import lengths
 
 CASES = (
@@ -30,3 +32,14 @@ FAMILIES = (
     ),
     family("recurrent", "no_decay", dict(s=200)),
 )
+
+# --- For the tests of pairs of features -------------------------------------------------------------------------------
+
+PLAIN = plain("recurrent", TOKENS, QKV)
+
+FEATURES = RECURRENCE_FEATURES | {
+    "g": operand(g=gate("b s h")),
+    "gk": operand(gk=gate("b s h d")),
+    "gv": operand(gv=gate("b s h e")),
+    "g_gamma": operand(g_gamma=gate("h")),
+}

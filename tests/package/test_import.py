@@ -57,7 +57,7 @@ def test_import_adds_little_to_that_of_jax(tmp_path):
     # The first import leaves the modules compiled, as a user's does; where nothing may be written it cannot.
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     seconds = [float(output(ADDED_SECONDS, **compiled)) for _ in range(6)]
-    assert min(seconds) < 0.2, seconds
+    assert min(seconds) < 0.3, seconds
 
 
 # In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.

@@ -1,6 +1,6 @@
 """Whatever two features a call has together, it is lowered for every platform from a host that has none of them.
 
-The features are those of `tests/cases/_features.py`. A normal run lowers calls of many features, chosen so that every
+The features are those of `tests/cases`. A normal run lowers calls of many features, chosen so that every
 pair of features is in one that the same implementations take as take the pair alone: else a feature that one platform
 leaves to XLA would hide the others from its kernels. Each pair by itself, for CUDA too, where every kernel is compiled
 by Triton while it is lowered, is a slow test.
