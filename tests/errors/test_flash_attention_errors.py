@@ -132,7 +132,7 @@ OPTIONS = {
         "block_q",
     ),
     "block": (dict(config={"block_q": 0}), ValueError, "config.block_q is 0; it must be a positive int"),
-    "config": (dict(config=(64, 64)), TypeError, "config is a tuple; it must be a KernelConfig or a mapping"),
+    "config": (dict(config=[64, 64]), TypeError, "config is a list; it must be a KernelConfig or a mapping"),
     "precision": (dict(precision="e5m2"), ValueError, "precision is 'e5m2'; it must be None or 'e4m3'"),
     "config's platform": (
         dict(config={"platform": "tritn"}),
