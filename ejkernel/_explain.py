@@ -1,12 +1,13 @@
 """What would run for a call, with what config, and why every other implementation was passed over."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from .kernels._dispatch import Candidate, candidates, table
+from .modules._composed import COMPOSED
 from .modules._operation import OPERATIONS, types_of_call
 from .modules._primitive_kernel import KERNELS
 from .ops import default_executor
@@ -24,6 +25,7 @@ class Explanation:
         candidates: every implementation by priority with the reason against it, or None.
         config: the config of the one that runs; None if none does.
         origin: where that config comes from; why there is none.
+        parts: of an operation that is composed of others, these, each call of another kind once.
     """
 
     operation: str
@@ -31,14 +33,20 @@ class Explanation:
     candidates: Sequence[Candidate]
     config: KernelConfig | None
     origin: str
+    parts: tuple["Explanation", ...] = ()
 
     def __str__(self) -> str:
-        lines = table(self.candidates).splitlines()
+        lines = table(self.candidates).splitlines() if self.candidates else []
         what = self.origin
         if self.config is not None:
             what = f"{self.config.platform}/{self.target.backend} with {self.config}, {self.origin}"
             lines[self._runs()] = f"→{lines[self._runs()][1:]}"
-        return "\n".join((f"{self.operation} on {self.target}: {what}", *lines))
+        return "\n".join((f"{self.operation} on {self.target}: {what}", *lines, *map(str, self.parts)))
+
+    @property
+    def runs(self) -> bool:
+        """Whether the call runs on the target."""
+        return all(part.runs for part in self.parts) if not self.candidates else self.config is not None
 
     def _runs(self) -> int:
         """The place of the implementation that runs: the first that can of those that the config is for, if any can."""
@@ -65,17 +73,50 @@ def explain(
     Raises:
         ValueError: there is no such operation, or the arguments do not fit it.
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"no such operation: {operation}; known are {', '.join(sorted(OPERATIONS))}")
+    if operation not in (known := {**OPERATIONS, **COMPOSED}):
+        raise ValueError(f"no such operation: {operation}; known are {', '.join(sorted(known))}")
     target = target_of(target) if isinstance(target, str) else target or device_target()
-    named, spec = types_of_call(operation, *args, **kwargs)
-    kernel = KERNELS[operation]
     platform = platform or "auto"
+    if operation in COMPOSED:
+        return _of_composed(operation, args, kwargs, target, platform)
+    named, spec = types_of_call(operation, *args, **kwargs)
+    return _of_call(operation, named, spec, target, platform)
+
+
+def _of_call(operation: str, named: dict[str, Any], spec: Any, target: Target, platform: str) -> Explanation:
+    """Of a call of one primitive, from its operands by name."""
+    kernel = KERNELS[operation]
     looked_at = candidates(operation, spec, kernel.primitive.operands(named), target, platform)
     config, origin = None, "nothing can run"
     if any(reason is None for _, reason in looked_at):
         config, origin = _config(kernel, named, spec, platform, target)
     return Explanation(operation, target, looked_at, config, origin)
+
+
+def _of_composed(operation: str, args: tuple, kwargs: dict[str, Any], target: Target, platform: str) -> Explanation:
+    """The calls of primitives of this library that are in it."""
+    arrays = {name: x for name, x in kwargs.items() if hasattr(x, "shape")}
+    options = {name: x for name, x in kwargs.items() if name not in arrays}
+    program = jax.make_jaxpr(lambda args, arrays: COMPOSED[operation](*args, **arrays, **options))(args, arrays)
+    calls = {}
+    for equation in _equations(program.jaxpr):
+        if (name := equation.primitive.name) in KERNELS and "operands" in equation.params:
+            types = [x.aval for x in equation.invars]
+            key = name, equation.params["spec"], tuple(map(str, types))
+            calls.setdefault(key, dict(zip(equation.params["operands"], types, strict=True)))
+    parts = tuple(_of_call(name, named, spec, target, platform) for (name, spec, _), named in calls.items())
+    others = " and of what follows" if parts else ", which XLA computes"
+    return Explanation(operation, target, (), None, f"composed of operations of JAX{others}", parts)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Those of a program and of the programs in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from _equations(inner)
 
 
 _ORIGINS = {

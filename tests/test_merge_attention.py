@@ -9,7 +9,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
 
-from ejkernel import lax
+import ejkernel
+from ejkernel import lax, modules
+from ejkernel.__main__ import main
+from ejkernel.modules._composed import COMPOSED
 
 SHAPES = dict(q=(2, 5, 4, 8), k=(2, 12, 2, 8), v=(2, 12, 2, 6))
 HALVES = (slice(None, 7), slice(7, None))
@@ -124,3 +127,42 @@ def test_heads_last_where_the_shapes_do_not_tell():
     first, last = (lax.merge_attention(o, lse, 2 * o, -lse, heads_last=told)[0] for told in (False, True))
     np.testing.assert_allclose(first, lax.merge_attention(o, lse.T, 2 * o, -lse.T, heads_last=True)[0])
     assert not np.allclose(first, last)
+
+
+# --- As an operation of its name
+
+
+def test_it_is_the_same_in_modules(x):
+    assert modules.merge_attention is lax.merge_attention
+
+
+def test_it_is_explained(x):
+    o, lse = whole(x)
+    told = ejkernel.explain("merge_attention", o, lse, o, lse)
+    assert told.runs and str(told) == f"merge_attention on {told.target}: {told.origin}"
+    assert told.origin == "composed of operations of JAX, which XLA computes"
+
+
+def test_what_it_is_composed_of_is_explained(x, monkeypatch):
+    """Each call once, those in a jitted function too, with the config that it would run with."""
+
+    def halves(q, k, v, *, causal=False):
+        parts = [
+            jax.jit(lambda k, v: lax.flash_attention(q, k, v, return_lse=True))(k[:, of], v[:, of]) for of in HALVES
+        ]
+        return lax.merge_attention(*parts[0], *parts[0])[0]
+
+    monkeypatch.setitem(COMPOSED, "halves", halves)
+    told = ejkernel.explain("halves", x["q"], x["k"], v=x["v"], target="tpu")
+    assert [part.operation for part in told.parts] == ["flash_attention", "flash_attention"] and told.runs
+    assert all(part.config is not None and f"{part}" in str(told) for part in told.parts)
+    refused = ejkernel.explain("halves", x["q"], x["k"], v=x["v"], target="cpu", platform="triton")
+    assert not refused.runs and "platform 'triton' was asked for" in str(refused)
+    with pytest.raises(ValueError, match=r"no such operation: thirds; known are .*halves"):
+        ejkernel.explain("thirds", x["q"])
+
+
+def test_the_command_explains_it(capsys):
+    arguments = "--array o_a=f32[1,8,2,4] --array lse_a=f32[1,2,8] --array o_b=f32[1,8,2,4] --array lse_b=f32[1,2,8]"
+    assert main(["explain", "merge_attention", *arguments.split()]) == 0
+    assert "merge_attention on cpu" in capsys.readouterr().out

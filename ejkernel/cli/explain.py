@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentError(None, str(error)) from error
     print(found)
-    return 0 if found.config is not None else 1
+    return 0 if found.runs else 1
 
 
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:

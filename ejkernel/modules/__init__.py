@@ -14,6 +14,7 @@ from .operations.gla import GLA
 from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
 from .operations.mean_pooling import MeanPooling
+from .operations.merge_attention import merge_attention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
 
@@ -44,6 +45,7 @@ __all__ = [
     "grouped_matmul",
     "lightning_attention",
     "mean_pooling",
+    "merge_attention",
     "ragged_page_attention_v3",
     "recurrent",
 ]

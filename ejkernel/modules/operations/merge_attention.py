@@ -1,0 +1,90 @@
+"""merge_attention: composed of operations of JAX, with no primitive of its own."""
+
+from typing import TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from ...errors import value_error
+from .._composed import composed
+from ._arguments import array, require_dtype
+
+NAME = "merge_attention"
+
+
+Output: TypeAlias = Float[Array, "batch q_len q_heads v_head_dim"] | Float[Array, "tokens q_heads v_head_dim"]
+Lse: TypeAlias = Float[Array, "batch q_heads q_len"] | Float[Array, "q_heads tokens"] | Float[Array, "tokens q_heads"]
+
+
+@composed
+def merge_attention(
+    o_a: Output, lse_a: Lse, o_b: Output, lse_b: Lse, *, heads_last: bool | None = None
+) -> tuple[Output, Lse]:
+    """Attention over the union of two disjoint sets of keys, from the attention over each of them.
+
+        lse = log(exp(lse_a) + exp(lse_b)),   o = exp(lse_a − lse)·o_a + exp(lse_b − lse)·o_b
+
+    Shared prefixes (cascades), caches that are split, and the steps of a ring are merged so. A row that sees no key of
+    a set has lse = −∞ there and takes nothing of its o; where it sees none of either, o = 0 and lse = −∞. Sinks belong
+    into one of both. Differentiable in all four, to any order; computed in float32, or float64 where lse is.
+
+    Args:
+        o_a: the attention over one set of keys, [B, S, H, V], or [T, H, V] of packed or paged tokens.
+        lse_a: the logsumexp of its rows, as the operation returns it: [B, H, S] beside [B, S, H, V]; beside [T, H, V],
+            [H, T] from flash_attention and [T, H] from the paged operations.
+        o_b: the attention over the other set, as o_a.
+        lse_b: the logsumexp of its rows, as lse_a.
+        heads_last: lse is [T, H], not [H, T]. It has to be said where the shapes do not tell, as T = H.
+
+    Returns:
+        o in o_a's shape and dtype; lse in lse_a's shape, float32 (float64 where that is).
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit; the message names operand, numbers and rule.
+
+    FlashInfer, arXiv 2501.01005; ring attention, arXiv 2310.01889.
+    """
+    given = dict(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
+    given = {name: array(NAME, name, x) for name, x in given.items()}
+    require_dtype(NAME, np.floating, "a float type", **given)
+    last = _heads_last(heads_last, **given)
+    o_a, lse_a, o_b, lse_b = given.values()
+    dtype = np.promote_types(lse_a.dtype, np.float32)
+    a, b = lse_a.astype(dtype), lse_b.astype(dtype)
+    top = jnp.maximum(a, b)
+    top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, jnp.zeros((), dtype)))
+    of_a, of_b = jnp.exp(a - top), jnp.exp(b - top)
+    empty = of_a + of_b == 0
+    total = jnp.where(empty, jnp.ones((), dtype), of_a + of_b)
+    lse = jnp.where(empty, jnp.array(-np.inf, dtype), top + jnp.log(total))
+
+    def part(weight: Array, o: Array) -> Array:
+        weight = weight / total
+        weight = (weight if last else jnp.swapaxes(weight, -1, -2))[..., None]
+        # An o of a row that sees nothing may hold anything: 0·NaN = NaN.
+        return weight * jnp.where(weight == 0, jnp.zeros((), dtype), o.astype(dtype))
+
+    return (part(of_a, o_a) + part(of_b, o_b)).astype(o_a.dtype), lse
+
+
+def _heads_last(told: bool | None, o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> bool:
+    """Whether the heads are the last axis of lse; raises where the arrays do not belong together."""
+    shown = dict(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
+    if o_a.ndim not in (3, 4):
+        raise value_error(NAME, f"o_a has {o_a.ndim} axes; it must be [B, S, H, V] or [T, H, V]", **shown)
+    for name, x, other in (("o_b", o_b, o_a), ("lse_b", lse_b, lse_a)):
+        if x.shape != other.shape or x.dtype != other.dtype:
+            raise value_error(NAME, f"{name} must be as {name[:-1]}a in shape and dtype", **shown)
+    tokens, heads = o_a.shape[-3:-1]
+    fits = {False: (*o_a.shape[:-3], heads, tokens)}
+    if o_a.ndim == 3:
+        fits[True] = (tokens, heads)
+    found = [last for last, shape in fits.items() if lse_a.shape == shape and told in (None, last)]
+    if not found:
+        wanted = " or ".join(str(list(shape)) for last, shape in fits.items() if told in (None, last)) or "no such lse"
+        raise value_error(NAME, f"lse_a must be {wanted}, a number for each row of o_a", **shown)
+    if len(found) > 1:
+        raise value_error(NAME, f"there are {heads} tokens and heads; heads_last must say how lse stands", **shown)
+    return found[0]
