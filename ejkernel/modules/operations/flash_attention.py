@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from ...errors import shown, value_error
+from ...errors import shown, type_error, value_error
 from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ...primitives.flash_attention import flash_attention as algorithm
@@ -216,6 +216,8 @@ def _check_arrays(q, k, v) -> None:
 
 
 def _precision(precision):
+    if precision is not None and not isinstance(precision, str):
+        raise type_error(NAME, f"precision is {shown(precision)}; it must be None or 'e4m3'")
     if precision not in (None, "e4m3"):
         raise value_error(NAME, f"precision is {shown(precision)}; it must be None or 'e4m3'")
     return precision
