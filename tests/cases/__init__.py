@@ -4,9 +4,12 @@
 pairs of features. With its registration that is all that a new operation needs to be tested.
 """
 
+import pkgutil
 from collections.abc import Sequence
 
 import pytest
+
+__path__ = pkgutil.extend_path(__path__, __name__)  # another package brings cases of its operations in such a folder
 
 from ._case import Case, Operand
 from ._features import FILES, PLAIN, call_with, features_of, pairs, together

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import FORWARD_ONLY, assert_close, each, oracle
 from jax.sharding import AxisType, NamedSharding
+from sharded import rest
 
 each_forward_only = each(FORWARD_ONLY)
 IN_PLACE = [case for case in FORWARD_ONLY if case.algorithm.in_place]
@@ -73,11 +74,11 @@ def test_without_donation_the_operand_stays(case):
 def test_donation_over_a_mesh(case, types):
     """Each device keeps its part of the buffer."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2)
-    specs = case.specs({letter: "y" for letter in case.algorithm.forward.layout.split})
+    specs = case.specs(rest(case))
     arrays = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in case.arrays().items()}
     wanted = oracle(case)(case.arrays())
     for name in case.algorithm.in_place.values():
-        compiled, rest = donated(case, arrays, name)
+        compiled, others = donated(case, arrays, name)
         part = arrays[name].addressable_shards[0].data.nbytes
         assert compiled.memory_analysis().alias_size_in_bytes == part
-        assert_close(compiled(arrays.pop(name), rest), wanted)
+        assert_close(compiled(arrays.pop(name), others), wanted)
