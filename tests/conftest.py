@@ -1,6 +1,9 @@
 """Tests run on eight CPU devices unless `JAX_PLATFORMS` says otherwise, each with its own cache and without timing."""
 
+import gc
+import itertools
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = " ".join(
@@ -29,3 +32,14 @@ def own_environment(tmp_path, monkeypatch):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU")
+
+
+# XLA keeps every program in memory mappings of its own, of which Linux gives a process 65,530; then it crashes.
+MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 16_000
+_tests = itertools.count()
+
+
+def pytest_runtest_teardown(item):
+    if next(_tests) % 10 == 0 and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
