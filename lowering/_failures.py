@@ -96,17 +96,19 @@ def named_when_compiled(body: Callable[..., list[Any]], progress: Progress) -> C
 
     def run(*arrays):
         program = jax.make_jaxpr(body)(*arrays)
-        return _named_p.bind(*arrays, program=program, progress=progress)
+        # As a function: a primitive with a program among its parameters is taken for as high as that program is.
+        traced = jaxpr_as_fun(program)
+        return _named_p.bind(*arrays, traced=traced, results=tuple(program.out_avals), progress=progress)
 
     return run
 
 
-def _lower_named(ctx, *args, program, progress):
+def _lower_named(ctx, *args, traced, results, progress):
     with progress.failures_named():
-        return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(ctx, *args)
+        return mlir.lower_fun(traced, multiple_results=True)(ctx, *args)
 
 
 _named_p = Primitive("ejkernel_named")
 _named_p.multiple_results = True
-_named_p.def_abstract_eval(lambda *avals, program, progress: program.out_avals)
+_named_p.def_abstract_eval(lambda *avals, traced, results, progress: results)
 mlir.register_lowering(_named_p, _lower_named)
