@@ -15,7 +15,7 @@ from .arguments import (
 from .config import BwdParams, FwdParams, KernelConfig, checked_config
 from .enums import Backend, Platform
 from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
-from .shapes import ATTENTION_SHAPES, AttentionShape, visible_pairs
+from .shapes import ATTENTION_SHAPES, AttentionShape, band, visible_pairs
 from .target import Target
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Sinks",
     "Target",
     "Window",
+    "band",
     "checked_config",
     "visible_pairs",
 ]

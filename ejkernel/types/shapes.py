@@ -77,11 +77,15 @@ class AttentionShape:
         return " ".join(said)
 
 
-def visible_pairs(queries: int, keys: int, causal: bool, window: tuple[int | None, int | None]) -> int:
-    """How many (i, j) have i' − left ≤ j ≤ i' + right, i' = i + keys − queries, where right is at most 0 if causal."""
+def band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """(left, right) of i' − left ≤ j ≤ i' + right: the window, which causality ends at the diagonal."""
     left, right = window
-    if causal:
-        right = 0 if right is None else min(right, 0)
+    return left, (0 if right is None else min(right, 0)) if causal else right
+
+
+def visible_pairs(queries: int, keys: int, causal: bool, window: tuple[int | None, int | None]) -> int:
+    """How many pairs of a query i and a key j are in the `band`, where i' = i + keys − queries."""
+    left, right = band(causal, window)
     position = np.arange(queries) + keys - queries
     first = 0 if left is None else np.maximum(position - left, 0)
     end = keys if right is None else np.minimum(position + right + 1, keys)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._pallas.tpu.flash_attention.problem import plan
-from ejkernel.kernels._pallas.tpu.flash_attention.schedule import SKIPPED, visibility, walk
+from ejkernel.kernels._pallas.tpu.flash_attention.schedule import SKIPPED, tile_kinds, walk
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 
@@ -34,7 +34,7 @@ def test_kinds_of_tiles(spec, lengths, blocks):
     array = lambda length: jax.ShapeDtypeStruct((1, length, 2, 64), jnp.bfloat16)
     x = Operands(array(lengths[0]), array(lengths[1]), array(lengths[1]))
     problem = plan(x, spec, KernelConfig(block_q=blocks[0], block_k=blocks[1]), chunk=128)
-    seen, dense = visibility(x, problem), np.zeros((problem.padded_queries, problem.padded_keys), bool)
+    seen, dense = tile_kinds(x, problem), np.zeros((problem.padded_queries, problem.padded_keys), bool)
     dense[: lengths[0], : lengths[1]] = visible(*lengths, spec)
     for i, j in np.ndindex(problem.q_blocks, problem.k_blocks):
         kind = seen.kinds[seen.kind[0, i, j]]
@@ -51,6 +51,6 @@ def test_chunks_that_nobody_sees_are_left_out():
     q = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
     x, spec = Operands(q, q, q), FlashAttentionSpec(causal=True, window=(127, 0))
     problem = plan(x, spec, KernelConfig(block_q=512, block_k=2048), chunk=128)
-    schedule = walk(visibility(x, problem), by="queries")
+    schedule = walk(tile_kinds(x, problem), by="queries")
     chunks = [schedule.kinds[entry & 15] for entry in schedule.table[0]]
     assert sum(kind.last - kind.first for kind in chunks) == 7 * 5 + 4

@@ -1,4 +1,4 @@
-"""Blocks that share no segment are passed over: which they are, and that nothing in them is read."""
+"""Blocks that share no segment are passed over: nothing in them is read."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +9,13 @@ from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import like
 
 pytest.importorskip("triton")
-from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.flash_attention import (
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
 )
+from ejkernel.kernels._triton.flash_attention.problem import segment_ranges_of
 
 from . import interpreter
 
@@ -29,30 +29,12 @@ def operands(ids) -> Operands:
     return Operands(q, k, v, q_segment_ids=ids, kv_segment_ids=ids)
 
 
-def blocks(ids, **changed) -> list[tuple[int, ...]]:
-    """(begin, end, begin of the whole ones, their end) of each block, in blocks."""
-    found = spans(operands(ids)._replace(**changed), BLOCK, BLOCK)
-    return [tuple(int(n) for n in row) for row in np.asarray(found[0]) // BLOCK]
-
-
-def test_sorted_ids_leave_the_other_segments_out():
-    assert blocks([0, 0, 0, 1, 2, 2]) == [(0, 3, 0, 3)] * 3 + [(3, 4, 3, 4)] + [(4, 6, 4, 6)] * 2
-
-
-def test_padding_sees_nothing():
-    assert [row[:2] for row in blocks([4, 4, -1])] == [(0, 2), (0, 2), (3, 0)]
-
-
-def test_ids_in_any_order_keep_all_that_is_seen():
-    """Of the blocks that are whole, those up to the first that is not."""
-    assert blocks([7, 3, 7, 7]) == [(0, 4, 0, 1), (1, 2, 1, 2), (0, 4, 0, 1), (0, 4, 0, 1)]
-
-
-def test_a_block_of_two_segments_sees_both_and_is_never_whole():
-    mixed = operands([0, 0, 1]).q_segment_ids.at[0, BLOCK + 5 : 2 * BLOCK].set(1)
-    found = blocks([0, 0, 1], q_segment_ids=mixed, kv_segment_ids=mixed)
-    assert [row[:2] for row in found] == [(0, 2), (0, 3), (1, 3)]
-    assert found[1][2:] == (3, 3)
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_ranges_are_in_tokens(of_keys):
+    """Of blocks of 16 queries and of 32 keys, whichever the kernel holds."""
+    found = segment_ranges_of(operands([0, 0, 0, 0, 1, 1]), BLOCK, 2 * BLOCK, of_keys)
+    first, second = [0, 4 * BLOCK, 0, 4 * BLOCK], [4 * BLOCK, 6 * BLOCK, 4 * BLOCK, 6 * BLOCK]
+    assert found[0].tolist() == ([first] * 2 + [second] if of_keys else [first] * 4 + [second] * 2)
 
 
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1], [5, 5, 2, 2], [3, 3, 9, -1]], ids=str)

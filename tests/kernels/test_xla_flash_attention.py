@@ -259,7 +259,7 @@ def test_what_nobody_sees_may_be_nan(name):
     far = Operands(*plain(s=5)), FlashAttentionSpec(softmax_scale=1.0, window=(3, 0))
     operands, spec = far if name == "far_window" else case(name)
     x = _attention.folded(operands, spec)
-    seen = jnp.broadcast_to(_attention.visible(x, spec), (B, G, H // G, *operands.q.shape[1:2], T)).any((2, 3))
+    seen = jnp.broadcast_to(_attention.visible(x), (B, G, H // G, *operands.q.shape[1:2], T)).any((2, 3))
     unseen = ~seen.transpose(0, 2, 1)[..., None]
     assert unseen.any()
     poisoned = operands._replace(k=jnp.where(unseen, jnp.nan, operands.k), v=jnp.where(unseen, jnp.nan, operands.v))
@@ -310,7 +310,7 @@ def test_a_tile_is_visited_if_something_in_it_is_seen(s, t, window, causal):
     spec = FlashAttentionSpec(causal=bool(causal), window=window)
     operands = plain(s=s, t=t)
     _, grid = _tiles.cut(operands, spec, KernelConfig(block_q=8, block_k=16))
-    seen = np.asarray(_attention.visible(_attention.folded(operands, spec), spec)).reshape(s, t)
+    seen = np.asarray(_attention.visible(_attention.folded(operands, spec))).reshape(s, t)
     seen = np.pad(seen, [(0, -n % size) for n, size in zip(seen.shape, grid.size, strict=True)])
     rows, columns = grid.size
     tiles = seen.reshape(seen.shape[0] // rows, rows, -1, columns).any((1, 3))

@@ -34,7 +34,7 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
 
 def test_files_of_another_backend_and_the_registry_are_left_out():
     files = names(source_files("flash_attention", Backend.GPU))
-    assert {"kernels/_triton/flash_attention/forward.py", "kernels/_segments.py"} <= files
+    assert {"kernels/_triton/flash_attention/forward.py", "kernels/_visibility.py"} <= files
     assert not any("/tpu/" in file for file in files)
     assert files.isdisjoint({"kernels/_registry.py", "kernels/_dispatch.py", "kernels/_tier.py", "types/config.py"})
 

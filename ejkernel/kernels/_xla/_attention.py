@@ -12,7 +12,6 @@ from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -20,18 +19,30 @@ from jax import Array, lax
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.xla_utils.philox import philox_4x32
 
+from .._visibility import Visibility, visibility_of
 
-class Tokens(NamedTuple):
-    """What mask and dropout ask of the queries, int32 [b?,1,1,s,1], or of the keys, [b?,1,1,1,t]; None if they do not.
 
-    index: the place in its own sequence. position: the place on the axis of the keys, i' = i + K − S for a query.
-    sequence: its number in cu_seqlens. segment: its segment id. A negative sequence or segment is padding.
+class Rows(NamedTuple):
+    """What mask and dropout ask of the queries, int32 [b?,1,1,s,1]; None if they do not.
+
+    A query sees keys first ≤ j < stop that have its segment id. index and sequence: its place in its sequence, and the
+    number of that. In padding all are negative; in tokens of no sequence the number is.
     """
 
-    index: Array | None = None
-    position: Array | None = None
-    sequence: Array | None = None
+    first: Array | None = None
+    stop: Array | None = None
     segment: Array | None = None
+    index: Array | None = None
+    sequence: Array | None = None
+
+
+class Columns(NamedTuple):
+    """The same of the keys, [b?,1,1,1,t]. hidden: whether band or sequences hide the key from every query."""
+
+    key: Array | None = None
+    segment: Array | None = None
+    index: Array | None = None
+    hidden: Array | None = None
 
 
 class Folded(NamedTuple):
@@ -45,13 +56,13 @@ class Folded(NamedTuple):
     sinks: Any
     softmax_scale: Any
     dropout: Any
-    rows: Tokens = Tokens()
-    columns: Tokens = Tokens()
+    rows: Rows = Rows()
+    columns: Columns = Columns()
 
 
-def folded(operands: Operands, spec: FlashAttentionSpec) -> Folded:
-    """The operands in the layout of this module, with their tokens."""
-    rows, columns = tokens(operands, spec)
+def folded(operands: Operands, spec: FlashAttentionSpec, is_padded: bool = False) -> Folded:
+    """The operands in the layout of this module, with their tokens; to be padded, which is to be masked, or not."""
+    rows, columns = _tokens(operands, spec, is_padded)
     return fold(operands, operands.k.shape[2])._replace(rows=rows, columns=columns)
 
 
@@ -94,56 +105,50 @@ def unfold_columns(x: Array) -> Array:
 # --- Who sees whom ---------------------------------------------------------------------------------------------------
 
 
-def bounds(spec: FlashAttentionSpec) -> tuple[int | None, int | None]:
-    """(left, right) of i' − left ≤ j ≤ i' + right: the window, cut at the diagonal where causal."""
-    left, right = spec.window
-    return left, (0 if right is None else min(right, 0)) if spec.causal else right
-
-
-def tokens(operands: Operands, spec: FlashAttentionSpec) -> tuple[Tokens, Tokens]:
-    """The rows and the columns of the logits of a call, dense or packed."""
-    s, t = operands.q.shape[1], operands.k.shape[1]
-    drops, is_bounded, n_i, n_j = operands.dropout is not None, bounds(spec) != (None, None), None, None
-    if drops or is_bounded or operands.cu_seqlens_q is not None:
-        i, j = (lax.broadcasted_iota(jnp.int32, (1, n), 1) for n in (s, t))
-    if operands.cu_seqlens_q is not None:
-        (i, n_i, length_i), (j, n_j, length_j) = _split(i, operands.cu_seqlens_q), _split(j, operands.cu_seqlens_k)
-        position = i + jnp.take_along_axis(length_j - length_i, jnp.maximum(n_i, 0), axis=1)
-    elif is_bounded:
-        position = i + (t - s)
-        left, right = bounds(spec)
-        first, after = (0 if left is None else t - s - left), -min(0, right or 0)
-        if jax.export.is_symbolic_dim(first) or first > 0 or after > 0:  # keys beyond every query's window are padding
-            n_i, n_j = jnp.zeros_like(i), jnp.where((j >= first) & (j < t - after), 0, -1)
-    rows = Tokens(i if drops else None, position if is_bounded else None, n_i, operands.q_segment_ids)
-    columns = Tokens(j if drops else None, j if is_bounded else None, n_j, operands.kv_segment_ids)
+def _tokens(operands: Operands, spec: FlashAttentionSpec, is_padded: bool) -> tuple[Rows, Columns]:
+    rows, columns = Rows(segment=operands.q_segment_ids), Columns(segment=operands.kv_segment_ids)
+    visibility = visibility_of(operands._replace(q_segment_ids=None, kv_segment_ids=None, mask=None), spec)
+    is_packed = visibility.cu_seqlens is not None
+    if visibility.is_banded or is_packed or is_padded:
+        first, stop = visibility.intervals()
+        rows = rows._replace(first=first if visibility.left is not None or is_packed else None, stop=stop)
+        columns = columns._replace(key=_iota(visibility.kv_len))
+    if visibility.masks_keys:
+        columns = columns._replace(hidden=visibility.transposed().fully_masked()[:, 0])
+    if is_packed and (operands.dropout is not None or operands.sinks is not None):
+        number, is_inside = visibility.sequences()
+        rows = rows._replace(sequence=jnp.where(is_inside, number, -1))
+    if operands.dropout is not None:
+        rows, columns = rows._replace(index=_index(visibility)), columns._replace(index=_index(visibility.transposed()))
     as_rows, as_columns = partial(lax.expand_dims, dimensions=(1, 2, 4)), partial(lax.expand_dims, dimensions=(1, 2, 3))
     return jax.tree.map(as_rows, rows), jax.tree.map(as_columns, columns)
 
 
-def _split(place: Array, cu_seqlens: Array) -> tuple[Array, Array, Array]:
-    """For each place of a packed axis its place in its sequence and the number of that (−1: none); all lengths."""
-    number = jax.vmap(lambda ends: jnp.searchsorted(ends, place[0], side="right"))(cu_seqlens[:, 1:])
-    inside = (place >= cu_seqlens[:, :1]) & (place < cu_seqlens[:, -1:])
-    index = place - jnp.take_along_axis(cu_seqlens, number, axis=1)
-    return index, jnp.where(inside, number.astype(jnp.int32), -1), cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
+def _index(visibility: Visibility) -> Array:
+    """The places of queries in their sequences."""
+    place = _iota(visibility.q_len)
+    if visibility.cu_seqlens is None:
+        return place
+    number, _ = visibility.sequences()
+    return place - jnp.take_along_axis(visibility.cu_seqlens[0], number, axis=1)
+
+
+def _iota(length: int) -> Array:
+    return lax.broadcasted_iota(jnp.int32, (1, length), 1)
 
 
 def hides(x: Folded) -> bool:
     """Whether some logits may be −∞, and so perhaps all of a row: they are masked, or their bias is −∞."""
-    return any(a is not None for a in (x.bias, x.mask, *x.rows._replace(index=None)))
+    return any(a is not None for a in (x.bias, x.mask, x.rows.stop, x.rows.segment))
 
 
-def visible(x: Folded, spec: FlashAttentionSpec) -> Array | None:
+def visible(x: Folded) -> Array | None:
     """[b?,g?,r?,s?,t?] bool: the logits that count; None where all do."""
-    left, right = bounds(spec)
+    rows, columns = x.rows, x.columns
     rules = [] if x.mask is None else [x.mask]
-    if x.rows.position is not None:
-        distance = x.columns.position - x.rows.position
-        rules += [] if left is None else [distance >= -left]
-        rules += [] if right is None else [distance <= right]
-    for row, column in ((x.rows.sequence, x.columns.sequence), (x.rows.segment, x.columns.segment)):
-        rules += [] if row is None else [row == column, column >= 0]
+    rules += [] if rows.first is None else [rows.first <= columns.key]
+    rules += [] if rows.stop is None else [columns.key < rows.stop]
+    rules += [] if rows.segment is None else [rows.segment == columns.segment, rows.segment >= 0]
     return reduce(jnp.logical_and, rules) if rules else None
 
 
@@ -164,10 +169,12 @@ def alive(x: Folded, seen: Array | None) -> Living:
     """By the logits that count."""
     if seen is None:
         return Living()
-    rows = seen.any(-1, keepdims=True)
-    if x.mask is None and x.rows.sequence is None and x.rows.segment is None:
-        return Living(rows)  # causal and window leave no column unseen, or `tokens` would have numbered it as padding
-    return Living(rows, lax.expand_dims(seen.any((2, 3)), (3,)))
+    rows, columns = seen.any(-1, keepdims=True), None
+    if x.mask is not None or x.rows.segment is not None:
+        columns = lax.expand_dims(seen.any((2, 3)), (3,))
+    elif x.columns.hidden is not None:
+        columns = ~lax.expand_dims(x.columns.hidden[:, :, 0, 0], (3,))
+    return Living(rows, columns)
 
 
 def zero_dead(x: Folded, living: Living) -> Folded:

@@ -16,9 +16,10 @@ import numpy as np
 from jax import Array, lax
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import KernelConfig, Target, band
 
-from ._attention import Folded, bounds, folded
+from .._visibility import Visibility
+from ._attention import Folded, folded
 
 # Where an array keeps the rows and where the columns of the logits. One without a name here, and an axis of size 1,
 # belongs to every tile.
@@ -28,6 +29,7 @@ AXES = (
     | dict.fromkeys(("dk", "dv", "columns"), (None, -1))
     | dict.fromkeys(("bias", "dbias", "mask"), (-2, -1))
 )
+_PADDING = {"rows": -1, "columns": np.iinfo(np.int32).max}
 Start = tuple[Any, Any]  # row and column of a tile's first logit, uint32: unsigned, they are not looked at for wrapping
 ORIGIN = (np.uint32(0), np.uint32(0))
 
@@ -64,31 +66,27 @@ def cut(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> t
     blocks = zip(shape, (config.block_q, config.block_k), strict=True)
     size = tuple(math.ceil(n / math.ceil(n / block)) if n else 1 for n, block in blocks)
     padding = -s % size[0], -t % size[1]
-    starts = _starts(shape, size, (None, None) if operands.cu_seqlens_q is not None else bounds(spec))
-    x = folded(operands, spec)
-    if any(padding) and x.rows.sequence is None:  # a negative sequence tells the padding apart
-        rows, columns = jnp.zeros((1, 1, 1, s, 1), jnp.int32), jnp.zeros((1, 1, 1, 1, t), jnp.int32)
-        x = x._replace(rows=x.rows._replace(sequence=rows), columns=x.columns._replace(sequence=columns))
-    return pad(x, padding), Grid(size, starts, shape, padding, divided)
+    starts = _starts(
+        shape, size, None if operands.cu_seqlens_q is not None else Visibility(s, t, *band(spec.causal, spec.window))
+    )
+    return pad(folded(operands, spec, any(padding)), padding), Grid(size, starts, shape, padding, divided)
 
 
-def _starts(shape: tuple, size: tuple, within: tuple) -> tuple[np.ndarray, np.ndarray]:
-    (s, t), (left, right) = shape, within
-    row, column = np.meshgrid(np.arange(0, s, size[0]), np.arange(0, t, size[1]), indexing="ij")
-    first, last = row + (t - s), np.minimum(row + size[0], s) - 1 + (t - s)
-    inside = np.ones(row.shape, bool) if right is None else column <= last + right
-    inside &= True if left is None else np.minimum(column + size[1], t) - 1 >= first - left
+def _starts(shape: tuple[int, int], size: tuple[int, int], within: Visibility | None) -> tuple[np.ndarray, np.ndarray]:
+    """Of the tiles in which some row sees a column, or of all."""
+    row, column = np.meshgrid(*(np.arange(0, n, step) for n, step in zip(shape, size, strict=True)), indexing="ij")
+    inside = np.ones(row.shape, bool) if within is None else within.blocks(*size, np)[0][0]
     return row[inside].astype(np.uint32), column[inside].astype(np.uint32)
 
 
 def pad(x: Any, amount: tuple[int, int]) -> Any:
-    """Arrays named by AXES with rows and columns appended: 0, but −1 for tokens, which makes them padding."""
+    """Arrays named by AXES with rows and columns appended: of 0, but tokens that see nothing and are not seen."""
 
     def grow(name, a):
         widths = [(0, 0, 0)] * a.ndim
         for axis, side in _tiled_axes(name, a):
             widths[axis] = (0, amount[side], 0)
-        return lax.pad(a, np.array(-1 if name in ("rows", "columns") else 0, a.dtype), widths)
+        return lax.pad(a, np.array(_PADDING.get(name, 0)).astype(a.dtype), widths)
 
     return _map_named(grow, x) if any(amount) else x
 
@@ -159,14 +157,18 @@ def sweep(of_tile: Callable, x: tuple, add: Callable, nothing: Callable[[], Any]
 
 
 def _may_see(x: Folded) -> Array:
-    """Whether rows and columns can have a sequence and a segment in common, by the smallest and the largest of each."""
-
-    def overlap(row, column):
-        ends = [(i.min((1, 2, 3, 4)), i.max((1, 2, 3, 4))) for i in (row, column)]
-        return jnp.maximum(0, jnp.maximum(ends[0][0], ends[1][0])) <= jnp.minimum(ends[0][1], ends[1][1])
-
-    kinds = (x.rows.sequence, x.columns.sequence), (x.rows.segment, x.columns.segment)
-    return reduce(jnp.logical_and, (overlap(*kind) for kind in kinds if kind[0] is not None)).any()
+    """Whether some row may see a column, by the intervals of the rows and by the least and the greatest segment ids."""
+    axes, (rows, columns) = (1, 2, 3, 4), (x.rows, x.columns)
+    rules = []
+    if rows.stop is not None:
+        rules.append(columns.key.min(axes) < rows.stop.max(axes))
+    if rows.first is not None:
+        first = jnp.where(rows.first < rows.stop, rows.first, np.iinfo(np.int32).max)
+        rules.append(first.min(axes) <= columns.key.max(axes))
+    if rows.segment is not None:
+        rules.append(jnp.maximum(rows.segment.min(axes), 0) <= columns.segment.max(axes))
+        rules.append(jnp.maximum(columns.segment.min(axes), 0) <= rows.segment.max(axes))
+    return reduce(jnp.logical_and, rules).any()
 
 
 def trim(x: Any, grid: Grid) -> Any:
@@ -189,7 +191,7 @@ def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> K
     b = 1 if spec.batch_invariant else b
     logits, largest = (2**20, 512) if target.platform == "cpu" else (2**26, 1024)
     block = math.isqrt(logits // max(1, b * h))
-    left, right = bounds(spec)
+    left, right = band(spec.causal, spec.window)
     if None not in (left, right):
         block = min(block, left + right + 1)
     block = min(largest, max(128, 2 ** math.floor(math.log2(max(1, block)))))

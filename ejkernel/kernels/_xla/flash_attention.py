@@ -285,7 +285,7 @@ class _Logits(NamedTuple):
 
 def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits:
     """The logits from q·k in the dtype `product`, that of statistics if None."""
-    seen = attention.visible(x, spec)
+    seen = attention.visible(x)
     living = attention.alive(x, seen)
     x, dtype = attention.zero_dead(x, living), attention.statistics_dtype(x.q.dtype)
     raw = lax.convert_element_type(over_features(x.q, x.k, product), dtype)

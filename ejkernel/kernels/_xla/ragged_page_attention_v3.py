@@ -22,6 +22,7 @@ from ejkernel.primitives.ragged_page_attention_v3 import Operands, Outputs, Ragg
 from ejkernel.types import KernelConfig, Target
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
+from .._visibility import interval
 from ._attention import statistics_dtype
 
 
@@ -95,11 +96,16 @@ def written(x: Operands, at: Places) -> Array:
     return x.kv_pages.at[page, at.position % size].set(new, mode="drop")
 
 
-def _visible(position: Array, key: Array, valid: Array, spec: RaggedPageAttentionSpec) -> Array:
-    """[tokens, keys]: the keys up to a token's own, within the window."""
-    distance = position[:, None] - key[None, :]
-    seen = valid[:, None] & (distance >= 0)
-    return seen if spec.window is None else seen & (distance < spec.window)
+def _intervals(at: Places, spec: RaggedPageAttentionSpec) -> tuple[Array, Array]:
+    """The keys first ≤ j < stop that each token sees, [tokens]: those up to its own, within the window."""
+    left = None if spec.window is None else spec.window - 1
+    return interval(at.position, left, 0, 0, jnp.where(at.valid, at.position + 1, 0))
+
+
+def _visible(first: Array, stop: Array, key: Array) -> Array:
+    """[tokens, keys]."""
+    first, stop, key = first[:, None], stop[:, None], key[None]
+    return (first <= key) & (key < stop)
 
 
 def _logits(q: Array, k: Array, seen: Array, spec: RaggedPageAttentionSpec) -> Array:
@@ -149,7 +155,7 @@ def _reference(x: Operands, spec: RaggedPageAttentionSpec) -> Outputs:
     pages = written(x, at)
     kv = pages[jnp.clip(x.block_tables[at.sequence], 0, pages.shape[0] - 1)]
     k, v = (kv[:, :, :, :, n].reshape(tokens, -1, groups, features) for n in (0, 1))
-    seen = _visible(at.position, jnp.arange(k.shape[1], dtype=jnp.int32), at.valid, spec)
+    seen = _visible(*_intervals(at, spec), jnp.arange(k.shape[1], dtype=jnp.int32))
     s = _logits(x.q.reshape(tokens, groups, heads // groups, features), k, seen, spec)
     m_sinks, l_sinks = _first(x, s.dtype, tokens, groups)
     m = jnp.maximum(s.max(-1), m_sinks)
@@ -178,7 +184,7 @@ def _attend_block(x: Operands, pages: Array, spec, columns: int, q: Array, at: P
     """o and lse of a block of tokens: a running softmax over the pages that any of them sees, `columns` at a time."""
     (tokens, heads, features), groups, size = q.shape, pages.shape[2], columns * pages.shape[1]
     rows, dtype = q.reshape(tokens, groups, heads // groups, features), statistics_dtype(q.dtype)
-    tables = x.block_tables[at.sequence]
+    tables, (first, stop) = x.block_tables[at.sequence], _intervals(at, spec)
 
     def step(n, carry):
         m, l, o = carry
@@ -188,15 +194,14 @@ def _attend_block(x: Operands, pages: Array, spec, columns: int, q: Array, at: P
         k, v = (kv[:, :, :, :, i].reshape(tokens, size, groups, features) for i in (0, 1))
         key = n * size + jnp.arange(size, dtype=jnp.int32)
         in_table = key < tables.shape[1] * pages.shape[1]
-        seen = _visible(at.position, key, at.valid, spec) & in_table[None]
+        seen = _visible(first, stop, key) & in_table[None]
         s = _logits(rows, k, seen, spec)
         m_new = jnp.maximum(m, s.max(-1))
         p, alpha = jnp.exp(s - _finite(m_new)[..., None]), jnp.exp(m - _finite(m_new))
         return m_new, l * alpha + p.sum(-1), o * alpha[..., None] + _weighted(p, v, seen, q.dtype)
 
-    last = jnp.where(at.valid, at.position, -1).max() // size
-    low = jnp.zeros_like(at.position) if spec.window is None else at.position - (spec.window - 1)
-    first = jnp.where(at.valid, jnp.maximum(low, 0), jnp.iinfo(jnp.int32).max).min() // size
+    begin = jnp.where(first < stop, first, jnp.iinfo(jnp.int32).max).min() // size
+    end = -(-stop.max() // size)
     o = jnp.zeros((tokens, groups, heads // groups, features), dtype)
-    m, l, o = lax.fori_loop(first, last + 1, step, (*_first(x, dtype, tokens, groups), o))
+    m, l, o = lax.fori_loop(begin, end, step, (*_first(x, dtype, tokens, groups), o))
     return _results(m, l, o, at.valid, q)

@@ -20,16 +20,23 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import frames, logits, tiles
 from .bias_gradient import bias_gradient
-from .problem import Problem, keys_as_segments, problem_of, seen_lse, sum_to_shape
+from .problem import (
+    Problem,
+    keys_as_segments,
+    problem_of,
+    seen_lse,
+    segment_ranges_of,
+    sum_to_shape,
+    zero_fully_masked_queries,
+    zero_hidden_keys,
+)
 from .rows import exact_rows
-from .unseen import zero_blind_queries, zero_unseen_keys
 
 
 def flash_attention_bwd(
@@ -59,10 +66,10 @@ def flash_attention_bwd(
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
-        (k,) = zero_unseen_keys(given, problem, given.k)
+        (k,) = zero_hidden_keys(given, spec, given.k)
         gradients["q"], dscale = _queries(primals._replace(k=k), saved, wrt, problem, config)
     if "k" in wrt or "v" in wrt:
-        q, seen_do = zero_blind_queries(given, problem, given.q, do)
+        q, seen_do = zero_fully_masked_queries(given, spec, given.q, do)
         gradients |= _keys_and_values(primals._replace(q=q), (seen_do, *saved[1:]), wrt, problem, config)
     if "bias" in wrt:
         gradients["bias"] = bias_gradient(primals, saved, problem)
@@ -86,7 +93,7 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
     return _launch.launch(
         dq_kernel,
         *primals,
-        spans(primals, config.block_k, config.block_q),
+        segment_ranges_of(primals, config.block_k, config.block_q),
         *saved,
         out_type=tuple(results.values()),
         grid=blocks * problem.H * problem.B,
@@ -106,7 +113,7 @@ def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: Ke
     return _launch.launch(
         dk_dv_kernel,
         *primals,
-        spans(primals, config.block_k, config.block_q, of_keys=True),
+        segment_ranges_of(primals, config.block_q, config.block_k, of_keys=True),
         *saved,
         out_type={name: jax.ShapeDtypeStruct.like(getattr(primals, name)) for name in wanted},
         grid=blocks * problem.G * problem.B,
@@ -123,13 +130,13 @@ def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: Ke
 @triton.jit
 def dk_dv_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    spans, do, lse, correction, delta,
+    segment_ranges, do, lse, correction, delta,
     dk, dv,
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, first, frame = frames.keys_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_K)
-    bounds = frames.queries_of_keys(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    bounds = frames.queries_of_keys(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
     j = first + tl.arange(0, BLOCK_K)[:, None]
     k_tile = tiles.load_keys(k, first, frame, problem, problem.D, BLOCK_K, True)
@@ -177,13 +184,13 @@ def dk_dv_kernel(
 @triton.jit
 def dq_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    spans, do, lse, correction, delta,
+    segment_ranges, do, lse, correction, delta,
     dq, dscale,
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
     scale = logits.total_scale(softmax_scale, frame, problem)
     rows = first + tl.arange(0, BLOCK_Q)

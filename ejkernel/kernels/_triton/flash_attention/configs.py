@@ -8,10 +8,11 @@ a list those count that fit into the shared memory of the target.
 import numpy as np
 
 from ejkernel.kernels._triton._launch import SHARED_MEMORY, limit_of_environment, shared_memory_limit
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .problem import masks_keys, tiled
+from .problem import is_key_mask, tiled
 
 # (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
 PLAIN = {
@@ -176,7 +177,7 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     pairs = (_of_pairs(operands.bias), _of_pairs(operands.mask))
     further = (*pairs, operands.cu_seqlens_q, operands.dropout)
     table = PLAIN if all(x is None for x in further) else FURTHER
-    segmented = operands.q_segment_ids is not None or masks_keys(operands)
+    segmented = operands.q_segment_ids is not None or is_key_mask(operands)
     crowded = sum(x is not None for x in further) + segmented > 1
     if crowded:
         table = CROWDED
@@ -188,9 +189,10 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
     width = min(width for width in table[operation] if width >= features)
     tables = *_special(table, segmented, operands, spec, target), table
     configs = next(of[operation][width] for of in tables if width in of.get(operation, {}))
-    if table is PLAIN and operation == "flash_attention" and reach(operands, spec) <= SHORT and width < 256:
+    most_keys = visibility_of(operands, spec).most_keys
+    if table is PLAIN and operation == "flash_attention" and most_keys <= SHORT and width < 256:
         return _first(SHORT_FORWARD, configs)
-    if table is PLAIN and operation == "flash_attention_bwd" and reach(operands, spec) <= FEW and width == 64:
+    if table is PLAIN and operation == "flash_attention_bwd" and most_keys <= FEW and width == 64:
         return _first(FEW_BACKWARD, configs)
     return configs
 
@@ -216,14 +218,6 @@ def _first(config: tuple, configs: tuple) -> tuple:
 def _of_pairs(x):
     """A bias or mask that varies over queries; None for one that is the same for all, which takes next to no room."""
     return None if x is None or x.shape[2] == 1 else x
-
-
-def reach(operands: Operands, spec: FlashAttentionSpec) -> int:
-    """How many keys a query sees at most, as far as the window and the length say."""
-    left, right = spec.window
-    right = 0 if spec.causal else right
-    length = operands.k.shape[1]
-    return length if left is None or right is None else min(length, left + right + 1)
 
 
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import frames, logits, tiles
-from .problem import keys_as_segments, problem_of
-from .unseen import zero_unseen_keys
+from .problem import keys_as_segments, problem_of, segment_ranges_of, zero_hidden_keys
 
 
 def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
@@ -25,11 +23,11 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
     operands = keys_as_segments(given)
     problem = problem_of(operands, spec)
     blocks = problem.blocks(config.block_q)
-    (v,) = zero_unseen_keys(given, problem, given.v)
+    (v,) = zero_hidden_keys(given, spec, given.v)
     o, lse = _launch.launch(
         forward_kernel,
         *operands._replace(v=v),
-        spans(operands, config.block_q, config.block_k),
+        segment_ranges_of(operands, config.block_q, config.block_k),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), operands.q.dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32),
@@ -49,13 +47,13 @@ def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig())
 @triton.jit
 def forward_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    spans,
+    segment_ranges,
     o, lse,
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
     scale = logits.total_scale(softmax_scale, frame, problem)
     m, l = logits.first_statistics(sinks, frame, problem, BLOCK_Q)

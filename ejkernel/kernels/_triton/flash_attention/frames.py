@@ -69,25 +69,25 @@ def of_head(frame, head):
 
 
 @triton.jit
-def keys_of_queries(block, first, frame, spans, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
-                    BLOCK_K: tl.constexpr):  # fmt: skip
+def keys_of_queries(block, first, frame, segment_ranges, problem: tl.constexpr, BLOCKS: tl.constexpr,
+                    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """The bounds of the loop over the keys that a block of queries sees."""
     low, high = band(frame, problem)
     bounds = schedule(
         first, low, high, frame.k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
-    return within_segments(bounds, spans, frame.batch, block, BLOCKS, BLOCK_K)
+    return within_segments(bounds, segment_ranges, frame.batch, block, BLOCKS, BLOCK_K)
 
 
 @triton.jit
-def queries_of_keys(block, first, frame, spans, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
-                    BLOCK_K: tl.constexpr):  # fmt: skip
+def queries_of_keys(block, first, frame, segment_ranges, problem: tl.constexpr, BLOCKS: tl.constexpr,
+                    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """The bounds of the loop over the queries that see a block of keys."""
     low, high = band(frame, problem)
     bounds = schedule(
         first, -high, -low, frame.q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
     )
-    return within_segments(bounds, spans, frame.batch, block, BLOCKS, BLOCK_Q)
+    return within_segments(bounds, segment_ranges, frame.batch, block, BLOCKS, BLOCK_Q)
 
 
 @triton.jit
@@ -144,14 +144,14 @@ def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.const
 
 
 @triton.jit
-def within_segments(bounds, spans, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
-    """What `schedule` returned, narrowed to what this block shares segments with (see kernels/_segments.py)."""
+def within_segments(bounds, segment_ranges, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
+    """What `schedule` returned, narrowed to what this block shares segments with: see `problem.segment_ranges_of`."""
     begin, end, first_full, last_full = bounds
-    if spans is not None:
-        spans += (batch * BLOCKS + block) * 4
-        begin, end = tl.maximum(begin, tl.load(spans)), tl.minimum(end, tl.load(spans + 1))
-        first_full = tl.maximum(first_full, tl.load(spans + 2))
-        last_full = tl.minimum(last_full, tl.load(spans + 3) - STEP)
+    if segment_ranges is not None:
+        segment_ranges += (batch * BLOCKS + block) * 4
+        begin, end = tl.maximum(begin, tl.load(segment_ranges)), tl.minimum(end, tl.load(segment_ranges + 1))
+        first_full = tl.maximum(first_full, tl.load(segment_ranges + 2))
+        last_full = tl.minimum(last_full, tl.load(segment_ranges + 3) - STEP)
     return Bounds(begin, end, first_full, last_full)
 
 

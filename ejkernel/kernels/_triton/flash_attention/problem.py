@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import triton
 
+from ejkernel.kernels._visibility import visibility_of, zero_fully_masked
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 
@@ -34,6 +35,8 @@ class Problem:
         bias_strides, …: of the optional operands; None for those that are absent.
         exact: q, k and v are float32.
         segmented: queries and keys have segment ids.
+        masks_queries, masks_keys: the band or the sequences may hide every key from a query, or a key from every query;
+            their contents must not be multiplied even by zero.
     """
 
     B: int
@@ -58,6 +61,8 @@ class Problem:
     cu_k_strides: Strides | None
     exact: bool
     segmented: bool
+    masks_queries: bool
+    masks_keys: bool
 
     @property
     def group(self) -> int:
@@ -101,17 +106,6 @@ class Problem:
     def keep_scale(self) -> float:
         return 1 / (1 - self.dropout_rate)
 
-    @property
-    def unseen_keys(self) -> bool:
-        """The band may hide keys from every query; their contents must not be multiplied even by zero."""
-        left_behind = self.left is not None and (self.N is not None or self.left < self.K - self.S)
-        return left_behind or (self.right is not None and self.right < 0)
-
-    @property
-    def blind_queries(self) -> bool:
-        """The band may hide every key from a query; its contents must not be multiplied even by zero."""
-        return self.right is not None and (self.N is not None or self.right < self.S - self.K)
-
     def blocks(self, block: int, of_keys: bool = False) -> int:
         """How many blocks of queries (or keys) one head is cut into.
 
@@ -127,7 +121,7 @@ class Problem:
 
     def checked(self, block: int, over_keys: bool) -> bool:
         """Whether such a loop may meet tokens that must not be loaded."""
-        return self._uneven(block, over_keys) or (self.unseen_keys if over_keys else self.blind_queries)
+        return self._uneven(block, over_keys) or (self.masks_keys if over_keys else self.masks_queries)
 
     def _uneven(self, block: int, over_keys: bool) -> bool:
         return self.N is not None or (self.K if over_keys else self.S) % block != 0
@@ -137,16 +131,14 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     """The problem that a call poses."""
     B, S, H, D = operands.q.shape
     K, G, V = operands.k.shape[1], operands.k.shape[2], operands.v.shape[3]
-    left, right = spec.window
-    if spec.causal:
-        right = 0 if right is None else min(right, 0)
+    visibility = visibility_of(operands, spec)
     return Problem(
         *(B, S, K, H, G, D, V),
         N=None if operands.cu_seqlens_q is None else operands.cu_seqlens_q.shape[1] - 1,
         scale=spec.softmax_scale,
         softcap=spec.softcap,
-        left=left,
-        right=right,
+        left=visibility.left,
+        right=visibility.right,
         dropout_rate=spec.dropout_rate,
         bias_strides=broadcast_strides(operands.bias),
         mask_strides=broadcast_strides(operands.mask),
@@ -157,10 +149,12 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
         cu_k_strides=broadcast_strides(operands.cu_seqlens_k),
         exact=operands.q.dtype == jnp.float32,
         segmented=operands.q_segment_ids is not None,
+        masks_queries=visibility.masks_queries,
+        masks_keys=visibility.masks_keys,
     )
 
 
-def masks_keys(operands: Operands) -> bool:
+def is_key_mask(operands: Operands) -> bool:
     """A mask hides keys from all queries and heads alike, as padding is hidden."""
     mask = operands.mask
     return mask is not None and mask.shape[1] == mask.shape[2] == 1 and operands.cu_seqlens_q is None
@@ -168,13 +162,45 @@ def masks_keys(operands: Operands) -> bool:
 
 def keys_as_segments(operands: Operands) -> Operands:
     """With such a mask as segment ids: kernels pass over hidden blocks, and ask for nothing in those that are seen."""
-    if not masks_keys(operands):
+    if not is_key_mask(operands):
         return operands
     q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
     if q_ids is None:
         q_ids, kv_ids = (jnp.zeros(x.shape[:2], jnp.int32) for x in (operands.q, operands.k))
     kv_ids = jnp.where(operands.mask[:, 0, 0], kv_ids, -1)
     return operands._replace(mask=None, q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+
+
+def segment_ranges_of(operands: Operands, block_q: int, block_k: int, of_keys: bool = False):
+    """[B, blocks, 4] int32: of each block of queries the range of keys that share a segment with it, and within that
+    one that needs no segment ids, as (begin, end, full_begin, full_end) in tokens. None without segments.
+
+    `of_keys` gives the ranges of queries of each block of keys.
+    """
+    if operands.q_segment_ids is None:
+        return None
+    visibility = visibility_of(operands, FlashAttentionSpec())
+    if of_keys:
+        return jnp.stack(visibility.transposed().segment_block_ranges(block_k, block_q), -1) * block_q
+    return jnp.stack(visibility.segment_block_ranges(block_q, block_k), -1) * block_k
+
+
+def zero_hidden_keys(operands: Operands, spec: FlashAttentionSpec, *arrays):
+    """Arrays [B, K, G, ·] or None, zero where a mask or segment ids hide a key from every query.
+
+    It costs less before a kernel runs: in the kernel it would send every tile through registers. Keys that the band or
+    the lengths of sequences hide are never read: see `Problem.checked`.
+    """
+    if operands.mask is None and operands.q_segment_ids is None:
+        return arrays
+    return zero_fully_masked(visibility_of(operands, spec).transposed(), *arrays)
+
+
+def zero_fully_masked_queries(operands: Operands, spec: FlashAttentionSpec, *arrays):
+    """Arrays [B, S, H, ·], zero in queries that a mask or segment ids leave without keys."""
+    if operands.mask is None and operands.q_segment_ids is None:
+        return arrays
+    return zero_fully_masked(visibility_of(operands, spec), *arrays)
 
 
 def broadcast_strides(x) -> Strides | None:

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
 from . import frames, logits, tiles
-from .problem import Problem
+from .problem import Problem, segment_ranges_of
 
 
 def exact_rows(primals: Operands, saved, problem: Problem, config: KernelConfig) -> tuple:
@@ -31,7 +30,7 @@ def exact_rows(primals: Operands, saved, problem: Problem, config: KernelConfig)
     return _launch.launch(
         rows_kernel,
         *primals,
-        spans(primals, config.block_k, config.block_q),
+        segment_ranges_of(primals, config.block_k, config.block_q),
         *saved,
         out_type=(rows, rows),
         grid=blocks * problem.H * problem.B,
@@ -47,13 +46,13 @@ def exact_rows(primals: Operands, saved, problem: Problem, config: KernelConfig)
 @triton.jit
 def rows_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    spans, do, lse, mean,
+    segment_ranges, do, lse, mean,
     correction, exact_mean,
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
     scale = logits.total_scale(softmax_scale, frame, problem)
     rows = first + tl.arange(0, BLOCK_Q)

@@ -23,15 +23,13 @@ import jax
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._segments import spans
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import frames, logits, tiles
 from .configs import values_wait
-from .problem import keys_as_segments, problem_of, seen_lse
-from .unseen import zero_unseen_keys
+from .problem import keys_as_segments, problem_of, seen_lse, segment_ranges_of, zero_hidden_keys
 
 
 def flash_attention_jvp(
@@ -46,12 +44,12 @@ def flash_attention_jvp(
     given, primals = primals, keys_as_segments(primals)
     problem = problem_of(primals, spec)
     blocks = problem.blocks(config.block_q)
-    v, v_dot = zero_unseen_keys(given, problem, given.v, tangents.v)
+    v, v_dot = zero_hidden_keys(given, spec, given.v, tangents.v)
     moving = (tangents.q, tangents.k, tangents.bias, tangents.softmax_scale)
     o_dot, lse_dot = _launch.launch(
         tangent_kernel,
         *primals._replace(v=v),
-        spans(primals, config.block_q, config.block_k),
+        segment_ranges_of(primals, config.block_q, config.block_k),
         *(tangents.q, tangents.k, v_dot, tangents.bias, tangents.sinks, tangents.softmax_scale),
         outputs.o,
         seen_lse(outputs.lse),
@@ -73,7 +71,7 @@ def flash_attention_jvp(
 @triton.jit
 def tangent_kernel(
     q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, cu_q, cu_k, dropout,
-    spans,
+    segment_ranges,
     q_dot, k_dot, v_dot, bias_dot, sinks_dot, scale_dot,
     o, lse,
     o_dot, lse_dot,
@@ -81,7 +79,7 @@ def tangent_kernel(
     BLOCK_K: tl.constexpr, LOGITS_MOVE: tl.constexpr, VALUES_WAIT: tl.constexpr,
 ):  # fmt: skip
     block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, spans, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     scale = logits.total_scale(softmax_scale, frame, problem)
     rows = first + tl.arange(0, BLOCK_Q)
     i = rows[:, None]

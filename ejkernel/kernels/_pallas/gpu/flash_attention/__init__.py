@@ -4,6 +4,7 @@ What stands here imports no Pallas; the kernels are imported when they are first
 """
 
 from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
@@ -65,15 +66,12 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     """Keys that no query sees may hold anything, and a weight of 0 does not undo that: 0·NaN = NaN.
 
-    Those that segments and the ends of packed sequences hide are known to reach.py.
+    Those that segments and the ends of packed sequences hide are known to mask_info.py.
     """
     if operands.cu_seqlens_q is not None or operands.q_segment_ids is not None:
         return None
-    left, right = spec.window
-    if left is not None and left < operands.k.shape[1] - operands.q.shape[1]:
-        return "the first keys are seen by no query"
-    if right is not None and right < 0:
-        return "the last keys are seen by no query"
+    if visibility_of(operands, spec).masks_keys:
+        return "some keys are seen by no query"
     return None
 
 
@@ -88,11 +86,7 @@ def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> s
 
 
 def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
-    left, right = spec.window
-    right = 0 if spec.causal else right
-    keys = operands.k.shape[1]
-    if left is not None and right is not None:
-        keys = min(keys, left + right + 1)
+    keys = visibility_of(operands, spec).most_keys
     if keys < LEAST_KEYS:
         return f"a query sees {keys} keys at most, of which smaller blocks than those of these kernels make less work"
     return None

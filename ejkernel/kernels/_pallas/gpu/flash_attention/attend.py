@@ -19,7 +19,7 @@ from .._launch import (
     times_rows,
 )
 from .plan import Plan
-from .problem import Problem, Visits, after_first
+from .problem import BlockRanges, Problem, after_first
 from .quantized import Unit, Units
 from .tiles import Statistics, View, logits, seen, updated, weights
 
@@ -51,7 +51,7 @@ class Tile(NamedTuple):
     q: Any
     view: View
     head: Array
-    visited: Visits
+    visited: BlockRanges
     start: Statistics
     units: Units | None
 

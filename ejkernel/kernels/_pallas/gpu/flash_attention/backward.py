@@ -25,6 +25,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
@@ -49,8 +50,8 @@ from .holders import (
     hold_keys,
     hold_values,
 )
+from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
 from .problem import LOG2_E, problem_of
-from .reach import Reach, reach_of, without_blind, without_unseen
 
 # Registers of a thread that holds gradients, of which there are two warpgroups, and of the one that collects: with 504
 # all are given away.
@@ -66,12 +67,12 @@ def flash_attention_bwd(
     spec: FlashAttentionSpec,
     config: KernelConfig,
 ) -> tuple[Array, ...]:
-    problem = problem_of(primals, spec)
+    visibility, problem = visibility_of(primals, spec), problem_of(primals, spec)
     plan = Plan(problem, config.block_q, config.num_stages)
     check("flash_attention_bwd", config, block_k=(plan.keys,))
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
-    q, do = without_blind(primals, spec, problem, primals.q, do)
-    k, v = without_unseen(primals, spec, problem, primals.k, primals.v)
+    q, do = zero_fully_masked_queries(visibility, primals.q, do)
+    k, v = zero_hidden_keys(visibility, primals.k, primals.v)
     delta = jnp.einsum("bshe,bshe->bhs", do, outputs.o, preferred_element_type=jnp.float32)
     if cotangents.lse is not None:
         delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
@@ -80,8 +81,8 @@ def flash_attention_bwd(
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
-    seen_by = reach_of(primals, spec, problem, plan.keys, plan.block_q, of_keys=True)
-    dq, dk, dv = _gradients(*map(whole_eights, (q, k, v, do)), *rows, seen_by, plan)
+    mask_info = mask_info_of(visibility.transposed(), plan.keys, plan.block_q)
+    dq, dk, dv = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, plan)
     found = {"q": (dq * problem.scale).astype(problem.dtype)[:, : problem.S]}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
     if "sinks" in wrt:
@@ -92,7 +93,9 @@ def flash_attention_bwd(
     return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
 
 
-def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, seen_by: Reach | None, plan: Plan):
+def _gradients(
+    q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None, plan: Plan
+):
     """dq in float32 and without the scale, dk and dv."""
     block_q, stages = plan.block_q, plan.stages
     tile = lambda *shape: shared(shape, plan.problem.dtype, plan.swizzle)
@@ -100,7 +103,7 @@ def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Arr
     dk, dv = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
-        (q, k, v, do, start, delta, seen_by, dq),
+        (q, k, v, do, start, delta, mask_info, dq),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         blocks=plan.order.blocks,
         warpgroups=WARPGROUPS,
@@ -125,7 +128,7 @@ def _gradients(q: Array, k: Array, v: Array, do: Array, start: Array, delta: Arr
 
 
 def _kernel(
-    q, k, v, do, start, delta, seen_by: Reach | None, dq, dk, dv, *, plan: Plan,
+    q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dk, dv, *, plan: Plan,
     held, streamed, ds_tiles, p_tile, dq_tile, held_full, q_full, do_full, ds_free,
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
@@ -134,7 +137,7 @@ def _kernel(
         """Computes gradients, and stores them by way of what was held."""
         plgpu.set_max_registers(HOLDING, action="increase")
         plgpu.barrier_wait(held_full)
-        body = partial(of, plan, seen_by, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
+        body = partial(of, plan, mask_info, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
         found = pl.run_scoped(body, *(accumulator(ROWS, held[array].shape[-1]) for array in arrays))
         sync(DONE, WARPGROUPS)
         for gradient, array in zip(found, arrays, strict=True):
@@ -158,13 +161,13 @@ def _kernel(
             at = batch, pl.ds(first + holder * ROWS, ROWS), kv_head
             for array, tile in zip((k, v), held, strict=True):
                 plgpu.copy_gmem_to_smem(array.at[at], tile.at[holder], held_full)
-        load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan, seen_by)
-        steps = plan.steps(seen_by)
+        load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan, mask_info)
+        steps = plan.steps(mask_info)
         lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
         plgpu.barrier_wait(held_full)
 
         def visit(step, _):
-            _collect(step, held[0], ds_tiles, ds_free, dq_tile, dq, plan, seen_by)
+            _collect(step, held[0], ds_tiles, ds_free, dq_tile, dq, plan, mask_info)
 
             @pl.when(step + plan.stages < steps)
             def _():
@@ -185,11 +188,11 @@ def _roles(plan: Plan) -> tuple:
     return ((hold_values, 1), (hold_keys, 0)) if plan.wide else ((hold_both, 0, 1),)
 
 
-def _load(arrays, tiles, full_barriers, plan: Plan, seen_by: Reach | None, step: Array) -> None:
+def _load(arrays, tiles, full_barriers, plan: Plan, mask_info: MaskInfo | None, step: Array) -> None:
     """Begins to load what belongs to the queries of a step."""
     (q, do, start, delta), (q_tiles, do_tiles, start_tiles, delta_tiles) = arrays, tiles
     q_full, do_full = (barrier.at[slot_of(step, plan.stages)] for barrier in full_barriers)
-    block, head = plan.place(seen_by, step)
+    block, head = plan.place(mask_info, step)
     batch, rows, slot = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), slot_of(step, plan.stages)
     plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_tiles.at[slot], q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[slot], q_full)
@@ -197,10 +200,10 @@ def _load(arrays, tiles, full_barriers, plan: Plan, seen_by: Reach | None, step:
     plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[slot], do_full)
 
 
-def _collect(step: Array, k_tile, ds_tiles, ds_free, dq_tile, dq, plan: Plan, seen_by: Reach | None) -> None:
+def _collect(step: Array, k_tile, ds_tiles, ds_free, dq_tile, dq, plan: Plan, mask_info: MaskInfo | None) -> None:
     """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
     slot = slot_of(step, plan.ds_stages)
-    block, head = plan.place(seen_by, step)
+    block, head = plan.place(mask_info, step)
     height, width = dq_tile.shape
     sync(plan.ds_full + slot, plan.holders + 1)
     for left in range(0, plan.problem.D, width):

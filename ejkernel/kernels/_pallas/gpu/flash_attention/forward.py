@@ -24,16 +24,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._sequences import of_sequences
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, WGMMA, across, arrive, full, launch, shared, slot_of, sync, whole_eights
 from .attend import Shared, Tile, attend, begin
 from .configs import check, in_e4m3
+from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .plan import Q_FREE, REGISTERS, SHARED_BYTES, TURN, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import Scales
-from .reach import Reach, reach_of, without_unseen
 from .rounding import rounded
 from .tiles import COLUMNS, Statistics, View
 
@@ -41,7 +42,7 @@ from .tiles import COLUMNS, Statistics, View
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     check("flash_attention", config)
     operands = Operands(*operands)
-    problem = problem_of(operands, spec)
+    visibility, problem = visibility_of(operands, spec), problem_of(operands, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(spec))
     if (size := plan.shared_bytes(plan.persistent)) > SHARED_BYTES:
         blocks = f"{plan.block_q} queries and {plan.block_k} keys in {plan.stages} stages"
@@ -49,7 +50,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     sinks = operands.sinks
     if sinks is not None:
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))
-    k, v = without_unseen(operands, spec, problem, operands.k if plan.e4m3 else None, operands.v)
+    k, v = zero_hidden_keys(visibility, operands.k if plan.e4m3 else None, operands.v)
     arrays, scales = tuple(map(whole_eights, (operands.q, k if plan.e4m3 else operands.k, v))), None
     dealt, dtype, stages, values = plan.order.dealt, problem.dtype, plan.stages, (plan.block_k, problem.V)
     if plan.e4m3:
@@ -64,7 +65,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
             None if dealt is None else jnp.asarray(dealt),
             sinks,
             scales,
-            reach_of(operands, spec, problem, plan.block_q, plan.block_k),
+            mask_info_of(visibility, plan.block_q, plan.block_k),
         ),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, -(-problem.S // 8) * 8, problem.H, problem.V), dtype),
@@ -87,7 +88,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
 
 
 def _kernel(
-    arrays, dealt, sinks, scales: Scales | None, reach: Reach | None, o, lse, *, plan: Plan,
+    arrays, dealt, sinks, scales: Scales | None, mask_info: MaskInfo | None, o, lse, *, plan: Plan,
     q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_free,
 ):  # fmt: skip
     q_tiles, o_tiles = q_and_o
@@ -104,9 +105,9 @@ def _kernel(
         return Tile(
             number=number,
             q=q_tiles.at[slot_of(turn, plan.q_slots), pl.ds(number * ROWS, ROWS)],
-            view=View(batch, first + number * ROWS, reach),
+            view=View(batch, first + number * ROWS, mask_info),
             head=head,
-            visited=plan.visits(first, batch, reach),
+            visited=plan.visited(first, batch, mask_info),
             start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
             units=plan.units(scales, batch, head, first),
         )
@@ -146,17 +147,17 @@ def _kernel(
         lax.fori_loop(0, turns, one, begin(tiles, tile_of(jnp.int32(0)), plan))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, dealt, tiles, turns, reach, plan))
+    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, dealt, tiles, turns, mask_info, plan))
 
 
-def _load(arrays, dealt, tiles: Shared, turns: Array, reach: Reach | None, plan: Plan):
+def _load(arrays, dealt, tiles: Shared, turns: Array, mask_info: MaskInfo | None, plan: Plan):
     """The warpgroup that loads: q of every tile, and its blocks of k and v into the slots as they come free."""
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
     def one(turn, step):
         first, head, batch = plan.tile(turn, dealt)
-        kv_head, visited = lax.div(head, jnp.int32(plan.problem.group)), plan.visits(first, batch, reach)
+        kv_head, visited = lax.div(head, jnp.int32(plan.problem.group)), plan.visited(first, batch, mask_info)
         slot = slot_of(turn, plan.q_slots)
         pl.when(turn >= plan.q_slots)(lambda: plgpu.barrier_wait(tiles.q_free.at[slot]))
         rows = pl.ds(first, plan.block_q)

@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._target import gpu_target
+from ejkernel.kernels._visibility import BlockRanges
 
 from .._launch import (
     FIRST_BARRIER,
@@ -22,9 +23,9 @@ from .._launch import (
     slot_of,
     sync,
 )
+from .mask_info import MaskInfo
 from .order import Each
-from .problem import Problem, Visits, visits
-from .reach import Reach
+from .problem import Problem, blocks_of_band
 from .tiles import View, logits, seen
 
 # Two warpgroups hold the gradients of keys, the third loads and collects.
@@ -95,21 +96,21 @@ class Plan:
         heads = jnp.int32(self.problem.G)
         return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
 
-    def visits(self, reach: Reach | None) -> Visits:
+    def visited(self, mask_info: MaskInfo | None) -> BlockRanges:
         """Found again wherever it is needed: the warpgroups have no registers to remember it in."""
         first, _, batch = self.tile()
-        if reach is not None:
-            return reach.visits(lax.div(first, jnp.int32(self.keys)), batch)
-        return visits(first, self.keys, *self.problem.band(of_keys=True), self.problem.S, self.block_q)
+        if mask_info is not None:
+            return mask_info.visited(lax.div(first, jnp.int32(self.keys)), batch)
+        return blocks_of_band(first, self.keys, *self.problem.band(of_keys=True), self.problem.S, self.block_q)
 
-    def steps(self, reach: Reach | None) -> Array:
+    def steps(self, mask_info: MaskInfo | None) -> Array:
         """Blocks of queries of all the heads that share the keys."""
-        visited = self.visits(reach)
+        visited = self.visited(mask_info)
         return (visited.end - visited.begin) * self.problem.group
 
-    def place(self, reach: Reach | None, step: Array) -> tuple[Array, Array]:
+    def place(self, mask_info: MaskInfo | None, step: Array) -> tuple[Array, Array]:
         """The block of queries and the head of a step: one head of the group after the other."""
-        (_, kv_head, _), visited = self.tile(), self.visits(reach)
+        (_, kv_head, _), visited = self.tile(), self.visited(mask_info)
         blocks = visited.end - visited.begin
         return visited.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
 
@@ -118,17 +119,17 @@ class Plan:
 
 
 def _weigh(
-    plan: Plan, holder: Array | int, reach: Reach | None, held, streamed, step: Array, part: slice
+    plan: Plan, holder: Array | int, mask_info: MaskInfo | None, held, streamed, step: Array, part: slice
 ) -> tuple[Array, Array]:
     """p = exp(s − lse) of the keys of a holder and a part of a step's queries, and p times a softcap's slope.
 
     With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and its slope is 1 − t² of that of scale·q·k.
     """
     problem, slot, (first, _, batch) = plan.problem, slot_of(step, plan.stages), plan.tile()
-    uneven_keys = problem.K % plan.keys > 0 and reach is None
+    uneven_keys = problem.K % plan.keys > 0 and mask_info is None
 
     def masked(exponents, block):
-        view = View(batch, first + holder * ROWS, reach, of_keys=True)
+        view = View(batch, first + holder * ROWS, mask_info, of_keys=True)
         ok = seen(view, block * plan.block_q + part.start, exponents.shape, uneven_keys, problem)
         return jnp.where(ok, exponents, -jnp.inf)
 
@@ -140,8 +141,8 @@ def _weigh(
         t = logits(s[...], problem)
         exponents = t * problem.exponent + (0 if problem.softcap is None else start)
         if uneven_keys or problem.cut:
-            visited, (block, _) = plan.visits(reach), plan.place(reach, step)
-            whole = (block >= visited.first_whole) & (block < visited.last_whole)
+            visited, (block, _) = plan.visited(mask_info), plan.place(mask_info, step)
+            whole = (block >= visited.full_begin) & (block < visited.full_end)
             if uneven_keys:
                 whole &= first + plan.keys <= problem.K
             exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
@@ -177,7 +178,7 @@ def _square(part: slice):
 # ---- The warpgroups: each returns the gradients of its keys after all steps, dk without the scale
 
 
-def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
+def hold_both(plan: Plan, mask_info: MaskInfo | None, held, streamed, ds_tiles, p_tile, barriers, dk, dv):
     """Up to 320 features: each of two warpgroups has its own keys, and both gradients."""
     del p_tile
     (q_full, do_full, ds_free), number = barriers, lax.axis_index("warpgroup")
@@ -187,7 +188,7 @@ def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
         plgpu.barrier_wait(q_full.at[slot])
         for part in plan.parts:
             holder = number if len(plan.parts) == 1 else afresh(number)
-            p, p_sloped = _weigh(plan, holder, reach, held, streamed, step, part)
+            p, p_sloped = _weigh(plan, holder, mask_info, held, streamed, step, part)
             if part == plan.parts[0]:
                 plgpu.barrier_wait(do_full.at[slot])
 
@@ -205,11 +206,11 @@ def hold_both(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
             plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(reach), visit, None)
+    lax.fori_loop(0, plan.steps(mask_info), visit, None)
     return dk[...], dv[...]
 
 
-def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dv):
+def hold_values(plan: Plan, mask_info: MaskInfo | None, held, streamed, ds_tiles, p_tile, barriers, dv):
     """More features: the first warpgroup computes p and dv …"""
     del ds_tiles
     (q_full, do_full, _), (part,) = barriers, plan.parts
@@ -217,7 +218,7 @@ def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_til
     def visit(step, _):
         slot = slot_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[slot])
-        p, p_sloped = _weigh(plan, 0, reach, held, streamed, step, part)
+        p, p_sloped = _weigh(plan, 0, mask_info, held, streamed, step, part)
         plgpu.barrier_wait(do_full.at[slot])
         plgpu.wgmma(dv, p, streamed[1].at[slot])
         pl.when(step > 0)(lambda: sync(P_FREE, 2))
@@ -226,13 +227,13 @@ def hold_values(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_til
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(reach), visit, None)
+    lax.fori_loop(0, plan.steps(mask_info), visit, None)
     return (dv[...],)
 
 
-def hold_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile, barriers, dk):
+def hold_keys(plan: Plan, mask_info: MaskInfo | None, held, streamed, ds_tiles, p_tile, barriers, dk):
     """… and the second, of the same keys, ds and dk."""
-    (q_full, do_full, ds_free), (part,), last = barriers, plan.parts, plan.steps(reach) - 1
+    (q_full, do_full, ds_free), (part,), last = barriers, plan.parts, plan.steps(mask_info) - 1
 
     def visit(step, _):
         slot = slot_of(step, plan.stages)
@@ -252,5 +253,5 @@ def hold_keys(plan: Plan, reach: Reach | None, held, streamed, ds_tiles, p_tile,
         plgpu.wgmma_wait(0)
         arrive(Q_FREE + slot, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(reach), visit, None)
+    lax.fori_loop(0, plan.steps(mask_info), visit, None)
     return (dk[...],)

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ejkernel.kernels._target import gpu_target
+from ejkernel.kernels._visibility import BlockRanges
 
 from .._launch import FIRST_BARRIER, ROWS, arrive, slot_of, sync
 from . import quantized
+from .mask_info import MaskInfo
 from .order import CACHED, Each, Walk
-from .problem import Problem, Visits, visits
+from .problem import Problem, blocks_of_band
 from .quantized import Scales, Units
-from .reach import Reach
 from .tiles import HALF, Bounds
 
 # The shared memory that a block of threads may use.
@@ -118,10 +119,10 @@ class Plan:
         begin()
         arrive(TURN + slot_of(number + 1, self.consumers), 2)
 
-    def visits(self, first: Array, batch: Array, reach: Reach | None) -> Visits:
-        if reach is not None:
-            return reach.visits(lax.div(first, jnp.int32(self.block_q)), batch)
-        return visits(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
+    def visited(self, first: Array, batch: Array, mask_info: MaskInfo | None) -> BlockRanges:
+        if mask_info is not None:
+            return mask_info.visited(lax.div(first, jnp.int32(self.block_q)), batch)
+        return blocks_of_band(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
 
     def units(self, scales: Scales | None, batch: Array, head: Array, first: Array) -> Units | None:
         """In e4m3, what is computed of the queries from `first` on is in these."""

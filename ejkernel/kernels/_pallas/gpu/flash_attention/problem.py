@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ejkernel.kernels._visibility import BlockRanges, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 LOG2_E = float(np.log2(np.e))
@@ -23,7 +24,7 @@ class Problem:
         scale: the factor of q·kᵀ.
         softcap: logits become softcap·tanh(logits / softcap).
         low, high: query i sees the keys j with i + low ≤ j ≤ i + high; None where unbounded, and in packed calls.
-        packed, segmented: what more is to be said of who sees whom is in arrays, see reach.py.
+        packed, segmented: what more is to be said of who sees whom is in arrays, see mask_info.py.
         dtype: of q, k, v and o.
     """
 
@@ -58,7 +59,7 @@ class Problem:
         return self.low is not None or self.high is not None or self.packed or self.segmented
 
     @property
-    def blind(self) -> bool:
+    def masks_queries(self) -> bool:
         """The band hides every key from the first queries, which may hold anything."""
         return self.high is not None and self.high < 0
 
@@ -73,53 +74,36 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     """The problem that a call poses."""
     B, S, H, D = operands.q.shape
     K, G, V = operands.k.shape[1], operands.k.shape[2], operands.v.shape[3]
-    left, right = spec.window
-    if spec.causal:
-        right = 0 if right is None else min(right, 0)
-    packed, segmented = operands.cu_seqlens_q is not None, operands.q_segment_ids is not None
-    low = None if left is None or packed else K - S - left
-    high = None if right is None or packed else K - S + right
-    dtype = np.dtype(operands.q.dtype)
-    return Problem(B, S, K, H, G, D, V, spec.softmax_scale, spec.softcap, low, high, packed, segmented, dtype)
+    visibility = visibility_of(operands, spec)
+    return Problem(
+        *(B, S, K, H, G, D, V, spec.softmax_scale, spec.softcap),
+        low=visibility.low,
+        high=visibility.high,
+        packed=visibility.cu_seqlens is not None,
+        segmented=visibility.segment_ids is not None,
+        dtype=np.dtype(operands.q.dtype),
+    )
 
 
-class Visits(NamedTuple):
-    """The blocks that a tile visits, [begin, end), of which [first_whole, last_whole) need no mask."""
-
-    begin: Array
-    end: Array
-    first_whole: Array
-    last_whole: Array
-
-
-def visits(first: Array, held: int, low: int | None, high: int | None, length: int, step: int) -> Visits:
+def blocks_of_band(first: Array, held: int, low: int | None, high: int | None, length: int, step: int) -> BlockRanges:
     """The blocks of `step` y's, of `length`, that x's in [first, first + held) see, where x + low ≤ y ≤ x + high."""
     blocks = -(-length // step)
-    begin = first_whole = jnp.int32(0)
-    end, last_whole = jnp.int32(blocks), jnp.int32(length // step)
+    begin = full_begin = jnp.int32(0)
+    end, full_end = jnp.int32(blocks), jnp.int32(length // step)
     if high is not None:
         end = jnp.minimum(end, _floor(first + held + high + step - 1, step))
-        last_whole = jnp.minimum(last_whole, _floor(first + high + 1, step))
+        full_end = jnp.minimum(full_end, _floor(first + high + 1, step))
     if low is not None:
         begin = _floor(first + low, step)
-        first_whole = _floor(first + held - 1 + low + step - 1, step)
-    return at_least_one(Visits(begin, end, first_whole, last_whole), blocks)
+        full_begin = _floor(first + held - 1 + low + step - 1, step)
+    return BlockRanges(begin, end, full_begin, full_end).at_least_one(blocks)
 
 
-def at_least_one(visited: Visits, blocks: int) -> Visits:
-    """At least one of the blocks, for rows that see nothing have to be written as well, and the whole ones of these."""
-    begin, end, first_whole, last_whole = visited
-    end = jnp.clip(end, 1, blocks)
-    begin = jnp.minimum(begin, end - 1)
-    last_whole = jnp.clip(last_whole, begin, end)
-    return Visits(begin, end, jnp.clip(first_whole, begin, last_whole), last_whole)
-
-
-def after_first(visited: Visits, visit: Callable, carry: Any, problem: Problem) -> Any:
+def after_first(visited: BlockRanges, visit: Callable, carry: Any, problem: Problem) -> Any:
     """`carry` after visit(step, carry, masked=…) of all blocks but the first, where step n is the n-th from the end."""
     masked, whole = partial(visit, masked=True), partial(visit, masked=False)
     begin_whole, end_whole, end = (
-        visited.end - bound for bound in (visited.last_whole, visited.first_whole, visited.begin)
+        visited.end - bound for bound in (visited.full_end, visited.full_begin, visited.begin)
     )
     if problem.cut:
         carry = lax.fori_loop(1, begin_whole, masked, carry)

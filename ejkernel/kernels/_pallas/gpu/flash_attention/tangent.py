@@ -23,6 +23,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
@@ -39,9 +40,9 @@ from .._launch import (
     whole_eights,
 )
 from .configs import check
+from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .plan import Q_FREE, TURN
 from .problem import LOG2_E, problem_of
-from .reach import Reach, reach_of, without_unseen
 from .tangent_rows import Plan, Ring, Rows, Tensors, accumulate, accumulate_wide
 from .tiles import View
 
@@ -57,7 +58,7 @@ def flash_attention_jvp(
     spec: FlashAttentionSpec,
     config: KernelConfig,
 ) -> Outputs:
-    problem = problem_of(primals, spec)
+    visibility, problem = visibility_of(primals, spec), problem_of(primals, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages)
     check("flash_attention_jvp", config, **({"num_stages": (2, 3)} if plan.wide else {}))
     rows = plan.q_tiles * plan.block_q
@@ -65,7 +66,7 @@ def flash_attention_jvp(
         x, [(0, rows - problem.S if axis == n else 0) for n in range(x.ndim)], constant_values=value
     )
     eights = lambda x: None if x is None else whole_eights(x)
-    v, v_dot = without_unseen(primals, spec, problem, primals.v, tangents.v)
+    v, v_dot = zero_hidden_keys(visibility, primals.v, tangents.v)
     tensors = Tensors(padded(primals.q, 1, 0), *map(eights, (primals.k, v, tangents.q, tangents.k, v_dot)))
     o = eights(outputs.o)
     # Past the end, and where nothing is seen, the weights are exp(−∞).
@@ -79,7 +80,7 @@ def flash_attention_jvp(
             o,
             lse,
             _sinks_moved(primals, lse, tangents),
-            reach_of(primals, spec, problem, plan.block_q, plan.block_k),
+            mask_info_of(visibility, plan.block_q, plan.block_k),
         ),
         out_type=(
             jax.ShapeDtypeStruct(o.shape, problem.dtype),
@@ -115,12 +116,12 @@ def _sinks_moved(primals: Operands, lse: Array, tangents: Operands) -> Array | N
 
 
 def _kernel(
-    tensors: Tensors, o, lse, sinks_moved, reach: Reach | None, o_dot, lse_dot, *, plan: Plan,
+    tensors: Tensors, o, lse, sinks_moved, mask_info: MaskInfo | None, o_dot, lse_dot, *, plan: Plan,
     q_tile, q_dot_and_o, lse_tile, streamed, q_full, o_full,
 ):  # fmt: skip
     (q_dot_tile, o_tiles), number = q_dot_and_o, lax.axis_index("warpgroup")
     first, head, batch = plan.tile(jnp.int32(0))
-    visited = plan.visits(first, batch, reach)
+    visited = plan.visited(first, batch, mask_info)
     rows_of = lambda consumer: pl.ds(first + consumer * ROWS, ROWS)
     rings = [
         Ring(groups, plan.stages, plan.k_free + n * plan.stages, tiles, full)
@@ -137,7 +138,7 @@ def _kernel(
         if not plan.wide:
             q, q_dot = load_vector(tensors.q.at[at], WGMMA, optimized=False), q_dot_tile.at[number]
         plgpu.barrier_wait(q_full)
-        view, lse_of_rows = View(batch, first + number * ROWS, reach), load_vector(lse_tile.at[number], PER_ROW)
+        view, lse_of_rows = View(batch, first + number * ROWS, mask_info), load_vector(lse_tile.at[number], PER_ROW)
         q_dot = None if tensors.q_dot is None else q_dot
         rows = Rows(plan, q, q_dot, view, visited, lse_of_rows, rings)
         acc, *moved = (accumulate_wide if plan.wide else accumulate)(rows)

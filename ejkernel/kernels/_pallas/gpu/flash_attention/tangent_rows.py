@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from .._launch import ROWS, WGMMA, accumulator, across, afresh, arrive, full, slot_of
 from . import plan as forward_plan
 from .plan import Q_FREE
-from .problem import Visits, after_first
+from .problem import BlockRanges, after_first
 from .tiles import COLUMNS, View, logits, of_threads, seen
 
 
@@ -93,7 +93,7 @@ class Rows:
     q: Any
     q_dot: Any
     view: View
-    visited: Visits
+    visited: BlockRanges
     lse: Array
     rings: Sequence[Ring]
 
@@ -153,7 +153,7 @@ class Rows:
     def moved(self, p: Array, s_dot: Array, step: Array, masked: bool) -> Array:
         """p·ṡ, of the weights times the slope of a softcap."""
         p_dot = p * s_dot * self.plan.problem.scale
-        if self.view.reach is None and not self.plan.problem.blind:
+        if self.view.mask_info is None and not self.plan.problem.masks_queries:
             return p_dot
         ok = self._seen(step, s_dot.shape, masked)
         return p_dot if ok is None else jnp.where(ok, p_dot, 0.0)  # q, k or their tangents may be NaN

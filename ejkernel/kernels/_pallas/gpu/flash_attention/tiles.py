@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import PER_COLUMN, PER_ROW, WGMMA, across, in_warp, load_vector
+from .mask_info import MaskInfo
 from .problem import LOG2_E, Problem
-from .reach import Reach
 
 # A thread has two numbers of every so many columns.
 COLUMNS = 8
@@ -74,7 +74,7 @@ class View(NamedTuple):
 
     batch: Array
     row: Array
-    reach: Reach | None
+    mask_info: MaskInfo | None
     of_keys: bool = False
 
 
@@ -83,15 +83,15 @@ def seen(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, p
 
     But for segments, a row sees the columns from the last of some firsts to the first of some lasts.
     """
-    batch, row, reach, of_keys = view
+    batch, row, mask_info, of_keys = view
     rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=PER_ROW) + row
     firsts, lasts, conditions = [], [], []
-    if reach is not None and reach.ranges is not None:
-        low, high = (_load(x, batch, row, shape[0], PER_ROW) for x in reach.ranges)
+    if mask_info is not None and mask_info.intervals is not None:
+        low, high = (_load(x, batch, row, shape[0], PER_ROW) for x in mask_info.intervals)
         firsts.append(low)
         lasts.append(high - 1)
-    elif reach is not None:
-        of_rows, of_columns = reach.ids
+    elif mask_info is not None:
+        of_rows, of_columns = mask_info.segment_ids
         ids = lax.broadcast_in_dim(_load(of_columns, batch, column, shape[1], PER_COLUMN), shape, [1])
         conditions.append(across(_load(of_rows, batch, row, shape[0], PER_ROW), ids) == ids)
     elif uneven_keys and of_keys:

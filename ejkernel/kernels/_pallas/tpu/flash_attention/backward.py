@@ -23,17 +23,17 @@ from .problem import (
     Problem,
     Tile,
     arrange,
+    fully_masked_queries,
     lse_in_units,
     merge_heads,
     per_query,
     plan,
     round_up,
-    sees_nothing,
     sink_of,
     split_heads,
 )
 from .rows import exact_rows
-from .schedule import Schedule, blocks_at, step_at, visibility, walk
+from .schedule import Schedule, blocks_at, step_at, tile_kinds, walk
 from .tiles import chunks_of, contract, for_kind, gradient_products, gradients_of, mask_of, only_seen, scale_of, sweep
 
 # As much of dq as is kept on the chip beside the tiles.
@@ -53,7 +53,7 @@ def flash_attention_bwd(
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     if problem.hidden or primals.bias is not None:  # one of −∞ hides what it is added to
         # A query that saw nothing may hold anything as well.
-        blind = sees_nothing(primals, outputs.lse, problem).swapaxes(1, 2)[:, :, :, None]
+        blind = fully_masked_queries(primals, outputs.lse, problem).swapaxes(1, 2)[:, :, :, None]
         primals, do = primals._replace(q=jnp.where(blind, 0, primals.q)), jnp.where(blind, 0, do)
     lse, delta, correction = lse_in_units(outputs.lse, problem), _mean(do, outputs.o), None
     tile = arrange(primals, problem)._replace(
@@ -61,7 +61,7 @@ def flash_attention_bwd(
         lse=per_query(lse, problem, constant_values=jnp.inf),
         delta=per_query(delta, problem),
     )
-    seen = visibility(primals, problem)
+    seen = tile_kinds(primals, problem)
     if problem.natural:
         sink = sink_of(primals.sinks, problem)
         correction, delta = exact_rows(tile._replace(sink=sink), problem, walk(seen, by="queries"))

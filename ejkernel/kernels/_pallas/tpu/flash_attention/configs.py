@@ -21,7 +21,7 @@ from .backward import DQ_BYTES
 from .forward import forward_chunk
 from .launch import VMEM_BYTES
 from .problem import LANES, balanced, plan, round_up
-from .schedule import BLOCK_BITS, visibility
+from .schedule import BLOCK_BITS, tile_kinds
 
 BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
 # Products of a tile: k·q and v·p; with v·do, p·do, ds·q and ds·k; with k·q̇, k̇·q, v̇·p and v·(p·ẏ).
@@ -133,7 +133,7 @@ def _tiles(
     block_q, block_k = blocks
     chunk = {"chunk": forward_chunk(operands)} if operation == "flash_attention" else {}
     problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k), **chunk)
-    seen = visibility(Operands(operands.q, operands.k, operands.v), problem)
+    seen = tile_kinds(Operands(operands.q, operands.k, operands.v), problem)
     written = np.array([kind.last - kind.first for kind in seen.kinds]) * problem.chunk / block_k
     computed = written[seen.kind]
     return int((computed > 0).sum()), computed.sum(), written.sum()

@@ -20,7 +20,7 @@ from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
 from .problem import LANES, Problem, Tile, arrange, pad_axis, plan, round_up, sink_of, split_heads
-from .schedule import Schedule, blocks_at, step_at, visibility, walk
+from .schedule import Schedule, blocks_at, step_at, tile_kinds, walk
 from .tiles import MASKED, chunks_of, contract, for_kind, logits_of, mask_of, only_seen, scalar, scale_of, sweep
 
 
@@ -35,7 +35,7 @@ class Softmax(NamedTuple):
 def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     operands = Operands(*operands)
     problem = plan(operands, spec, config, chunk=forward_chunk(operands))
-    schedule = walk(visibility(operands, problem), by="queries")
+    schedule = walk(tile_kinds(operands, problem), by="queries")
     tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks, problem))
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
     features = tile.v.shape[2] // problem.kv_heads

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 
@@ -113,7 +114,8 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
     block_k = balanced(keys, config.block_k)
-    arbitrary = (operands.bias, operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
+    visibility = visibility_of(operands, spec)
+    arbitrary = any(x is not None for x in (operands.bias, operands.mask, operands.q_segment_ids))
     return Problem(
         spec=spec,
         batch=batch,
@@ -126,25 +128,9 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
         block_k=block_k,
         chunk=math.gcd(block_k, chunk),
         ahead=config.num_stages - 1,
-        hidden=any(x is not None for x in arbitrary) or _band_hides(spec, queries, keys),
+        hidden=arbitrary or visibility.masks_queries or visibility.masks_keys,
         natural=operands.q.dtype == jnp.float32,
     )
-
-
-def _band_hides(spec: FlashAttentionSpec, queries: int, keys: int) -> bool:
-    """Whether the band shows the first query no key, or some key to no query: the first to the first, or the last to
-    the last."""
-    left, right = band(spec)
-    shift = keys - queries
-    return (right is not None and (right < 0 or right + shift < 0)) or (left is not None and left < shift)
-
-
-def band(spec: FlashAttentionSpec) -> tuple[int | None, int | None]:
-    """(left, right): query i sees keys i' − left ≤ j ≤ i' + right, None where unbounded."""
-    left, right = spec.window
-    if spec.causal:
-        right = 0 if right is None else min(right, 0)
-    return left, right
 
 
 def balanced(size: int, limit: int) -> int:
@@ -196,7 +182,7 @@ def arrange(operands: Operands, problem: Problem) -> Tile:
     """The operands as the kernels read them."""
     mask = None if operands.mask is None else operands.mask.astype(jnp.int8)
     mask, key_mask = keys_first(mask, problem)
-    first, last = intervals(jnp, operands, problem)
+    first, last = interval_of_queries(operands, problem)
     row = lambda x: None if x is None else per_query(x[:, None], problem, mode="edge")
     segments = lambda ids, padding, block: None if ids is None else padded_segments(ids, padding, block)[:, None, None]
     return arrange_differentiable(operands, problem)._replace(
@@ -233,47 +219,18 @@ def lse_in_units(lse: jax.Array, problem: Problem) -> jax.Array:
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * problem.unit)
 
 
-def intervals(xp, operands: Operands, problem: Problem) -> tuple[Any, Any]:
+def interval_of_queries(operands: Operands, problem: Problem) -> tuple[Any, Any]:
     """The first and the last key that each query may see, [b?,s] int32; None where nothing bounds it."""
-    left, right = band(problem.spec)
-    if operands.cu_seqlens_q is not None:
-        return _packed_intervals(operands.cu_seqlens_q, operands.cu_seqlens_k, left, right, problem.queries)
-    position = xp.arange(problem.queries, dtype=xp.int32)[None] + (problem.keys - problem.queries)
-    end = xp.full_like(position, problem.keys - 1)
-    first = None if left is None else position - left
-    if right is not None:
-        return first, xp.minimum(position + right, end)
-    return first, end if problem.padded_keys > problem.keys else None
+    visibility = visibility_of(operands, problem.spec)
+    first, stop = visibility.intervals()
+    is_packed = visibility.cu_seqlens is not None
+    is_ended = is_packed or visibility.right is not None or problem.padded_keys > problem.keys
+    return first if is_packed or visibility.left is not None else None, stop - 1 if is_ended else None
 
 
-def sees_nothing(operands: Operands, lse: jax.Array, problem: Problem) -> jax.Array:
+def fully_masked_queries(operands: Operands, lse: jax.Array, problem: Problem) -> jax.Array:
     """[b,h?,s]: the queries that see no key."""
-    if operands.sinks is None:
-        return lse == -jnp.inf
-    first, last = intervals(jnp, operands, problem)
-    key = jnp.arange(problem.keys, dtype=jnp.int32)
-    seen = jnp.ones((1, problem.queries, problem.keys), bool)
-    seen &= True if first is None else key >= first[:, :, None]
-    seen &= True if last is None else key <= last[:, :, None]
-    if operands.q_segment_ids is not None:
-        q_ids, kv_ids = operands.q_segment_ids[:, :, None], operands.kv_segment_ids[:, None]
-        seen = seen & (q_ids == kv_ids) & (q_ids >= 0)
-    seen = seen[:, None] if operands.mask is None else seen[:, None] & operands.mask
-    return ~seen.any(-1)
-
-
-def _packed_intervals(cu_seqlens_q, cu_seqlens_k, left, right, tokens: int) -> tuple[Any, Any]:
-    """Of queries that lie one sequence after the other: causality and window count from the sequence's own end."""
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = (token[:, None] >= cu_seqlens_q[:, None, 1:]).sum(-1, dtype=jnp.int32)
-    number = jnp.minimum(sequence, cu_seqlens_q.shape[1] - 2)
-    of = lambda bounds: jnp.take_along_axis(bounds, number, axis=1)
-    q_end, k_start, k_end = of(cu_seqlens_q[:, 1:]), of(cu_seqlens_k[:, :-1]), of(cu_seqlens_k[:, 1:])
-    position = k_end + token - q_end
-    first = k_start if left is None else jnp.maximum(k_start, position - left)
-    last = k_end - 1 if right is None else jnp.minimum(k_end - 1, position + right)
-    outside = (sequence > number) | (token < cu_seqlens_q[:, :1])
-    return first, jnp.where(outside, -1, last)
+    return lse == -jnp.inf if operands.sinks is None else visibility_of(operands, problem.spec).fully_masked()
 
 
 def padded_segments(segments, padding: int, block: int):

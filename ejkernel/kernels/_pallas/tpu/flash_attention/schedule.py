@@ -7,16 +7,16 @@ It is a table of int32 that the index maps read from scalar memory: a constant w
 computed from segment ids and cu_seqlens, and the number of steps is traced too.
 """
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import Operands
 
-from .problem import Problem, intervals, pad_axis, padded_segments
+from .problem import Problem, pad_axis
 
 
 class Kind(NamedTuple):
@@ -123,12 +123,12 @@ def walk(seen: Seen, by: str, every: bool = False) -> Schedule:
     return Schedule(table.astype(xp.int32), tiles if xp is np else count.max(), seen.kinds, minors == 1)
 
 
-def visibility(operands: Operands, problem: Problem) -> Seen:
+def tile_kinds(operands: Operands, problem: Problem) -> Seen:
     """Of which kind the tiles of a call are; all chunks of a tile are computed where what is seen is traced."""
-    chunks = problem.block_k // problem.chunk
+    chunks, visibility = problem.block_k // problem.chunk, visibility_of(operands, problem.spec)
     if operands.mask is None and operands.q_segment_ids is None and operands.cu_seqlens_q is None:
-        return _static_kinds(*_touched_and_whole(operands, replace(problem, block_k=problem.chunk)), chunks)
-    touched, whole = _touched_and_whole(operands, problem)
+        return _static_kinds(*visibility.blocks(problem.block_q, problem.chunk, np), chunks)
+    touched, whole = visibility.blocks(problem.block_q, problem.block_k)
     kinds = (SKIPPED, Kind(0, chunks, True), Kind(0, chunks, False))
     return Seen(jnp.where(touched, jnp.where(whole, 2, 1), 0), kinds)
 
@@ -154,46 +154,3 @@ def _distinct(first: np.ndarray, last: np.ndarray, masked: np.ndarray) -> tuple[
     kinds, kind = np.unique(np.concatenate([[SKIPPED], found]), axis=0, return_inverse=True)
     named = tuple(Kind(int(first), int(last), bool(masked)) for first, last, masked in kinds)
     return named, kind.reshape(-1)[1:].reshape(first.shape)
-
-
-def _touched_and_whole(operands: Operands, problem: Problem) -> tuple[Any, Any]:
-    """Which tiles somebody sees something of, and of which everybody sees everything: bool [b?, q_blocks, k_blocks]."""
-    first, last = intervals(np, operands, problem)
-    start = np.arange(problem.k_blocks) * problem.block_k
-    end = start + problem.block_k - 1
-    touched = whole = np.ones((1, problem.q_blocks, problem.k_blocks), bool)
-    if first is not None:
-        low, high = _extremes(first, problem.block_q)
-        touched, whole = touched & (low <= end), whole & (high <= start)
-    if last is not None:
-        low, high = _extremes(last, problem.block_q)
-        touched, whole = touched & (high >= start), whole & (low >= end)
-    if operands.q_segment_ids is not None:
-        q_low, q_high = _extremes(padded_segments(operands.q_segment_ids, -1, problem.block_q), problem.block_q)
-        k_low, k_high = _extremes(padded_segments(operands.kv_segment_ids, -2, problem.block_k), problem.block_k)
-        k_low, k_high = k_low.swapaxes(1, 2), k_high.swapaxes(1, 2)
-        touched = touched & (q_low <= k_high) & (k_low <= q_high)
-        whole = whole & (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    if operands.mask is not None:
-        touched, whole = touched & _any_in_tiles(operands.mask, problem), whole & False
-    return touched, whole
-
-
-def _extremes(x, block: int) -> tuple[Any, Any]:
-    """[b?,s] → the least and the greatest of each block, [b?, blocks, 1]."""
-    whole = -(-x.shape[1] // block) * block
-    x = pad_axis(x, 1, whole, mode="edge").reshape(x.shape[0], -1, block)
-    return x.min(2)[:, :, None], x.max(2)[:, :, None]
-
-
-def _any_in_tiles(mask, problem: Problem):
-    """[b?,h?,s?,t?] → whether a tile has anything in any head, [b?, q_blocks?, k_blocks?]."""
-    some = mask.any(1)
-    for axis, block, padded in (
-        (1, problem.block_q, problem.padded_queries),
-        (2, problem.block_k, problem.padded_keys),
-    ):
-        if some.shape[axis] > 1:
-            some = pad_axis(some, axis, padded)
-            some = some.reshape(*some.shape[:axis], -1, block, *some.shape[axis + 1 :]).any(axis + 1)
-    return some

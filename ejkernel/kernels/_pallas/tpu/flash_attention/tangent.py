@@ -25,7 +25,7 @@ from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
 from .problem import Problem, Tile, arrange, arrange_differentiable, lse_in_units, per_query, plan, sink_of, split_heads
-from .schedule import Schedule, blocks_at, step_at, visibility, walk
+from .schedule import Schedule, blocks_at, step_at, tile_kinds, walk
 from .tiles import (
     chunks_of,
     column,
@@ -54,7 +54,7 @@ def flash_attention_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: FlashAttentionSpec, config: KernelConfig
 ) -> Outputs:
     problem = plan(primals, spec, config)
-    schedule = walk(visibility(primals, problem), by="queries")
+    schedule = walk(tile_kinds(primals, problem), by="queries")
     lse = lse_in_units(outputs.lse, problem)
     tile = arrange(primals, problem)._replace(
         lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks, problem)

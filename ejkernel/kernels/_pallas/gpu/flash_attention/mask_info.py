@@ -1,0 +1,67 @@
+"""Who sees whom where arrays say so, in packed sequences and by segment ids, as the kernels read it.
+
+A kernel holds tiles of queries (or of keys) and visits blocks of the others; rows are of what it holds, columns of what
+it visits. In a packed call a row sees one interval of columns, in which causality and the window are contained; in a
+call with segments those columns that have its id, if the band of causality and window holds them as well.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.kernels._visibility import BlockRanges, Visibility, zero_fully_masked
+
+# Ids of queries and of keys that are padding, and so see nothing of each other.
+PADDING_QUERY, PADDING_KEY = -1, -2
+
+
+class MaskInfo(NamedTuple):
+    """What a tile visits and its rows see, int32; `intervals` in packed calls, `segment_ids` in those with segments.
+
+    block_ranges [b, tiles, 4]: the `BlockRanges` of each tile. intervals: first and stop, a row sees columns from first
+    to before stop. segment_ids: of rows and of columns. Arrays of rows [b, rows] and columns [b, columns] go on to the
+    end of the last tile or block.
+    """
+
+    block_ranges: Array
+    intervals: tuple[Array, Array] | None
+    segment_ids: tuple[Array, Array] | None
+
+    def visited(self, tile: Array, batch: Array) -> BlockRanges:
+        """In a kernel, where the arrays are refs: what a tile visits."""
+        batch = batch if self.block_ranges.shape[0] > 1 else 0
+        return BlockRanges(*(self.block_ranges[batch, tile, n] for n in range(len(BlockRanges._fields))))
+
+
+def mask_info_of(visibility: Visibility, block_rows: int, block_columns: int) -> MaskInfo | None:
+    """Of rows that are queries, or keys where the visibility is transposed; None where there are no arrays."""
+    if visibility.cu_seqlens is None and visibility.segment_ids is None:
+        return None
+    ranges = visibility.block_ranges(block_rows, block_columns).at_least_one(-(-visibility.kv_len // block_columns))
+    ranges = jnp.stack(ranges, -1)
+    if visibility.cu_seqlens is not None:
+        return MaskInfo(ranges, tuple(_up_to_blocks(x, block_rows, 0) for x in visibility.intervals()), None)
+    rows, columns = visibility.segment_ids
+    rows, columns = jnp.where(rows < 0, PADDING_QUERY, rows), jnp.where(columns < 0, PADDING_KEY, columns)
+    ids = _up_to_blocks(rows, block_rows, PADDING_QUERY), _up_to_blocks(columns, block_columns, PADDING_KEY)
+    return MaskInfo(ranges, None, ids)
+
+
+def zero_hidden_keys(visibility: Visibility, *arrays: Array | None) -> tuple:
+    """Arrays [b, K, G, …] with zeros where no query sees a key. A band that hides keys is none of these kernels'."""
+    if visibility.cu_seqlens is None and visibility.segment_ids is None:
+        return arrays
+    return zero_fully_masked(visibility.transposed(), *arrays)
+
+
+def zero_fully_masked_queries(visibility: Visibility, *arrays: Array) -> tuple:
+    """Arrays [b, S, H, …] with zeros where a query sees no key."""
+    if visibility.segment_ids is None and not visibility.masks_queries:
+        return arrays
+    return zero_fully_masked(visibility, *arrays)
+
+
+def _up_to_blocks(x: Array, block: int, padding: int) -> Array:
+    """[b, n] up to a multiple of `block`."""
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=padding)

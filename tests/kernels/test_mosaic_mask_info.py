@@ -1,0 +1,55 @@
+"""What the Hopper kernels are told of packed sequences and segments, against who sees whom by the formula."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels._pallas.gpu.flash_attention.mask_info import (
+    mask_info_of,
+    zero_fully_masked_queries,
+    zero_hidden_keys,
+)
+from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
+from ejkernel.kernels._visibility import visibility_of
+from tests.gpu.attention_cases import CASES, CAUSAL, Case
+from tests.gpu.oracle import visible
+
+TAKEN = [case for case in CASES if (case.packed or case.segments) and not case.bias and not case.mask]
+TAKEN += [Case("packed, causal, from later on", packed=True, first=0.1, S=1.2, spec=CAUSAL)]
+BLOCK_ROWS, BLOCK_COLUMNS = 32, 16
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_rows_see_what_the_formula_says(case, of_keys):
+    x, spec = case.make(150, jnp.float32)
+    visibility, ok = visibility_of(x, spec), visible(x, spec)[:, 0]
+    visibility, ok = (visibility.transposed(), ok.swapaxes(1, 2)) if of_keys else (visibility, ok)
+    mask_info = mask_info_of(visibility, BLOCK_ROWS, BLOCK_COLUMNS)
+    column = np.arange(-(-ok.shape[2] // BLOCK_COLUMNS) * BLOCK_COLUMNS)
+    row = np.arange(-(-ok.shape[1] // BLOCK_ROWS) * BLOCK_ROWS)[:, None]
+    if mask_info.intervals is not None:
+        first, stop = (np.asarray(x)[:, :, None] for x in mask_info.intervals)
+        found = (column >= first) & (column < stop)
+    else:
+        rows, columns = map(np.asarray, mask_info.segment_ids)
+        low, high = problem_of(x, spec).band(of_keys)
+        found = rows[:, :, None] == columns[:, None, :]
+        found &= (low is None or column >= row + low) & (high is None or column <= row + high)
+    found = np.broadcast_to(found, (len(ok), *found.shape[1:]))
+    np.testing.assert_array_equal(found[:, : ok.shape[1], : ok.shape[2]], ok)
+    assert not found[:, ok.shape[1] :].any() and not found[:, :, ok.shape[2] :].any()
+    begin, end = np.asarray(mask_info.block_ranges)[..., 0], np.asarray(mask_info.block_ranges)[..., 1]
+    assert (begin < end).all()  # rows that see nothing are written as well
+
+
+@pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
+def test_what_nobody_sees_is_zero(case):
+    x, spec = case.make(150, jnp.float32)
+    visibility, ok = visibility_of(x, spec), visible(x, spec)[:, 0]
+    (k,), (q,) = (
+        zero_hidden_keys(visibility, jnp.ones_like(x.k)),
+        zero_fully_masked_queries(visibility, jnp.ones_like(x.q)),
+    )
+    for array, seen in ((k, ok.any(1)), (q, ok.any(2))):
+        np.testing.assert_array_equal(np.asarray(array).all((2, 3)), np.broadcast_to(seen, array.shape[:2]))
