@@ -12,7 +12,7 @@ from .modules._operation import OPERATIONS, types_of_call
 from .modules._primitive_kernel import KERNELS
 from .ops import default_executor
 from .ops.utils.devices import device_target, target_of
-from .types import KernelConfig, Platform, Target
+from .types import OperationConfig, Platform, Target
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Explanation:
     operation: str
     target: Target
     candidates: Sequence[Candidate]
-    config: KernelConfig | None
+    config: OperationConfig | None
     origin: str
     parts: tuple["Explanation", ...] = ()
 
@@ -127,7 +127,7 @@ _ORIGINS = {
 }
 
 
-def _config(kernel, named, spec, platform, target) -> tuple[KernelConfig | None, str]:
+def _config(kernel, named, spec, platform, target) -> tuple[OperationConfig | None, str]:
     """The config that is stored for the call, else that of heuristics, and where it comes from; None if it raises."""
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in named.items()}
     inv = replace(kernel.invocation(arrays, spec, platform=platform), target=target)

@@ -124,7 +124,7 @@ def test_the_modules_api_has_the_types_it_should(case):
     renamed = OPERATIONS[case.operation].renamed
     named = lambda given: {renamed.get(name, name): x for name, x in given.items()}
     call = getattr(modules, case.operation)
-    options = dict(named(case.options), platform="xla", cfg=dict(block_q=64))
+    options = dict(named(case.options), platform="xla", cfg=dict(backend="any"))
     assert jax.tree.leaves(shapes(call, named(case.arrays()), **options))
 
 

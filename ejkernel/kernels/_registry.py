@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar
 import jax
 
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.types import Backend, KernelConfig, Platform, checked_config
+from ejkernel.types import Backend, KernelConfig, OperationConfig, Platform, checked_config
 
 __all__ = [
     "Backend",
@@ -229,9 +229,9 @@ kernel_registry = KernelRegistry()
 
 
 def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
-    parameters = inspect.signature(implementation).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    accepted = frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    parameters = inspect.signature(implementation).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    accepted = frozenset(p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
 
     @functools.wraps(implementation)
     def checked(*args, **kwargs):
@@ -240,8 +240,8 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
             raise TypeError(
                 f"{algorithm} ({platform}): unsupported argument {unknown}; accepted are {', '.join(sorted(accepted))}"
             )
-        if isinstance(config := kwargs.get("config"), KernelConfig):
-            kwargs["config"] = checked_config(f"{algorithm} ({platform})", config)
+        if isinstance(config := kwargs.get("config"), OperationConfig):
+            kwargs["config"] = checked_config(f"{algorithm} ({platform})", config, type(config))
             if wrong := config_refusal(implementation, config):
                 raise ValueError(f"{algorithm} ({platform}): {wrong}")
         try:
@@ -256,16 +256,18 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
     if not hasattr(checked, "custom_calls"):
         checked.custom_calls = ()
     if not hasattr(checked, "heuristic"):
-        checked.heuristic, checked.space = _default_config, lambda spec, operands, target: [KernelConfig()]
+        default = parameters["config"].default if "config" in parameters else KernelConfig()
+        checked.heuristic, checked.space = (lambda *_: default), (lambda *_: [default])
     return checked
 
 
-def config_refusal(implementation: Callable, config: KernelConfig, operands: Any = None) -> str | None:
+def config_refusal(implementation: Callable, config: OperationConfig, operands: Any = None) -> str | None:
     """Why an implementation cannot be run with a config whose fields make sense (on the operands), or None."""
-    variants = (None, *implementation.variants) if hasattr(implementation, "variants") else (config.algorithm,)
-    if config.algorithm not in variants:
+    algorithm = getattr(config, "algorithm", None)
+    variants = (None, *implementation.variants) if hasattr(implementation, "variants") else (algorithm,)
+    if algorithm not in variants:
         known = ", ".join(map(repr, variants))
-        return f"config.algorithm is {config.algorithm!r}; it must be one of {known}"
+        return f"config.algorithm is {algorithm!r}; it must be one of {known}"
     wrong = implementation.refuses(config) if hasattr(implementation, "refuses") else None
     if wrong is None and operands is not None and hasattr(implementation, "excess"):
         return implementation.excess(operands, config)
@@ -274,10 +276,6 @@ def config_refusal(implementation: Callable, config: KernelConfig, operands: Any
 
 def _supports_everything(spec, operands, target) -> None:
     return None
-
-
-def _default_config(spec, operands, target) -> KernelConfig:
-    return KernelConfig()
 
 
 def _failed_below(error: Exception) -> bool:

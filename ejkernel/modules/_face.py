@@ -42,7 +42,7 @@ def face(operation: type[Declared[..., Result]]) -> Callable[..., Result]:
         def run(arguments):
             with modules_names(operation):
                 inv, finish = operation.invocation(**arguments, platform=platform)
-            return finish(default_executor().run(inv, config_of(name, cfg)))
+            return finish(default_executor().run(inv, config_of(name, cfg, operation.config_class)))
 
         if mesh is None:
             if in_specs is not None or out_specs is not None:
@@ -132,8 +132,9 @@ def _doc(operation: type[Operation]) -> str:
         f"Options with other names than there: {renamed or 'none'}.\n\n"
         "Args:\n"
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
-        "    cfg: a KernelConfig or a mapping of its fields, in place of the chosen one; `ejkernel.explain` tells\n"
-        "        what `algorithm` may be in it. A pair is for the forward and the backward of a gradient.\n"
+        f"    cfg: a {operation.config_class.__name__} or a mapping of its fields, in place of the chosen one;\n"
+        "        `ejkernel.explain` tells what `algorithm` may be in it. A pair is for the forward and the backward of\n"
+        "        a gradient.\n"
         "    mesh: runs under `jax.shard_map` on this mesh.\n"
         "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays; others are replicated.\n"
         "    out_specs: the PartitionSpec of the result, or a tuple of them.\n"

@@ -18,7 +18,7 @@ from ..ops.recording import named_kernels
 from ..ops.utils.operands import abstract, is_array, random_like
 from ..primitives._factory import Trio
 from ..primitives._forward_only import ForwardOnly
-from ..types import KernelConfig
+from ..types import KernelConfig, OperationConfig
 from ._primitive_kernel import KERNELS, PrimitiveKernel
 from .operations._arguments import config_of, platform_of
 
@@ -48,6 +48,7 @@ class Operation(Kernel):
 
     Attributes:
         algorithm: its primitives, and what holds for all of them.
+        config_class: that of its configs.
         prepare_arguments: checks the arguments of the lax face and gives `Prepared`. Its signature and docstring are
             those of the lax face.
         renamed: lax name → modules name, where the modules' face has another one.
@@ -55,6 +56,7 @@ class Operation(Kernel):
     """
 
     algorithm: ClassVar[Trio | ForwardOnly]
+    config_class: ClassVar[type[OperationConfig]] = KernelConfig
     prepare_arguments: ClassVar[Callable[..., Prepared[Any]]]
     renamed: ClassVar[Mapping[str, str]] = {}
     retyped: ClassVar[Mapping[str, Any]] = {}
@@ -114,7 +116,7 @@ class Operation(Kernel):
     @classmethod
     def call(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """The operation under the arguments of the lax face."""
-        config = config_of(cls.algorithm.name, config)
+        config = config_of(cls.algorithm.name, config, cls.config_class)
         inv, finish = cls.invocation(*args, **kwargs)
         return finish(default_executor().run(inv, config))
 
@@ -139,12 +141,12 @@ class Operation(Kernel):
         (primitive_call,) = found
         return replace(primitive_call, args=abstract(primitive_call.args), target=inv.target)
 
-    def heuristic_cfg(self, inv: Invocation) -> KernelConfig:
+    def heuristic_cfg(self, inv: Invocation) -> OperationConfig:
         """The config of the forward where none was measured."""
         call = self.canonical(inv)
         return call.kernel.heuristic_cfg(call)
 
-    def config_space(self, inv: Invocation) -> list[KernelConfig]:
+    def config_space(self, inv: Invocation) -> list[OperationConfig]:
         """The configs of the forward that are worth measuring, as `config=` of the lax API takes them."""
         call = self.canonical(inv)
         return call.kernel.config_space(call)

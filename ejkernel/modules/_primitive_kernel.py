@@ -22,7 +22,7 @@ from ..ops import Executor, Invocation, Kernel, default_executor, policy_overrid
 from ..ops.utils.devices import local_target
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive
-from ..types import Backend, KernelConfig, Platform, ShortRepr, Target, checked_config
+from ..types import Backend, OperationConfig, Platform, ShortRepr, Target, checked_config
 from ..xla_utils.symbolic import with_known_sizes
 
 
@@ -33,22 +33,26 @@ class PrimitiveKernel(Kernel):
         super().__init__(name=primitive.name)
         self.primitive, self.operation, self.algorithm = primitive, operation, operation.algorithm
 
+    @property
+    def config_class(self) -> type[OperationConfig]:
+        return self.operation.config_class
+
     def arrays(self, inv: Invocation) -> dict[str, Any]:
         """The operands of a call by name."""
         return dict(zip(inv.kwargs["operands"], inv.args, strict=True))
 
-    def heuristic_cfg(self, inv: Invocation) -> KernelConfig:
+    def heuristic_cfg(self, inv: Invocation) -> OperationConfig:
         """The config that the chosen implementation proposes for these shapes."""
         return self.heuristic(self.arrays(inv), inv.kwargs["spec"], inv.kwargs["platform"], inv.target)
 
-    def heuristic(self, named: Mapping[str, Any], spec: Any, platform: str, target: Target) -> KernelConfig:
+    def heuristic(self, named: Mapping[str, Any], spec: Any, platform: str, target: Target) -> OperationConfig:
         """As `heuristic_cfg`, from operands by name."""
         operands = self.primitive.operands(named)
         entry = select(self.name, spec, operands, target, platform)
         config = entry.implementation.heuristic(spec, with_known_sizes(operands), target)
         return self._placed(entry, config, target)
 
-    def config_space(self, inv: Invocation) -> list[KernelConfig]:
+    def config_space(self, inv: Invocation) -> list[OperationConfig]:
         """The configs of every implementation that takes this call; one alone where the batch may not change it."""
         operands, spec, platform = self.primitive.operands(self.arrays(inv)), inv.kwargs["spec"], inv.kwargs["platform"]
         if getattr(spec, "batch_invariant", False):
@@ -62,15 +66,15 @@ class PrimitiveKernel(Kernel):
         ]
 
     @staticmethod
-    def _placed(entry, config: KernelConfig, target: Target) -> KernelConfig:
+    def _placed(entry, config: OperationConfig, target: Target) -> OperationConfig:
         """A config says where it was chosen for."""
         return replace(config, platform=entry.platform, backend=target.backend)
 
-    def checked_config(self, cfg: Any) -> KernelConfig:
+    def checked_config(self, cfg: Any) -> OperationConfig:
         """A config that an implementation can be run with; where none of those it is for can, the first says why."""
         return self._checked(cfg, None)
 
-    def checked_for(self, cfg: Any, inv: Invocation) -> KernelConfig | tuple[KernelConfig, KernelConfig]:
+    def checked_for(self, cfg: Any, inv: Invocation) -> OperationConfig | tuple[OperationConfig, OperationConfig]:
         """The same for one call: what its operands have against it counts, too. A pair is (forward, backward)."""
         operands = self.primitive.operands(self.arrays(inv))
         if not isinstance(cfg, tuple):
@@ -83,8 +87,8 @@ class PrimitiveKernel(Kernel):
             raise value_error(self.name, "the config of the backward names a platform; it has that of its forward")
         return self._checked(forward, operands), backward
 
-    def _checked(self, cfg: Any, operands: Any) -> KernelConfig:
-        cfg = checked_config(self.name, cfg)
+    def _checked(self, cfg: Any, operands: Any) -> OperationConfig:
+        cfg = checked_config(self.name, cfg, self.config_class)
         entries = [
             entry
             for entry in kernel_registry.list_implementations(self.name)
@@ -96,7 +100,7 @@ class PrimitiveKernel(Kernel):
             raise value_error(self.name, wrong[0])
         return cfg
 
-    def repeats(self, inv: Invocation, cfg: KernelConfig) -> bool:
+    def repeats(self, inv: Invocation, cfg: OperationConfig) -> bool:
         """Whether the implementation that the config names would take the call where `deterministic` is asked for."""
         spec = inv.kwargs["spec"]
         if not hasattr(spec, "deterministic"):
@@ -137,7 +141,7 @@ class PrimitiveKernel(Kernel):
         self,
         args: tuple,
         kwargs: Mapping[str, Any],
-        cfg: KernelConfig,
+        cfg: OperationConfig,
         target: Target | None = None,
         executor: Executor | None = None,
     ) -> dict[str, Any]:
@@ -154,7 +158,7 @@ class PrimitiveKernel(Kernel):
         chooser = ExecutorOfForward(platform, executor, backward)
         return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, chooser=chooser, results=kwargs["results"])
 
-    def run(self, *args: Any, cfg: KernelConfig, **kwargs: Any) -> dict[str, Any]:
+    def run(self, *args: Any, cfg: OperationConfig, **kwargs: Any) -> dict[str, Any]:
         """The results by name, as `bind` gives them."""
         return self.bind(args, kwargs, cfg)
 
@@ -192,9 +196,9 @@ class ExecutorOfForward(ShortRepr):
 
     platform: Platform | str = "auto"
     executor: Executor | None = None
-    backward: KernelConfig | None = None
+    backward: OperationConfig | None = None
 
-    def config(self, primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results) -> KernelConfig:
+    def config(self, primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results) -> OperationConfig:
         """A tangent is not measured here: a gradient asks for it too, only to transpose it away."""
         inv = KERNELS[primitive.name].invocation(named, spec, results, self.platform)
         is_tangent = primitive is inv.kernel.algorithm.tangent

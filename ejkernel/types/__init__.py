@@ -12,7 +12,7 @@ from .arguments import (
     Sinks,
     Window,
 )
-from .config import BwdParams, FwdParams, KernelConfig, checked_config
+from .config import BwdParams, FwdParams, KernelConfig, OperationConfig, checked_config
 from .enums import Backend, Platform
 from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
 from .shapes import ATTENTION_SHAPES, AttentionShape, band, visible_pairs
@@ -31,6 +31,7 @@ __all__ = [
     "KernelConfig",
     "LogitsBias",
     "LogitsMask",
+    "OperationConfig",
     "Platform",
     "RecurrenceShape",
     "RecurrentState",

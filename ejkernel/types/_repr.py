@@ -4,10 +4,11 @@ from dataclasses import fields
 
 
 class ShortRepr:
-    """`KernelConfig(block_q=64, platform=xla)`: only what is not the default."""
+    """`KernelConfig(block_q=64, platform=xla)`: only what is not the default, in the order of the constructor."""
 
     def __repr__(self) -> str:
-        shown = ((field, getattr(self, field.name)) for field in fields(self))
+        in_order = sorted(fields(self), key=lambda field: field.kw_only)
+        shown = ((field, getattr(self, field.name)) for field in in_order)
         changed = (f"{field.name}={_plain(value)}" for field, value in shown if value != field.default)
         return f"{type(self).__name__}({', '.join(changed)})"
 

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 from jaxtyping import Array, Bool, Float, Integer, Key, UInt32
 
-from .config import BwdParams, FwdParams, KernelConfig
+from .config import BwdParams, FwdParams, OperationConfig
 
-# A config in place of the chosen one: `KernelConfig(block_q=64)`, or a mapping of its fields. A pair of them is for the
-# forward and the backward of a gradient.
-OneConfig: TypeAlias = KernelConfig | FwdParams | BwdParams | Mapping[str, Any]
+# A config in place of the chosen one: `KernelConfig(block_q=64)`, say, or a mapping of its fields. A pair of them is
+# for the forward and the backward of a gradient.
+OneConfig: TypeAlias = OperationConfig | FwdParams | BwdParams | Mapping[str, Any]
 ConfigLike: TypeAlias = OneConfig | tuple[OneConfig, OneConfig]
 # A number of keys that ends with the query's own, or (left, right), both inclusive; None is unbounded.
 Window: TypeAlias = int | tuple[int | None, int | None]

@@ -1,6 +1,6 @@
 """Configs: the frozen, hashable choices that change how an operation is computed and never what it computes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -9,16 +9,36 @@ from ..errors import shown, type_error, value_error
 from ._repr import ShortRepr
 from .enums import Backend, Platform
 
-SIZES = ("block_q", "block_k", "block_d", "num_warps", "num_stages")
 LARGEST_SIZE = 2**31 - 1
+# Of an int that is no size: it may be 0 or negative.
+_ANY_INT = {"any int": True}
 
 
-@dataclass(frozen=True, repr=False)
-class KernelConfig(ShortRepr):
-    """Block sizes and launch parameters of one call.
+@dataclass(frozen=True, repr=False, kw_only=True)
+class OperationConfig(ShortRepr):
+    """What every config says. An operation whose kernels are told something else has a class of its own:
+
+        @dataclass(frozen=True, repr=False)
+        class PageConfig(OperationConfig):
+            pages_per_block: int = 8
+
+    Its integers are sizes, which have to be positive; its text may be None.
 
     A config that was chosen for a target names the implementation platform and the backend it was chosen for. A config
     given by a user may leave both open ("auto", "any"): the dispatcher then picks the implementation by priority.
+
+    Attributes:
+        platform: "triton", "pallas", "cuda", "cute", "xla" or "auto".
+        backend: "gpu", "tpu", "cpu" or "any".
+    """
+
+    platform: Platform | str = "auto"
+    backend: Backend | str = Backend.ANY
+
+
+@dataclass(frozen=True, repr=False)
+class KernelConfig(OperationConfig):
+    """Block sizes and launch parameters of one call, for operations whose kernels compute tiles.
 
     Attributes:
         block_q: query block size (rows of a tile).
@@ -26,8 +46,6 @@ class KernelConfig(ShortRepr):
         block_d: block size along the feature dimension, where an operation tiles it.
         num_warps: warps of a GPU program.
         num_stages: stages of the software pipeline.
-        platform: "triton", "pallas", "cuda", "cute", "xla" or "auto".
-        backend: "gpu", "tpu", "cpu" or "any".
         algorithm: a variant of the algorithm, where several exist.
         priority: of several configs that are measured, those with a higher one are measured first.
     """
@@ -37,10 +55,8 @@ class KernelConfig(ShortRepr):
     block_d: int = 64
     num_warps: int = 4
     num_stages: int = 2
-    platform: Platform | str = "auto"
-    backend: Backend | str = Backend.ANY
     algorithm: str | None = None
-    priority: int = 0
+    priority: int = field(default=0, metadata=_ANY_INT)
 
 
 @dataclass(frozen=True)
@@ -63,25 +79,33 @@ class BwdParams:
     num_stages: int = 2
 
 
-def checked_config(operation: str, config: Any) -> KernelConfig:
-    """The config with plain Python values in its fields, if these make sense wherever it may run.
+def checked_config(operation: str, config: Any, of: type[OperationConfig] = KernelConfig) -> OperationConfig:
+    """The config, which has to be one of the class `of`, with plain Python values in its fields, if these make sense.
 
     Raises:
         TypeError, ValueError: a field holds something else; the message names the operation, the field and the rule.
     """
-    if isinstance(config, FwdParams | BwdParams):
+    if of is KernelConfig and isinstance(config, FwdParams | BwdParams):
         config = KernelConfig(config.q_blocksize, config.kv_blocksize, 64, config.num_warps, config.num_stages)
-    if not isinstance(config, KernelConfig):
-        raise type_error(operation, f"config is a {type(config).__name__}; it must be a KernelConfig")
-    plain = {name: _checked_size(operation, name, getattr(config, name)) for name in SIZES}
-    plain["platform"] = _one_of(operation, "platform", config.platform, ("auto", *Platform))
-    plain["backend"] = _one_of(operation, "backend", config.backend, tuple(Backend))
-    if config.algorithm is not None and not isinstance(config.algorithm, str):
-        raise type_error(operation, f"config.algorithm is {shown(config.algorithm)}; it must be a str or None")
-    if isinstance(config.priority, bool) or not isinstance(config.priority, int):
-        raise type_error(operation, f"config.priority is {shown(config.priority)}; it must be an int")
+    if not isinstance(config, of):
+        raise type_error(operation, f"config is a {type(config).__name__}; it must be a {of.__name__}")
+    plain = {field.name: _checked_field(operation, field, getattr(config, field.name)) for field in fields(config)}
     unlike = {name: x for name, x in plain.items() if type(getattr(config, name)) is not type(x)}
     return replace(config, **unlike) if unlike else config
+
+
+def _checked_field(operation: str, field: Field, value: Any) -> Any:
+    if field.name == "platform":
+        return _one_of(operation, "platform", value, ("auto", *Platform))
+    if field.name == "backend":
+        return _one_of(operation, "backend", value, tuple(Backend))
+    if field.type is int and field.metadata != _ANY_INT:
+        return _checked_size(operation, field.name, value)
+    if field.type is int and (isinstance(value, bool) or not isinstance(value, int)):
+        raise type_error(operation, f"config.{field.name} is {shown(value)}; it must be an int")
+    if field.type == (str | None) and not isinstance(value, str | None):
+        raise type_error(operation, f"config.{field.name} is {shown(value)}; it must be a str or None")
+    return value
 
 
 def _checked_size(operation: str, name: str, size: Any) -> int:

@@ -1,6 +1,7 @@
 """A config is checked where it comes in: what a user gives is refused, what is stored is passed over with a warning."""
 
 import json
+import re
 from dataclasses import dataclass
 
 import jax
@@ -125,6 +126,22 @@ def test_of_an_implementation_from_the_registry_too(q, fields, error, says):
 def test_what_is_no_config_is_refused_by_the_executor(q, bad):
     with pytest.raises(TypeError, match=r"flash_attention: config is a .*; it must be a KernelConfig"):
         own_executor()(FlashAttention(), q, q, q, cfg=bad)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (KernelConfig(), "config is a KernelConfig; it must be a RaggedPageAttentionConfig"),
+        (dict(block_q=8), "config has no field block_q; the fields are ['backend', 'pages_per_block', 'platform', "),
+        (dict(pages_per_block=0), "config.pages_per_block is 0; it must be a positive int"),
+    ],
+    ids=["another class", "another field", "a size"],
+)
+def test_an_operation_takes_configs_of_its_own_class(config, says):
+    arrays = OPERATIONS["ragged_page_attention_v3"].example()
+    call = lambda arrays: ejkernel.lax.ragged_page_attention_v3(**arrays, config=config)
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"ragged_page_attention_v3: {says}")):
+        jax.eval_shape(call, arrays)
 
 
 def test_a_users_kernel_may_check_its_own():
@@ -262,7 +279,9 @@ def test_what_implementations_propose_is_right(case):
                 if reason is None:
                     configs = entry.implementation.space(found["spec"], found["operands"], target)
                     assert [config_refusal(entry.implementation, config) for config in configs] == [None] * len(configs)
-                    assert [checked_config("", config) for config in configs] == configs
+                    assert [
+                        checked_config("", config, OPERATIONS[case.operation].config_class) for config in configs
+                    ] == configs
 
 
 # --- The forward's and the backward's
@@ -321,6 +340,7 @@ def test_a_wrong_pair_is_refused(pair, says):
 
 def test_what_has_no_gradient_takes_no_pair():
     arrays = OPERATIONS["ragged_page_attention_v3"].example()
-    call = lambda arrays: ejkernel.lax.ragged_page_attention_v3(**arrays, config=(XLA, XLA))
+    config = dict(platform="xla")
+    call = lambda arrays: ejkernel.lax.ragged_page_attention_v3(**arrays, config=(config, config))
     with pytest.raises(ValueError, match="config is a tuple of 2; a pair is for what has a gradient"):
         jax.eval_shape(call, arrays)

@@ -1,6 +1,6 @@
 """Operations of another package than this, one of each kind that has primitives: what it takes to add them.
 
-toy_wave      differentiable    o = sin(rate · x) · w
+toy_wave      differentiable    o = sin(rate · x) · w, with a config of its own
 toy_lookup    forward only      o = x[at]
 toy_append    in place          cache[at] = x, and the sum of what is there now
 """
@@ -23,7 +23,7 @@ from ejkernel.primitives._axes import axes
 from ejkernel.primitives._factory import Trio
 from ejkernel.primitives._forward_only import ForwardOnly
 from ejkernel.primitives._sharding import Layout
-from ejkernel.types import KernelConfig, ShortRepr
+from ejkernel.types import KernelConfig, OperationConfig, ShortRepr
 
 # --- toy_wave ---------------------------------------------------------------------------------------------------------
 
@@ -54,11 +54,19 @@ wave = Trio(
 )
 
 
-def wave_forward(x, w, *, spec=WaveSpec(), config=KernelConfig()):
-    return WaveOutputs((jnp.sin(spec.rate * _float32(x)) * _float32(w)[:, None]).astype(x.dtype))
+@dataclass(frozen=True, repr=False)
+class WaveConfig(OperationConfig):
+    """How many batch elements are computed in a turn of the loop."""
+
+    unroll: int = 1
 
 
-def wave_jvp(primals, outputs, tangents, *, spec=WaveSpec(), config=KernelConfig()):
+def wave_forward(x, w, *, spec=WaveSpec(), config=WaveConfig()):
+    of_one = lambda _, xw: (None, (jnp.sin(spec.rate * _float32(xw[0])) * _float32(xw[1])[None]).astype(x.dtype))
+    return WaveOutputs(jax.lax.scan(of_one, None, (x, w), unroll=config.unroll)[1])
+
+
+def wave_jvp(primals, outputs, tangents, *, spec=WaveSpec(), config=WaveConfig()):
     """ȯ = rate · cos(rate · x) · w · ẋ + sin(rate · x) · ẇ."""
     x, w = map(_float32, primals)
     of_x = 0.0 if tangents.x is None else spec.rate * jnp.cos(spec.rate * x) * w[:, None] * _float32(tangents.x)
@@ -66,7 +74,7 @@ def wave_jvp(primals, outputs, tangents, *, spec=WaveSpec(), config=KernelConfig
     return WaveOutputs((of_x + of_w).astype(primals.x.dtype))
 
 
-def wave_bwd(primals, outputs, cotangents, *, wrt, spec=WaveSpec(), config=KernelConfig()):
+def wave_bwd(primals, outputs, cotangents, *, wrt, spec=WaveSpec(), config=WaveConfig()):
     """dx = rate · cos(rate · x) · w · do,  dw = Σ_s sin(rate · x) · do."""
     (x, w), do = map(_float32, primals), _float32(cotangents.o)
     found = {
@@ -94,6 +102,7 @@ def wave_arguments(
 
 class ToyWave(Operation):
     algorithm = wave
+    config_class = WaveConfig
     prepare_arguments = staticmethod(wave_arguments)
 
     @classmethod

@@ -1,11 +1,13 @@
 """A config changes how a result is computed, never what it is."""
 
+from dataclasses import fields
+
 import jax
 import pytest
 from cases import CASES, assert_close, each, each_operation, gradient, oracle, tangent
 
+from ejkernel.modules._operation import OPERATIONS
 from ejkernel.ops import find_labels_in_lowered
-from ejkernel.types import KernelConfig
 
 
 @each(CASES, rest=(pytest.mark.slow,))
@@ -21,8 +23,13 @@ def test_odd_blocks(case, blocks):
     check(case, blocks)
 
 
+def config_class(case):
+    return OPERATIONS[case.operation].config_class
+
+
 def check(case, blocks):
-    config = dict(zip(("block_q", "block_k"), blocks, strict=True), platform="xla")
+    sizes = [field.name for field in fields(config_class(case)) if field.type is int and not field.kw_only]
+    config = dict(zip(sizes, blocks, strict=False), platform="xla")
     call = lambda arrays: case.call(arrays, config=config)
     arrays, tangents = case.arrays(), case.tangents()
     if not case.differentiable:
@@ -38,7 +45,7 @@ def check(case, blocks):
 @each_operation
 def test_a_config_for_the_target_names_the_implementation(case):
     """As when it was measured to be faster than one of higher priority."""
-    config = KernelConfig(platform="xla", backend="gpu")
+    config = config_class(case)(platform="xla", backend="gpu")
     traced = jax.jit(lambda arrays: case.call(arrays, config=config)).trace(case.arrays())
     (label,) = find_labels_in_lowered(traced.lower(lowering_platforms=("cuda",)))
     assert label.startswith(f"ejkernel[op={case.operation};impl=xla")

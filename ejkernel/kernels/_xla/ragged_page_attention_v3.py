@@ -19,7 +19,8 @@ from jax import Array, lax
 from jax.export import is_symbolic_dim
 
 from ejkernel.primitives.ragged_page_attention_v3 import Operands, Outputs, RaggedPageAttentionSpec
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Target
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
 from .._visibility import interval
@@ -39,12 +40,12 @@ def reference(*operands, spec=RaggedPageAttentionSpec()) -> Outputs:
     return _over_batch(partial(_reference, spec=spec), Operands(*operands))
 
 
-def heuristic(spec: RaggedPageAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
+def heuristic(spec: RaggedPageAttentionSpec, operands: Operands, target: Target) -> RaggedPageAttentionConfig:
     """64 tokens beside some 256 keys: what is gathered for them fits the cache of a CPU."""
-    return KernelConfig(block_q=64, block_k=256)
+    return RaggedPageAttentionConfig(64, pages_per_block=max(1, 256 // operands.kv_pages.shape[2]))
 
 
-def space(spec: RaggedPageAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+def space(spec: RaggedPageAttentionSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
     """That of the heuristic."""
     return [heuristic(spec, operands, target)]
 
@@ -54,7 +55,7 @@ def space(spec: RaggedPageAttentionSpec, operands: Operands, target: Target) -> 
 def ragged_page_attention_v3(
     *operands: Array | None,
     spec: RaggedPageAttentionSpec = RaggedPageAttentionSpec(),
-    config: KernelConfig = KernelConfig(),
+    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
 ) -> Outputs:
     """o, lse, and the pages with the step's keys and values."""
     return _over_batch(partial(_step, spec=spec, config=config), Operands(*operands))
@@ -167,13 +168,13 @@ def _reference(x: Operands, spec: RaggedPageAttentionSpec) -> Outputs:
 # --- The decomposition ------------------------------------------------------------------------------------------------
 
 
-def _step(x: Operands, spec: RaggedPageAttentionSpec, config: KernelConfig) -> Outputs:
+def _step(x: Operands, spec: RaggedPageAttentionSpec, config: RaggedPageAttentionConfig) -> Outputs:
     at, tokens = places(x), x.q.shape[0]
     pages = written(x, at)
-    attend = partial(_attend_block, x, pages, spec, max(1, config.block_k // pages.shape[1]))
+    attend = partial(_attend_block, x, pages, spec, config.pages_per_block)
     if is_symbolic_dim(tokens):
         return Outputs(*attend(x.q, at), pages)
-    block = min(config.block_q, max(1, tokens))
+    block = min(config.queries_per_block, max(1, tokens))
     cut = lambda a: jnp.pad(a, [(0, -tokens % block), *[(0, 0)] * (a.ndim - 1)]).reshape(-1, block, *a.shape[1:])
     o, lse = lax.map(lambda rows: attend(*rows), jax.tree.map(cut, (x.q, at)))
     join = lambda a: a.reshape(-1, *a.shape[2:])[:tokens]

@@ -15,7 +15,7 @@ from jax.export import is_symbolic_dim
 from ...errors import shown, type_error, value_error
 from ...primitives._factory import KernelPrimitive
 from ...primitives._sharding import aligned
-from ...types import BwdParams, FwdParams, KernelConfig, Platform, checked_config
+from ...types import BwdParams, FwdParams, OperationConfig, Platform, checked_config
 from ...xla_utils.symbolic import is_symbolic
 
 # What is computed with; float8 is for matrices alone that say so, and the rest has no arithmetic or none of this kind.
@@ -176,27 +176,29 @@ def platform_of(operation: str, platform: Platform | str | None) -> Platform | s
     return platform or "auto"
 
 
-def config_of(operation: str, config: Any) -> KernelConfig | tuple[KernelConfig, KernelConfig] | None:
+def config_of(
+    operation: str, config: Any, of: type[OperationConfig]
+) -> OperationConfig | tuple[OperationConfig, OperationConfig] | None:
     """A config given by a user, or the pair of those of the forward and of the backward; None if none is given."""
     if config is None:
         return None
     if isinstance(config, tuple):
         if len(config) != 2:
             raise value_error(operation, f"config is a tuple of {len(config)}; a pair is (forward, backward)")
-        return tuple(_one_config(operation, one) for one in config)
-    return _one_config(operation, config)
+        return tuple(_one_config(operation, one, of) for one in config)
+    return _one_config(operation, config, of)
 
 
-def _one_config(operation: str, config: Any) -> KernelConfig:
-    """A `KernelConfig`, from one, from a mapping of its fields, or from its short forms."""
-    known = {field.name for field in fields(KernelConfig)}
+def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> OperationConfig:
+    """A config, from one, from a mapping of its fields, or from the short forms of a `KernelConfig`."""
+    known = {field.name for field in fields(of)}
     if isinstance(config, Mapping):
         if unknown := sorted(map(str, config.keys() - known)):
             raise value_error(operation, f"config has no field {', '.join(unknown)}; the fields are {sorted(known)}")
-        config = KernelConfig(**config)
-    elif not isinstance(config, KernelConfig | FwdParams | BwdParams):
-        raise type_error(operation, f"config is a {type(config).__name__}; it must be a KernelConfig or a mapping")
-    return checked_config(operation, config)
+        config = of(**config)
+    elif not isinstance(config, OperationConfig | FwdParams | BwdParams):
+        raise type_error(operation, f"config is a {type(config).__name__}; it must be a {of.__name__} or a mapping")
+    return checked_config(operation, config, of)
 
 
 def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ...primitives._batching import reshape_axes
 from ...primitives.ragged_page_attention_v3 import Operands, RaggedPageAttentionSpec
 from ...primitives.ragged_page_attention_v3 import ragged_page_attention_v3 as primitives
 from ...types import Sinks, Window
+from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from .._operation import Operation, Prepared
 from ._arguments import (
     align,
@@ -185,6 +186,7 @@ class RaggedPageAttentionV3(Operation):
     """A step of serving over a paged cache: `ejkernel.lax.ragged_page_attention_v3` as a kernel object."""
 
     algorithm = primitives
+    config_class = RaggedPageAttentionConfig
     prepare_arguments = staticmethod(ragged_page_attention_v3_arguments)
     renamed: ClassVar = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
 

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterable
 
-from ejkernel.types import KernelConfig, checked_config
+from ejkernel.types import OperationConfig, checked_config
 
 from ..utils.serialization import unpack
 from ..utils.shared_file import SharedFile, read_entries
@@ -35,9 +35,9 @@ def load_table(path: str | os.PathLike) -> ConfigCache:
         if (config := unpack(packed)) is None:
             continue
         try:
-            table.put(
-                key, checked_config(key.partition("@")[0], config) if isinstance(config, KernelConfig) else config
-            )
+            if isinstance(config, OperationConfig):
+                config = checked_config(key.partition("@")[0], config, type(config))
+            table.put(key, config)
         except (TypeError, ValueError) as error:
             warnings.warn(f"ejkernel: {os.fspath(path)}: an entry is left out: {error}", UserWarning, stacklevel=2)
     return table

@@ -25,7 +25,6 @@ import numpy as np
 
 from ejkernel.callib import known_ceilings
 from ejkernel.errors import EjkernelRuntimeError
-from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from ..utils.devices import device_target
@@ -262,7 +261,7 @@ def _calls(first: tuple[Any, Future], others: Generator, arrays: Sequence[Any]) 
 
 def by_priority(configs: Sequence) -> list:
     """The configs in the order in which they are measured: as they come, but for those that ask for more or less."""
-    return sorted(configs, key=lambda config: -config.priority if isinstance(config, KernelConfig) else 0)
+    return sorted(configs, key=lambda config: -getattr(config, "priority", 0))
 
 
 def _roofline(kernel: Kernel, inv: Invocation) -> float:
