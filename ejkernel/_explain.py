@@ -135,9 +135,12 @@ def _config(kernel, named, spec, platform, target) -> tuple[OperationConfig | No
     if found := selector.stored(kernel, inv, kernel.key_builder(inv)):
         return found[1], _ORIGINS[found[0]]
     config, policy = kernel.heuristic(named, spec, platform, target), selector.policy
-    measured = {config, *kernel.config_space(inv)} if policy.allow_autotune and not selector.tuner.refusal(inv) else ()
-    if len(measured) > 1:
-        return config, f"by heuristics, until the first call measures {len(measured)} configs"
+    space = kernel.config_space(inv) if policy.allow_autotune and not selector.tuner.refusal(inv) else ()
+    if (number := len({config, *space})) > 1:
+        origin = f"by heuristics, until the first call measures {number} configs"
+        outdated = selector.outdated(kernel, inv, kernel.key_builder(inv), space)
+        first = "" if outdated is None else f", first {outdated}, once the fastest with another source or versions"
+        return config, origin + first
     if policy.allow_heuristics:
         return config, "by heuristics"
     return (

@@ -24,9 +24,9 @@ from ..errors import short_type
 from ..lax import flash_attention
 from ..modules._primitive_kernel import PrimitiveKernel
 from ..ops import Invocation, PersistentCache, Tuner, load_invocations, merge_tables, policy_override, recording
+from ..ops.config.persistent import entry_of
 from ..ops.registry import Calls
 from ..ops.utils.operands import is_array
-from ..ops.utils.serialization import pack
 from ..ops.utils.shared_file import SharedFile
 from ..types import ATTENTION_SHAPES, AttentionShape
 from ._progress import progress
@@ -189,7 +189,7 @@ def _tuned(inv: Invocation, table: SharedFile) -> _Row:
         heuristic = kernel.heuristic_cfg(inv)
         times = tuner.times(kernel, inv, [heuristic, *kernel.config_space(inv)])
         fastest = min(times, key=times.get)
-        entry = {kernel.key_builder(inv): pack(fastest)}
+        entry = {kernel.key_builder(inv): entry_of(fastest)}
     except Exception as error:  # of a kernel: the other calls can still be tuned
         return _Row(inv, reason=" ".join(str(error).split()))
     table.add(entry)

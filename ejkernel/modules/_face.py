@@ -133,8 +133,8 @@ def _doc(operation: type[Operation]) -> str:
         "Args:\n"
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
         f"    cfg: a {operation.config_class.__name__} or a mapping of its fields, in place of the chosen one;\n"
-        "        `ejkernel.explain` tells what `algorithm` may be in it. A pair is for the forward and the backward of\n"
-        "        a gradient.\n"
+        "        `ejkernel.explain` tells what `algorithm` may be in it. A pair is for the forward and the backward\n"
+        "        of a gradient.\n"
         "    mesh: runs under `jax.shard_map` on this mesh.\n"
         "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays; others are replicated.\n"
         "    out_specs: the PartitionSpec of the result, or a tuple of them.\n"

@@ -65,4 +65,10 @@ def test_explain_knows_that_the_first_call_measures(capsys, monkeypatch):
     monkeypatch.setattr(KERNELS["flash_attention"], "config_space", lambda inv: configs)
     status, (what, *_) = explained(capsys, EXPLAIN)
     assert status == 0 and what.endswith("by heuristics, until the first call measures 3 configs")
+    x = jax.ShapeDtypeStruct((1, 64, 4, 64), "bfloat16")
+    inv = KERNELS["flash_attention"].invocation(dict(q=x, k=x, v=x), FlashAttentionSpec(softmax_scale=0.125))
+    key = inv.kernel.key_builder(inv).replace("source ", "source of before ")
+    default_executor().selector.persistent.put(key, configs[1])
+    status, (what, *_) = explained(capsys, EXPLAIN)
+    assert "measures 3 configs, first KernelConfig(block_q=32" in what and "with another source" in what
     assert explained(capsys, f"{EXPLAIN} --target cuda")[1][0].endswith("by heuristics")

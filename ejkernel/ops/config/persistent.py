@@ -4,6 +4,8 @@ import os
 from typing import Any
 
 from ..utils.devices import device_fingerprint
+from ..utils.fingerprints import call_of
+from ..utils.provenance import provenance
 from ..utils.serialization import pack, unpack
 from ..utils.shared_file import SharedFile, cache_directory, path_in
 
@@ -30,14 +32,16 @@ class PersistentCache:
         `cls` is the class that the config has to be of, where the caller knows it.
         """
         file = self._file(device)
-        packed = file.read().get(key)
-        if packed is None:
-            return None
-        try:
-            return unpack(packed, cls)
-        except Exception as error:  # of any kind: it runs the constructor of the config's class
-            file.warn(f"an entry was ignored: {error}")
-            return None
+        return _unpacked(file, file.read().get(key), cls)
+
+    def outdated(self, key: str, device: str | None = None, cls: type | None = None) -> Any | None:
+        """The config that was measured last for the call of `key`, with another source or other versions than now.
+
+        It is worth trying first, and no more: None if there is none.
+        """
+        file, call = self._file(device), call_of(key)
+        entries = [entry for other, entry in file.read().items() if other != key and call_of(other) == call]
+        return _unpacked(file, max(entries, key=_date, default=None), cls)
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
@@ -50,7 +54,7 @@ class PersistentCache:
         """
         file = self._file(device)
         try:
-            file.write({key: pack(config) | ({} if tried is None else {"tried": tried})})
+            file.write({key: entry_of(config, tried)})
         except TypeError as error:
             file.warn(str(error))
 
@@ -61,3 +65,27 @@ class PersistentCache:
     def _file(self, device: str | None) -> SharedFile:
         path = self.path_of(device)
         return self._files.get(path) or self._files.setdefault(path, SharedFile(path))
+
+
+def entry_of(config: Any, tried: tuple[int, int] | None = None) -> dict[str, Any]:
+    """What a file keeps of a config that was measured now: itself, and when and with which commit that was.
+
+    Raises:
+        TypeError: the config cannot be stored.
+    """
+    return pack(config) | {"measured": provenance()} | ({} if tried is None else {"tried": tried})
+
+
+def _unpacked(file: SharedFile, entry: Any, cls: type | None) -> Any | None:
+    if entry is None:
+        return None
+    try:
+        return unpack(entry, cls)
+    except Exception as error:  # of any kind: it runs the constructor of the config's class
+        file.warn(f"an entry was ignored: {error}")
+        return None
+
+
+def _date(entry: Any) -> str:
+    measured = entry.get("measured") if isinstance(entry, dict) else None
+    return str(measured.get("date", "")) if isinstance(measured, dict) else ""

@@ -128,8 +128,16 @@ class ConfigSelectorChain(Generic[Cfg]):
                 cache.answered_by_another(key)
         return config
 
-    def measure(self, kernel: Kernel[Cfg, Any], inv: Invocation, budget: float = math.inf) -> Cfg:
+    def measure(
+        self,
+        kernel: Kernel[Cfg, Any],
+        inv: Invocation,
+        budget: float = math.inf,
+        configs: Sequence[Cfg] | None = None,
+    ) -> Cfg:
         """Measures `inv` whatever the policy, for at most `budget` seconds, and stores the fastest config.
+
+        `configs` are those of `config_space` in another order.
 
         Raises:
             EjkernelRuntimeError: it cannot be measured here, or no config computes the right numbers.
@@ -139,7 +147,7 @@ class ConfigSelectorChain(Generic[Cfg]):
             raise EjkernelRuntimeError(f"{kernel.op_id}: {reason}")
         key = kernel.key_builder(inv)
         self._tell("autotune_start", kernel, key, None)
-        measured = self.tuner.measure(kernel, inv, budget=budget)
+        measured = self.tuner.measure(kernel, inv, configs, budget=budget)
         self.cache.put(key, measured.fastest)
         if self.persistent is not None:
             tried = (measured.tried, measured.candidates) if measured.cut_short else None
@@ -165,6 +173,17 @@ class ConfigSelectorChain(Generic[Cfg]):
                     )
         return None
 
+    def outdated(self, kernel: Kernel[Cfg, Any], inv: Invocation, key: str, space: Sequence[Cfg]) -> Cfg | None:
+        """A config of the space that was measured for `inv` with another source or other versions, None if none is.
+
+        It is worth measuring first. Whether it still is the best nobody knows, so it does not serve without that.
+        """
+        for store in (*filter(None, [self.persistent]), *self.tables):
+            config = store.outdated(key, inv.device_fingerprint, kernel.config_class)
+            if config is not None and config in space:
+                return config
+        return None
+
     def _stored(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg | None:
         if (found := self.stored(kernel, inv, key)) is None:
             return None
@@ -177,16 +196,18 @@ class ConfigSelectorChain(Generic[Cfg]):
         if not self.policy.allow_autotune or key in self._not_measurable or inv.target != device_target():
             return None
         budget = budget_of_environment()
-        if not budget or set(kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
+        if not budget or set(space := kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
             return None
         if reason := self.tuner.refusal(inv):
             self._warn_once(f"{reason}; the heuristic ones are used")
             return None
+        first = self.outdated(kernel, inv, key, space)
+        space = space if first is None else list(dict.fromkeys([first, *space]))
         with self._measurements.of(key):
             if (config := self.cache.get(key)) is not None:  # another thread has measured it meanwhile
                 return self._tell("cache_hit", kernel, key, config)
             try:
-                return self.measure(kernel, inv, budget)
+                return self.measure(kernel, inv, budget, space)
             except BudgetSpent as spent:
                 self._not_measurable.add(key)
                 tell_once(

@@ -48,6 +48,11 @@ def key_of(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: 
     )
 
 
+def call_of(key: str) -> str:
+    """Of a key the operation, its operands and options, and the device: without the source and the versions."""
+    return key.rsplit("|", 2)[0]
+
+
 # --- Operands
 
 
