@@ -134,7 +134,7 @@ def _config(kernel, named, spec, platform, target) -> tuple[OperationConfig | No
     selector = default_executor().selector
     if found := selector.stored(kernel, inv, kernel.key_builder(inv)):
         return found[1], _ORIGINS[found[0]]
-    config, policy = kernel.heuristic(named, spec, platform, target), selector.policy
+    config, policy = kernel.heuristic_cfg(inv), selector.policy
     space = kernel.config_space(inv) if policy.allow_autotune and not selector.tuner.refusal(inv) else ()
     if (number := len({config, *space})) > 1:
         origin = f"by heuristics, until the first call measures {number} configs"

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -165,8 +165,8 @@ class Check:
             outputs = {of: jnp.asarray(self.formulas[1]["forward"][of]) for of in self.algorithm.residuals}
             cotangents = {of + COTANGENT: x for of, x in self.cotangents.items()}
             named, results = {**named, **outputs, **cotangents}, [of + COTANGENT for of in self.differentiable]
-        config = kernel.heuristic(named, spec, platform, self.target)
-        inv = kernel.invocation(named, spec, results, platform)
+        inv = replace(kernel.invocation(named, spec, results, platform), target=self.target)
+        config = kernel.heuristic_cfg(inv)
         program = jax.jit(lambda *arrays: kernel.bind(arrays, inv.kwargs, config)).lower(*inv.args).compile()
         return lambda: {of.removesuffix(COTANGENT): x for of, x in program(*inv.args).items()}
 

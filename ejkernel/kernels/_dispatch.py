@@ -1,6 +1,6 @@
 """Which implementation of an operation a target gets: the highest priority that has no reason against this call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,26 +13,50 @@ from ._registry import KernelSpec, kernel_registry
 Candidate = tuple[KernelSpec, str | None]
 
 
+class Dispatch:
+    """The implementations for one call, by descending priority; what one was asked is remembered.
+
+    They are asked one after the other, as far as someone looks: the answer of one may take an import of seconds.
+    """
+
+    def __init__(
+        self, operation: str, spec: Any, operands: Any, target: Target, platform: Platform | str = "auto"
+    ) -> None:
+        self._call = operation, spec, operands, target, platform
+        self._asked: list[Candidate] = []
+        self._rest = iter(kernel_registry.list_implementations(operation))
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """Each with the reason why it is passed over, or None."""
+        yield from self._asked
+        _, *call = self._call
+        for entry in self._rest:
+            self._asked.append((entry, _reason(entry, *call)))
+            yield self._asked[-1]
+
+    def taking(self) -> Iterator[KernelSpec]:
+        """Those that take the call."""
+        return (entry for entry, reason in self if reason is None)
+
+    def first(self) -> KernelSpec:
+        """The implementation that runs; raises `UnsupportedError` with the table of reasons where there is none."""
+        for entry in self.taking():
+            return entry
+        operation, _, _, target, platform = self._call
+        asked = "" if platform in ("auto", None) else f" with platform {platform!r}"
+        raise UnsupportedError(f"{operation}: no implementation on {target}{asked}\n{table(self._asked)}")
+
+
 def candidates(
     operation: str, spec: Any, operands: Any, target: Target, platform: Platform | str = "auto"
 ) -> list[Candidate]:
     """Every registered implementation by descending priority, with the reason why it is passed over, or None."""
-    return [
-        (entry, _reason(entry, spec, operands, target, platform))
-        for entry in kernel_registry.list_implementations(operation)
-    ]
+    return list(Dispatch(operation, spec, operands, target, platform))
 
 
 def select(operation: str, spec: Any, operands: Any, target: Target, platform: Platform | str = "auto") -> KernelSpec:
     """The implementation that runs; raises `UnsupportedError` with the table of reasons where there is none."""
-    # One after the other: of those that come later nothing is asked, whose answer may take an import of seconds.
-    found = []
-    for entry in kernel_registry.list_implementations(operation):
-        found.append((entry, _reason(entry, spec, operands, target, platform)))
-        if found[-1][1] is None:
-            return entry
-    asked = "" if platform in ("auto", None) else f" with platform {platform!r}"
-    raise UnsupportedError(f"{operation}: no implementation on {target}{asked}\n{table(found)}")
+    return Dispatch(operation, spec, operands, target, platform).first()
 
 
 def table(found: Sequence[Candidate]) -> str:

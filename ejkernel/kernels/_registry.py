@@ -256,7 +256,8 @@ def _checked(implementation: F, algorithm: str, platform: Platform) -> F:
     if not hasattr(checked, "custom_calls"):
         checked.custom_calls = ()
     if not hasattr(checked, "heuristic"):
-        default = parameters["config"].default if "config" in parameters else KernelConfig()
+        default = getattr(parameters.get("config"), "default", None)
+        default = default if isinstance(default, OperationConfig) else KernelConfig()
         checked.heuristic, checked.space = (lambda *_: default), (lambda *_: [default])
     return checked
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from ..errors import value_error
-from ..kernels._dispatch import candidates, select
+from ..kernels._dispatch import Dispatch
 from ..kernels._registry import config_refusal, kernel_registry
 from ..kernels._sources import files_of, fingerprint
 from ..ops import Executor, Invocation, Kernel, default_executor, policy_override
@@ -41,27 +41,27 @@ class PrimitiveKernel(Kernel):
         """The operands of a call by name."""
         return dict(zip(inv.kwargs["operands"], inv.args, strict=True))
 
+    def examine(self, inv: Invocation) -> tuple[Any, Dispatch]:
+        """The operands, and the implementations as far as they were asked."""
+        operands = self.primitive.operands(self.arrays(inv))
+        return operands, Dispatch(self.name, inv.kwargs["spec"], operands, inv.target, inv.kwargs["platform"])
+
     def heuristic_cfg(self, inv: Invocation) -> OperationConfig:
         """The config that the chosen implementation proposes for these shapes."""
-        return self.heuristic(self.arrays(inv), inv.kwargs["spec"], inv.kwargs["platform"], inv.target)
-
-    def heuristic(self, named: Mapping[str, Any], spec: Any, platform: str, target: Target) -> OperationConfig:
-        """As `heuristic_cfg`, from operands by name."""
-        operands = self.primitive.operands(named)
-        entry = select(self.name, spec, operands, target, platform)
-        config = entry.implementation.heuristic(spec, with_known_sizes(operands), target)
-        return self._placed(entry, config, target)
+        operands, dispatch = inv.examined
+        entry = dispatch.first()
+        config = entry.implementation.heuristic(inv.kwargs["spec"], with_known_sizes(operands), inv.target)
+        return self._placed(entry, config, inv.target)
 
     def config_space(self, inv: Invocation) -> list[OperationConfig]:
         """The configs of every implementation that takes this call; one alone where the batch may not change it."""
-        operands, spec, platform = self.primitive.operands(self.arrays(inv)), inv.kwargs["spec"], inv.kwargs["platform"]
+        spec, (operands, dispatch) = inv.kwargs["spec"], inv.examined
         if getattr(spec, "batch_invariant", False):
             return [self.heuristic_cfg(inv)]
         known = with_known_sizes(operands)
         return [
             self._placed(entry, config, inv.target)
-            for entry, reason in candidates(self.name, spec, operands, inv.target, platform)
-            if reason is None
+            for entry in dispatch.taking()
             for config in entry.implementation.space(spec, known, inv.target)
         ]
 
@@ -76,7 +76,7 @@ class PrimitiveKernel(Kernel):
 
     def checked_for(self, cfg: Any, inv: Invocation) -> OperationConfig | tuple[OperationConfig, OperationConfig]:
         """The same for one call: what its operands have against it counts, too. A pair is (forward, backward)."""
-        operands = self.primitive.operands(self.arrays(inv))
+        operands, _ = inv.examined
         if not isinstance(cfg, tuple):
             return self._checked(cfg, operands)
         if len(cfg) != 2 or self.primitive is not self.algorithm.forward or not self.algorithm.differentiable:
@@ -106,8 +106,8 @@ class PrimitiveKernel(Kernel):
         if not hasattr(spec, "deterministic"):
             return True
         strict = replace(spec, deterministic=True)
-        of = candidates(self.name, strict, self.primitive.operands(self.arrays(inv)), inv.target, cfg.platform)
-        return any(reason is None for _, reason in of)
+        of = Dispatch(self.name, strict, inv.examined[0], inv.target, cfg.platform)
+        return any(True for _ in of.taking())
 
     def cost(self, inv: Invocation) -> tuple[float, float] | None:
         """The flops that the operation tells, and each operand and result moved once."""
@@ -178,9 +178,7 @@ class PrimitiveKernel(Kernel):
         operands = self.primitive.operands(named)
         backends = {e.backend for e in of_platform}
         elsewhere = [t for t in map(Target, ("cuda", "rocm", "tpu", "cpu")) if t.backend in backends]
-        takes = lambda target: any(
-            reason is None for _, reason in candidates(self.name, spec, operands, target, platform)
-        )
+        takes = lambda target: any(True for _ in Dispatch(self.name, spec, operands, target, platform).taking())
         return next(filter(takes, elsewhere), elsewhere[0])
 
 

@@ -7,6 +7,7 @@ from cases import DIFFERENTIABLE, PLAIN, each, first_of_each
 
 import ejkernel
 from ejkernel.errors import UnsupportedError
+from ejkernel.kernels import _dispatch
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.ops import (
     AutotunePolicy,
@@ -105,3 +106,13 @@ def test_a_platform_that_is_elsewhere(case):
     assert {label["impl"] for label in labels} == {"triton"}
     with pytest.raises(UnsupportedError, match="no implementation on cpu"):
         traced.lower(lowering_platforms=("cpu",))
+
+
+@each_operation
+def test_implementations_are_asked_once_while_a_call_is_traced(case, monkeypatch):
+    """Heuristics, the space of configs, and the check of a config look at the same answers."""
+    asked, reason = [], _dispatch._reason
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "autotune")
+    monkeypatch.setattr(_dispatch, "_reason", lambda entry, *call: asked.append(entry) or reason(entry, *call))
+    jax.eval_shape(case.call, case.arrays())
+    assert 0 < len(asked) == len(set(asked))

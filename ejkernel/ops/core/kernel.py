@@ -41,6 +41,11 @@ class Invocation(Generic[Cfg, Out]):
         """`args` with a `jax.ShapeDtypeStruct` in the place of each array."""
         return abstract(self.args)
 
+    @functools.cached_property
+    def examined(self) -> Any:
+        """What the kernel finds out of the call once, for whatever it is asked of it: see `Kernel.examine`."""
+        return self.kernel.examine(self)
+
     @property
     def device_fingerprint(self) -> str:
         """The target as `ejkernel.ops.device_fingerprint` names it."""
@@ -101,6 +106,10 @@ class Kernel(Generic[Cfg, Out]):
     def config_space(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
         """The configs that are worth measuring for `inv`, the most promising first."""
         return [self.heuristic_cfg(inv)]
+
+    def examine(self, inv: Invocation[Cfg, Out]) -> Any:
+        """What `inv.examined` is; by default nothing."""
+        del inv
 
     def synthetic_inputs(self, inv: Invocation[Cfg, Out]) -> tuple[tuple, dict[str, Any]]:
         """`(args, kwargs)` to measure with where `inv` holds no values: by default random numbers.
