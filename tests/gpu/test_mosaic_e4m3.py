@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention
-from ejkernel.kernels._pallas.gpu.flash_attention.quantized import BOUNDS, greatest_of
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import LIMITS, greatest_of
 from ejkernel.kernels._pallas.gpu.flash_attention.rounding import rounded
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
@@ -80,11 +80,11 @@ def to_e4m3(x, scale):
 def test_rounded(held, block):
     """Half a unit in the last place from q, k and v; the keys of v in the order in which a thread has the weights."""
     x, _ = Case("rounded", H=4, G=2, D=128, V=64).make(328, jnp.bfloat16)
-    (q8, k8, v8), (q_scales, k_scales, lifts, v_scales) = jax.jit(lambda *x: rounded(*x, held, block))(*x[:3])
+    (q8, k8, v8), (q_scales, k_scales, p_scales_log2, v_scales) = jax.jit(lambda *x: rounded(*x, held, block))(*x[:3])
     thread, n = np.divmod(np.arange(384) % 16, 4)
     order = np.arange(384) // 16 * 16 + 2 * thread + np.array([0, 1, 8, 9])[n]
     originals = (*x[:2], jnp.pad(x.v, [(0, 0), (0, 56), (0, 0), (0, 0)])[:, order])
-    scales = q_scales, k_scales, v_scales[..., None] * 2 ** (lifts - BOUNDS.lift)
+    scales = q_scales, k_scales, v_scales[..., None] * 2 ** (p_scales_log2 - LIMITS.p_scale_log2)
     results, lengths = (q8, k8, v8.transpose(0, 3, 1, 2)), (held, block, block)
     for *arrays, length, most in zip(results, originals, scales, lengths, greatest_of(128), strict=True):
         result, exact, scale = (np.asarray(y.astype(jnp.float32), np.float64) for y in arrays)

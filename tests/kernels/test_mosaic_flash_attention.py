@@ -19,9 +19,9 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     supports_bwd,
 )
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
-from ejkernel.kernels._pallas.gpu.flash_attention.quantized import BOUNDS as E4M3_BOUNDS
 from ejkernel.kernels._pallas.gpu.flash_attention.quantized import E4M3
-from ejkernel.kernels._pallas.gpu.flash_attention.tiles import COLUMNS, HALF
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import LIMITS as E4M3_LIMITS
+from ejkernel.kernels._pallas.gpu.flash_attention.tiles import COLUMNS, LIMITS
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, Platform, Target
 
@@ -87,12 +87,12 @@ def test_lowers(operation, name, config):
     assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
-@pytest.mark.parametrize("bounds, dtype", [(HALF, jnp.float16), (HALF, jnp.bfloat16), (E4M3_BOUNDS, E4M3)])
-def test_sums_keep_weights_in_range(bounds, dtype):
+@pytest.mark.parametrize("limits, dtype", [(LIMITS, jnp.float16), (LIMITS, jnp.bfloat16), (E4M3_LIMITS, E4M3)])
+def test_sums_keep_weights_in_range(limits, dtype):
     """None beyond the dtype's greatest passes; like weights under a new maximum do, or each block would begin again."""
-    assert bounds.most <= jnp.finfo(dtype).max
-    assert 2 ** (bounds.lift + bounds.slack) <= bounds.most
-    assert all(2**bounds.lift * block_k / COLUMNS <= bounds.most for block_k in (64, 128))
+    assert limits.row_sum_limit <= jnp.finfo(dtype).max
+    assert 2 ** (limits.p_scale_log2 + limits.rescale_threshold) <= limits.row_sum_limit
+    assert all(2**limits.p_scale_log2 * block_k / COLUMNS <= limits.row_sum_limit for block_k in (64, 128))
 
 
 @pytest.mark.parametrize(

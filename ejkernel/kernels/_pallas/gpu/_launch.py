@@ -89,13 +89,13 @@ def indices(first: Array, axis: int, shape: tuple[int, int]) -> Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA) + first
 
 
-def across(rows: Array, like: Array) -> Array:
-    """A number for each row, along the columns of `like`."""
+def broadcast_rows(rows: Array, like: Array) -> Array:
+    """A number for each row, broadcast along the columns of `like`."""
     return lax.broadcast_in_dim(rows, like.shape, [0])
 
 
-def down(columns: Array, like: Array) -> Array:
-    """A number for each column, along the rows of `like`."""
+def broadcast_columns(columns: Array, like: Array) -> Array:
+    """A number for each column, broadcast along the rows of `like`."""
     return lax.broadcast_in_dim(columns, like.shape, [1])
 
 
@@ -119,7 +119,7 @@ def in_warp(conditions: Array, layout) -> Array:
 
 def times_rows(tile: Array, factors: Array) -> Array:
     """A tile times a factor for each row; a warp passes over it where all its factors are 1."""
-    return lax.cond(in_warp(factors != 1, PER_ROW), lambda: tile * across(factors, tile), lambda: tile)
+    return lax.cond(in_warp(factors != 1, PER_ROW), lambda: tile * broadcast_rows(factors, tile), lambda: tile)
 
 
 def load_vector(ref, layout, optimized: bool = True) -> Array:
@@ -129,7 +129,7 @@ def load_vector(ref, layout, optimized: bool = True) -> Array:
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
 
 
-def slot_of(step: Array, stages: int) -> Array:
+def stage_of(step: Array, stages: int) -> Array:
     return lax.rem(step, jnp.int32(stages))
 
 
@@ -159,15 +159,14 @@ def _bar(operation: str, barrier: int | Array, warpgroups: int) -> None:
     emit(jnp.int32(barrier))
 
 
-# ---- What the compiler does not know
+# ---- What ptxas cannot see through
 
 
-def computed(weights: Array) -> None:
-    """Has all the weights computed before what follows.
+def opaque_barrier(weights: Array) -> None:
+    """A no-op `bar.warp.sync` whose mask depends on all weights: keeps ptxas from hoisting the next product over them.
 
-    The compiler would rather start the next product early, and find that registers do not suffice for both. It is told
-    of a barrier of the threads of a warp that are not in (all the weights and 0), with a 0 that it does not know: the
-    number of a block along an axis of one.
+    Both at once have no room in registers. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
+    not know: the index of a thread block along an axis of one.
     """
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, vector
@@ -183,8 +182,8 @@ def computed(weights: Array) -> None:
     emit(weights)
 
 
-def afresh(number: Array | int) -> Array:
-    """The number, in a way that keeps the compiler from holding what follows from it in registers between the steps."""
+def opaque_copy(number: Array | int) -> Array:
+    """A copy of a number that ptxas cannot see through: what depends on it is computed again, not kept in registers."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 

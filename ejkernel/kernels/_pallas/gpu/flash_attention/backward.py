@@ -4,12 +4,12 @@ With the weights p = exp(s − lse) computed again, and delta = Σ_e do·o − d
 
     dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k
 
-A block of threads holds 128 keys. Two warpgroups have the keys' dk and dv, 64 keys each, in registers, and compute
-every tile with keys as rows, so that p and ds are there as operands of the products that follow; with 192 and 128
-features they do so for half of the queries of a step at a time, for want of registers. With 256 features both have the
-same 64 keys, one with dv and the other with dk. The third warpgroup loads the queries; it takes ds from shared memory,
-and adds ds·k to dq in device memory. In what order the blocks of threads get to do that is not known, so dq is not the
-same in every run. dk and dv are.
+128 keys and values of a thread block are stationary, blocks of queries are streamed. Two consumer warpgroups accumulate
+dk and dv, of 64 keys each, in registers, and compute every tile with keys as rows, so that p and ds are there as
+operands of the products that follow; with 192 and 128 features they do so for half of the queries of a step at a time,
+for want of registers. With 256 features both have the same 64 keys, one with dv and the other with dk. The third
+warpgroup is the producer; it also takes ds from shared memory, and adds ds·k to dq in device memory. In what order the
+blocks of threads get to do that is not known, so dq is not the same in every run. dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
 the registers of these numbers; with a softcap, which comes between, only the latter.
@@ -35,27 +35,26 @@ from .._launch import (
     arrive,
     launch,
     shared,
-    slot_of,
+    stage_of,
     sync,
     whole_eights,
 )
 from .configs import check
-from .holders import (
+from .dkv_consumers import (
     DONE,
-    Q_FREE,
+    Q_EMPTY,
     STORED,
     WARPGROUPS,
     Plan,
-    hold_both,
-    hold_keys,
-    hold_values,
+    dk_consumer,
+    dk_dv_consumer,
+    dv_consumer,
 )
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
 from .problem import LOG2_E, problem_of
 
-# Registers of a thread that holds gradients, of which there are two warpgroups, and of the one that collects: with 504
-# all are given away.
-HOLDING, COLLECTING = 216, 72
+# Registers of a thread of the two consumer warpgroups, and of the one that loads and accumulates dq: 504 in all.
+CONSUMER_REGISTERS, DQ_REGISTERS = 216, 72
 
 
 def flash_attention_bwd(
@@ -105,23 +104,23 @@ def _gradients(
         "flash_attention_backward",
         (q, k, v, do, start, delta, mask_info, dq),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
-        blocks=plan.order.blocks,
+        blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
         scratch=dict(
-            held=(tile(plan.holders, ROWS, k.shape[3]), tile(plan.holders, ROWS, v.shape[3])),
+            kv_tiles=(tile(plan.key_blocks, ROWS, k.shape[3]), tile(plan.key_blocks, ROWS, v.shape[3])),
             streamed=(
                 tile(stages, block_q, q.shape[3]),
                 tile(stages, block_q, do.shape[3]),
                 plgpu.SMEM((stages, block_q), jnp.float32),
                 plgpu.SMEM((stages, block_q), jnp.float32),
             ),
-            ds_tiles=tile(plan.ds_stages, plan.holders, ROWS, block_q),
+            ds_tiles=tile(plan.ds_stages, plan.key_blocks, ROWS, block_q),
             p_tile=tile(1, ROWS, block_q) if plan.wide else None,
             dq_tile=shared((block_q, q.shape[3] if q.shape[3] <= 128 else ROWS), jnp.float32),
-            held_full=plgpu.Barrier(num_arrivals=2 * plan.holders),
+            kv_full=plgpu.Barrier(num_arrivals=2 * plan.key_blocks),
             q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
             do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-            ds_free=plgpu.Barrier(num_barriers=plan.ds_stages),
+            ds_empty=plgpu.Barrier(num_barriers=plan.ds_stages),
         ),
     )
     return jax.freeze(dq), dk, dv
@@ -129,90 +128,92 @@ def _gradients(
 
 def _kernel(
     q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dk, dv, *, plan: Plan,
-    held, streamed, ds_tiles, p_tile, dq_tile, held_full, q_full, do_full, ds_free,
+    kv_tiles, streamed, ds_tiles, p_tile, dq_tile, kv_full, q_full, do_full, ds_empty,
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
 
-    def hold(of: Callable, *arrays: int):
-        """Computes gradients, and stores them by way of what was held."""
-        plgpu.set_max_registers(HOLDING, action="increase")
-        plgpu.barrier_wait(held_full)
-        body = partial(of, plan, mask_info, held, streamed, ds_tiles, p_tile, (q_full, do_full, ds_free))
-        found = pl.run_scoped(body, *(accumulator(ROWS, held[array].shape[-1]) for array in arrays))
+    def consume(of: Callable, *arrays: int):
+        """Accumulates dk or dv or both, and stores them by way of the tiles of k and v."""
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.barrier_wait(kv_full)
+        body = partial(of, plan, mask_info, kv_tiles, streamed, ds_tiles, p_tile, (q_full, do_full, ds_empty))
+        found = pl.run_scoped(body, *(accumulator(ROWS, kv_tiles[array].shape[-1]) for array in arrays))
         sync(DONE, WARPGROUPS)
         for gradient, array in zip(found, arrays, strict=True):
-            holder = 0 if plan.wide else number
-            held[array][holder] = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
+            key_block = 0 if plan.wide else number
+            kv_tiles[array][key_block] = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
         plgpu.commit_smem()
         sync(STORED, 2)
-        pl.when(number == 0)(lambda: store(held[0], dk))
-        pl.when(number == 1)(lambda: store(held[1], dv))
+        pl.when(number == 0)(lambda: store(kv_tiles[0], dk))
+        pl.when(number == 1)(lambda: store(kv_tiles[1], dv))
 
     def store(tile, out):
         first, kv_head, batch = plan.tile()
-        for holder in range(plan.holders):
-            plgpu.copy_smem_to_gmem(tile.at[holder], out.at[batch, pl.ds(first + holder * ROWS, ROWS), kv_head])
+        for key_block in range(plan.key_blocks):
+            plgpu.copy_smem_to_gmem(tile.at[key_block], out.at[batch, pl.ds(first + key_block * ROWS, ROWS), kv_head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def load_and_collect():
-        plgpu.set_max_registers(COLLECTING, action="decrease")
+    def produce():
+        plgpu.set_max_registers(DQ_REGISTERS, action="decrease")
         first, kv_head, batch = plan.tile()
-        for holder in range(plan.holders):
-            at = batch, pl.ds(first + holder * ROWS, ROWS), kv_head
-            for array, tile in zip((k, v), held, strict=True):
-                plgpu.copy_gmem_to_smem(array.at[at], tile.at[holder], held_full)
+        for key_block in range(plan.key_blocks):
+            at = batch, pl.ds(first + key_block * ROWS, ROWS), kv_head
+            for array, tile in zip((k, v), kv_tiles, strict=True):
+                plgpu.copy_gmem_to_smem(array.at[at], tile.at[key_block], kv_full)
         load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan, mask_info)
         steps = plan.steps(mask_info)
         lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
-        plgpu.barrier_wait(held_full)
+        plgpu.barrier_wait(kv_full)
 
         def visit(step, _):
-            _collect(step, held[0], ds_tiles, ds_free, dq_tile, dq, plan, mask_info)
+            _accumulate_dq(step, kv_tiles[0], ds_tiles, ds_empty, dq_tile, dq, plan, mask_info)
 
             @pl.when(step + plan.stages < steps)
             def _():
-                sync(Q_FREE + slot_of(step, plan.stages), WARPGROUPS)
+                sync(Q_EMPTY + stage_of(step, plan.stages), WARPGROUPS)
                 load(step + plan.stages)
 
         lax.fori_loop(0, steps, visit, None)
         arrive(DONE, WARPGROUPS)
         plgpu.wait_smem_to_gmem(0)
 
-    roles = [partial(hold, *role) for role in _roles(plan)]
+    roles = [partial(consume, *role) for role in _roles(plan)]
     holding = roles[0] if len(roles) == 1 else lambda: lax.cond(number == 0, *roles)
-    lax.cond(number < 2, holding, load_and_collect)
+    lax.cond(number < 2, holding, produce)
 
 
 def _roles(plan: Plan) -> tuple:
-    """What the two warpgroups that hold gradients do, and of which arrays: k (0) and v (1); one role is of both."""
-    return ((hold_values, 1), (hold_keys, 0)) if plan.wide else ((hold_both, 0, 1),)
+    """What the two consumer warpgroups compute, and gradients of which arrays: k (0) and v (1); one role is of both."""
+    return ((dv_consumer, 1), (dk_consumer, 0)) if plan.wide else ((dk_dv_consumer, 0, 1),)
 
 
 def _load(arrays, tiles, full_barriers, plan: Plan, mask_info: MaskInfo | None, step: Array) -> None:
     """Begins to load what belongs to the queries of a step."""
     (q, do, start, delta), (q_tiles, do_tiles, start_tiles, delta_tiles) = arrays, tiles
-    q_full, do_full = (barrier.at[slot_of(step, plan.stages)] for barrier in full_barriers)
+    q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in full_barriers)
     block, head = plan.place(mask_info, step)
-    batch, rows, slot = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), slot_of(step, plan.stages)
-    plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_tiles.at[slot], q_full)
-    plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[slot], q_full)
-    plgpu.copy_gmem_to_smem(do.at[batch, rows, head], do_tiles.at[slot], do_full)
-    plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[slot], do_full)
+    batch, rows, stage = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
+    plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_tiles.at[stage], q_full)
+    plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[stage], q_full)
+    plgpu.copy_gmem_to_smem(do.at[batch, rows, head], do_tiles.at[stage], do_full)
+    plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[stage], do_full)
 
 
-def _collect(step: Array, k_tile, ds_tiles, ds_free, dq_tile, dq, plan: Plan, mask_info: MaskInfo | None) -> None:
+def _accumulate_dq(
+    step: Array, k_tile, ds_tiles, ds_empty, dq_tile, dq, plan: Plan, mask_info: MaskInfo | None
+) -> None:
     """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
-    slot = slot_of(step, plan.ds_stages)
+    stage = stage_of(step, plan.ds_stages)
     block, head = plan.place(mask_info, step)
     height, width = dq_tile.shape
-    sync(plan.ds_full + slot, plan.holders + 1)
+    sync(plan.ds_full + stage, plan.key_blocks + 1)
     for left in range(0, plan.problem.D, width):
         for n, (row, column) in enumerate(itertools.product(range(0, height, ROWS), range(0, width, ROWS))):
             rows, columns = slice(row, row + ROWS), slice(left + column, left + column + ROWS)
 
             def product(acc, rows=rows, columns=columns):
-                for holder in range(plan.holders):
-                    plgpu.wgmma(acc, ds_tiles.at[slot, holder, :, rows].T, k_tile.at[holder, :, columns])
+                for key_block in range(plan.key_blocks):
+                    plgpu.wgmma(acc, ds_tiles.at[stage, key_block, :, rows].T, k_tile.at[key_block, :, columns])
                 return acc[...]
 
             square = pl.run_scoped(product, accumulator(ROWS, ROWS))
@@ -220,7 +221,7 @@ def _collect(step: Array, k_tile, ds_tiles, ds_free, dq_tile, dq, plan: Plan, ma
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             dq_tile[rows, column : column + ROWS] = square
         if left + width == plan.problem.D:
-            plgpu.barrier_arrive(ds_free.at[slot])
+            plgpu.barrier_arrive(ds_empty.at[stage])
         plgpu.commit_smem()
         at = plan.tile()[2], pl.ds(block * plan.block_q, height), head, slice(left, left + width)
         plgpu.copy_smem_to_gmem(dq_tile, dq.at[at], reduction_op="add")

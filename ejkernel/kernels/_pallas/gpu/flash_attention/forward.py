@@ -5,14 +5,14 @@ A block with a maximum m' > m rescales l and acc by exp(m − m'). At the end o 
 is, if no exp(s_j − m) is out of range. So m is the maximum of the first block of a tile, and in later ones a maximum is
 only looked for where the sums of weights do not say that all are in range (`tiles.updated`): that is seldom.
 
-A tile of queries belongs to two or three warpgroups, 64 rows each. A warpgroup begins q·kᵀ of one block and the product
-of weights and values of the block before at once, and computes the softmax of the one when both ended: its weights take
-the registers of those before. They take turns in issuing products, so that one computes a softmax while another keeps
-the tensor cores busy. Keys come from the last block down, so that what a causal mask cuts is met first.
+A work tile of queries belongs to two or three consumer warpgroups, 64 rows each. A warpgroup issues q·kᵀ of one block
+and p·v of the block before at once, and computes the softmax of the one when both are complete: its p takes the
+registers of the one before. Consumers issue products one after the other (ping-pong), so that one computes a softmax
+while another keeps the tensor cores busy. Keys come from the last block down, so that what a causal mask cuts is met
+first.
 
-As many blocks of threads as the device runs at once walk over the tiles, where shared memory has room for o beside q
-and the next q; the first block of keys of a tile is then begun under the last product of the tile before. Otherwise
-there is a block of threads for each tile.
+Where shared memory has room for o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
+block of a work tile runs under the last p·v of the tile before. Otherwise there is a thread block for each work tile.
 """
 
 from functools import partial
@@ -28,11 +28,11 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._launch import PER_ROW, ROWS, WGMMA, across, arrive, full, launch, shared, slot_of, sync, whole_eights
-from .attend import Shared, Tile, attend, begin
+from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
 from .configs import check, in_e4m3
+from .mainloop import Shared, Tile, mainloop, prologue
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
-from .plan import Q_FREE, REGISTERS, SHARED_BYTES, TURN, Plan
+from .plan import PING_PONG, Q_EMPTY, REGISTERS, SHARED_BYTES, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import Scales
 from .rounding import rounded
@@ -52,17 +52,25 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))
     k, v = zero_hidden_keys(visibility, operands.k if plan.e4m3 else None, operands.v)
     arrays, scales = tuple(map(whole_eights, (operands.q, k if plan.e4m3 else operands.k, v))), None
-    dealt, dtype, stages, values = plan.order.dealt, problem.dtype, plan.stages, (plan.block_k, problem.V)
+    longest_first, dtype, stages, values = (
+        plan.scheduler.longest_first,
+        problem.dtype,
+        plan.stages,
+        (plan.block_k, problem.V),
+    )
     if plan.e4m3:
         arrays, scales = rounded(*arrays, plan.block_q, plan.block_k)
     tile_dtype = arrays[0].dtype
-    q, o = shared((plan.q_slots, plan.block_q, problem.D), tile_dtype), shared((plan.consumers, ROWS, problem.V), dtype)
+    q, o = (
+        shared((plan.q_stages, plan.block_q, problem.D), tile_dtype),
+        shared((plan.consumers, ROWS, problem.V), dtype),
+    )
     o, lse = launch(
         partial(_kernel, plan=plan),
         "flash_attention_forward",
         (
             arrays,
-            None if dealt is None else jnp.asarray(dealt),
+            None if longest_first is None else jnp.asarray(longest_first),
             sinks,
             scales,
             mask_info_of(visibility, plan.block_q, plan.block_k),
@@ -71,43 +79,46 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
             jax.ShapeDtypeStruct((problem.B, -(-problem.S // 8) * 8, problem.H, problem.V), dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, plan.q_tiles * plan.block_q), jnp.float32),
         ),
-        blocks=plan.order.blocks,
+        blocks=plan.scheduler.blocks,
         warpgroups=plan.warpgroups,
         scratch=dict(
             q_and_o=(q, o) if plan.persistent else plgpu.RefUnion(q, o),
             k_tiles=shared((stages, plan.block_k, problem.D), tile_dtype),
             v_tiles=shared((stages, *(values[::-1] if plan.e4m3 else values)), tile_dtype),
             lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_barriers=plan.q_slots),
+            q_full=plgpu.Barrier(num_barriers=plan.q_stages),
             k_full=plgpu.Barrier(num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
-            q_free=plgpu.Barrier(num_barriers=plan.q_slots, num_arrivals=plan.consumers),
+            q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
         ),
     )
     return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
 
 
 def _kernel(
-    arrays, dealt, sinks, scales: Scales | None, mask_info: MaskInfo | None, o, lse, *, plan: Plan,
-    q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_free,
+    arrays, longest_first, sinks, scales: Scales | None, mask_info: MaskInfo | None, o, lse, *, plan: Plan,
+    q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty,
 ):  # fmt: skip
     q_tiles, o_tiles = q_and_o
     number = lax.axis_index("warpgroup")
-    tiles, turns = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_free), plan.turns(dealt)
+    tiles, work_tiles = (
+        Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty),
+        plan.work_tiles(longest_first),
+    )
 
-    def tile_of(turn: Array) -> Tile:
-        first, head, batch = plan.tile(turn, dealt)
+    def tile_of(work_tile: Array) -> Tile:
+        first, head, batch = plan.tile(work_tile, longest_first)
         maximum, total = -jnp.inf, 0.0
         if sinks is not None:
             sink = sinks[batch, head]
-            maximum = plan.bounds.maximum(sink)
-            total = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink - maximum + plan.bounds.lift) / COLUMNS)
+            maximum = plan.limits.maximum(sink)
+            total = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink - maximum + plan.limits.p_scale_log2) / COLUMNS)
         return Tile(
             number=number,
-            q=q_tiles.at[slot_of(turn, plan.q_slots), pl.ds(number * ROWS, ROWS)],
+            q=q_tiles.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)],
             view=View(batch, first + number * ROWS, mask_info),
             head=head,
-            visited=plan.visited(first, batch, mask_info),
+            block_range=plan.block_range(first, batch, mask_info),
             start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
             units=plan.units(scales, batch, head, first),
         )
@@ -116,15 +127,15 @@ def _kernel(
         if plan.persistent:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         elif plan.problem.D != plan.problem.V or plan.e4m3:
-            sync(Q_FREE, plan.consumers)  # o lies over q of the other warpgroup
+            sync(Q_EMPTY, plan.consumers)  # o lies over q of the other warpgroup
         batch, first = tile.view.batch, tile.view.row
         total = last.total.sum(axis=1)
         saw = total > 0
         total = jnp.where(saw, total, 1.0)
         factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
-        o_tiles[number] = (acc * across(factor, acc)).astype(plan.problem.dtype)
+        o_tiles[number] = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
         lse_tile[number] = jnp.where(
-            saw, (last.maximum + (jnp.log2(total) - plan.bounds.lift)) * (1 / LOG2_E), -jnp.inf
+            saw, (last.maximum + (jnp.log2(total) - plan.limits.p_scale_log2)) * (1 / LOG2_E), -jnp.inf
         )
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
@@ -134,46 +145,48 @@ def _kernel(
 
     def consume():
         plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
-        for slot in range(2 * plan.stages):
-            arrive(plan.k_free + slot, plan.warpgroups)
-        pl.when(number == plan.consumers - 1)(lambda: arrive(TURN, 2))
+        for stage in range(2 * plan.stages):
+            arrive(plan.k_empty + stage, plan.warpgroups)
+        pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))
 
-        def one(turn, begun):
-            tile = tile_of(turn)
-            acc, statistics, begun = attend(tiles, tile, lambda: tile_of(turn + 1), turn, turns, begun, plan)
+        def one(work_tile, carried):
+            tile = tile_of(work_tile)
+            acc, statistics, carried = mainloop(
+                tiles, tile, lambda: tile_of(work_tile + 1), work_tile, work_tiles, carried, plan
+            )
             store(tile, acc, statistics)
-            return begun
+            return carried
 
-        lax.fori_loop(0, turns, one, begin(tiles, tile_of(jnp.int32(0)), plan))
+        lax.fori_loop(0, work_tiles, one, prologue(tiles, tile_of(jnp.int32(0)), plan))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, dealt, tiles, turns, mask_info, plan))
+    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, longest_first, tiles, work_tiles, mask_info, plan))
 
 
-def _load(arrays, dealt, tiles: Shared, turns: Array, mask_info: MaskInfo | None, plan: Plan):
-    """The warpgroup that loads: q of every tile, and its blocks of k and v into the slots as they come free."""
+def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: MaskInfo | None, plan: Plan):
+    """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
 
-    def one(turn, step):
-        first, head, batch = plan.tile(turn, dealt)
-        kv_head, visited = lax.div(head, jnp.int32(plan.problem.group)), plan.visited(first, batch, mask_info)
-        slot = slot_of(turn, plan.q_slots)
-        pl.when(turn >= plan.q_slots)(lambda: plgpu.barrier_wait(tiles.q_free.at[slot]))
+    def one(work_tile, step):
+        first, head, batch = plan.tile(work_tile, longest_first)
+        kv_head, block_range = lax.div(head, jnp.int32(plan.problem.group)), plan.block_range(first, batch, mask_info)
+        stage = stage_of(work_tile, plan.q_stages)
+        pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         rows = pl.ds(first, plan.block_q)
-        plgpu.copy_gmem_to_smem(q.at[batch, rows, head], tiles.q.at[slot], tiles.q_full.at[slot])
+        plgpu.copy_gmem_to_smem(q.at[batch, rows, head], tiles.q.at[stage], tiles.q_full.at[stage])
 
         def block(i, step):
-            slot = slot_of(step, plan.stages)
-            keys = pl.ds((visited.end - 1 - i) * plan.block_k, plan.block_k)
+            stage = stage_of(step, plan.stages)
+            keys = pl.ds((block_range.end - 1 - i) * plan.block_k, plan.block_k)
             of_keys = k.at[batch, keys, kv_head]
             of_values = v.at[batch, kv_head, :, keys] if plan.e4m3 else v.at[batch, keys, kv_head]
-            sync(plan.k_free + slot, plan.warpgroups)
-            plgpu.copy_gmem_to_smem(of_keys, tiles.k.at[slot], tiles.k_full.at[slot])
-            sync(plan.v_free + slot, plan.warpgroups)
-            plgpu.copy_gmem_to_smem(of_values, tiles.v.at[slot], tiles.v_full.at[slot])
+            sync(plan.k_empty + stage, plan.warpgroups)
+            plgpu.copy_gmem_to_smem(of_keys, tiles.k.at[stage], tiles.k_full.at[stage])
+            sync(plan.v_empty + stage, plan.warpgroups)
+            plgpu.copy_gmem_to_smem(of_values, tiles.v.at[stage], tiles.v_full.at[stage])
             return step + 1
 
-        return lax.fori_loop(0, visited.end - visited.begin, block, step)
+        return lax.fori_loop(0, block_range.end - block_range.begin, block, step)
 
-    lax.fori_loop(0, turns, one, jnp.int32(0))
+    lax.fori_loop(0, work_tiles, one, jnp.int32(0))

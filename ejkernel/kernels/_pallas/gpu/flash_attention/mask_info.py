@@ -28,7 +28,7 @@ class MaskInfo(NamedTuple):
     intervals: tuple[Array, Array] | None
     segment_ids: tuple[Array, Array] | None
 
-    def visited(self, tile: Array, batch: Array) -> BlockRanges:
+    def block_range(self, tile: Array, batch: Array) -> BlockRanges:
         """In a kernel, where the arrays are refs: what a tile visits."""
         batch = batch if self.block_ranges.shape[0] > 1 else 0
         return BlockRanges(*(self.block_ranges[batch, tile, n] for n in range(len(BlockRanges._fields))))

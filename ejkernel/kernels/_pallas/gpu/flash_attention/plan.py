@@ -1,4 +1,4 @@
-"""The plan that all warpgroups of the forward follow: the blocks of a problem, its memory, and who has which tile."""
+"""What all warpgroups of the forward know: block sizes, stages, shared memory, barriers, and the tile scheduler."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,26 +10,26 @@ from jax import Array, lax
 from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._visibility import BlockRanges
 
-from .._launch import FIRST_BARRIER, ROWS, arrive, slot_of, sync
+from .._launch import FIRST_BARRIER, ROWS, arrive, stage_of, sync
 from . import quantized
 from .mask_info import MaskInfo
-from .order import CACHED, Each, Walk
 from .problem import Problem, blocks_of_band
 from .quantized import Scales, Units
-from .tiles import HALF, Bounds
+from .tile_scheduler import L2_BYTES, PersistentTileScheduler, SingleTileScheduler
+from .tiles import LIMITS, RescaleLimits
 
 # The shared memory that a block of threads may use.
 SHARED_BYTES = 227 * 1024
-# Registers of a thread that computes and of one that loads, by how many warpgroups compute.
+# Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
-# Named barriers: q may be overwritten; and from here on the turns of the consumers, the slots of k, and those of v.
-Q_FREE = FIRST_BARRIER
-TURN = Q_FREE + 1
+# Named barriers: q is empty; then ping-pong, one for each consumer; then the empty stages of k, and those of v.
+Q_EMPTY = FIRST_BARRIER
+PING_PONG = Q_EMPTY + 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its blocks, in how many bits, and how the tiles are dealt out to the multiprocessors."""
+    """A problem, its block sizes, in how many bits, and on how many multiprocessors it is scheduled."""
 
     problem: Problem
     block_q: int
@@ -40,7 +40,7 @@ class Plan:
 
     @property
     def consumers(self) -> int:
-        """Warpgroups that compute; one more loads."""
+        """Consumer warpgroups; there is one producer."""
         return self.block_q // ROWS
 
     @property
@@ -56,21 +56,21 @@ class Plan:
         return self.shared_bytes(persistent=True) <= SHARED_BYTES
 
     @property
-    def q_slots(self) -> int:
+    def q_stages(self) -> int:
         return 2 if self.persistent else 1
 
     @property
-    def holds_q(self) -> bool:
+    def q_in_registers(self) -> bool:
         """q stays in registers. It takes few of 64 features, and every product reads a third less of shared memory."""
         return self.problem.D == 64 and not self.e4m3
 
     @property
-    def k_free(self) -> int:
-        return TURN + self.consumers
+    def k_empty(self) -> int:
+        return PING_PONG + self.consumers
 
     @property
-    def v_free(self) -> int:
-        return self.k_free + self.stages
+    def v_empty(self) -> int:
+        return self.k_empty + self.stages
 
     @property
     def sums(self) -> Any:
@@ -78,8 +78,8 @@ class Plan:
         return jnp.float16 if self.e4m3 else jnp.float32
 
     @property
-    def bounds(self) -> Bounds:
-        return quantized.BOUNDS if self.e4m3 else HALF
+    def limits(self) -> RescaleLimits:
+        return quantized.LIMITS if self.e4m3 else LIMITS
 
     def shared_bytes(self, persistent: bool) -> int:
         """Bytes of shared memory: the tiles, and room for the rest."""
@@ -95,37 +95,37 @@ class Plan:
         return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
 
     @property
-    def order(self) -> Walk | Each:
+    def scheduler(self) -> PersistentTileScheduler | SingleTileScheduler:
         problem, heads = self.problem, self.problem.H * self.problem.B
         if self.persistent:
             rising = problem.high is not None and problem.low is None
-            return Walk(self.q_tiles, heads, rising, self.processors)
-        together = max(1, CACHED // (problem.K * self.bytes_of_a_key)) * problem.group
-        return Each(self.q_tiles, heads, together, problem.high is not None, self.processors)
+            return PersistentTileScheduler(self.q_tiles, heads, rising, self.processors)
+        together = max(1, L2_BYTES // (problem.K * self.bytes_of_a_key)) * problem.group
+        return SingleTileScheduler(self.q_tiles, heads, together, problem.high is not None, self.processors)
 
-    def tile(self, turn: Array, dealt: Any = None) -> tuple[Array, Array, Array]:
-        """The first query, the head and the batch index of the tile that this block has in its `turn`."""
-        place, head = self.order.tile(lax.axis_index("block"), turn, dealt)
+    def tile(self, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array, Array]:
+        """The first query, the head and the batch index of this thread block's n-th work tile."""
+        place, head = self.scheduler.tile(lax.axis_index("block"), work_tile, longest_first)
         heads = jnp.int32(self.problem.H)
         return place * self.block_q, lax.rem(head, heads), lax.div(head, heads)
 
-    def turns(self, dealt: Any) -> Array:
-        """How many tiles this block has."""
-        return self.order.turns(lax.axis_index("block"), dealt)
+    def work_tiles(self, longest_first: Any) -> Array:
+        """The number of work tiles of this thread block."""
+        return self.scheduler.work_tiles(lax.axis_index("block"), longest_first)
 
-    def in_turn(self, number: Array, begin: Callable[[], None]) -> None:
-        """Begins products of a warpgroup; the one that follows it begins its own after them."""
-        sync(TURN + number, 2)
+    def ping_pong(self, number: Array, begin: Callable[[], None]) -> None:
+        """Issues products of a consumer when its ping-pong barrier says so; then it is the next consumer's."""
+        sync(PING_PONG + number, 2)
         begin()
-        arrive(TURN + slot_of(number + 1, self.consumers), 2)
+        arrive(PING_PONG + stage_of(number + 1, self.consumers), 2)
 
-    def visited(self, first: Array, batch: Array, mask_info: MaskInfo | None) -> BlockRanges:
+    def block_range(self, first: Array, batch: Array, mask_info: MaskInfo | None) -> BlockRanges:
         if mask_info is not None:
-            return mask_info.visited(lax.div(first, jnp.int32(self.block_q)), batch)
+            return mask_info.block_range(lax.div(first, jnp.int32(self.block_q)), batch)
         return blocks_of_band(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
 
     def units(self, scales: Scales | None, batch: Array, head: Array, first: Array) -> Units | None:
-        """In e4m3, what is computed of the queries from `first` on is in these."""
+        """The scales in e4m3 of the queries from `first` on."""
         if scales is None:
             return None
         queries = scales.queries[batch, head, lax.div(first, jnp.int32(self.block_q))]

@@ -1,4 +1,4 @@
-"""The static side of a call, and which blocks a tile visits."""
+"""The static side of a call, and the range of blocks that a band leaves to a work tile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,25 +85,25 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     )
 
 
-def blocks_of_band(first: Array, held: int, low: int | None, high: int | None, length: int, step: int) -> BlockRanges:
-    """The blocks of `step` y's, of `length`, that x's in [first, first + held) see, where x + low ≤ y ≤ x + high."""
+def blocks_of_band(first: Array, block: int, low: int | None, high: int | None, length: int, step: int) -> BlockRanges:
+    """The blocks of `step` y's, of `length`, that x's in [first, first + block) see, where x + low ≤ y ≤ x + high."""
     blocks = -(-length // step)
     begin = full_begin = jnp.int32(0)
     end, full_end = jnp.int32(blocks), jnp.int32(length // step)
     if high is not None:
-        end = jnp.minimum(end, _floor(first + held + high + step - 1, step))
+        end = jnp.minimum(end, _floor(first + block + high + step - 1, step))
         full_end = jnp.minimum(full_end, _floor(first + high + 1, step))
     if low is not None:
         begin = _floor(first + low, step)
-        full_begin = _floor(first + held - 1 + low + step - 1, step)
+        full_begin = _floor(first + block - 1 + low + step - 1, step)
     return BlockRanges(begin, end, full_begin, full_end).at_least_one(blocks)
 
 
-def after_first(visited: BlockRanges, visit: Callable, carry: Any, problem: Problem) -> Any:
+def after_first(block_range: BlockRanges, visit: Callable, carry: Any, problem: Problem) -> Any:
     """`carry` after visit(step, carry, masked=…) of all blocks but the first, where step n is the n-th from the end."""
     masked, whole = partial(visit, masked=True), partial(visit, masked=False)
     begin_whole, end_whole, end = (
-        visited.end - bound for bound in (visited.full_end, visited.full_begin, visited.begin)
+        block_range.end - bound for bound in (block_range.full_end, block_range.full_begin, block_range.begin)
     )
     if problem.cut:
         carry = lax.fori_loop(1, begin_whole, masked, carry)

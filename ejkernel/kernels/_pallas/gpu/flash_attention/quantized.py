@@ -19,7 +19,7 @@ from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import WGMMA
-from .tiles import Bounds, Halves
+from .tiles import Float16Limits, RescaleLimits
 
 E4M3 = jnp.float8_e4m3fn
 GREATEST = float(jnp.finfo(E4M3).max)
@@ -27,7 +27,9 @@ GREATEST = float(jnp.finfo(E4M3).max)
 LEAST = -60
 # Weights are computed times 2⁴, so that the small ones are not lost: 448 is in range, and 2⁻⁹ the smallest number.
 # Float16 has the whole numbers up to 2048, and 2⁻²⁴: a weight of 2⁻²⁰ in blocks where the greatest are 2⁻⁴.
-BOUNDS = Bounds(lift=4, slack=4, most=GREATEST, halves=Halves(maximum=2044.0, least=-4))
+LIMITS = RescaleLimits(
+    p_scale_log2=4, rescale_threshold=4, row_sum_limit=GREATEST, float16=Float16Limits(maximum=2044.0, least=-4)
+)
 # Keys that change places among themselves.
 KEYS = 16
 
@@ -35,14 +37,14 @@ KEYS = 16
 class Scales(NamedTuple):
     """queries [b, query heads, tiles], keys [b, heads, blocks]: the factors of a tile of q and of a block of k.
 
-    values [b, heads]: the factor of what is summed over v. lifts [b, heads, blocks]: the exponents of two of weights.
-    Where the numbers of a block of v are small beside those of others, its weights are as much smaller, so that all
+    values [b, heads]: the factor of what is summed over v. p_scales_log2 [b, heads, blocks]: log₂ of what p is scaled
+    by. Where the numbers of a block of v are small beside those of others, its weights are as much smaller, so that all
     blocks may be added up.
     """
 
     queries: Array
     keys: Array
-    lifts: Array
+    p_scales_log2: Array
     values: Array
 
 
@@ -56,8 +58,8 @@ def greatest_of(features: int) -> tuple[float, float, float]:
 def scales_of(of_q: Array, of_k: Array, of_v: Array) -> Scales:
     """From the scales of tiles and blocks."""
     greatest = of_v.max(axis=2)
-    octaves = jnp.round(jnp.log2(of_v / greatest[:, :, None]))
-    return Scales(of_q, of_k, BOUNDS.lift + jnp.maximum(octaves, LEAST), greatest)
+    scales_log2 = jnp.round(jnp.log2(of_v / greatest[:, :, None]))
+    return Scales(of_q, of_k, LIMITS.p_scale_log2 + jnp.maximum(scales_log2, LEAST), greatest)
 
 
 def unit_of(greatest: Array, most: float) -> Array:
@@ -67,10 +69,10 @@ def unit_of(greatest: Array, most: float) -> Array:
 
 
 class Unit(NamedTuple):
-    """The factor of q·kᵀ of a block of keys, and the exponent of two of its weights."""
+    """The factor of q·kᵀ of a block of keys, and log₂ of what its weights are scaled by."""
 
     factor: Array | float
-    lift: Array | int
+    p_scale_log2: Array | int
 
 
 class Units(NamedTuple):
@@ -82,7 +84,7 @@ class Units(NamedTuple):
 
     def of(self, block: Array) -> Unit:
         here = (*self.head, block)
-        return Unit(self.queries * self.scales.keys[here], self.scales.lifts[here])
+        return Unit(self.queries * self.scales.keys[here], self.scales.p_scales_log2[here])
 
 
 def operand(p: Array) -> Array:

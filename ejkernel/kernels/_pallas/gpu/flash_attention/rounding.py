@@ -22,23 +22,23 @@ from .quantized import E4M3, Scales, greatest_of, operand, scales_of, unit_of
 ALIGNED = 128
 
 
-def rounded(q: Array, k: Array, v: Array, held: int, block: int) -> tuple[tuple[Array, Array, Array], Scales]:
-    """q and k, and v as [b, heads, features, keys], in e4m3; scales of tiles of `held` queries and of blocks."""
+def rounded(q: Array, k: Array, v: Array, block_q: int, block: int) -> tuple[tuple[Array, Array, Array], Scales]:
+    """q and k, and v as [b, heads, features, keys], in e4m3; scales of tiles of `block_q` queries and of blocks."""
     (B, S, H, D), (_, K, G, V) = q.shape, v.shape
-    tiles, blocks = -(-S // held), -(-K // block)
+    tiles, blocks = -(-S // block_q), -(-K // block)
     of_tiles, of_blocks = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, H, tiles), (B, G, blocks)))
     q8, k8 = (jax.ShapeDtypeStruct(x.shape, E4M3) for x in (q, k))
     v8 = jax.ShapeDtypeStruct((B, G, V, -(-K // ALIGNED) * ALIGNED), E4M3)
     *arrays, q_scales, k_scales, v_scales = launch(
-        partial(_kernel, rows=(held, block, block), greatest=greatest_of(D)),
+        partial(_kernel, rows=(block_q, block, block), greatest=greatest_of(D)),
         "flash_attention_e4m3",
         ((q, k, v),),
         out_type=(q8, k8, v8, of_tiles, of_blocks, of_blocks),
         blocks=B * (H * tiles + 2 * G * blocks),
         warpgroups=1,
         scratch=dict(
-            tiles=plgpu.RefUnion(*(shared(shape, q.dtype) for shape in ((held, D), (block, D), (block, V)))),
-            results=plgpu.RefUnion(*(shared(shape, E4M3) for shape in ((held, D), (block, D), (V, block)))),
+            tiles=plgpu.RefUnion(*(shared(shape, q.dtype) for shape in ((block_q, D), (block, D), (block, V)))),
+            results=plgpu.RefUnion(*(shared(shape, E4M3) for shape in ((block_q, D), (block, D), (V, block)))),
             full=plgpu.Barrier(),
         ),
         reduction_bytes=16,

@@ -31,8 +31,8 @@ from .._launch import (
     PER_ROW,
     ROWS,
     WGMMA,
-    across,
     arrive,
+    broadcast_rows,
     launch,
     load_vector,
     shared,
@@ -41,12 +41,12 @@ from .._launch import (
 )
 from .configs import check
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
-from .plan import Q_FREE, TURN
+from .plan import PING_PONG, Q_EMPTY
 from .problem import LOG2_E, problem_of
 from .tangent_rows import Plan, Ring, Rows, Tensors, accumulate, accumulate_wide
 from .tiles import View
 
-# Registers of a thread that computes and of one that loads.
+# Registers of a thread of a consumer and of the producer.
 REGISTERS = 240, 24
 
 
@@ -71,7 +71,7 @@ def flash_attention_jvp(
     o = eights(outputs.o)
     # Past the end, and where nothing is seen, the weights are exp(−∞).
     lse = padded(jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse * LOG2_E), 2, jnp.inf)
-    held = lambda width: shared((plan.consumers, ROWS, width), problem.dtype)
+    of_consumers = lambda width: shared((plan.consumers, ROWS, width), problem.dtype)
     o_dot, lse_dot = launch(
         partial(_kernel, plan=plan),
         "flash_attention_tangent",
@@ -86,11 +86,11 @@ def flash_attention_jvp(
             jax.ShapeDtypeStruct(o.shape, problem.dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, rows), jnp.float32),
         ),
-        blocks=plan.order.blocks,
+        blocks=plan.scheduler.blocks,
         warpgroups=plan.warpgroups,
         scratch=dict(
-            q_tile=held(problem.D) if plan.wide else None,
-            q_dot_and_o=plgpu.RefUnion(held(problem.D), held(problem.V)),
+            q_tile=of_consumers(problem.D) if plan.wide else None,
+            q_dot_and_o=plgpu.RefUnion(of_consumers(problem.D), of_consumers(problem.V)),
             lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
             streamed=[_room(plan, tensors, groups) for groups in plan.rings(tensors)],
             q_full=plgpu.Barrier(num_arrivals=plan.consumers * (1 + plan.wide + (tensors.q_dot is not None))),
@@ -101,7 +101,7 @@ def flash_attention_jvp(
 
 
 def _room(plan: Plan, tensors: Tensors, groups: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
-    """For a ring the tiles, as many as a group has, and a barrier for each slot."""
+    """For a ring the tiles, as many as a group has, and a full barrier for each stage."""
     (width,) = {getattr(tensors, name).shape[-1] for group in groups for name in group}
     tiles = [shared((plan.stages, plan.block_k, width), plan.problem.dtype) for _ in groups[0]]
     return tiles, plgpu.Barrier(num_barriers=plan.stages, num_arrivals=len(groups[0]))
@@ -121,18 +121,18 @@ def _kernel(
 ):  # fmt: skip
     (q_dot_tile, o_tiles), number = q_dot_and_o, lax.axis_index("warpgroup")
     first, head, batch = plan.tile(jnp.int32(0))
-    visited = plan.visited(first, batch, mask_info)
+    block_range = plan.block_range(first, batch, mask_info)
     rows_of = lambda consumer: pl.ds(first + consumer * ROWS, ROWS)
     rings = [
-        Ring(groups, plan.stages, plan.k_free + n * plan.stages, tiles, full)
+        Ring(groups, plan.stages, plan.k_empty + n * plan.stages, tiles, full)
         for n, (groups, (tiles, full)) in enumerate(zip(plan.rings(tensors), streamed, strict=True))
     ]
 
     def consume():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        for slot in range(len(rings) * plan.stages):
-            arrive(plan.k_free + slot, plan.warpgroups)
-        pl.when(number == plan.consumers - 1)(lambda: arrive(TURN, 2))
+        for stage in range(len(rings) * plan.stages):
+            arrive(plan.k_empty + stage, plan.warpgroups)
+        pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))
         at = batch, rows_of(number), head
         q, q_dot = q_tile, q_dot_tile
         if not plan.wide:
@@ -140,14 +140,14 @@ def _kernel(
         plgpu.barrier_wait(q_full)
         view, lse_of_rows = View(batch, first + number * ROWS, mask_info), load_vector(lse_tile.at[number], PER_ROW)
         q_dot = None if tensors.q_dot is None else q_dot
-        rows = Rows(plan, q, q_dot, view, visited, lse_of_rows, rings)
+        rows = Rows(plan, q, q_dot, view, block_range, lse_of_rows, rings)
         acc, *moved = (accumulate_wide if plan.wide else accumulate)(rows)
         moved, rounded_moved = (x.sum(axis=1) for x in moved)
         if sinks_moved is not None:
             of_sinks = load_vector(sinks_moved.at[batch, head, rows_of(number)], PER_ROW, optimized=False)
             moved, rounded_moved = moved + of_sinks, rounded_moved + of_sinks
         plgpu.barrier_wait(o_full)
-        acc -= across(rounded_moved, acc) * o_tiles[number].astype(jnp.float32)
+        acc -= broadcast_rows(rounded_moved, acc) * o_tiles[number].astype(jnp.float32)
         o_tiles[number] = acc.astype(plan.problem.dtype)
         lse_tile[number] = moved
         plgpu.commit_smem()
@@ -166,17 +166,17 @@ def _kernel(
             plgpu.copy_gmem_to_smem(lse.at[batch, head, rows_of(consumer)], lse_tile.at[consumer], q_full)
 
         def block(step, _):
-            keys = pl.ds((visited.end - 1 - step) * plan.block_k, plan.block_k)
+            keys = pl.ds((block_range.end - 1 - step) * plan.block_k, plan.block_k)
             at = batch, keys, lax.div(head, jnp.int32(plan.problem.group))
             for ring in rings:
                 for group in ring.groups:
-                    slot = ring.slot(group, step)
-                    sync(ring.free + slot, plan.warpgroups)
+                    stage = ring.stage(group, step)
+                    sync(ring.empty + stage, plan.warpgroups)
                     for name, tiles in zip(group, ring.tiles, strict=True):
-                        plgpu.copy_gmem_to_smem(getattr(tensors, name).at[at], tiles.at[slot], ring.full.at[slot])
+                        plgpu.copy_gmem_to_smem(getattr(tensors, name).at[at], tiles.at[stage], ring.full.at[stage])
 
-        lax.fori_loop(0, visited.end - visited.begin, block, None)
-        sync(Q_FREE, plan.warpgroups)
+        lax.fori_loop(0, block_range.end - block_range.begin, block, None)
+        sync(Q_EMPTY, plan.warpgroups)
         for consumer in range(plan.consumers):
             plgpu.copy_gmem_to_smem(o.at[batch, rows_of(consumer), head], o_tiles.at[consumer], o_full)
 

@@ -1,4 +1,4 @@
-"""What a warpgroup of the tangent does with its rows: its part of the products, and the sums over the keys."""
+"""The mainloop of a consumer warpgroup of the tangent."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import ROWS, WGMMA, accumulator, across, afresh, arrive, full, slot_of
+from .._launch import ROWS, WGMMA, accumulator, arrive, broadcast_rows, full, opaque_copy, stage_of
 from . import plan as forward_plan
-from .plan import Q_FREE
+from .plan import Q_EMPTY
 from .problem import BlockRanges, after_first
 from .tiles import COLUMNS, View, logits, of_threads, seen
 
@@ -28,20 +28,20 @@ class Tensors(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Slots of shared memory that the blocks of some tensors take one after the other.
+    """A ring of stages in shared memory, through which the blocks of some tensors are streamed.
 
-    groups: names of tensors, whose blocks share a slot, in the order of a step. slots: how many there are. free: the
-    named barrier of the first. tiles: for each tensor of a group [slots, keys, features]. full: the barriers.
+    groups: names of tensors, whose blocks share a stage, in the order of a step. stages: how many there are. empty: the
+    named barrier of the first. tiles: for each tensor of a group [stages, keys, features]. full: the barriers.
     """
 
     groups: tuple[tuple[str, ...], ...]
-    slots: int
-    free: int
+    stages: int
+    empty: int
     tiles: Sequence[Any]
     full: Any
 
-    def slot(self, group: tuple[str, ...], step: Array) -> Array:
-        return slot_of(step * len(self.groups) + self.groups.index(group), self.slots)
+    def stage(self, group: tuple[str, ...], step: Array) -> Array:
+        return stage_of(step * len(self.groups) + self.groups.index(group), self.stages)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a warpgroup: their q and its tangent, whom they see, lse in powers of two, and what streams by.
+    """The rows of a warpgroup: their q and its tangent, what masks them, lse in base two, and the rings.
 
     Where the plan is wide, q and q_dot are the tiles of all warpgroups; else q is in registers.
     """
@@ -93,7 +93,7 @@ class Rows:
     q: Any
     q_dot: Any
     view: View
-    visited: BlockRanges
+    block_range: BlockRanges
     lse: Array
     rings: Sequence[Ring]
 
@@ -114,30 +114,30 @@ class Rows:
         return next(((ring, group) for ring in self.rings for group in ring.groups if name in group), None)
 
     def tile(self, name: str, step: Array) -> Any:
-        """A tile, after its group has come, which is awaited with the first of it."""
+        """A tile of a stage, whose full barrier is waited for with the first tensor of its group."""
         ring, group = self._ring(name)
-        slot = ring.slot(group, step)
+        stage = ring.stage(group, step)
         if name == group[0]:
-            plgpu.barrier_wait(ring.full.at[slot])
-        return ring.tiles[group.index(name)].at[slot]
+            plgpu.barrier_wait(ring.full.at[stage])
+        return ring.tiles[group.index(name)].at[stage]
 
     def release(self, names: Sequence[str], step: Array) -> None:
-        """Gives back the slots of the groups that end with these."""
+        """Arrives at the empty barriers of the groups that end with these."""
         for ring in self.rings:
             for group in ring.groups:
                 if group[-1] in names:
-                    arrive(ring.free + ring.slot(group, step), self.plan.warpgroups)
+                    arrive(ring.empty + ring.stage(group, step), self.plan.warpgroups)
 
     def own(self, tiles: Any) -> Any:
-        """The tile of this warpgroup. Addresses are computed at every step: there are no registers for them."""
-        return tiles.at[afresh(lax.axis_index("warpgroup"))]
+        """The tile of this warpgroup. Its address is computed at every step: there is no register for it."""
+        return tiles.at[opaque_copy(lax.axis_index("warpgroup"))]
 
-    def in_turn(self, begin: Callable[[], None]) -> None:
-        self.plan.in_turn(lax.axis_index("warpgroup"), begin)
+    def ping_pong(self, begin: Callable[[], None]) -> None:
+        self.plan.ping_pong(lax.axis_index("warpgroup"), begin)
 
     def plus(self, acc: Array, a: Any, b: Any) -> Array:
-        """acc + a·b, computed in turn."""
-        return pl.run_state(lambda acc: self.in_turn(lambda: plgpu.wgmma(acc, a, b)))(plgpu.ACC.init(acc))
+        """acc + a·b, issued in ping-pong."""
+        return pl.run_state(lambda acc: self.ping_pong(lambda: plgpu.wgmma(acc, a, b)))(plgpu.ACC.init(acc))
 
     def weights(self, s: Array, step: Array, masked: bool) -> tuple[Array, ...]:
         """p, and with a softcap p times its slope 1 − t², where softcap·t is the logit."""
@@ -145,7 +145,7 @@ class Rows:
         t = logits(s, problem)
         ok = self._seen(step, s.shape, masked)
         t = t if ok is None else jnp.where(ok, t, -jnp.inf)
-        p = jnp.exp2(t * problem.exponent - across(self.lse, t))
+        p = jnp.exp2(t * problem.exponent - broadcast_rows(self.lse, t))
         if problem.softcap is None:
             return (p,)
         return p, p * (1 - t * t) if ok is None else jnp.where(ok, p * (1 - t * t), 0.0)
@@ -162,7 +162,7 @@ class Rows:
         if not masked:
             return None
         problem, block_k = self.plan.problem, self.plan.block_k
-        first_key = (self.visited.end - 1 - step) * block_k
+        first_key = (self.block_range.end - 1 - step) * block_k
         return seen(self.view, first_key, shape, problem.K % block_k > 0, problem)
 
 
@@ -181,7 +181,7 @@ def accumulate(rows: Rows) -> Sums:
         return weights[0], rounded, moved + of_threads(p_dot), rounded_moved + of_threads(rounded)
 
     def first(s, s_dot):
-        rows.in_turn(lambda: _begin_keys(rows, s, s_dot, jnp.int32(0)))
+        rows.ping_pong(lambda: _issue_qk(rows, s, s_dot, jnp.int32(0)))
         return s[...], s_dot[...]
 
     def visit(step, carry, masked):
@@ -191,11 +191,11 @@ def accumulate(rows: Rows) -> Sums:
             acc, *results = refs
 
             def begin(s, s_dot):
-                _begin_keys(rows, s, s_dot, step)
-                _begin_values(rows, acc, p, p_dot, step - 1)
+                _issue_qk(rows, s, s_dot, step)
+                _issue_pv(rows, acc, p, p_dot, step - 1)
 
             def scoped(s, s_dot):
-                rows.in_turn(lambda: begin(s, s_dot))
+                rows.ping_pong(lambda: begin(s, s_dot))
                 of_values = rows.moves + rows.values_move
                 products = [plgpu.wgmma_accumulator_load(x, wait_n=of_values) for x in (s, s_dot)]
                 rows.release(("k", "k_dot"), step)
@@ -213,14 +213,14 @@ def accumulate(rows: Rows) -> Sums:
     rows.release(("k", "k_dot"), jnp.int32(0))
     p, p_dot, *moved = weigh(*products, sums, jnp.int32(0), masked=True)
     carry = Sums(sums.acc, *moved), *operands(p, p_dot)
-    (acc, *moved), p, p_dot = after_first(rows.visited, visit, carry, problem)
-    arrive(Q_FREE, plan.warpgroups)
-    last = rows.visited.end - rows.visited.begin - 1
-    begin = lambda acc: rows.in_turn(lambda: _begin_values(rows, acc, p, p_dot, last))
+    (acc, *moved), p, p_dot = after_first(rows.block_range, visit, carry, problem)
+    arrive(Q_EMPTY, plan.warpgroups)
+    last = rows.block_range.end - rows.block_range.begin - 1
+    begin = lambda acc: rows.ping_pong(lambda: _issue_pv(rows, acc, p, p_dot, last))
     return Sums(pl.run_state(begin)(plgpu.ACC.init(acc)), *moved)
 
 
-def _begin_keys(rows: Rows, s: Any, s_dot: Any, step: Array) -> None:
+def _issue_qk(rows: Rows, s: Any, s_dot: Any, step: Array) -> None:
     k = rows.tile("k", step)
     plgpu.wgmma(s, rows.q, k.T)
     if rows.q_dot is not None:
@@ -229,7 +229,7 @@ def _begin_keys(rows: Rows, s: Any, s_dot: Any, step: Array) -> None:
         plgpu.wgmma(s_dot, rows.q, rows.tile("k_dot", step).T)
 
 
-def _begin_values(rows: Rows, acc: Any, p: Array, p_dot: Array, step: Array) -> None:
+def _issue_pv(rows: Rows, acc: Any, p: Array, p_dot: Array, step: Array) -> None:
     v = rows.tile("v", step)
     if rows.moves:
         plgpu.wgmma(acc, p_dot, v)
@@ -238,7 +238,7 @@ def _begin_values(rows: Rows, acc: Any, p: Array, p_dot: Array, step: Array) -> 
 
 
 def accumulate_wide(rows: Rows) -> Sums:
-    """One product after the other, in each of which the warpgroups follow one another."""
+    """One product after the other, each in ping-pong."""
     plan, problem, square = rows.plan, rows.plan.problem, accumulator(ROWS, rows.plan.block_k)
 
     def visit(step, sums, masked):
@@ -250,7 +250,7 @@ def accumulate_wide(rows: Rows) -> Sums:
                 plgpu.wgmma(s_dot, rows.own(rows.q_dot), k.T)
 
         def of_keys(s, s_dot):
-            rows.in_turn(lambda: begin(s, s_dot))
+            rows.ping_pong(lambda: begin(s, s_dot))
             return s[...], s_dot[...]
 
         s, s_dot = pl.run_scoped(of_keys, square, square)
@@ -271,8 +271,8 @@ def accumulate_wide(rows: Rows) -> Sums:
         return Sums(acc, moved, rounded_moved)
 
     sums = visit(jnp.int32(0), Sums.zeros(problem.V), masked=True)
-    sums = after_first(rows.visited, visit, sums, problem)
-    arrive(Q_FREE, plan.warpgroups)
+    sums = after_first(rows.block_range, visit, sums, problem)
+    arrive(Q_EMPTY, plan.warpgroups)
     return sums
 
 

@@ -11,7 +11,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import PER_COLUMN, PER_ROW, WGMMA, across, in_warp, load_vector
+from .._launch import PER_COLUMN, PER_ROW, WGMMA, broadcast_rows, in_warp, load_vector
 from .mask_info import MaskInfo
 from .problem import LOG2_E, Problem
 
@@ -20,7 +20,7 @@ COLUMNS = 8
 
 
 class Statistics(NamedTuple):
-    """Of rows, over the keys seen so far: an exponent of two like the greatest, and sums of powers relative to it.
+    """Of rows, over the blocks of keys so far: m, the log₂ of a weight near the greatest, and sums of weights over 2^m.
 
     maximum [rows], total [rows, COLUMNS]: where a thread has a number, the sum of what it has of a row.
     """
@@ -29,36 +29,37 @@ class Statistics(NamedTuple):
     total: Array
 
 
-class Halves(NamedTuple):
-    """Where weights may be computed in float16: under maxima that are whole numbers, and not beyond this …
+class Float16Limits(NamedTuple):
+    """Where weights may be computed in float16.
 
-    least: … and in blocks whose weights have at least this exponent of two; smaller ones it would lose.
+    maximum: row maxima are whole numbers, and at most this. least: blocks have a p_scale_log2 of at least this; smaller
+    weights would be lost.
     """
 
     maximum: float
     least: int
 
 
-class Bounds(NamedTuple):
-    """Of weights.
+class RescaleLimits(NamedTuple):
+    """How far a row maximum may lag behind the greatest logit before acc is rescaled (lazy rescaling).
 
-    lift: the exponent of two of the greatest weight under a new maximum. slack: by so much a maximum may be less than
-    the greatest exponent. most: of the sums that a thread has of a row; more than those of weights of 2^lift. halves:
-    of those in float16, where there are such.
+    p_scale_log2: weights are computed times two to this. rescale_threshold: in log₂, by how much the greatest may
+    exceed the maximum. row_sum_limit: of the sums that a thread has of a row, above which a maximum is looked for.
+    float16: the limits of weights that are computed in float16, where some are.
     """
 
-    lift: int
-    slack: int
-    most: float
-    halves: Halves | None = None
+    p_scale_log2: int
+    rescale_threshold: int
+    row_sum_limit: float
+    float16: Float16Limits | None = None
 
     def maximum(self, greatest: Array) -> Array:
-        """Of rows, to the greatest exponents."""
-        return greatest if self.halves is None else jnp.round(greatest)
+        """The row maxima for the greatest log₂ weights."""
+        return greatest if self.float16 is None else jnp.round(greatest)
 
 
-# Of float16, whose greatest number is 65504, and of bfloat16, which are no less exact when they are great.
-HALF = Bounds(lift=0, slack=8, most=2.0**15)
+# Of float16, whose greatest number is 65504, and of bfloat16, which are as exact when they are great.
+LIMITS = RescaleLimits(p_scale_log2=0, rescale_threshold=8, row_sum_limit=2.0**15)
 
 
 def logits(products: Array, problem: Problem) -> Array:
@@ -93,7 +94,7 @@ def seen(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, p
     elif mask_info is not None:
         of_rows, of_columns = mask_info.segment_ids
         ids = lax.broadcast_in_dim(_load(of_columns, batch, column, shape[1], PER_COLUMN), shape, [1])
-        conditions.append(across(_load(of_rows, batch, row, shape[0], PER_ROW), ids) == ids)
+        conditions.append(broadcast_rows(_load(of_rows, batch, row, shape[0], PER_ROW), ids) == ids)
     elif uneven_keys and of_keys:
         lasts.append(jnp.where(rows < problem.K, column + shape[1], -1))
     elif uneven_keys:
@@ -110,29 +111,29 @@ def seen(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, p
     return reduce(operator.and_, conditions) if conditions else None
 
 
-def _columns(comparison: str, bounds: Array, shape: tuple[int, int]) -> Array:
+def _columns(comparison: str, limits: Array, shape: tuple[int, int]) -> Array:
     """Where columns, numbered from 0, compare so with the bound of a row. A thread compares with constants."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, vector
 
     @plgpu.inline_mgpu(arg_types=(PER_ROW,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, WGMMA))
-    def emit(_, bounds):
+    def emit(_, limits):
         i32, predicate = ir.IntegerType.get_signless(32), arith.CmpIPredicate[comparison]
         constant = lambda n: arith.constant(i32, n)
         text = "{ .reg .b32 x; mov.u32 x, %laneid; and.b32 x, x, 3; add.u32 $0, x, x; }"
         first = llvm.inline_asm(i32, [], text, "=r")
-        bounds = bounds.broadcast_in_dim(shape, (0,), WGMMA.to_mgpu())
-        of_rows = bounds.registers.reshape(shape[1] // COLUMNS, -1)[0]
+        limits = limits.broadcast_in_dim(shape, (0,), WGMMA.to_mgpu())
+        of_rows = limits.registers.reshape(shape[1] // COLUMNS, -1)[0]
         of_rows = [arith.subi(vector.extract(x, [], [0]), first) for x in of_rows]
         registers = np.empty((shape[1] // COLUMNS, len(of_rows)), object)
         for (n, row), _ in np.ndenumerate(registers):
             pair = [arith.cmpi(predicate, constant(n * COLUMNS + i), of_rows[row]) for i in range(2)]
             registers[n, row] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
-        return type(bounds)(
-            _registers=registers.reshape(bounds.registers.shape), _layout=bounds.layout, _is_signed=False
+        return type(limits)(
+            _registers=registers.reshape(limits.registers.shape), _layout=limits.layout, _is_signed=False
         )
 
-    return emit(bounds)
+    return emit(limits)
 
 
 def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
@@ -142,58 +143,63 @@ def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
 
 
 def weights(
-    s: Array, before: Statistics, ok: Array | None, exponent: Array | float, lift: Array | int, bounds: Bounds
+    s: Array,
+    before: Statistics,
+    ok: Array | None,
+    exponent: Array | float,
+    p_scale_log2: Array | int,
+    limits: RescaleLimits,
 ) -> tuple[Array, Statistics, Array]:
-    """Of rows of queries 2^lift·exp(s − maximum) under the new maximum, the statistics, and the factor of earlier sums.
+    """p = 2^p_scale_log2·exp(s − m) under the new row maximum m, the statistics, and alpha, the factor of earlier sums.
 
-    s times `exponent` is an exponent of two. A maximum stays where none is greater by more than `slack`: then the
-    factor is 1.
+    s times `exponent` is the log₂ of a weight. A maximum stays where none is greater by more than `rescale_threshold`:
+    then alpha is 1.
     """
     s = s.astype(jnp.float32)
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
-    greatest = bounds.maximum(s.max(axis=1) * exponent)
-    maximum = jnp.where(greatest > before.maximum + bounds.slack, greatest, before.maximum)
+    greatest = limits.maximum(s.max(axis=1) * exponent)
+    maximum = jnp.where(greatest > before.maximum + limits.rescale_threshold, greatest, before.maximum)
     base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
-    p, total, fade = _relative_to(base, s, before, exponent, lift, bounds)
-    return p, Statistics(maximum, total), fade
+    p, total, alpha = _relative_to(base, s, before, exponent, p_scale_log2, limits)
+    return p, Statistics(maximum, total), alpha
 
 
 def updated(
-    acc: Array, s: Array, before: Statistics, exponent: Array | float, lift: Array | int, bounds: Bounds,
+    acc: Array, s: Array, before: Statistics, exponent: Array | float, p_scale_log2: Array | int, limits: RescaleLimits,
     operand: Callable[[Array], Array],
 ) -> tuple[Array, Array, Statistics]:  # fmt: skip
-    """acc, the weights of a block that is seen whole as an operand, and the statistics.
+    """acc, p of a block that needs no mask as an operand of wgmma, and the statistics.
 
-    A warp takes it that maxima stay, and looks at the sums of its threads: no weight is too great if none of these is.
-    That saves the maxima. Otherwise it begins again.
+    A warp assumes that its row maxima stay, and checks the sums of its threads: no weight is too great if none of these
+    is. That saves the reduction of the maximum. Otherwise it computes p again under new maxima, and rescales acc.
     """
-    p = _powers(s, exponent, before.maximum - lift)
+    p = _powers(s, exponent, before.maximum - p_scale_log2)
     packed, sums = operand(p), of_threads(p)
 
     def stay(acc, s, p, sums):
         del s
-        return acc, p, Statistics(before.maximum, before.total + _unlifted(sums, lift, bounds))
+        return acc, p, Statistics(before.maximum, before.total + _unscaled(sums, p_scale_log2, limits))
 
     def rise(acc, s, p, sums):
-        s, fits = s.astype(jnp.float32), sums.max(axis=1) <= bounds.most
-        if bounds.halves is not None:
-            fits &= jnp.abs(before.maximum) <= bounds.halves.maximum
-        risen = jnp.maximum(before.maximum, bounds.maximum(s.max(axis=1) * exponent))
+        s, fits = s.astype(jnp.float32), sums.max(axis=1) <= limits.row_sum_limit
+        if limits.float16 is not None:
+            fits &= jnp.abs(before.maximum) <= limits.float16.maximum
+        risen = jnp.maximum(before.maximum, limits.maximum(s.max(axis=1) * exponent))
         maximum = jnp.where(fits, before.maximum, risen)
-        p, total, fade = _relative_to(maximum, s, before, exponent, lift, bounds)
-        return acc * across(fade, acc), operand(p), Statistics(maximum, total)
+        p, total, alpha = _relative_to(maximum, s, before, exponent, p_scale_log2, limits)
+        return acc * broadcast_rows(alpha, acc), operand(p), Statistics(maximum, total)
 
-    return lax.cond(_beyond(sums, before.maximum, lift, bounds), rise, stay, acc, s, packed, sums)
+    return lax.cond(_beyond(sums, before.maximum, p_scale_log2, limits), rise, stay, acc, s, packed, sums)
 
 
 def _relative_to(
-    base: Array, s: Array, before: Statistics, exponent: Array | float, lift: Array | int, bounds: Bounds
+    base: Array, s: Array, before: Statistics, exponent: Array | float, p_scale_log2: Array | int, limits: RescaleLimits
 ) -> tuple[Array, Array, Array]:
-    """The weights, the sums with those of before, and the factor of these."""
-    p, fade = _powers(s, exponent, base - lift), jnp.exp2(before.maximum - base)
+    """p, the row sums with those of before, and alpha, the factor of these."""
+    p, alpha = _powers(s, exponent, base - p_scale_log2), jnp.exp2(before.maximum - base)
     sums = of_threads(p)
-    return p, before.total * across(fade, sums) + _unlifted(sums, lift, bounds), fade
+    return p, before.total * broadcast_rows(alpha, sums) + _unscaled(sums, p_scale_log2, limits), alpha
 
 
 def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
@@ -202,7 +208,7 @@ def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
     In float16 two numbers at once, of which the base has to be one, too.
     """
     if s.dtype == jnp.float32:
-        return jnp.exp2(s * exponent - across(base, s))
+        return jnp.exp2(s * exponent - broadcast_rows(base, s))
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
 
@@ -231,9 +237,9 @@ def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
     return emit(s, jnp.float32(exponent), base)
 
 
-def _unlifted(sums: Array, lift: Array | int, bounds: Bounds) -> Array:
-    """Sums of weights times 2^lift as such of weights times 2^(the bounds' lift)."""
-    return sums if isinstance(lift, int) else sums * jnp.exp2(bounds.lift - lift)
+def _unscaled(sums: Array, p_scale_log2: Array | int, limits: RescaleLimits) -> Array:
+    """Sums of weights that have a scale of their own, in the scale of the limits."""
+    return sums if isinstance(p_scale_log2, int) else sums * jnp.exp2(limits.p_scale_log2 - p_scale_log2)
 
 
 def of_threads(x: Array) -> Array:
@@ -249,12 +255,12 @@ def of_threads(x: Array) -> Array:
     return emit(x).astype(jnp.float32)
 
 
-def _beyond(sums: Array, maximum: Array, lift: Array | int, bounds: Bounds) -> Array:
+def _beyond(sums: Array, maximum: Array, p_scale_log2: Array | int, limits: RescaleLimits) -> Array:
     """Whether in this warp a sum is greater than it may be, or NaN, or weights are beyond float16."""
-    most = bounds.most
-    if bounds.halves is not None:
-        most = jnp.where(lift < bounds.halves.least, -1.0, most)  # which every sum is beyond
-    beyond = ~(sums <= most)
-    if bounds.halves is not None:
-        beyond |= across(jnp.abs(maximum) > bounds.halves.maximum, sums)
+    row_sum_limit = limits.row_sum_limit
+    if limits.float16 is not None:
+        row_sum_limit = jnp.where(p_scale_log2 < limits.float16.least, -1.0, row_sum_limit)  # which every sum is beyond
+    beyond = ~(sums <= row_sum_limit)
+    if limits.float16 is not None:
+        beyond |= broadcast_rows(jnp.abs(maximum) > limits.float16.maximum, sums)
     return in_warp(beyond, WGMMA)

@@ -32,7 +32,7 @@ from .._launch import (
     launch,
     load_vector,
     shared,
-    slot_of,
+    stage_of,
     sync,
 )
 
@@ -41,13 +41,13 @@ CONSUMERS, WARPGROUPS = 2, 3
 REGISTERS = 232, 40  # of a thread that multiplies, and of one that loads
 EDGES = 2  # tiles of rows of a group that may hold others
 BAND = 8  # tiles of rows that are visited together for each tile of columns
-MASKED, FREE = FIRST_BARRIER, FIRST_BARRIER + 1  # named barriers: from the latter on, one for each slot
+MASKED, EMPTY = FIRST_BARRIER, FIRST_BARRIER + 1  # named barriers: from the latter on, one for each stage
 ALIGNMENT = 256  # bytes; Mosaic GPU refuses an operand that begins elsewhere
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The shapes of z, [groups, rows, columns], its tiles, and how they are dealt out to the multiprocessors."""
+    """The shapes of z, [groups, rows, columns], its tiles, and on how many multiprocessors they are scheduled."""
 
     groups: int
     rows: int
@@ -70,35 +70,37 @@ class Plan:
         return next(n for n in (1, 2, 4) if self.block_rows * self.block_columns // n <= room)
 
     @property
-    def down(self) -> int:
+    def row_tiles(self) -> int:
         return -(-self.rows // self.block_rows)
 
     @property
-    def across(self) -> int:
+    def column_tiles(self) -> int:
         return -(-self.columns // self.block_columns)
 
     @property
     def tiles(self) -> int:
-        return self.groups * self.down * self.across
+        return self.groups * self.row_tiles * self.column_tiles
 
     @property
     def blocks(self) -> int:
         return min(self.processors, self.tiles)
 
-    def turns(self) -> Array:
-        """How many tiles this block of threads has."""
+    def work_tiles(self) -> Array:
+        """The number of work tiles of this thread block."""
         return lax.div(self.tiles - 1 - lax.axis_index("block"), jnp.int32(self.blocks)) + 1
 
-    def group(self, turn: Array) -> Array:
-        number = lax.axis_index("block") + jnp.minimum(turn, self.turns() - 1) * self.blocks
-        return lax.div(number, jnp.int32(self.down * self.across))
+    def group(self, work_tile: Array) -> Array:
+        number = lax.axis_index("block") + jnp.minimum(work_tile, self.work_tiles() - 1) * self.blocks
+        return lax.div(number, jnp.int32(self.row_tiles * self.column_tiles))
 
-    def tile(self, turn: Array) -> tuple[Array, Array]:
-        """The first row and the first column of the tile that this block of threads has in its `turn`."""
-        number = lax.rem(lax.axis_index("block") + turn * self.blocks, jnp.int32(self.down * self.across))
-        band = lax.div(number, jnp.int32(BAND * self.across))
-        height = jnp.minimum(self.down - band * BAND, BAND)
-        within = number - band * BAND * self.across
+    def tile(self, work_tile: Array) -> tuple[Array, Array]:
+        """The first row and the first column of this thread block's n-th work tile."""
+        number = lax.rem(
+            lax.axis_index("block") + work_tile * self.blocks, jnp.int32(self.row_tiles * self.column_tiles)
+        )
+        band = lax.div(number, jnp.int32(BAND * self.column_tiles))
+        height = jnp.minimum(self.row_tiles - band * BAND, BAND)
+        within = number - band * BAND * self.column_tiles
         return (band * BAND + lax.rem(within, height)) * self.block_rows, lax.div(within, height) * self.block_columns
 
 
@@ -132,74 +134,76 @@ def _in_one_buffer(starts: Array, ends: Array) -> Array:
 
 
 def _kernel(limits, x, y, z, *, plan: Plan, x_tiles, y_tiles, z_tiles, full):
-    number, turns = lax.axis_index("warpgroup"), plan.turns()
+    number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles()
 
-    def bounds(turn):
-        group = plan.group(turn)
+    def bounds(work_tile):
+        group = plan.group(work_tile)
         return limits[group], limits[plan.groups + group]
 
     def multiply():
         plgpu.set_max_registers(REGISTERS[0], action="increase")
-        for slot in range(plan.stages):
-            arrive(FREE + slot, WARPGROUPS)
+        for stage in range(plan.stages):
+            arrive(EMPTY + stage, WARPGROUPS)
 
-        def one(turn, carry):
+        def one(work_tile, carry):
             step, *found = carry
-            following = bounds(turn + 1)
-            step = _tile(turn, step, *found, z, x_tiles, y_tiles, z_tiles, full, plan)
+            following = bounds(work_tile + 1)
+            step = _tile(work_tile, step, *found, z, x_tiles, y_tiles, z_tiles, full, plan)
             return step, *following
 
-        lax.fori_loop(0, turns, one, (jnp.int32(0), *bounds(jnp.int32(0))))
+        lax.fori_loop(0, work_tiles, one, (jnp.int32(0), *bounds(jnp.int32(0))))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def load():
         plgpu.set_max_registers(REGISTERS[1], action="decrease")
 
-        def one(turn, carry):
+        def one(work_tile, carry):
             step, start, end = carry
-            following = bounds(turn + 1)
-            row, column = plan.tile(turn)
+            following = bounds(work_tile + 1)
+            row, column = plan.tile(work_tile)
 
             def fetch(i, _):
-                slot = slot_of(step + i, plan.stages)
+                stage = stage_of(step + i, plan.stages)
                 rows = pl.ds(pl.multiple_of(_first_row(i, start, end, plan), 8), plan.depth)
-                sync(FREE + slot, WARPGROUPS)
+                sync(EMPTY + stage, WARPGROUPS)
                 for part in range(CONSUMERS):
                     mine = pl.ds(row + part * ROWS, ROWS)
-                    plgpu.copy_gmem_to_smem(x.at[rows, mine], x_tiles.at[slot, part], full.at[slot])
-                plgpu.copy_gmem_to_smem(y.at[rows, pl.ds(column, plan.block_columns)], y_tiles.at[slot], full.at[slot])
+                    plgpu.copy_gmem_to_smem(x.at[rows, mine], x_tiles.at[stage, part], full.at[stage])
+                plgpu.copy_gmem_to_smem(
+                    y.at[rows, pl.ds(column, plan.block_columns)], y_tiles.at[stage], full.at[stage]
+                )
 
             steps = _steps(start, end, plan)
             lax.fori_loop(0, steps, fetch, None)
             return step + steps, *following
 
-        lax.fori_loop(0, turns, one, (jnp.int32(0), *bounds(jnp.int32(0))))
+        lax.fori_loop(0, work_tiles, one, (jnp.int32(0), *bounds(jnp.int32(0))))
 
     lax.cond(number < CONSUMERS, multiply, load)
 
 
-def _tile(turn, step, start, end, z, x_tiles, y_tiles, z_tiles, full, plan: Plan):
+def _tile(work_tile, step, start, end, z, x_tiles, y_tiles, z_tiles, full, plan: Plan):
     """Computes and stores the rows of this warpgroup of one tile; returns the step of the pipeline after it."""
     number, steps = lax.axis_index("warpgroup"), _steps(start, end, plan)
-    group, (row, column) = plan.group(turn), plan.tile(turn)
+    group, (row, column) = plan.group(work_tile), plan.tile(work_tile)
 
     def scoped(total):
         def visit(i, _, edge):
-            slot = slot_of(step + i, plan.stages)
-            plgpu.barrier_wait(full.at[slot])
+            stage = stage_of(step + i, plan.stages)
+            plgpu.barrier_wait(full.at[stage])
             if edge:
                 first, half = _first_row(i, start, end, plan), plan.block_columns // CONSUMERS
-                _mask(x_tiles.at[slot, number], first, start, end)
-                _mask(y_tiles.at[slot, :, pl.ds(pl.multiple_of(number * half, half), half)], first, start, end)
+                _mask(x_tiles.at[stage, number], first, start, end)
+                _mask(y_tiles.at[stage, :, pl.ds(pl.multiple_of(number * half, half), half)], first, start, end)
                 sync(MASKED, CONSUMERS)
-            plgpu.wgmma(total, x_tiles.at[slot, number].T, y_tiles.at[slot])
+            plgpu.wgmma(total, x_tiles.at[stage, number].T, y_tiles.at[stage])
             plgpu.wgmma_wait(1)
-            pl.when(i > 0)(lambda: arrive(FREE + slot_of(step + i - 1, plan.stages), WARPGROUPS))
+            pl.when(i > 0)(lambda: arrive(EMPTY + stage_of(step + i - 1, plan.stages), WARPGROUPS))
 
         lax.fori_loop(0, jnp.minimum(steps, EDGES), partial(visit, edge=True), None)
         lax.fori_loop(EDGES, steps, partial(visit, edge=False), None)
         plgpu.wgmma_wait(0)
-        pl.when(steps > 0)(lambda: arrive(FREE + slot_of(step + steps - 1, plan.stages), WARPGROUPS))
+        pl.when(steps > 0)(lambda: arrive(EMPTY + stage_of(step + steps - 1, plan.stages), WARPGROUPS))
         return total[...]
 
     total = pl.run_scoped(scoped, accumulator(ROWS, plan.block_columns)).astype(plan.dtype)

@@ -1,0 +1,196 @@
+"""The mainloop of the consumer warpgroups of the forward."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .._launch import (
+    ROWS,
+    WGMMA,
+    accumulator,
+    arrive,
+    full,
+    load_vector,
+    stage_of,
+    times_rows,
+)
+from .plan import Plan
+from .problem import BlockRanges, Problem, after_first
+from .quantized import Unit, Units
+from .tiles import Statistics, View, logits, seen, updated, weights
+
+
+class Shared(NamedTuple):
+    """What the warpgroups of a thread block share: tiles in shared memory, and the full and empty barriers of these.
+
+    Those of k and v that say "empty" are named barriers (plan.py).
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    q_empty: Any
+
+
+class Tile(NamedTuple):
+    """The rows of a work tile that one consumer warpgroup computes.
+
+    number: of the warpgroup. q: its queries in shared memory. view: where these stand, and what masks them. head: of
+    the queries. block_range: the blocks of keys that they see. start: the row maxima and sums of the sinks. units: the
+    scales in e4m3.
+    """
+
+    number: Array
+    q: Any
+    view: View
+    head: Array
+    block_range: BlockRanges
+    start: Statistics
+    units: Units | None
+
+
+class Carry(NamedTuple):
+    """What the mainloop carries from a block of keys to the next, and from a work tile to the next.
+
+    step: of the pipeline. p: the weights of the block before it, whose product with v is still to be issued.
+    statistics: the row maxima and sums with that block. q: in registers, if it stays there.
+    """
+
+    step: Array
+    p: Array
+    statistics: Statistics
+    q: Array | None
+
+
+def prologue(shared: Shared, tile: Tile, plan: Plan) -> Carry:
+    """q·kᵀ and the softmax of the first block of keys of the first work tile."""
+
+    def product(qk):
+        plan.ping_pong(tile.number, lambda: plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[0].T))
+        return qk[...]
+
+    plgpu.barrier_wait(shared.q_full.at[0])
+    q = _in_registers(tile, plan)
+    plgpu.barrier_wait(shared.k_full.at[0])
+    products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
+    p, statistics, _ = _weights(products, tile, tile.start, 0, _unit(tile, 0), plan)
+    arrive(plan.k_empty, plan.warpgroups)
+    return Carry(jnp.int32(1), p, statistics, q)
+
+
+def mainloop(
+    shared: Shared,
+    tile: Tile,
+    following: Callable[[], Tile],
+    work_tile: Array,
+    work_tiles: Array,
+    carried: Carry,
+    plan: Plan,
+) -> tuple[Array, Statistics, Carry]:
+    """acc and the row statistics of a work tile whose first block is carried in.
+
+    Carried out is the first block of the work tile that follows, if there is one: its q·kᵀ runs under the last p·v.
+    """
+    step, p, before, q = carried
+
+    def visit(i, carry, masked):
+        acc, p, before = carry
+        unit = _unit(tile, i)  # read while the products are computed
+        acc, products = _products(shared, tile, q, step + i - 1, acc, p, plan)
+        if masked:
+            p, after, alpha = _weights(products, tile, before, i, unit, plan)
+            return times_rows(acc, alpha), p, after
+        s, exponent = _log2_logits(products, unit, plan.problem)
+        return updated(acc, s, before, exponent, unit.p_scale_log2, plan.limits, plan.operand)
+
+    acc = full((ROWS, plan.problem.V), 0.0, WGMMA)
+    acc, p, statistics = after_first(tile.block_range, visit, (acc, p, before), plan.problem)
+    step += tile.block_range.end - tile.block_range.begin - 1
+
+    def with_next(acc, p, _):
+        plgpu.barrier_arrive(shared.q_empty.at[stage_of(work_tile, plan.q_stages)])
+        plgpu.barrier_wait(shared.q_full.at[stage_of(work_tile + 1, plan.q_stages)])
+        tile = following()
+        unit, q = _unit(tile, 0), _in_registers(tile, plan)
+        acc, products = _products(shared, tile, q, step, acc, p, plan)
+        p, statistics, _ = _weights(products, tile, tile.start, 0, unit, plan)
+        return acc, p, statistics, q
+
+    def ended(acc, p, statistics):
+        last = stage_of(step - 1, plan.stages)
+        plgpu.barrier_wait(shared.v_full.at[last])
+
+        begin = lambda acc: plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
+        acc = pl.run_state(lambda acc: plan.ping_pong(tile.number, lambda: begin(acc)))(plgpu.ACC.init(acc))
+        return acc, p, statistics, q
+
+    if plan.persistent:
+        acc, p, of_next, q = lax.cond(work_tile + 1 < work_tiles, with_next, ended, acc, p, statistics)
+    else:
+        acc, p, of_next, q = ended(acc, p, statistics)
+    return acc, statistics, Carry(step + 1, p, of_next, q)
+
+
+def _in_registers(tile: Tile, plan: Plan) -> Array | None:
+    """q, if it stays there for the whole work tile."""
+    return load_vector(tile.q, WGMMA) if plan.q_in_registers else None
+
+
+def _products(
+    shared: Shared, tile: Tile, q: Array | None, step: Array, acc: Array, p: Array, plan: Plan
+) -> tuple[Array, Array]:
+    """acc with p·v of the block before, and q·kᵀ of this one; both complete, as the next p takes the registers of p."""
+    stage, previous = stage_of(step, plan.stages), stage_of(step - 1, plan.stages)
+    plgpu.barrier_wait(shared.k_full.at[stage])
+
+    def both(refs):
+        acc, products = refs
+
+        def begin(qk):
+            plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[stage].T)
+            plgpu.barrier_wait(shared.v_full.at[previous])
+            plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))
+
+        def scoped(qk):
+            plan.ping_pong(tile.number, lambda: begin(qk))
+            products[...] = plgpu.wgmma_accumulator_load(qk, wait_n=1)
+            arrive(plan.k_empty + stage, plan.warpgroups)
+            plgpu.wgmma_wait(0)
+
+        pl.run_scoped(scoped, accumulator(ROWS, plan.block_k, plan.sums))
+
+    products = full((ROWS, plan.block_k), 0.0, WGMMA, plan.sums)
+    acc, products = pl.run_state(both)((plgpu.ACC.init(acc), products))
+    arrive(plan.v_empty + previous, plan.warpgroups)
+    return acc, products
+
+
+def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, unit: Unit, plan: Plan):
+    """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
+    problem = plan.problem
+    ok = seen(tile.view, _block(tile, i) * plan.block_k, products.shape, problem.K % plan.block_k > 0, problem)
+    s, exponent = _log2_logits(products, unit, problem)
+    p, statistics, alpha = weights(s, before, ok, exponent, unit.p_scale_log2, plan.limits)
+    return plan.operand(p), statistics, alpha
+
+
+def _log2_logits(products: Array, unit: Unit, problem: Problem) -> tuple[Array, Array | float]:
+    """What becomes the log₂ of weights by a factor, and that factor."""
+    if problem.softcap is not None:
+        return logits(products.astype(jnp.float32) * unit.factor, problem), problem.exponent
+    return products, problem.exponent * unit.factor
+
+
+def _block(tile: Tile, i: Array | int) -> Array:
+    return tile.block_range.end - 1 - i
+
+
+def _unit(tile: Tile, i: Array | int) -> Unit:
+    return Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))

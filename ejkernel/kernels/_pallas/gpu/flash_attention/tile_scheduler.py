@@ -1,0 +1,148 @@
+"""Tile schedulers: which work tile, a block of queries of one head, a thread block computes, and in which order.
+
+The work tiles in flight should be of few heads: then the keys and values of these come from device memory once, and
+from the L2 cache to all tiles that see them. 132 tiles of as many heads, at 16k tokens, would want 7 TB/s of an H100.
+"""
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+# Bytes of keys and values for which there is room in the L2 cache (50 MB, parts of which hold the same data for either
+# half of the device), beside q and o.
+L2_BYTES = 24 << 20
+# Work tiles of a thread block, at least, that are not paired: scheduled longest first, they even out what pairs do not.
+UNPAIRED = 4
+# The cost of a work tile that does not depend on its keys, in units of the keys that the next tile of its head sees
+# more.
+TILE_OVERHEAD = 0.5
+
+
+@dataclass(frozen=True)
+class PersistentTileScheduler:
+    """One thread block for each multiprocessor, which computes work tiles one after the other, head after head.
+
+    Where later tiles of a head see more keys, a thread block computes the last and the first tile of a head one after
+    the other, or the last but one and the second …: all such pairs cost the same. The tiles of the last heads, which
+    are left when all thread blocks have had the same number of pairs, are assigned by a table that is made before the
+    kernel runs: longest first, each to the thread block with the least work.
+
+    Attributes:
+        tiles: of a head.
+        heads: of all batches.
+        rising: later tiles see more keys.
+        processors: streaming multiprocessors of the device.
+    """
+
+    tiles: int
+    heads: int
+    rising: bool
+    processors: int
+
+    @property
+    def number(self) -> int:
+        return self.tiles * self.heads
+
+    @property
+    def blocks(self) -> int:
+        return min(self.number, self.processors)
+
+    @property
+    def paired(self) -> int:
+        """Work tiles of a thread block that are in pairs."""
+        last = min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
+        return (self.heads - last) * self.tiles // (2 * self.processors) * 2 if self.rising else 0
+
+    @cached_property
+    def longest_first(self) -> np.ndarray | None:
+        """For each thread block the number of tiles after its pairs, and these, int32; None where all cost the same."""
+        if not self.rising:
+            return None
+        place = np.arange(self.number) % self.tiles
+        work = np.where(place % 2 == 0, self.tiles - 1 - place // 2, place // 2) + 1 + TILE_OVERHEAD
+        pairs = work[: self.paired * self.blocks].reshape(-1, self.blocks, 2).sum((0, 2))
+        blocks = [(load, block) for block, load in enumerate(pairs.tolist())]
+        heapq.heapify(blocks)
+        hands: list[list[int]] = [[] for _ in blocks]
+        left = range(self.paired * self.blocks, self.number)
+        for number in sorted(left, key=lambda n: -work[n]):
+            load, block = heapq.heappop(blocks)
+            hands[block].append(number)
+            heapq.heappush(blocks, (load + work[number], block))
+        table = np.zeros((self.blocks, 1 + max(map(len, hands))), np.int32)
+        for row, hand in zip(table, hands, strict=True):
+            row[: 1 + len(hand)] = len(hand), *hand
+        return table
+
+    def work_tiles(self, block: Array, longest_first: Any = None) -> Array:
+        """The number of work tiles of a thread block; the argument is the table above, in device memory."""
+        if self.rising:
+            return self.paired + longest_first[block, 0]
+        return lax.div(self.number - 1 - block, jnp.int32(self.blocks)) + 1
+
+    def tile(self, block: Array, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array]:
+        """The place in its head, and the head, of a thread block's n-th work tile."""
+        number, tiles, two = work_tile * self.blocks + block, jnp.int32(self.tiles), jnp.int32(2)
+        if self.rising:
+            alone = longest_first[block, 1 + jnp.clip(work_tile - self.paired, 0, self.longest_first.shape[1] - 2)]
+            pair = (lax.div(work_tile, two) * self.blocks + block) * 2 + lax.rem(work_tile, two)
+            number = jnp.where(work_tile < self.paired, pair, alone)
+            from_an_end = lax.div(lax.rem(number, tiles), two)
+            last = lax.rem(lax.rem(number, tiles), two) == 0
+            return jnp.where(last, self.tiles - 1 - from_an_end, from_an_end), lax.div(number, tiles)
+        return lax.rem(number, tiles), lax.div(number, tiles)
+
+
+@dataclass(frozen=True)
+class SingleTileScheduler:
+    """A thread block for each work tile, not persistent; the device launches them in order, as it has room.
+
+    Some heads at a time, and of these the longest tiles first. At the end more heads at a time, so that short tiles
+    come last and all multiprocessors finish at about the same time.
+
+    Attributes:
+        tiles: of a head.
+        heads: of all batches.
+        together: heads at a time.
+        rising: later tiles are the longer ones; otherwise earlier ones are.
+        processors: streaming multiprocessors of the device.
+    """
+
+    tiles: int
+    heads: int
+    together: int
+    rising: bool
+    processors: int
+
+    @property
+    def blocks(self) -> int:
+        return self.tiles * self.heads
+
+    @property
+    def last(self) -> int:
+        """Heads at the end: those of two waves of tiles, which take as long as the longest tile."""
+        return min(self.heads, max(self.together, -(-2 * self.processors // self.tiles)))
+
+    @property
+    def longest_first(self) -> None:
+        return None
+
+    def work_tiles(self, block: Array, longest_first: None = None) -> Array:
+        del block, longest_first
+        return jnp.int32(1)
+
+    def tile(self, block: Array, work_tile: Array | int = 0, longest_first: None = None) -> tuple[Array, Array]:
+        """As of `PersistentTileScheduler`."""
+        del work_tile, longest_first
+        before = self.heads - self.last
+        first = lax.div(block, jnp.int32(self.together * self.tiles)) * self.together
+        heads, ending = jnp.minimum(self.together, before - first), block >= before * self.tiles
+        first, heads = jnp.where(ending, before, first), jnp.where(ending, self.last, heads)
+        number = block - first * self.tiles
+        place, head = lax.div(number, heads), first + lax.rem(number, heads)
+        return self.tiles - 1 - place if self.rising else place, head

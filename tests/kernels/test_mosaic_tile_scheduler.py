@@ -1,0 +1,68 @@
+"""The tile schedulers of flash_attention on Hopper: every work tile once, and the work spread evenly."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import PersistentTileScheduler, SingleTileScheduler
+
+SCHEDULERS = [
+    PersistentTileScheduler(tiles=8, heads=256, rising=True, processors=132),
+    PersistentTileScheduler(tiles=8, heads=256, rising=False, processors=132),
+    PersistentTileScheduler(tiles=7, heads=45, rising=True, processors=132),
+    PersistentTileScheduler(tiles=9, heads=35, rising=True, processors=132),
+    PersistentTileScheduler(tiles=3, heads=35, rising=True, processors=132),
+    PersistentTileScheduler(tiles=1, heads=1, rising=True, processors=132),
+    SingleTileScheduler(tiles=100, heads=10, together=4, rising=True, processors=132),
+    SingleTileScheduler(tiles=100, heads=10, together=1, rising=False, processors=132),
+    SingleTileScheduler(tiles=3, heads=5, together=1, rising=False, processors=132),
+]
+
+
+def work(scheduler) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of all tiles the place, the head, and the block that works on it."""
+    longest_first = None if scheduler.longest_first is None else jnp.asarray(scheduler.longest_first)
+    work_tiles = jax.vmap(lambda block: scheduler.work_tiles(block, longest_first))(
+        np.arange(scheduler.blocks, dtype=np.int32)
+    )
+    work_tiles = np.broadcast_to(work_tiles, scheduler.blocks)
+    block = np.repeat(np.arange(scheduler.blocks, dtype=np.int32), work_tiles)
+    work_tile = np.concatenate([np.arange(n, dtype=np.int32) for n in work_tiles])
+    return *map(
+        np.asarray,
+        jax.jit(jax.vmap(lambda block, work_tile: scheduler.tile(block, work_tile, longest_first)))(block, work_tile),
+    ), block
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS, ids=repr)
+def test_every_tile_is_scheduled_once(scheduler):
+    place, head, _ = work(scheduler)
+    assert len(place) == scheduler.tiles * scheduler.heads == len(set(zip(place.tolist(), head.tolist(), strict=True)))
+    assert (place.min(), place.max(), head.min(), head.max()) == (0, scheduler.tiles - 1, 0, scheduler.heads - 1)
+
+
+@pytest.mark.parametrize("tiles, heads", [(8, 256), (32, 64), (22, 64), (128, 16), (86, 16), (9, 310)])
+def test_blocks_have_as_much_to_do(tiles, heads):
+    """Where a tile sees as many blocks of keys as its place says, and one."""
+    place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))
+    load = np.bincount(block, place + 1)
+    assert load.max() <= 1.03 * load.mean()
+
+
+def test_a_few_tiles_are_dealt_out_as_well_as_can_be():
+    """As much as the longest tile, or what a tile is more than the mean."""
+    for tiles, heads in ((7, 45), (16, 35), (3, 35), (1, 1)):
+        place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))
+        load = np.bincount(block, place + 1)
+        assert load.max() <= max(load.mean() * 4 / 3, tiles)
+
+
+def test_few_heads_at_a_time():
+    """Four blocks work on a head in their first turns; and but for the end some heads end before others begin."""
+    place, head, block = work(PersistentTileScheduler(tiles=8, heads=256, rising=True, processors=132))
+    first = np.unique(block, return_index=True)[1]
+    assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}
+    _, head, _ = work(SingleTileScheduler(tiles=100, heads=10, together=2, rising=True, processors=132))
+    np.testing.assert_array_equal(head[:700] // 2, np.repeat([0, 1, 2, 3], [200, 200, 200, 100]))
+    np.testing.assert_array_equal(head[700:], np.tile([7, 8, 9], 100))
