@@ -8,7 +8,7 @@ With the weights p = exp(s − lse) computed again, p̃ what dropout leaves of t
     dscale = Σ_ij ds ∘ (q·kᵀ)
 
 No two programs add to one number: every gradient is the same in every run, and heads that share a key/value head are
-summed within the program of its keys. Of the sizes in a config, block_k is that of the block which a program holds
+summed within the program of its keys. Of the sizes in a config, block_k is that of the stationary block of a program
 (keys for dk and dv, queries for dq) and block_q that of the blocks which stream by.
 
 In float32, and where the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
@@ -24,7 +24,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import frames, logits, tiles
+from . import logits, sequence_info, tiles
 from .bias_gradient import bias_gradient
 from .problem import (
     Problem,
@@ -52,9 +52,9 @@ def flash_attention_bwd(
     given, primals = primals, keys_as_segments(primals)
     problem = problem_of(primals, spec)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
-    blind = outputs.lse == -jnp.inf
+    fully_masked = outputs.lse == -jnp.inf
     if primals.bias is not None:  # one of −∞ may leave a query without keys, of which no kernel knows
-        do = jnp.where(blind.swapaxes(1, 2)[..., None], jnp.zeros((), do.dtype), do)
+        do = jnp.where(fully_masked.swapaxes(1, 2)[..., None], jnp.zeros((), do.dtype), do)
     # Where nothing is seen, o is 0 and cotangents may be NaN.
     terms = jnp.where(outputs.o == 0, 0, do.astype(jnp.float32) * outputs.o.astype(jnp.float32))
     delta = terms.sum(-1).swapaxes(1, 2)
@@ -62,7 +62,7 @@ def flash_attention_bwd(
     if problem.exact or "softmax_scale" in wrt:
         correction, delta = exact_rows(primals, (do, lse, delta), problem, config)
     if cotangents.lse is not None:
-        delta -= jnp.where(blind, 0, cotangents.lse)
+        delta -= jnp.where(fully_masked, 0, cotangents.lse)
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
@@ -135,22 +135,22 @@ def dk_dv_kernel(
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = frames.keys_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_K)
-    bounds = frames.queries_of_keys(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    block, first, info = sequence_info.keys_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_K)
+    block_range = sequence_info.queries_of_keys(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
     j = first + tl.arange(0, BLOCK_K)[:, None]
-    k_tile = tiles.load_keys(k, first, frame, problem, problem.D, BLOCK_K, True)
-    v_tile = tiles.load_keys(v, first, frame, problem, problem.V, BLOCK_K, True)
+    k_tile = tiles.load_keys(k, first, info, problem, problem.D, BLOCK_K, True)
+    v_tile = tiles.load_keys(v, first, info, problem, problem.V, BLOCK_K, True)
     dk_tile = tiles.zeros(BLOCK_K, problem.D, problem)
     dv_tile = tiles.zeros(BLOCK_K, problem.V, problem)
-    if bounds.begin < bounds.end:  # see tiles.py on loops
-        steps = (bounds.end - bounds.begin + BLOCK_Q - 1) // BLOCK_Q
+    if block_range.begin < block_range.end:  # see tiles.py on loops
+        steps = (block_range.end - block_range.begin + BLOCK_Q - 1) // BLOCK_Q
         for step in tl.range(0, steps * problem.group):  # the heads that share these keys, one after the other
             if problem.group == 1:
-                head, start = frame.head, bounds.begin + step * BLOCK_Q
+                head, start = info.head, block_range.begin + step * BLOCK_Q
             else:
-                head, start = frame.head + step // steps, bounds.begin + step % steps * BLOCK_Q
-            here = frames.of_head(frame, head)
+                head, start = info.head + step // steps, block_range.begin + step % steps * BLOCK_Q
+            here = sequence_info.of_head(info, head)
             scale = logits.total_scale(softmax_scale, here, problem)
             i = start + tl.arange(0, BLOCK_Q)[None, :]
             q_tile = tiles.load_seeing_queries(q, start, here, problem, problem.D, BLOCK_Q, CHECKED)
@@ -165,8 +165,8 @@ def dk_dv_kernel(
             p, left, ds = logits.weights_and_logit_cotangents(
                 product, dp, lse_row, correction_row, delta_row, scale, bias_tile, dropout, i, j, here, problem
             )
-            p, left, ds = logits.where_seen(
-                (p, left, ds), 0.0, mask_tile, start, bounds, i, j, segments, here, problem, True
+            p, left, ds = logits.where_visible(
+                (p, left, ds), 0.0, mask_tile, start, block_range, i, j, segments, here, problem, True
             )
             if softmax_scale is not None:
                 ds *= scale
@@ -177,8 +177,8 @@ def dk_dv_kernel(
 
     if dk is not None and softmax_scale is None:
         dk_tile = tiles.scaled(dk_tile, problem.scale)
-    tiles.store_keys(dk, dk_tile, first, frame, problem, problem.D, BLOCK_K)
-    tiles.store_keys(dv, dv_tile, first, frame, problem, problem.V, BLOCK_K)
+    tiles.store_keys(dk, dk_tile, first, info, problem, problem.D, BLOCK_K)
+    tiles.store_keys(dv, dv_tile, first, info, problem, problem.V, BLOCK_K)
 
 
 @triton.jit
@@ -189,33 +189,33 @@ def dq_kernel(
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    block, first, info = sequence_info.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    block_range = sequence_info.keys_of_queries(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
-    scale = logits.total_scale(softmax_scale, frame, problem)
+    scale = logits.total_scale(softmax_scale, info, problem)
     rows = first + tl.arange(0, BLOCK_Q)
     i = rows[:, None]
-    q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
-    do_tile = tiles.load_queries(do, first, frame, problem, problem.V, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, first, i, frame, problem, True, float("inf"))
-    delta_rows = tiles.load_rows(delta, first, i, frame, problem, True, 0.0)
-    correction_rows = tiles.load_rows(correction, first, i, frame, problem, True, 1.0)
+    q_tile = tiles.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
+    do_tile = tiles.load_queries(do, first, info, problem, problem.V, BLOCK_Q, True)
+    lse_rows = tiles.load_rows(lse, first, i, info, problem, True, float("inf"))
+    delta_rows = tiles.load_rows(delta, first, i, info, problem, True, 0.0)
+    correction_rows = tiles.load_rows(correction, first, i, info, problem, True, 1.0)
     dq_tile = tiles.zeros(BLOCK_Q, problem.D, problem)
     dscale_rows = tl.zeros([BLOCK_Q], tl.float32)
-    if bounds.begin < bounds.end:  # see tiles.py on loops
-        for start in tl.range(bounds.begin, bounds.end, BLOCK_K):
+    if block_range.begin < block_range.end:  # see tiles.py on loops
+        for start in tl.range(block_range.begin, block_range.end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_keys(k, start, frame, problem, problem.D, BLOCK_K, CHECKED)
-            v_tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
-            bias_tile = logits.biases(bias, i, j, frame, problem)
-            mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            k_tile = tiles.load_keys(k, start, info, problem, problem.D, BLOCK_K, CHECKED)
+            v_tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
+            bias_tile = logits.biases(bias, i, j, info, problem)
+            mask_tile = logits.unmasked(mask, i, j, info, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
-                product, dp, lse_rows, correction_rows, delta_rows, scale, bias_tile, dropout, i, j, frame, problem
+                product, dp, lse_rows, correction_rows, delta_rows, scale, bias_tile, dropout, i, j, info, problem
             )
-            p, left, ds = logits.where_seen(
-                (p, left, ds), 0.0, mask_tile, start, bounds, i, j, segments, frame, problem, True
+            p, left, ds = logits.where_visible(
+                (p, left, ds), 0.0, mask_tile, start, block_range, i, j, segments, info, problem, True
             )
             if dscale is not None:
                 # What is not seen may be NaN.
@@ -224,6 +224,6 @@ def dq_kernel(
                 dq_tile = tiles.over_tokens(ds, k_tile, dq_tile)
 
     if dscale is not None:
-        tiles.store_rows(dscale, dscale_rows * problem.scale, rows, frame, problem)
+        tiles.store_rows(dscale, dscale_rows * problem.scale, rows, info, problem)
     if dq is not None:
-        tiles.store_queries(dq, tiles.scaled(dq_tile, scale), first, frame, problem, problem.D, BLOCK_Q)
+        tiles.store_queries(dq, tiles.scaled(dq_tile, scale), first, info, problem, problem.D, BLOCK_Q)

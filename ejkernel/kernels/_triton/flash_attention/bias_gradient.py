@@ -11,7 +11,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
-from . import frames, logits, tiles
+from . import logits, sequence_info, tiles
 from .problem import Problem, tiled
 
 
@@ -63,26 +63,26 @@ def dbias_kernel(
 
     PROGRAMS and LOOPS are along (batches, heads, blocks of rows, blocks of columns); of each pair one is 1.
     """
-    tile, bias_head, bias_batch = frames.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
+    tile, bias_head, bias_batch = sequence_info.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
     row_block, column_block = tile // PROGRAMS[3], tile % PROGRAMS[3]
-    _, sequence, q_start, q_len, k_start, k_len = frames.sequence_of(
+    _, sequence, q_start, q_len, k_start, k_len = sequence_info.sequence_of(
         row_block, bias_batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
-    of_tile = frames.Frame(bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
-    low, high = frames.band(of_tile, problem)
+    of_tile = sequence_info.SequenceInfo(bias_batch, bias_head, sequence, q_start, q_len, k_start, k_len)
+    low, high = sequence_info.band(of_tile, problem)
     total = tl.full([BLOCK_Q, BLOCK_K], 0.0, tl.float32)
     for shared in range(LOOPS[0] * LOOPS[1]):
         batch, head = bias_batch + shared // LOOPS[1], bias_head + shared % LOOPS[1]
-        frame = frames.Frame(batch, head, sequence, q_start, q_len, k_start, k_len)
-        scale = logits.total_scale(softmax_scale, frame, problem)
+        info = sequence_info.SequenceInfo(batch, head, sequence, q_start, q_len, k_start, k_len)
+        scale = logits.total_scale(softmax_scale, info, problem)
         for row in range(LOOPS[2]):
             i0 = (row_block + row) * BLOCK_Q
             i = i0 + tl.arange(0, BLOCK_Q)[:, None]
-            q_tile = tiles.load_queries(q, i0, frame, problem, problem.D, BLOCK_Q, True)
-            do_tile = tiles.load_queries(do, i0, frame, problem, problem.V, BLOCK_Q, True)
-            lse_rows = tiles.load_rows(lse, i0, i, frame, problem, True, float("inf"))
-            delta_rows = tiles.load_rows(delta, i0, i, frame, problem, True, 0.0)
-            correction_rows = tiles.load_rows(correction, i0, i, frame, problem, True, 1.0)
+            q_tile = tiles.load_queries(q, i0, info, problem, problem.D, BLOCK_Q, True)
+            do_tile = tiles.load_queries(do, i0, info, problem, problem.V, BLOCK_Q, True)
+            lse_rows = tiles.load_rows(lse, i0, i, info, problem, True, float("inf"))
+            delta_rows = tiles.load_rows(delta, i0, i, info, problem, True, 0.0)
+            correction_rows = tiles.load_rows(correction, i0, i, info, problem, True, 1.0)
             for column in range(LOOPS[3]):
                 j0 = (column_block + column) * BLOCK_K
                 seen = (problem.right is None or j0 <= i0 + BLOCK_Q - 1 + high) and (
@@ -90,17 +90,17 @@ def dbias_kernel(
                 )
                 if seen:
                     j = j0 + tl.arange(0, BLOCK_K)[None, :]
-                    ok = logits.visible(i, j, (q_segment_ids, kv_segment_ids), frame, problem)
+                    ok = logits.visible(i, j, (q_segment_ids, kv_segment_ids), info, problem)
                     if mask is not None:
-                        ok &= logits.unmasked(mask, i, j, frame, problem)
+                        ok &= logits.unmasked(mask, i, j, info, problem)
                     if tl.max(ok.to(tl.int32)) > 0:
-                        k_tile = tiles.load_keys(k, j0, frame, problem, problem.D, BLOCK_K, True)
-                        v_tile = tiles.load_keys(v, j0, frame, problem, problem.V, BLOCK_K, True)
+                        k_tile = tiles.load_keys(k, j0, info, problem, problem.D, BLOCK_K, True)
+                        v_tile = tiles.load_keys(v, j0, info, problem, problem.V, BLOCK_K, True)
                         product = tiles.over_features(q_tile, k_tile, None)
                         dp = tiles.over_features(do_tile, v_tile, None)
                         _p, _left, ds = logits.weights_and_logit_cotangents(
                             product, dp, lse_rows, correction_rows, delta_rows, scale,
-                            logits.biases(bias, i, j, frame, problem), dropout, i, j, frame, problem,
+                            logits.biases(bias, i, j, info, problem), dropout, i, j, info, problem,
                         )  # fmt: skip
                         total += tl.where(ok, ds, 0.0)
 

@@ -14,7 +14,7 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .problem import is_key_mask, tiled
 
-# (block_q, block_k, num_warps, num_stages). In the backward block_k is held and block_q streams by.
+# (block_q, block_k, num_warps, num_stages). In the backward block_k is stationary and block_q streamed.
 PLAIN = {
     "flash_attention": {
         64: ((128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (128, 128, 8, 3)),

@@ -13,7 +13,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import frames, logits, tiles
+from . import logits, sequence_info, tiles
 from .problem import keys_as_segments, problem_of, segment_ranges_of, zero_hidden_keys
 
 
@@ -52,26 +52,26 @@ def forward_kernel(
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    block, first, info = sequence_info.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    block_range = sequence_info.keys_of_queries(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
-    scale = logits.total_scale(softmax_scale, frame, problem)
-    m, l = logits.first_statistics(sinks, frame, problem, BLOCK_Q)
+    scale = logits.total_scale(softmax_scale, info, problem)
+    m, l = logits.first_statistics(sinks, info, problem, BLOCK_Q)
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     rows = first + tl.arange(0, BLOCK_Q)
     i = rows[:, None]
-    q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
-    if bounds.begin < bounds.end:  # see tiles.py on loops
-        for start in tl.range(bounds.begin, bounds.end, BLOCK_K):
+    q_tile = tiles.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
+    if block_range.begin < block_range.end:  # see tiles.py on loops
+        for start in tl.range(block_range.begin, block_range.end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_keys(k, start, frame, problem, problem.D, BLOCK_K, CHECKED)
-            bias_tile = logits.biases(bias, i, j, frame, problem)
-            mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            k_tile = tiles.load_keys(k, start, info, problem, problem.D, BLOCK_K, CHECKED)
+            bias_tile = logits.biases(bias, i, j, info, problem)
+            mask_tile = logits.unmasked(mask, i, j, info, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
-            v_tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
-            (s,) = logits.where_seen(
-                (s,), float("-inf"), mask_tile, start, bounds, i, j, segments, frame, problem, EDGES
+            v_tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
+            (s,) = logits.where_visible(
+                (s,), float("-inf"), mask_tile, start, block_range, i, j, segments, info, problem, EDGES
             )
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
@@ -80,14 +80,14 @@ def forward_kernel(
             l = l * rescale + tl.sum(p, 1)
             acc = tiles.scaled(acc, rescale[:, None])
             if dropout is not None:
-                p = tl.where(logits.kept(dropout, i, j, frame, problem), p, 0.0)
+                p = tl.where(logits.kept(dropout, i, j, info, problem), p, 0.0)
             acc = tiles.over_tokens(p, v_tile, acc)
             m = m_new
 
     if problem.N is not None:
-        l = tl.where(frame.sequence < problem.N, l, 0.0)
+        l = tl.where(info.sequence < problem.N, l, 0.0)
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)
-    tiles.store_rows(lse, tl.where(empty, float("-inf"), m * problem.unit + tl.log(total)), rows, frame, problem)
+    tiles.store_rows(lse, tl.where(empty, float("-inf"), m * problem.unit + tl.log(total)), rows, info, problem)
     acc = tiles.scaled(acc, (problem.keep_scale / total)[:, None])
-    tiles.store_queries(o, acc, first, frame, problem, problem.V, BLOCK_Q)
+    tiles.store_queries(o, acc, first, info, problem, problem.V, BLOCK_Q)

@@ -1,7 +1,7 @@
 """What the kernels of flash_attention compute of a tile: logits, who sees whom, weights, and their derivatives.
 
-Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is held transposed: what is
-computed from them follows their shapes. On frames see frames.py.
+Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed: what is
+computed from them follows their shapes. See sequence_info.py.
 
 The weights exp(s − lse) of a row would sum to 1, were lse not rounded: an lse of 200 in float32 is off by up to 8e-6,
 and with it every weight of the row. In 16 bits that is nothing. In float32 the row is divided by the sum itself; what
@@ -11,7 +11,7 @@ it is multiplied by is its correction (see rows.py).
 import triton
 import triton.language as tl
 
-from .frames import at, band
+from .sequence_info import at, band
 from .tiles import joined
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -20,53 +20,53 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def pairs_at(ptr, i, j, frame, strides: tl.constexpr):
+def pairs_at(ptr, i, j, info, strides: tl.constexpr):
     """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides,
     and whether they exist. What is the same for all queries or keys is found once, along an axis of size 1.
     """
-    address = ptr + tl.cast(frame.batch, tl.int64) * strides.b + tl.cast(frame.head, tl.int64) * strides.h
+    address = ptr + tl.cast(info.batch, tl.int64) * strides.b + tl.cast(info.head, tl.int64) * strides.h
     address += tl.full([1, 1], 0, tl.int32)
     inside = tl.full([1, 1], True, tl.int1)
     if strides.s != 0:
-        address += tl.cast(i + frame.q_start, tl.int64) * strides.s
-        inside &= i < frame.q_len
+        address += tl.cast(i + info.q_start, tl.int64) * strides.s
+        inside &= i < info.q_len
     if strides.t != 0:
-        address += (j + frame.k_start) * strides.t
-        inside &= j < frame.k_len
+        address += (j + info.k_start) * strides.t
+        inside &= j < info.k_len
     return address, inside
 
 
 @triton.jit
-def biases(bias, i, j, frame, problem: tl.constexpr):
+def biases(bias, i, j, info, problem: tl.constexpr):
     """The biases of a tile; None where there are none."""
     if bias is None:
         return
     else:
         strides: tl.constexpr = problem.bias_strides
-        address, inside = pairs_at(bias, i, j, frame, strides)
+        address, inside = pairs_at(bias, i, j, info, strides)
         return tl.load(address, mask=inside, other=0.0)
 
 
 @triton.jit
-def unmasked(mask, i, j, frame, problem: tl.constexpr):
+def unmasked(mask, i, j, info, problem: tl.constexpr):
     """Which pairs of a tile the mask does not hide; None where there is no mask."""
     if mask is None:
         return
     else:
         strides: tl.constexpr = problem.mask_strides
-        address, inside = pairs_at(mask, i, j, frame, strides)
+        address, inside = pairs_at(mask, i, j, info, strides)
         return tl.load(address, mask=inside, other=0) != 0
 
 
 @triton.jit
-def total_scale(softmax_scale, frame, problem: tl.constexpr):
+def total_scale(softmax_scale, info, problem: tl.constexpr):
     """The factor of q·kᵀ."""
     if softmax_scale is None:
         scale: tl.constexpr = problem.scale
         return scale
     else:
         strides: tl.constexpr = problem.scale_strides
-        return problem.scale * tl.load(softmax_scale + frame.batch * strides.b + frame.head * strides.h)
+        return problem.scale * tl.load(softmax_scale + info.batch * strides.b + info.head * strides.h)
 
 
 @triton.jit
@@ -115,14 +115,14 @@ def tanh(x, OF_SMALL: tl.constexpr):
 
 
 @triton.jit
-def first_statistics(sinks, frame, problem: tl.constexpr, ROWS: tl.constexpr):
+def first_statistics(sinks, info, problem: tl.constexpr, ROWS: tl.constexpr):
     """The maximum (as a number of `capped`) and the sum that rows begin with: those of the sinks."""
     if sinks is None:
         return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     else:
         strides: tl.constexpr = problem.sinks_strides
         n = tl.arange(0, problem.SINKS_PAD)
-        sinks += frame.batch * strides.b + frame.head * strides.h
+        sinks += info.batch * strides.b + info.head * strides.h
         sink = tl.load(sinks + n, mask=n < problem.sinks, other=float("-inf"))
         m = tl.max(sink, 0)
         l = tl.sum(tl.exp2((sink - tl.where(m == float("-inf"), 0.0, m)) * LOG2E), 0)
@@ -130,26 +130,26 @@ def first_statistics(sinks, frame, problem: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def visible(i, j, segments, frame, problem: tl.constexpr):
+def visible(i, j, segments, info, problem: tl.constexpr):
     """Whether query i sees key j, by the lengths, the band and the segment ids."""
     q_segment_ids, kv_segment_ids = segments
-    low, high = band(frame, problem)
-    ok = (i < frame.q_len) & (j < frame.k_len)
+    low, high = band(info, problem)
+    ok = (i < info.q_len) & (j < info.k_len)
     if problem.left is not None:
         ok &= j >= i + low
     if problem.right is not None:
         ok &= j <= i + high
     if q_segment_ids is not None:
-        q_segment_ids = at(q_segment_ids, frame.batch, frame.q_start, problem.S, 0, 1, 1)
-        kv_segment_ids = at(kv_segment_ids, frame.batch, frame.k_start, problem.K, 0, 1, 1)
-        q_segment = tl.load(q_segment_ids + i, mask=i < frame.q_len, other=-1)
-        kv_segment = tl.load(kv_segment_ids + j, mask=j < frame.k_len, other=-1)
+        q_segment_ids = at(q_segment_ids, info.batch, info.q_start, problem.S, 0, 1, 1)
+        kv_segment_ids = at(kv_segment_ids, info.batch, info.k_start, problem.K, 0, 1, 1)
+        q_segment = tl.load(q_segment_ids + i, mask=i < info.q_len, other=-1)
+        kv_segment = tl.load(kv_segment_ids + j, mask=j < info.k_len, other=-1)
         ok &= (q_segment == kv_segment) & (q_segment >= 0)
     return ok
 
 
 @triton.jit
-def where_seen(values, other, unmasked, start, bounds, i, j, segments, frame, problem: tl.constexpr,
+def where_visible(values, other, unmasked, start, block_range, i, j, segments, info, problem: tl.constexpr,
                EDGES: tl.constexpr):  # fmt: skip
     """The values of a tile where queries see keys, and `other` where the mask or anything else hides them.
 
@@ -157,8 +157,8 @@ def where_seen(values, other, unmasked, start, bounds, i, j, segments, frame, pr
     """
     if unmasked is not None:
         values = where(unmasked, values, other)
-    if EDGES and (start < bounds.first_full or start > bounds.last_full):
-        values = where(visible(i, j, segments, frame, problem), values, other)
+    if EDGES and (start < block_range.first_full or start > block_range.last_full):
+        values = where(visible(i, j, segments, info, problem), values, other)
     return values
 
 
@@ -172,46 +172,46 @@ def where(ok, values, other):
 
 
 @triton.jit
-def kept(dropout, i, j, frame, problem: tl.constexpr):
+def kept(dropout, i, j, info, problem: tl.constexpr):
     """Whether dropout keeps weight (i, j): word 0 of Philox-4x32-10 at counter (j, i, batch, head) is large enough."""
-    dropout += (frame.batch * problem.H + frame.head) * 4
+    dropout += (info.batch * problem.H + info.head) * 4
     key_0, key_1 = tl.load(dropout), tl.load(dropout + 1)
-    batch, head = tl.load(dropout + 2) + tl.cast(frame.sequence, tl.uint32), tl.load(dropout + 3)
+    batch, head = tl.load(dropout + 2) + tl.cast(info.sequence, tl.uint32), tl.load(dropout + 3)
     word, _, _, _ = tl.random.philox_impl(j.to(tl.uint32), i.to(tl.uint32), batch, head, key_0, key_1)
     return word >= tl.full([], problem.keep_from, tl.uint32)
 
 
 @triton.jit
-def keep_factor(dropout, i, j, frame, problem: tl.constexpr):
+def keep_factor(dropout, i, j, info, problem: tl.constexpr):
     """What dropout multiplies the weights of a tile by."""
     if dropout is None:
         return 1.0
     else:
-        return tl.where(kept(dropout, i, j, frame, problem), problem.keep_scale, 0.0)
+        return tl.where(kept(dropout, i, j, info, problem), problem.keep_scale, 0.0)
 
 
 @triton.jit
 def weights_and_logit_cotangents(
-    product, dp, lse, correction, delta, scale, bias, dropout, i, j, frame, problem: tl.constexpr
+    product, dp, lse, correction, delta, scale, bias, dropout, i, j, info, problem: tl.constexpr
 ):  # fmt: skip
     """p, p̃ and ds of a tile before masks, from q·kᵀ, do·vᵀ, and the rows' logsumexp, its correction, and delta.
 
     p = exp(s − lse)·correction,  p̃ = p ∘ keep/(1 − rate),  ds = (p̃ ∘ dp − p·delta) ∘ (1 − (s/softcap)²)
     """
     s = capped(product, scale, bias, problem)
-    p, left, ds = weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, frame, problem)
+    p, left, ds = weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, info, problem)
     if problem.softcap is not None:
         ds *= softcap_slope(s, problem)
     return p, left, ds
 
 
 @triton.jit
-def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, frame, problem: tl.constexpr):
+def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, info, problem: tl.constexpr):
     """p, p̃ and p̃ ∘ dp − p·delta."""
     p = exponential(s, lse, problem)
     if correction is not None:
         p *= correction
-    keep = keep_factor(dropout, i, j, frame, problem)
+    keep = keep_factor(dropout, i, j, info, problem)
     return p, p * keep, p * (dp * keep - delta)
 
 
@@ -223,11 +223,11 @@ def softcap_slope(s, problem: tl.constexpr):
 
 
 @triton.jit
-def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, frame, problem: tl.constexpr):
+def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, info, problem: tl.constexpr):
     """The tangent of the logits s, from those of q·kᵀ (s_dot) and of a tile of bias, and q·kᵀ itself (product)."""
     s_dot *= scale
     if scale_dot is not None:
-        s_dot += total_scale(scale_dot, frame, problem) * product
+        s_dot += total_scale(scale_dot, info, problem) * product
     if bias_dot is not None:
         s_dot += bias_dot.to(tl.float32)
     if problem.softcap is not None:
@@ -236,24 +236,24 @@ def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, frame, problem
 
 
 @triton.jit
-def weights_and_logit_tangents(product, s_dot, lse, scale, scale_dot, bias, bias_dot, frame, problem: tl.constexpr,
+def weights_and_logit_tangents(product, s_dot, lse, scale, scale_dot, bias, bias_dot, info, problem: tl.constexpr,
                                LOGITS_MOVE: tl.constexpr):  # fmt: skip
     """p and s_dot of a tile before masks, from q·kᵀ, its tangent, and the rows' logsumexp."""
     s = capped(product, scale, bias, problem)
     if LOGITS_MOVE:
-        s_dot = logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, frame, problem)
+        s_dot = logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, info, problem)
     return exponential(s, lse, problem), s_dot
 
 
 @triton.jit
-def sinks_weights(sinks, sinks_dot, lse, frame, problem: tl.constexpr):
+def sinks_weights(sinks, sinks_dot, lse, info, problem: tl.constexpr):
     """Of every row Σ_n exp(sink_n − lse) and Σ_n exp(sink_n − lse)·sink_dot_n."""
     total = tl.zeros([lse.shape[0]], tl.float32)
     moved = total
     if sinks is not None:
         strides: tl.constexpr = problem.sinks_strides
         n = tl.arange(0, problem.SINKS_PAD)
-        start = frame.batch * strides.b + frame.head * strides.h
+        start = info.batch * strides.b + info.head * strides.h
         sink = tl.load(sinks + start + n, mask=n < problem.sinks, other=float("-inf"))
         weights = tl.exp2((sink[None, :] - lse) * LOG2E)
         total = tl.sum(weights, 1)

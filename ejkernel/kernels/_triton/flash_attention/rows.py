@@ -19,7 +19,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
-from . import frames, logits, tiles
+from . import logits, sequence_info, tiles
 from .problem import Problem, segment_ranges_of
 
 
@@ -51,37 +51,37 @@ def rows_kernel(
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    block, first, info = sequence_info.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    block_range = sequence_info.keys_of_queries(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
-    scale = logits.total_scale(softmax_scale, frame, problem)
+    scale = logits.total_scale(softmax_scale, info, problem)
     rows = first + tl.arange(0, BLOCK_Q)
     i = rows[:, None]
-    q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
-    do_tile = tiles.load_queries(do, first, frame, problem, problem.V, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, first, i, frame, problem, True, float("inf"))
-    mean_rows = tiles.load_rows(mean, first, rows, frame, problem, True, 0.0)
-    total, _moved = logits.sinks_weights(sinks, None, lse_rows, frame, problem)
+    q_tile = tiles.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
+    do_tile = tiles.load_queries(do, first, info, problem, problem.V, BLOCK_Q, True)
+    lse_rows = tiles.load_rows(lse, first, i, info, problem, True, float("inf"))
+    mean_rows = tiles.load_rows(mean, first, rows, info, problem, True, 0.0)
+    total, _moved = logits.sinks_weights(sinks, None, lse_rows, info, problem)
     off = -total * mean_rows
-    if bounds.begin < bounds.end:  # see tiles.py on loops
-        for start in tl.range(bounds.begin, bounds.end, BLOCK_K):
+    if block_range.begin < block_range.end:  # see tiles.py on loops
+        for start in tl.range(block_range.begin, block_range.end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_keys(k, start, frame, problem, problem.D, BLOCK_K, CHECKED)
-            v_tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
-            bias_tile = logits.biases(bias, i, j, frame, problem)
-            mask_tile = logits.unmasked(mask, i, j, frame, problem)
+            k_tile = tiles.load_keys(k, start, info, problem, problem.D, BLOCK_K, CHECKED)
+            v_tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
+            bias_tile = logits.biases(bias, i, j, info, problem)
+            mask_tile = logits.unmasked(mask, i, j, info, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
             p, _left, difference = logits.weights_and_differences(
-                s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, frame, problem
+                s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, info, problem
             )
-            p, difference = logits.where_seen(
-                (p, difference), 0.0, mask_tile, start, bounds, i, j, segments, frame, problem, True
+            p, difference = logits.where_visible(
+                (p, difference), 0.0, mask_tile, start, block_range, i, j, segments, info, problem, True
             )
             total += tl.sum(p, 1)
             off += tl.sum(difference, 1)
 
     factor = logits.correction_of(total)
-    tiles.store_rows(correction, factor, rows, frame, problem)
-    tiles.store_rows(exact_mean, mean_rows + off * factor, rows, frame, problem)
+    tiles.store_rows(correction, factor, rows, info, problem)
+    tiles.store_rows(exact_mean, mean_rows + off * factor, rows, info, problem)

@@ -27,7 +27,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import frames, logits, tiles
+from . import logits, sequence_info, tiles
 from .configs import values_wait
 from .problem import keys_as_segments, problem_of, seen_lse, segment_ranges_of, zero_hidden_keys
 
@@ -78,61 +78,61 @@ def tangent_kernel(
     problem: tl.constexpr, EDGES: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, LOGITS_MOVE: tl.constexpr, VALUES_WAIT: tl.constexpr,
 ):  # fmt: skip
-    block, first, frame = frames.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
-    bounds = frames.keys_of_queries(block, first, frame, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
-    scale = logits.total_scale(softmax_scale, frame, problem)
+    block, first, info = sequence_info.queries_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_Q)
+    block_range = sequence_info.keys_of_queries(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    scale = logits.total_scale(softmax_scale, info, problem)
     rows = first + tl.arange(0, BLOCK_Q)
     i = rows[:, None]
-    q_tile = tiles.load_queries(q, first, frame, problem, problem.D, BLOCK_Q, True)
-    q_dot_tile = tiles.load_queries(q_dot, first, frame, problem, problem.D, BLOCK_Q, True)
-    lse_rows = tiles.load_rows(lse, first, rows, frame, problem, True, float("inf"))
-    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], frame, problem)
+    q_tile = tiles.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
+    q_dot_tile = tiles.load_queries(q_dot, first, info, problem, problem.D, BLOCK_Q, True)
+    lse_rows = tiles.load_rows(lse, first, rows, info, problem, True, float("inf"))
+    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], info, problem)
     sums, reference, unsettled = first_sums(lse_rows, sinks_total, moved), tl.zeros_like(moved), True
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
-    if bounds.begin < bounds.end:  # see tiles.py on loops
+    if block_range.begin < block_range.end:  # see tiles.py on loops
         if VALUES_WAIT:
-            coming = values(v, v_dot, bounds.begin, frame, problem, BLOCK_K, CHECKED)
-        for start in tl.range(bounds.begin, bounds.end, BLOCK_K):
+            coming = values(v, v_dot, block_range.begin, info, problem, BLOCK_K, CHECKED)
+        for start in tl.range(block_range.begin, block_range.end, BLOCK_K):
             j = start + tl.arange(0, BLOCK_K)[None, :]
-            k_tile = tiles.load_keys(k, start, frame, problem, problem.D, BLOCK_K, CHECKED)
+            k_tile = tiles.load_keys(k, start, info, problem, problem.D, BLOCK_K, CHECKED)
             if VALUES_WAIT:
                 v_tile, v_dot_tile = coming
             else:
-                v_tile, v_dot_tile = values(v, v_dot, start, frame, problem, BLOCK_K, CHECKED)
-            bias_tile = logits.biases(bias, i, j, frame, problem)
-            bias_dot_tile = logits.biases(bias_dot, i, j, frame, problem)
-            mask_tile = logits.unmasked(mask, i, j, frame, problem)
-            k_dot_tile = tiles.load_keys(k_dot, start, frame, problem, problem.D, BLOCK_K, CHECKED)
+                v_tile, v_dot_tile = values(v, v_dot, start, info, problem, BLOCK_K, CHECKED)
+            bias_tile = logits.biases(bias, i, j, info, problem)
+            bias_dot_tile = logits.biases(bias_dot, i, j, info, problem)
+            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            k_dot_tile = tiles.load_keys(k_dot, start, info, problem, problem.D, BLOCK_K, CHECKED)
             product, s_dot = tiles.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
             weights = logits.weights_and_logit_tangents(
-                product, s_dot, lse_rows[:, None], scale, scale_dot, bias_tile, bias_dot_tile, frame, problem,
+                product, s_dot, lse_rows[:, None], scale, scale_dot, bias_tile, bias_dot_tile, info, problem,
                 LOGITS_MOVE,
             )  # fmt: skip
-            p, s_dot = logits.where_seen(
-                weights, 0.0, mask_tile, start, bounds, i, j, (q_segment_ids, kv_segment_ids), frame, problem, EDGES
+            p, s_dot = logits.where_visible(
+                weights, 0.0, mask_tile, start, block_range, i, j, (q_segment_ids, kv_segment_ids), info, problem, EDGES
             )
             if LOGITS_MOVE and unsettled:
                 sums, reference, unsettled = referred(sums, reference, p, s_dot, problem)
             s_dot -= reference[:, None]
-            kept_p = p * logits.keep_factor(dropout, i, j, frame, problem)
+            kept_p = p * logits.keep_factor(dropout, i, j, info, problem)
             acc, sums = summed(acc, sums, p, kept_p, s_dot, v_tile, v_dot_tile, problem, LOGITS_MOVE)
             if VALUES_WAIT:  # those past the end are not read
-                coming = values(v, v_dot, start + BLOCK_K, frame, problem, BLOCK_K, True)
+                coming = values(v, v_dot, start + BLOCK_K, info, problem, BLOCK_K, True)
 
-    o_tile = tiles.load_queries(o, first, frame, problem, problem.V, BLOCK_Q, True)
+    o_tile = tiles.load_queries(o, first, info, problem, problem.V, BLOCK_Q, True)
     acc, moved = finished(acc, o_tile, sums, reference, sinks_total, problem)
-    tiles.store_rows(lse_dot, moved, rows, frame, problem)
-    tiles.store_queries(o_dot, acc, first, frame, problem, problem.V, BLOCK_Q)
+    tiles.store_rows(lse_dot, moved, rows, info, problem)
+    tiles.store_queries(o_dot, acc, first, info, problem, problem.V, BLOCK_Q)
 
 
 @triton.jit
-def values(v, v_dot, start, frame, problem: tl.constexpr, BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):
+def values(v, v_dot, start, info, problem: tl.constexpr, BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):
     """A tile of v and one of v_dot, which has no parts where that is absent."""
-    tile = tiles.load_keys(v, start, frame, problem, problem.V, BLOCK_K, CHECKED)
+    tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
     if v_dot is None:
         return tile, ()
     else:
-        return tile, tiles.load_keys(v_dot, start, frame, problem, problem.V, BLOCK_K, CHECKED)
+        return tile, tiles.load_keys(v_dot, start, info, problem, problem.V, BLOCK_K, CHECKED)
 
 
 class Sums(NamedTuple):

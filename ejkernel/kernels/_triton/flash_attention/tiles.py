@@ -1,6 +1,6 @@
 """The pieces that the kernels of flash_attention are made of.
 
-Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is held transposed: what is
+Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed: what is
 computed from them follows their shapes.
 
 Every loop is one loop, which masks the tiles that are not seen whole, and stands in a branch that is taken if it is not
@@ -14,51 +14,51 @@ quarters of what 256 cost: parts are multiplied one after the other, and summed 
 import triton
 import triton.language as tl
 
-from .frames import first_seeing_query, of_keys, of_queries, of_rows, seen_keys
 from .problem import parts
+from .sequence_info import first_seeing_query, of_keys, of_queries, of_rows, visible_keys
 
 
 @triton.jit
-def load_queries(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+def load_queries(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                  CHECKED: tl.constexpr):  # fmt: skip
     """A tile of [B, S, H, WIDTH] from a query of the sequence on; None of what is absent."""
     if ptr is None:
         return
     else:
-        ptr = of_queries(ptr, frame, problem, WIDTH)
-        return load_tile(ptr, first, 0, frame.q_len, problem.H, WIDTH, ROWS, CHECKED)
+        ptr = of_queries(ptr, info, problem, WIDTH)
+        return load_tile(ptr, first, 0, info.q_len, problem.H, WIDTH, ROWS, CHECKED)
 
 
 @triton.jit
-def load_seeing_queries(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+def load_seeing_queries(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                         CHECKED: tl.constexpr):  # fmt: skip
     """As `load_queries`, with zeros for queries to which the band shows no key."""
-    begin = first_seeing_query(frame, problem)
-    ptr = of_queries(ptr, frame, problem, WIDTH)
-    return load_tile(ptr, first, begin, frame.q_len, problem.H, WIDTH, ROWS, CHECKED)
+    begin = first_seeing_query(info, problem)
+    ptr = of_queries(ptr, info, problem, WIDTH)
+    return load_tile(ptr, first, begin, info.q_len, problem.H, WIDTH, ROWS, CHECKED)
 
 
 @triton.jit
-def load_keys(ptr, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+def load_keys(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               CHECKED: tl.constexpr):  # fmt: skip
     """A tile of [B, K, G, WIDTH] from a key of the sequence on; None of what is absent."""
     if ptr is None:
         return
     else:
-        begin, end = seen_keys(frame, problem)
-        ptr = of_keys(ptr, frame, problem, WIDTH)
+        begin, end = visible_keys(info, problem)
+        ptr = of_keys(ptr, info, problem, WIDTH)
         return load_tile(ptr, first, begin, end, problem.G, WIDTH, ROWS, CHECKED)
 
 
 @triton.jit
-def load_rows(ptr, first, i, frame, problem: tl.constexpr, CHECKED: tl.constexpr, other):
+def load_rows(ptr, first, i, info, problem: tl.constexpr, CHECKED: tl.constexpr, other):
     """The numbers in [B, H, S] of the queries i from `first` on, in the shape of i; None of what is absent."""
     if ptr is None:
         return
     else:
         rows = first + tl.arange(0, i.numel)
-        ptr = of_rows(ptr, frame, problem) + rows
-        return expanded(tl.load(ptr, mask=rows < frame.q_len, other=other) if CHECKED else tl.load(ptr), i)
+        ptr = of_rows(ptr, info, problem) + rows
+        return expanded(tl.load(ptr, mask=rows < info.q_len, other=other) if CHECKED else tl.load(ptr), i)
 
 
 @triton.jit
@@ -73,24 +73,24 @@ def expanded(x, i):
 
 
 @triton.jit
-def store_queries(ptr, tile, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def store_queries(ptr, tile, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Stores what `load_queries` loads."""
-    ptr = of_queries(ptr, frame, problem, WIDTH)
-    store_tile(ptr, tile, first, frame.q_len, problem.H, WIDTH, ROWS)
+    ptr = of_queries(ptr, info, problem, WIDTH)
+    store_tile(ptr, tile, first, info.q_len, problem.H, WIDTH, ROWS)
 
 
 @triton.jit
-def store_keys(ptr, tile, first, frame, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+def store_keys(ptr, tile, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Stores what `load_keys` loads, if it is wanted."""
     if ptr is not None:
-        ptr = of_keys(ptr, frame, problem, WIDTH)
-        store_tile(ptr, tile, first, frame.k_len, problem.G, WIDTH, ROWS)
+        ptr = of_keys(ptr, info, problem, WIDTH)
+        store_tile(ptr, tile, first, info.k_len, problem.G, WIDTH, ROWS)
 
 
 @triton.jit
-def store_rows(ptr, rows, i, frame, problem: tl.constexpr):
+def store_rows(ptr, rows, i, info, problem: tl.constexpr):
     """Stores what `load_rows` loads."""
-    tl.store(of_rows(ptr, frame, problem) + i, rows, mask=i < frame.q_len)
+    tl.store(of_rows(ptr, info, problem) + i, rows, mask=i < info.q_len)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Where a program of flash_attention works: its block and its frame, whom the block sees, and what a frame begins at.
+"""The sequence that a program of flash_attention works in, and the range of blocks that its own block sees.
 
-A program holds one block of queries (or of keys) of one head, and loops over the blocks of keys (or queries) that it
-can see. Rows i and columns j count within the sequence.
+A program has one stationary block of queries (or of keys) of one head, and streams the blocks of keys (or queries) that
+this can see. Rows i and columns j count within the sequence.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-class Frame(NamedTuple):
+class SequenceInfo(NamedTuple):
     """The head and the sequence that a program works in. In a dense call the sequence is number 0, and begins at 0."""
 
     batch: tl.tensor
@@ -22,8 +22,8 @@ class Frame(NamedTuple):
     k_len: tl.tensor
 
 
-class Bounds(NamedTuple):
-    """The bounds of a loop, and the first and the last tile that needs no mask."""
+class BlockRange(NamedTuple):
+    """Where the loop over blocks begins and ends, and the first and the last block that needs no mask, in tokens."""
 
     begin: tl.tensor
     end: tl.tensor
@@ -40,54 +40,54 @@ def place(BLOCKS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def queries_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The block of queries that this program holds, the first of them in its sequence, and the frame."""
+    """The stationary block of queries of this program, the first of them in its sequence, and the sequence info."""
     block, head, batch = place(BLOCKS, problem.H)
     if problem.right is not None:
         block = BLOCKS - 1 - block  # the blocks that see most keys first
     first, sequence, q_start, q_len, k_start, k_len = sequence_of(
         block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
-    return block, first, Frame(batch, head, sequence, q_start, q_len, k_start, k_len)
+    return block, first, SequenceInfo(batch, head, sequence, q_start, q_len, k_start, k_len)
 
 
 @triton.jit
 def keys_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The block of keys that this program holds, the first of them in its sequence, and the frame of the first of the
-    heads that share them.
+    """The stationary block of keys of this program, the first of them in its sequence, and the sequence info of the
+    first of the heads that share them.
     """
     block, kv_head, batch = place(BLOCKS, problem.G)
     first, sequence, q_start, q_len, k_start, k_len = sequence_of(
         block, batch, cu_q, cu_k, problem, BLOCK_K, OF_KEYS=True
     )
-    return block, first, Frame(batch, kv_head * problem.group, sequence, q_start, q_len, k_start, k_len)
+    return block, first, SequenceInfo(batch, kv_head * problem.group, sequence, q_start, q_len, k_start, k_len)
 
 
 @triton.jit
-def of_head(frame, head):
-    """The frame of another head."""
-    return Frame(frame.batch, head, frame.sequence, frame.q_start, frame.q_len, frame.k_start, frame.k_len)
+def of_head(info, head):
+    """The sequence info of another head."""
+    return SequenceInfo(info.batch, head, info.sequence, info.q_start, info.q_len, info.k_start, info.k_len)
 
 
 @triton.jit
-def keys_of_queries(block, first, frame, segment_ranges, problem: tl.constexpr, BLOCKS: tl.constexpr,
+def keys_of_queries(block, first, info, segment_ranges, problem: tl.constexpr, BLOCKS: tl.constexpr,
                     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """The bounds of the loop over the keys that a block of queries sees."""
-    low, high = band(frame, problem)
-    bounds = schedule(
-        first, low, high, frame.k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
+    """The range of the blocks of keys that a block of queries sees."""
+    low, high = band(info, problem)
+    block_range = block_range_of(
+        first, low, high, info.k_len, problem.left is not None, problem.right is not None, BLOCK_Q, BLOCK_K
     )
-    return within_segments(bounds, segment_ranges, frame.batch, block, BLOCKS, BLOCK_K)
+    return within_segments(block_range, segment_ranges, info.batch, block, BLOCKS, BLOCK_K)
 
 
 @triton.jit
-def queries_of_keys(block, first, frame, segment_ranges, problem: tl.constexpr, BLOCKS: tl.constexpr,
+def queries_of_keys(block, first, info, segment_ranges, problem: tl.constexpr, BLOCKS: tl.constexpr,
                     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """The bounds of the loop over the queries that see a block of keys."""
-    low, high = band(frame, problem)
-    bounds = schedule(
-        first, -high, -low, frame.q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
+    """The range of the blocks of queries that see a block of keys."""
+    low, high = band(info, problem)
+    block_range = block_range_of(
+        first, -high, -low, info.q_len, problem.right is not None, problem.left is not None, BLOCK_K, BLOCK_Q
     )
-    return within_segments(bounds, segment_ranges, frame.batch, block, BLOCKS, BLOCK_Q)
+    return within_segments(block_range, segment_ranges, info.batch, block, BLOCKS, BLOCK_Q)
 
 
 @triton.jit
@@ -128,59 +128,59 @@ def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
-def schedule(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, HELD: tl.constexpr,
+def block_range_of(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
              STEP: tl.constexpr):  # fmt: skip
-    """The bounds of a loop by STEP over the y in [0, length) with x + low ≤ y ≤ x + high for some x in
-    [first, first + HELD); and the first and the last tile whose every y is seen by every x, which needs no mask.
+    """The range of a loop by STEP over the y in [0, length) with x + low ≤ y ≤ x + high for some x in
+    [first, first + BLOCK); and the first and the last tile whose every y is seen by every x, which needs no mask.
     """
     begin, end, first_full, last_full = 0, length, 0, length - STEP
     if HAS_LOW:
         begin = tl.maximum(first + low, 0) // STEP * STEP
-        first_full = first + HELD - 1 + low
+        first_full = first + BLOCK - 1 + low
     if HAS_HIGH:
-        end = tl.minimum(end, first + HELD + high)
+        end = tl.minimum(end, first + BLOCK + high)
         last_full = tl.minimum(last_full, first + high + 1 - STEP)
-    return Bounds(begin, end, first_full, last_full)
+    return BlockRange(begin, end, first_full, last_full)
 
 
 @triton.jit
-def within_segments(bounds, segment_ranges, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
-    """What `schedule` returned, narrowed to what this block shares segments with: see `problem.segment_ranges_of`."""
-    begin, end, first_full, last_full = bounds
+def within_segments(block_range, segment_ranges, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
+    """What `block_range_of` returned, narrowed to what the block shares segments with: `problem.segment_ranges_of`."""
+    begin, end, first_full, last_full = block_range
     if segment_ranges is not None:
         segment_ranges += (batch * BLOCKS + block) * 4
         begin, end = tl.maximum(begin, tl.load(segment_ranges)), tl.minimum(end, tl.load(segment_ranges + 1))
         first_full = tl.maximum(first_full, tl.load(segment_ranges + 2))
         last_full = tl.minimum(last_full, tl.load(segment_ranges + 3) - STEP)
-    return Bounds(begin, end, first_full, last_full)
+    return BlockRange(begin, end, first_full, last_full)
 
 
 @triton.jit
-def band(frame, problem: tl.constexpr):
+def band(info, problem: tl.constexpr):
     """The least and the greatest j − i that is seen; 0 where unbounded."""
-    low = frame.k_len - frame.q_len - problem.left if problem.left is not None else 0
-    high = frame.k_len - frame.q_len + problem.right if problem.right is not None else 0
+    low = info.k_len - info.q_len - problem.left if problem.left is not None else 0
+    high = info.k_len - info.q_len + problem.right if problem.right is not None else 0
     return low, high
 
 
 @triton.jit
-def seen_keys(frame, problem: tl.constexpr):
-    """The bounds of the keys that the band shows to any query."""
-    low, high = band(frame, problem)
-    begin, end = 0, frame.k_len
+def visible_keys(info, problem: tl.constexpr):
+    """The first key that the band shows to any query, and the one after the last."""
+    low, high = band(info, problem)
+    begin, end = 0, info.k_len
     if problem.left is not None:
         begin = tl.maximum(low, 0)
     if problem.right is not None:
-        end = tl.minimum(end, frame.q_len + high)
+        end = tl.minimum(end, info.q_len + high)
     return begin, end
 
 
 @triton.jit
-def first_seeing_query(frame, problem: tl.constexpr):
+def first_seeing_query(info, problem: tl.constexpr):
     """The first query to which the band shows a key."""
     begin = 0
     if problem.right is not None:
-        _low, high = band(frame, problem)
+        _low, high = band(info, problem)
         begin = tl.maximum(-high, 0)
     return begin
 
@@ -192,18 +192,18 @@ def at(ptr, batch, row, ROWS: tl.constexpr, head, HEADS: tl.constexpr, WIDTH: tl
 
 
 @triton.jit
-def of_queries(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
-    """The pointer to the first query of a frame in [B, S, H, WIDTH]."""
-    return at(ptr, frame.batch, frame.q_start, problem.S, frame.head, problem.H, WIDTH)
+def of_queries(ptr, info, problem: tl.constexpr, WIDTH: tl.constexpr):
+    """The pointer to the first query of a sequence in [B, S, H, WIDTH]."""
+    return at(ptr, info.batch, info.q_start, problem.S, info.head, problem.H, WIDTH)
 
 
 @triton.jit
-def of_keys(ptr, frame, problem: tl.constexpr, WIDTH: tl.constexpr):
-    """The pointer to the first key of a frame in [B, K, G, WIDTH]."""
-    return at(ptr, frame.batch, frame.k_start, problem.K, frame.head // problem.group, problem.G, WIDTH)
+def of_keys(ptr, info, problem: tl.constexpr, WIDTH: tl.constexpr):
+    """The pointer to the first key of a sequence in [B, K, G, WIDTH]."""
+    return at(ptr, info.batch, info.k_start, problem.K, info.head // problem.group, problem.G, WIDTH)
 
 
 @triton.jit
-def of_rows(ptr, frame, problem: tl.constexpr):
-    """The pointer to the first query of a frame in [B, H, S]."""
-    return at(ptr, frame.batch, frame.head, problem.H, frame.q_start, problem.S, 1)
+def of_rows(ptr, info, problem: tl.constexpr):
+    """The pointer to the first query of a sequence in [B, H, S]."""
+    return at(ptr, info.batch, info.head, problem.H, info.q_start, problem.S, 1)
