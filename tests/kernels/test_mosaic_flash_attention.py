@@ -181,8 +181,11 @@ REFUSED = {
         ),
         "4 sequences share 128 queries",
     ),
-    "hidden first keys": (dict(q=jax.ShapeDtypeStruct((2, 64, 4, 64), q.dtype), window=(9, 0)), "first keys"),
-    "hidden last keys": (dict(window=(None, -1)), "last keys"),
+    "hidden first keys": (
+        dict(q=jax.ShapeDtypeStruct((2, 64, 4, 64), q.dtype), window=(9, 0)),
+        "some keys are seen by no query",
+    ),
+    "hidden last keys": (dict(window=(None, -1)), "some keys are seen by no query"),
 }
 
 
