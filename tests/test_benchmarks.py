@@ -3,7 +3,6 @@
 import importlib
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,10 +141,16 @@ def test_contenders_are_timed_in_turns_that_go_both_ways():
     assert order[0] == ("a", 1) and order[-1] == ("b", harness._MOST_CALLS)
 
 
-def test_the_yardstick_has_its_turns_among_the_contenders(capsys):
-    right = harness.Contender("right", prepared([1.0], lambda calls: time.sleep(0.002 * calls)), ours=True)
-    (row,) = measured(right, yardstick=Probe(lambda: time.sleep(0.001), (), 1e9))
-    assert 0.3 < row.of_ceiling < 0.7
+def test_the_yardstick_has_its_turns_among_the_contenders(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def takes(seconds):
+        now[0] += seconds
+
+    right = harness.Contender("right", prepared([1.0], lambda calls: takes(0.002 * calls)), ours=True)
+    (row,) = measured(right, yardstick=Probe(lambda: takes(0.001), (), 1e9))
+    assert row.of_ceiling == pytest.approx(0.5)
     (row,) = measured(right, yardstick=Probe(breaks, (), 1e9))
     assert row.status == "timed" and row.of_ceiling is None
     harness.show("title", [row])

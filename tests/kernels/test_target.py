@@ -264,6 +264,6 @@ def test_persistent_kernels_have_a_block_for_each_multiprocessor(kind, processor
 
     problem = problem_of(Operands(*CALLS["flash_attention"]), FlashAttentionSpec(causal=True))
     with lowering_for(Target("cuda", kind)):
-        attention = Plan(problem, 128, 128, 2).order
+        attention = Plan(problem, 128, 128, 2).scheduler
         matrices = Matrices(64, 1024, 1024, 256, 64, 3, np.dtype("float16"))
     assert matrices.blocks == processors == attention.processors and attention.blocks <= processors
