@@ -168,7 +168,7 @@ PACKINGS = {
         ValueError,
         "segment ids and cu_seqlens both divide the tokens into sequences; give one of them",
     ),
-    "bound": (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q is -1; it must be at least 1"),
+    "bound": (dict(max_seqlen_q=-1), ValueError, "max_seqlen_q is -1; it must be at least 0"),
     "bound as text": (dict(max_seqlen_k="8"), TypeError, "max_seqlen_k must be an int or None, not str"),
 }
 

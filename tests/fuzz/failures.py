@@ -45,4 +45,48 @@ FAILURES = (
         jit=True,
         seed=884,
     ),
+    # Empty sequences, the longest of which has 0 tokens.
+    Call(
+        "flash_attention",
+        sizes={"s": 0, "t": 0, "d": 32, "e": 32, "h": 4, "g": 2, "m": 2},
+        operands={"q": "s h d", "k": "t g d", "v": "t g e", "cu_seqlens_q": "m", "cu_seqlens_k": "m"},
+        options={"max_seqlen_q": 0, "max_seqlen_k": 0, "return_lse": True},
+        derivative="vjp",
+        wrt=("q",),
+        jit=True,
+    ),
+    # Logits of 4e7, of which float32 keeps every fourth number, were held to a formula that knows them but once.
+    Call(
+        "flash_attention",
+        sizes={"b": 2, "s": 5, "t": 5, "d": 8, "e": 32, "h": 3, "g": 1},
+        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e"},
+        derivative="jvp",
+        wrt=("k", "q", "v"),
+        jit=True,
+        values="huge",
+        seed=45,
+    ),
+    # A second derivative that is 0 uses nothing of what an Explicit axis splits; JAX wants its jit inside of the mesh.
+    Call(
+        "mean_pooling",
+        sizes={"s": 40, "d": 8, "b": 2},
+        operands={"x": "b s d"},
+        options={"chunk_size": 4},
+        dtype="float16",
+        derivative="vjp_of_jvp",
+        wrt=("x",),
+        jit=True,
+        mesh=("explicit", {"d": "y"}),
+        seed=703,
+    ),
+    # A product with a row that is all but zeros is exact in the formula, whose logits others sum another way.
+    Call(
+        "ragged_page_attention_v3",
+        sizes={"t": 3, "d": 32, "h": 5, "g": 1, "z": 16, "n": 1, "m": 2, "j": 2, "c": 2, "p": 2},
+        operands={"q": "t h d", "k": "t g d", "v": "t g d", "kv_pages": "p z c d", "context_lens": "n"}
+        | {"block_tables": "n j", "query_start_loc": "m", "num_seqs": "1"},
+        dtypes={"context_lens": "uint32", "block_tables": "int32", "query_start_loc": "int32", "num_seqs": "int32"},
+        values="one_hot",
+        seed=602,
+    ),
 )

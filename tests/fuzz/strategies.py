@@ -12,7 +12,6 @@ from .operations._draws import CPU, Sizes, chance, pick
 from .transforms import DERIVATIVES, SAME
 from .values import FAMILIES
 
-FLOATS = ("float32", "float32", "bfloat16", "bfloat16", "float16")
 OFTEN = ("none", "none", "none", "vjp", "vjp", "vjp", "jvp", "jvp", "jvp_of_vjp")
 NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2"}  # of operands that have no derivative
 PLACES = {"b": "x"}  # on the mesh; other letters that may be split stand along y
@@ -24,7 +23,8 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
     """Calls that are one program: they differ in their values alone."""
     module = BY_NAME[operation]
     operands, size, options, dtypes = module.programs(draw, sizes)
-    dtype, x64 = pick(draw, *FLOATS), False
+    operands, options = ({n: x for n, x in of.items() if n not in sizes.absent} for of in (operands, options))
+    dtype, x64 = pick(draw, *sizes.dtypes), False
     if platform is None and chance(draw, 10):
         dtype, x64 = pick(draw, dtype, "float64"), True
     call = Call(operation, size, operands, options, dtype, dtypes, x64=x64, platform=platform)

@@ -13,7 +13,7 @@ from ejkernel.modules._operation import OPERATIONS
 from .checks import check
 from .failures import FAILURES
 from .operations import BY_NAME
-from .operations._draws import GPU
+from .operations._draws import GPU, HOPPER
 from .search import Search
 
 PARTS = int(os.environ.get("FUZZ_PARTS", 0))
@@ -63,7 +63,14 @@ def on_gpu() -> list[tuple[str, str, int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("operation", "platform", "part"), on_gpu())
 def test_calls_on_gpu(operation, platform, part, record_property):
-    search(record_property, operation, seconds=100, seed=part, platform=platform, sizes=GPU)
+    search(
+        record_property,
+        operation,
+        seconds=100,
+        seed=part,
+        platform=platform,
+        sizes=HOPPER if platform == "pallas" else GPU,
+    )
 
 
 def search(record_property, operation, *, seconds, seed, **how) -> None:

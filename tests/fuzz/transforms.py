@@ -81,6 +81,7 @@ DERIVATIVES = {
         vjp_of_jvp,
     )
 }
+SECOND = ("jvp_of_vjp", "vjp_of_vjp", "vjp_of_jvp")
 SAME = {"checkpoint": "vjp", "checkpoint_saving_kernels": "vjp", "linearize": "jvp"}
 SAME |= {"vjp_of_vjp": "jvp_of_vjp", "vjp_of_jvp": "jvp_of_vjp"}
 """Derivatives that are the same numbers as another one."""

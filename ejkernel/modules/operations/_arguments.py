@@ -158,15 +158,18 @@ def static_bool(operation: str, name: str, x: Any) -> bool:
     return bool(x)
 
 
-def size_or_none(operation: str, name: str, x: Any, most: Any = None) -> int | None:
-    """A static size of at least 1, or None; what is above `most`, if that is given and known, is that."""
+def size_or_none(operation: str, name: str, x: Any, most: Any = None, *, least: int = 1) -> int | None:
+    """A static size of at least 1, or None; what is above `most`, if that is given and known, is that.
+
+    With `least=0`, 0 is taken for 1: of what an empty array has none.
+    """
     if x is None:
         return None
     if isinstance(x, bool) or not isinstance(x, int | np.integer):
         raise type_error(operation, f"{name} must be an int or None, not {type(x).__name__}")
-    if x < 1:
-        raise value_error(operation, f"{name} is {shown(x)}; it must be at least 1")
-    return int(x) if most is None or is_symbolic_dim(most) else max(1, min(int(x), most))
+    if x < least:
+        raise value_error(operation, f"{name} is {shown(x)}; it must be at least {least}")
+    return max(1, int(x) if most is None or is_symbolic_dim(most) else min(int(x), most))
 
 
 def platform_of(operation: str, platform: Platform | str | None) -> Platform | str:

@@ -29,8 +29,11 @@ def formula(x, facts, options, rounded):
     p = weights / total[..., None]
     if "kept" in facts:
         p = jnp.where(facts["kept"], p / (1 - options["dropout_rate"]), 0)
-    o = rounded(jnp.einsum("bhst,bthe->bshe", rounded(p), v, precision="highest"))
-    lse = jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(total))
+    of_weights = lambda p: jnp.einsum("bhst,bthe->bshe", p, v, precision="highest")
+    o, exact, row_sum = rounded(of_weights(rounded(p))), of_weights(p), jnp.log(total)
+    # ds = p∘(dp − δ) with δ = Σ do∘o of the o that was kept, which is rounded: p is the derivative of lse.
+    o = o + (row_sum - jax.lax.stop_gradient(row_sum)).swapaxes(1, 2)[..., None] * jax.lax.stop_gradient(exact - o)
+    lse = jnp.where(empty, -jnp.inf, top[..., 0] + row_sum)
     if "inside" in facts:
         lse = jnp.where(facts["inside"], lse, -jnp.inf)
     results = [o, lse] if options.get("return_lse") else [o]

@@ -10,6 +10,7 @@ facts(call, x)                  -> what the formula has to know of the integers 
 hidden(call, x)                 -> by operand, where its numbers are read by nobody
 results(call)                   -> axes and dtype of each result
 unheard(call, x)                -> optional: for each result, where its cotangent is read by nobody
+sensitivity(call, x)            -> optional: the relative error of what the operation raises e to the power of
 magnitude(call, x, u, t)        -> optional: how large the terms of each derivative are, which may cancel
 """
 

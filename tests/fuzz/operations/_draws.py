@@ -15,12 +15,25 @@ class Sizes:
     attention_features: tuple[int, ...] = (8, 16, 16, 16, 24, 32, 64, 1, 3)
     configs: bool = True
     draws: int = 3  # of values for one program
+    dtypes: tuple[str, ...] = ("float32", "float32", "bfloat16", "bfloat16", "float16")
+    absent: tuple[str, ...] = ()  # operands and options
 
 
 CPU = Sizes()
 GPU = Sizes(
     (1, 5, 16, 33, 63, 64, 77, 127, 128, 129, 200, 256, 300), (16, 32, 64, 64, 128), (16, 32, 40, 64, 64, 128), False, 5
 )
+
+HOPPER = Sizes(
+    (64, 128, 192, 256, 256, 300, 384, 512, 640),
+    (64, 128),
+    (64, 128, 128, 256),
+    False,
+    5,
+    ("bfloat16", "float16"),
+    ("bias", "mask", "softmax_scale", "dropout_key", "dropout_rate"),
+)
+"""What the Mosaic GPU kernels take."""
 
 
 def shape_of(call, axes: str) -> tuple[int, ...]:
@@ -76,3 +89,12 @@ def draw_scale(draw, operands: dict, options: dict) -> None:
         options["softmax_scale"] = pick(draw, 0.25, 1.0, -0.5, 0.0, 1)
     if kind == "traced":
         operands["softmax_scale"] = ""
+
+
+def logits_rounded(call, x, keys: list[np.ndarray]) -> float:
+    """The relative error of exp(s) where s is rounded to float32: half a unit of the largest logit that can be."""
+    longest = lambda a: np.sqrt((np.where(np.isfinite(a), a, 0).astype(np.float64) ** 2).sum(-1)).max(initial=0)
+    scale = x.get("softmax_scale", call.options.get("softmax_scale") or call.sizes["d"] ** -0.5)
+    bias = np.where(np.isfinite(x["bias"]), x["bias"], 0).astype(np.float64) if "bias" in x else np.zeros(1)
+    largest = abs(float(scale)) * longest(x["q"]) * max(map(longest, keys)) + np.abs(bias).max(initial=0)
+    return float(np.finfo(np.promote_types(call.type("q"), np.float32)).eps / 2 * (1 + largest))

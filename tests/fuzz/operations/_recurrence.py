@@ -8,6 +8,7 @@ from ._draws import along, chance, cuts, draw_scale, heads, pick, scale, tokens_
 SPLIT = ("b", "h", "g")
 DTYPES = {"softmax_scale": "float32", "initial_state": "float32", "g_gamma": "float32"}
 GATES = ("g", "gk", "gv", "g_gamma")
+CHUNK = 64  # tokens, at most
 OF_TOKENS = ("q", "k", "v", "g", "gk", "gv")
 
 
@@ -47,7 +48,8 @@ def values(call, name, rng, shape):
         return cuts(rng, call.sizes["n"], call.sizes["s"])
     if name in GATES:
         x = -np.abs(rng.standard_normal(shape)) * rng.choice([0, 0.1, 1, 30], p=[0.1, 0.4, 0.4, 0.1])
-        x = -0.1 * x if rng.random() < 0.1 else x
+        if rng.random() < 0.1:  # growth, of which float32 holds what second derivatives multiply
+            x = np.minimum(-0.1 * x, 40 / max(1, call.sizes["s"]))
         return np.where(rng.random(shape) < 0.1, -np.inf, x) if call.infinite else x
     return None
 
@@ -56,6 +58,16 @@ def facts(call, x):
     if "cu_seqlens" not in x:
         return {"owner": np.ones((call.sizes["s"], 1), bool)}
     return {"owner": owners(x["cu_seqlens"], call.sizes["s"]), "packed": np.zeros(())}
+
+
+def sensitivity(call, x):
+    """The relative error of decays in a 16-bit call: differences of sums of a chunk's log decays in float32, of which
+    matrix units keep 22 bits. A decay of exp(−128) is 0."""
+    if call.type("q").itemsize != 2:
+        return 0.0
+    gates = [np.maximum(x[name].astype(np.float64), -128) for name in ("g", "gk", "gv") if name in x and x[name].size]
+    chunks = [a[:, at : at + CHUNK] for a in gates for at in range(0, a.shape[1], CHUNK)]
+    return 2.0**-22 * max((np.abs(chunk.cumsum(1)).max() for chunk in chunks), default=0.0)
 
 
 def hidden(call, x):

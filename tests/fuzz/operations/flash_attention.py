@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..formulas.flash_attention import formula, kept, visible
-from ._draws import along, chance, cuts, draw_scale, heads, pick, scale, shape_of, tokens_past
+from ._draws import along, chance, cuts, draw_scale, heads, logits_rounded, pick, scale, shape_of, tokens_past
 
 __all__ = ["formula"]
 
@@ -156,10 +156,17 @@ def results(call):
     return found + [("h s" if packed else "b h s", statistics)] * bool(call.options.get("return_lse"))
 
 
+def sensitivity(call, x):
+    """The relative error of weights, also of those that derivatives make anew as exp(s − lse)."""
+    return logits_rounded(call, x, [x["k"]])
+
+
 def magnitude(call, x, u, t):
     """About how large the terms are that a number of each derivative is a sum of. They may cancel: of a query with one
     key the gradient is 0, as a difference of two products."""
-    size = lambda a, axis=-1: 0.0 if a is None else float(np.sqrt((a.astype(np.float64) ** 2).sum(axis).mean()))
+    size = lambda a, axis=-1: (
+        0.0 if a is None or a.size == 0 else float(np.sqrt((a.astype(np.float64) ** 2).sum(axis).mean()))
+    )
     number = lambda a: size(a, ()) if a is not None and a.size else 0.0
     x = {n: np.where(np.isfinite(a), a, 0) for n, a in x.items() if n in ("q", "k", "v", "softmax_scale", "bias")}
     scale = number(x.get("softmax_scale")) or call.options.get("softmax_scale") or call.sizes["d"] ** -0.5

@@ -1,9 +1,9 @@
 """Calls of gla."""
 
 from ..formulas.gla import formula
-from ._recurrence import DTYPES, SPLIT, draw_call, facts, hidden, results, values
+from ._recurrence import DTYPES, SPLIT, draw_call, facts, hidden, results, sensitivity, values
 
-__all__ = ["DTYPES", "SPLIT", "facts", "formula", "hidden", "results", "values"]
+__all__ = ["DTYPES", "SPLIT", "facts", "formula", "hidden", "results", "sensitivity", "values"]
 
 SHARE = 1
 

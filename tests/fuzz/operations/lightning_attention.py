@@ -5,9 +5,9 @@ import numpy as np
 from ..formulas.lightning_attention import formula
 from . import _recurrence
 from ._draws import chance, pick
-from ._recurrence import DTYPES, draw_call, hidden, results, values
+from ._recurrence import DTYPES, draw_call, hidden, results, sensitivity, values
 
-__all__ = ["DTYPES", "formula", "hidden", "results", "values"]
+__all__ = ["DTYPES", "formula", "hidden", "results", "sensitivity", "values"]
 
 SHARE = 1
 SPLIT = ("b",)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..formulas.ragged_page_attention_v3 import formula
-from ._draws import along, chance, heads, pick
+from ._draws import along, chance, heads, logits_rounded, pick
 
 __all__ = ["formula"]
 
@@ -94,6 +94,11 @@ def hidden(call, x):
     slots = ~used.reshape(call.sizes["p"], call.sizes["z"], 1, 1)
     found = {name: along(~inside, 0, call.shape(name)) for name in ("q", "k", "v")}
     return found | {"kv_pages": np.broadcast_to(slots, call.shape("kv_pages"))}
+
+
+def sensitivity(call, x):
+    """The relative error of weights."""
+    return logits_rounded(call, x, [x["k"], x["kv_pages"]])
 
 
 def results(call):

@@ -2,9 +2,9 @@
 
 from ..formulas.recurrent import formula
 from ._draws import chance
-from ._recurrence import DTYPES, GATES, SPLIT, draw_call, facts, hidden, results, values
+from ._recurrence import DTYPES, GATES, SPLIT, draw_call, facts, hidden, results, sensitivity, values
 
-__all__ = ["DTYPES", "SPLIT", "facts", "formula", "hidden", "results", "values"]
+__all__ = ["DTYPES", "SPLIT", "facts", "formula", "hidden", "results", "sensitivity", "values"]
 
 SHARE = 1
 
