@@ -14,6 +14,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+from ejkernel.kernels._triton._launch import backend_options
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -50,12 +52,14 @@ class Binary:
         registers: of a thread.
         spilled: bytes of registers that its code spills, stores or loads, whichever are more.
         serialized: whether matrix products wait for one another.
+        ptx_version: of the PTX, as 8.7; of a GPU of AMD "".
     """
 
     shared: int
     registers: int
     spilled: int
     serialized: bool
+    ptx_version: str
 
 
 def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
@@ -90,6 +94,7 @@ def binary(launch: Launch, target: GPUTarget) -> Binary:
     aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(launch.kernel, types, dict(launch.constants), aligned)
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options |= backend_options("cuda" if target.backend == "cuda" else "rocm", target.arch)
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         knobs.compilation.always_compile, knobs.nvidia.dump_ptxas_log = True, True
         options = make_backend(target).parse_options(options).__dict__
@@ -101,4 +106,5 @@ def binary(launch: Launch, target: GPUTarget) -> Binary:
         numbers(r"Used (\d+) registers"),
         max(numbers(r"(\d+) bytes spill stores"), numbers(r"(\d+) bytes spill loads")),
         "serializ" in said.lower(),
+        "".join(re.findall(r"^\.version (\S+)", compiled.asm.get("ptx", ""), re.MULTILINE)),
     )

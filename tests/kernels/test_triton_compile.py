@@ -156,4 +156,6 @@ def test_compiles(target, name, operation, monkeypatch):
                 trouble.append(f"{launch}: {binary.shared} bytes of shared memory")
             if target == "sm_90" and (binary.spilled or binary.serialized):
                 trouble.append(f"{launch}: {binary}")
+            if target.startswith("sm_") and not 8.7 <= float(binary.ptx_version) <= 9.0:
+                trouble.append(f"{launch}: PTX {binary.ptx_version}, which not every assembler of JAX reads")
     assert not trouble, "\n".join(trouble)

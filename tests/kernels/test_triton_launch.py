@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._launch import launch
 from ejkernel.types import KernelConfig, Target
@@ -22,11 +23,22 @@ def test_sizes_that_triton_cannot_take(wrong):
         launch(kernel, out_type=None, grid=1, config=KernelConfig(**wrong))
 
 
+@pytest.mark.parametrize("capability", (80, 90, 100, 103, 110, 120, 121))
+def test_every_assembler_of_jax_reads_the_ptx(monkeypatch, capability):
+    """That of CUDA 13.0, the oldest which jax-cuda13-plugin asks for, reads 9.0; Triton brings a newer one."""
+    jax_triton, told = pytest.importorskip("jax_triton"), {}
+    monkeypatch.setattr(jax_triton, "triton_call", lambda *operands, **given: told.update(given))
+    with lowering_for(Target("cuda", "a GPU", capability)):
+        launch(SimpleNamespace(__name__="kernel"), out_type=None, grid=1, config=KernelConfig())
+    assert 87 <= told["backend_options"]["ptx_version"] <= 90
+
+
 # A kernel of Triton is read from a file.
 LOWERED = """
 import jax, jax.numpy as jnp, triton, triton.language as tl
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch
 from ejkernel.types import KernelConfig, Target
 

@@ -21,6 +21,9 @@ from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 
 # A multiply-add is one instruction, rounded once: the kernels are written for it. From 3.10 on Triton has to be told.
 BACKEND_OPTIONS = {"enable_fp_fusion": True}
+# The version of PTX, as Triton counts it: the oldest that knows the compute capability, and at least that of CUDA 12.8.
+# Triton alone would write the newest that its own assembler reads, which that of JAX, where PTX goes, may not.
+PTX_VERSION, PTX_VERSIONS = 87, {103: 88, 110: 90, 121: 88}
 CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 """What a launch is lowered to."""
 # Bytes of shared memory that a program may use, by compute capability; others have 99 KiB. On AMD it is LDS.
@@ -49,10 +52,17 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         compute_capability=compute_capability(),
-        backend_options=BACKEND_OPTIONS,
+        backend_options=backend_options(gpu_target().platform, compute_capability()),
         out_type=out_type,
         **constants,
     )
+
+
+def backend_options(platform: str, capability: int | None) -> dict[str, Any]:
+    """What Triton is told of every kernel for a compute capability."""
+    if platform != "cuda":
+        return BACKEND_OPTIONS
+    return BACKEND_OPTIONS | {"ptx_version": PTX_VERSIONS.get(capability, PTX_VERSION)}
 
 
 def refuses(name: str, config: KernelConfig) -> str | None:
