@@ -89,4 +89,20 @@ FAILURES = (
         values="one_hot",
         seed=602,
     ),
+    # The backward of Mosaic GPU sums logits of 10⁹ in another order than the forward: s − lse was over 128, p infinite.
+    Call(
+        "flash_attention",
+        sizes={"b": 1, "s": 256, "t": 256, "d": 256, "e": 256, "h": 1, "g": 1},
+        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e", "q_segment_ids": "b s", "kv_segment_ids": "b t"},
+        options={"return_lse": True},
+        dtype="bfloat16",
+        dtypes={"q_segment_ids": "uint8", "kv_segment_ids": "uint8"},
+        derivative="vjp",
+        wrt=("k", "q", "v"),
+        jit=True,
+        face="modules",
+        platform="pallas",
+        values="huge",
+        seed=2629,
+    ),
 )

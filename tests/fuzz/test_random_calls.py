@@ -10,6 +10,7 @@ import pytest
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS
 
+from .calls import Call
 from .checks import check
 from .failures import FAILURES
 from .operations import BY_NAME
@@ -33,7 +34,12 @@ def test_every_operation_has_calls():
     assert sorted(BY_NAME) == sorted(OPERATIONS)
 
 
-@pytest.mark.parametrize("call", FAILURES, ids=lambda call: f"{call.operation}-{FAILURES.index(call)}")
+def _where_it_runs(call: Call, number: int):
+    of_gpu = call.platform in ("triton", "pallas")
+    return pytest.param(call, id=f"{call.operation}-{number}", marks=pytest.mark.gpu if of_gpu else ())
+
+
+@pytest.mark.parametrize("call", [_where_it_runs(call, number) for number, call in enumerate(FAILURES)])
 def test_what_once_failed(call):
     assert check(call)
 

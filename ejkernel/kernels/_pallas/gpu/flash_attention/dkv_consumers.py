@@ -26,7 +26,7 @@ from .._launch import (
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .tile_scheduler import SingleTileScheduler
-from .tiles import View, logits, seen
+from .tiles import View, logits, seen, weights_of_lse
 
 # Two consumers of dK and dV; the third warpgroup loads, and accumulates dQ.
 WARPGROUPS = 3
@@ -146,7 +146,7 @@ def _compute_p(
             if uneven_keys:
                 whole &= first + plan.keys <= problem.K
             exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
-        p = jnp.exp2(exponents)
+        p = weights_of_lse(exponents)
         weights = (p,) if problem.softcap is None else (p, p * (1 - t * t))
         return tuple(x.astype(problem.dtype) for x in weights)
 

@@ -13,7 +13,7 @@ from .._launch import ROWS, WGMMA, accumulator, arrive, broadcast_rows, full, op
 from . import plan as forward_plan
 from .plan import Q_EMPTY
 from .problem import BlockRanges, after_first
-from .tiles import COLUMNS, View, logits, of_threads, seen
+from .tiles import COLUMNS, View, logits, of_threads, seen, weights_of_lse
 
 
 class Tensors(NamedTuple):
@@ -145,7 +145,7 @@ class Rows:
         t = logits(s, problem)
         ok = self._seen(step, s.shape, masked)
         t = t if ok is None else jnp.where(ok, t, -jnp.inf)
-        p = jnp.exp2(t * problem.exponent - broadcast_rows(self.lse, t))
+        p = weights_of_lse(t * problem.exponent - broadcast_rows(self.lse, t))
         if problem.softcap is None:
             return (p,)
         return p, p * (1 - t * t) if ok is None else jnp.where(ok, p * (1 - t * t), 0.0)

@@ -70,6 +70,15 @@ def logits(products: Array, problem: Problem) -> Array:
     return 1 - 2 / (e + 1)
 
 
+def weights_of_lse(exponents: Array) -> Array:
+    """2^exponents of exponents that are log₂ of softmax weights, s − lse, and so at most 0 but for rounding.
+
+    Of logits near 10⁹ float32 keeps every 64th number: products that are summed in another order than the forward's
+    are above lse by more than 128. 2^(−|x|) is as near to the weight, and finite; ex2 takes −|x| as its operand.
+    """
+    return jnp.exp2(-jnp.abs(exponents))
+
+
 class View(NamedTuple):
     """The batch index and the first row of a tile, rows being queries or keys, and what arrays say of whom it sees."""
 
