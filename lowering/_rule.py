@@ -27,7 +27,8 @@ from ejkernel.kernels._registry import KernelSpec
 from ejkernel.kernels._target import lowering_for
 from ejkernel.ops import labelled
 from ejkernel.ops.utils.devices import target_of
-from ejkernel.primitives._factory import KernelPrimitive
+from ejkernel.primitives._factory import KernelPrimitive, NamedPrimitive
+from ejkernel.primitives._traced import TracedPrimitive
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.xla_utils.symbolic import with_known_sizes
 
@@ -35,16 +36,18 @@ from . import _stored
 from ._context import one_device, own_promotions
 from ._failures import Progress, named_when_compiled
 from ._partition import automatic, explicit
+from ._traced import lower_traced
 
 
-def register(primitive: KernelPrimitive, platform: str) -> None:
+def register(primitive: NamedPrimitive, platform: str) -> None:
     """Registers the rule of `primitive` for one platform of JAX."""
-    mlir.register_lowering(primitive.primitive, partial(_lower, primitive, platform), platform=platform)
+    rule = lower_traced if isinstance(primitive, TracedPrimitive) else _lower
+    mlir.register_lowering(primitive.primitive, partial(rule, primitive, platform), platform=platform)
 
 
-def register_derivative(primitive: KernelPrimitive) -> None:
+def register_derivative(primitive: NamedPrimitive) -> None:
     """Gives a tangent or backward primitive the jvp of its XLA implementation: second order and beyond."""
-    if primitive.linear is not None:
+    if isinstance(primitive, KernelPrimitive) and primitive.linear is not None:
         ad.primitive_jvps[primitive.primitive] = partial(_derived_jvp, primitive)
 
 

@@ -23,8 +23,9 @@ from ..kernels._registry import KernelSpec
 from ..modules._operation import OPERATIONS, types_of_call
 from ..modules._primitive_kernel import KERNELS, PrimitiveKernel
 from ..ops import benchmark
-from ..primitives._factory import COTANGENT, Trio
+from ..primitives._factory import COTANGENT
 from ..primitives._forward_only import ForwardOnly
+from ..primitives._trio import Trio
 from ..types import Target
 
 PASSES = {"forward": 2.0, "gradient": 3.0}

@@ -16,8 +16,8 @@ from ..errors import type_error
 from ..ops import Invocation, Kernel, default_executor
 from ..ops.recording import named_kernels
 from ..ops.utils.operands import abstract, is_array, random_like
-from ..primitives._factory import Trio
 from ..primitives._forward_only import ForwardOnly
+from ..primitives._trio import Trio
 from ..types import KernelConfig, OperationConfig
 from ._primitive_kernel import KERNELS, PrimitiveKernel
 from .operations._arguments import config_of, platform_of

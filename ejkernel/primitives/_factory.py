@@ -1,29 +1,21 @@
-"""The factory of primitives: from a table of axes to a primitive with every rule, and from three of them to a trio.
+"""The factory of primitives: names, parameters and rules that all of them share, and those of one with a table of axes.
 
-A kernel primitive has five parameters: `operands`, the names of the arrays it is bound to; `results`, the names of
-what it returns; `spec`, what is computed; `config`, how; and `chooser`, which gives configs to those that JAX derives
-from it. The table of axes gives it shapes, shardings and vmap.
+A primitive has five parameters: `operands`, the names of the arrays it is bound to; `results`, the names of what it
+returns; `spec`, what is computed; `config`, how; and `chooser`, which gives configs to those that JAX derives from it.
 
-A trio is a differentiable operation:
-
-* `x`      operands → outputs, residuals among them;
-* `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
-* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
-
-The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
-it is linear. So `grad` costs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its
-transpose binds `x_jvp` again: the three close under transposition. The jvps of `x_jvp` and `x_bwd` are those of their
-XLA implementations, which `lowering` brings (`on_definition`): they give Hessians and everything beyond.
+There are two kinds. A `KernelPrimitive` has a table of axes, from which follow shapes, shardings and vmap, and it is
+lowered to an implementation of the registry. A `TracedPrimitive` (`_traced.py`) stands for a function of a user's, from
+whose trace they follow. Three primitives make a differentiable operation (`_trio.py`), one makes one without a
+derivative (`_forward_only.py`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, xla
+from jax.interpreters import batching, xla
 
 from ._axes import Table, shape, sizes
 from ._batching import choose, fold_operand, unfold_result
@@ -41,44 +33,22 @@ class Chooser(Protocol):
 
     platform: str
 
-    def config(self, primitive: "KernelPrimitive", arrays: Mapping[str, Any], spec: Any, results: Sequence[str]) -> Any:
+    def config(self, primitive: "NamedPrimitive", arrays: Mapping[str, Any], spec: Any, results: Sequence[str]) -> Any:
         """The config of a tangent or backward that is about to be bound to these arrays."""
 
 
-class KernelPrimitive:
-    """One primitive and what the generic rules know of it.
+class NamedPrimitive(ABC):
+    """A primitive of JAX whose operands and results have names.
 
     Attributes:
         name: of the operation, e.g. "flash_attention_bwd".
-        table: the axes of every operand and result.
-        layout: how axes fold and split.
-        results: the results in full; a call may ask for fewer only where `like` pairs them with operands.
-        like: result → the operand whose shape, dtype and sharding it has.
-        sums: whether a device's part of a result that lacks an axis which is split is a part of a sum.
-        dtypes: from the dtypes of the operands, and the spec, to those of the other results.
+        results: the results in full; empty where every call has its own.
         linear: the suffix of the operands in which the primitive is linear, if any.
         primitive: the primitive of JAX.
-        arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
-        operands: (arrays by name) → the NamedTuple of operands that `supports` looks at.
     """
 
-    def __init__(
-        self,
-        name: str,
-        table: Table,
-        layout: Layout,
-        results: Sequence[str],
-        *,
-        like: Mapping[str, str] | None = None,
-        dtypes: Callable[[Mapping[str, Any], Any], Mapping[str, Any]] = lambda dtypes, spec: {},
-        linear: str | None = None,
-        arguments: Callable[[Mapping[str, Any], Sequence[str]], tuple[tuple, dict]],
-        operands: Callable[[Mapping[str, Any]], Any],
-    ):
-        self.name, self.table, self.layout, self.results = name, table, layout, tuple(results)
-        self.like, self.dtypes, self.linear = dict(like or {}), dtypes, linear
-        self.arguments, self.operands = arguments, operands
-        self.sums = linear == COTANGENT
+    def __init__(self, name: str, results: Sequence[str] = (), linear: str | None = None):
+        self.name, self.results, self.linear = name, tuple(results), linear
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_impl(partial(xla.apply_primitive, self.primitive))
@@ -101,6 +71,49 @@ class KernelPrimitive:
         how = dict(operands=tuple(present), results=results, spec=spec, config=config, chooser=chooser)
         out = self.primitive.bind(*present.values(), **how)
         return dict(zip(results, out, strict=True))
+
+    @abstractmethod
+    def _abstract_eval(self, *avals: Any, operands, results, spec, config, chooser) -> list[Any]:
+        """The types of the results."""
+
+    @abstractmethod
+    def _batch(self, args, dims, *, operands, results, spec, config, chooser) -> tuple[list[Any], list[int]]:
+        """The rule of `jax.vmap`."""
+
+
+class KernelPrimitive(NamedPrimitive):
+    """One primitive with a table of axes, and what the generic rules know of it.
+
+    Attributes:
+        table: the axes of every operand and result.
+        layout: how axes fold and split.
+        results: the results in full; a call may ask for fewer only where `like` pairs them with operands.
+        like: result → the operand whose shape, dtype and sharding it has.
+        sums: whether a device's part of a result that lacks an axis which is split is a part of a sum.
+        dtypes: from the dtypes of the operands, and the spec, to those of the other results.
+        arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
+        operands: (arrays by name) → the NamedTuple of operands that `supports` looks at.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        table: Table,
+        layout: Layout,
+        results: Sequence[str],
+        *,
+        like: Mapping[str, str] | None = None,
+        dtypes: Callable[[Mapping[str, Any], Any], Mapping[str, Any]] = lambda dtypes, spec: {},
+        linear: str | None = None,
+        arguments: Callable[[Mapping[str, Any], Sequence[str]], tuple[tuple, dict]],
+        operands: Callable[[Mapping[str, Any]], Any],
+    ):
+        self.table, self.layout = table, layout
+        self.like, self.dtypes = dict(like or {}), dtypes
+        self.arguments, self.operands = arguments, operands
+        self.sums = linear == COTANGENT
+        PRIMITIVES[name] = self
+        super().__init__(name, results, linear)
 
     def split(self, operands: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """How each axis is split by the explicit shardings of the operands, and on which mesh (None without one)."""
@@ -162,156 +175,19 @@ class KernelPrimitive:
         return [unfold(name, x) for name, x in out.items()], [0] * len(out)
 
 
-class Trio:
-    """A differentiable operation: forward, tangent and backward primitive, wired to each other.
-
-    Args:
-        name: of the operation.
-        operands: a NamedTuple class of the operands.
-        outputs: a NamedTuple class of the results of the forward.
-        table: the axes of each of both.
-        differentiable: the operands that have tangents.
-        dtypes: from the operands' dtypes and the spec to the dtypes of the outputs.
-        layout: how axes fold and split.
-        residuals: the outputs that tangent and backward take; all by default. The others are not kept for them.
-        linear: groups of operands in which the forward is linear together, the values of which no backward needs. It
-            has a transpose in each of them.
-    """
-
-    def __init__(
-        self, name, operands, outputs, table, differentiable, dtypes, layout=Layout(), residuals=None, linear=()
-    ):
-        self.name, self.operands, self.outputs, self.differentiable = name, operands, outputs, tuple(differentiable)
-        self.residuals = outputs._fields if residuals is None else tuple(residuals)
-        self.linear = tuple(map(tuple, linear))
-        dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
-        barred = {n + COTANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
-        of = lambda named: operands(*map(named.get, operands._fields))
-        self.forward = KernelPrimitive(
-            name, table, layout, outputs._fields, dtypes=dtypes, operands=of, arguments=self._forward_arguments
-        )
-        self.tangent = KernelPrimitive(
-            name + "_jvp",
-            {**table, **dotted},
-            layout,
-            [n + TANGENT for n in outputs._fields],
-            like={n + TANGENT: n for n in self.residuals},
-            dtypes=lambda of, spec: {n + TANGENT: dtype for n, dtype in dtypes(of, spec).items()},
-            linear=TANGENT,
-            operands=of,
-            arguments=self._tangent_arguments,
-        )
-        self.backward = KernelPrimitive(
-            name + "_bwd",
-            {**table, **barred},
-            layout,
-            [n + COTANGENT for n in self.differentiable],
-            like={n + COTANGENT: n for n in self.differentiable},
-            linear=COTANGENT,
-            operands=of,
-            arguments=self._backward_arguments,
-        )
-        self.primitives = (self.forward, self.tangent, self.backward)
-        ad.primitive_jvps[self.forward.primitive] = self._jvp
-        ad.primitive_transposes[self.tangent.primitive] = self._transpose_tangent
-        ad.primitive_transposes[self.backward.primitive] = self._transpose_backward
-        if self.linear:
-            ad.primitive_transposes[self.forward.primitive] = self._transpose_forward
-
-    def _jvp(self, primals, tangents, *, operands, results, spec, config, chooser):
-        arrays = dict(zip(operands, primals, strict=True))
-        out = self.forward.bind(arrays, spec=spec, config=config, chooser=chooser)
-        out = {n: checkpoint_name(x, f"{self.name}_{n}") for n, x in out.items()}
-        moving = {
-            name: t
-            for name, t in zip(operands, tangents, strict=True)
-            if name in self.differentiable and type(t) is not ad.Zero
-        }
-        if not moving:
-            return list(out.values()), [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out.values()]
-        kept = {name: out[name] for name in self.residuals}
-        named = {**arrays, **kept, **{name + TANGENT: t for name, t in moving.items()}}
-        return list(out.values()), list(self._derived(self.tangent, named, spec, chooser).values())
-
-    def _transpose_tangent(self, cotangents, *args, operands, results, spec, config, chooser):
-        named = dict(zip(operands, args, strict=True))
-        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
-        if not all(n.endswith(TANGENT) for n in wanted):
-            raise NotImplementedError(f"{self.tangent.name} is linear in its tangents alone, not in {wanted}")
-        known = {n: x for n, x in named.items() if not n.endswith(TANGENT)}
-        return self._pulled_back(cotangents, named, known, wanted, TANGENT, results, spec, chooser)
-
-    def _transpose_backward(self, cotangents, *args, operands, results, spec, config, chooser):
-        named = dict(zip(operands, args, strict=True))
-        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
-        if not all(n.endswith(COTANGENT) for n in wanted):
-            raise NotImplementedError(f"{self.backward.name} is linear in its cotangents alone, not in {wanted}")
-        moving = {
-            r.removesuffix(COTANGENT) + TANGENT: ct
-            for r, ct in zip(results, cotangents, strict=True)
-            if type(ct) is not ad.Zero
-        }
-        if not moving:
-            return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
-        named_tangent = {n: x for n, x in named.items() if not n.endswith(COTANGENT)} | moving
-        out = self._derived(self.tangent, named_tangent, spec, chooser)
-        return [out[n.removesuffix(COTANGENT) + TANGENT] if n in wanted else None for n in named]
-
-    def _transpose_forward(self, cotangents, *args, operands, results, spec, config, chooser):
-        named = dict(zip(operands, args, strict=True))
-        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
-        if not any(set(wanted) <= set(group) for group in self.linear):
-            raise NotImplementedError(f"{self.name} is not linear in {' and '.join(wanted)}")
-        known = {n: ad.instantiate_zeros(ad.Zero(x.aval)) if n in wanted else x for n, x in named.items()}
-        return self._pulled_back(cotangents, named, known, wanted, "", results, spec, chooser)
-
-    def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, chooser):
-        """A cotangent for each of the `wanted`, which, like the results, have their names with a suffix."""
-        live = {
-            r.removesuffix(suffix) + COTANGENT: ct
-            for r, ct in zip(results, cotangents, strict=True)
-            if type(ct) is not ad.Zero
-        }
-        if not live:
-            return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
-        asked = [n.removesuffix(suffix) + COTANGENT for n in wanted]
-        out = self._derived(self.backward, {**known, **live}, spec, chooser, asked)
-        return [out[n.removesuffix(suffix) + COTANGENT] if n in wanted else None for n in named]
-
-    @staticmethod
-    def _derived(primitive, arrays, spec, chooser, results=None):
-        """The results of the tangent or backward, with the config that is chosen for it."""
-        config = chooser.config(primitive, arrays, spec, results or primitive.results)
-        return primitive.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
-
-    def _group(self, of: type, named: Mapping[str, Any], suffix: str = "") -> Any:
-        return of(*(named.get(name + suffix) for name in of._fields))
-
-    def _forward_arguments(self, named, results):
-        return tuple(self._group(self.operands, named)), {}
-
-    def _tangent_arguments(self, named, results):
-        primals, outputs = self._group(self.operands, named), self._group(self.outputs, named)
-        return (primals, outputs, self._group(self.operands, named, TANGENT)), {}
-
-    def _backward_arguments(self, named, results):
-        primals, outputs = self._group(self.operands, named), self._group(self.outputs, named)
-        wrt = tuple(name.removesuffix(COTANGENT) for name in results)
-        return (primals, outputs, self._group(self.outputs, named, COTANGENT)), {"wrt": wrt}
-
-
 PRIMITIVES: dict[str, KernelPrimitive] = {}
-_hooks: list[Callable[[KernelPrimitive], None]] = []
+_defined: list[NamedPrimitive] = []
+_hooks: list[Callable[[NamedPrimitive], None]] = []
 
 
-def on_definition(hook: Callable[[KernelPrimitive], None]) -> None:
-    """Calls `hook` with every kernel primitive, those that are defined already and those to come."""
+def on_definition(hook: Callable[[NamedPrimitive], None]) -> None:
+    """Calls `hook` with every primitive, those that are defined already and those to come."""
     _hooks.append(hook)
-    for primitive in PRIMITIVES.values():
+    for primitive in _defined:
         hook(primitive)
 
 
-def _define(primitive: KernelPrimitive) -> None:
-    PRIMITIVES[primitive.name] = primitive
+def _define(primitive: NamedPrimitive) -> None:
+    _defined.append(primitive)
     for hook in _hooks:
         hook(primitive)

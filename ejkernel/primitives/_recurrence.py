@@ -17,8 +17,8 @@ import numpy as np
 
 from ..types import ShortRepr
 from ._axes import axes
-from ._factory import Trio
 from ._sharding import Layout
+from ._trio import Trio
 
 
 class Operands(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from ..types import ShortRepr
 from ._axes import axes
-from ._factory import Trio
 from ._sharding import Layout
+from ._trio import Trio
 
 
 class Operands(NamedTuple):

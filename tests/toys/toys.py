@@ -20,9 +20,9 @@ from ejkernel.modules._face import face
 from ejkernel.modules._operation import Operation, Prepared
 from ejkernel.modules.operations._arguments import align, array, require_dtype, require_rank, static_number
 from ejkernel.primitives._axes import axes
-from ejkernel.primitives._factory import Trio
 from ejkernel.primitives._forward_only import ForwardOnly
 from ejkernel.primitives._sharding import Layout
+from ejkernel.primitives._trio import Trio
 from ejkernel.types import KernelConfig, OperationConfig, ShortRepr
 
 # --- toy_wave ---------------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import numpy as np
 
 from ...errors import value_error
 from ...ops.utils.operands import random_like
-from ...primitives._factory import Trio
 from ...primitives._recurrence import Operands, Outputs, RecurrenceSpec
+from ...primitives._trio import Trio
 from .._operation import Prepared
 from ._arguments import (
     align,

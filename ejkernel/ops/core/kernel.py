@@ -12,6 +12,7 @@ from ..utils.devices import device_fingerprint, local_target
 from ..utils.fingerprints import key_of, source_fingerprint, structure_fingerprint
 from ..utils.operands import abstract, is_array, random_like
 from .types import Cfg, Out
+from .user_primitive import bind
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,6 +153,10 @@ class Kernel(Generic[Cfg, Out]):
         """`checked_config`, and what else a built-in kernel has against the config for this one call."""
         return self.checked_config(cfg)
 
+    def heuristic_on(self, platform: str, args: tuple, kwargs: dict[str, Any]) -> Cfg:
+        """The heuristic config of a call on a platform of JAX, whatever device there is."""
+        return self.heuristic_cfg(Invocation(self, abstract(args), abstract(kwargs), target=Target(platform)))
+
     @property
     def op_id(self) -> str:
         """`name@v1`."""
@@ -182,8 +187,6 @@ class Kernel(Generic[Cfg, Out]):
         chose it: a kernel whose gradient has configs of its own asks it for them. Here they are that of the call.
         """
         del executor
-        from .user_primitive import bind  # which needs Invocation
-
         return bind(self, args, kwargs, cfg, target)
 
     # Kernels are parameters of a primitive: equal ones share what was traced and compiled.

@@ -4,69 +4,81 @@
     tangent     arrays, tangents → tangents of the results        linear in the tangents: the jvp of that method
     cotangent   arrays, cotangents → cotangents of the arrays     the transpose of tangent: `custom_vjp`, else the vjp
 
+Arrays are x0, x1, … and results y0, y1, …, in the order of the leaves of the call's arguments and of what it returns.
 Beside the derivatives stands what gives the types of their results, so that one that a kernel cannot have (the jvp of a
 kernel with its own `custom_vjp`) is traced only where it is asked for.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ejkernel.primitives._factory import COTANGENT, TANGENT
+from ejkernel.primitives._traced import Level
 from ejkernel.types import Target
 
-from ..utils.operands import abstract, is_array
-from .kernel import Invocation, Kernel
+from ..utils.operands import is_array
 
+Arrays = Mapping[str, Any]
 _WRITTEN_FOR = {"cuda": ("triton", "cuda", "cute"), "rocm": ("triton",), "tpu": ("pallas",)}
 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything of a call but its arrays and its config.
+    """Everything of a call but its arrays and its config: the spec of its primitives.
 
     Attributes:
-        kernel: the kernel that is called.
+        kernel: the `Kernel` that is called.
         structure: of `(args, kwargs)`.
         static: for each leaf None if it is an array, else `(type, value)`; 1 and 1.0 are different calls.
         target: what the config was chosen for; None if a user gave it, which then stands on every platform.
+        levels: the vmaps around it.
     """
 
-    kernel: Kernel
+    kernel: Any
     structure: Any
     static: tuple
     target: Target | None
+    levels: tuple[Level, ...] = ()
 
-    def arguments(self, arrays: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
+    def mapped(self, level: Level) -> "Call":
+        """The same under one more vmap."""
+        return replace(self, levels=(*self.levels, level))
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of the arrays."""
+        return [f"x{i}" for i in range(sum(leaf is None for leaf in self.static))]
+
+    def arguments(self, arrays: Arrays) -> tuple[tuple, dict[str, Any]]:
         """`(args, kwargs)` with these arrays."""
-        given = iter(arrays)
+        given = map(arrays.get, self.operands)
         return jax.tree.unflatten(self.structure, [next(given) if leaf is None else leaf[1] for leaf in self.static])
 
-    def run(self, arrays: Sequence[Any], config: Any, platform: str | None) -> Any:
+    def run(self, arrays: Arrays, config: Any, platform: str | None) -> Any:
         """What the kernel's method for the platform returns."""
         args, kwargs = self.arguments(arrays)
         return implementation(self.kernel, platform)[1](*args, cfg=config, **kwargs)
 
-    def config_on(self, platform: str, config: Any, arrays: Sequence[Any]) -> Any:
+    def config_on(self, platform: str, config: Any, arrays: Arrays) -> Any:
         """The config; if it was chosen for another platform than this, what heuristics choose for this one."""
         if self.target is None or self.target.platform == platform:
             return config
-        args, kwargs = abstract(self.arguments(arrays))
-        return self.kernel.heuristic_cfg(Invocation(self.kernel, args, kwargs, target=Target(platform)))
+        return self.kernel.heuristic_on(platform, *self.arguments(arrays))
 
-    @property
-    def number_of_arrays(self) -> int:
-        """How many of the operands are arrays."""
-        return sum(leaf is None for leaf in self.static)
+    def implementation_on(self, platform: str) -> str:
+        """The name of the kernel's method for the platform."""
+        return implementation(self.kernel, platform)[0]
 
     def __repr__(self) -> str:
         options = [repr(leaf[1]) for leaf in self.static if leaf is not None]
         return f"{self.kernel!r}({', '.join(options)})"
 
 
-def implementation(kernel: Kernel, platform: str | None) -> tuple[str, Callable]:
+def implementation(kernel: Any, platform: str | None) -> tuple[str, Callable]:
     """(its name, the method) of what runs on a platform; with None, of what gives the shapes and the derivatives."""
     for name in (*_WRITTEN_FOR.get(platform, ()), "xla"):
         if (method := getattr(kernel, f"run_{name}")) is not None:
@@ -74,45 +86,64 @@ def implementation(kernel: Kernel, platform: str | None) -> tuple[str, Callable]
     return "run", kernel.run
 
 
-def forward(*arrays, call, config, platform=None):
-    return jax.tree.leaves(call.run(arrays, config, platform))
+# --- The functions
 
 
-def tangent(*operands, call, config, wrt, platform=None):
-    arrays, tangents = split(call, operands)
-    differentiable = lambda *active: _inexact(
-        forward(*replaced(arrays, wrt, active), call=call, config=config, platform=platform)
+def forward(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
+    leaves = dict(_results(arrays, spec, config, platform))
+    return [leaves[name] for name in results]
+
+
+def tangent(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
+    moving = [name for name in spec.operands if name + TANGENT in arrays]
+    moved = [name.removesuffix(TANGENT) for name in results]
+    of_moving = lambda *values: forward(
+        {**arrays, **dict(zip(moving, values, strict=True))}, moved, spec, config, platform
     )
-    return jax.jvp(differentiable, tuple(arrays[i] for i in wrt), tuple(tangents))[1]
+    return jax.jvp(of_moving, *(tuple(arrays[n + suffix] for n in moving) for suffix in ("", TANGENT)))[1]
 
 
-def tangent_types(*operands, call, config, wrt):
-    return _inexact(forward(*split(call, operands)[0], call=call, config=config))
+def tangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: Any) -> list[Any]:
+    return forward(arrays, [name.removesuffix(TANGENT) for name in results], spec, config)
 
 
-def cotangent(*operands, call, config, wrt, present, platform=None):
-    arrays, given = split(call, operands)
-    results = lambda *active: forward(*replaced(arrays, wrt, active), call=call, config=config, platform=platform)
-    active, given, mask = [arrays[i] for i in wrt], iter(given), iter(present)
-    cotangents = [
-        None if not is_inexact(x) else next(given) if next(mask) else jnp.zeros(x.shape, x.dtype)
-        for x in jax.eval_shape(results, *active)
-    ]
-    if call.kernel.custom_vjp is not None:
-        return _custom_cotangent(call, config, arrays, cotangents, wrt)
-    _, transpose = jax.vjp(lambda *active: _inexact(results(*active)), *active)
-    return list(transpose([x for x in cotangents if x is not None]))
+def cotangent(
+    arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None
+) -> list[Any]:
+    wrt = [name.removesuffix(COTANGENT) for name in results]
+
+    def outputs(*values):
+        of_all = _results({**arrays, **dict(zip(wrt, values, strict=True))}, spec, config, platform)
+        return {name: y for name, y in of_all if jnp.issubdtype(y.dtype, jnp.inexact)}
+
+    active = [arrays[name] for name in wrt]
+    given = {
+        name: arrays.get(name + COTANGENT, jnp.zeros(y.shape, y.dtype))
+        for name, y in jax.eval_shape(outputs, *active).items()
+    }
+    if spec.kernel.custom_vjp is not None:
+        return _custom_cotangent(arrays, given, wrt, spec, config)
+    return list(jax.vjp(outputs, *active)[1](given))
 
 
-def cotangent_types(*operands, call, config, wrt, present):
-    return [operands[i] for i in wrt]
+def cotangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: Any) -> list[Any]:
+    return [arrays[name.removesuffix(COTANGENT)] for name in results]
 
 
-def _custom_cotangent(call, config, arrays, cotangents, wrt):
-    name, (args, kwargs) = call.kernel.name, call.arguments(arrays)
-    if max(wrt) >= sum(map(is_array, jax.tree.leaves(args))):
+def _results(arrays: Arrays, spec: Call, config: Any, platform: str | None) -> list[tuple[str, Any]]:
+    return [(f"y{i}", leaf) for i, leaf in enumerate(jax.tree.leaves(spec.run(arrays, config, platform)))]
+
+
+# --- custom_vjp
+
+
+def _custom_cotangent(arrays: Arrays, given: Arrays, wrt: Sequence[str], spec: Call, config: Any) -> list[Any]:
+    name, (args, kwargs) = spec.kernel.name, spec.arguments(arrays)
+    positional = spec.operands[: sum(map(is_array, jax.tree.leaves(args)))]
+    if not set(wrt) <= set(positional):
         raise TypeError(f"{name}: custom_vjp gives arrays that are passed by name no gradient; pass them by position")
-    gradients = call.kernel.custom_vjp(args, config, kwargs, tuple(cotangents))
+    of_all = tuple(given.get(y) for y, _ in _results(arrays, spec, config, None))
+    gradients = spec.kernel.custom_vjp(args, config, kwargs, of_all)
     if not isinstance(gradients, tuple | list) or len(gradients) != len(args):
         raise TypeError(f"{name}: custom_vjp has to return {len(args)} gradients, one for each positional operand")
     of_arrays = []
@@ -120,33 +151,15 @@ def _custom_cotangent(call, config, arrays, cotangents, wrt):
         leaves, structure = jax.tree.flatten(arg)
         of_leaves = [None] * len(leaves) if gradient is None else structure.flatten_up_to(gradient)
         of_arrays += [x for x, leaf in zip(of_leaves, leaves, strict=True) if is_array(leaf)]
-    return [_checked_gradient(name, i, arrays[i], of_arrays[i]) for i in wrt]
+    found = dict(zip(positional, of_arrays, strict=True))
+    return [_checked_gradient(name, x, arrays[x], found[x]) for x in wrt]
 
 
-def _checked_gradient(name, i, array, gradient):
+def _checked_gradient(name: str, of: str, array: Any, gradient: Any) -> Any:
     if gradient is None:
         return jnp.zeros_like(array)
     if jnp.shape(gradient) != array.shape:
         raise ValueError(
-            f"{name}: custom_vjp gave a gradient of shape {jnp.shape(gradient)} to array {i} of {array.shape}"
+            f"{name}: custom_vjp gave a gradient of shape {jnp.shape(gradient)} to array {of[1:]} of {array.shape}"
         )
     return jnp.asarray(gradient, array.dtype)
-
-
-def split(call, operands):
-    """`(arrays, rest)` of the operands of a derivative."""
-    return operands[: call.number_of_arrays], operands[call.number_of_arrays :]
-
-
-def replaced(arrays, where, values):
-    """`arrays` with `values` in the places `where`."""
-    new = dict(zip(where, values, strict=True))
-    return [new.get(i, x) for i, x in enumerate(arrays)]
-
-
-def is_inexact(x):
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-def _inexact(results):
-    return [x for x in results if is_inexact(x)]

@@ -1,0 +1,93 @@
+"""Primitives that stand for a function: what JAX asks of one follows from the trace of that function.
+
+`jax.vmap` keeps such a primitive and adds a level to its spec: what is lowered is then the vmap of the function.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, Self
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from ._factory import COTANGENT, TANGENT, NamedPrimitive
+
+Level = tuple[tuple[str, int | None], ...]
+"""A vmap: the mapped axis of each operand and result. None: an operand has no such axis, a result is summed over it."""
+
+
+class TracedSpec(Protocol):
+    """What is computed: a hashable value.
+
+    Attributes:
+        levels: the vmaps around the function, the innermost first.
+    """
+
+    levels: tuple[Level, ...]
+
+    def mapped(self, level: Level) -> Self:
+        """The same under one more vmap."""
+
+
+class TracedPrimitive(NamedPrimitive):
+    """A primitive that stands for a function of one example.
+
+    Attributes:
+        function: (operands by name, the results that are asked for, spec, config, platform) → those results. The
+            platform is that of a lowering; None where shapes or derivatives are wanted.
+        types: the same without a platform, for results of the same types that are easier to come by.
+    """
+
+    def __init__(self, name: str, function: Callable, types: Callable, linear: str | None = None):
+        self.function, self.types = function, types
+        super().__init__(name, linear=linear)
+        if linear is not None:
+            ad.primitive_jvps[self.primitive] = self._jvp
+
+    def over_levels(
+        self, function: Callable[[Mapping[str, Any]], Sequence[Any]], operands: Sequence[str], results, levels
+    ) -> Callable[..., Sequence[Any]]:
+        """From a function of arrays by name to one of their positions, under the vmaps."""
+        mapped = lambda *arrays: function(dict(zip(operands, arrays, strict=True)))
+        for level in levels:
+            axes = partial(_axis, dict(level))
+            mapped = partial(_mapped, mapped, tuple(map(axes, operands)), tuple(map(axes, results)))
+        return mapped
+
+    def _abstract_eval(self, *avals, operands, results, spec, config, chooser):
+        # Traced rather than computed from shapes: results have the shardings and manual axes that JAX gives them.
+        types = partial(self.types, results=results, spec=spec, config=config)
+        return jax.make_jaxpr(self.over_levels(types, operands, results, spec.levels))(*avals).out_avals
+
+    def _batch(self, args, dims, *, operands, results, spec, config, chooser):
+        level = (*zip(operands, dims, strict=True), *((name, 0) for name in results))
+        arrays = dict(zip(operands, args, strict=True))
+        out = self.bind(arrays, spec=spec.mapped(level), config=config, chooser=chooser, results=results)
+        return list(out.values()), [0] * len(out)
+
+    def _jvp(self, primals, tangents, *, operands, results, spec, config, chooser):
+        function = partial(self.function, results=results, spec=spec, config=config, platform=None)
+        whole = self.over_levels(function, operands, results, spec.levels)
+        active = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+        def of_active(*values):
+            new = dict(zip(active, values, strict=True))
+            return whole(*(new.get(i, x) for i, x in enumerate(primals)))
+
+        return jax.jvp(of_active, *(tuple(of[i] for i in active) for of in (primals, tangents)))
+
+
+def _axis(level: Mapping[str, int | None], name: str) -> int | None:
+    """The axis of an array; a tangent or cotangent that the level does not name is mapped as its dual, or its primal.
+
+    So the level of a primitive serves those that JAX derives from it. A cotangent of what is the same for all examples
+    is their sum.
+    """
+    primal = name.removesuffix(TANGENT).removesuffix(COTANGENT)
+    return level[next(known for known in (name, primal + TANGENT, primal + COTANGENT, primal) if known in level)]
+
+
+def _mapped(function: Callable, in_axes: tuple, out_axes: tuple, *arrays: Any) -> list[Any]:
+    results = jax.vmap(function, in_axes)(*arrays)
+    return [x.sum(0) if axis is None else jnp.moveaxis(x, 0, axis) for x, axis in zip(results, out_axes, strict=True)]

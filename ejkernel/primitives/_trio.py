@@ -1,0 +1,196 @@
+"""Three primitives that make a differentiable operation, wired to each other.
+
+* `x`      operands → outputs, residuals among them;
+* `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
+* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
+
+The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
+it is linear. So `grad` costs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its
+transpose binds `x_jvp` again: the three close under transposition. The jvps of `x_jvp` and `x_bwd`, which give Hessians
+and everything beyond, are those of their XLA implementations, which `lowering` brings (`on_definition`), or of the
+functions that they stand for.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import ad
+
+from ._factory import COTANGENT, TANGENT, KernelPrimitive, NamedPrimitive
+from ._sharding import Layout
+
+
+class WiredTrio:
+    """The rules of jvp and transposition of a forward, a tangent and a backward.
+
+    The tangent of an array has its name and `TANGENT`, the cotangent its name and `COTANGENT`.
+
+    Args:
+        name: of the operation.
+        forward, tangent, backward: its primitives.
+        residuals: the outputs that tangent and backward take. The others are not kept for them.
+        linear: groups of operands in which the forward is linear together, the values of which no backward needs. It
+            has a transpose in each of them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        forward: NamedPrimitive,
+        tangent: NamedPrimitive,
+        backward: NamedPrimitive,
+        residuals: tuple[str, ...] = (),
+        linear: tuple[tuple[str, ...], ...] = (),
+    ):
+        self.name, self.residuals, self.linear = name, residuals, linear
+        self.forward, self.tangent, self.backward = forward, tangent, backward
+        self.primitives = (forward, tangent, backward)
+        ad.primitive_jvps[forward.primitive] = self._jvp
+        ad.primitive_transposes[tangent.primitive] = self._transpose_tangent
+        ad.primitive_transposes[backward.primitive] = self._transpose_backward
+        if linear:
+            ad.primitive_transposes[forward.primitive] = self._transpose_forward
+
+    def _has_tangent(self, operand: str) -> bool:
+        """Whether an operand that is given a tangent passes it on."""
+        return True
+
+    def _jvp(self, primals, tangents, *, operands, results, spec, config, chooser):
+        arrays = dict(zip(operands, primals, strict=True))
+        out = self.forward.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
+        out = {n: checkpoint_name(x, f"{self.name}_{n}") for n, x in out.items()}
+        moving = {
+            name + TANGENT: t
+            for name, t in zip(operands, tangents, strict=True)
+            if self._has_tangent(name) and type(t) is not ad.Zero
+        }
+        asked = [name + TANGENT for name, x in out.items() if jnp.issubdtype(x.dtype, jnp.inexact)]
+        moved = {}
+        if moving and asked:
+            kept = {name: out[name] for name in self.residuals}
+            moved = self._derived(self.tangent, {**arrays, **kept, **moving}, spec, chooser, asked)
+        zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+        return list(out.values()), [moved.get(name + TANGENT, zero(x)) for name, x in out.items()]
+
+    def _transpose_tangent(self, cotangents, *args, operands, results, spec, config, chooser):
+        named = dict(zip(operands, args, strict=True))
+        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
+        if not all(n.endswith(TANGENT) for n in wanted):
+            raise NotImplementedError(f"{self.tangent.name} is linear in its tangents alone, not in {wanted}")
+        known = {n: x for n, x in named.items() if not n.endswith(TANGENT)}
+        return self._pulled_back(cotangents, named, known, wanted, TANGENT, results, spec, chooser)
+
+    def _transpose_backward(self, cotangents, *args, operands, results, spec, config, chooser):
+        named = dict(zip(operands, args, strict=True))
+        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
+        if not all(n.endswith(COTANGENT) for n in wanted):
+            raise NotImplementedError(f"{self.backward.name} is linear in its cotangents alone, not in {wanted}")
+        moving = {
+            r.removesuffix(COTANGENT) + TANGENT: ct
+            for r, ct in zip(results, cotangents, strict=True)
+            if type(ct) is not ad.Zero
+        }
+        if not moving:
+            return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
+        named_tangent = {n: x for n, x in named.items() if not n.endswith(COTANGENT)} | moving
+        asked = self.tangent.results or [n.removesuffix(COTANGENT) + TANGENT for n in wanted]
+        out = self._derived(self.tangent, named_tangent, spec, chooser, asked)
+        return [out[n.removesuffix(COTANGENT) + TANGENT] if n in wanted else None for n in named]
+
+    def _transpose_forward(self, cotangents, *args, operands, results, spec, config, chooser):
+        named = dict(zip(operands, args, strict=True))
+        wanted = [n for n, x in named.items() if ad.is_undefined_primal(x)]
+        if not any(set(wanted) <= set(group) for group in self.linear):
+            raise NotImplementedError(f"{self.name} is not linear in {' and '.join(wanted)}")
+        known = {n: ad.instantiate_zeros(ad.Zero(x.aval)) if n in wanted else x for n, x in named.items()}
+        return self._pulled_back(cotangents, named, known, wanted, "", results, spec, chooser)
+
+    def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, chooser):
+        """A cotangent for each of the `wanted`, which, like the results, have their names with a suffix."""
+        live = {
+            r.removesuffix(suffix) + COTANGENT: ct
+            for r, ct in zip(results, cotangents, strict=True)
+            if type(ct) is not ad.Zero
+        }
+        if not live:
+            return [ad.Zero(x.aval) if n in wanted else None for n, x in named.items()]
+        asked = [n.removesuffix(suffix) + COTANGENT for n in wanted]
+        out = self._derived(self.backward, {**known, **live}, spec, chooser, asked)
+        return [out[n.removesuffix(suffix) + COTANGENT] if n in wanted else None for n in named]
+
+    @staticmethod
+    def _derived(primitive, arrays, spec, chooser, results):
+        """The results of the tangent or backward, with the config that is chosen for it."""
+        config = chooser.config(primitive, arrays, spec, results)
+        return primitive.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
+
+
+class Trio(WiredTrio):
+    """A differentiable operation whose arrays have a table of axes.
+
+    Args:
+        name: of the operation.
+        operands: a NamedTuple class of the operands.
+        outputs: a NamedTuple class of the results of the forward.
+        table: the axes of each of both.
+        differentiable: the operands that have tangents.
+        dtypes: from the operands' dtypes and the spec to the dtypes of the outputs.
+        layout: how axes fold and split.
+        residuals: the outputs that tangent and backward take; all by default.
+        linear: as in `WiredTrio`.
+    """
+
+    def __init__(
+        self, name, operands, outputs, table, differentiable, dtypes, layout=Layout(), residuals=None, linear=()
+    ):
+        self.operands, self.outputs, self.differentiable = operands, outputs, tuple(differentiable)
+        residuals = outputs._fields if residuals is None else tuple(residuals)
+        dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
+        barred = {n + COTANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}
+        of = lambda named: operands(*map(named.get, operands._fields))
+        forward = KernelPrimitive(
+            name, table, layout, outputs._fields, dtypes=dtypes, operands=of, arguments=self._forward_arguments
+        )
+        tangent = KernelPrimitive(
+            name + "_jvp",
+            {**table, **dotted},
+            layout,
+            [n + TANGENT for n in outputs._fields],
+            like={n + TANGENT: n for n in residuals},
+            dtypes=lambda of, spec: {n + TANGENT: dtype for n, dtype in dtypes(of, spec).items()},
+            linear=TANGENT,
+            operands=of,
+            arguments=self._tangent_arguments,
+        )
+        backward = KernelPrimitive(
+            name + "_bwd",
+            {**table, **barred},
+            layout,
+            [n + COTANGENT for n in self.differentiable],
+            like={n + COTANGENT: n for n in self.differentiable},
+            linear=COTANGENT,
+            operands=of,
+            arguments=self._backward_arguments,
+        )
+        super().__init__(name, forward, tangent, backward, residuals, tuple(map(tuple, linear)))
+
+    def _has_tangent(self, operand: str) -> bool:
+        return operand in self.differentiable
+
+    def _group(self, of: type, named: Mapping[str, Any], suffix: str = "") -> Any:
+        return of(*(named.get(name + suffix) for name in of._fields))
+
+    def _forward_arguments(self, named, results):
+        return tuple(self._group(self.operands, named)), {}
+
+    def _tangent_arguments(self, named, results):
+        primals, outputs = self._group(self.operands, named), self._group(self.outputs, named)
+        return (primals, outputs, self._group(self.operands, named, TANGENT)), {}
+
+    def _backward_arguments(self, named, results):
+        primals, outputs = self._group(self.operands, named), self._group(self.outputs, named)
+        wrt = tuple(name.removesuffix(COTANGENT) for name in results)
+        return (primals, outputs, self._group(self.outputs, named, COTANGENT)), {"wrt": wrt}
