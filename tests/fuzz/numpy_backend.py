@@ -47,7 +47,7 @@ def apply(equation: Any, args: list, rng: Any) -> list:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return _scan(equation, args, rng)
-    inner = next((params[p] for p in ("jaxpr", "call_jaxpr", "fun_jaxpr") if p in params), None)
+    inner = next((params[p] for p in ("jaxpr", "call_jaxpr", "fun_jaxpr", "callee") if p in params), None)
     if inner is not None:
         inner = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, [])
         return evaluated(inner.jaxpr, inner.consts, args, rng)

@@ -2,17 +2,19 @@
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import linear_call
 
 from .calls import Call
 from .numpy_backend import traced
 from .operations import BY_NAME
 from .operations._draws import shape_of
-from .transforms import DERIVATIVES, SAME, stacked
+from .transforms import DERIVATIVES, SAME, SECOND, stacked
 
 
 def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -20,6 +22,30 @@ def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     floats = {n: a for n, a in x.items() if jnp.issubdtype(a.dtype, jnp.floating) or n == "rhs"}
     wide = {n: a.astype(np.float64) for n, a in floats.items()}
     return {n: np.where(np.isneginf(a), 0, a) if n in ("bias", "sinks") else a for n, a in wide.items()}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the dtype of a call does to the numbers of a formula: `rounded(a)`. Nothing without a dtype.
+
+    Attributes:
+        dtype: that numbers are rounded to.
+        second: whether a second derivative is taken.
+    """
+
+    dtype: Any = None
+    second: bool = False
+
+    def __call__(self, a):
+        return a if self.dtype is None else a.astype(self.dtype).astype(a.dtype)
+
+    def cotangent(self, a):
+        """a itself, whose cotangent is rounded. The derivative of that rounding is another: so are second tangents."""
+        if self.dtype is None:
+            return a
+        if self.second:
+            return self(a) + jax.lax.stop_gradient(a - self(a))
+        return linear_call(lambda _, a: a, lambda _, of_a: self(of_a), (), a)
 
 
 @functools.lru_cache(256)
@@ -34,9 +60,9 @@ def _compiled(operation: str, options: tuple, derivative: str, wrt: tuple, dtype
             f = lambda x: formula(x, facts, dict(options), rounded)
             return DERIVATIVES[derivative](f, wrt)(*args)
 
-        exact = of(args, lambda a: a)
+        exact = of(args, Rounding())
         args = jax.tree.map(lambda a: a.astype(wide), args)
-        return exact, of(args, lambda a: a.astype(narrow).astype(a.dtype))
+        return exact, of(args, Rounding(narrow, derivative in SECOND))
 
     return traced(run)
 

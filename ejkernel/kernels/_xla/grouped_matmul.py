@@ -13,6 +13,7 @@ results are ever there for every pair of a row and a group.
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ def _sum_groups(x: Operands, do: Array, wrt: tuple[str, ...], tiles: RowTiles) -
         return {}
 
     def step(totals, tile):
-        at, (lhs, do, filled) = tile
+        at, (lhs, do) = tile
         parts = {}
         if "rhs" in wanted:
             rhs = _dot(lhs.T, do.astype(lhs.dtype))
@@ -158,13 +159,10 @@ def _sum_groups(x: Operands, do: Array, wrt: tuple[str, ...], tiles: RowTiles) -
         if "rhs_scale" in wanted:
             columns = (_dot(lhs, _pick(x.rhs, at)) * do).sum(0)
             parts["rhs_scale"] = columns.sum(keepdims=True) if x.rhs_scale.shape[2] == 1 else columns
-        # Where no group has rows, all of them may be NaN.
-        parts = {name: jnp.where(filled.any(), part, jnp.zeros((), dtype)) for name, part in parts.items()}
-        return {name: totals[name].at[_place(totals[name], at)].add(part) for name, part in parts.items()}, None
+        return {name: totals[name].at[_index(totals[name], at)].add(part) for name, part in parts.items()}, None
 
     nothing = varying_like((x, do), {name: jnp.zeros(getattr(x, name).shape, dtype) for name in wanted})
-    every_row = jnp.ones(x.lhs.shape[:2], bool)
-    return lax.scan(step, nothing, _gathered((x.lhs, do.astype(dtype), every_row), tiles))[0]
+    return lax.scan(step, nothing, _gathered((x.lhs, do.astype(dtype)), tiles))[0]
 
 
 # --- Tiles -----------------------------------------------------------------------------------------------------------
@@ -183,17 +181,26 @@ def _inside(tiles: RowTiles) -> Array:
     return (tiles.slot < tiles.rows.shape[1] * tiles.rows.shape[2])[..., None]
 
 
-def _gathered(arrays: tuple[Array | None, ...], tiles: RowTiles) -> tuple[tuple[Array, Array], tuple]:
-    """For each tile of all batches (batch, group), and its rows of arrays [b, m, …]; 0 where a slot is empty."""
-    b, t, _ = tiles.rows.shape
+class _Place(NamedTuple):
+    """Where a tile is: its batch and group, and whether it has rows. The matrix of a group without rows may be NaN."""
+
+    batch: Array
+    group: Array
+    has_rows: Array
+
+
+def _gathered(arrays: tuple[Array | None, ...], tiles: RowTiles) -> tuple[_Place, tuple]:
+    """For each tile of all batches where it is, and its rows of arrays [b, m, …]; 0 where a slot is empty."""
+    (b, t, _), m = tiles.rows.shape, tiles.slot.shape[1]
     batch = jnp.broadcast_to(jnp.arange(b, dtype=jnp.int32)[:, None], (b, t))
     flat = lambda a: a.reshape(b * t, *a.shape[2:])
     take = lambda a: flat(a.at[batch[..., None], tiles.rows].get(mode="fill", fill_value=0))
-    return (flat(batch), flat(tiles.group)), tuple(None if a is None else take(a) for a in arrays)
+    place = _Place(*map(flat, (batch, tiles.group, (tiles.rows < m).any(-1))))
+    return place, tuple(None if a is None else take(a) for a in arrays)
 
 
 def _map_rows(of_tile: Callable[..., Array], arrays: tuple[Array | None, ...], tiles: RowTiles) -> Array:
-    """of_tile((batch, group), *its rows of arrays) of every tile, its rows where they belong; 0 in rows of no group."""
+    """of_tile(its place, *its rows of arrays) of every tile, its rows where they belong; 0 in rows of no group."""
     b, t, size = tiles.rows.shape
     _, parts = lax.scan(lambda _, tile: (None, of_tile(tile[0], *tile[1])), None, _gathered(arrays, tiles))
     parts = parts.reshape(b, t * size, parts.shape[-1])
@@ -210,17 +217,17 @@ def _outputs(o: Array | None, outside: Array | None, x: Operands, tiles: RowTile
 # --- The parts of the formula ----------------------------------------------------------------------------------------
 
 
-def _place(a: Array, at: tuple[Array, Array]) -> tuple[Array, ...]:
+def _index(a: Array, at: _Place) -> tuple[Array, ...]:
     """(batch, group) in an array [b?, e?, …]."""
-    return tuple(0 if size == 1 else i for size, i in zip(a.shape, at, strict=False))
+    return tuple(0 if size == 1 else i for size, i in zip(a.shape, (at.batch, at.group), strict=False))
 
 
-def _pick(a: Array, at: tuple[Array, Array]) -> Array:
-    """a[batch, group]."""
-    return a[_place(a, at)]
+def _pick(a: Array, at: _Place) -> Array:
+    """a[batch, group]; 0 for a tile without rows, from which nothing may come, be it multiplied by 0."""
+    return jnp.where(at.has_rows, a[_index(a, at)], jnp.zeros((), a.dtype))
 
 
-def _scaled(x: Array, scale: Array | None, at: tuple[Array, Array]) -> Array:
+def _scaled(x: Array, scale: Array | None, at: _Place) -> Array:
     return x if scale is None else x * _pick(scale, at)[None]
 
 
@@ -229,11 +236,19 @@ def _accumulator(dtype: np.dtype) -> np.dtype:
 
 
 def _dot(x: Array, rhs: Array, of_columns: bool = False) -> Array:
-    """x · rhs or x · rhsᵀ in the precision of x, added up in float32."""
-    return lax.dot_general(
-        x,
-        rhs.astype(x.dtype),
-        (((1,), (1 if of_columns else 0,)), ((), ())),
+    """x · rhs or x · rhsᵀ in the precision of x, added up in float32.
+
+    A CPU multiplies 16 bits as float32, which holds the products exactly: of some that vmap makes, [m, k]ᵀ · [m, b, n]
+    say, XLA compiles a program there that it then cannot run.
+    """
+    product = partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (1 if of_columns else 0,)), ((), ())),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=_accumulator(x.dtype),
     )
+    rhs = rhs.astype(x.dtype)
+    if x.dtype.itemsize > 2:
+        return product(x, rhs)
+    widened = lambda *factors: product(*(factor.astype(jnp.float32) for factor in factors))
+    return lax.platform_dependent(x, rhs, cpu=widened, default=product)

@@ -10,6 +10,8 @@ def formula(x, facts, options, rounded):
     group = facts["group"]
     own = jnp.asarray(group[:, None] == np.arange(rhs.shape[0]), lhs.dtype)  # whether a row is of a group
     o = jnp.einsum("me,mk,ekn->mn", own, lhs, rhs, precision="highest")
+    # Both factors of a product are in the dtype of lhs: so is the cotangent of this one, in those of the backward.
+    o = rounded.cotangent(o)
     if "rhs_scale" in x:
         scale = x["rhs_scale"]
         scale = scale.reshape(rhs.shape[0] if scale.ndim else 1, -1)
