@@ -117,12 +117,14 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config, cho
     target = target_of(platform)
     progress = Progress(primitive.name, target)
     body = body_of(primitive, operands, results, spec, config, target, chooser.platform, progress)
-    if mesh := primitive.split(named)[1] or explicit_mesh(ctx):
+    mesh = primitive.split(named)[1] or explicit_mesh(ctx)
+    # Of a `shard_map` that takes empty arrays alone, which are constants to it, XLA makes no program.
+    if mesh and not any(0 in aval.shape for aval in ctx.avals_in):
         run = explicit(primitive, body, named, results, spec, mesh)
         avals = [without_manual_axes(aval) for aval in ctx.avals_in]
     else:
         run, avals = body, [without_sharding(aval) for aval in ctx.avals_in]
-        if automatic_devices(ctx) > 1:
+        if not mesh and automatic_devices(ctx) > 1:
             local = dict(zip(operands, avals, strict=True))
             if target.platform == "tpu":
                 _refuse_tpu_kernel(primitive, local, spec, config, target, chooser.platform)

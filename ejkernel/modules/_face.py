@@ -73,10 +73,20 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
     arrays, specs = operation.place(arrays, given, _with_query_heads(operation, arrays, specs))
     rest = {name: x for name, x in given.items() if name not in arrays}
     _check_split(operation, arrays, rest, specs, mesh)
+    if any(0 in x.shape for x in arrays.values()):  # of a `shard_map` that reads no array XLA makes no program
+        return _constrained(run({**arrays, **rest}), out_specs, mesh)
     local = jax.shard_map(
         lambda of: run({**of, **rest}), mesh=mesh, in_specs=({n: specs[n] for n in arrays},), out_specs=out_specs
     )
     return local(_placed(arrays, specs, mesh))
+
+
+def _constrained(results, out_specs, mesh):
+    """The results over a mesh as `shard_map` gives them."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    place = jax.sharding.reshard if _is_explicit(mesh) else jax.lax.with_sharding_constraint
+    of_spec = lambda spec, x: jax.tree.map(lambda x: place(x, NamedSharding(mesh, spec)), x)
+    return jax.tree.map(of_spec, out_specs, results, is_leaf=is_spec)
 
 
 def _with_query_heads(operation, arrays, specs):
@@ -119,9 +129,13 @@ def _in_order(operation, arrays, in_specs):
 
 def _placed(arrays, specs, mesh):
     """Where the mesh has Explicit axes, `shard_map` asks that arrays have the sharding of their specs already."""
-    if not any(kind == jax.sharding.AxisType.Explicit for kind in mesh.axis_types):
+    if not _is_explicit(mesh):
         return arrays
     return {name: jax.sharding.reshard(x, jax.NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+
+
+def _is_explicit(mesh) -> bool:
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def _doc(operation: type[Operation]) -> str:

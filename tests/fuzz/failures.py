@@ -136,4 +136,23 @@ FAILURES = (
         poison=True,
         seed=5248,
     ),
+    # Over a mesh a call of empty arrays left XLA a program that reads nothing; it made an error of it, or crashed.
+    Call(
+        "gla",
+        sizes={"b": 2, "s": 0, "h": 2, "g": 2, "k": 8, "v": 8},
+        operands={"q": "b s h k", "k": "b s g k", "v": "b s g v", "gk": "b s h k"},
+        jit=True,
+        mesh=("explicit", {"b": "x", "h": "y", "g": "y"}),
+    ),
+    Call(
+        "grouped_matmul",
+        sizes={"m": 0, "k": 8, "n": 8, "e": 2, "f": 2},
+        operands={"lhs": "m k", "rhs": "e k n", "group_sizes": "f"},
+        dtypes={"group_sizes": "int32"},
+        derivative="vjp",
+        wrt=("lhs", "rhs"),
+        jit=True,
+        mesh=("shard_map", {"n": "y"}),
+        face="modules",
+    ),
 )
