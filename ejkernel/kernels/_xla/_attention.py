@@ -60,10 +60,13 @@ class Folded(NamedTuple):
     columns: Columns = Columns()
 
 
-def folded(operands: Operands, spec: FlashAttentionSpec, is_padded: bool = False) -> Folded:
-    """The operands in the layout of this module, with their tokens; to be padded, which is to be masked, or not."""
+def folded(operands: Operands, spec: FlashAttentionSpec, is_padded: bool = False, groups: int | None = None) -> Folded:
+    """The operands in the layout of this module, with their tokens; to be padded, which is to be masked, or not.
+
+    The groups are those of the keys, or more: then a head of the keys is that of several groups of one another.
+    """
     rows, columns = _tokens(operands, spec, is_padded)
-    return fold(operands, operands.k.shape[2])._replace(rows=rows, columns=columns)
+    return fold(operands, groups or operands.k.shape[2])._replace(rows=rows, columns=columns)
 
 
 def fold(operands: Operands, groups: int) -> Folded:
@@ -97,8 +100,11 @@ def unfold_rows(x: Array) -> Array:
     return lax.transpose(lax.reshape(x, (b, g * r, s, e)), (0, 2, 1, 3))
 
 
-def unfold_columns(x: Array) -> Array:
-    """[b,g,d,t] -> [b,t,g,d]."""
+def unfold_columns(x: Array, groups: int) -> Array:
+    """[b,g,d,t] -> [b,t,groups,d], summed over those that share one of fewer groups."""
+    b, g, d, t = x.shape
+    if g != groups:
+        x = lax.reshape(x, (b, groups, g // groups, d, t)).sum(2)
     return lax.transpose(x, (0, 3, 1, 2))
 
 

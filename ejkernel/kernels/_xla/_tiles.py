@@ -52,6 +52,31 @@ class Grid:
     padding: tuple[int, int]
     divided: bool
 
+    def sweep(self, of_tile: Callable, x: tuple, add: Callable, nothing: Callable[[], Any]) -> Any:
+        """of_tile(*tile of x) of every tile, added to `nothing()` by add(total, part), each in its part of the totals.
+
+        The first of x is `Folded`. The totals, and so the parts, are named and hold the padding. Derivatives keep
+        nothing of a tile but where it starts: it is computed again.
+        """
+        tiles = len(self.starts[0])
+        if tiles == 0:
+            return nothing()
+        if tiles == 1 and self.size == self.shape:
+            return of_tile(*x)
+        nothing = varying_like(x, nothing())
+
+        @partial(jax.checkpoint, prevent_cse=False)
+        def part(x, start):
+            x = tuple(tile(a, start, self.size) for a in x)
+            if not self.divided:
+                return of_tile(*x)
+            return lax.cond(_may_see(x[0]), of_tile, lambda *_: tile(nothing, ORIGIN, self.size), *x)
+
+        def step(totals, start):
+            return put(totals, add(tile(totals, start, self.size), part(x, start)), start), None
+
+        return lax.scan(step, nothing, self.starts)[0]
+
 
 def cut(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> tuple[Folded, Grid]:
     """The operands padded to whole tiles, and the tiles that causal and window leave: all of them where packed.
@@ -84,11 +109,11 @@ def pad(x: Any, amount: tuple[int, int]) -> Any:
 
     def grow(name, a):
         widths = [(0, 0, 0)] * a.ndim
-        for axis, side in _tiled_axes(name, a):
+        for axis, side in tiled_axes(name, a):
             widths[axis] = (0, amount[side], 0)
         return lax.pad(a, np.array(_PADDING.get(name, 0)).astype(a.dtype), widths)
 
-    return _map_named(grow, x) if any(amount) else x
+    return map_named(grow, x) if any(amount) else x
 
 
 def tile(x: Any, start: Start, size: tuple[int, int]) -> Any:
@@ -96,11 +121,11 @@ def tile(x: Any, start: Start, size: tuple[int, int]) -> Any:
 
     def part(name, a):
         starts, sizes = [np.uint32(0)] * a.ndim, list(a.shape)
-        for axis, side in _tiled_axes(name, a):
+        for axis, side in tiled_axes(name, a):
             starts[axis], sizes[axis] = start[side], size[side]
         return a if tuple(sizes) == a.shape else lax.dynamic_slice(a, starts, sizes)
 
-    return _map_named(part, x)
+    return map_named(part, x)
 
 
 def put(totals: Any, parts: Any, start: Start) -> Any:
@@ -108,14 +133,14 @@ def put(totals: Any, parts: Any, start: Start) -> Any:
 
     def replaced(name, total, part):
         starts = [np.uint32(0)] * total.ndim
-        for axis, side in _tiled_axes(name, total):
+        for axis, side in tiled_axes(name, total):
             starts[axis] = start[side]
         return part if part.shape == total.shape else lax.dynamic_update_slice(total, part, starts)
 
-    return _map_named(replaced, totals, parts)
+    return map_named(replaced, totals, parts)
 
 
-def _map_named(f: Callable[..., Array], *trees: Any) -> Any:
+def map_named(f: Callable[..., Array], *trees: Any) -> Any:
     """f(name, *arrays) for the arrays under each name of dicts, or of NamedTuples."""
     first, *others = trees if isinstance(trees[0], dict) else [tree._asdict() for tree in trees]
     mapped = {
@@ -124,36 +149,10 @@ def _map_named(f: Callable[..., Array], *trees: Any) -> Any:
     return mapped if isinstance(trees[0], dict) else type(trees[0])(**mapped)
 
 
-def _tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
+def tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
     """(axis, 0 for rows or 1 for columns) of the axes that are cut."""
     sides = enumerate(AXES.get(name, ()))
     return [(axis, side) for side, axis in sides if axis is not None and x.shape[axis] != 1]
-
-
-def sweep(of_tile: Callable, x: tuple, add: Callable, nothing: Callable[[], Any], grid: Grid) -> Any:
-    """of_tile(*tile of x) of every tile, added to `nothing()` by add(total, part), each in its own part of the totals.
-
-    The first of x is `Folded`. The totals, and so the parts, are named and hold the padding. Derivatives keep nothing
-    of a tile but where it starts: it is computed again.
-    """
-    tiles = len(grid.starts[0])
-    if tiles == 0:
-        return nothing()
-    if tiles == 1 and grid.size == grid.shape:
-        return of_tile(*x)
-    nothing = varying_like(x, nothing())
-
-    @partial(jax.checkpoint, prevent_cse=False)
-    def part(x, start):
-        x = tuple(tile(a, start, grid.size) for a in x)
-        if not grid.divided:
-            return of_tile(*x)
-        return lax.cond(_may_see(x[0]), of_tile, lambda *_: tile(nothing, ORIGIN, grid.size), *x)
-
-    def step(totals, start):
-        return put(totals, add(tile(totals, start, grid.size), part(x, start)), start), None
-
-    return lax.scan(step, nothing, grid.starts)[0]
 
 
 def _may_see(x: Folded) -> Array:

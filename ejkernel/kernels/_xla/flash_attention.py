@@ -97,7 +97,11 @@ def flash_attention(
     if spec.batch_invariant:
         alone = partial(flash_attention, spec=replace(spec, batch_invariant=False), config=config)
         return Outputs(*one_by_one(lambda x: alone(*x), operands, operands.q.shape[0]))
-    x, grid = tiles.cut(operands, spec, config)
+    return forward(spec, *tiles.cut(operands, spec, config))
+
+
+def forward(spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
+    """o and lse of operands that are cut into the tiles of a grid."""
     dtype = attention.statistics_dtype(x.q.dtype)
 
     def of_tile(x):
@@ -109,15 +113,15 @@ def flash_attention(
 
     lowest, of_rows = jnp.finfo(dtype).min, partial(_of_rows, x, dtype)
     nothing = lambda: _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
-    softmax = tiles.sweep(of_tile, (x,), _merged, nothing, grid)
+    softmax = grid.sweep(of_tile, (x,), _merged, nothing)
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, dtype)
         m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
         softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
     m, l, o = tiles.trim(softmax, grid)
     if attention.hides(x) or grid.shape[1] == 0:
-        return _outputs(lax.div(o, _not_zero(l)), _lse(m, l), operands.q.dtype)
-    return _outputs(lax.div(o, l), lax.add(m, lax.log(l)), operands.q.dtype)
+        return _outputs(lax.div(o, _not_zero(l)), _lse(m, l), x.q.dtype)
+    return _outputs(lax.div(o, l), lax.add(m, lax.log(l)), x.q.dtype)
 
 
 def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
@@ -162,9 +166,13 @@ def flash_attention_jvp(
     if spec.batch_invariant:
         alone = partial(flash_attention_jvp, spec=replace(spec, batch_invariant=False), config=config)
         return Outputs(*one_by_one(lambda x: alone(*x), (primals, outputs, tangents), primals.q.shape[0]))
-    x, grid = tiles.cut(primals, spec, config)
-    dx = tiles.pad(attention.fold(tangents, primals.k.shape[2]), grid.padding)
-    lse = lax.stop_gradient(_floored(_fold_outputs(outputs, primals, grid).lse))
+    return tangent(outputs, tangents, spec, *tiles.cut(primals, spec, config))
+
+
+def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
+    """The tangents of o and lse, given the operands that are cut into the tiles of a grid."""
+    dx = tiles.pad(attention.fold(tangents, x.q.shape[1]), grid.padding)
+    lse = lax.stop_gradient(_floored(_fold_outputs(outputs, x, grid).lse))
 
     def sums(x, dx, rows):
         logits = _logits(x, spec)
@@ -179,14 +187,14 @@ def flash_attention_jvp(
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_dead(dx, logits.living).v)}
 
     of_rows = partial(_of_rows, x, lse.dtype)
-    totals = tiles.sweep(sums, (x, dx, _Rows(lse)), _added, lambda: {"l": of_rows(1), "dlse": of_rows(1)}, grid)
+    totals = grid.sweep(sums, (x, dx, _Rows(lse)), _added, lambda: {"l": of_rows(1), "dlse": of_rows(1)})
     excess = _excess(totals["l"], x, lse)
     dlse = totals["dlse"] * jnp.exp(-excess)
     if dx.sinks is not None:
         dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = _Rows(lse, excess, dlse=dlse)
-    do = tiles.sweep(change, (x, dx, rows), _added, lambda: {"do": of_rows(x.v.shape[-1])}, grid)["do"]
-    return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=primals.q.dtype)
+    do = grid.sweep(change, (x, dx, rows), _added, lambda: {"do": of_rows(x.v.shape[-1])})["do"]
+    return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=x.q.dtype)
 
 
 @kernel_registry.register("flash_attention_bwd", Platform.XLA, Backend.ANY)
@@ -207,8 +215,20 @@ def flash_attention_bwd(
         batch = primals.q.shape[0]
         summed = [n for n, name in enumerate(wrt) if getattr(primals, name).shape[0] < batch]
         return tuple(one_by_one(lambda x: alone(*x), (primals, outputs, cotangents), batch, summed))
-    x, grid = tiles.cut(primals, spec, config)
-    rows = _rows_of_backward(primals, outputs, cotangents, x, spec, grid)
+    return backward(primals, outputs, cotangents, wrt, spec, *tiles.cut(primals, spec, config))
+
+
+def backward(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    wrt: tuple[str, ...],
+    spec: FlashAttentionSpec,
+    x: Folded,
+    grid: tiles.Grid,
+) -> tuple[Array, ...]:
+    """The cotangents of the operands named in wrt, x being the operands that are cut into the tiles of a grid."""
+    rows = _rows_of_backward(outputs, cotangents, x, spec, grid)
     (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
     shapes = {"q": x.q.shape, "k": (b, g, d, t), "v": (b, g, e, t)}
     shapes |= {name: getattr(x, name).shape for name in ("bias", "softmax_scale") if name in wrt}
@@ -232,13 +252,14 @@ def flash_attention_bwd(
         }
         return {name: parts[name]() for name in shapes}
 
-    totals = tiles.trim(tiles.sweep(gradients, (x, rows), _added, nothing, grid), grid) if shapes else {}
+    totals = tiles.trim(grid.sweep(gradients, (x, rows), _added, nothing), grid) if shapes else {}
     if "sinks" in wrt:
         of_rows = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
         totals["dsinks"] = attention.sum_to(of_rows.sum(3, keepdims=True), x.sinks.shape)
     for name in {"q", "k", "softmax_scale"}.intersection(wrt):
         totals["d" + name] = scaled(totals["d" + name], spec.softmax_scale)
-    unfold = {"q": unfold_rows, "k": unfold_columns, "v": unfold_columns}
+    columns = partial(unfold_columns, groups=x.k.shape[1])
+    unfold = {"q": unfold_rows, "k": columns, "v": columns}
     like = {name: getattr(primals, name) for name in wrt}
     return tuple(
         lax.convert_element_type(lax.reshape(unfold.get(name, _as_it_is)(totals["d" + name]), x.shape), x.dtype)
@@ -247,11 +268,11 @@ def flash_attention_bwd(
 
 
 def _rows_of_backward(
-    primals: Operands, outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: tiles.Grid
+    outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: tiles.Grid
 ) -> _Rows:
-    lse = _fold_outputs(outputs, primals, grid).lse
+    lse = _fold_outputs(outputs, x, grid).lse
     sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
-    do, dlse = (attention.zero_where_dead(sees, a) for a in _fold_outputs(cotangents, primals, grid))
+    do, dlse = (attention.zero_where_dead(sees, a) for a in _fold_outputs(cotangents, x, grid))
     do, lse = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(_floored(lse))
 
     def sums(x, rows):
@@ -262,7 +283,7 @@ def _rows_of_backward(
         return {"l": over_row(lax.reduce_sum, p), "delta": delta}
 
     nothing = lambda: {"l": _of_rows(x, lse.dtype, 1), "delta": _of_rows(x, lse.dtype, 1)}
-    totals = tiles.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing, grid)
+    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing)
     excess = _excess(totals["l"], x, lse)
     delta = lax.mul(totals["delta"], lax.exp(lax.neg(excess)))
     return _Rows(lse, excess, delta if dlse is None else lax.sub(delta, dlse), do)
@@ -361,9 +382,9 @@ def _of_rows(x: Folded, dtype: Any, width: int, value: float = 0) -> Array:
     return lax.full((*x.q.shape[:4], width), value, dtype)
 
 
-def _fold_outputs(outputs: Outputs, operands: Operands, grid: tiles.Grid) -> Outputs:
+def _fold_outputs(outputs: Outputs, x: Folded, grid: tiles.Grid) -> Outputs:
     """o [b,g,r,s,e] and lse [b,g,r,s,1], padded."""
-    groups = operands.k.shape[2]
+    groups = x.q.shape[1]
     o = None if outputs.o is None else fold_rows(outputs.o, groups)
     lse = None if outputs.lse is None else lax.expand_dims(fold_heads(outputs.lse, groups), (4,))
     return tiles.pad(Outputs(o, lse), grid.padding)
