@@ -8,6 +8,7 @@ does not vary), so that one table of axes says how to check shapes, fold a mappe
 `b? h? …` may have size 1 and is then broadcast.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -96,12 +97,19 @@ TABLE = {
     "lse": axes("b h s"),
 }
 
+
+def dtypes_of_outputs(dtypes: Mapping[str, Any], spec: FlashAttentionSpec) -> dict[str, Any]:
+    """o has that of q, lse that of statistics."""
+    del spec
+    return {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)}
+
+
 flash_attention = Trio(
     "flash_attention",
     Operands,
     Outputs,
     TABLE,
     differentiable=("q", "k", "v", "bias", "sinks", "softmax_scale"),
-    dtypes=lambda dtypes, spec: {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)},
+    dtypes=dtypes_of_outputs,
     layout=Layout(advice="shard the sequence with ring attention under shard_map"),
 )

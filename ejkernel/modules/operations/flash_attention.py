@@ -9,27 +9,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from ...errors import shown, type_error, value_error
 from ...ops.utils.operands import random_like
-from ...primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
+from ...primitives.flash_attention import FlashAttentionSpec, Operands
 from ...primitives.flash_attention import flash_attention as algorithm
 from ...types import CuSeqlens, DropoutKey, LogitsBias, LogitsMask, Scale, Sinks, Window, visible_pairs
 from .._operation import Operation, Prepared
-from ._arguments import (
-    align,
-    array,
-    array_or_none,
-    int32,
-    require_cuts,
-    require_dtype,
-    require_known,
-    require_rank,
-    require_same_dtype,
-    size_or_none,
-    static_bool,
-    static_scale,
-)
-from ._attention import dropout_words, key_of_seed, segment_ids, sinks_of_heads, softcap_for, window_within
+from ._arguments import align
+from ._attention import attention_call, dropout_words, key_of_seed, results_of
 
 NAME = algorithm.name
 
@@ -114,147 +100,35 @@ def flash_attention_arguments(
 
     FlashAttention-2, arXiv 2307.08691; FlashAttention-3, arXiv 2407.08608.
     """
-    q, k, v = (array(NAME, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    cu_seqlens_q = array_or_none(NAME, "cu_seqlens_q", cu_seqlens_q)
-    cu_seqlens_k = array_or_none(NAME, "cu_seqlens_k", cu_seqlens_k)
-    packed = _is_packed(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    if packed:
-        _check_packed(cu_seqlens_q, cu_seqlens_k, q_segment_ids, kv_segment_ids)
-        q, k, v = q[None], k[None], v[None]
-    elif max_seqlen_q is not None or max_seqlen_k is not None:
-        raise value_error(NAME, "max_seqlen_q and max_seqlen_k are for packed sequences: give cu_seqlens_q and _k")
-    _check_arrays(q, k, v)
-    if (q_segment_ids is None) != (kv_segment_ids is None):
-        alone, other = ("q", "kv") if kv_segment_ids is None else ("kv", "q")
-        raise value_error(NAME, f"{alone}_segment_ids is given without {other}_segment_ids; both or neither")
-    scale, traced_scale = _scale(softmax_scale, q)
-    q_segment_ids, kv_segment_ids = segment_ids(NAME, q_segment_ids, kv_segment_ids, q, k)
-    operands = Operands(
-        q,
-        k,
-        v,
-        bias=_pairwise("bias", bias, np.floating, "a float type", q, k),
-        mask=_pairwise("mask", mask, np.bool_, "bool", q, k),
-        q_segment_ids=q_segment_ids,
-        kv_segment_ids=kv_segment_ids,
-        sinks=sinks_of_heads(NAME, sinks, q.shape[2], q),
-        softmax_scale=traced_scale,
-        cu_seqlens_q=int32(cu_seqlens_q)[None] if packed else None,
-        cu_seqlens_k=int32(cu_seqlens_k)[None] if packed else None,
-        dropout=dropout_words(NAME, dropout_rate, dropout_key, q),
+    operands, options = attention_call(
+        NAME,
+        Operands(
+            q,
+            k,
+            v,
+            bias,
+            mask,
+            q_segment_ids,
+            kv_segment_ids,
+            sinks,
+            softmax_scale,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            dropout_key,
+        ),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        precision=precision,
     )
-    spec = FlashAttentionSpec(
-        causal=static_bool(NAME, "causal", causal),
-        window=window_within(NAME, window, q, k),
-        softcap=softcap_for(NAME, softcap, q),
-        softmax_scale=scale,
-        dropout_rate=float(dropout_rate),
-        max_seqlen_q=size_or_none(NAME, "max_seqlen_q", max_seqlen_q, q.shape[1], least=0),
-        max_seqlen_k=size_or_none(NAME, "max_seqlen_k", max_seqlen_k, k.shape[1], least=0),
-        deterministic=static_bool(NAME, "deterministic", deterministic),
-        batch_invariant=static_bool(NAME, "batch_invariant", batch_invariant),
-        precision=_precision(precision),
-    )
-    return_lse = static_bool(NAME, "return_lse", return_lse)
+    finish = results_of(NAME, operands, return_lse)
     named = align(algorithm.forward, {name: x for name, x in operands._asdict().items() if x is not None})
-
-    def finish(out: dict[str, Any]):
-        o, lse = Outputs(**{name: x[0] if packed else x for name, x in out.items()})
-        return (o, lse) if return_lse else o
-
-    return Prepared(named, spec, finish)
-
-
-def _is_packed(q, k, v, cu_seqlens_q, cu_seqlens_k) -> bool:
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        require_rank(NAME, 4, "batch, length, heads, features (or 3 with cu_seqlens_q and cu_seqlens_k)", q=q, k=k, v=v)
-        return False
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        raise value_error(NAME, "cu_seqlens_q and cu_seqlens_k must be given together")
-    require_rank(NAME, 3, "tokens, heads, features, since cu_seqlens are given", q=q, k=k, v=v)
-    return True
-
-
-def _check_packed(cu_seqlens_q, cu_seqlens_k, q_segment_ids, kv_segment_ids) -> None:
-    if q_segment_ids is not None or kv_segment_ids is not None:
-        raise value_error(NAME, "segment ids and cu_seqlens both divide the tokens into sequences; give one of them")
-    lengths = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    require_cuts(NAME, **lengths)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise value_error(NAME, "cu_seqlens_q and cu_seqlens_k must both have sequences + 1 ≥ 2 entries", **lengths)
-
-
-def _check_arrays(q, k, v) -> None:
-    shown = dict(q=q, k=k, v=v)
-    require_dtype(NAME, np.floating, "a float type", **shown)
-    require_same_dtype(NAME, **shown)
-    (batch, _, heads, depth), (_, length, groups, _) = q.shape, k.shape
-    for name, x in shown.items():
-        if 0 in x.shape[2:]:
-            raise value_error(
-                NAME, f"{name} has {x.shape[2]} heads of {x.shape[3]} features; neither may be 0", **shown
-            )
-    for name, x in (("k", k), ("v", v)):
-        if x.shape[0] != batch:
-            raise value_error(NAME, f"{name} has batch {x.shape[0]} but q has {batch}; they must be equal", **shown)
-    if k.shape[-1] != depth:
-        raise value_error(NAME, f"k has {k.shape[-1]} features but q has {depth}; they must be equal", q=q, k=k)
-    if v.shape[1:3] != (length, groups):
-        raise value_error(
-            NAME,
-            f"v has length {v.shape[1]} and {v.shape[2]} heads but k has {length} and {groups}; they must be equal",
-            k=k,
-            v=v,
-        )
-    if heads % groups:
-        raise value_error(
-            NAME,
-            f"k has {groups} heads but q has {heads}; query heads must be a multiple of key/value heads",
-            q=q,
-            k=k,
-        )
-
-
-def _precision(precision):
-    if precision is not None and not isinstance(precision, str):
-        raise type_error(NAME, f"precision is {shown(precision)}; it must be None or 'e4m3'")
-    if precision not in (None, "e4m3"):
-        raise value_error(NAME, f"precision is {shown(precision)}; it must be None or 'e4m3'")
-    return precision
-
-
-def _statistics_dtype(q):
-    """float32, or float64 with such inputs. By the table of numpy: that of jax may be set to refuse."""
-    return np.promote_types(q.dtype, np.float32)
-
-
-def _scale(scale, q):
-    """The static scale and the traced one: a traced scale is an operand, and the static one is then 1."""
-    if scale is None:
-        require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
-        return q.shape[-1] ** -0.5, None
-    if isinstance(scale, jax.Array | jax.core.Tracer):
-        if scale.shape != ():
-            raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
-        require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
-        return 1.0, scale.astype(_statistics_dtype(q)).reshape(1, 1)
-    return static_scale(NAME, scale, _statistics_dtype(q)), None
-
-
-def _pairwise(name: str, x, kind, wanted: str, q, k):
-    """bias or mask with four axes, each of the logits' size or 1."""
-    if x is None:
-        return None
-    x = array(NAME, name, x)
-    require_dtype(NAME, kind, wanted, **{name: x})
-    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    if len(x.shape) > 4 or any(s not in (1, f) for s, f in zip(x.shape[::-1], full[::-1], strict=False)):
-        raise value_error(
-            NAME,
-            f"{name} of shape {x.shape} does not broadcast to {full}, the shape of the logits [batch, heads, q, k]",
-            **{name: x, "q": q, "k": k},
-        )
-    return x.reshape((1,) * (4 - len(x.shape)) + x.shape)
+    return Prepared(named, FlashAttentionSpec(**options), finish)
 
 
 class FlashAttention(Operation):
@@ -295,7 +169,7 @@ class FlashAttention(Operation):
             elif name == "softmax_scale":
                 values[name] = jnp.full(x.shape, operands["q"].shape[-1] ** -0.5, x.dtype)
             elif name == "dropout":
-                values[name] = dropout_words(NAME, spec.dropout_rate, jax.random.key(0), values["q"])
+                values[name] = dropout_words(cls.algorithm.name, spec.dropout_rate, jax.random.key(0), values["q"])
         return values
 
     @classmethod
@@ -319,7 +193,7 @@ class FlashAttention(Operation):
         seed, rate = arguments.get("dropout_key"), arguments.get("dropout_rate")
         if seed is None and not (isinstance(rate, float | np.floating) and rate > 0):
             return dict(arguments)
-        return dict(arguments, dropout_key=key_of_seed(NAME, 0 if seed is None else seed))
+        return dict(arguments, dropout_key=key_of_seed(cls.algorithm.name, 0 if seed is None else seed))
 
     @classmethod
     def place(
@@ -330,5 +204,5 @@ class FlashAttention(Operation):
         if not rate:
             return dict(arrays), dict(specs)
         spec = (*specs["q"], None, None, None)
-        rows = dropout_words(NAME, rate, given.get("dropout_key"), arrays["q"])
+        rows = dropout_words(cls.algorithm.name, rate, given.get("dropout_key"), arrays["q"])
         return dict(arrays, dropout_key=rows), dict(specs, dropout_key=PartitionSpec(spec[0], spec[2]))
