@@ -29,6 +29,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from ejkernel.compat import find_mosaic_runtime, is_for_export
+from ejkernel.ops.core.programs import check_kernels_may_be_made
 from ejkernel.ops.utils.fingerprints import versions_fingerprint
 from ejkernel.ops.utils.shared_file import cache_directory
 from ejkernel.types import Target
@@ -121,8 +122,10 @@ def _stored(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
     """The module whose `main` is the kernel, in bytes; None for one that is not a function of its arguments alone."""
     path = Path(cache_directory()).expanduser() / "lowered" / _digest(kernel, avals)
     if path not in _in_memory:
-        if (module := _read(path)) is None and (module := _made(kernel, avals)) is not None:
-            _write(path, module)
+        if (module := _read(path)) is None:
+            check_kernels_may_be_made()
+            if (module := _made(kernel, avals)) is not None:
+                _write(path, module)
         _in_memory[path] = module
     return _in_memory[path]
 

@@ -291,7 +291,50 @@ def test_of_searches_without_result_one_line_is_told(event, monkeypatch, capsys,
     assert told.startswith("ejkernel: several@v1: a budget of 0.05 s is too short to compare two configs")
 
 
+class OnDisk(Several):
+    """Kernels that are lowered before, of the blocks `kept`."""
+
+    kept = ()
+
+    def run(self, a, *, cfg):
+        if cfg.block not in self.kept and cfg != HEURISTIC:
+            programs.check_kernels_may_be_made()
+        return super().run(a, cfg=cfg)
+
+
+@pytest.mark.parametrize("kept, lowered", [((3,), [3]), ((2, 4), [2, 4]), ((), [2, 3, 4])])
+def test_within_a_budget_no_kernel_is_lowered_anew_where_one_is_kept_on_disk(clock, steps, kept, lowered):
+    kernel = OnDisk()
+    kernel.kept = kept
+    assert {config.block for config in measured(kernel, 3).times} == {1, *lowered}
+    assert [config.block for config in steps.of("lowered")] == [1, *lowered]
+
+
+def test_without_a_budget_all_are_lowered(steps):
+    assert set(measured(OnDisk(), float("inf")).times) == set(SPACE)
+
+
 # --- What is kept
+
+
+def test_what_came_to_nothing_in_two_processes_is_not_searched_again(slow_timing, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "300")
+    events = []
+
+    def in_a_new_process():
+        monkeypatch.setattr(progress, "_told", threading.Event())
+        run = executor(
+            persistent=PersistentCache(tmp_path), autotune=True, on_event=lambda event, *_: events.append(event)
+        )
+        config, told = ran(run(Several(), ones())), capsys.readouterr().err
+        searched, _ = events == ["autotune_start", "heuristics"], events.clear()
+        return config, searched, told.partition("choose (")[2].partition(";")[0]
+
+    assert in_a_new_process() == (HEURISTIC, True, "the next may get further")
+    assert in_a_new_process() == (HEURISTIC, True, "no run searches again")
+    assert in_a_new_process() == (HEURISTIC, False, "")
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "500")
+    assert in_a_new_process()[0] == SPACE[1], "a larger budget is another matter"
 
 
 def entry(store, key):

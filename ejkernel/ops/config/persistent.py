@@ -58,13 +58,26 @@ class PersistentCache:
         except TypeError as error:
             file.warn(str(error))
 
-    def path_of(self, device: str | None = None) -> str:
-        """The file for `device`, a table like any other: it may be copied, and read with `load_table`."""
-        return path_in(self._path or cache_directory(), device or device_fingerprint())
+    def budgets_spent(self, key: str, device: str | None = None) -> list[float]:
+        """The seconds of each search for the config of `key` that ended before two configs could be compared."""
+        entry = self._file(device, "searches").read().get(key)
+        spent = entry.get("budgets_spent") if isinstance(entry, dict) else None
+        return [s for s in spent if isinstance(s, int | float)] if isinstance(spent, list) else []
 
-    def _file(self, device: str | None) -> SharedFile:
-        path = self.path_of(device)
-        return self._files.get(path) or self._files.setdefault(path, SharedFile(path))
+    def put_budget_spent(self, key: str, seconds: float, device: str | None = None) -> None:
+        """Adds a search to `budgets_spent`, in a file beside that of the configs: it found none."""
+        spent = [*self.budgets_spent(key, device), seconds]
+        self._file(device, "searches").write({key: {"budgets_spent": spent}})
+
+    def path_of(self, device: str | None = None, kind: str = "configs") -> str:
+        """The file for `device`; that of its configs is a table: it may be copied, and read with `load_table`."""
+        folder = self._path or cache_directory()
+        folder = folder if kind == "configs" else os.path.join(os.fspath(folder), kind)
+        return path_in(folder, device or device_fingerprint())
+
+    def _file(self, device: str | None, kind: str = "configs") -> SharedFile:
+        path = self.path_of(device, kind)
+        return self._files.get(path) or self._files.setdefault(path, SharedFile(path, kind))
 
 
 def entry_of(config: Any, tried: tuple[int, int] | None = None) -> dict[str, Any]:

@@ -6,8 +6,9 @@ The first that has an answer gives it. What was measured is kept, in memory and 
 Where a call has to wait for the measuring, `EJKERNEL_AUTOTUNE_BUDGET_S` bounds that (0: nothing is measured); the
 forward and the backward of a gradient are two calls. The best of those that were timed is kept then too, and its entry
 on disk says how many were tried: it serves as it is, until `ejkernel tune` or `autotune_recorded`, which take their
-time, put that of all in its place. Where there was no time to compare two, heuristics choose and nothing is stored; a
-later process, which finds what this one lowered, gets further.
+time, put that of all in its place. Where there was no time to compare two, heuristics choose and no config is stored.
+A second process, which finds on disk what the first one lowered, may get further; where it does not, the budget is too
+short on this machine, and heuristics choose without a search from then on.
 """
 
 import math
@@ -45,6 +46,9 @@ class AutotunePolicy:
     allow_heuristics: bool = True
 
 
+# Searches for the config of a call that may end without one: that of a process that lowers the kernels, and that of one
+# that finds them on disk.
+_SEARCHES = 2
 _POLICIES = {
     "autotune": AutotunePolicy(),
     "heuristics": AutotunePolicy(allow_autotune=False),
@@ -201,6 +205,8 @@ class ConfigSelectorChain(Generic[Cfg]):
         if reason := self.tuner.refusal(inv):
             self._warn_once(f"{reason}; the heuristic ones are used")
             return None
+        if self._was_too_short(budget, key, inv):
+            return None
         first = self.outdated(kernel, inv, key, space)
         space = space if first is None else list(dict.fromkeys([first, *space]))
         with self._measurements.of(key):
@@ -210,14 +216,20 @@ class ConfigSelectorChain(Generic[Cfg]):
                 return self.measure(kernel, inv, budget, space)
             except BudgetSpent as spent:
                 self._not_measurable.add(key)
-                tell_once(
-                    f"{spent}, and heuristics choose (a later run may get further; `ejkernel tune` takes its time)"
-                )
+                if self.persistent is not None:
+                    self.persistent.put_budget_spent(key, budget, inv.device_fingerprint)
+                later = "no run searches again" if self._was_too_short(budget, key, inv) else "the next may get further"
+                tell_once(f"{spent}, and heuristics choose ({later}; `ejkernel tune` takes its time)")
                 return None
             except EjkernelRuntimeError as error:
                 self._not_measurable.add(key)
                 self._warn_once(f"{error}; the heuristic config is used")
                 return None
+
+    def _was_too_short(self, budget: float, key: str, inv: Invocation) -> bool:
+        """Whether searches with no smaller budget, in earlier processes on this machine, have come to nothing."""
+        spent = [] if self.persistent is None else self.persistent.budgets_spent(key, inv.device_fingerprint)
+        return sum(seconds >= budget for seconds in spent) >= _SEARCHES
 
     def _guessed(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg:
         if self.policy.allow_heuristics:

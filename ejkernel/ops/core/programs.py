@@ -1,5 +1,6 @@
 """A call with each of several configs as a compiled program, made in threads within the time that there is."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from ejkernel.errors import EjkernelRuntimeError
+
 from ..utils.operands import is_array
 from .budget import Deadline, monotonic
 from .kernel import Invocation, Kernel
@@ -16,9 +19,9 @@ from .kernel import Invocation, Kernel
 T = TypeVar("T")
 Lower = Callable[[Any], jax.stages.Lowered]
 
-# Lowering is mostly Python, which runs one thread at a time: where time is short, the next program sooner is worth more
-# than two later. Triton's compiler is not Python, and all are wanted where there is no deadline.
-_LOWERED_AT_ONCE, _LOWERED_AT_ONCE_WITHOUT_DEADLINE = 1, 2
+# Where there is no deadline: Triton's compiler is not Python. Else one, for most of lowering is, which runs one thread
+# at a time, and where time is short the next program sooner is worth more than two later.
+_LOWERED_AT_ONCE = 2
 # Of the time that is left, what may be taken before that which is ready is measured.
 _SHARE_OF_COMPILERS = 2 / 3
 
@@ -49,16 +52,44 @@ def lowered(kernel: Kernel, inv: Invocation, config: Any) -> jax.stages.Lowered:
     return jax.jit(call).lower(*(leaf for leaf in leaves if is_array(leaf)))
 
 
+class KernelNotKept(EjkernelRuntimeError):
+    """A kernel is not on disk as it is lowered, and was not to be lowered anew."""
+
+
+_lowering = threading.local()
+
+
+@contextlib.contextmanager
+def kept_kernels_only() -> Iterator[None]:
+    """Within it, to lower a kernel of those that are kept on disk, which is not there, raises KernelNotKept."""
+    _lowering.kept_only = True
+    try:
+        yield
+    finally:
+        _lowering.kept_only = False
+
+
+def check_kernels_may_be_made() -> None:
+    """Called before a kernel that is not on disk is lowered.
+
+    Raises:
+        KernelNotKept: within `kept_kernels_only`.
+    """
+    if getattr(_lowering, "kept_only", False):
+        raise KernelNotKept("the kernel is not on disk")
+
+
 def compiled_in_turn(
     lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered, deadline: Deadline
 ) -> Iterator[tuple[Any, Future]]:
     """Each config with its compiled program, or the error of making it; `first` is that of the first, lowered already.
 
     They are lowered in their order and compiled beside each other, as many as there are cores, when the first of them
-    is due. They come in their order too, but for those that are ready after their turn, which come then. While one is
-    asked for nothing is being lowered: that would disturb the issuing of short calls. Those that are not ready at the
-    deadline do not come: what is being lowered or compiled then is brought to its end, for it is kept where lowered
-    kernels are, and nothing else is begun.
+    is due. Where there is a deadline, those whose kernels are kept on disk come first; others are made only if that is
+    none, for one that is made takes as long as many that are read. They come in their order too, but for those that
+    are ready after their turn, which come then. While one is asked for nothing is being lowered: that would disturb
+    the issuing of short calls. Those that are not ready at the deadline do not come: what is being lowered or compiled
+    then is brought to its end, for it is kept where lowered kernels are, and nothing else is begun.
 
     Raises:
         TimeoutError: the first was not ready at the deadline, or something was still being lowered.
@@ -85,15 +116,18 @@ class _Batch:
         self._programs = {config: Future() for config in configs}
         self._as_here = _in_the_contexts_of_this_thread()
         self._compilers = ThreadPoolExecutor(len(configs))
-        waiting = iter(configs)
         if first:
-            self._compile(next(waiting), first)
+            self._compile(configs[0], first)
+            configs = configs[1:]
+        waiting, turn = iter(configs), threading.Lock()
         unlimited = deadline.timeout() is None
-        at_once = _LOWERED_AT_ONCE_WITHOUT_DEADLINE if unlimited else _LOWERED_AT_ONCE
-        lowerers, turn = ThreadPoolExecutor(at_once), threading.Lock()
-        self._lowering = [
-            lowerers.submit(self._as_here, lambda: self._lower_all(waiting, turn)) for _ in range(at_once)
-        ]
+        work = (
+            [lambda: self._lower_all(waiting, turn)] * _LOWERED_AT_ONCE
+            if unlimited
+            else [lambda: self._lower_kept_or_all(configs)]
+        )
+        lowerers = ThreadPoolExecutor(len(work))
+        self._lowering = [lowerers.submit(self._as_here, each) for each in work]
         lowerers.shutdown(wait=False)
 
     def ready(self) -> Iterator[tuple[Any, Future]]:
@@ -120,24 +154,43 @@ class _Batch:
         self._given_up.set()
         self._compilers.shutdown(wait=False)
 
+    def _lower_kept_or_all(self, configs: Sequence[Any]) -> None:
+        """Lowers those whose kernels are on disk; all, while there is time, where that is none."""
+        others = []
+        with kept_kernels_only():
+            for config in configs:
+                if not self._lower_next(config):
+                    others.append(config)
+        for config in others:
+            if len(others) < len(configs):
+                self._programs[config].set_exception(CancelledError())
+            else:
+                self._lower_next(config)
+
     def _lower_all(self, waiting: Iterator[Any], turn: threading.Lock) -> None:
         while True:
             with turn:
                 if (config := next(waiting, None)) is None:
                     return
-            program = self._programs[config]
-            try:
-                # The next takes about as long as the last.
-                if self._given_up.is_set() or self._seconds_of_the_last > self._until.seconds_left:
-                    raise CancelledError
-                began = monotonic()
-                made = self._lower(config)
-                self._seconds_of_the_last = monotonic() - began
-                if self._deadline.passed:
-                    raise CancelledError
-                self._compile(config, made)
-            except Exception as error:
-                program.set_exception(error)
+            self._lower_next(config)
+
+    def _lower_next(self, config: Any) -> bool:
+        """Lowers a config and has it compiled, if there is time; False where it has to be on disk, and is not."""
+        try:
+            # The next takes about as long as the last.
+            if self._given_up.is_set() or self._seconds_of_the_last > self._until.seconds_left:
+                raise CancelledError
+            began = monotonic()
+            made = self._lower(config)
+            self._seconds_of_the_last = monotonic() - began
+            if self._deadline.passed:
+                raise CancelledError
+            self._compile(config, made)
+        except KernelNotKept:
+            return False
+        except Exception as error:
+            self._programs[config].set_exception(error)
+        return True
 
     def _compile(self, config: Any, made: jax.stages.Lowered) -> None:
         program = self._programs[config]
