@@ -67,9 +67,9 @@ def _compiled(operation: str, options: tuple, derivative: str, wrt: tuple, dtype
     return traced(run)
 
 
-def expected(call: Call, neighbour: int = 0, eps: float | None = None) -> tuple[Any, Any]:
+def expected(call: Call, neighbour: int = 0, eps: float | None = None, flushed: bool = False) -> tuple[Any, Any]:
     """(exact, rounded) results of all examples, stacked as the call stacks them; of the call whose numbers are moved
-    by up to one unit of their last place, or by eps, for another neighbour than 0."""
+    by up to one unit of their last place, or by eps, for another neighbour than 0, or whose subnormal ones are 0."""
     options = tuple((n, x) for n, x in call.options.items() if n != "config")
     derivative = SAME.get(call.derivative, call.derivative)
     run = _compiled(call.operation, options, derivative, call.wrt, call.dtype)
@@ -78,7 +78,7 @@ def expected(call: Call, neighbour: int = 0, eps: float | None = None) -> tuple[
     both = np.empty(examples.shape, object), np.empty(examples.shape, object)
     with jax.enable_x64(True):
         for at in np.ndindex(*examples.shape):
-            x, u, t = of_example(call, examples[at])
+            x, u, t = of_example(call, examples[at], flushed)
             facts = call.module.facts(call, x)
             args = moved(call, (moving(call, x), u, t), neighbour, eps)
             for part, found in zip(both, run(facts, *args, rng=rng), strict=True):
@@ -86,15 +86,23 @@ def expected(call: Call, neighbour: int = 0, eps: float | None = None) -> tuple[
     return tuple(_joined(call, part) for part in both)
 
 
-def of_example(call: Call, example: tuple[int, ...]) -> tuple:
-    """Arrays, and wide cotangents and tangents."""
-    x = call.arrays(example)
+def of_example(call: Call, example: tuple[int, ...], flushed: bool = False) -> tuple:
+    """Arrays, and wide cotangents and tangents; with 0 in the place of subnormal numbers if these are `flushed`."""
+    kept = without_subnormals if flushed else lambda a: a
+    x = {name: kept(a) for name, a in call.arrays(example).items()}
     if call.derivative == "none":
         return x, None, None
     types = [jax.ShapeDtypeStruct(shape_of(call, axes), dtype) for axes, dtype in call.module.results(call)]
     u = call.directions("cotangents", dict(enumerate(types)), example).values()
     t = call.directions("tangents", {n: x[n] for n in call.wrt}, example)
-    return x, [a.astype(np.float64) for a in u], {n: a.astype(np.float64) for n, a in t.items()}
+    return x, [kept(a).astype(np.float64) for a in u], {n: kept(a).astype(np.float64) for n, a in t.items()}
+
+
+def without_subnormals(a: np.ndarray) -> np.ndarray:
+    """As a device takes it whose floats flush subnormal numbers to 0."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return a
+    return np.where(np.abs(a.astype(np.float64)) < float(jnp.finfo(a.dtype).smallest_normal), 0, a).astype(a.dtype)
 
 
 def moved(call: Call, args: Any, neighbour: int, eps: float | None) -> Any:
