@@ -68,20 +68,20 @@ class Kernel(Generic[Cfg, Out]):
     """
 
     version = 1
-    """Part of the operation's identity: raise it to forget every config that was stored for the kernel."""
+    """Part of the operation's identity. Raise it to forget every config that was stored for the kernel."""
 
     run_triton = None
-    """`run_triton(*args, cfg, **kwargs)`, taken on CUDA and ROCm; None: `run_xla`, else `run`."""
+    """`run_triton(*args, cfg, **kwargs)`, taken on CUDA and ROCm. Where it is None, `run_xla` is taken, else `run`."""
     run_cuda = None
     """`run_cuda(*args, cfg, **kwargs)`, taken on CUDA where there is no `run_triton`."""
     run_cute = None
     """`run_cute(*args, cfg, **kwargs)`, taken on CUDA where there is neither of these."""
     run_pallas = None
-    """`run_pallas(*args, cfg, **kwargs)`, taken on TPU; None: `run_xla`, else `run`."""
+    """`run_pallas(*args, cfg, **kwargs)`, taken on TPU. Where it is None, `run_xla` is taken, else `run`."""
     run_xla = None
-    """`run_xla(*args, cfg, **kwargs)`, taken on CPU and where a platform has no method of its own; None: `run`."""
+    """`run_xla(*args, cfg, **kwargs)`, taken on CPU and where a platform has no method of its own. Else `run` is."""
     custom_vjp = None
-    """`custom_vjp(primals, cfg, kwargs, cotangents)`: a gradient for each positional operand, None for no gradient.
+    """`custom_vjp(primals, cfg, kwargs, cotangents)` gives a gradient for each positional operand, None for none.
 
     `cotangents` is a tuple with one for each array that `run` returns, None for one of integers. A kernel without
     `custom_vjp` has the gradients of `run`.

@@ -1,0 +1,81 @@
+"""A sphinx extension: the formulas of docstrings, which are indented lines of Unicode, become blocks of mathematics.
+
+An indented paragraph with a sign of mathematics in it is a formula; any other one is code.
+"""
+
+import re
+from typing import Any
+
+_SIGNS = {
+    "·": r" \cdot ",
+    "Σ": r"\sum",
+    "∂": r"\partial ",
+    "−": "-",
+    "∞": r"\infty",
+    "≤": r" \le ",
+    "≥": r" \ge ",
+    "∈": r" \in ",
+    "→": r" \to ",
+    "⌈": r"\lceil ",
+    "⌉": r"\rceil ",
+    "…": r"\ldots ",
+    "ᵀ": "^T",
+    "≈": r" \approx ",
+}
+_FUNCTIONS = {"exp", "log", "tanh", "sin", "cos"}
+_TOKEN = re.compile(r"\{[^}]*\}|[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*|\s+|.")
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Formulas are made before napoleon reads the sections of a docstring."""
+    app.connect("autodoc-process-docstring", _docstring, priority=400)
+    return {"parallel_read_safe": True}
+
+
+def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = "\n".join(map(_paragraph, re.split(r"\n(?:[ \t]*\n)+", "\n".join(lines)))).split("\n")
+
+
+def _paragraph(text: str) -> str:
+    if not text.startswith("    "):
+        return _escaped(text) + "\n"
+    if re.search("|".join(_SIGNS), text):
+        formulas = re.split(r"\s*\n\s*|\s{3,}", text.strip())
+        rows = "".join(f"    {latex(formula)} \\\\\n" for formula in formulas)
+        return f".. math::\n\n    \\begin{{gathered}}\n{rows}    \\end{{gathered}}\n"
+    return f".. code-block:: none\n\n{text}\n"
+
+
+def _escaped(text: str) -> str:
+    """Outside of backticks asterisks and underscores are just that; a letter may follow one; no type is returned."""
+    text = re.sub(r"(?<=^Returns:\n    )(?=\S)", ": ", text)
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [re.sub(r"_(?!\w)", r"\\_", re.sub(r"\*", r"\\*", part)) for part in parts[::2]]
+    return re.sub(r"(`[^`]*`)(?=\w)", r"\1\\ ", "".join(parts))
+
+
+def latex(formula: str) -> str:
+    """A line of a formula in LaTeX: of `s_ij = cap · tanh(s_ij)`, `s_{ij} = \\mathrm{cap} \\cdot \\tanh (s_{ij})`."""
+    tex = "".join(map(_token, _TOKEN.findall(formula)))
+    return re.sub(r"(?<=\}) (?=\\mathrm|\w)|(?<=[\w ]) (?=\\mathrm)", r"\\ ", tex)
+
+
+def _token(token: str) -> str:
+    if token.isspace():
+        return " "
+    if token.startswith("{"):
+        return "{" + "".join(map(_token, re.findall(r"[A-Za-z]{2,}|.", token[1:-1]))).replace(" ", r"\ ") + "}"
+    if not re.match("[A-Za-z]", token):
+        return _SIGNS.get(token, token)
+    name, _, index = token.rpartition("_")
+    if name and len(index) <= 2:
+        return f"{_name(name)}_{{{index}}}"
+    return _name(token)
+
+
+def _name(word: str) -> str:
+    """A function, a letter, or a word as it is."""
+    if word in _FUNCTIONS:
+        return rf"\{word} "
+    plain = word.replace("_", r"\_")
+    return word if len(word) == 1 else rf"\mathrm{{{plain}}}"

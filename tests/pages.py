@@ -1,0 +1,108 @@
+"""Runs a page of the documentation: `python tests/pages.py docs/NAME.md`, with `--write` to renew what it shows.
+
+The `python` blocks of a page run in their order in one namespace, on eight CPU devices. A `text` block that follows one
+directly is what that block prints.
+"""
+
+import argparse
+import ast
+import contextlib
+import difflib
+import io
+import os
+import re
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SHOWN_WITH = {"jax": "0.11.2", "triton": "3.6.0", "jax-triton": "0.4.1"}
+_BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\s*^```text\n(?P<shown>.*?)^```$)?", re.M | re.S)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Python of a page, the lines before it, and what the page says that it prints: None if it says nothing."""
+
+    code: str
+    lines_before: int
+    shown: str | None
+
+
+def blocks(page: str) -> list[Block]:
+    """The Python blocks of a page, in order."""
+    return [Block(m["code"], page.count("\n", 0, m.start("code")), m["shown"]) for m in _BLOCK.finditer(page)]
+
+
+def printed(path: Path) -> list[str]:
+    """What each block prints when the page is run in this process."""
+    namespace = {"__name__": "page"}
+    return [_printed(block, path, namespace) for block in blocks(path.read_text())]
+
+
+def _printed(block: Block, path: Path, namespace: dict) -> str:
+    tree = ast.parse(block.code, str(path))
+    ast.increment_lineno(tree, block.lines_before)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(tree, str(path), "exec"), namespace)
+    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().rstrip().splitlines())
+
+
+def renewed(page: str, outputs: list[str]) -> str:
+    """The page with these outputs where it shows some."""
+    remaining = iter(outputs)
+
+    def block(match: re.Match) -> str:
+        output = next(remaining)
+        if match["shown"] is None:
+            return match[0]
+        return page[match.start() : match.start("shown")] + output + page[match.end("shown") : match.end()]
+
+    return _BLOCK.sub(block, page)
+
+
+def lacking() -> str | None:
+    """Why a run here does not print what the pages show: other versions make other programs. None if it does."""
+    for package, wanted in SHOWN_WITH.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "missing"
+        if found != wanted:
+            return f"the pages show what {package} {wanted} gives; here it is {found}"
+    return None
+
+
+def environment(cache: str) -> dict[str, str]:
+    """What a page runs with: eight CPU devices, and configs by heuristics, kept in a folder of their own."""
+    return {
+        "EJKERNEL_AUTOTUNE_POLICY": "heuristics",
+        "EJKERNEL_CACHE_DIR": cache,
+        "JAX_PLATFORMS": "cpu",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("page", type=Path)
+    parser.add_argument("--write", action="store_true", help="write what the blocks print into the page")
+    arguments = parser.parse_args()
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.update(environment(cache))
+        page = arguments.page.read_text()
+        now = renewed(page, printed(arguments.page))
+    if arguments.write:
+        arguments.page.write_text(now)
+        return 0
+    names = str(arguments.page), "what a run prints"
+    print(*difflib.unified_diff(page.splitlines(), now.splitlines(), *names, lineterm=""), sep="\n")
+    return int(page != now)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,29 @@
+"""The pages of docs/ are true: their Python runs, they show what it prints, and the generated ones are current."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pages
+import pytest
+
+PAGES = sorted((pages.ROOT / "docs").glob("*.md"))
+
+
+def with_code(path: Path) -> bool:
+    return bool(pages.blocks(path.read_text()))
+
+
+@pytest.mark.parametrize("page", [*filter(with_code, PAGES)], ids=lambda page: page.stem)
+def test_a_page_runs_and_shows_what_it_prints(page):
+    if reason := pages.lacking():
+        pytest.skip(reason)
+    done = subprocess.run([sys.executable, pages.__file__, page], cwd=pages.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_links_to_pages_that_are_there(page):
+    targets = re.findall(r"\]\(([\w-]+\.md)(?:#[\w-]+)?\)", page.read_text())
+    assert [target for target in targets if not (page.parent / target).exists()] == []
