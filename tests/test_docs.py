@@ -27,3 +27,13 @@ def test_a_page_runs_and_shows_what_it_prints(page):
 def test_a_page_links_to_pages_that_are_there(page):
     targets = re.findall(r"\]\(([\w-]+\.md)(?:#[\w-]+)?\)", page.read_text())
     assert [target for target in targets if not (page.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("name", ("tables", "performance"))
+def test_a_generated_page_is_current(name):
+    """`python docs/NAME.py` writes it."""
+    if name == "tables" and (reason := pages.lacking()):
+        pytest.skip(reason)
+    code = f"import sys; sys.path.insert(0, 'docs'); import {name}; sys.exit({name}.PAGE.read_text() != {name}.page())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=pages.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"run docs/{name}.py: {done.stderr}"
