@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN_WITH = {"jax": "0.11.2", "triton": "3.6.0", "jax-triton": "0.4.1"}
@@ -36,17 +37,25 @@ def blocks(page: str) -> list[Block]:
     return [Block(m["code"], page.count("\n", 0, m.start("code")), m["shown"]) for m in _BLOCK.finditer(page)]
 
 
-def printed(path: Path) -> list[str]:
-    """What each block prints when the page is run in this process."""
-    namespace = {"__name__": "page"}
-    return [_printed(block, path, namespace) for block in blocks(path.read_text())]
+def printed(page: str, file: Path) -> list[str]:
+    """What each block prints when the page is run in this process, as the module that is written to `file`.
+
+    Its lines have the numbers that they have in the page. Kernels that are defined in it are asked for their source.
+    """
+    lines = [""] * (page.count("\n") + 1)
+    for block in blocks(page):
+        code = block.code.splitlines()
+        lines[block.lines_before : block.lines_before + len(code)] = code
+    file.write_text("\n".join(lines))
+    module = sys.modules["page"] = ModuleType("page")
+    module.__file__ = str(file)
+    return [_printed(block, module) for block in blocks(page)]
 
 
-def _printed(block: Block, path: Path, namespace: dict) -> str:
-    tree = ast.parse(block.code, str(path))
-    ast.increment_lineno(tree, block.lines_before)
+def _printed(block: Block, module: ModuleType) -> str:
+    tree = ast.increment_lineno(ast.parse(block.code), block.lines_before)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(tree, str(path), "exec"), namespace)
+        exec(compile(tree, module.__file__, "exec"), vars(module))
     return "".join(f"{line.rstrip()}\n" for line in out.getvalue().rstrip().splitlines())
 
 
@@ -91,11 +100,11 @@ def main() -> int:
     parser.add_argument("page", type=Path)
     parser.add_argument("--write", action="store_true", help="write what the blocks print into the page")
     arguments = parser.parse_args()
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ.update(environment(cache))
-        page = arguments.page.read_text()
-        now = renewed(page, printed(arguments.page))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/toys")]
+    page = arguments.page.read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(environment(folder))
+        now = renewed(page, printed(page, Path(folder, f"{arguments.page.stem}.py")))
     if arguments.write:
         arguments.page.write_text(now)
         return 0
