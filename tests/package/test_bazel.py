@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("benchmarks", "ejkernel", "lowering", "tests")
+FOLDERS = ("benchmarks", "docs", "ejkernel", "examples", "lowering", "tests")
 
 
 def tree(*folders: str) -> set[str]:
@@ -57,3 +57,9 @@ def test_every_test_file_has_its_test_and_every_other_is_there_for_them(targets)
     expected = {path for path in tree("tests") if Path(path).match("test_*.py")}
     assert {f"{name}.py" for name in tests} == expected
     assert {*support["srcs"], *support["data"]} - {"pyproject.toml"} == tree("tests") - expected
+
+
+def test_documents_are_there_for_the_tests_that_run_them(targets):
+    built = {path for path in tree("docs") if path.startswith("docs/_build/")}
+    for name in ("tests/test_docs", "tests/test_examples"):
+        assert {*targets["py_test"][name]["data"]} == (tree("docs", "examples") - built) | tree("lowering")
