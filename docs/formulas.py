@@ -22,6 +22,7 @@ _SIGNS = {
     "ᵀ": "^T",
     "≈": r" \approx ",
 }
+_FORMULA = re.compile("[·Σ∂−∞≤≥∈⌈ᵀ≈]")
 _FUNCTIONS = {"exp", "log", "tanh", "sin", "cos"}
 _TOKEN = re.compile(r"\{[^}]*\}|[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*|\s+|.")
 
@@ -33,24 +34,28 @@ def setup(app: Any) -> dict[str, Any]:
 
 
 def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = "\n".join(map(_paragraph, re.split(r"\n(?:[ \t]*\n)+", "\n".join(lines)))).split("\n")
+    paragraphs, in_section = [], False
+    for paragraph in re.split(r"\n(?:[ \t]*\n)+", "\n".join(lines)):
+        indented = paragraph.startswith("    ")
+        in_section = bool(re.match(r"[A-Z]\w+:\n", paragraph)) or (in_section and indented)
+        paragraphs.append(_displayed(paragraph) if indented and not in_section else _escaped(paragraph) + "\n")
+    lines[:] = [] if what == "module" else "\n".join(paragraphs).split("\n")
 
 
-def _paragraph(text: str) -> str:
-    if not text.startswith("    "):
-        return _escaped(text) + "\n"
-    if re.search("|".join(_SIGNS), text):
-        formulas = re.split(r"\s*\n\s*|\s{3,}", text.strip())
-        rows = "".join(f"    {latex(formula)} \\\\\n" for formula in formulas)
-        return f".. math::\n\n    \\begin{{gathered}}\n{rows}    \\end{{gathered}}\n"
-    return f".. code-block:: none\n\n{text}\n"
+def _displayed(text: str) -> str:
+    """An indented paragraph, as mathematics or as code."""
+    if not _FORMULA.search(text):
+        return f".. code-block:: none\n\n{text}\n"
+    formulas = re.split(r"\s*\n\s*|\s{3,}", text.strip())
+    rows = "".join(f"    {latex(formula)} \\\\\n" for formula in formulas)
+    return f".. math::\n    :nowrap:\n\n    \\begin{{gather*}}\n{rows}    \\end{{gather*}}\n"
 
 
 def _escaped(text: str) -> str:
-    """Outside of backticks asterisks and underscores are just that; a letter may follow one; no type is returned."""
+    """Outside of backticks `*`, `|` and `_` have no meaning but for lists; a letter may follow; no type is returned."""
     text = re.sub(r"(?<=^Returns:\n    )(?=\S)", ": ", text)
     parts = re.split(r"(`[^`]*`)", text)
-    parts[::2] = [re.sub(r"_(?!\w)", r"\\_", re.sub(r"\*", r"\\*", part)) for part in parts[::2]]
+    parts[::2] = [re.sub(r"(?<=\S)\*|\*(?=\S)|\||_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
     return re.sub(r"(`[^`]*`)(?=\w)", r"\1\\ ", "".join(parts))
 
 

@@ -103,6 +103,8 @@ def main() -> int:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests/toys")]
     page = arguments.page.read_text()
     with tempfile.TemporaryDirectory() as folder:
+        for name in [name for name in os.environ if name.startswith("EJKERNEL_")]:
+            del os.environ[name]
         os.environ.update(environment(folder))
         now = renewed(page, printed(page, Path(folder, f"{arguments.page.stem}.py")))
     if arguments.write:

@@ -37,3 +37,17 @@ def test_a_generated_page_is_current(name):
     code = f"import sys; sys.path.insert(0, 'docs'); import {name}; sys.exit({name}.PAGE.read_text() != {name}.page())"
     done = subprocess.run([sys.executable, "-c", code], cwd=pages.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"run docs/{name}.py: {done.stderr}"
+
+
+def test_formulas_of_docstrings_become_mathematics():
+    sys.path.insert(0, str(pages.ROOT / "docs"))
+    try:
+        from formulas import latex
+    finally:
+        sys.path.pop(0)
+    assert latex("o_i = Σ_j exp(s_ij − lse_i) · v_j") == (
+        r"o_{i} = \sum_j \exp (s_{ij} - \mathrm{lse}_{i})  \cdot  v_{j}"
+    )
+    assert latex("h_t = exp(g_gamma) · h_{t−1} + k_t v_tᵀ") == (
+        r"h_{t} = \exp (\mathrm{g\_gamma})  \cdot  h_{t-1} + k_{t}\ v_{t}^T"
+    )

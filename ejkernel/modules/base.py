@@ -35,7 +35,7 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
 
     Raises:
         ValueError: the algorithm is not registered, or not on the platform that is asked for, or on none that runs
-        here.
+            here.
     """
     if platform not in (None, "auto"):
         kernel_registry.find(algorithm, platform)
