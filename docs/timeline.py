@@ -32,7 +32,7 @@ def page() -> str:
 
 def _row(number: int, name: str, operation: str, x: float, width: float, time: float) -> str:
     """A bar, with its name beside it, on the side on which there is space."""
-    y, right = MARGIN + number * ROW, x < WIDTH / 2 and x + width < WIDTH / 2
+    y, right = MARGIN + number * ROW, x + width < WIDTH / 2
     at, anchor = (x + width + 6, "start") if right else (x - 6, "end")
     if width > WIDTH / 2:
         at, anchor = x + width / 2, "middle"
