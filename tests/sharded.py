@@ -5,7 +5,7 @@ from collections import Counter
 
 import jax
 import pytest
-from cases import CASES, assert_close, curvature, first_of_each, gradient, oracle, tangent
+from cases import CASES, assert_close, core_of_kind, curvature, first_of_each, gradient, oracle, tangent
 from jax.sharding import AxisType, NamedSharding
 from programs import collectives
 
@@ -14,9 +14,13 @@ each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit),
 
 
 def each_call(cases, transforms, rest=()):
-    """Each case and the transforms of it by name, but no derivative of what has none; `rest` are marks as in `each`."""
+    """Each case and the transforms of it by name, but no derivative of what has none; `rest` are marks as in `each`.
+
+    The first case of each kind of operation is in the core of the tests.
+    """
+    marks = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
     calls = [
-        pytest.param(case, f, id=f"{case}-{name}", marks=pytest.mark.core if case in first_of_each(cases) else rest)
+        pytest.param(case, f, id=f"{case}-{name}", marks=marks(case))
         for case in cases
         for name, f in transforms.items()
         if f is None or case.differentiable
@@ -30,7 +34,7 @@ each_operation_and_transform = each_call(first_of_each(CASES), {"eval": None, "g
 def each_program(cases, rest=()):
     """Evaluates and differentiates each case, and differentiates twice the first one of each operation.
 
-    The former two of these are in the core of the tests; other cases have the marks of `rest`.
+    The former two of the first one of each kind are in the core of the tests; other cases have the marks of `rest`.
     """
     of = {"eval": None, "grad": gradient}
     programs = [
@@ -38,7 +42,7 @@ def each_program(cases, rest=()):
             case,
             transform,
             id=f"{case}-{name}",
-            marks=rest if not is_first else [] if transform is curvature else [pytest.mark.core],
+            marks=rest if not is_first else [] if transform is curvature else core_of_kind(case, cases),
         )
         for case in cases
         for is_first in [case in first_of_each(cases)]

@@ -25,13 +25,16 @@ __all__ = [
     "Operand",
     "assert_close",
     "call_with",
+    "core_of_kind",
     "curvature",
     "curvature_by_reverse",
     "each",
+    "each_by_kind",
     "each_case",
     "each_differentiable",
     "each_operation",
     "features_of",
+    "first_of_each",
     "gradient",
     "oracle",
     "pairs",
@@ -56,9 +59,26 @@ def each(
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
+def each_by_kind(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """Runs a test for each of the cases, in the core for the first one of each kind: what is tested is the kind's."""
+    params = [pytest.param(case, id=str(case), marks=core_of_kind(case, cases)) for case in cases]
+    return pytest.mark.parametrize("case", params)
+
+
+def core_of_kind(case: Case, cases: Sequence[Case]) -> Sequence[pytest.MarkDecorator]:
+    """The mark of the core where a case is the first of its kind among the cases."""
+    return (pytest.mark.core,) if case in first_of_each_kind(cases) else ()
+
+
 def first_of_each(cases: Sequence[Case]) -> list[Case]:
     """The first case of each operation."""
     return list({case.operation: case for case in cases[::-1]}.values())
+
+
+def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
+    """The first case of each kind of operation: those with derivatives, forward only, and in place."""
+    kind = lambda case: (bool(case.differentiable), bool(getattr(case.algorithm, "in_place", None)))
+    return list({kind(case): case for case in cases[::-1]}.values())
 
 
 each_case = each(CASES)

@@ -41,7 +41,9 @@ def uniform(rng, shape, dtype):
 
 
 def one_hot(rng, shape, dtype):
-    return 8 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])] if shape else np.ones(shape)
+    if not shape or not shape[-1]:
+        return np.ones(shape)
+    return 8 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]
 
 
 FAMILIES = {f.__name__: f for f in (normal, large, huge, zero, subnormal, mixed, ties, uniform, one_hot)}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, DIFFERENTIABLE, assert_close, each, first_of_each, gradient, oracle, tangent
+from cases import CASES, DIFFERENTIABLE, assert_close, each_by_kind, first_of_each, gradient, oracle, tangent
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
@@ -45,7 +45,7 @@ def test_arrays_from_before_the_mesh(case, types, transform):
     assert not collectives(compiled.as_text())
 
 
-@each(first_of_each(DIFFERENTIABLE))
+@each_by_kind(first_of_each(DIFFERENTIABLE))
 @each_type
 def test_arrays_from_before_the_mesh_without_jit(case, types):
     f, args = call_of(case, gradient)
@@ -125,7 +125,7 @@ def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
 # --- Outside `jit` ----------------------------------------------------------------------------------------------------
 
 
-@each(first_of_each(CASES))
+@each_by_kind(first_of_each(CASES))
 def test_one_explicit_operand_and_others_of_no_mesh(case):
     """Each device takes its part of the others in every transform, though no `jit` and no context names devices."""
     mesh, first = mesh_of(), next(iter(case.operands))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, assert_close, curvature, each, each_case, each_operation, first_of_each, oracle
+from cases import CASES, assert_close, curvature, each_by_kind, first_of_each, oracle
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
@@ -43,7 +43,7 @@ def test_auto(case, transform):
     assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
 
 
-@each_operation
+@each_by_kind(first_of_each(CASES))
 @each_type
 @pytest.mark.parametrize("split", (lambda case: BATCH, rest), ids=("batch", "rest"))
 def test_one_split(case, types, split):
@@ -149,7 +149,7 @@ def batched(case):
     return [name for name, x in case.operands.items() if x.axes.split()[:1] == ["b"]]
 
 
-@each_case
+@each_by_kind(CASES)
 def test_explicit_axis_that_must_be_whole(case):
     """The error says which axis it is, over what it is sharded, and what to do instead."""
     for letter in whole_axes(case):
@@ -161,7 +161,7 @@ def test_explicit_axis_that_must_be_whole(case):
         assert case.algorithm.forward.layout.advice in message
 
 
-@each_operation
+@each_by_kind(first_of_each(CASES))
 def test_auto_axis_that_must_be_whole(case):
     """XLA gathers it, as it does for any operation that cannot be split."""
     for letter in whole_axes(case):
@@ -169,7 +169,7 @@ def test_auto_axis_that_must_be_whole(case):
         assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"{letter} sharded: ")
 
 
-@each_operation
+@each_by_kind(first_of_each(CASES))
 def test_auto_operands_that_disagree(case):
     """XLA moves what it must."""
     mesh = mesh_of(AxisType.Auto, shape=(2, 4))
@@ -180,7 +180,7 @@ def test_auto_operands_that_disagree(case):
         assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"{first} over {spec}: ")
 
 
-@each([case for case in CASES if len(batched(case)) > 1])
+@each_by_kind([case for case in CASES if len(batched(case)) > 1])
 def test_operands_that_disagree(case):
     """The batch of one is split over one axis of the mesh, that of the others over another."""
     mesh = mesh_of(shape=(2, 4))
@@ -191,7 +191,7 @@ def test_operands_that_disagree(case):
         jax.make_jaxpr(case.call)(arrays)
 
 
-@each([case for case in first_of_each(CASES) if case.sizes.get("g", 1) > 1 and "b" in case.sizes])
+@each_by_kind([case for case in first_of_each(CASES) if case.sizes.get("g", 1) > 1 and "b" in case.sizes])
 def test_axes_that_disagree(case):
     """The batch of one operand and the heads of another are split over one axis of the mesh."""
     mesh = mesh_of()
@@ -200,7 +200,7 @@ def test_axes_that_disagree(case):
         jax.make_jaxpr(case.call)({**arrays, "k": other["k"], "v": other["v"]})
 
 
-@each([case for case in CASES if 1 < case.sizes.get("g", 1) < 4])
+@each_by_kind([case for case in CASES if 1 < case.sizes.get("g", 1) < 4])
 def test_fewer_key_value_heads_than_devices(case):
     """Explicit: an error that gives both numbers. Auto: XLA gathers the heads."""
     explicit, automatic = (mesh_of(types, shape=(2, 4)) for types in (AxisType.Explicit, AxisType.Auto))
