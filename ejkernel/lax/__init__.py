@@ -9,6 +9,7 @@ from .grouped_matmul import grouped_matmul
 from .lightning_attention import lightning_attention
 from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
+from .page_attention import page_attention
 from .ragged_page_attention_v3 import ragged_page_attention_v3
 from .recurrent import recurrent
 
@@ -19,6 +20,7 @@ __all__ = [
     "lightning_attention",
     "mean_pooling",
     "merge_attention",
+    "page_attention",
     "ragged_page_attention_v3",
     "recurrent",
 ]

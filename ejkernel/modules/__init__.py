@@ -15,6 +15,7 @@ from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
 from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
+from .operations.page_attention import PageAttention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
 
@@ -23,6 +24,7 @@ gla = _face(GLA)
 grouped_matmul = _face(GroupedMatmul)
 lightning_attention = _face(LightningAttention)
 mean_pooling = _face(MeanPooling)
+page_attention = _face(PageAttention)
 ragged_page_attention_v3 = _face(RaggedPageAttentionV3)
 recurrent = _face(Recurrent)
 
@@ -36,6 +38,7 @@ __all__ = [
     "KernelConfig",
     "LightningAttention",
     "MeanPooling",
+    "PageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
     "create_default_executor",
@@ -46,6 +49,7 @@ __all__ = [
     "lightning_attention",
     "mean_pooling",
     "merge_attention",
+    "page_attention",
     "ragged_page_attention_v3",
     "recurrent",
 ]

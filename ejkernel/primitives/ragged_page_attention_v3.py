@@ -7,14 +7,11 @@ The primitive's own batch axis is what `vmap` maps: the public operation has non
 the axis of two, so that the axis of heads is one axis, which may be split over devices.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from ..types import ShortRepr
 from ._axes import axes
 from ._forward_only import ForwardOnly
+from ._pages import result_dtypes
 from ._sharding import Layout
 
 
@@ -44,21 +41,6 @@ class Outputs(NamedTuple):
     new_pages: Any
 
 
-@dataclass(frozen=True, repr=False)
-class RaggedPageAttentionSpec(ShortRepr):
-    """What is computed, besides the arrays.
-
-    Attributes:
-        window: a query at position i sees keys i − left ≤ j ≤ i, `left = window − 1`; None is unbounded.
-        softcap: logits become softcap·tanh(logits / softcap).
-        softmax_scale: the factor of q·kᵀ.
-    """
-
-    window: int | None = None
-    softcap: float | None = None
-    softmax_scale: float = 1.0
-
-
 ragged_page_attention_v3 = ForwardOnly(
     "ragged_page_attention_v3",
     Operands,
@@ -77,7 +59,7 @@ ragged_page_attention_v3 = ForwardOnly(
         "lse": axes("b t h"),
         "new_pages": axes("b p s g 2 d"),
     },
-    dtypes=lambda dtypes, spec: {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)},
+    dtypes=result_dtypes,
     instead="train with flash_attention",
     layout=Layout(advice="shard the heads"),
     in_place={"new_pages": "kv_pages"},

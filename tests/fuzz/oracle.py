@@ -18,8 +18,8 @@ from .transforms import DERIVATIVES, SAME, SECOND, stacked
 
 
 def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The float operands, with 0 in the place of −∞ where the facts tell of it."""
-    floats = {n: a for n, a in x.items() if jnp.issubdtype(a.dtype, jnp.floating) or n == "rhs"}
+    """The float operands and the quantised ones, with 0 in the place of −∞ where the facts tell of it."""
+    floats = {n: a for n, a in x.items() if jnp.issubdtype(a.dtype, jnp.floating) or a.dtype == np.int8}
     wide = {n: a.astype(np.float64) for n, a in floats.items()}
     return {n: np.where(np.isneginf(a), 0, a) if n in ("bias", "sinks") else a for n, a in wide.items()}
 

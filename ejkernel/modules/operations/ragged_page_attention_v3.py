@@ -8,29 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Integer
 
-from ...errors import shown as shown_value
 from ...errors import value_error
-from ...ops.utils.operands import is_array, random_like
 from ...primitives._batching import reshape_axes
-from ...primitives.ragged_page_attention_v3 import Operands, RaggedPageAttentionSpec
+from ...primitives.ragged_page_attention_v3 import Operands
 from ...primitives.ragged_page_attention_v3 import ragged_page_attention_v3 as primitives
 from ...types import Sinks, Window
 from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from .._operation import Operation, Prepared
-from ._arguments import (
-    align,
-    array,
-    int32,
-    require_dtype,
-    require_known,
-    require_rank,
-    require_same_dtype,
-    size_or_none,
-    static_bool,
-    static_scale,
-    window_pair,
-)
-from ._attention import FAR, sinks_of_heads, softcap_for
+from ._arguments import align, array, int32, require_dtype, require_rank, require_same_dtype, static_bool
+from ._attention import sinks_of_heads
+from ._pages import RENAMED, cache_spec, check_tables, count_of_sequences, synthetic_step
 
 NAME = primitives.name
 
@@ -103,13 +90,9 @@ def ragged_page_attention_v3_arguments(
     tables = dict(context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc)
     tables = {name: array(NAME, name, x) for name, x in tables.items()}
     _check_arrays(q, k, v, kv_pages)
-    num_seqs = _check_tables(num_seqs=num_seqs, **tables)
-    left, _ = window_pair(NAME, window)
-    spec = RaggedPageAttentionSpec(
-        window=None if left is None or left >= FAR else left + 1,
-        softcap=softcap_for(NAME, softcap, q),
-        softmax_scale=_scale(softmax_scale, q),
-    )
+    check_tables(NAME, **tables)
+    num_seqs = count_of_sequences(NAME, num_seqs, **tables)
+    spec = cache_spec(NAME, q, window, softcap, softmax_scale)
     return_lse = static_bool(NAME, "return_lse", return_lse)
     operands = Operands(
         q[None],
@@ -149,46 +132,13 @@ def _check_arrays(q, k, v, kv_pages) -> None:
         raise value_error(NAME, f"kv_pages must have {rule}", k=k, kv_pages=kv_pages)
 
 
-def _check_tables(context_lens, block_tables, query_start_loc, num_seqs):
-    """Raises where the tables do not belong together; num_seqs as [1, 1] int32."""
-    shown = dict(context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc)
-    require_rank(NAME, 1, "sequences", context_lens=context_lens)
-    require_rank(NAME, 2, "sequences, pages of a sequence", block_tables=block_tables)
-    require_rank(NAME, 1, "sequences + 1", query_start_loc=query_start_loc)
-    require_dtype(NAME, np.integer, "an integer type", **shown)
-    count = context_lens.shape[0]
-    if count == 0 or block_tables.shape[0] != count or block_tables.shape[1] == 0:
-        raise value_error(NAME, f"block_tables must be [{count}, pages of a sequence], neither of them 0", **shown)
-    if query_start_loc.shape[0] != count + 1:
-        raise value_error(NAME, f"query_start_loc must have {count + 1} entries, one more than sequences", **shown)
-    if not is_array(num_seqs):
-        num_seqs = size_or_none(NAME, "num_seqs", num_seqs)
-        if num_seqs is None or num_seqs > count:
-            raise value_error(
-                NAME, f"num_seqs is {shown_value(num_seqs)}; there are tables of {count} sequences", **shown
-            )
-        return jnp.full((1, 1), num_seqs, jnp.int32)
-    num_seqs = array(NAME, "num_seqs", num_seqs)
-    require_dtype(NAME, np.integer, "an integer type", num_seqs=num_seqs)
-    if num_seqs.shape not in ((), (1,)):
-        raise value_error(NAME, "num_seqs must be an int or [1]", num_seqs=num_seqs)
-    return int32(num_seqs).reshape(1, 1)
-
-
-def _scale(scale, q) -> float:
-    if scale is None:
-        require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
-        return q.shape[-1] ** -0.5
-    return static_scale(NAME, scale, np.promote_types(q.dtype, np.float32))
-
-
 class RaggedPageAttentionV3(Operation):
     """A step of serving over a paged cache: `ejkernel.lax.ragged_page_attention_v3` as a kernel object."""
 
     algorithm = primitives
     config_class = RaggedPageAttentionConfig
     prepare_arguments = staticmethod(ragged_page_attention_v3_arguments)
-    renamed: ClassVar = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
+    renamed: ClassVar = RENAMED
 
     @classmethod
     def example(cls) -> dict[str, Any]:
@@ -201,12 +151,4 @@ class RaggedPageAttentionV3(Operation):
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
-        values = random_like(dict(operands))
-        tokens, (_, count, columns) = operands["q"].shape[1], operands["block_tables"].shape
-        pages, page = operands["kv_pages"].shape[1:3]
-        new = -(-tokens // count)
-        context = max(new, 3 * columns * page // 4)
-        starts = np.minimum(np.arange(count + 1) * new, tokens)
-        tables = np.arange(count * columns).reshape(count, columns) % pages
-        made = dict(context_lens=np.full(count, context), block_tables=tables, query_start_loc=starts, num_seqs=[count])
-        return values | {n: jnp.broadcast_to(jnp.asarray(x, jnp.int32), operands[n].shape) for n, x in made.items()}
+        return synthetic_step(operands, operands["q"].shape[1], *operands["kv_pages"].shape[1:3])

@@ -3,7 +3,8 @@
 import numpy as np
 
 from ..formulas.ragged_page_attention_v3 import formula
-from ._draws import along, chance, heads, logits_rounded, pick
+from ._cache import draw_options, left_of
+from ._draws import along, heads, logits_rounded, pick
 
 __all__ = ["formula"]
 
@@ -21,18 +22,7 @@ def programs(draw, sizes):
     operands = dict(q="t h d", k="t g d", v="t g d", kv_pages="p z c d", context_lens="n", block_tables="n j")
     operands |= {"query_start_loc": "m", "num_seqs": pick(draw, "1", "")}
     options, dtypes = {}, {}
-    for name in ("context_lens", "block_tables", "query_start_loc", "num_seqs"):
-        dtypes[name] = pick(draw, *["int32"] * 4, "int64", "uint32", "int16")
-    if chance(draw, 30):
-        operands["sinks"] = pick(draw, "h", "h 2")
-    if chance(draw, 30):
-        options["window"] = pick(draw, 1, 2, 7, 100, (3, None), (None, 0), (4, 4))
-    if chance(draw, 20):
-        options["softcap"] = pick(draw, 2.0, 30.0)
-    if chance(draw, 20):
-        options["softmax_scale"] = pick(draw, 0.5, 1, -0.3)
-    if chance(draw, 50):
-        options["return_lse"] = True
+    draw_options(draw, operands, options, dtypes)
     return operands, size, options, dtypes
 
 
@@ -68,8 +58,7 @@ def facts(call, x):
     inside, sequence, position, places, _ = _places(call, x)
     total, own = call.sizes["p"] * call.sizes["z"], places[sequence]
     j = np.arange(places.shape[1])
-    window = call.options.get("window")
-    left = window - 1 if isinstance(window, int) else (window or (None,))[0]
+    left = left_of(call)
     visible = inside[:, None] & (j <= position[:, None])
     visible &= True if left is None else j >= position[:, None] - left
     at = np.where(inside, own[np.arange(len(own)), np.where(inside, position, 0)], -1)

@@ -1,0 +1,257 @@
+"""Attention over a cache in plain JAX: what the operations of serving have in common, for pages and a dense one.
+
+A query sees the keys at positions first ≤ j < stop of its sequence, drafts aside:
+
+    s_j = softcap·tanh(softmax_scale · q·k_j / softcap)        lse = log(Σ_j exp s_j + Σ exp sinks)
+    o = Σ_j exp(s_j − lse) v_j
+
+Slots that it does not see may hold anything, NaN too: they are masked in s and zeroed in v. The decomposition goes over
+the keys of a block of queries some at a time, for each from its own first one on, and gathers no more than these.
+
+    t queries · h query heads · g key/value heads, of which each has r = h / g · l keys · d, e features of keys, values
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.export import is_symbolic_dim
+
+from ejkernel.primitives._pages import CacheSpec
+
+from .._visibility import interval
+from ._attention import statistics_dtype
+
+
+class Queries(NamedTuple):
+    """Queries [t,h,d], and the keys that each of them sees.
+
+    Attributes:
+        q: [t,h,d].
+        sequence: [t] int32, whose keys it sees.
+        first, stop: [t] int32, those of them at positions first ≤ j < stop.
+        valid: [t] bool, whether it is of any sequence; 0 and −∞ are the results of one that is not.
+        cached: [t] int32, given `draft`: of the keys from this position on it sees those that `draft` says.
+        draft: [t,w] bool; None without.
+    """
+
+    q: Array
+    sequence: Array
+    first: Array
+    stop: Array
+    valid: Array
+    cached: Array | None = None
+    draft: Array | None = None
+
+
+class Softmax(NamedTuple):
+    """A softmax so far: maxima m and sums l of exponentials relative to them [t,g,r], and what o·l is [t,g,r,e]."""
+
+    m: Array
+    l: Array
+    o: Array
+
+
+Fetch = Callable[[Array, Array], tuple[Array, Array]]
+"""(sequence [t], position [t,l]) → keys [t,l,g,d] and values [t,l,g,e] in the dtype that is computed with.
+
+Positions are those of l keys in a row, the first a multiple of l; where a sequence has none it may give anything."""
+
+
+def over_batch(step: Callable[[Any], Any], x: Any, one_by_one: bool = False) -> Any:
+    """The step of each batch index of operands [b or 1,…]; a batch of one, that of a call without `vmap`, is no loop.
+
+    With `one_by_one` an index is computed as if it were alone.
+    """
+    leaves, structure = jax.tree.flatten(x)
+    batch = max(a.shape[0] for a in leaves)
+    moving = [a for a in leaves if a.shape[0] == batch]
+
+    def of(moving):
+        rest = iter(moving)
+        return step(structure.unflatten([next(rest) if a.shape[0] == batch else a[0] for a in leaves]))
+
+    if batch == 1:
+        return jax.tree.map(lambda a: a[None], of([a[0] for a in moving]))
+    return lax.map(of, moving) if one_by_one else jax.vmap(of)(moving)
+
+
+def seen_until(position: Array, stop: Array, spec: CacheSpec) -> tuple[Array, Array]:
+    """The keys first ≤ j < stop that a query at this position sees, within the window; `stop` 0 for none."""
+    left = None if spec.window is None else spec.window - 1
+    return interval(position, left, None, 0, stop)
+
+
+# --- What both the formula and its decomposition are made of ----------------------------------------------------------
+
+
+def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec) -> Softmax:
+    """That of the keys [t,l,g,d] at these positions [t,l], with their values [t,l,g,e]."""
+    seen, (tokens, heads, features), groups = _seen(x, position), x.q.shape, k.shape[2]
+    dtype, zero = statistics_dtype(x.q.dtype), np.zeros((), k.dtype)
+    q = x.q.astype(k.dtype).reshape(tokens, groups, heads // groups, features)
+    s = jnp.einsum("tgrd,tlgd->tgrl", q, k, precision="highest", preferred_element_type=dtype)
+    s = s * np.array(spec.softmax_scale, dtype)
+    if spec.softcap is not None:
+        softcap = np.array(spec.softcap, dtype)
+        s = softcap * jnp.tanh(s / softcap)
+    s = jnp.where(seen[:, None, None], s, np.array(-np.inf, dtype))
+    m = s.max(-1)
+    p = jnp.exp(s - _finite(m)[..., None])
+    v = jnp.where(seen[:, :, None, None], v, zero)
+    o = jnp.einsum("tgrl,tlge->tgre", p.astype(v.dtype), v, precision="highest", preferred_element_type=dtype)
+    return Softmax(m, p.sum(-1), o)
+
+
+def results(total: Softmax, x: Queries, sinks: Array | None) -> tuple[Array, Array]:
+    """o [t,h,e] and lse [t,h], with the sinks [h,x] of each head; 0 and −∞ for queries of no sequence."""
+    (tokens, heads, _), dtype = x.q.shape, total.m.dtype
+    if sinks is not None:
+        sinks = sinks.astype(dtype).reshape(1, *total.m.shape[1:], -1)
+        m = sinks.max(-1)
+        l = jnp.exp(sinks - _finite(m)[..., None]).sum(-1)
+        of_rows = lambda a: jnp.broadcast_to(a, total.m.shape)
+        total = _merged(total, Softmax(of_rows(m), of_rows(l), jnp.zeros_like(total.o)))
+    m, l, o = total
+    lse = jnp.where(x.valid[:, None, None], _finite(m) + jnp.log(l), np.array(-np.inf, dtype))
+    o = o / jnp.where(l == 0, jnp.ones((), dtype), l)[..., None]
+    return o.astype(x.q.dtype).reshape(tokens, heads, -1), lse.reshape(tokens, heads)
+
+
+def formula(x: Queries, fetch: Fetch, length: int, sinks: Array | None, spec: CacheSpec) -> tuple[Array, Array]:
+    """o and lse from the logits of every query and of all `length` positions that a sequence can have."""
+    position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (x.q.shape[0], length))
+    return results(softmax_of(x, position, *fetch(x.sequence, position), spec), x, sinks)
+
+
+def _seen(x: Queries, position: Array) -> Array:
+    """Whether a query sees the key at a position, [t,l]."""
+    seen = (x.first[:, None] <= position) & (position < x.stop[:, None])
+    if x.draft is None:
+        return seen
+    new = position - x.cached[:, None]
+    told = jnp.take_along_axis(x.draft, jnp.clip(new, 0, x.draft.shape[1] - 1), 1)
+    return seen & ((new < 0) | (told & (new < x.draft.shape[1])))
+
+
+def _merged(a: Softmax, b: Softmax) -> Softmax:
+    """That of the keys of both."""
+    m = jnp.maximum(a.m, b.m)
+    of_a, of_b = (jnp.exp(x.m - _finite(m)) for x in (a, b))
+    return Softmax(m, a.l * of_a + b.l * of_b, a.o * of_a[..., None] + b.o * of_b[..., None])
+
+
+def _finite(m: Array) -> Array:
+    """A maximum, and 0 where nothing was seen, so that exp(s − m) is 0 there."""
+    return jnp.where(jnp.isfinite(m), m, jnp.zeros((), m.dtype))
+
+
+# --- The decomposition ------------------------------------------------------------------------------------------------
+
+
+def attend(
+    x: Queries, fetch: Fetch, keys: int, queries: int, sinks: Array | None, spec: CacheSpec
+) -> tuple[Array, Array]:
+    """o and lse, for so many queries and so many keys of each of them at a time."""
+    of_block = lambda x: results(_over_splits(x, fetch, keys, spec), x, sinks)
+    tokens = x.q.shape[0]
+    if is_symbolic_dim(tokens):
+        return of_block(x)
+    block = queries if spec.batch_invariant else min(queries, max(1, tokens))
+    cut = lambda a: jnp.pad(a, [(0, -tokens % block), *[(0, 0)] * (a.ndim - 1)]).reshape(-1, block, *a.shape[1:])
+    join = lambda a: a.reshape(-1, *a.shape[2:])[:tokens]
+    alike = _between_barriers(of_block) if spec.batch_invariant else of_block
+    return jax.tree.map(join, lax.map(alike, jax.tree.map(cut, x)))
+
+
+def _between_barriers(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """f, of which the compiler makes the same program whatever stands around it."""
+    return lambda x: lax.optimization_barrier(f(lax.optimization_barrier(x)))
+
+
+def _over_splits(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
+    """The softmax of a block of queries; `num_splits` of them for parts of each one's keys, and then of them all."""
+    splits = spec.num_splits or 1
+    if splits == 1:
+        return _over_keys(x, fetch, keys, spec)
+    tokens = x.q.shape[0]
+    begin, end = x.first // keys, -(-x.stop // keys)
+    each = -(-(end - begin) // splits)
+    part = jnp.arange(splits, dtype=jnp.int32)[None]
+    repeated = lambda a: jnp.broadcast_to(a[:, None], (tokens, splits, *a.shape[1:]))
+    first = jnp.maximum(x.first[:, None], (begin[:, None] + part * each[:, None]) * keys)
+    stop = jnp.minimum(x.stop[:, None], (begin[:, None] + (part + 1) * each[:, None]) * keys)
+    flat = lambda a: a.reshape(tokens * splits, *a.shape[2:])
+    rows = jax.tree.map(flat, jax.tree.map(repeated, x)._replace(first=first, stop=stop))
+    found = jax.tree.map(lambda a: a.reshape(tokens, splits, *a.shape[1:]), _over_keys(rows, fetch, keys, spec))
+    total, *others = (jax.tree.map(lambda a, n=n: a[:, n], found) for n in range(splits))
+    for other in others:
+        total = _merged(total, other)
+    return total
+
+
+def _over_keys(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
+    """A running softmax over blocks of keys, of which each query begins with that of its first."""
+    begin = x.first // keys
+    count = jnp.maximum(-(-x.stop // keys) - begin, 0)
+
+    def of_block(n):
+        position = ((begin + n) * keys)[:, None] + jnp.arange(keys, dtype=jnp.int32)[None]
+        return softmax_of(x, position, *fetch(x.sequence, position), spec)
+
+    nothing = lambda a: jnp.full(a.shape, -np.inf if a.ndim == 3 else 0, a.dtype)
+    m, l, o = jax.eval_shape(of_block, jax.ShapeDtypeStruct((), jnp.int32))
+    start = Softmax(nothing(m), jnp.zeros(l.shape, l.dtype), nothing(o))
+    return lax.fori_loop(0, count.max(), lambda n, total: _merged(total, of_block(n)), start)
+
+
+# --- Pages ------------------------------------------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """Where each token of a step belongs: its sequence, its position there, and whether it is of any sequence."""
+
+    sequence: Array
+    position: Array
+    valid: Array
+
+
+def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: Array) -> Places:
+    """The places of the tokens; entries of query_start_loc past the last sequence may hold anything."""
+    n = context_lens.shape[0]
+    count = jnp.clip(num_seqs[0], 0, n)
+    starts = jnp.where(jnp.arange(n + 1, dtype=jnp.int32) <= count, query_start_loc, query_start_loc[count])
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    sequence = jnp.searchsorted(starts[1:], token, side="right").astype(jnp.int32)
+    valid = (token >= starts[0]) & (token < starts[-1])
+    sequence = jnp.where(valid, sequence, 0)
+    position = context_lens[sequence] - starts[sequence + 1] + token
+    return Places(sequence, position, valid & (position >= 0))
+
+
+def of_pages(block_tables: Array, pages: int, size: int, read: Callable[[Array], tuple[Array, Array]]) -> Fetch:
+    """Fetches keys from `pages` of `size` slots, by the tables [n,j]; `read` gives those of pages [t,c], [t,c,s,g,·].
+
+    What a table says past its end, or of a page that is not there, is a page that is: nothing else is read.
+    """
+
+    def fetch(sequence: Array, position: Array) -> tuple[Array, Array]:
+        column = jnp.clip(position[:, ::size] // size, 0, block_tables.shape[1] - 1)
+        page = jnp.clip(block_tables[sequence[:, None], column], 0, pages - 1)
+        return tuple(a.reshape(*position.shape, *a.shape[3:]) for a in read(page))
+
+    return fetch
+
+
+def dequantised(x: Array, scale: Array | None, page: Array, q: Any) -> Array:
+    """Keys or values [t,c,s,g,·] of pages [t,c] times the scale [p?,s?,g?] of each; without one in the dtype of q.
+
+    That holds what float8_e4m3fn and int8 do. With a scale what is computed is computed in the dtype of statistics.
+    """
+    if scale is None:
+        return x.astype(q)
+    dtype = statistics_dtype(q)
+    return x.astype(dtype) * scale[jnp.minimum(page, scale.shape[0] - 1)].astype(dtype)[..., None]

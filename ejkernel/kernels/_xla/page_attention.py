@@ -1,0 +1,78 @@
+"""page_attention in plain JAX: the formula, and its decomposition into blocks of sequences and of pages.
+
+The query of sequence n stands at position context_lens[n] − 1, and key j of it in slot `j % page_size` of page
+`block_tables[n, j // page_size]`. A plan divides this work among programs, of which there is one here.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.page_attention import Operands, Outputs
+from ejkernel.types import Target
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from ejkernel.xla_utils.symbolic import is_symbolic
+
+from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
+from ._pages import Fetch, Queries, attend, dequantised, formula, of_pages, over_batch, seen_until
+
+
+def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
+    """The formula, with the logits of every slot of a sequence."""
+
+    def step(x: Operands) -> Outputs:
+        length = x.block_tables.shape[1] * x.k_pages.shape[1]
+        return Outputs(*formula(_queries(x, spec), _fetch(x), length, x.sinks, spec))
+
+    return over_batch(step, Operands(*operands))
+
+
+def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> RaggedPageAttentionConfig:
+    """16 sequences beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
+    return RaggedPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.k_pages.shape[2]))
+
+
+def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
+    """That of the heuristic."""
+    return [heuristic(spec, operands, target)]
+
+
+def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
+    """Everything, but a number of sequences that is not known cannot be cut into blocks of one size."""
+    if spec.batch_invariant and is_symbolic(operands.q):
+        return "batch_invariant needs a number of sequences that is known"
+    return None
+
+
+@kernel_registry.register("page_attention", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+@supported_if(supports)
+def page_attention(
+    *operands: Array | None,
+    spec: CacheSpec = CacheSpec(),
+    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
+) -> Outputs:
+    """o and lse."""
+    return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), spec.batch_invariant)
+
+
+def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
+    keys = config.pages_per_block * x.k_pages.shape[1]
+    return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, x.sinks, spec))
+
+
+def _queries(x: Operands, spec: CacheSpec) -> Queries:
+    """One of each sequence, which sees what its table holds of the context."""
+    first, stop = seen_until(x.context_lens - 1, x.context_lens, spec)
+    stop = jnp.minimum(stop, x.block_tables.shape[1] * x.k_pages.shape[1])
+    return Queries(x.q, jnp.arange(x.q.shape[0], dtype=jnp.int32), first, stop, x.context_lens > 0)
+
+
+def _fetch(x: Operands) -> Fetch:
+    pages, size = x.k_pages.shape[:2]
+    scales = (x.k_pages, x.k_scale), (x.v_pages, x.v_scale)
+    read = lambda page: tuple(dequantised(a[page], scale, page, x.q.dtype) for a, scale in scales)
+    return of_pages(x.block_tables, pages, size, read)

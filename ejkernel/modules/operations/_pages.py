@@ -1,0 +1,165 @@
+"""The arguments of attention over a cache: what tables, pages, scales, masks of drafts and plans have to fit."""
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ...errors import shown as shown_value
+from ...errors import type_error, value_error
+from ...ops.utils.operands import is_array, random_like
+from ...primitives._pages import CacheSpec
+from ._arguments import (
+    array,
+    int32,
+    require_dtype,
+    require_known,
+    require_rank,
+    size_or_none,
+    static_bool,
+    static_number,
+    static_scale,
+    window_pair,
+)
+from ._attention import FAR, softcap_for
+
+QUANTISED = ("float8_e4m3fn", "int8")
+ITEM = 8  # numbers of a work item of a plan
+
+# A factor of the numbers in pages: one, one of each head, or one of each slot and head.
+PageScale: TypeAlias = float | Float[Array, ""] | Float[Array, " kv_heads"] | Float[Array, "pages page_size kv_heads"]
+RENAMED = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
+
+
+def cache_spec(
+    operation: str, q, window, softcap, softmax_scale, num_splits=None, most_splits=None, batch_invariant=False
+) -> CacheSpec:
+    """What is computed, from the options of a call."""
+    left, _ = window_pair(operation, window)
+    return CacheSpec(
+        window=None if left is None or left >= FAR else left + 1,
+        softcap=softcap_for(operation, softcap, q),
+        softmax_scale=_scale_of_logits(operation, softmax_scale, q),
+        num_splits=size_or_none(operation, "num_splits", num_splits, most_splits),
+        batch_invariant=static_bool(operation, "batch_invariant", batch_invariant),
+    )
+
+
+def _scale_of_logits(operation: str, scale, q) -> float:
+    if scale is None:
+        require_known(operation, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
+        return q.shape[-1] ** -0.5
+    return static_scale(operation, scale, np.promote_types(q.dtype, np.float32))
+
+
+def check_cache(operation: str, q, **caches: Any) -> None:
+    """Queries of a float dtype; keys and values of that dtype, or quantised, with heads that divide theirs."""
+    require_dtype(operation, np.floating, "a float type", q=q)
+    shown = dict(q=q, **caches)
+    (first, x), *others = caches.items()
+    for name, y in others:
+        if y.dtype != x.dtype:
+            raise type_error(operation, f"{name} is {y.dtype} but {first} is {x.dtype}; they must be equal", **caches)
+    if x.dtype != q.dtype and x.dtype.name not in QUANTISED:
+        rule = f"it must be that or {', '.join(QUANTISED)}"
+        raise type_error(operation, f"{first} is {x.dtype} but q is {q.dtype}; {rule}", **shown)
+    for name, y in shown.items():
+        if 0 in (y.shape[-2:] if name == "q" else y.shape):
+            raise value_error(operation, f"{name} has the shape {y.shape}; no axis of it may be 0", **shown)
+
+
+def check_heads(operation: str, q, name: str, x, groups: int, features: int) -> None:
+    """Query heads are a multiple of `groups`, and x, of which that is said, has the features of q."""
+    heads = q.shape[-2]
+    if heads % groups:
+        rule = "query heads must be a multiple of key/value heads"
+        raise value_error(operation, f"{name} has {groups} heads but q has {heads}; {rule}", **{"q": q, name: x})
+    if features != q.shape[-1]:
+        rule = "they must be equal"
+        raise value_error(
+            operation, f"{name} has {features} features but q has {q.shape[-1]}; {rule}", **{"q": q, name: x}
+        )
+
+
+def check_tables(operation: str, context_lens, block_tables, query_start_loc=None) -> None:
+    """Raises where the tables of a step do not belong together."""
+    shown = dict(context_lens=context_lens, block_tables=block_tables)
+    require_rank(operation, 1, "sequences", context_lens=context_lens)
+    require_rank(operation, 2, "sequences, pages of a sequence", block_tables=block_tables)
+    if query_start_loc is not None:
+        shown["query_start_loc"] = query_start_loc
+        require_rank(operation, 1, "sequences + 1", query_start_loc=query_start_loc)
+    require_dtype(operation, np.integer, "an integer type", **shown)
+    count = context_lens.shape[0]
+    if count == 0 or block_tables.shape[0] != count or block_tables.shape[1] == 0:
+        raise value_error(operation, f"block_tables must be [{count}, pages of a sequence], neither of them 0", **shown)
+    if query_start_loc is not None and query_start_loc.shape[0] != count + 1:
+        raise value_error(operation, f"query_start_loc must have {count + 1} entries, one more than sequences", **shown)
+
+
+def count_of_sequences(operation: str, num_seqs, **tables: Any):
+    """num_seqs as [1, 1] int32; it is at most the number of sequences that the tables are of."""
+    count = tables["context_lens"].shape[0]
+    if not is_array(num_seqs):
+        num_seqs = size_or_none(operation, "num_seqs", num_seqs)
+        if num_seqs is None or num_seqs > count:
+            raise value_error(
+                operation, f"num_seqs is {shown_value(num_seqs)}; there are tables of {count} sequences", **tables
+            )
+        return jnp.full((1, 1), num_seqs, jnp.int32)
+    num_seqs = array(operation, "num_seqs", num_seqs)
+    require_dtype(operation, np.integer, "an integer type", num_seqs=num_seqs)
+    if num_seqs.shape not in ((), (1,)):
+        raise value_error(operation, "num_seqs must be an int or [1]", num_seqs=num_seqs)
+    return int32(num_seqs).reshape(1, 1)
+
+
+def scale_of_pages(operation: str, name: str, scale, pages, groups: int, q):
+    """A factor of pages [p,s,…] as [1, p or 1, s or 1, g or 1] in the dtype of statistics; None without one."""
+    if scale is None:
+        return None
+    dtype = np.promote_types(q.dtype, np.float32)
+    if not is_array(scale) and not hasattr(scale, "__jax_array__"):
+        number = static_number(operation, name, scale)
+        if not abs(number) <= float(np.finfo(dtype).max):
+            raise value_error(operation, f"{name} is {number}; it must be finite, and a number of {dtype}")
+        return jnp.full((1, 1, 1, 1), number, dtype)
+    scale = array(operation, name, scale)
+    require_dtype(operation, np.floating, "a float type", **{name: scale})
+    of_slots = (*pages.shape[:2], groups)
+    if scale.shape not in ((), (groups,), of_slots):
+        rule = f"it must be a scalar, [{groups}] of the heads, or {list(of_slots)} of slots and heads"
+        raise value_error(operation, f"{name} has the shape {scale.shape}; {rule}", **{name: scale})
+    return jnp.expand_dims(scale.astype(dtype), tuple(range(4 - len(scale.shape))))
+
+
+def plan_of_step(operation: str, plan, rows: int, rule: str):
+    """A plan as [1, rows, …, 8] int32; None without one."""
+    if plan is None:
+        return None
+    plan = array(operation, "plan", plan)
+    require_rank(operation, 3, f"rows, items of a row, the {ITEM} numbers of a work item", plan=plan)
+    if plan.dtype != jnp.int32 or plan.shape[2] != ITEM or plan.shape[1] == 0:
+        rule = f"it must be what page_plan gives, [rows, items, {ITEM}] int32"
+        raise value_error(operation, f"plan is {plan.dtype} of the shape {plan.shape}; {rule}", plan=plan)
+    if plan.shape[0] != rows:
+        raise value_error(operation, f"plan has {plan.shape[0]} rows but {rule} {rows}; they must be equal", plan=plan)
+    return plan[None]
+
+
+def synthetic_step(operands: Mapping[str, Any], tokens: int, pages: int, page: int) -> dict[str, Any]:
+    """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+    values, (_, count, columns) = random_like(dict(operands)), operands["block_tables"].shape
+    new = -(-tokens // count)
+    context = max(new, 3 * columns * page // 4)
+    made = dict(
+        context_lens=np.full(count, context),
+        block_tables=np.arange(count * columns).reshape(count, columns) % pages,
+        query_start_loc=np.minimum(np.arange(count + 1) * new, tokens),
+        num_seqs=[count],
+        plan=[0],  # of no pages: which is no work
+    )
+    made = {name: x for name, x in made.items() if name in operands}
+    return values | {n: jnp.broadcast_to(jnp.asarray(x, jnp.int32), operands[n].shape) for n, x in made.items()}

@@ -1,0 +1,79 @@
+"""What is wrong with a call over pages is told while it is traced: operation, operand, numbers and rule."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ejkernel
+
+pytestmark = pytest.mark.core
+
+
+def array_of(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+f32, f16, i32, i8 = (partial(array_of, dtype) for dtype in (jnp.float32, jnp.float16, jnp.int32, jnp.int8))
+
+PAGE_ATTENTION = dict(
+    q=f32(3, 4, 16),
+    k_pages=f32(10, 8, 2, 16),
+    v_pages=f32(10, 8, 2, 24),
+    context_lens=i32(3),
+    block_tables=i32(3, 5),
+)
+WRONG = {
+    "rank": (dict(q=f32(1, 3, 4, 16)), ValueError, "q has 4 axes; it must have 3: sequences, heads, features"),
+    "rank of pages": (dict(k_pages=f32(80, 2, 16)), ValueError, "k_pages has 3 axes; it must have 4: pages, slots of"),
+    "heads": (dict(q=f32(3, 5, 16)), ValueError, "k_pages has 2 heads but q has 5; query heads must be a multiple"),
+    "features": (dict(q=f32(3, 4, 8)), ValueError, "k_pages has 16 features but q has 8; they must be equal"),
+    "pools": (dict(v_pages=f32(9, 8, 2, 16)), ValueError, "v_pages must be [10, 8, 2] of features, as k_pages is"),
+    "integer queries": (dict(q=i32(3, 4, 16)), TypeError, "q has dtype int32; it must be a float type"),
+    "dtypes": (dict(q=f16(3, 4, 16)), TypeError, "k_pages is float32 but q is float16; it must be that or float8_e4m3"),
+    "dtypes of pools": (dict(v_pages=i8(10, 8, 2, 24)), TypeError, "v_pages is int8 but k_pages is float32; they must"),
+    "no pages": (dict(k_pages=f32(0, 8, 2, 16)), ValueError, "k_pages has the shape (0, 8, 2, 16); no axis of it may"),
+    "sequences": (dict(context_lens=i32(4), block_tables=i32(4, 5)), ValueError, "context_lens has 4 sequences but q"),
+    "tables": (dict(block_tables=i32(2, 5)), ValueError, "block_tables must be [3, pages of a sequence], neither of t"),
+    "float lengths": (dict(context_lens=f32(3)), TypeError, "context_lens has dtype float32; it must be an integer ty"),
+    "sinks": (dict(sinks=f32(3)), ValueError, "sinks must be [4] or [4, n], one row a head"),
+    "scale": (dict(k_scale=f32(4)), ValueError, "k_scale has the shape (4,); it must be a scalar, [2] of the heads, o"),
+    "integer scale": (dict(v_scale=i32(2)), TypeError, "v_scale has dtype int32; it must be a float type"),
+    "scale of text": (dict(k_scale="1"), TypeError, "k_scale must be a static number, not str"),
+    "endless scale": (dict(k_scale=float("inf")), ValueError, "k_scale is inf; it must be finite"),
+    "plan": (dict(plan=i32(3, 2, 6)), ValueError, "plan is int32 of the shape (3, 2, 6); it must be what page_plan gi"),
+    "plan of floats": (dict(plan=f32(3, 2, 8)), ValueError, "plan is float32 of the shape (3, 2, 8); it must be what"),
+    "plan of others": (dict(plan=i32(4, 2, 8)), ValueError, "plan has 4 rows but", "3; they must be equal"),
+    "no split": (dict(num_splits=0), ValueError, "num_splits is 0; it must be at least 1"),
+    "half a split": (dict(num_splits=1.5), TypeError, "num_splits must be an int or None, not float"),
+    "window": (dict(window=0), ValueError, "window is 0; a number of keys must be at least 1"),
+    "cap": (dict(softcap=-1.0), ValueError, "softcap is -1.0; it must be positive and finite"),
+    "no bool": (dict(return_lse=1), TypeError, "return_lse must be True or False, not int"),
+}  # fmt: skip
+
+
+def refused(operation, arguments, error, says, face):
+    arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    options = {name: x for name, x in arguments.items() if name not in arrays}
+    with pytest.raises(error) as raised:
+        jax.eval_shape(lambda arrays: getattr(face, operation)(**arrays, **options), arrays)
+    message = str(raised.value)
+    assert type(raised.value) is error
+    assert message.startswith(operation), message
+    assert all(part in message for part in says), message
+    assert len(message) < 400 and "\n" not in message, message
+
+
+def each(wrong):
+    return pytest.mark.parametrize("changes, error, says", [(a, e, says) for a, e, *says in wrong.values()], ids=wrong)
+
+
+@each(WRONG)
+def test_page_attention(changes, error, says):
+    refused("page_attention", PAGE_ATTENTION | changes, error, says, ejkernel.lax)
+
+
+def test_the_modules_name_their_own_options():
+    changes = dict(softmax_aux=f32(3))
+    refused("page_attention", PAGE_ATTENTION | changes, ValueError, ["softmax_aux must be [4]"], ejkernel.modules)
