@@ -12,6 +12,8 @@ from .merge_attention import merge_attention
 from .page_attention import page_attention
 from .ragged_page_attention_v3 import ragged_page_attention_v3
 from .recurrent import recurrent
+from .ring_attention import ring_attention
+from .ring_order import ring_order
 
 __all__ = [
     "flash_attention",
@@ -23,4 +25,6 @@ __all__ = [
     "page_attention",
     "ragged_page_attention_v3",
     "recurrent",
+    "ring_attention",
+    "ring_order",
 ]

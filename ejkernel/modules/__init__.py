@@ -18,6 +18,8 @@ from .operations.merge_attention import merge_attention
 from .operations.page_attention import PageAttention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
+from .operations.ring_attention import ring_attention
+from .operations.ring_order import ring_order
 
 flash_attention = _face(FlashAttention)
 gla = _face(GLA)
@@ -52,4 +54,6 @@ __all__ = [
     "page_attention",
     "ragged_page_attention_v3",
     "recurrent",
+    "ring_attention",
+    "ring_order",
 ]

@@ -205,18 +205,21 @@ def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> Opera
 
 
 def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Operands with one sharding for each axis and the same varying manual axes, as the primitive needs them.
+    """Operands with one sharding for each axis and the same varying manual axes, as the primitive needs them."""
+    return aligned(primitive.name, primitive.table, primitive.layout, vary_alike(named))
+
+
+def vary_alike(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays with the same varying manual axes.
 
     Under `shard_map` an operand that does not vary over an axis that others vary over is cast to do so, whose transpose
     sums its gradient.
     """
     types = {name: jax.typeof(x) for name, x in named.items()}
     varying = frozenset().union(*(aval.manual_axis_type.varying for aval in types.values()))
-    if varying:
-        named = {
-            name: jax.lax.pcast(x, tuple(sorted(missing)), to="varying")
-            if (missing := varying - types[name].manual_axis_type.varying)
-            else x
-            for name, x in named.items()
-        }
-    return aligned(primitive.name, primitive.table, primitive.layout, named)
+    return {
+        name: jax.lax.pcast(x, tuple(sorted(missing)), to="varying")
+        if (missing := varying - types[name].manual_axis_type.varying)
+        else x
+        for name, x in named.items()
+    }

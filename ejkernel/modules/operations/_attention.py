@@ -64,8 +64,8 @@ def attention_call(operation: str, given: Operands, **options: Any) -> tuple[Ope
         q,
         k,
         v,
-        bias=_pairwise(operation, "bias", given.bias, np.floating, "a float type", q, k),
-        mask=_pairwise(operation, "mask", given.mask, np.bool_, "bool", q, k),
+        bias=pairwise(operation, "bias", given.bias, np.floating, "a float type", q, k),
+        mask=pairwise(operation, "mask", given.mask, np.bool_, "bool", q, k),
         q_segment_ids=q_segment_ids,
         kv_segment_ids=kv_segment_ids,
         sinks=sinks_of_heads(operation, given.sinks, q.shape[2], q),
@@ -183,7 +183,7 @@ def _scale(operation: str, scale, q):
     return static_scale(operation, scale, _statistics_dtype(q)), None
 
 
-def _pairwise(operation: str, name: str, x, kind, wanted: str, q, k):
+def pairwise(operation: str, name: str, x, kind, wanted: str, q, k):
     """bias or mask with four axes, each of the logits' size or 1."""
     if x is None:
         return None

@@ -1,0 +1,265 @@
+"""Attention in a ring: the keys and values of every device come by, each hop is a call of flash_attention.
+
+The forward merges the hops: o and lse of the keys seen so far are all that it holds. With L the lse of all keys and O
+their output, the hop t with o_t and lse_t moves them by
+
+    dlse = Σ_t w_t·dlse_t,   do = Σ_t w_t·(do_t + (o_t − O)·dlse_t),   w_t = exp(lse_t − L)
+
+a sum over hops, in which no hop needs what another has computed. That sum is the derivative of
+
+    Σ_t w_t,   Σ_t w_t·(o_t − O)   with L and O held constant
+
+for any values of q, k and v, so it has derivatives itself: o and lse have every order. Of the forward only q, k, v, o
+and lse are kept. Keys and values are sent again for a backward, around the ring the other way: the last hop of the
+forward, which is transposed first, is the first that arrives. Their gradients follow them, one hop behind.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ._ring_layout import Band, Part, hops
+from .flash_attention import FlashAttention
+from .merge_attention import merge_attention
+
+TRAVELLING = ("k", "v", "kv_segment_ids")
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A call of ring attention, but for its arrays.
+
+    Attributes:
+        axis_name: the mesh axis over which the sequence is sharded.
+        size: its number of devices.
+        layout: which tokens a device has.
+        band: who sees whom in the whole sequence: of queries aligned with keys i', i' − left ≤ j ≤ i' + right.
+        options: of each call of flash_attention.
+    """
+
+    axis_name: Any
+    size: int
+    layout: str
+    band: Band
+    options: Mapping[str, Any]
+
+
+def ring(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    """o in q's dtype and lse of arrays that all vary over the same manual axes. Differentiable to any order.
+
+    sinks are [1, heads, n], softmax_scale is a traced scalar; bias and mask have four axes.
+    """
+
+    @jax.custom_jvp
+    def attention(arrays):
+        return _forward(call, arrays)
+
+    def derivative(primals, tangents):
+        (arrays,), (tangents,) = primals, tangents
+        o, lse = attention(arrays)
+        moving = {name: x for name, x in tangents.items() if not _is_zero(x)}
+        return (o, lse), _tangent(call, arrays, moving, o, lse)
+
+    attention.defjvp(derivative, symbolic_zeros=True)
+    return attention(arrays)
+
+
+# --- Forward ---------------------------------------------------------------------------------------------------------
+
+
+def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    """The hops, merged; the keys of the next hop are sent before this one is computed."""
+    q, v = arrays["q"], arrays["v"]
+    dtype = _statistics_dtype(q)
+    o, lse = _alike(arrays, jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(_lse_shape(q), -jnp.inf, dtype))
+    travelling = _travelling(arrays)
+    plan = list(_plan(call, arrays))
+    for n, (hop, of_devices) in enumerate(plan):
+        here = {**arrays, **travelling, **_columns(call, arrays, hop)}
+        if n + 1 < len(plan):
+            travelling = _sent(call, travelling, plan[n + 1][0] - hop)
+        o, lse = _on_device(call, of_devices, partial(_merged, call), here, o, lse)
+    if "sinks" in arrays:
+        o, lse = merge_attention(o, lse, jnp.zeros_like(o), jnp.broadcast_to(_sinks_lse(arrays), lse.shape))
+    return o.astype(q.dtype), lse
+
+
+def _merged(call: Ring, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
+    """o and lse with the keys of the parts among those seen."""
+    for part in parts:
+        rows = slice(part.q_begin, part.q_end)
+        of_part, lse_of_part = _attend(call, part, here)
+        seen = merge_attention(o[:, rows], lse[:, :, rows], of_part.astype(o.dtype), lse_of_part)
+        o, lse = _with_rows(o, seen[0], part, 1), _with_rows(lse, seen[1], part, 2)
+    return o, lse
+
+
+def _attend(call: Ring, part: Part, here: Arrays) -> tuple[Array, Array]:
+    """o and lse of the queries and keys of a part alone."""
+    rows, columns = slice(part.q_begin, part.q_end), slice(part.k_begin, part.k_end)
+    of_rows, of_columns = ("q", "q_segment_ids"), TRAVELLING
+    given = {name: here[name][:, rows] for name in of_rows if name in here}
+    given |= {name: here[name][:, columns] for name in of_columns if name in here}
+    for name in ("bias", "mask"):
+        if name in here:
+            x = here[name]
+            x = x if x.shape[2] == 1 else x[:, :, rows]
+            given[name] = x if x.shape[3] == 1 else x[:, :, :, columns]
+    options = dict(call.options, causal=part.right == 0, window=(part.left, part.right), return_lse=True)
+    if "softmax_scale" in here:
+        options["softmax_scale"] = here["softmax_scale"]
+    return FlashAttention.call(**given, **options)
+
+
+# --- Derivative ------------------------------------------------------------------------------------------------------
+
+
+def _tangent(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
+    """The tangents of o and lse, linear in those of the arrays that move."""
+
+    @jax.checkpoint
+    def change(arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
+        plan = list(_plan(call, arrays))
+        come = _sent_backward(call, _travelling(arrays), [hop for hop, _ in plan])
+        following, do, dlse = _travelling(moving), 0, 0
+        for n, (hop, of_devices) in enumerate(plan):
+            here = {**arrays, **come[hop], **_columns(call, arrays, hop)}
+            along = {**moving, **following, **_columns(call, moving, hop)}
+            along.pop("sinks", None)
+            if n + 1 < len(plan):
+                following = _sent(call, following, plan[n + 1][0] - hop)
+            if along:
+                moved = _jvp(partial(_weighted, call, of_devices), here, along, o, lse)
+                do, dlse = do + moved[0], dlse + moved[1]
+        if "sinks" in moving:
+            moved = _jvp(_weighted_sinks, arrays, moving, o, lse)
+            do, dlse = do + moved[0], dlse + moved[1]
+        return do, dlse
+
+    do, dlse = change(arrays, moving, o.astype(lse.dtype), jnp.where(jnp.isfinite(lse), lse, 0))
+    return do.astype(o.dtype), dlse
+
+
+def _jvp(f: Callable, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> Any:
+    """The tangents of f(arrays, o, lse) along the arrays that move; o and lse stay."""
+    still = {name: x for name, x in arrays.items() if name not in moving}
+    function = lambda x: f({**still, **x}, o, lse)
+    return jax.jvp(function, ({name: arrays[name] for name in moving},), (moving,))[1]
+
+
+def _weighted(call: Ring, of_devices: list[tuple[Part, ...]], here: Arrays, o: Array, lse: Array) -> Any:
+    """Σ w·(o_t − O) and Σ w of the parts of a hop, w = exp(lse_t − L). Nothing of it is kept for a backward."""
+    hop = jax.checkpoint(partial(_on_device, call, of_devices, partial(_sums_of_parts, call)))
+    return hop(here, o, lse)
+
+
+def _sums_of_parts(call: Ring, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
+    sums = _alike(here, jnp.zeros_like(o), jnp.zeros_like(lse))
+    for part in parts:
+        rows = slice(part.q_begin, part.q_end)
+        of_part, lse_of_part = _attend(call, part, here)
+        added = _weighted_difference(of_part.astype(o.dtype), lse_of_part, o[:, rows], lse[:, :, rows])
+        sums = [
+            _with_rows(x, lax.slice_in_dim(x, *rows.indices(x.shape[axis])[:2], axis=axis) + y, part, axis)
+            for x, y, axis in zip(sums, added, (1, 2), strict=True)
+        ]
+    return tuple(sums)
+
+
+def _weighted_sinks(arrays: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
+    """The same of the sinks, which have no values."""
+    return _weighted_difference(jnp.zeros_like(o), jnp.broadcast_to(_sinks_lse(arrays), lse.shape), o, lse)
+
+
+def _weighted_difference(o_t: Array, lse_t: Array, o: Array, lse: Array) -> tuple[Array, Array]:
+    w = jnp.exp(lse_t - lse)
+    return w.swapaxes(1, 2)[..., None] * (o_t - o), w
+
+
+# --- What travels ----------------------------------------------------------------------------------------------------
+
+
+def _travelling(arrays: Arrays) -> Arrays:
+    return {name: arrays[name] for name in TRAVELLING if name in arrays}
+
+
+def _sent(call: Ring, arrays: Arrays, distance: int) -> Arrays:
+    """Each array from the device that is `distance` before in the ring."""
+    pairs = [(d, (d + distance) % call.size) for d in range(call.size)]
+    return {name: lax.ppermute(x, call.axis_name, pairs) for name, x in arrays.items()}
+
+
+def _sent_backward(call: Ring, arrays: Arrays, order: list[int]) -> dict[int, Arrays]:
+    """What each hop has, the last of them fetched first."""
+    come, at = {0: arrays}, call.size
+    for hop in order[:0:-1]:
+        arrays = _sent(call, arrays, hop - at)
+        come[hop], at = arrays, hop
+    return come
+
+
+def _columns(call: Ring, arrays: Arrays, hop: int) -> Arrays:
+    """Bias and mask for the keys that a hop has, of those of all devices."""
+    source = (lax.axis_index(call.axis_name) - hop) % call.size
+    found = {}
+    for name in ("bias", "mask"):
+        if name in arrays:
+            x = arrays[name]
+            count = x.shape[3] // call.size
+            found[name] = x if x.shape[3] == 1 else lax.dynamic_slice_in_dim(x, source * count, count, 3)
+    return found
+
+
+# --- Pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _plan(call: Ring, arrays: Arrays):
+    return hops(arrays["q"].shape[1], arrays["k"].shape[1], call.size, call.layout, call.band)
+
+
+def _on_device(call: Ring, of_devices: list[tuple[Part, ...]], body: Callable, *operands: Any) -> Any:
+    """body(parts, *operands) with the parts of this device; a program is made for each distinct list of parts."""
+    distinct = list(dict.fromkeys(of_devices))
+    branches = [partial(body, parts) for parts in distinct]
+    if len(branches) == 1:
+        return branches[0](*operands)
+    which = jnp.asarray(np.array([distinct.index(parts) for parts in of_devices], np.int32))
+    return lax.switch(which[lax.axis_index(call.axis_name)], branches, *operands)
+
+
+def _with_rows(x: Array, rows: Array, part: Part, axis: int) -> Array:
+    """x with the rows of a part in their place."""
+    if rows.shape == x.shape:
+        return rows
+    return lax.dynamic_update_slice_in_dim(x, rows, part.q_begin, axis)
+
+
+def _sinks_lse(arrays: Arrays) -> Array:
+    """[1, heads, 1]: what the sinks of a head add up to."""
+    return jax.nn.logsumexp(arrays["sinks"], axis=-1)[:, :, None]
+
+
+def _alike(arrays: Arrays, *made: Array) -> list[Array]:
+    """Arrays made here, that vary over the manual axes over which q varies."""
+    axes = jax.typeof(arrays["q"]).manual_axis_type.varying
+    missing = [axes - jax.typeof(x).manual_axis_type.varying for x in made]
+    return [lax.pcast(x, tuple(sorted(m)), to="varying") if m else x for x, m in zip(made, missing, strict=True)]
+
+
+def _lse_shape(q: Array) -> tuple[int, int, int]:
+    return q.shape[0], q.shape[2], q.shape[1]
+
+
+def _statistics_dtype(q: Array) -> Any:
+    return np.promote_types(q.dtype, np.float32)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

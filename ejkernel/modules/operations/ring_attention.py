@@ -1,0 +1,180 @@
+"""ring_attention: attention over a sequence that is sharded over devices, composed of flash_attention."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Integer
+
+from ...errors import shown, type_error, value_error
+from ...primitives.flash_attention import Operands
+from ...types import ConfigLike, CuSeqlens, DropoutKey, Scale, Sinks, Window, band
+from .._composed import composed
+from ._arguments import array, config_of, static_bool, vary_alike, window_pair
+from ._attention import attention_call, pairwise
+from ._ring import Ring, ring
+from .flash_attention import FlashAttention
+from .ring_order import check_halves, check_layout
+
+NAME = "ring_attention"
+
+# The rows of a device and the columns of all: what broadcasts to [batch, q_heads, q_len, all_keys].
+RowsOfBias: TypeAlias = (
+    Float[Array, "#batch #q_heads #q_len #all_keys"]
+    | Float[Array, "#q_heads #q_len #all_keys"]
+    | Float[Array, "#q_len #all_keys"]
+    | Float[Array, "#all_keys"]
+    | Float[Array, ""]
+)
+RowsOfMask: TypeAlias = (
+    Bool[Array, "#batch #q_heads #q_len #all_keys"]
+    | Bool[Array, "#q_heads #q_len #all_keys"]
+    | Bool[Array, "#q_len #all_keys"]
+    | Bool[Array, "#all_keys"]
+    | Bool[Array, ""]
+)
+
+
+@composed
+def ring_attention(
+    q: Float[Array, "batch q_len q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    bias: RowsOfBias | None = None,
+    mask: RowsOfMask | None = None,
+    q_segment_ids: Integer[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[Array, "batch kv_len"] | None = None,
+    sinks: Sinks | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    dropout_key: DropoutKey | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    layout: Literal["zigzag", "striped", "contiguous"] = "zigzag",
+    strategy: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    softmax_scale: Scale | None = None,
+    dropout_rate: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    precision: Literal["e4m3"] | None = None,
+    config: ConfigLike | None = None,
+) -> (
+    Float[Array, "batch q_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
+):
+    """Attention inside `jax.shard_map`, over a sequence that is sharded on a mesh axis.
+
+        order, inverse = ring_order(length, size, layout)   # of the whole sequence; q[:, order], …, o[:, inverse]
+        jax.shard_map(lambda q, k, v: ring_attention(q, k, v, axis_name="x", layout=layout, causal=True), …)
+
+    o, lse and every derivative are those of `flash_attention` on the whole sequence: causality, window and segments are
+    of the positions there, and the last query is aligned with the last key. Differentiable as flash_attention is, to
+    any order; of the forward only q, k, v, o and lse are kept for a backward, which computes each hop again.
+
+    Args:
+        q: the queries of this device [B, S, H, D]; those of all devices, n·S, are sharded in the order of `layout`.
+        k: its keys [B, K, G, D].
+        v: its values [B, K, G, V].
+        bias: broadcastable to [B, H, S, n·K]: the rows of this device, and the columns of all keys in the order in
+            which they are sharded, `bias[..., order, :][..., order]` of the whole before it is split by rows.
+        mask: bool, likewise.
+        q_segment_ids: [B, S] of this device.
+        kv_segment_ids: [B, K] of this device.
+        sinks: [H] or [H, n] logits, the same on each device; counted once.
+        cu_seqlens_q: refused: give segment ids.
+        cu_seqlens_k: refused.
+        dropout_key: a `jax.random.key`, the same on each device.
+        axis_name: the manual mesh axis, or axes, over which the sequence is sharded.
+        layout: which tokens a device has, see `ring_order`. With a causal mask zigzag and striped give each the same
+            work.
+        strategy: how keys meet queries.
+        causal: as in flash_attention, of the whole sequence.
+        window: likewise.
+        softcap: as in flash_attention.
+        softmax_scale: as in flash_attention.
+        dropout_rate: as in flash_attention.
+        max_seqlen_q: refused, as cu_seqlens.
+        max_seqlen_k: refused.
+        return_lse: also return lse.
+        deterministic: as in flash_attention.
+        batch_invariant: as in flash_attention.
+        precision: as in flash_attention.
+        config: of each call of flash_attention.
+
+    Returns:
+        o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for: the rows of this device.
+
+    Raises:
+        ValueError, TypeError: arguments do not fit; the message names operand, numbers and rule.
+
+    Ring attention, arXiv 2310.01889; striped attention, 2311.09431; DeepSpeed-Ulysses, 2309.14509.
+    """
+    size = _axis_size(axis_name)
+    check_layout(NAME, layout)
+    _refuse_packed(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
+    )
+    if dropout_rate or dropout_key is not None:
+        raise value_error(NAME, "dropout is drawn by the places of a call, which are not those of the whole sequence")
+    if strategy not in ("auto", "ring"):
+        raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto or ring")
+    given = Operands(q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale)
+    options = dict(softcap=softcap, deterministic=deterministic, batch_invariant=batch_invariant, precision=precision)
+    arrays, scale = _arrays(given, size, layout, dict(options, causal=causal, window=window))
+    options |= dict(softmax_scale=scale, config=config_of(NAME, config, FlashAttention.config_class))
+    call = Ring(axis_name, size, layout, band(causal, window_pair(NAME, window)), options)
+    o, lse = ring(call, vary_alike(arrays))
+    return (o, lse) if static_bool(NAME, "return_lse", return_lse) else o
+
+
+def _axis_size(axis_name: Any) -> int:
+    """The number of devices of a mesh axis, which has to be manual here."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise type_error(NAME, f"axis_name is {shown(axis_name)}; it must be the name of a mesh axis, or several")
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise value_error(
+            NAME, f"there is no axis {shown(axis_name)} here; call it inside jax.shard_map over that axis"
+        ) from None
+
+
+def _refuse_packed(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None:
+            rule = "sequences that are packed are told apart by segment ids: give q_segment_ids and kv_segment_ids"
+            raise value_error(NAME, f"{name} is given, but a device sees a part of the tokens; {rule}")
+
+
+def _arrays(given: Operands, size: int, layout: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
+    """The arrays of a call that was checked, by name, and the static scale, None where it is traced."""
+    checked, fields = attention_call(
+        NAME,
+        given._replace(bias=None, mask=None),
+        **options,
+        dropout_rate=0.0,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+    )
+    q, k = checked.q, checked.k
+    check_halves(NAME, "q", q.shape[1], size, layout)
+    check_halves(NAME, "k", k.shape[1], size, layout)
+    arrays = {name: x for name, x in checked._asdict().items() if x is not None}
+    # Ids are numbered pair by pair: the numbers of one device are not those of another.
+    arrays |= {n: array(NAME, n, getattr(given, n)) for n in ("q_segment_ids", "kv_segment_ids") if n in arrays}
+    all_keys = jax.ShapeDtypeStruct((k.shape[0], size * k.shape[1], *k.shape[2:]), k.dtype)
+    if given.bias is not None:
+        arrays["bias"] = pairwise(NAME, "bias", given.bias, np.floating, "a float type", q, all_keys)
+    if given.mask is not None:
+        arrays["mask"] = pairwise(NAME, "mask", given.mask, np.bool_, "bool", q, all_keys)
+    if checked.softmax_scale is None:
+        return arrays, fields["softmax_scale"]
+    return arrays | {"softmax_scale": checked.softmax_scale.reshape(())}, None

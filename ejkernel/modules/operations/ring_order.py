@@ -1,0 +1,67 @@
+"""ring_order: the permutation that lays a sequence out over the devices of a ring."""
+
+import numpy as np
+from jaxtyping import Integer
+
+from ...errors import shown, type_error, value_error
+from .._composed import composed
+from ._ring_layout import LAYOUTS, runs
+
+NAME = "ring_order"
+
+
+@composed
+def ring_order(
+    length: int, size: int, layout: str = "zigzag"
+) -> tuple[Integer[np.ndarray, " length"], Integer[np.ndarray, " length"]]:
+    """The order in which the tokens of a sequence are sharded for `ring_attention`, and the way back.
+
+        order, inverse = ring_order(length, size, "zigzag")
+        x[:, order]       what is then sharded into `size` equal shards, in order
+        y[:, inverse]     what was computed of it, in the order of the sequence again
+
+    Everything that has a token for each position goes through the order alike: embeddings, positions, labels, ids.
+
+    Args:
+        length: tokens of the whole sequence, a multiple of size; in zigzag of 2·size, but for one device.
+        size: devices of the axis over which the sequence is sharded.
+        layout: "contiguous" (device d has tokens d·S to (d + 1)·S), "striped" (tokens d, d + size, …) or "zigzag"
+            (chunks d and 2·size − 1 − d of 2·size).
+
+    Returns:
+        The permutation and its inverse, int32 [length], constants of numpy.
+
+    Raises:
+        ValueError, TypeError: the numbers do not fit; the message names them and the rule.
+
+    Striped attention, arXiv 2311.09431.
+    """
+    for name, x in (("length", length), ("size", size)):
+        if isinstance(x, bool) or not isinstance(x, int | np.integer):
+            raise type_error(NAME, f"{name} must be an int, not {type(x).__name__}")
+        if x < (name == "size"):
+            raise value_error(NAME, f"{name} is {shown(x)}; it must be at least {int(name == 'size')}")
+    check_layout(NAME, layout)
+    if length % size:
+        raise value_error(NAME, f"length {length} is no multiple of {size}, the number of devices")
+    check_halves(NAME, "a shard", length // size, size, layout)
+    places = [
+        first + step * np.arange(count)
+        for device in range(size)
+        for _, count, first, step in runs(length // size, size, layout, device)
+    ]
+    order = np.concatenate(places).astype(np.int32)
+    return order, np.argsort(order).astype(np.int32)
+
+
+def check_layout(operation: str, layout: str) -> None:
+    """The layout is one of those that are known."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise value_error(operation, f"layout is {shown(layout)}; it must be one of {', '.join(LAYOUTS)}")
+
+
+def check_halves(operation: str, what: str, length: int, size: int, layout: str) -> None:
+    """In zigzag a shard is two chunks of one length."""
+    if layout == "zigzag" and size > 1 and length % 2:
+        rule = "zigzag needs an even number, two chunks for each device; pad, or use striped or contiguous"
+        raise value_error(operation, f"{what} has {length} tokens; {rule}")
