@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .kernels._dispatch import Candidate, candidates, table
-from .modules._composed import COMPOSED
+from .modules._composed import COMPOSED, told
 from .modules._operation import OPERATIONS, types_of_call
 from .modules._primitive_kernel import KERNELS
 from .ops import default_executor
@@ -95,9 +95,17 @@ def _of_call(operation: str, named: dict[str, Any], spec: Any, target: Target, p
 
 def _of_composed(operation: str, args: tuple, kwargs: dict[str, Any], target: Target, platform: str) -> Explanation:
     """The calls of primitives of this library that are in it."""
-    arrays = {name: x for name, x in kwargs.items() if hasattr(x, "shape")}
-    options = {name: x for name, x in kwargs.items() if name not in arrays}
-    program = jax.make_jaxpr(lambda args, arrays: COMPOSED[operation](*args, **arrays, **options))(args, arrays)
+    is_array = lambda x: hasattr(x, "shape")
+    values, structure = jax.tree.flatten((args, kwargs))
+    arrays = [x for x in values if is_array(x)]
+
+    def call(arrays):
+        given = iter(arrays)
+        args, kwargs = structure.unflatten(next(given) if is_array(x) else x for x in values)
+        return COMPOSED[operation](*args, **kwargs)
+
+    with told() as choices:
+        program = jax.make_jaxpr(call)(arrays)
     calls = {}
     for equation in _equations(program.jaxpr):
         if (name := equation.primitive.name) in KERNELS and "operands" in equation.params:
@@ -106,7 +114,8 @@ def _of_composed(operation: str, args: tuple, kwargs: dict[str, Any], target: Ta
             calls.setdefault(key, dict(zip(equation.params["operands"], types, strict=True)))
     parts = tuple(_of_call(name, named, spec, target, platform) for (name, spec, _), named in calls.items())
     others = " and of what follows" if parts else ", which XLA computes"
-    return Explanation(operation, target, (), None, f"composed of operations of JAX{others}", parts)
+    origin = "; ".join((f"composed of operations of JAX{others}", *choices))
+    return Explanation(operation, target, (), None, origin, parts)
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:

@@ -111,5 +111,5 @@ flash_attention = Trio(
     TABLE,
     differentiable=("q", "k", "v", "bias", "sinks", "softmax_scale"),
     dtypes=dtypes_of_outputs,
-    layout=Layout(advice="shard the sequence with ring attention under shard_map"),
+    layout=Layout(advice="shard the sequence by ejkernel.lax.ring_attention, inside jax.shard_map"),
 )

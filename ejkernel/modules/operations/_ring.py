@@ -10,8 +10,8 @@ a sum over hops, in which no hop needs what another has computed. That sum is th
     Σ_t w_t,   Σ_t w_t·(o_t − O)   with L and O held constant
 
 for any values of q, k and v, so it has derivatives itself: o and lse have every order. Of the forward only q, k, v, o
-and lse are kept. Keys and values are sent again for a backward, around the ring the other way: the last hop of the
-forward, which is transposed first, is the first that arrives. Their gradients follow them, one hop behind.
+and lse are kept. In a derivative each hop fetches its keys and values from where they belong and, transposed, sends
+their gradients there at once, while the next hop is computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -85,18 +85,24 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
         here = {**arrays, **travelling, **_columns(call, arrays, hop)}
         if n + 1 < len(plan):
             travelling = _sent(call, travelling, plan[n + 1][0] - hop)
-        o, lse = _on_device(call, of_devices, partial(_merged, call), here, o, lse)
+        o, lse = _on_device(call, of_devices, partial(_merged, call, n == 0), here, o, lse)
+        # What comes next is sent on when this hop is computed: no more than two hops' keys are here at once.
+        travelling, o, lse = lax.optimization_barrier((travelling, o, lse))
     if "sinks" in arrays:
         o, lse = merge_attention(o, lse, jnp.zeros_like(o), jnp.broadcast_to(_sinks_lse(arrays), lse.shape))
     return o.astype(q.dtype), lse
 
 
-def _merged(call: Ring, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """o and lse with the keys of the parts among those seen."""
-    for part in parts:
+def _merged(
+    call: Ring, is_first: bool, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array
+) -> tuple[Array, Array]:
+    """o and lse with the keys of the parts among those seen; of the first hop no key was seen before."""
+    for n, part in enumerate(parts):
         rows = slice(part.q_begin, part.q_end)
         of_part, lse_of_part = _attend(call, part, here)
-        seen = merge_attention(o[:, rows], lse[:, :, rows], of_part.astype(o.dtype), lse_of_part)
+        seen = of_part.astype(o.dtype), lse_of_part
+        if not is_first or any(a.q_begin < part.q_end and part.q_begin < a.q_end for a in parts[:n]):
+            seen = merge_attention(o[:, rows], lse[:, :, rows], *seen)
         o, lse = _with_rows(o, seen[0], part, 1), _with_rows(lse, seen[1], part, 2)
     return o, lse
 
@@ -112,52 +118,55 @@ def _attend(call: Ring, part: Part, here: Arrays) -> tuple[Array, Array]:
             x = here[name]
             x = x if x.shape[2] == 1 else x[:, :, rows]
             given[name] = x if x.shape[3] == 1 else x[:, :, :, columns]
-    options = dict(call.options, causal=part.right == 0, window=(part.left, part.right), return_lse=True)
-    if "softmax_scale" in here:
-        options["softmax_scale"] = here["softmax_scale"]
-    return FlashAttention.call(**given, **options)
+    return flash(call, given | {n: here[n] for n in ("softmax_scale",) if n in here}, (part.left, part.right))
+
+
+def flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
+    """o and lse of one call of flash_attention, whose options are those of the ring."""
+    left, right = band
+    causal = right == 0
+    window = None if left is None and (causal or right is None) else (left, None if causal else right)
+    return FlashAttention.call(**{**call.options, **given}, causal=causal, window=window, return_lse=True)
 
 
 # --- Derivative ------------------------------------------------------------------------------------------------------
 
 
 def _tangent(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """The tangents of o and lse, linear in those of the arrays that move."""
+    """The tangents of o and lse, linear in those of the arrays that move.
 
-    @jax.checkpoint
-    def change(arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-        plan = list(_plan(call, arrays))
-        come = _sent_backward(call, _travelling(arrays), [hop for hop, _ in plan])
-        following, do, dlse = _travelling(moving), 0, 0
-        for n, (hop, of_devices) in enumerate(plan):
-            here = {**arrays, **come[hop], **_columns(call, arrays, hop)}
-            along = {**moving, **following, **_columns(call, moving, hop)}
-            along.pop("sinks", None)
-            if n + 1 < len(plan):
-                following = _sent(call, following, plan[n + 1][0] - hop)
-            if along:
-                moved = _jvp(partial(_weighted, call, of_devices), here, along, o, lse)
-                do, dlse = do + moved[0], dlse + moved[1]
-        if "sinks" in moving:
-            moved = _jvp(_weighted_sinks, arrays, moving, o, lse)
-            do, dlse = do + moved[0], dlse + moved[1]
-        return do, dlse
-
-    do, dlse = change(arrays, moving, o.astype(lse.dtype), jnp.where(jnp.isfinite(lse), lse, 0))
+    Hops of even and of odd number are two chains. Each hop waits for the last but one, and transposed, where it takes
+    its gradient, for the next but one: a device computes one hop and receives the keys of another, and has no more.
+    """
+    still = o.astype(lse.dtype), jnp.where(jnp.isfinite(lse), lse, 0)
+    of_hops = {name: x for name, x in moving.items() if name != "sinks"}
+    total = tuple(jnp.zeros_like(x) for x in still)
+    chains = [(of_hops, total), (of_hops, total)]
+    for n, (hop, of_devices) in enumerate(_plan(call, arrays) if of_hops else ()):
+        along, done = chains[n % 2]
+        added = _jvp(partial(_weighted, call, hop, of_devices), arrays, along, *still)
+        chains[n % 2] = lax.optimization_barrier((along, _sum(done, added)))
+    do, dlse = _sum(chains[0][1], chains[1][1])
+    if "sinks" in moving:
+        do, dlse = _sum((do, dlse), _jvp(_weighted_sinks, arrays, {"sinks": moving["sinks"]}, *still))
     return do.astype(o.dtype), dlse
 
 
-def _jvp(f: Callable, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> Any:
+def _jvp(f: Callable, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
     """The tangents of f(arrays, o, lse) along the arrays that move; o and lse stay."""
-    still = {name: x for name, x in arrays.items() if name not in moving}
-    function = lambda x: f({**still, **x}, o, lse)
+    function = lambda x: f({**arrays, **x}, o, lse)
     return jax.jvp(function, ({name: arrays[name] for name in moving},), (moving,))[1]
 
 
-def _weighted(call: Ring, of_devices: list[tuple[Part, ...]], here: Arrays, o: Array, lse: Array) -> Any:
+def _weighted(call: Ring, hop: int, of_devices: list[tuple[Part, ...]], arrays: Arrays, o: Array, lse: Array) -> Any:
     """Σ w·(o_t − O) and Σ w of the parts of a hop, w = exp(lse_t − L). Nothing of it is kept for a backward."""
-    hop = jax.checkpoint(partial(_on_device, call, of_devices, partial(_sums_of_parts, call)))
-    return hop(here, o, lse)
+
+    @jax.checkpoint
+    def of_hop(arrays, o, lse):
+        here = {**arrays, **_sent(call, _travelling(arrays), hop), **_columns(call, arrays, hop)}
+        return _on_device(call, of_devices, partial(_sums_of_parts, call), here, o, lse)
+
+    return of_hop(arrays, o, lse)
 
 
 def _sums_of_parts(call: Ring, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
@@ -192,17 +201,10 @@ def _travelling(arrays: Arrays) -> Arrays:
 
 def _sent(call: Ring, arrays: Arrays, distance: int) -> Arrays:
     """Each array from the device that is `distance` before in the ring."""
+    if distance == 0:
+        return arrays
     pairs = [(d, (d + distance) % call.size) for d in range(call.size)]
     return {name: lax.ppermute(x, call.axis_name, pairs) for name, x in arrays.items()}
-
-
-def _sent_backward(call: Ring, arrays: Arrays, order: list[int]) -> dict[int, Arrays]:
-    """What each hop has, the last of them fetched first."""
-    come, at = {0: arrays}, call.size
-    for hop in order[:0:-1]:
-        arrays = _sent(call, arrays, hop - at)
-        come[hop], at = arrays, hop
-    return come
 
 
 def _columns(call: Ring, arrays: Arrays, hop: int) -> Arrays:
@@ -239,6 +241,10 @@ def _with_rows(x: Array, rows: Array, part: Part, axis: int) -> Array:
     if rows.shape == x.shape:
         return rows
     return lax.dynamic_update_slice_in_dim(x, rows, part.q_begin, axis)
+
+
+def _sum(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
+    return a[0] + b[0], a[1] + b[1]
 
 
 def _sinks_lse(arrays: Arrays) -> Array:

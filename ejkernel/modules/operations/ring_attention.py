@@ -7,13 +7,17 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
+from ...callib import known_ceilings
 from ...errors import shown, type_error, value_error
+from ...ops.utils.devices import local_target
 from ...primitives.flash_attention import Operands
 from ...types import ConfigLike, CuSeqlens, DropoutKey, Scale, Sinks, Window, band
-from .._composed import composed
+from .._composed import composed, tell
 from ._arguments import array, config_of, static_bool, vary_alike, window_pair
 from ._attention import attention_call, pairwise
 from ._ring import Ring, ring
+from ._ring_exchange import all_gather, one_device, ulysses
+from ._ring_strategy import STRATEGIES, Problem, choose, refusal
 from .flash_attention import FlashAttention
 from .ring_order import check_halves, check_layout
 
@@ -69,14 +73,25 @@ def ring_attention(
     Float[Array, "batch q_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
 ):
-    """Attention inside `jax.shard_map`, over a sequence that is sharded on a mesh axis.
+    """Attention inside `jax.shard_map`, over a sequence that is sharded on a mesh axis (context parallelism).
 
         order, inverse = ring_order(length, size, layout)   # of the whole sequence; q[:, order], …, o[:, inverse]
         jax.shard_map(lambda q, k, v: ring_attention(q, k, v, axis_name="x", layout=layout, causal=True), …)
 
     o, lse and every derivative are those of `flash_attention` on the whole sequence: causality, window and segments are
     of the positions there, and the last query is aligned with the last key. Differentiable as flash_attention is, to
-    any order; of the forward only q, k, v, o and lse are kept for a backward, which computes each hop again.
+    any order. With n devices, a strategy is how keys meet queries:
+
+    "ring": k and v go round in n − 1 hops, a `ppermute` of k and one of v each, under way while the hop before is
+    computed; hops, and parts of them, in which nothing is seen are neither sent nor computed. Of the forward q, k,
+    v, o and lse are kept, and no device ever has the keys of more than two others: the memory of a gradient does not
+    grow with n. A backward fetches k and v again, computes the forward of a hop again, and sends dk and dv home.
+    "all_gather": k and v of all devices are gathered, in a backward once more, and attended to in one call, or two in
+    zigzag. Of the forward o, lse and what is local are kept, and its kernels run once.
+    "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and takes o and lse back. Query and
+    key/value heads are multiples of n. The only one with dropout.
+    "auto": ring where a hop computes for as long as it sends, or a window leaves half of the hops or fewer; else the
+    one of the others that sends fewer bytes. `ejkernel.explain`, called at the same place, says which and why.
 
     Args:
         q: the queries of this device [B, S, H, D]; those of all devices, n·S, are sharded in the order of `layout`.
@@ -90,11 +105,12 @@ def ring_attention(
         sinks: [H] or [H, n] logits, the same on each device; counted once.
         cu_seqlens_q: refused: give segment ids.
         cu_seqlens_k: refused.
-        dropout_key: a `jax.random.key`, the same on each device.
+        dropout_key: a `jax.random.key`, the same on each device of the axis. The kept set is that of flash_attention on
+            the whole sequence; heads and batches of other axes are as there.
         axis_name: the manual mesh axis, or axes, over which the sequence is sharded.
         layout: which tokens a device has, see `ring_order`. With a causal mask zigzag and striped give each the same
-            work.
-        strategy: how keys meet queries.
+            work in a ring.
+        strategy: one of the above.
         causal: as in flash_attention, of the whole sequence.
         window: likewise.
         softcap: as in flash_attention.
@@ -112,7 +128,7 @@ def ring_attention(
         o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for: the rows of this device.
 
     Raises:
-        ValueError, TypeError: arguments do not fit; the message names operand, numbers and rule.
+        ValueError, TypeError: arguments do not fit each other or the strategy; the message names the rule and the way.
 
     Ring attention, arXiv 2310.01889; striped attention, 2311.09431; DeepSpeed-Ulysses, 2309.14509.
     """
@@ -121,17 +137,44 @@ def ring_attention(
     _refuse_packed(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
     )
-    if dropout_rate or dropout_key is not None:
-        raise value_error(NAME, "dropout is drawn by the places of a call, which are not those of the whole sequence")
-    if strategy not in ("auto", "ring"):
-        raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto or ring")
-    given = Operands(q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale)
-    options = dict(softcap=softcap, deterministic=deterministic, batch_invariant=batch_invariant, precision=precision)
+    given = Operands(q, k, v, bias, mask, q_segment_ids, kv_segment_ids, sinks, softmax_scale, dropout=dropout_key)
+    options = dict(
+        softcap=softcap,
+        dropout_rate=dropout_rate,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+        precision=precision,
+    )
     arrays, scale = _arrays(given, size, layout, dict(options, causal=causal, window=window))
     options |= dict(softmax_scale=scale, config=config_of(NAME, config, FlashAttention.config_class))
     call = Ring(axis_name, size, layout, band(causal, window_pair(NAME, window)), options)
-    o, lse = ring(call, vary_alike(arrays))
+    chosen, reason = _strategy(strategy, call, arrays)
+    tell(f"strategy {chosen}: {reason}")
+    attention = one_device if size == 1 else _STRATEGIES[chosen]
+    o, lse = attention(call, vary_alike(arrays))
     return (o, lse) if static_bool(NAME, "return_lse", return_lse) else o
+
+
+_STRATEGIES = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
+
+
+def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str, str]:
+    """The strategy that is asked for or chosen, and the reason; raises where it does not take the call."""
+    q, k, v = (arrays[name] for name in "qkv")
+    pairs = any(name in arrays and max(arrays[name].shape[2:]) > 1 for name in ("bias", "mask"))
+    problem = Problem(
+        call.size, call.layout, call.band, q.shape, k.shape, v.shape[3], q.dtype.name, pairs, "dropout_key" in arrays
+    )
+    if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
+        raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto, {', '.join(STRATEGIES)}")
+    if strategy == "auto":
+        try:
+            return choose(problem, known_ceilings(local_target().device_kind or ""))
+        except ValueError as error:
+            raise value_error(NAME, str(error), q=q, k=k) from None
+    if why := refusal(strategy, problem):
+        raise value_error(NAME, why, q=q, k=k)
+    return strategy, "it was asked for"
 
 
 def _axis_size(axis_name: Any) -> int:
@@ -160,7 +203,6 @@ def _arrays(given: Operands, size: int, layout: str, options: Mapping[str, Any])
         NAME,
         given._replace(bias=None, mask=None),
         **options,
-        dropout_rate=0.0,
         max_seqlen_q=None,
         max_seqlen_k=None,
     )
@@ -168,6 +210,8 @@ def _arrays(given: Operands, size: int, layout: str, options: Mapping[str, Any])
     check_halves(NAME, "q", q.shape[1], size, layout)
     check_halves(NAME, "k", k.shape[1], size, layout)
     arrays = {name: x for name, x in checked._asdict().items() if x is not None}
+    if "dropout" in arrays:
+        arrays["dropout_key"] = arrays.pop("dropout")
     # Ids are numbered pair by pair: the numbers of one device are not those of another.
     arrays |= {n: array(NAME, n, getattr(given, n)) for n in ("q_segment_ids", "kv_segment_ids") if n in arrays}
     all_keys = jax.ShapeDtypeStruct((k.shape[0], size * k.shape[1], *k.shape[2:]), k.dtype)

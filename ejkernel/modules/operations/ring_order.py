@@ -1,5 +1,7 @@
 """ring_order: the permutation that lays a sequence out over the devices of a ring."""
 
+from typing import Literal
+
 import numpy as np
 from jaxtyping import Integer
 
@@ -12,7 +14,7 @@ NAME = "ring_order"
 
 @composed
 def ring_order(
-    length: int, size: int, layout: str = "zigzag"
+    length: int, size: int, layout: Literal["zigzag", "striped", "contiguous"] = "zigzag"
 ) -> tuple[Integer[np.ndarray, " length"], Integer[np.ndarray, " length"]]:
     """The order in which the tokens of a sequence are sharded for `ring_attention`, and the way back.
 

@@ -1,0 +1,133 @@
+"""Attention over a sharded sequence in one call on each device: with all the keys, or all the tokens of its heads.
+
+Both are exact by `flash_attention` alone and keep for a backward what it keeps, but for the keys and values of all
+devices, which are gathered again.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ._attention import segment_ids
+from ._ring import Arrays, Ring, flash
+from ._ring_layout import Band
+
+NAME = "ring_attention"
+_KEPT = ("flash_attention_o", "flash_attention_lse")
+
+
+def one_device(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    """o and lse where one device has the sequence: flash_attention as it is."""
+    return _flash(call, arrays, call.band)
+
+
+# --- The keys of all devices -----------------------------------------------------------------------------------------
+
+
+def all_gather(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    """o and lse of the queries of this device and the keys of all, which are gathered; in a backward once more."""
+    policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
+    return jax.checkpoint(lambda arrays: _with_all_keys(call, arrays), policy=policy)(arrays)
+
+
+def _with_all_keys(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    gathered = lambda x: _in_sequence(lax.all_gather(x, call.axis_name, axis=1, tiled=True), 1, call)
+    whole = {name: gathered(arrays[name]) for name in ("k", "v", "kv_segment_ids") if name in arrays}
+    whole |= {name: _in_sequence(arrays[name], 3, call) for name in ("bias", "mask") if name in arrays}
+    arrays = {**arrays, **whole}
+    count, device = arrays["q"].shape[1], lax.axis_index(call.axis_name)
+    if call.band == (None, None) or call.layout == "contiguous":
+        return _rows_with_all_keys(call, arrays, slice(0, count), device * count)
+    half = count // 2
+    chunks = ((slice(0, half), device), (slice(half, count), 2 * call.size - 1 - device))
+    results = [_rows_with_all_keys(call, arrays, rows, chunk * half) for rows, chunk in chunks]
+    return tuple(jnp.concatenate(x, axis) for x, axis in zip(zip(*results, strict=True), (1, 2), strict=True))
+
+
+def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -> tuple[Array, Array]:
+    """o and lse of some rows, whose positions in the sequence follow each other from `first`."""
+    given = dict(arrays)
+    for name, axis in (("q", 1), ("q_segment_ids", 1), ("bias", 2), ("mask", 2)):
+        if name in given and given[name].shape[axis] > 1:
+            given[name] = given[name][:, rows] if axis == 1 else given[name][:, :, rows]
+    if call.band == (None, None):
+        return _flash(call, given, call.band)
+    q, k, (left, right) = given["q"], given["k"], call.band
+    keys = k.shape[1]
+    after = keys if right is None else min(right, keys)
+    # The last of the keys is to be the last that the last query sees, so that the band is where flash_attention has it.
+    length, end = keys + after, first + q.shape[1] + after + keys - call.size * arrays["q"].shape[1]
+    position = end - length + jnp.arange(length)
+    last = lambda x, axis: x if x.shape[axis] == 1 < keys else _rolled(x, axis, after, end)
+    given |= {name: last(given[name], 1) for name in ("k", "v")}
+    given |= {name: last(given[name], 3) for name in ("bias", "mask") if name in given}
+    q_ids, kv_ids = jnp.zeros(q.shape[:2], jnp.int32), jnp.zeros(k.shape[:2], jnp.int32)
+    if "q_segment_ids" in given:
+        q_ids, kv_ids = segment_ids(NAME, given["q_segment_ids"], given["kv_segment_ids"], q, k)
+    hidden = (position < 0) | (position >= keys)
+    given |= dict(q_segment_ids=q_ids, kv_segment_ids=jnp.where(hidden[None], -1, _rolled(kv_ids, 1, after, end)))
+    return _flash(call, given, (None if left is None else left + after, 0))
+
+
+def _rolled(x: Array, axis: int, after: int, end: Array) -> Array:
+    """x with `after` more, turned so that what stood before `end` is last."""
+    widths = [(0, after if n == axis else 0) for n in range(x.ndim)]
+    x = jnp.pad(x, widths)
+    length = x.shape[axis]
+    return lax.dynamic_slice_in_dim(jnp.concatenate([x, x], axis), end % length, length, axis)
+
+
+# --- All tokens of some heads ----------------------------------------------------------------------------------------
+
+
+def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    """o and lse by way of devices that have all the tokens of a part of the heads (DeepSpeed-Ulysses)."""
+
+    def heads(x: Array) -> Array:
+        x = lax.all_to_all(x, call.axis_name, split_axis=2, concat_axis=1, tiled=True)
+        return _in_sequence(x, 1, call)
+
+    def tokens(x: Array, axis: int) -> Array:
+        x = _in_shards(x, axis, call)
+        return lax.all_to_all(x, call.axis_name, split_axis=axis, concat_axis=3 - axis, tiled=True)
+
+    gathered = lambda x: _in_sequence(lax.all_gather(x, call.axis_name, axis=1, tiled=True), 1, call)
+    given = {name: heads(arrays[name]) for name in "qkv"}
+    given |= {name: gathered(arrays[name]) for name in ("q_segment_ids", "kv_segment_ids") if name in arrays}
+    count = arrays["q"].shape[2] // call.size
+    own = lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(call.axis_name) * count, count, 1)
+    given |= {name: own(arrays[name]) for name in ("sinks", "dropout_key") if name in arrays}
+    given |= {name: arrays[name] for name in ("softmax_scale",) if name in arrays}
+    o, lse = _flash(call, given, call.band)
+    return tokens(o, 1), tokens(lse, 2)
+
+
+# --- Pieces ----------------------------------------------------------------------------------------------------------
+
+
+def _flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
+    return flash(call, {**given, "sinks": given["sinks"][0]} if "sinks" in given else given, band)
+
+
+def _in_sequence(x: Array, axis: int, call: Ring) -> Array:
+    """From the tokens of all devices, one device after the other, to the order of the sequence; axes of 1 stay."""
+    if x.shape[axis] == 1 or call.layout == "contiguous":
+        return x
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    if call.layout == "striped":
+        return x.reshape(*before, call.size, -1, *after).swapaxes(axis, axis + 1).reshape(x.shape)
+    halves = x.reshape(*before, call.size, 2, -1, *after)
+    first, second = (lax.index_in_dim(halves, n, axis + 1, keepdims=False) for n in range(2))
+    return jnp.concatenate([first, lax.rev(second, (axis,))], axis).reshape(x.shape)
+
+
+def _in_shards(x: Array, axis: int, call: Ring) -> Array:
+    """The tokens of the sequence as they are laid out over devices, one device after the other."""
+    if call.layout == "contiguous":
+        return x
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    if call.layout == "striped":
+        return x.reshape(*before, -1, call.size, *after).swapaxes(axis, axis + 1).reshape(x.shape)
+    halves = x.reshape(*before, 2, call.size, -1, *after)
+    first, second = (lax.index_in_dim(halves, n, axis, keepdims=False) for n in range(2))
+    return jnp.stack([first, lax.rev(second, (axis,))], axis + 1).reshape(x.shape)

@@ -1,0 +1,142 @@
+"""The layouts of ring attention, what a hop has to compute, and the choice of a strategy: plain numbers."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ejkernel import lax
+from ejkernel.callib import Ceilings
+from ejkernel.modules.operations._ring_layout import LAYOUTS, hops, parts_of
+from ejkernel.modules.operations._ring_strategy import Problem, bytes_sent, choose, refusal
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+pytestmark = pytest.mark.core
+
+
+def of_device(length, size, layout, device):
+    """The positions of the tokens of a device, from the order of the whole."""
+    return lax.ring_order(length * size, size, layout)[0].reshape(size, length)[device]
+
+
+def seen_in(part):
+    """The pairs of a part, as flash_attention has them."""
+    queries, keys = part.q_end - part.q_begin, part.k_end - part.k_begin
+    distance = np.arange(keys)[None] - (np.arange(queries)[:, None] + keys - queries)
+    seen = np.ones((queries, keys), bool)
+    seen &= True if part.left is None else distance >= -part.left
+    return seen & (True if part.right is None else distance <= part.right)
+
+
+@each_layout
+@pytest.mark.parametrize("size", (1, 2, 3, 4, 5))
+def test_the_parts_are_what_is_seen_once(layout, size):
+    """Every bound, every pair of devices, equal and other lengths; no part has bounds below 0 or sees nothing."""
+    bounds = itertools.product((None, 0, 1, 3, 5, 9, 100), (None, 0, 1, 2, 7, 100))
+    for (left, right), (queries, keys) in itertools.product(bounds, ((4, 4), (2, 6), (6, 2), (8, 8))):
+        for d, source in itertools.product(range(size), range(size)):
+            i = of_device(queries, size, layout, d)[:, None] + size * (keys - queries)
+            distance = of_device(keys, size, layout, source)[None] - i
+            wanted = np.ones((queries, keys), int)
+            wanted &= 1 if left is None else distance >= -left
+            wanted &= 1 if right is None else distance <= right
+            found = np.zeros_like(wanted)
+            for part in parts_of(queries, keys, size, layout, (left, right), d, source):
+                assert min(part.left or 0, part.right or 0) >= 0 and seen_in(part).any()
+                found[part.q_begin : part.q_end, part.k_begin : part.k_end] += seen_in(part)
+            np.testing.assert_array_equal(found, wanted)
+
+
+@each_layout
+def test_the_order_and_its_inverse(layout):
+    order, inverse = lax.ring_order(24, 3, layout)
+    np.testing.assert_array_equal(np.sort(order), np.arange(24))
+    np.testing.assert_array_equal(order[inverse], np.arange(24))
+    first = dict(contiguous=range(8), striped=range(0, 24, 3), zigzag=(0, 1, 2, 3, 20, 21, 22, 23))
+    np.testing.assert_array_equal(order[:8], list(first[layout]))
+    np.testing.assert_array_equal(lax.ring_order(5, 1, layout)[0], np.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    {
+        "length 10 is no multiple of 4": (10, 4),
+        "a shard has 3 tokens; zigzag needs an even number": (12, 4),
+        "layout is 'spiral'; it must be one of": (16, 4, "spiral"),
+        "size is 0; it must be at least 1": (16, 0),
+        "length is -1; it must be at least 0": (-1, 4),
+    }.items(),
+)
+def test_orders_that_there_are_not(message, arguments):
+    with pytest.raises(ValueError, match=f"ring_order: {message}"):
+        lax.ring_order(*arguments)
+    with pytest.raises(TypeError, match="ring_order: size must be an int, not float"):
+        lax.ring_order(16, 4.0)
+
+
+@pytest.mark.parametrize("layout", ("striped", "zigzag"))
+@pytest.mark.parametrize("size", (2, 3, 4))
+def test_a_causal_ring_is_balanced(layout, size):
+    """At every hop each device sees as many pairs as any other, but for a diagonal."""
+    length = 16
+    for _, of_devices in hops(length, length, size, layout, (None, 0)):
+        pairs = [sum(int(seen_in(part).sum()) for part in parts) for parts in of_devices]
+        assert max(pairs) - min(pairs) <= length
+
+
+def test_hops_that_see_nothing_are_left_out():
+    found = lambda layout, band: [hop for hop, _ in hops(8, 8, 6, layout, band)]
+    assert found("contiguous", (3, 0)) == [0, 1]
+    assert found("contiguous", (3, 3)) == [0, 1, 5]
+    assert found("contiguous", (9, 0)) == [0, 1, 2]
+    assert found("striped", (2, 0)) == [0, 1, 2]
+    assert found("zigzag", (None, 0)) == list(range(6))
+
+
+# --- The strategy -----------------------------------------------------------------------------------------------------
+
+
+def problem(size=4, layout="zigzag", band=(None, 0), length=4096, heads=(32, 8), **others):
+    q, k = ((1, length, h, 128) for h in heads)
+    return Problem(size, layout, band, q, k, 128, "bfloat16", **others)
+
+
+def test_long_shards_go_round():
+    assert choose(problem())[0] == "ring"
+    assert choose(problem(length=8192, heads=(7, 7)))[0] == "ring"
+
+
+def test_short_shards_take_what_sends_less():
+    """Ulysses sends q and o too, but of everything a part."""
+    assert choose(problem(length=128, heads=(8, 8)))[0] == "ulysses"
+    assert choose(problem(length=128, heads=(32, 8)))[0] == "all_gather"
+    assert choose(problem(length=128, heads=(6, 2)))[0] == "all_gather"
+    assert choose(problem(length=128, heads=(6, 2), layout="striped"))[0] == "ring"
+    sent = bytes_sent(problem(length=128, heads=(8, 8)))
+    assert sent["ulysses"] < sent["all_gather"] == sent["ring"] == 3 * 128 * 8 * 256 * 2
+
+
+def test_a_short_window_goes_round():
+    assert choose(problem(length=128, size=8, layout="contiguous", band=(127, 0)))[0] == "ring"
+
+
+def test_only_ulysses_drops_out():
+    assert choose(problem(has_dropout=True))[0] == "ulysses"
+    with pytest.raises(ValueError, match=r"ulysses alone, not with ring.*6 query and 2 key/value heads"):
+        choose(problem(heads=(6, 2), has_dropout=True))
+
+
+def test_what_was_measured_decides():
+    """A device that multiplies slowly hides what is sent behind shorter hops."""
+    of = problem(length=512, heads=(8, 8))
+    slow = Ceilings("slow", copy=4e12, matmul={"bfloat16": 1e13, "float32": 1e12}, jax="")
+    assert choose(of)[0] == "ulysses" and choose(of, slow)[0] == "ring"
+
+
+def test_every_refusal_names_a_way():
+    for strategy, of in (
+        ("ulysses", problem(heads=(6, 2))),
+        ("ulysses", problem(has_pairs=True)),
+        ("all_gather", problem(layout="striped")),
+    ):
+        assert "use ring" in refusal(strategy, of)
