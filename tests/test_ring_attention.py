@@ -346,7 +346,12 @@ def test_a_sequence_over_two_axes():
     assert_close(found[:, inverse], lax.flash_attention(**x, causal=True), 2e-5)
 
 
-@pytest.mark.parametrize("policy", (None, ejkernel.checkpoint_policies.save_kernels), ids=("nothing", "kernels"))
+KEPT = jax.checkpoint_policies.save_only_these_names("ring_attention_o", "ring_attention_lse")
+
+
+@pytest.mark.parametrize(
+    "policy", (None, KEPT, ejkernel.checkpoint_policies.save_kernels), ids=("nothing", "names", "kernels")
+)
 def test_layers_that_are_scanned_and_checkpointed(policy):
     x, weights = random(q=(1, 12, 2, 8))["q"], random(w=(3, 8, 24))["w"] / 4
 
@@ -364,6 +369,17 @@ def test_layers_that_are_scanned_and_checkpointed(policy):
     loss = lambda f: lambda x, w: f(x, w).sum()
     wanted = jax.grad(loss(model(lambda q, k, v: lax.flash_attention(q, k, v, causal=True))), (0, 1))(x, weights)
     assert_close(jax.jit(jax.grad(loss(sharded), (0, 1)))(x, weights), wanted, 2e-5)
+
+
+def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
+    """Three hops; the backward computes each of them again in any case."""
+
+    def forwards(policy):
+        f, x = local_call(3, layout="contiguous", strategy="ring")
+        program = jax.make_jaxpr(squares(jax.checkpoint(f, policy=policy)))(x)
+        return [e.primitive.name for e in equations(program, "flash_attention")].count("flash_attention")
+
+    assert (forwards(None), forwards(KEPT)) == (9, 6)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -457,5 +473,5 @@ def test_it_is_explained():
     jax.eval_shape(jax.shard_map(call, mesh=mesh_of(2), in_specs=P(None, "x"), out_specs=P(None, "x")), x, x, x)
     assert told[0].runs and told[0].origin.endswith("what follows; strategy ring: it was asked for")
     assert {part.operation for part in told[0].parts} == {"flash_attention"} and len(told[0].parts) == 3
-    assert "strategy ulysses: a hop has" in told[1].origin
+    assert "strategy all_gather: a hop has" in told[1].origin
     assert ejkernel.explain("ring_order", 16, 4, layout="striped").runs

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from beartype import BeartypeConf, beartype
 from cases import CASES, call_with, each_operation, features_of
+from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError, jaxtyped
 
 import ejkernel
@@ -146,6 +147,27 @@ def test_merge_attention_has_the_types_it_should():
     for name, x in given.items():
         refuses(lax.merge_attention, {**given, name: x.astype(jnp.int32)}, name)
         refuses(lax.merge_attention, {**given, name: x[None]}, name)
+
+
+def ring_of_two(**others):
+    """The types of ring_attention as each of two devices calls it."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    specs = P(None, "x"), P()
+    call = lambda qkv, others: checked(lax.ring_attention)(**qkv, **others, axis_name="x", return_lse=True)
+    local = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(P(None, "x"), P(None, None, "x")))
+    return jax.eval_shape(local, dict.fromkeys("qkv", jnp.zeros((1, 8, 2, 8))), others)
+
+
+def test_ring_attention_has_the_types_it_should():
+    """Bias and mask have the rows of a device and the columns of all."""
+    o, lse = ring_of_two(bias=jnp.zeros((2, 4, 8)), mask=jnp.ones(8, bool), sinks=jnp.zeros(2))
+    assert o.shape == (1, 8, 2, 8) and lse.shape == (1, 2, 8)
+    for name, x in dict(bias=jnp.zeros((3, 8)), mask=jnp.ones(8), sinks=jnp.zeros(3)).items():
+        with pytest.raises(TypeCheckError, match=f"typechecking parameter '{name}'"):
+            ring_of_two(**{name: x})
+    assert all(x.shape == (8,) for x in checked(lax.ring_order)(8, 2, "striped"))
+    with pytest.raises(TypeCheckError, match="typechecking parameter 'layout'"):
+        checked(lax.ring_order)(8, 2, "spiral")
 
 
 # --- What they should refuse ------------------------------------------------------------------------------------------

@@ -23,12 +23,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 
 from ._ring_layout import Band, Part, hops
 from .flash_attention import FlashAttention
 from .merge_attention import merge_attention
 
 TRAVELLING = ("k", "v", "kv_segment_ids")
+RESULTS = ("o", "lse")
 Arrays = dict[str, Any]
 
 
@@ -63,7 +65,7 @@ def ring(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
     def derivative(primals, tangents):
         (arrays,), (tangents,) = primals, tangents
-        o, lse = attention(arrays)
+        o, lse = (checkpoint_name(x, f"ring_attention_{n}") for n, x in zip(RESULTS, attention(arrays), strict=True))
         moving = {name: x for name, x in tangents.items() if not _is_zero(x)}
         return (o, lse), _tangent(call, arrays, moving, o, lse)
 

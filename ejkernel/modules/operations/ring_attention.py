@@ -93,6 +93,10 @@ def ring_attention(
     "auto": ring where a hop computes for as long as it sends, or a window leaves half of the hops or fewer; else the
     one of the others that sends fewer bytes. `ejkernel.explain`, called at the same place, says which and why.
 
+    Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names("ring_attention_o",
+    "ring_attention_lse")` keeps what a ring keeps, so that it does not run again as a whole; `save_kernels` would keep
+    the results of every hop.
+
     Args:
         q: the queries of this device [B, S, H, D]; those of all devices, n·S, are sharded in the order of `layout`.
         k: its keys [B, K, G, D].
