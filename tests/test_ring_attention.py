@@ -377,6 +377,39 @@ def test_layers_that_are_scanned_and_checkpointed(policy):
     assert_close(jax.jit(jax.grad(loss(sharded), (0, 1)))(x, weights), wanted, 2e-5)
 
 
+@pytest.mark.parametrize("strategy", ("ring", pytest.param("all_gather", marks=pytest.mark.slow)))
+def test_a_shard_map_that_does_not_check_what_varies(strategy):
+    x, size = random(**QKV), 3
+    call = lambda x: lax.ring_attention(**x, axis_name="x", layout="contiguous", strategy=strategy, causal=True)
+    of = P(None, "x")
+    f = jax.shard_map(call, mesh=mesh_of(size), in_specs=of, out_specs=of, check_vma=False)
+    loss = lambda f: lambda x: jnp.sin(3 * f(x)).sum()
+    wanted = jax.value_and_grad(loss(lambda x: lax.flash_attention(**x, causal=True)))(x)
+    assert_close(jax.jit(jax.value_and_grad(loss(f)))(x), wanted, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hessian(strategy):
+    x = random(**{name: (1, 4, 2, 2) for name in "qkv"})
+    options = dict(causal=True, return_lse=True)
+    f, g = ringed(2, "zigzag", strategy, **options), lambda x: whole(x, **options)
+    assert_close(jax.jit(jax.hessian(of_sines(f)))(x), jax.jit(jax.hessian(of_sines(g)))(x), 1e-4)
+
+
+@pytest.mark.parametrize("strategy", ("ring", pytest.param("ulysses", marks=pytest.mark.slow)))
+def test_export(strategy):
+    """Gradients for a GPU and a TPU, and for this machine, where they are read again and run."""
+    f, x = local_call(2, 128, causal=True, strategy=strategy)
+    export = lambda *platforms: jax.export.export(
+        jax.jit(squares(f)), platforms=platforms, disabled_checks=ejkernel.export_checks()
+    )(x).serialize()
+    assert export("cuda", "tpu")
+    again = jax.jit(jax.export.deserialize(export("cpu")).call)
+    arrays = {n: jax.device_put(a, x[n].sharding) for n, a in random(**{n: a.shape for n, a in x.items()}).items()}
+    assert_close(again(arrays), jax.tree.map(np.asarray, jax.jit(squares(f))(arrays)), 1e-6)
+
+
 def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
     """Three hops; the backward computes each of them again in any case."""
 
