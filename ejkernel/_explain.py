@@ -63,6 +63,8 @@ def explain(
 ) -> Explanation:
     """What `ejkernel.lax.<operation>(*args, **kwargs)` would run on a target, by default this process's.
 
+    An operation over a mesh axis is explained where it is called, inside `jax.shard_map`.
+
     Args:
         operation: its name.
         *args: arrays or `jax.ShapeDtypeStruct`s, as the lax face takes them.

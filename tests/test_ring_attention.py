@@ -410,6 +410,15 @@ def test_export(strategy):
     assert_close(again(arrays), jax.tree.map(np.asarray, jax.jit(squares(f))(arrays)), 1e-6)
 
 
+def test_a_symbolic_length():
+    """The length decides what the program is."""
+    call = lambda q: lax.ring_attention(q, q, q, axis_name="x", causal=True)
+    f = jax.jit(jax.shard_map(call, mesh=mesh_of(2), in_specs=P(None, "x"), out_specs=P(None, "x")))
+    q = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 2*s, 2, 8"), jnp.float32)
+    with pytest.raises(ValueError, match=r"^ring_attention: the length of q is symbolic, .*; it has to be known"):
+        jax.export.export(f)(q)
+
+
 def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
     """Three hops; the backward computes each of them again in any case."""
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -97,8 +98,8 @@ def test_hops_that_see_nothing_are_left_out():
 
 
 def problem(size=4, layout="zigzag", band=(None, 0), length=4096, heads=(32, 8), **others):
-    q, k = ((1, length, h, 128) for h in heads)
-    return Problem(size, layout, band, q, k, 128, "bfloat16", **others)
+    q, k = ((length, h, 128) for h in heads)
+    return Problem(size, layout, band, q, k, 128, jnp.bfloat16, **others)
 
 
 def test_long_shards_go_round():

@@ -1,5 +1,7 @@
 """Attention in a ring: the keys and values of every device come by, each hop is a call of flash_attention.
 
+The hops are unrolled: in a loop XLA sends once more than is needed and overlaps less, and each hop has its own parts.
+
 The forward merges the hops: o and lse of the keys seen so far are all that it holds. With L the lse of all keys and O
 their output, the hop t with o_t and lse_t moves them by
 

@@ -1,6 +1,8 @@
 """How ring attention brings queries and keys together: what is possible, and which of that is chosen."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...callib import Ceilings
 from ...types import visible_pairs
@@ -14,7 +16,7 @@ _COPY_PER_SENT = 12.0
 
 
 class Problem(NamedTuple):
-    """What decides: sizes of a device's arrays, and what the call asks for."""
+    """What decides: the sizes [length, heads, features] of a sequence on a device, and what the call asks for."""
 
     size: int
     layout: str
@@ -22,14 +24,14 @@ class Problem(NamedTuple):
     q_shape: tuple[int, ...]
     k_shape: tuple[int, ...]
     v_head_dim: int
-    dtype: str
+    dtype: Any
     has_pairs: bool = False
     has_dropout: bool = False
 
 
 def refusal(strategy: str, problem: Problem) -> str | None:
     """Why a strategy does not take a call, and the way to go; None if it does."""
-    heads, kv_heads = problem.q_shape[2], problem.k_shape[2]
+    heads, kv_heads = problem.q_shape[1], problem.k_shape[1]
     if strategy == "ulysses":
         if heads % problem.size or kv_heads % problem.size:
             return (
@@ -65,7 +67,7 @@ def choose(problem: Problem, ceilings: Ceilings | None = None) -> tuple[str, str
     if len(can) == 1:
         return can[0], "no other takes this call"
     sent, per_byte = bytes_sent(problem), _operations_per_byte(problem, ceilings)
-    q_len, kv_len, size = problem.q_shape[1], problem.k_shape[1], problem.size
+    q_len, kv_len, size = problem.q_shape[0], problem.k_shape[0], problem.size
     needed = len(list(hops(q_len, kv_len, size, problem.layout, problem.band))) - 1
     if "ring" in can and 2 * needed <= size - 1:
         return "ring", f"the window leaves {needed} of {size - 1} hops"
@@ -77,32 +79,29 @@ def choose(problem: Problem, ceilings: Ceilings | None = None) -> tuple[str, str
     if not others:
         return "ring", f"{told}, but no other takes this call"
     best = min(others, key=lambda strategy: sent[strategy])
-    return best, f"{told}; it sends {sent[best]} bytes"
+    return best, f"{told}; it sends {sent[best]} bytes of a sequence"
 
 
 def bytes_sent(problem: Problem) -> dict[str, int]:
-    """What a device sends in the forward by each strategy; in a ring in all hops."""
-    (batch, q_len, heads, dim), (_, kv_len, kv_heads, _), value_dim = (
-        problem.q_shape,
-        problem.k_shape,
-        problem.v_head_dim,
-    )
-    each = 2 if problem.dtype in ("bfloat16", "float16") else 8 if problem.dtype == "float64" else 4
+    """What a device sends of a sequence in the forward by each strategy; in a ring in all hops."""
+    (q_len, heads, dim), (kv_len, kv_heads, _), value_dim = problem.q_shape, problem.k_shape, problem.v_head_dim
+    each = np.dtype(problem.dtype).itemsize
     keys, queries = kv_len * kv_heads * (dim + value_dim), q_len * heads * (dim + value_dim)
-    gathered = batch * keys * each * (problem.size - 1)
-    exchanged = batch * (keys + queries) * each * (problem.size - 1) // problem.size
+    gathered = keys * each * (problem.size - 1)
+    exchanged = (keys + queries) * each * (problem.size - 1) // problem.size
     return dict(ring=gathered, all_gather=gathered, ulysses=exchanged)
 
 
 def _operations(problem: Problem) -> float:
-    """Of the products of a device's queries with all keys but its own, as much as a device has on average."""
-    (batch, q_len, heads, dim), kv_len, size = problem.q_shape, problem.k_shape[1], problem.size
-    left, right = problem.band
-    pairs = visible_pairs(size * q_len, size * kv_len, False, (left, right)) / size * (size - 1) / size
-    return 2.0 * batch * heads * (dim + problem.v_head_dim) * pairs
+    """Of the products of a device's queries with all keys but its own, as many as a device has on average."""
+    (q_len, heads, dim), kv_len, size = problem.q_shape, problem.k_shape[0], problem.size
+    pairs = visible_pairs(size * q_len, size * kv_len, False, problem.band) / size * (size - 1) / size
+    return 2.0 * heads * (dim + problem.v_head_dim) * pairs
 
 
 def _operations_per_byte(problem: Problem, ceilings: Ceilings | None) -> float:
     if ceilings is None:
         return _OPERATIONS_PER_BYTE_SENT
-    return ceilings.matmul.get(problem.dtype, ceilings.matmul["float32"]) / (ceilings.copy / _COPY_PER_SENT)
+    return ceilings.matmul.get(np.dtype(problem.dtype).name, ceilings.matmul["float32"]) / (
+        ceilings.copy / _COPY_PER_SENT
+    )

@@ -13,7 +13,7 @@ from ...ops.utils.devices import local_target
 from ...primitives.flash_attention import Operands
 from ...types import ConfigLike, CuSeqlens, DropoutKey, Scale, Sinks, Window, band
 from .._composed import composed, tell
-from ._arguments import array, config_of, static_bool, vary_alike, window_pair
+from ._arguments import array, config_of, require_known, static_bool, vary_alike, window_pair
 from ._attention import attention_call, pairwise
 from ._ring import Ring, ring
 from ._ring_exchange import all_gather, one_device, ulysses
@@ -166,9 +166,8 @@ def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str
     """The strategy that is asked for or chosen, and the reason; raises where it does not take the call."""
     q, k, v = (arrays[name] for name in "qkv")
     pairs = any(name in arrays and max(arrays[name].shape[2:]) > 1 for name in ("bias", "mask"))
-    problem = Problem(
-        call.size, call.layout, call.band, q.shape, k.shape, v.shape[3], q.dtype.name, pairs, "dropout_key" in arrays
-    )
+    shapes = q.shape[1:], k.shape[1:], v.shape[3]
+    problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, pairs, "dropout_key" in arrays)
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto, {', '.join(STRATEGIES)}")
     if strategy == "auto":
@@ -211,6 +210,8 @@ def _arrays(given: Operands, size: int, layout: str, options: Mapping[str, Any])
         max_seqlen_k=None,
     )
     q, k = checked.q, checked.k
+    for name, x in (("q", q), ("k", k)):
+        require_known(NAME, f"the length of {name}", x.shape[1], **{name: x})
     check_halves(NAME, "q", q.shape[1], size, layout)
     check_halves(NAME, "k", k.shape[1], size, layout)
     arrays = {name: x for name, x in checked._asdict().items() if x is not None}
