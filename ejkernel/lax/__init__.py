@@ -3,6 +3,7 @@
 They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
 """
 
+from .blocksparse_attention import blocksparse_attention
 from .flash_attention import flash_attention
 from .gla import gla
 from .grouped_matmul import grouped_matmul
@@ -16,6 +17,7 @@ from .ring_attention import ring_attention
 from .ring_order import ring_order
 
 __all__ = [
+    "blocksparse_attention",
     "flash_attention",
     "gla",
     "grouped_matmul",

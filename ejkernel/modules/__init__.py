@@ -9,6 +9,7 @@ from ..ops import PersistentCache as _PersistentCache
 from ..ops.config.tables import shipped_tables as _shipped_tables
 from ._face import face as _face
 from .base import KernelConfig, create_default_executor, detect_platform
+from .operations.blocksparse_attention import BlocksparseAttention
 from .operations.flash_attention import FlashAttention
 from .operations.gla import GLA
 from .operations.grouped_matmul import GroupedMatmul
@@ -21,6 +22,7 @@ from .operations.recurrent import Recurrent
 from .operations.ring_attention import ring_attention
 from .operations.ring_order import ring_order
 
+blocksparse_attention = _face(BlocksparseAttention)
 flash_attention = _face(FlashAttention)
 gla = _face(GLA)
 grouped_matmul = _face(GroupedMatmul)
@@ -35,6 +37,7 @@ _shipped_tables.append(_PersistentCache(pathlib.Path(__file__).parent / "tuned")
 
 __all__ = [
     "GLA",
+    "BlocksparseAttention",
     "FlashAttention",
     "GroupedMatmul",
     "KernelConfig",
@@ -43,6 +46,7 @@ __all__ = [
     "PageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
+    "blocksparse_attention",
     "create_default_executor",
     "detect_platform",
     "flash_attention",

@@ -2,6 +2,7 @@
 
 from ._repr import ShortRepr
 from .arguments import (
+    BlockMask,
     ConfigLike,
     CuSeqlens,
     DropoutKey,
@@ -23,6 +24,7 @@ __all__ = [
     "RECURRENCE_SHAPES",
     "AttentionShape",
     "Backend",
+    "BlockMask",
     "BwdParams",
     "ConfigLike",
     "CuSeqlens",

@@ -38,6 +38,12 @@ LogitsMask: TypeAlias = (
     | Bool[Array, "#kv_len"]
     | Bool[Array, ""]
 )
+# Which blocks of keys are kept for a block of queries.
+BlockMask: TypeAlias = (
+    Bool[Array, "#batch #q_heads q_blocks kv_blocks"]
+    | Bool[Array, "#q_heads q_blocks kv_blocks"]
+    | Bool[Array, "q_blocks kv_blocks"]
+)
 # `jax.random.key(0)`, or the words of `jax.random.PRNGKey(0)`.
 DropoutKey: TypeAlias = Key[Array, ""] | UInt32[Array, " words"]
 # The state of a linear recurrence, of each row of the batch or of each packed sequence.

@@ -48,7 +48,7 @@ def _derived(draw, call: Call) -> Call:
     movable = [name for name in call.operands if _is_differentiable(call, name)]
     if derivative == "none" or not movable:
         return call
-    if call.operation == "flash_attention" and call.dtype in ("bfloat16", "float16"):
+    if call.operation in ("flash_attention", "blocksparse_attention") and call.dtype in ("bfloat16", "float16"):
         derivative = IN_HALF.get(derivative, derivative)
     wrt = movable if chance(draw, 50) else draw(st.lists(st.sampled_from(movable), min_size=1, unique=True))
     return replace(call, derivative=derivative, wrt=tuple(sorted(wrt)))

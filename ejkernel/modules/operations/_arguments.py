@@ -16,6 +16,7 @@ from ...errors import shown, type_error, value_error
 from ...primitives._factory import KernelPrimitive
 from ...primitives._sharding import aligned
 from ...types import BwdParams, FwdParams, OperationConfig, Platform, checked_config
+from ...types.config import LARGEST_SIZE
 from ...xla_utils.symbolic import is_symbolic
 
 # What is computed with; float8 is for matrices alone that say so, and the rest has no arithmetic or none of this kind.
@@ -202,6 +203,20 @@ def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> Opera
     elif not isinstance(config, OperationConfig | FwdParams | BwdParams):
         raise type_error(operation, f"config is a {type(config).__name__}; it must be a {of.__name__} or a mapping")
     return checked_config(operation, config, of)
+
+
+def block_pair(operation: str, block_size: Any) -> tuple[int, int]:
+    """Queries and keys of a block, static and positive."""
+    if not isinstance(block_size, tuple | list) or len(block_size) != 2:
+        raise type_error(
+            operation, f"block_size is {shown(block_size)}; it must be a pair of ints, of queries and keys"
+        )
+    for of, size in zip(("queries", "keys"), block_size, strict=True):
+        if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            raise type_error(operation, f"block_size has {shown(size)} {of}; it must be an int")
+        if not 1 <= size <= LARGEST_SIZE:
+            raise value_error(operation, f"block_size has {shown(size)} {of}; it must be a positive int of 32 bits")
+    return tuple(map(int, block_size))
 
 
 def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:
