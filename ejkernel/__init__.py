@@ -17,7 +17,7 @@ if "ejkernel.lowering" not in sys.modules:
     elif importlib.util.find_spec("ejkernel.lowering") is None:
         raise ImportError(f"ejkernel: {_beside.parent} is missing; copy the whole repository and `pip install -e .` it")
 
-from . import checkpoint_policies, kernels, lax, lowering, modules, ops
+from . import block_masks, checkpoint_policies, kernels, lax, lowering, modules, ops
 from ._explain import explain
 from ._export import export_checks
 from .errors import ConfigMissError, EjkernelRuntimeError, UnsupportedError
@@ -26,6 +26,7 @@ __all__ = [
     "ConfigMissError",
     "EjkernelRuntimeError",
     "UnsupportedError",
+    "block_masks",
     "checkpoint_policies",
     "explain",
     "export_checks",

@@ -3,6 +3,7 @@
 They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
 """
 
+from .block_mask_of import block_mask_of
 from .blocksparse_attention import blocksparse_attention
 from .flash_attention import flash_attention
 from .gla import gla
@@ -17,6 +18,7 @@ from .ring_attention import ring_attention
 from .ring_order import ring_order
 
 __all__ = [
+    "block_mask_of",
     "blocksparse_attention",
     "flash_attention",
     "gla",

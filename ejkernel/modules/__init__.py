@@ -9,6 +9,7 @@ from ..ops import PersistentCache as _PersistentCache
 from ..ops.config.tables import shipped_tables as _shipped_tables
 from ._face import face as _face
 from .base import KernelConfig, create_default_executor, detect_platform
+from .operations.block_mask_of import block_mask_of
 from .operations.blocksparse_attention import BlocksparseAttention
 from .operations.flash_attention import FlashAttention
 from .operations.gla import GLA
@@ -46,6 +47,7 @@ __all__ = [
     "PageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
+    "block_mask_of",
     "blocksparse_attention",
     "create_default_executor",
     "detect_platform",

@@ -47,15 +47,16 @@ def sparse(case, axes="x y", size=SIZE, **changes):
 
 OF_FLASH = {case.name: case for case in flash.CASES}
 CASES = (
-    sparse(OF_FLASH["causal"], "b h x y", (2, 3)),
+    sparse(OF_FLASH["causal"], size=(2, 3)),
     sparse(OF_FLASH["window_softcap_sinks"], "h x y"),
-    sparse(OF_FLASH["bias_mask"]),
+    sparse(OF_FLASH["bias_mask"], "b h x y"),
     sparse(OF_FLASH["segments"], "b 1 x y"),
     sparse(OF_FLASH["packed"], "h x y"),
     sparse(OF_FLASH["dropout_traced_scale"], "1 h x y"),
     sparse(OF_FLASH["cross_one_kv_head"], "h x y", (5, 2)),
 )
-FAMILIES = tuple(sparse(case, "b h x y", (8, 8)) for case in flash.FAMILIES)
+# Of several tiles. The products of smaller ones are summed in other ways than the large ones of the formula, by XLA.
+FAMILIES = tuple(sparse(case.resized(dict(s=144, t=192)), "b h x y", (16, 16)) for case in flash.FAMILIES)
 
 # --- For the tests of pairs of features -------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ def blocksparse_attention_arguments(
 
     Time and memory follow the number of blocks that are kept; nothing is of the size of the logits. Differentiable in
     q, k, v, bias, sinks and a traced softmax_scale, through o and lse, to any order; of derivatives of the second order
-    and beyond the time also grows, by little, with the number of all blocks.
+    and beyond the time also grows, by little, with the number of all blocks, and over Auto axes of a mesh these gather
+    q, k and v if the block mask differs between heads or batch elements.
 
     `block_mask_of` makes block masks from functions of i and j, and `ejkernel.block_masks` the usual ones.
 

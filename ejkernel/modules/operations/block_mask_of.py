@@ -1,0 +1,76 @@
+"""block_mask_of: composed of operations of JAX, with no primitive of its own."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool
+
+from ...errors import type_error, value_error
+from .._composed import composed
+from ._arguments import block_pair
+
+NAME = "block_mask_of"
+
+
+@composed
+def block_mask_of(
+    fn: Callable[[Array, Array], Bool[Array, "..."]], S: int, K: int, block_size: tuple[int, int] = (128, 128)
+) -> Bool[Array, "... q_blocks kv_blocks"]:
+    """The block mask of a pattern of pairs: a block is kept if the pattern has any of its pairs.
+
+        block_mask[m, n] = any fn(i, j) of i < S with i // block_q = m and j < K with j // block_k = n
+
+    The pattern is asked for one block of queries beside one of keys at a time, and nothing is of the size S × K.
+    Within the blocks that it keeps, `blocksparse_attention` sees all pairs that its own options (causal, window, mask,
+    segment ids) let it see.
+
+    Args:
+        fn: from places of queries i, int32 [block_q, 1], and of keys j, int32 [1, block_k], to whether query i sees key
+            j: bool that broadcasts to [block_q, block_k], with axes before that for batch elements and heads if these
+            differ. It may use arrays, traced ones too, and is asked of places beyond the ends, which count for nothing.
+        S: queries.
+        K: keys.
+        block_size: queries and keys of a block.
+
+    Returns:
+        bool [⌈S / block_q⌉, ⌈K / block_k⌉], behind the axes that fn adds.
+
+    Raises:
+        ValueError, TypeError: lengths or block sizes are no positive numbers, or fn gives something else.
+    """
+    block_q, block_k = block_pair(NAME, block_size)
+    for name, length in (("S", S), ("K", K)):
+        if isinstance(length, bool) or not isinstance(length, int | np.integer):
+            raise type_error(NAME, f"{name} is {length!r}; it must be an int")
+        if not 0 <= length < 2**31:
+            raise value_error(NAME, f"{name} is {length}; it must be from 0 to 2**31 - 1")
+    block_q, block_k = min(block_q, max(1, int(S))), min(block_k, max(1, int(K)))
+    rows, columns = -(-int(S) // block_q), -(-int(K) // block_k)
+    leading = _leading(fn, block_q, block_k)
+
+    def is_kept(number):
+        row, column = number // columns * block_q, number % columns * block_k
+        i, j = row + jnp.arange(block_q, dtype=jnp.int32), column + jnp.arange(block_k, dtype=jnp.int32)
+        i, j = i[:, None], j[None]
+        inside = (i < S) & (j < K)
+        seen = jnp.broadcast_to(fn(i, j), (*leading, block_q, block_k))
+        return (seen & inside.reshape((1,) * len(leading) + inside.shape)).any((-2, -1))
+
+    if rows * columns == 0:
+        return jnp.zeros((*leading, rows, columns), bool)
+    kept = lax.map(is_kept, jnp.arange(rows * columns, dtype=jnp.int32))
+    return jnp.moveaxis(kept.reshape(rows, columns, *leading), (0, 1), (-2, -1))
+
+
+def _leading(fn: Callable, block_q: int, block_k: int) -> tuple[int, ...]:
+    """The axes that fn has before those of queries and keys."""
+    of = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block_q, 1), (1, block_k))))
+    if getattr(of, "dtype", None) != np.bool_:
+        raise type_error(NAME, f"fn gives {of}; it must give an array of bool")
+    if any(n not in (1, wanted) for n, wanted in zip(of.shape[::-1], (block_k, block_q), strict=False)):
+        rule = f"it must broadcast to [{block_q}, {block_k}], queries and keys, with any axes before these"
+        raise value_error(NAME, f"fn gives an array of shape {list(of.shape)}; {rule}")
+    return of.shape[:-2]
