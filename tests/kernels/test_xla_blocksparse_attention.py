@@ -150,6 +150,18 @@ def test_only_kept_blocks_are_computed(leading):
 
 
 @pytest.mark.parametrize("heads", (1, 2))
+def test_a_step_of_a_loop_copies_nothing_as_long_as_the_sequence(heads):
+    """Else the time of a block would grow with the sequence."""
+    x, mask = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32), jax.ShapeDtypeStruct((heads, 32, 32), bool)
+    call = lambda q, k, v, mask: ejkernel.lax.blocksparse_attention(q, k, v, mask).sum()
+    text = jax.jit(jax.grad(call, (0, 1, 2))).lower(x, x, x, mask).compile().as_text()
+    loops = [text.split(f"%{body} (")[1].split("\n}")[0] for body in re.findall(r"body=%([\w.\-]+)", text)]
+    assert len(loops) >= 3, "the forward, δ, and the gradients"
+    copies = re.findall(r"\[([\d,]+)\]\S* copy\(", "\n".join(loops))
+    assert not [shape for shape in copies if "4096" in shape.split(",")]
+
+
+@pytest.mark.parametrize("heads", (1, 2))
 def test_memory_of_128k_tokens(heads):
     """Nothing is of the size of the logits, forward or backward; programs are compiled, and not run."""
     tokens, block = 2**17, 128

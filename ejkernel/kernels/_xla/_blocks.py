@@ -85,7 +85,9 @@ class KeptTiles:
 
         def put(totals, part, number):
             place = self._place(number, self.size)
-            return self._put(totals, add(self._tile(totals, place), part), place)
+            # Behind a barrier: fused into what comes after the update, the slices would make it copy all of the totals.
+            before = lax.optimization_barrier(self._tile(totals, place))
+            return self._put(totals, add(before, part), place)
 
         return over(part, put, x, kept, tiles.varying_like((x, kept), nothing()), self._tile)
 
