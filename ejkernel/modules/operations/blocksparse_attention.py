@@ -172,9 +172,9 @@ class BlocksparseAttention(FlashAttention):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four blocks of queries and of keys."""
-        x, kv = (jax.ShapeDtypeStruct((1, 512, heads, 128), jnp.bfloat16) for heads in (2, 1))
-        return dict(q=x, k=kv, v=kv, block_mask=jax.ShapeDtypeStruct((4, 4), jnp.bool_), causal=True, return_lse=True)
+        """Two blocks of queries, and two of keys."""
+        x, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (2, 1))
+        return dict(q=x, k=kv, v=kv, block_mask=jax.ShapeDtypeStruct((2, 2), jnp.bool_), causal=True, return_lse=True)
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
