@@ -12,6 +12,8 @@ from .lightning_attention import lightning_attention
 from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
 from .page_attention import page_attention
+from .page_plan import page_plan
+from .ragged_page_attention import ragged_page_attention
 from .ragged_page_attention_v3 import ragged_page_attention_v3
 from .recurrent import recurrent
 from .ring_attention import ring_attention
@@ -27,6 +29,8 @@ __all__ = [
     "mean_pooling",
     "merge_attention",
     "page_attention",
+    "page_plan",
+    "ragged_page_attention",
     "ragged_page_attention_v3",
     "recurrent",
     "ring_attention",

@@ -18,6 +18,8 @@ from .operations.lightning_attention import LightningAttention
 from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
 from .operations.page_attention import PageAttention
+from .operations.page_plan import page_plan
+from .operations.ragged_page_attention import RaggedPageAttention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
 from .operations.ring_attention import ring_attention
@@ -30,6 +32,7 @@ grouped_matmul = _face(GroupedMatmul)
 lightning_attention = _face(LightningAttention)
 mean_pooling = _face(MeanPooling)
 page_attention = _face(PageAttention)
+ragged_page_attention = _face(RaggedPageAttention)
 ragged_page_attention_v3 = _face(RaggedPageAttentionV3)
 recurrent = _face(Recurrent)
 
@@ -45,6 +48,7 @@ __all__ = [
     "LightningAttention",
     "MeanPooling",
     "PageAttention",
+    "RaggedPageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
     "block_mask_of",
@@ -58,6 +62,8 @@ __all__ = [
     "mean_pooling",
     "merge_attention",
     "page_attention",
+    "page_plan",
+    "ragged_page_attention",
     "ragged_page_attention_v3",
     "recurrent",
     "ring_attention",

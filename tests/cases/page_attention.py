@@ -90,7 +90,7 @@ FAMILIES = (
 
 # --- For the tests of pairs of features -------------------------------------------------------------------------------
 
-PLAIN = plain("page_attention", dict(b=4, h=4, g=2, d=128, e=128, p=10, z=16, j=4, x=2, r=4, i=2), OPERANDS)
+PLAIN = plain("page_attention", dict(b=4, h=4, g=2, d=128, e=128, p=10, z=16, j=4, x=2, l=4, i=2), OPERANDS)
 
 FEATURES = DTYPES | {
     "int8": operand("pages", **INT8),
@@ -99,7 +99,7 @@ FEATURES = DTYPES | {
     "scale of slots": operand("k_scale", k_scale=Operand("p z g", positive), v_scale=Operand("p z g", positive)),
     "sinks": operand("sinks", sinks="h"),
     "several sinks": operand("sinks", sinks="h x"),
-    "plan": Feature("sequences", operands=dict(plan=Operand("r i 8", no_work))),
+    "plan": Feature("sequences", operands=dict(plan=Operand("l i 8", no_work))),
     "window": option("window", window=20),
     "window to the left": option("window", window=(20, None)),
     "softcap": option(softcap=20.0),

@@ -44,12 +44,35 @@ WRONG = {
     "endless scale": (dict(k_scale=float("inf")), ValueError, "k_scale is inf; it must be finite"),
     "plan": (dict(plan=i32(3, 2, 6)), ValueError, "plan is int32 of the shape (3, 2, 6); it must be what page_plan gi"),
     "plan of floats": (dict(plan=f32(3, 2, 8)), ValueError, "plan is float32 of the shape (3, 2, 8); it must be what"),
-    "plan of others": (dict(plan=i32(4, 2, 8)), ValueError, "plan has 4 rows but", "3; they must be equal"),
+    "plan of others": (dict(plan=i32(4, 2, 8)), ValueError, "plan has 4 rows; that of such a step has 3"),
     "no split": (dict(num_splits=0), ValueError, "num_splits is 0; it must be at least 1"),
     "half a split": (dict(num_splits=1.5), TypeError, "num_splits must be an int or None, not float"),
     "window": (dict(window=0), ValueError, "window is 0; a number of keys must be at least 1"),
     "cap": (dict(softcap=-1.0), ValueError, "softcap is -1.0; it must be positive and finite"),
     "no bool": (dict(return_lse=1), TypeError, "return_lse must be True or False, not int"),
+}  # fmt: skip
+
+RAGGED = dict(
+    q=f32(12, 4, 16),
+    kv_pages=f32(10, 8, 4, 16),
+    context_lens=i32(3),
+    block_tables=i32(3, 5),
+    query_start_loc=i32(4),
+    num_seqs=i32(1),
+)
+WRONG_RAGGED = {
+    "rank": (dict(q=f32(1, 12, 4, 16)), ValueError, "q has 4 axes; it must have 3: tokens, heads, features"),
+    "odd pages": (dict(kv_pages=f32(10, 8, 3, 16)), ValueError, "kv_pages has 3 keys and values of heads; there must"),
+    "heads": (dict(kv_pages=f32(10, 8, 6, 16)), ValueError, "kv_pages has 3 heads but q has 4; query heads must be a"),
+    "features": (dict(kv_pages=f32(10, 8, 4, 8)), ValueError, "kv_pages has 8 features but q has 16; they must be equ"),
+    "dtypes": (dict(q=f16(12, 4, 16)), TypeError, "kv_pages is float32 but q is float16; it must be that or float8_e4"),
+    "starts": (dict(query_start_loc=i32(3)), ValueError, "query_start_loc must have 4 entries, one more than sequence"),
+    "too many": (dict(num_seqs=4), ValueError, "num_seqs is 4; there are tables of 3 sequences"),
+    "two numbers": (dict(num_seqs=i32(2)), ValueError, "num_seqs must be an int or [1]"),
+    "scale": (dict(k_scale=f32(4)), ValueError, "k_scale has the shape (4,); it must be a scalar, [2] of the heads"),
+    "drafts": (dict(draft_mask=f32(12, 4)), TypeError, "draft_mask has dtype float32; it must be bool"),
+    "tokens of drafts": (dict(draft_mask=array_of(jnp.bool_, 3, 4)), ValueError, "draft_mask must be [12, drafts], at"),
+    "plan": (dict(plan=i32(16, 2, 8)), ValueError, "plan has 16 rows; that of such a step has from 3 to 15"),
 }  # fmt: skip
 
 
@@ -72,6 +95,11 @@ def each(wrong):
 @each(WRONG)
 def test_page_attention(changes, error, says):
     refused("page_attention", PAGE_ATTENTION | changes, error, says, ejkernel.lax)
+
+
+@each(WRONG_RAGGED)
+def test_ragged_page_attention(changes, error, says):
+    refused("ragged_page_attention", RAGGED | changes, error, says, ejkernel.lax)
 
 
 def test_the_modules_name_their_own_options():

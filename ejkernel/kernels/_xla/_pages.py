@@ -212,9 +212,11 @@ def _over_keys(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
 
 
 class Places(NamedTuple):
-    """Where each token of a step belongs: its sequence, its position there, and whether it is of any sequence."""
+    """Where each token of a step belongs: its sequence, of which the step has `length` tokens, its position there, and
+    whether it is of any sequence."""
 
     sequence: Array
+    length: Array
     position: Array
     valid: Array
 
@@ -229,7 +231,7 @@ def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: A
     valid = (token >= starts[0]) & (token < starts[-1])
     sequence = jnp.where(valid, sequence, 0)
     position = context_lens[sequence] - starts[sequence + 1] + token
-    return Places(sequence, position, valid & (position >= 0))
+    return Places(sequence, starts[sequence + 1] - starts[sequence], position, valid & (position >= 0))
 
 
 def of_pages(block_tables: Array, pages: int, size: int, read: Callable[[Array], tuple[Array, Array]]) -> Fetch:

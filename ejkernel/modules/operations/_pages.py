@@ -5,6 +5,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from ...errors import shown as shown_value
@@ -135,17 +136,19 @@ def scale_of_pages(operation: str, name: str, scale, pages, groups: int, q):
     return jnp.expand_dims(scale.astype(dtype), tuple(range(4 - len(scale.shape))))
 
 
-def plan_of_step(operation: str, plan, rows: int, rule: str):
-    """A plan as [1, rows, …, 8] int32; None without one."""
+def plan_of_step(operation: str, plan, least: Any, most: Any):
+    """A plan of at least and at most so many rows, where these are known, as [1, rows, items, 8] int32; or None."""
     if plan is None:
         return None
     plan = array(operation, "plan", plan)
     require_rank(operation, 3, f"rows, items of a row, the {ITEM} numbers of a work item", plan=plan)
-    if plan.dtype != jnp.int32 or plan.shape[2] != ITEM or plan.shape[1] == 0:
+    rows, items, numbers = plan.shape
+    if plan.dtype != jnp.int32 or numbers != ITEM or items == 0:
         rule = f"it must be what page_plan gives, [rows, items, {ITEM}] int32"
         raise value_error(operation, f"plan is {plan.dtype} of the shape {plan.shape}; {rule}", plan=plan)
-    if plan.shape[0] != rows:
-        raise value_error(operation, f"plan has {plan.shape[0]} rows but {rule} {rows}; they must be equal", plan=plan)
+    if not any(map(is_symbolic_dim, (rows, least, most))) and not least <= rows <= most:
+        wanted = least if most == least else f"from {least} to {most}"
+        raise value_error(operation, f"plan has {rows} rows; that of such a step has {wanted}", plan=plan)
     return plan[None]
 
 

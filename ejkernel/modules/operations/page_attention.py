@@ -115,7 +115,7 @@ def page_attention_arguments(
         sinks_of_heads(NAME, sinks, q.shape[1], q),
         scale_of_pages(NAME, "k_scale", k_scale, k_pages, groups, q),
         scale_of_pages(NAME, "v_scale", v_scale, v_pages, groups, q),
-        plan_of_step(NAME, plan, q.shape[0], "the sequences are"),
+        plan_of_step(NAME, plan, q.shape[0], q.shape[0]),
     )
     spec = cache_spec(
         NAME, q, window, softcap, softmax_scale, num_splits, block_tables.shape[1], batch_invariant=batch_invariant

@@ -1,0 +1,84 @@
+"""ragged_page_attention in plain JAX: the formula, and its decomposition into blocks of tokens and of pages.
+
+Token i of sequence n stands at position context_lens[n] − q_len[n] + i, and key j of it in slot `j % page_size` of page
+`block_tables[n, j // page_size]`. A plan divides this work among programs, of which there is one here.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.ragged_page_attention import Operands, Outputs
+from ejkernel.types import Target
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from ejkernel.xla_utils.symbolic import is_symbolic
+
+from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
+from ._pages import Fetch, Queries, attend, dequantised, formula, of_pages, over_batch, places, seen_until
+
+
+def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
+    """The formula, with the logits of every token and every slot of its sequence."""
+
+    def step(x: Operands) -> Outputs:
+        length = x.block_tables.shape[1] * x.kv_pages.shape[1]
+        return Outputs(*formula(_queries(x, spec), _fetch(x), length, x.sinks, spec))
+
+    return over_batch(step, Operands(*operands))
+
+
+def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> RaggedPageAttentionConfig:
+    """16 tokens beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
+    return RaggedPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.kv_pages.shape[2]))
+
+
+def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
+    """That of the heuristic."""
+    return [heuristic(spec, operands, target)]
+
+
+def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
+    """Everything, but a number of tokens that is not known cannot be cut into blocks of one size."""
+    if spec.batch_invariant and is_symbolic(operands.q):
+        return "batch_invariant needs a number of tokens that is known"
+    return None
+
+
+@kernel_registry.register("ragged_page_attention", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+@supported_if(supports)
+def ragged_page_attention(
+    *operands: Array | None,
+    spec: CacheSpec = CacheSpec(),
+    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
+) -> Outputs:
+    """o and lse."""
+    return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), spec.batch_invariant)
+
+
+def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
+    keys = config.pages_per_block * x.kv_pages.shape[1]
+    return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, x.sinks, spec))
+
+
+def _queries(x: Operands, spec: CacheSpec) -> Queries:
+    """Each token sees the keys up to its own, or the cached ones and drafts; within the window, and in its table."""
+    at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
+    stop, cached = at.position + 1, None
+    if x.draft_mask is not None:
+        stop = x.context_lens[at.sequence]
+        cached = stop - at.length
+    first, stop = seen_until(at.position, jnp.where(at.valid, stop, 0), spec)
+    stop = jnp.minimum(stop, x.block_tables.shape[1] * x.kv_pages.shape[1])
+    return Queries(x.q, at.sequence, first, stop, at.valid, cached, x.draft_mask)
+
+
+def _fetch(x: Operands) -> Fetch:
+    def read(page: Array) -> tuple[Array, Array]:
+        keys, values = jnp.moveaxis(x.kv_pages[page], 4, 0)
+        return tuple(dequantised(a, s, page, x.q.dtype) for a, s in ((keys, x.k_scale), (values, x.v_scale)))
+
+    return of_pages(x.block_tables, *x.kv_pages.shape[:2], read)

@@ -1,0 +1,120 @@
+"""page_plan: composed of operations of JAX, with no primitive of its own."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, Integer
+
+from ...errors import value_error
+from ...kernels._page_plan import decode_rows, ragged_rows, work_list
+from ...types import Window
+from .._composed import composed
+from ._arguments import array, int32, require_dtype, require_rank, size_or_none, window_pair
+from ._attention import FAR
+from ._pages import count_of_sequences
+
+NAME = "page_plan"
+
+
+@composed
+def page_plan(
+    context_lens: Integer[Array, " sequences"],
+    query_start_loc: Integer[Array, " sequences+1"] | None = None,
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"] | None = None,
+    *,
+    page_size: int,
+    num_tokens: int | None = None,
+    tokens_per_item: int = 16,
+    drafts: int | None = None,
+    window: Window | None = None,
+    workers: int = 128,
+) -> Int32[Array, "rows items 8"]:
+    """The work list of a step of serving, for `page_attention` or `ragged_page_attention`: one for all its layers.
+
+    A row is some tokens of one sequence that are computed side by side: the one token of a decode, or up to
+    tokens_per_item of a prefill. The pages that they see are cut into work items, none of which has more than its share
+    of the pages of all rows, so that programs that run side by side end together:
+
+        share = ⌈Σ_rows pages / workers⌉,   items of a row = max(1, ⌈pages / share⌉)
+
+    It is made on the device, of lengths that may be traced; its size follows from static numbers. The operations make
+    it themselves where it is not given, and their results are the same with and without it.
+
+    Along the last axis stand the eight numbers of an item:
+
+        0  request   the sequence whose pages these are
+        1  token     the first of its tokens in the step
+        2  tokens    how many; 0 is no work
+        3  page      the first page, counted in the sequence's own table
+        4  pages     how many; 0 where the tokens see no key
+        5  slot      where the partial result goes, of 2·R·(I − 1) slots; −1 where the item is all of its row
+        6  split     which of the row's items it is: slot − split is the slot of the first
+        7  splits    how many the row has, whose partial results are merged by their lse
+
+    Args:
+        context_lens: [N] integers: the tokens of each sequence, those of the step included.
+        query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1 of the step,
+            for `ragged_page_attention`. Left out for `page_attention`: one token of each.
+        num_seqs: how many of the N sequences there are, with query_start_loc; all of them by default.
+        page_size: slots of a page.
+        num_tokens: T, the tokens that the step has room for; with query_start_loc.
+        tokens_per_item: tokens of a row at most; with query_start_loc.
+        drafts: W of a draft_mask [T, W], if the operation is given one.
+        window: that of the operation.
+        workers: among how many programs the pages are shared: the multiprocessors of a GPU, say, or some for each.
+
+    Returns:
+        int32 [R, I, 8], the longest items first and no work behind them; R = N, or N + ⌊T / tokens_per_item⌋ with
+        query_start_loc, and I = 1 + ⌈workers / R⌉.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+
+    FlashInfer, arXiv 2501.01005; Flash-Decoding, 2023; Stream-K, arXiv 2301.03598.
+    """
+    context_lens = array(NAME, "context_lens", context_lens)
+    require_rank(NAME, 1, "sequences", context_lens=context_lens)
+    require_dtype(NAME, np.integer, "an integer type", context_lens=context_lens)
+    if context_lens.shape[0] == 0:
+        raise value_error(NAME, "context_lens has 0 sequences; there must be some", context_lens=context_lens)
+    left = window_pair(NAME, window)[0]
+    sizes = dict(page_size=page_size, workers=workers, tokens_per_item=tokens_per_item)
+    if None in sizes.values():
+        raise value_error(NAME, f"{', '.join(name for name, x in sizes.items() if x is None)} must be given")
+    page_size, workers, tokens_per_item = (size_or_none(NAME, name, x) for name, x in sizes.items())
+    how = dict(page_size=page_size, left=None if left is None or left >= FAR else left)
+    if query_start_loc is None:
+        _refuse_without_starts(num_seqs=num_seqs, num_tokens=num_tokens, drafts=drafts)
+        return work_list(decode_rows(int32(context_lens), **how), workers)
+    starts = array(NAME, "query_start_loc", query_start_loc)
+    _check_starts(context_lens, starts, num_tokens)
+    num_seqs = context_lens.shape[0] if num_seqs is None else num_seqs
+    count = count_of_sequences(NAME, num_seqs, context_lens=context_lens)[0, 0]
+    rows = ragged_rows(
+        int32(context_lens),
+        int32(starts),
+        jnp.clip(count, 0, context_lens.shape[0]),
+        size_or_none(NAME, "num_tokens", num_tokens),
+        tokens_per_item=tokens_per_item,
+        drafts=size_or_none(NAME, "drafts", drafts),
+        **how,
+    )
+    return work_list(rows, workers)
+
+
+def _refuse_without_starts(**given: Any) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise value_error(NAME, f"{name} is given without query_start_loc, of which it says something")
+
+
+def _check_starts(context_lens, starts, num_tokens) -> None:
+    shown = dict(context_lens=context_lens, query_start_loc=starts)
+    require_rank(NAME, 1, "sequences + 1", query_start_loc=starts)
+    require_dtype(NAME, np.integer, "an integer type", query_start_loc=starts)
+    if starts.shape[0] != context_lens.shape[0] + 1:
+        wanted = f"{context_lens.shape[0] + 1} entries, one more than sequences"
+        raise value_error(NAME, f"query_start_loc must have {wanted}", **shown)
+    if num_tokens is None:
+        raise value_error(NAME, "num_tokens must be given with query_start_loc: the size of the plan follows from it")

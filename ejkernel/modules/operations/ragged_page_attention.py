@@ -1,0 +1,173 @@
+"""ragged_page_attention as an operation: from public arguments to operands and spec of the primitive, and back."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
+
+from ...errors import value_error
+from ...primitives._batching import reshape_axes
+from ...primitives.ragged_page_attention import Operands
+from ...primitives.ragged_page_attention import ragged_page_attention as primitives
+from ...types import Sinks, Window
+from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from .._operation import Operation, Prepared
+from ._arguments import align, array, array_or_none, int32, require_dtype, require_rank, static_bool
+from ._attention import sinks_of_heads
+from ._pages import (
+    RENAMED,
+    PageScale,
+    cache_spec,
+    check_cache,
+    check_heads,
+    check_tables,
+    count_of_sequences,
+    plan_of_step,
+    scale_of_pages,
+    synthetic_step,
+)
+
+NAME = primitives.name
+
+
+def ragged_page_attention_arguments(
+    q: Float[Array, "tokens q_heads head_dim"],
+    kv_pages: Float[Array, "pages page_size keys_and_values head_dim"]
+    | Int8[Array, "pages page_size keys_and_values head_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    sinks: Sinks | None = None,
+    k_scale: PageScale | None = None,
+    v_scale: PageScale | None = None,
+    draft_mask: Bool[Array, "tokens drafts"] | None = None,
+    plan: Int32[Array, "rows items 8"] | None = None,
+    *,
+    window: Window | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Prepared[
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
+]:
+    """A step of serving over a paged cache: prefill, chunks of a prefill, decode and drafts, mixed as they come.
+
+    Token i of sequence n, of the q_len[n] = query_start_loc[n + 1] − query_start_loc[n] that the step has of it, stands
+    at position p = context_lens[n] − q_len[n] + i. Its key and value are in the cache already: those of position j in
+    slot j % page of page block_tables[n, j // page]. It sees the positions j ≤ p, within the window:
+
+        s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
+        lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
+
+    Forward only: it has no derivative. Slots past a context may hold anything, NaN too.
+
+    Args:
+        q: the queries [T, H, D] of the step's tokens, one sequence after the other, of a float dtype.
+        kv_pages: the pool [P, page, 2G, D], keys at even and values at odd places of the third axis, in q's dtype,
+            float8_e4m3fn or int8; H is a multiple of G, and query head h uses head h // (H // G).
+        context_lens: [N] integers: the tokens of each sequence, those of the step included.
+        block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
+            context may be anything. A page outside the pool is read as the nearest one in it.
+        query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
+        num_seqs: how many of the N sequences there are, [1] integers or an int; the entries of the others, and tokens
+            past query_start_loc[num_seqs], may hold anything.
+        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
+        k_scale: a factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
+        v_scale: a factor of the values, likewise.
+        draft_mask: [T, W] bool, a tree of speculated tokens: a token sees the keys that were there before the step, and
+            of the new ones of its sequence, j < W, those whose entry is True. It stands in the place of causality among
+            the new ones; a window counts positions.
+        plan: how the work is divided, from `page_plan` of these lengths; made anew where it is not given. The results
+            are the same with and without it.
+        window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
+        softcap: bound of the logits.
+        softmax_scale: D**-0.5 by default; a static number.
+        num_splits: into how many parts the keys of a token are cut and computed side by side, where the implementation
+            should not choose; at most as many as pages. It changes no more than the rounding.
+        return_lse: also return lse.
+        batch_invariant: only implementations that give a token the same bits whatever else is in the step.
+
+    Returns:
+        o [T, H, D] in q's dtype; with return_lse (o, lse [T, H] float32). Tokens of no sequence have o = 0 and
+        lse = −∞.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        NotImplementedError: a derivative is asked for.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    PagedAttention, arXiv 2309.06180; Ragged Paged Attention, arXiv 2604.15464; trees of drafts, arXiv 2305.09781.
+    """
+    q, kv_pages = array(NAME, "q", q), array(NAME, "kv_pages", kv_pages)
+    tables = dict(context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc)
+    tables = {name: array(NAME, name, x) for name, x in tables.items()}
+    _check_arrays(q, kv_pages)
+    check_tables(NAME, **tables)
+    (tokens, heads, _), groups, count = q.shape, kv_pages.shape[2] // 2, tables["context_lens"].shape[0]
+    operands = Operands(
+        q[None],
+        reshape_axes(kv_pages[None], 3, 1, (groups, 2)),
+        **{name: int32(x)[None] for name, x in tables.items()},
+        num_seqs=count_of_sequences(NAME, num_seqs, **tables),
+        sinks=sinks_of_heads(NAME, sinks, heads, q),
+        k_scale=scale_of_pages(NAME, "k_scale", k_scale, kv_pages, groups, q),
+        v_scale=scale_of_pages(NAME, "v_scale", v_scale, kv_pages, groups, q),
+        draft_mask=_draft_mask(draft_mask, q),
+        plan=plan_of_step(NAME, plan, count, count + tokens),
+    )
+    most = tables["block_tables"].shape[1]
+    spec = cache_spec(NAME, q, window, softcap, softmax_scale, num_splits, most, batch_invariant=batch_invariant)
+    return_lse = static_bool(NAME, "return_lse", return_lse)
+    named = align(primitives.forward, {name: x for name, x in operands._asdict().items() if x is not None})
+    return Prepared(named, spec, lambda out: (out["o"][0], out["lse"][0]) if return_lse else out["o"][0])
+
+
+def _check_arrays(q, kv_pages) -> None:
+    require_rank(NAME, 3, "tokens, heads, features", q=q)
+    require_rank(NAME, 4, "pages, slots of a page, keys and values of each head, features", kv_pages=kv_pages)
+    check_cache(NAME, q, kv_pages=kv_pages)
+    both = kv_pages.shape[2]
+    if both % 2:
+        rule = "there must be a key and a value for each"
+        raise value_error(NAME, f"kv_pages has {both} keys and values of heads; {rule}", q=q, kv_pages=kv_pages)
+    check_heads(NAME, q, "kv_pages", kv_pages, groups=both // 2, features=kv_pages.shape[3])
+
+
+def _draft_mask(mask, q):
+    mask = array_or_none(NAME, "draft_mask", mask)
+    if mask is None:
+        return None
+    require_rank(NAME, 2, "tokens, drafts", draft_mask=mask)
+    require_dtype(NAME, np.bool_, "bool", draft_mask=mask)
+    if mask.shape[0] != q.shape[0] or mask.shape[1] == 0:
+        raise value_error(NAME, f"draft_mask must be [{q.shape[0]}, drafts], at least one draft", draft_mask=mask, q=q)
+    return mask[None]
+
+
+class RaggedPageAttention(Operation):
+    """A step of serving over a paged cache: `ejkernel.lax.ragged_page_attention` as a kernel object."""
+
+    algorithm = primitives
+    config_class = RaggedPageAttentionConfig
+    prepare_arguments = staticmethod(ragged_page_attention_arguments)
+    renamed: ClassVar = RENAMED
+
+    @classmethod
+    def example(cls) -> dict[str, Any]:
+        """Four sequences that share 64 tokens and have four pages of 16 each."""
+        array = jax.ShapeDtypeStruct
+        q, pages = (array(shape, jnp.bfloat16) for shape in ((64, 2, 128), (16, 16, 2, 128)))
+        tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))
+        return dict(q=q, kv_pages=pages, **{name: array(of, jnp.int32) for name, of in tables.items()})
+
+    @classmethod
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+        """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+        return synthetic_step(operands, operands["q"].shape[1], *operands["kv_pages"].shape[1:3])
