@@ -13,6 +13,7 @@ from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
 from .page_attention import page_attention
 from .page_plan import page_plan
+from .ragged_decode_attention import ragged_decode_attention
 from .ragged_page_attention import ragged_page_attention
 from .ragged_page_attention_v3 import ragged_page_attention_v3
 from .recurrent import recurrent
@@ -30,6 +31,7 @@ __all__ = [
     "merge_attention",
     "page_attention",
     "page_plan",
+    "ragged_decode_attention",
     "ragged_page_attention",
     "ragged_page_attention_v3",
     "recurrent",

@@ -19,6 +19,7 @@ from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
 from .operations.page_attention import PageAttention
 from .operations.page_plan import page_plan
+from .operations.ragged_decode_attention import RaggedDecodeAttention
 from .operations.ragged_page_attention import RaggedPageAttention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
@@ -32,6 +33,7 @@ grouped_matmul = _face(GroupedMatmul)
 lightning_attention = _face(LightningAttention)
 mean_pooling = _face(MeanPooling)
 page_attention = _face(PageAttention)
+ragged_decode_attention = _face(RaggedDecodeAttention)
 ragged_page_attention = _face(RaggedPageAttention)
 ragged_page_attention_v3 = _face(RaggedPageAttentionV3)
 recurrent = _face(Recurrent)
@@ -48,6 +50,7 @@ __all__ = [
     "LightningAttention",
     "MeanPooling",
     "PageAttention",
+    "RaggedDecodeAttention",
     "RaggedPageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
@@ -63,6 +66,7 @@ __all__ = [
     "merge_attention",
     "page_attention",
     "page_plan",
+    "ragged_decode_attention",
     "ragged_page_attention",
     "ragged_page_attention_v3",
     "recurrent",

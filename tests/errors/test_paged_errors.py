@@ -75,6 +75,20 @@ WRONG_RAGGED = {
     "plan": (dict(plan=i32(16, 2, 8)), ValueError, "plan has 16 rows; that of such a step has from 3 to 15"),
 }  # fmt: skip
 
+DECODE = dict(q=f32(3, 4, 16), k=f32(3, 50, 2, 16), v=f32(3, 50, 2, 24), sequence_start=i32(3), sequence_end=i32(3))
+WRONG_DECODE = {
+    "rank": (dict(q=f32(1, 3, 4, 16)), ValueError, "q has 4 axes; it must have 3: batch, heads, features"),
+    "batch": (dict(k=f32(2, 50, 2, 16)), ValueError, "k has 2 sequences but q has 3; they must be equal"),
+    "heads": (dict(q=f32(3, 5, 16)), ValueError, "k has 2 heads but q has 5; query heads must be a multiple"),
+    "features": (dict(q=f32(3, 4, 8)), ValueError, "k has 16 features but q has 8; they must be equal"),
+    "values": (dict(v=f32(3, 49, 2, 16)), ValueError, "v must be [3, 50, 2] of features, as k is"),
+    "dtypes": (dict(q=f16(3, 4, 16)), TypeError, "k is float32 but q is float16; "),
+    "quantised": (dict(k=i8(3, 50, 2, 16), v=i8(3, 50, 2, 24)), TypeError, "k is int8 but q is float32; they must"),
+    "no keys": (dict(k=f32(3, 0, 2, 16)), ValueError, "k has the shape (3, 0, 2, 16); no axis of it may be 0"),
+    "ends": (dict(sequence_end=i32(2)), ValueError, "sequence_end must be [3], one number a sequence"),
+    "float ends": (dict(sequence_start=f32(3)), TypeError, "sequence_start has dtype float32; it must be an integer"),
+}  # fmt: skip
+
 
 def refused(operation, arguments, error, says, face):
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
@@ -100,6 +114,11 @@ def test_page_attention(changes, error, says):
 @each(WRONG_RAGGED)
 def test_ragged_page_attention(changes, error, says):
     refused("ragged_page_attention", RAGGED | changes, error, says, ejkernel.lax)
+
+
+@each(WRONG_DECODE)
+def test_ragged_decode_attention(changes, error, says):
+    refused("ragged_decode_attention", DECODE | changes, error, says, ejkernel.lax)
 
 
 def test_the_modules_name_their_own_options():

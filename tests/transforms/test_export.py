@@ -67,7 +67,8 @@ def test_export_from_a_mesh(case):
 def types(case):
     """The types of the arrays of a case, where batch and lengths are symbolic; the first operand is [b, tokens, …]."""
     _, tokens, *_ = next(iter(case.algorithm.forward.table.values()))
-    letters = sorted({letter for x in case.operands.values() for letter in x.axes.split()} & {*"bst", tokens.letter})
+    lengths = {*"bst", tokens.letter} - {*(case.algorithm.forward.layout.group or ())}
+    letters = sorted({letter for x in case.operands.values() for letter in x.axes.split()} & lengths)
     sizes = dict(zip(letters, symbolic_shape(", ".join(letters)), strict=True))
     size = lambda letter, n: sizes.get(letter, n)
     return {

@@ -36,6 +36,7 @@ class Queries(NamedTuple):
         valid: [t] bool, whether it is of any sequence; 0 and −∞ are the results of one that is not.
         cached: [t] int32, given `draft`: of the keys from this position on it sees those that `draft` says.
         draft: [t,w] bool; None without.
+        sinks: [t,h,x]; None without.
     """
 
     q: Array
@@ -45,6 +46,7 @@ class Queries(NamedTuple):
     valid: Array
     cached: Array | None = None
     draft: Array | None = None
+    sinks: Array | None = None
 
 
 class Softmax(NamedTuple):
@@ -85,6 +87,11 @@ def seen_until(position: Array, stop: Array, spec: CacheSpec) -> tuple[Array, Ar
     return interval(position, left, None, 0, stop)
 
 
+def sinks_of(sinks: Array | None, tokens: int) -> Array | None:
+    """[t,h,x] of sinks that all queries have, [h,x], or each its own, [t,h,x]."""
+    return None if sinks is None else jnp.broadcast_to(sinks, (tokens, *sinks.shape[-2:]))
+
+
 # --- What both the formula and its decomposition are made of ----------------------------------------------------------
 
 
@@ -106,25 +113,24 @@ def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec)
     return Softmax(m, p.sum(-1), o)
 
 
-def results(total: Softmax, x: Queries, sinks: Array | None) -> tuple[Array, Array]:
-    """o [t,h,e] and lse [t,h], with the sinks [h,x] of each head; 0 and −∞ for queries of no sequence."""
+def results(total: Softmax, x: Queries) -> tuple[Array, Array]:
+    """o [t,h,e] and lse [t,h], with the sinks; 0 and −∞ for queries of no sequence."""
     (tokens, heads, _), dtype = x.q.shape, total.m.dtype
-    if sinks is not None:
-        sinks = sinks.astype(dtype).reshape(1, *total.m.shape[1:], -1)
+    if x.sinks is not None:
+        sinks = x.sinks.astype(dtype).reshape(*total.m.shape, x.sinks.shape[2])
         m = sinks.max(-1)
         l = jnp.exp(sinks - _finite(m)[..., None]).sum(-1)
-        of_rows = lambda a: jnp.broadcast_to(a, total.m.shape)
-        total = _merged(total, Softmax(of_rows(m), of_rows(l), jnp.zeros_like(total.o)))
+        total = _merged(total, Softmax(m, l, jnp.zeros_like(total.o)))
     m, l, o = total
     lse = jnp.where(x.valid[:, None, None], _finite(m) + jnp.log(l), np.array(-np.inf, dtype))
     o = o / jnp.where(l == 0, jnp.ones((), dtype), l)[..., None]
     return o.astype(x.q.dtype).reshape(tokens, heads, -1), lse.reshape(tokens, heads)
 
 
-def formula(x: Queries, fetch: Fetch, length: int, sinks: Array | None, spec: CacheSpec) -> tuple[Array, Array]:
+def formula(x: Queries, fetch: Fetch, length: int, spec: CacheSpec) -> tuple[Array, Array]:
     """o and lse from the logits of every query and of all `length` positions that a sequence can have."""
     position = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None], (x.q.shape[0], length))
-    return results(softmax_of(x, position, *fetch(x.sequence, position), spec), x, sinks)
+    return results(softmax_of(x, position, *fetch(x.sequence, position), spec), x)
 
 
 def _seen(x: Queries, position: Array) -> Array:
@@ -152,11 +158,9 @@ def _finite(m: Array) -> Array:
 # --- The decomposition ------------------------------------------------------------------------------------------------
 
 
-def attend(
-    x: Queries, fetch: Fetch, keys: int, queries: int, sinks: Array | None, spec: CacheSpec
-) -> tuple[Array, Array]:
+def attend(x: Queries, fetch: Fetch, keys: int, queries: int, spec: CacheSpec) -> tuple[Array, Array]:
     """o and lse, for so many queries and so many keys of each of them at a time."""
-    of_block = lambda x: results(_over_splits(x, fetch, keys, spec), x, sinks)
+    of_block = lambda x: results(_over_splits(x, fetch, keys, spec), x)
     tokens = x.q.shape[0]
     if is_symbolic_dim(tokens):
         return of_block(x)

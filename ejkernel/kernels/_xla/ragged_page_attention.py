@@ -17,7 +17,7 @@ from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
-from ._pages import Fetch, Queries, attend, dequantised, formula, of_pages, over_batch, places, seen_until
+from ._pages import Fetch, Queries, attend, dequantised, formula, of_pages, over_batch, places, seen_until, sinks_of
 
 
 def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
@@ -25,7 +25,7 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
 
     def step(x: Operands) -> Outputs:
         length = x.block_tables.shape[1] * x.kv_pages.shape[1]
-        return Outputs(*formula(_queries(x, spec), _fetch(x), length, x.sinks, spec))
+        return Outputs(*formula(_queries(x, spec), _fetch(x), length, spec))
 
     return over_batch(step, Operands(*operands))
 
@@ -61,7 +61,7 @@ def ragged_page_attention(
 
 def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
     keys = config.pages_per_block * x.kv_pages.shape[1]
-    return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, x.sinks, spec))
+    return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, spec))
 
 
 def _queries(x: Operands, spec: CacheSpec) -> Queries:
@@ -73,7 +73,7 @@ def _queries(x: Operands, spec: CacheSpec) -> Queries:
         cached = stop - at.length
     first, stop = seen_until(at.position, jnp.where(at.valid, stop, 0), spec)
     stop = jnp.minimum(stop, x.block_tables.shape[1] * x.kv_pages.shape[1])
-    return Queries(x.q, at.sequence, first, stop, at.valid, cached, x.draft_mask)
+    return Queries(x.q, at.sequence, first, stop, at.valid, cached, x.draft_mask, sinks_of(x.sinks, x.q.shape[0]))
 
 
 def _fetch(x: Operands) -> Fetch:

@@ -15,7 +15,7 @@ from ejkernel.types import Target
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
-from ._pages import Fetch, Places, Queries, attend, formula, of_pages, over_batch, places, seen_until
+from ._pages import Fetch, Places, Queries, attend, formula, of_pages, over_batch, places, seen_until, sinks_of
 
 
 def reference(*operands, spec=CacheSpec()) -> Outputs:
@@ -24,7 +24,7 @@ def reference(*operands, spec=CacheSpec()) -> Outputs:
     def step(x: Operands) -> Outputs:
         at, pages = _written(x)
         length = x.block_tables.shape[1] * pages.shape[1]
-        return Outputs(*formula(_queries(x, at, spec), _fetch(x, pages), length, x.sinks, spec), pages)
+        return Outputs(*formula(_queries(x, at, spec), _fetch(x, pages), length, spec), pages)
 
     return over_batch(step, Operands(*operands))
 
@@ -54,7 +54,7 @@ def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Ou
     at, pages = _written(x)
     keys = config.pages_per_block * pages.shape[1]
     queries, fetch = _queries(x, at, spec), _fetch(x, pages)
-    return Outputs(*attend(queries, fetch, keys, config.queries_per_block, x.sinks, spec), pages)
+    return Outputs(*attend(queries, fetch, keys, config.queries_per_block, spec), pages)
 
 
 def _written(x: Operands) -> tuple[Places, Array]:
@@ -76,7 +76,7 @@ def _queries(x: Operands, at: Places, spec: CacheSpec) -> Queries:
     """Each token sees the keys up to its own, within the window, as far as its table holds them."""
     first, stop = seen_until(at.position, jnp.where(at.valid, at.position + 1, 0), spec)
     stop = jnp.minimum(stop, x.block_tables.shape[1] * x.kv_pages.shape[1])
-    return Queries(x.q, at.sequence, first, stop, at.valid)
+    return Queries(x.q, at.sequence, first, stop, at.valid, sinks=sinks_of(x.sinks, x.q.shape[0]))
 
 
 def _fetch(x: Operands, pages: Array) -> Fetch:
