@@ -3,6 +3,9 @@
 import jax.numpy as jnp
 import numpy as np
 
+# Of steps of decoding: the arguments of sequences, how many these are, pages of the pool and of a sequence, contexts.
+MOVING = ("q", "context_lens", "block_tables")
+N, P, J, CONTEXTS = 6, 20, 5, (0, 1, 17, 40, 8, 33)
 DTYPES = {"float8_e4m3fn": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 
@@ -44,3 +47,30 @@ def close(found, wanted, tolerance=1e-6):
     np.testing.assert_array_equal(found[~finite], wanted[~finite])
     error = np.abs(found[finite] - wanted[finite]).max(initial=0)
     assert error <= tolerance * max(1, np.abs(wanted[finite]).max(initial=0)), error
+
+
+def decode_step(h=6, g=2, d=16, e=24, page=8, dtype="float32", pages="float32", seed=0):
+    """Arguments of page_attention."""
+    rng = np.random.default_rng(seed)
+    return dict(
+        q=jnp.asarray(rng.standard_normal((N, h, d)), dtype),
+        k_pages=in_pages(rng.standard_normal((P, page, g, d)), pages),
+        v_pages=in_pages(rng.standard_normal((P, page, g, e)), pages),
+        context_lens=jnp.asarray(CONTEXTS, jnp.int32) * page // 8,
+        block_tables=jnp.asarray(rng.integers(0, P, (N, J)), jnp.int32),
+    )
+
+
+def decode_defined(x, window=None, num_splits=None, **options):
+    """o and lse of page_attention by its definition."""
+    o, lse = [], []
+    scales = [x.get(name) for name in ("k_scale", "v_scale")]
+    for n, q in enumerate(x["q"]):
+        context, table = int(x["context_lens"][n]), x["block_tables"][n]
+        k, v = (keys_of(x[name], scale, table) for name, scale in zip(("k_pages", "v_pages"), scales, strict=True))
+        j = np.arange(len(k))
+        seen = (j < context) & (j >= context - (window or context))
+        sinks = None if context == 0 else x.get("sinks")
+        found = attended(np.asarray(q), k, v, seen, sinks, **options)
+        o.append(found[0]), lse.append(found[1])
+    return np.stack(o), np.stack(lse)

@@ -1,5 +1,7 @@
 """`EJKERNEL_TRITON_SMEM_LIMIT`: no Triton kernel of any operation takes more shared memory than it says."""
 
+from dataclasses import fields
+
 import jax.numpy as jnp
 import pytest
 
@@ -9,7 +11,7 @@ from programs import launches
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.modules._primitive_kernel import KERNELS
-from ejkernel.types import KernelConfig, Platform, Target
+from ejkernel.types import Platform, Target
 
 from .bound import bound_by, written_in
 
@@ -98,7 +100,9 @@ def test_where_the_smallest_tiles_are_too_large_another_implementation_runs(oper
 @each_operation
 def test_a_config_above_the_limit_is_refused(operation, monkeypatch):
     """With the door that stored configs come through, which are then passed over."""
-    large = KernelConfig(block_q=128, block_k=256, block_d=64, num_warps=8, num_stages=3, platform="triton")
+    sizes = dict(block_q=128, block_k=256, block_d=64, keys_per_block=256, num_warps=8, num_stages=3)
+    of = KERNELS[operation].config_class
+    large = of(platform="triton", **{field.name: sizes[field.name] for field in fields(of) if field.name in sizes})
     for call in bound_by(operation, [jnp.bfloat16], 128):
         entry = call.implementation(Platform.TRITON, H200)
         if entry is None:

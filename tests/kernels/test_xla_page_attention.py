@@ -9,36 +9,9 @@ import pytest
 
 from ejkernel.lax import page_attention
 
-from .paged import attended, close, in_pages, keys_of
-
-MOVING = ("q", "context_lens", "block_tables")
-N, P, J, CONTEXTS = 6, 20, 5, (0, 1, 17, 40, 8, 33)
-
-
-def step(h=6, g=2, d=16, e=24, page=8, dtype="float32", pages="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return dict(
-        q=jnp.asarray(rng.standard_normal((N, h, d)), dtype),
-        k_pages=in_pages(rng.standard_normal((P, page, g, d)), pages),
-        v_pages=in_pages(rng.standard_normal((P, page, g, e)), pages),
-        context_lens=jnp.asarray(CONTEXTS, jnp.int32) * page // 8,
-        block_tables=jnp.asarray(rng.integers(0, P, (N, J)), jnp.int32),
-    )
-
-
-def defined(x, window=None, num_splits=None, **options):
-    """o and lse by the definition."""
-    o, lse = [], []
-    scales = [x.get(name) for name in ("k_scale", "v_scale")]
-    for n, q in enumerate(x["q"]):
-        context, table = int(x["context_lens"][n]), x["block_tables"][n]
-        k, v = (keys_of(x[name], scale, table) for name, scale in zip(("k_pages", "v_pages"), scales, strict=True))
-        j = np.arange(len(k))
-        seen = (j < context) & (j >= context - (window or context))
-        sinks = None if context == 0 else x.get("sinks")
-        found = attended(np.asarray(q), k, v, seen, sinks, **options)
-        o.append(found[0]), lse.append(found[1])
-    return np.stack(o), np.stack(lse)
+from .paged import CONTEXTS, MOVING, J, N, P, close
+from .paged import decode_defined as defined
+from .paged import decode_step as step
 
 
 def check(x, tolerance=1e-6, config=None, **options):
@@ -58,9 +31,9 @@ def check(x, tolerance=1e-6, config=None, **options):
         dict(softmax_scale=-0.3),
         dict(num_splits=2),
         dict(num_splits=5, window=20),
-        dict(config=dict(queries_per_block=4, pages_per_block=2)),
-        dict(config=dict(queries_per_block=4, pages_per_block=1), num_splits=3, window=13),
-        dict(config=dict(queries_per_block=100, pages_per_block=100)),
+        dict(config=dict(queries_per_block=4, keys_per_block=16)),
+        dict(config=dict(queries_per_block=4, keys_per_block=8, num_splits=2), num_splits=3, window=13),
+        dict(config=dict(queries_per_block=100, keys_per_block=800, num_splits=3)),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ The query of sequence n stands at position context_lens[n] − 1, and key j of i
 `block_tables[n, j // page_size]`. A plan divides this work among programs, of which there is one here.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax import Array
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.page_attention import Operands, Outputs
 from ejkernel.types import Target
-from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from ejkernel.types.page_attention import PageAttentionConfig
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
@@ -30,12 +31,12 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
     return over_batch(step, Operands(*operands))
 
 
-def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> RaggedPageAttentionConfig:
+def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> PageAttentionConfig:
     """16 sequences beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
-    return RaggedPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.k_pages.shape[2]))
+    return PageAttentionConfig(keys_per_block=256, queries_per_block=16)
 
 
-def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
+def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAttentionConfig]:
     """That of the heuristic."""
     return [heuristic(spec, operands, target)]
 
@@ -53,14 +54,16 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 def page_attention(
     *operands: Array | None,
     spec: CacheSpec = CacheSpec(),
-    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
+    config: PageAttentionConfig = PageAttentionConfig(),
 ) -> Outputs:
     """o and lse."""
     return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), spec.batch_invariant)
 
 
-def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
-    keys = config.pages_per_block * x.k_pages.shape[1]
+def _step(x: Operands, spec: CacheSpec, config: PageAttentionConfig) -> Outputs:
+    page = x.k_pages.shape[1]
+    keys = page * max(1, config.keys_per_block // page)
+    spec = replace(spec, num_splits=spec.num_splits or config.num_splits)
     return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, spec))
 
 

@@ -11,7 +11,7 @@ from ...errors import value_error
 from ...primitives.page_attention import Operands
 from ...primitives.page_attention import page_attention as primitives
 from ...types import Sinks, Window
-from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from ...types.page_attention import PageAttentionConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_rank, static_bool
 from ._attention import sinks_of_heads
@@ -139,7 +139,7 @@ class PageAttention(Operation):
     """A step of decoding over a paged cache: `ejkernel.lax.page_attention` as a kernel object."""
 
     algorithm = primitives
-    config_class = RaggedPageAttentionConfig
+    config_class = PageAttentionConfig
     prepare_arguments = staticmethod(page_attention_arguments)
     renamed: ClassVar = RENAMED
 

@@ -25,7 +25,7 @@ def programs(draw, sizes):
     draw_options(draw, operands, options, dtypes, most_splits=size["j"])
     draw_quantised(draw, operands, options, dtypes, POOLS)
     if sizes.configs and chance(draw, 20):
-        options["config"] = dict(queries_per_block=pick(draw, 1, 3, 8), pages_per_block=pick(draw, 1, 2, 16))
+        options["config"] = dict(queries_per_block=pick(draw, 1, 3, 8), keys_per_block=pick(draw, 1, 16, 64))
     return operands, size, options, dtypes
 
 
