@@ -34,7 +34,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from ejkernel.kernels._pallas.tpu import flash_attention as ours
 from ejkernel.kernels._pallas.tpu.flash_attention.backward import DQ_BYTES, dq_bytes
 from ejkernel.kernels._pallas.tpu.flash_attention.problem import plan
-from ejkernel.kernels._pallas.tpu.flash_attention.schedule import visibility, walk
+from ejkernel.kernels._pallas.tpu.flash_attention.schedule import mask_info_of, schedule_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape, Target
 
@@ -163,7 +163,7 @@ def _ours(shape: AttentionShape, mode: str, generation: str) -> Iterator[Call]:
     config = implementation.heuristic(spec, x, Target("tpu", GENERATIONS[generation].kind))
     run = partial(implementation, spec=spec, config=config)
     problem = plan(x, spec, config)
-    queries, keys = ([walk(visibility(x, problem), by=by).table] for by in ("queries", "keys"))
+    queries, keys = ([schedule_of(mask_info_of(x, problem), by=by).table] for by in ("queries", "keys"))
     detail = f"{problem.block_q}×{problem.block_k}, {config.num_stages} stages"
     if mode == "fwd":
         yield Call(detail, lambda x: run(*x), (x,), {"flash_attention_forward": queries})

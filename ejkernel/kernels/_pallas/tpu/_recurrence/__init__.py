@@ -27,7 +27,7 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     if operands.q.shape[1] == 1:
         return "a single token, which fills no block"
     if (size := table_bytes(operands)) > SMEM_BYTES:
-        return f"the table of chunks takes {size} bytes; scalar memory has room for {SMEM_BYTES}"
+        return f"the table of chunks takes {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None
 
 

@@ -1,16 +1,17 @@
-"""A block of the recurrence on one head, in two-dimensional arrays alone, which is what Mosaic is good at.
+"""A block of the recurrence on one head: the inter-chunk part, from the state, and the intra-chunk part, from pairs.
 
-With i, j = 1 … c in a block that begins in the state h, one decay standing for all kinds here,
+With i, j = 1 … c in a block that begins in the state h, one decay g standing for those of heads and of features,
 
     o_i = q_iᵀ (exp(P_i) h + Σ_{j≤i} exp(D_ij) k_j v_jᵀ),    h' = exp(P_c) h + Σ_j exp(D_cj) k_j v_jᵀ
     D_ij = Σ_{j<l≤i} g_l,    P_i = Σ_{l≤i} g_l
 
-Sums over tokens are products with matrices of 0 and 1, so that each D_ij is a sum of its own, at most 0 where decays
-are. The state is [e, d], so that a decay by key feature is one row, and one by value feature a column. There are no
-slices, whose transposes Mosaic lacks: JAX differentiates this function where a kernel calls for its derivative.
+Arrays have two dimensions, which is what Mosaic is good at. Sums over tokens are products with matrices of 0 and 1, so
+that each D_ij is a sum of its own, at most 0 where decays are. The state is [e, d], so that a decay by key feature is
+one row, and one by value feature a column. There are no slices, whose transposes Mosaic lacks: JAX differentiates this
+function where a kernel calls for its derivative.
 
-What a pair of tokens gives to the gradients of decays goes to those between them alone, so that nothing cancels. Errors
-are left that many of its terms share, the largest of which is that of an exponent: see `_decay`.
+A pair of tokens contributes to the gradients of the decays between them alone, so that nothing cancels. The largest
+error that is left is that of an exponent, which many terms share: see `_decay`.
 """
 
 from typing import NamedTuple
@@ -19,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# What gates below it are taken for: the decay is 0 in float32, and sums of them are finite.
-NOTHING_PASSES = -1e4
+# Gates are at least this: the decay is 0 in float32 there already, and sums of gates stay finite.
+LEAST_GATE = -1e4
 
 
 class Tokens(NamedTuple):
@@ -52,12 +53,12 @@ def block(scale: float, state: Array, tokens: Tokens) -> tuple[Array, Array]:
         from_start = from_start * _decay(since, gate)
         to_end = to_end * _decay(until, gate)
     weights = jnp.where(row <= column, weights, 0.0)
-    seen = _product(q * from_start, state, (1, 1))
+    inter_chunk = _product(q * from_start, state, (1, 1))
     state = state * jnp.sum(last * from_start, axis=0, keepdims=True) if gates else state
     if gv is None:
-        return state + _product(v, k * to_end, (0, 0)), seen + _product(weights, v, (0, 0))
+        return state + _product(v, k * to_end, (0, 0)), inter_chunk + _product(weights, v, (0, 0))
     from_start = _decay(since, gv)
-    o = seen * from_start + _values_by_feature(weights, v, gv)
+    o = inter_chunk * from_start + _values_by_feature(weights, v, gv)
     state = state * _product(from_start, last, (0, 0))
     return state + _product(v * _decay(until, gv), k * to_end, (0, 0)), o
 
@@ -71,8 +72,8 @@ def _weights_by_feature(q: Array, k: Array, gk: Array) -> Array:
     between, weights = jnp.zeros_like(k), jnp.zeros((c, c), jnp.float32)
     for i in range(c):
         between = between + jnp.where(token < i, row_of(gk, i), 0.0)
-        seen = jnp.where(token <= i, row_of(q, i) * k * jnp.exp(between), 0.0)
-        weights = weights + jnp.where(column == i, jnp.sum(seen, axis=1, keepdims=True), 0.0)
+        terms = jnp.where(token <= i, row_of(q, i) * k * jnp.exp(between), 0.0)
+        weights = weights + jnp.where(column == i, jnp.sum(terms, axis=1, keepdims=True), 0.0)
     return weights
 
 
@@ -85,8 +86,8 @@ def _values_by_feature(weights: Array, v: Array, gv: Array) -> Array:
     for i in range(c):
         between = between + jnp.where(token < i, jnp.sum(jnp.where(token == i, gv, 0.0), axis=0, keepdims=True), 0.0)
         of_token = jnp.sum(jnp.where(column == i, weights, 0.0), axis=1, keepdims=True)
-        seen = jnp.sum(jnp.where(token <= i, of_token * v * jnp.exp(between), 0.0), axis=0, keepdims=True)
-        o = o + jnp.where(token == i, seen, 0.0)
+        o_i = jnp.sum(jnp.where(token <= i, of_token * v * jnp.exp(between), 0.0), axis=0, keepdims=True)
+        o = o + jnp.where(token == i, o_i, 0.0)
     return o
 
 
@@ -98,7 +99,7 @@ def _decay(chosen: Array, gate: Array) -> Array:
     decay. The gates are summed in three parts of 8 bits, the sums of the first being exact, and what float32 leaves of
     the total is a factor of its own.
     """
-    chosen, rest, sums = chosen.astype(jnp.bfloat16), jnp.maximum(gate, NOTHING_PASSES), []
+    chosen, rest, sums = chosen.astype(jnp.bfloat16), jnp.maximum(gate, LEAST_GATE), []
     for _ in range(3):
         part = _first_bits(rest)
         sums.append(_product(chosen, part.astype(jnp.bfloat16), (1, 0)))

@@ -1,6 +1,7 @@
 """Which configs the kernels of the linear recurrence are run with.
 
-block_q is a chunk, at whose end a state is kept; block_k a block of it, short where decays vary by feature.
+block_q is the tokens of a chunk, of which the forward keeps the chunk state for the backward; block_k those of a block
+of it that is computed at once, few where decays vary by feature.
 """
 
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec

@@ -1,7 +1,8 @@
-"""The kernels of the linear recurrence on TPU: a program walks along the chunks of one head, the state in its memory.
+"""The kernels of the linear recurrence on TPU: a program goes through the chunks of a head, its state in VMEM.
 
-Forward and tangent walk forwards in time. The backward walks back from state to state, which the forward leaves at the
-beginning of each chunk; within a chunk it computes the states once more. What JAX differentiates is `block`.
+Forward and tangent go forwards in time, the backward goes back. It reads the chunk states that the forward has written,
+one at the beginning of each chunk, and computes the states of the blocks within a chunk again. JAX differentiates
+`block`, and so the kernels of tangent and backward have no equations of their own.
 """
 
 from functools import partial
@@ -75,14 +76,13 @@ def _blocks(plan: Plan) -> range:
     return range(plan.chunk // plan.block)
 
 
-def _ends(plan: Plan, table: Any, back: bool = False) -> tuple[Any, Any]:
-    """Whether the chunk is the first, and the last, that is visited of its sequence."""
+def _first_and_last(plan: Plan, table: Any, back: bool = False) -> tuple[Any, Any]:
+    """Whether the chunk is the first, and the last, of its sequence in the order of the grid."""
     b, i = pl.program_id(0), pl.program_id(2)
-    turned = (lambda i: plan.count - 1 - i) if back else (lambda i: i)
-    at = lambda i: plan.sequence(table, b, turned(i))
-    opens = (i == 0) | (at(i) != at(jnp.maximum(i - 1, 0)))
-    closes = (i == plan.count - 1) | (at(i) != at(jnp.minimum(i + 1, plan.count - 1)))
-    return opens, closes
+    sequence = lambda i: plan.sequence(table, b, plan.count - 1 - i if back else i)
+    is_first = (i == 0) | (sequence(i) != sequence(jnp.maximum(i - 1, 0)))
+    is_last = (i == plan.count - 1) | (sequence(i) != sequence(jnp.minimum(i + 1, plan.count - 1)))
+    return is_first, is_last
 
 
 # --- Forward ----------------------------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def recurrence(*operands: Array | None, spec: RecurrenceSpec, config: KernelConf
 
 
 def _forward(tokens: Tokens, first: Array, order: Order, plan: Plan, keep: bool) -> tuple[Array, Array, Array | None]:
-    """o, the final state, and to `keep` the states in which the chunks begin."""
+    """o, the final state, and if these are to be kept the chunk states, one at the beginning of each chunk."""
     return _launch(
         _forward_kernel,
         "recurrence_forward",
@@ -116,9 +116,9 @@ def _forward(tokens: Tokens, first: Array, order: Order, plan: Plan, keep: bool)
 
 
 def _forward_kernel(plan, table, tokens, first, o, last, states, state):
-    opens, closes = _ends(plan, table)
+    is_first, is_last = _first_and_last(plan, table)
 
-    @pl.when(opens)
+    @pl.when(is_first)
     def _():
         state[...] = first[...]
 
@@ -130,7 +130,7 @@ def _forward_kernel(plan, table, tokens, first, o, last, states, state):
         o[pl.ds(n * plan.block, plan.block), :] = out.astype(o.dtype)
     state[...] = h
 
-    @pl.when(closes)
+    @pl.when(is_last)
     def _():
         last[...] = h
 
@@ -162,9 +162,9 @@ def recurrence_jvp(
 
 
 def _tangent_kernel(plan, table, tokens, dots, first, first_dot, o_dot, last_dot, state, state_dot):
-    opens, closes = _ends(plan, table)
+    is_first, is_last = _first_and_last(plan, table)
 
-    @pl.when(opens)
+    @pl.when(is_first)
     def _():
         state[...], state_dot[...] = first[...], first_dot[...]
 
@@ -176,7 +176,7 @@ def _tangent_kernel(plan, table, tokens, dots, first, first_dot, o_dot, last_dot
         o_dot[pl.ds(n * plan.block, plan.block), :] = out.astype(o_dot.dtype)
     state[...], state_dot[...] = h, h_dot
 
-    @pl.when(closes)
+    @pl.when(is_last)
     def _():
         last_dot[...] = h_dot
 
@@ -246,9 +246,9 @@ def _gradients(tokens: Tokens, plan: Plan) -> list[tuple[Any, Any]]:
 
 def _backward_kernel(plan, table, tokens, states, do, dlast, *rest):
     *gradients, dfirst, dstate = rest
-    opens, closes = _ends(plan, table, back=True)
+    is_first, is_last = _first_and_last(plan, table, back=True)
 
-    @pl.when(opens)
+    @pl.when(is_first)
     def _():
         dstate[...] = dlast[...]
 
@@ -265,6 +265,6 @@ def _backward_kernel(plan, table, tokens, states, do, dlast, *rest):
                 out[part, :] = gradient
     dstate[...] = dh
 
-    @pl.when(closes)
+    @pl.when(is_last)
     def _():
         dfirst[...] = dh

@@ -1,8 +1,8 @@
-"""How the kernels of the linear recurrence see a call: tokens [b,h,tokens,…] in the order of time and in whole chunks.
+"""The layout of a call in the kernels of the linear recurrence: [b,h,tokens,…] in the order of time, in whole chunks.
 
 Each sequence begins a chunk of its own, and the rest of its last chunk is 0: a token without key and decay leaves the
-state as it is. A table in scalar memory says of which sequence each chunk is. The value features of a head, which do
-not know of each other, are cut into parts that fit a program.
+state as it is. A table in scalar memory says of which sequence each chunk is. The value features of a head, which
+are independent of each other, are cut into parts that fit a program.
 """
 
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from ejkernel.primitives._recurrence import Operands, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
-from .._visits import cut
+from .._work_list import largest_block
 
 # Value features of a part.
 MOST_FEATURES = 256
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
         return pl.BlockSpec((None, None, None, self.part, self.d), at)
 
     def of_states(self, back: bool = False) -> pl.BlockSpec:
-        """The state in which a chunk begins, of [b,h,count,e,d]."""
+        """The chunk state at the beginning of a chunk, of [b,h,count,e,d]."""
         at = lambda b, h, i, table: (b, lax.div(h, self.parts), self._at(i, back), lax.rem(h, self.parts), 0)
         return pl.BlockSpec((None, None, None, self.part, self.d), at)
 
@@ -102,7 +102,7 @@ class Plan(NamedTuple):
 def plan(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Plan:
     (b, s, h, d), (_, _, g, e) = x.q.shape, x.v.shape
     packed, n = (0, 1) if x.spans is None else x.spans.shape[:2]
-    part = e if e <= MOST_FEATURES else cut(e, MOST_FEATURES)
+    part = e if e <= MOST_FEATURES else largest_block(e, MOST_FEATURES)
     size = min(config.block_k, config.block_q)
     chunk = config.block_q // size * size
     return Plan(b, h, g, s, d, e, part, n, packed, chunk, size, spec.softmax_scale, spec.reverse)
@@ -111,8 +111,8 @@ def plan(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Plan:
 class Order(NamedTuple):
     """Of which sequence each chunk is, [b?·count]; and of several sequences, what the chunks are made of.
 
-    `source` [b?,tokens] is the token that stands in a place, and `place` [b?,s] where a token stands; both are past the
-    end where there is none. `empty` [b?,n] are the sequences without tokens.
+    `source` [b?,tokens] is the index of the token at each place in the chunks, and `place` [b?,s] the place of each
+    token; both are past the end where there is none. `empty` [b?,n] are the sequences without tokens.
     """
 
     table: Array
@@ -176,7 +176,7 @@ def state_of(state: Array | None, plan: Plan) -> Array:
 
 
 def of_all_sequences(state: Array, before: Array, order: Order) -> Array:
-    """[b,n,h,e,d] -> [b,n,h,d,e]: what came of the states `before`, which empty sequences leave as they are."""
+    """[b,n,h,e,d] -> [b,n,h,d,e]: the final states, which for empty sequences are the states `before`."""
     if order.empty is not None:
         state = jnp.where(order.empty[:, :, None, None, None], before, state)
     return state.swapaxes(3, 4)

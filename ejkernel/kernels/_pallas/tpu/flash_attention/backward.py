@@ -3,9 +3,9 @@
     dv = Σ p·do;   dk = scale·Σ ds·q;   dq = scale·Σ ds·k;   dbias = ds
 
 where delta = Σ do·o − dlse, and dk and dv sum over the heads of a group as well. `_by_keys` holds a block of keys and
-walks over its queries, `_by_queries` the other way round. When both are wanted and dq of a group of heads fits into
-memory beside them, `_by_keys` collects it too, and the logits are computed once instead of twice: five products a tile
-instead of seven.
+loops over its queries, `_by_queries` the other way round. When both are wanted and dq of a group of heads fits into
+memory beside them, `_by_keys` accumulates it too, and the logits are computed once instead of twice: five products a
+tile instead of seven.
 """
 
 import functools
@@ -33,8 +33,18 @@ from .problem import (
     split_heads,
 )
 from .rows import exact_rows
-from .schedule import Schedule, blocks_at, step_at, tile_kinds, walk
-from .tiles import chunks_of, contract, for_kind, gradient_products, gradients_of, mask_of, only_seen, scale_of, sweep
+from .schedule import MaskInfo, Schedule, blocks_at, mask_info_of, schedule_of, step_at
+from .tiles import (
+    chunks_of,
+    contract,
+    for_tile_mask,
+    gradient_products,
+    gradients_of,
+    mask_of,
+    pipeline,
+    scale_of,
+    zero_masked_keys,
+)
 
 # As much of dq as is kept on the chip beside the tiles.
 DQ_BYTES = 36 * 2**20
@@ -52,19 +62,19 @@ def flash_attention_bwd(
     problem = plan(primals, spec, config)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     if problem.hidden or primals.bias is not None:  # one of −∞ hides what it is added to
-        # A query that saw nothing may hold anything as well.
-        blind = fully_masked_queries(primals, outputs.lse, problem).swapaxes(1, 2)[:, :, :, None]
-        primals, do = primals._replace(q=jnp.where(blind, 0, primals.q)), jnp.where(blind, 0, do)
+        # A fully masked query may hold anything as well.
+        masked = fully_masked_queries(primals, outputs.lse, problem).swapaxes(1, 2)[:, :, :, None]
+        primals, do = primals._replace(q=jnp.where(masked, 0, primals.q)), jnp.where(masked, 0, do)
     lse, delta, correction = lse_in_units(outputs.lse, problem), _mean(do, outputs.o), None
     tile = arrange(primals, problem)._replace(
         do=merge_heads(do, problem.padded_queries),
         lse=per_query(lse, problem, constant_values=jnp.inf),
         delta=per_query(delta, problem),
     )
-    seen = tile_kinds(primals, problem)
+    mask_info = mask_info_of(primals, problem)
     if problem.natural:
         sink = sink_of(primals.sinks, problem)
-        correction, delta = exact_rows(tile._replace(sink=sink), problem, walk(seen, by="queries"))
+        correction, delta = exact_rows(tile._replace(sink=sink), problem, schedule_of(mask_info, by="queries"))
         tile = tile._replace(correction=per_query(correction, problem))
     if cotangents.lse is not None:
         delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
@@ -73,13 +83,13 @@ def flash_attention_bwd(
     together = wants_keys and wants_queries and config.algorithm != "split" and dq_bytes(primals, problem) <= DQ_BYTES
     gradients, dq = {}, None
     if wants_keys:
-        gradients, dq = _by_keys(tile, problem, walk(seen, by="keys"), primals, wrt, with_dq=together)
+        gradients, dq = _by_keys(tile, problem, schedule_of(mask_info, by="keys"), primals, wrt, with_dq=together)
     if wants_queries and not together:
-        dq = _by_queries(tile, problem, walk(seen, by="queries"))
+        dq = _by_queries(tile, problem, schedule_of(mask_info, by="queries"))
     if wants_queries:
         gradients |= _scaled(split_heads(dq, primals.q.shape), problem, primals)
     if "bias" in wrt:
-        gradients["bias"] = _bias(tile, problem, seen, primals.bias)
+        gradients["bias"] = _bias(tile, problem, mask_info, primals.bias)
     if "sinks" in wrt:
         # d/dsink of −delta-weighted softmax: the sink's weight exp(sink − lse) has no value, only a share of the row.
         weights = problem.exp(primals.sinks[:, :, :, None] * problem.unit - lse[:, :, None])
@@ -118,7 +128,7 @@ def dq_bytes(primals: Operands, problem: Problem) -> int:
 
 
 def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands, wrt, with_dq: bool):
-    """dk and dv as wanted, by name, and Σ ds·k in float32 if it is to be collected too."""
+    """dk and dv as wanted, by name, and Σ ds·k in float32 if it is to be accumulated too."""
     group = problem.group
 
     def where(b, g, step, member, table):
@@ -164,14 +174,14 @@ def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, 
         def _():
             out.q[member] = jnp.zeros_like(out.q[member])
 
-    @pl.when(step.opens & (member == 0))
+    @pl.when(step.is_first & (member == 0))
     def _():
         for x in jax.tree.leaves(sums):
             x[...] = jnp.zeros_like(x)
 
-    def gather(kind):
+    def accumulate(tile_mask):
         def use(rows, products):
-            visible = mask_of(kind, tile, step.major, rows)
+            visible = mask_of(tile_mask, tile, step.major, rows)
             p, ds = gradients_of(tile, problem, rows, products, scale, visible)
             q, do = tile.q[...], tile.do[...]
             ds = ds.astype(q.dtype)
@@ -180,13 +190,13 @@ def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, 
             if sums.k is not None:
                 sums.k[rows] += scale * contract(ds, q, (1, 0))
             if out.q is not None:
-                out.q[member, step.minor] += contract(only_seen(tile.k[rows], problem, visible), ds, (0, 0))
+                out.q[member, step.minor] += contract(zero_masked_keys(tile.k[rows], problem, visible), ds, (0, 0))
 
-        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
+        pipeline(chunks_of(tile_mask, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
-    for_kind(step, schedule, gather)
+    for_tile_mask(step, schedule, accumulate)
 
-    @pl.when(step.closes & (member == problem.group - 1))
+    @pl.when(step.is_last & (member == problem.group - 1))
     def _():
         if sums.k is not None:
             out.k[...] = sums.k[...].astype(out.k.dtype)
@@ -219,22 +229,22 @@ def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sc
     step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
-    @pl.when(step.opens)
+    @pl.when(step.is_first)
     def _():
         total[...] = jnp.zeros_like(total)
 
-    def gather(kind):
+    def accumulate(tile_mask):
         def use(rows, products):
-            visible = mask_of(kind, tile, step.minor, rows)
+            visible = mask_of(tile_mask, tile, step.minor, rows)
             _, ds = gradients_of(tile, problem, rows, products, scale, visible)
-            k = only_seen(tile.k[rows], problem, visible)
+            k = zero_masked_keys(tile.k[rows], problem, visible)
             total[...] += contract(k, ds.astype(k.dtype), (0, 0))
 
-        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
+        pipeline(chunks_of(tile_mask, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
-    for_kind(step, schedule, gather)
+    for_tile_mask(step, schedule, accumulate)
 
-    @pl.when(step.closes)
+    @pl.when(step.is_last)
     def _():
         out.q[...] = total[...].T
 
@@ -242,13 +252,13 @@ def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sc
 # ---- dbias -----------------------------------------------------------------------------------------------------------
 
 
-def _bias(tile: Tile, problem: Problem, seen, bias: jax.Array) -> jax.Array:
-    """ds, summed inside the kernel over the axes along which the bias was broadcast: these are walked last."""
+def _bias(tile: Tile, problem: Problem, mask_info: MaskInfo, bias: jax.Array) -> jax.Array:
+    """ds, summed inside the kernel over the axes along which the bias was broadcast, innermost in the grid."""
     batch, heads = (n if n > 1 else 1 for n in bias.shape[:2])
     summed_heads = problem.heads // heads
     # A bias of one column is not padded to a block of keys, be there one key or many.
     one_row, one_column = bias.shape[2] < problem.queries, bias.shape[3] == 1
-    schedule = walk(seen, by="keys" if one_row else "queries", every=True)
+    schedule = schedule_of(mask_info, by="keys" if one_row else "queries", every=True)
 
     def where(b, h, step, member, table):
         b, h = b + jax.lax.div(member, summed_heads), h + jax.lax.rem(member, summed_heads)
@@ -280,23 +290,24 @@ def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sched
     b, h, _, j = where(*position, table)
     scale = scale_of(tile, problem, b, h)
     step, member, members = step_at(schedule, table, b, position[2]), position[3], pl.num_programs(3)
-    opens, closes = step.opens | (not one_row and not one_column), step.closes | (not one_row and not one_column)
+    every_tile = not one_row and not one_column
+    is_first, is_last = step.is_first | every_tile, step.is_last | every_tile
     if one_row and one_column:
-        opens, closes = position[2] == 0, position[2] == pl.num_programs(2) - 1
+        is_first, is_last = position[2] == 0, position[2] == pl.num_programs(2) - 1
 
-    @pl.when(opens & (member == 0))
+    @pl.when(is_first & (member == 0))
     def _():
         total[...] = jnp.zeros_like(total)
 
-    def gather(kind):
+    def accumulate(tile_mask):
         def use(rows, products):
-            total[rows] += gradients_of(tile, problem, rows, products, scale, mask_of(kind, tile, j, rows))[1]
+            total[rows] += gradients_of(tile, problem, rows, products, scale, mask_of(tile_mask, tile, j, rows))[1]
 
-        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
+        pipeline(chunks_of(tile_mask, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
-    for_kind(step, schedule, gather)
+    for_tile_mask(step, schedule, accumulate)
 
-    @pl.when(closes & (member == members - 1))
+    @pl.when(is_last & (member == members - 1))
     def _():
         ds = total[...]
         if one_column:

@@ -2,9 +2,9 @@
 
 A step of the grid costs what its products take in the matrix units, and as much again for every tile, however small:
 filling the pipeline within the tile, addresses, branches. So tiles are large, but not so large that causality or a
-window wastes more at their edges: the heuristic counts the tiles that a call visits, and what is computed of them, and
-takes the cheapest blocks, of those that the memories of a core hold and whose program stays short enough to compile in
-seconds.
+window wastes more at their edges: the heuristic counts the tiles of a call that are not fully masked, and what is
+computed of them, and takes the cheapest blocks, of those that the memories of a core hold and whose program stays short
+enough to compile in seconds.
 """
 
 import itertools
@@ -21,7 +21,7 @@ from .backward import DQ_BYTES
 from .forward import forward_chunk
 from .launch import VMEM_BYTES
 from .problem import LANES, balanced, plan, round_up
-from .schedule import BLOCK_BITS, tile_kinds
+from .schedule import BLOCK_BITS, mask_info_of
 
 BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
 # Products of a tile: k·q and v·p; with v·do, p·do, ds·q and ds·k; with k·q̇, k̇·q, v̇·p and v·(p·ẏ).
@@ -31,7 +31,7 @@ FLOAT32_PASSES = 6
 # Bundles of instructions that a step of the grid takes beside its products, counted in compiled programs.
 STEP_BUNDLES = 400
 # A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule; a program has one for
-# each kind of tile.
+# each tile mask.
 TILE_BUNDLES, PROGRAM_BUNDLES = 6144, 8192
 WORTH_TIMING = 3
 
@@ -133,9 +133,9 @@ def _tiles(
     block_q, block_k = blocks
     chunk = {"chunk": forward_chunk(operands)} if operation == "flash_attention" else {}
     problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k), **chunk)
-    seen = tile_kinds(Operands(operands.q, operands.k, operands.v), problem)
-    written = np.array([kind.last - kind.first for kind in seen.kinds]) * problem.chunk / block_k
-    computed = written[seen.kind]
+    mask_info = mask_info_of(Operands(operands.q, operands.k, operands.v), problem)
+    written = np.array([mask.last - mask.first for mask in mask_info.tile_masks]) * problem.chunk / block_k
+    computed = written[mask_info.block_mask]
     return int((computed > 0).sum()), computed.sum(), written.sum()
 
 

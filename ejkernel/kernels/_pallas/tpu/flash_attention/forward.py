@@ -1,6 +1,6 @@
 """The forward kernel: softmax(s)·v by the online softmax, with lse.
 
-Per query: maximum m, denominator l and accumulator a over the tiles seen so far. A tile of logits s moves them to
+Per query: maximum m, denominator l and accumulator a over the tiles so far. A tile of logits s moves them to
 
     m' = max(m, max s);   l' = l·exp(m − m') + Σ exp(s − m');   a' = a·exp(m − m') + Σ exp(s − m')·v
 
@@ -20,8 +20,19 @@ from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
 from .problem import LANES, Problem, Tile, arrange, pad_axis, plan, round_up, sink_of, split_heads
-from .schedule import Schedule, blocks_at, step_at, tile_kinds, walk
-from .tiles import MASKED, chunks_of, contract, for_kind, logits_of, mask_of, only_seen, scalar, scale_of, sweep
+from .schedule import Schedule, blocks_at, mask_info_of, schedule_of, step_at
+from .tiles import (
+    MASKED,
+    chunks_of,
+    contract,
+    for_tile_mask,
+    logits_of,
+    mask_of,
+    pipeline,
+    scalar,
+    scale_of,
+    zero_masked_keys,
+)
 
 
 class Softmax(NamedTuple):
@@ -35,7 +46,7 @@ class Softmax(NamedTuple):
 def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     operands = Operands(*operands)
     problem = plan(operands, spec, config, chunk=forward_chunk(operands))
-    schedule = walk(tile_kinds(operands, problem), by="queries")
+    schedule = schedule_of(mask_info_of(operands, problem), by="queries")
     tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks, problem))
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
     features = tile.v.shape[2] // problem.kv_heads
@@ -64,7 +75,7 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
 
 
 def forward_chunk(operands: Operands) -> int:
-    """Keys of a chunk. The fewer, the sooner their maximum is known; but the accumulator is faded for each chunk."""
+    """Keys of a chunk. The fewer, the sooner their maximum is known; but the accumulator is rescaled for each chunk."""
     return round_up(operands.v.shape[3], LANES)
 
 
@@ -73,7 +84,7 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
     step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
-    @pl.when(step.opens)
+    @pl.when(step.is_first)
     def _():
         state.maximum[...] = jnp.full_like(state.maximum, MASKED)
         state.total[...] = jnp.zeros_like(state.total)
@@ -83,29 +94,31 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
             state.maximum[...] = jnp.maximum(sink, MASKED)
             state.total[...] = problem.exp(sink - state.maximum[...])
 
-    def attend(kind):
+    def attend(tile_mask):
         def products(rows):
             return contract(tile.k[rows], tile.q[...], (1, 1))
 
         def use(rows, qk):
-            visible = mask_of(kind, tile, step.minor, rows)
+            visible = mask_of(tile_mask, tile, step.minor, rows)
             logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
             maximum = jnp.maximum(state.maximum[...], jnp.max(logits, axis=0, keepdims=True))
             weights = problem.exp(logits - maximum)
-            fade = problem.exp(state.maximum[...] - maximum)
-            v = only_seen(tile.v[rows, : problem.values], problem, visible)
+            rescale = problem.exp(state.maximum[...] - maximum)
+            v = zero_masked_keys(tile.v[rows, : problem.values], problem, visible)
             state.maximum[...] = maximum
-            state.total[...] = state.total[...] * fade + jnp.sum(weights, axis=0, keepdims=True)
-            state.weighted[...] = state.weighted[...] * fade + contract(v, weights.astype(v.dtype), (0, 0))
+            state.total[...] = state.total[...] * rescale + jnp.sum(weights, axis=0, keepdims=True)
+            state.weighted[...] = state.weighted[...] * rescale + contract(v, weights.astype(v.dtype), (0, 0))
 
-        sweep(chunks_of(kind, problem), problem.ahead, products, use)
+        pipeline(chunks_of(tile_mask, problem), problem.ahead, products, use)
 
-    for_kind(step, schedule, attend)
+    for_tile_mask(step, schedule, attend)
 
-    @pl.when(step.closes)
+    @pl.when(step.is_last)
     def _():
-        # A query that saw nothing has met masked logits alone, each with a weight of 1: o = 0 and lse = −inf.
-        seen = state.maximum[...] > MASKED
-        o = jnp.where(seen, state.weighted[...] / state.total[...], 0).astype(out.do.dtype).T
+        # A fully masked query has masked logits alone, each with a weight of 1: o = 0 and lse = −inf.
+        sees_keys = state.maximum[...] > MASKED
+        o = jnp.where(sees_keys, state.weighted[...] / state.total[...], 0).astype(out.do.dtype).T
         out.do[...] = pad_axis(o, 1, out.do.shape[1])
-        out.lse[...] = jnp.where(seen, (state.maximum[...] + problem.log(state.total[...])) / problem.unit, -jnp.inf)
+        out.lse[...] = jnp.where(
+            sees_keys, (state.maximum[...] + problem.log(state.total[...])) / problem.unit, -jnp.inf
+        )

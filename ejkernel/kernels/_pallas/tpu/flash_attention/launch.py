@@ -1,4 +1,4 @@
-"""One way to call all the kernels: arrays and outputs as Tiles, blocks where the schedule says."""
+"""One way to call all the kernels: arrays and outputs as Tiles, and blocks by the tile schedule."""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,11 +58,11 @@ def launch(
 
 
 def _cost(problem: Problem, schedule: Schedule, tile: Tile, arrays: list[Any], matmuls: tuple[int, int]):
-    """Of the tiles visited (all of them, where the schedule is traced); keys and values are read again for each."""
-    visits = schedule.visits(problem.batch) * problem.heads
+    """Of the tiles that are computed (all of them, where the schedule is traced); each reads its keys and values."""
+    tiles = schedule.tiles(problem.batch) * problem.heads
     d, e = tile.q.shape[2] // problem.heads, tile.v.shape[2] // problem.kv_heads
-    logits = visits * problem.block_q * problem.block_k
-    fetched = visits * problem.block_k * (d + e) * tile.k.dtype.itemsize
+    logits = tiles * problem.block_q * problem.block_k
+    fetched = tiles * problem.block_k * (d + e) * tile.k.dtype.itemsize
     return pl.CostEstimate(
         flops=2 * logits * (matmuls[0] * d + matmuls[1] * e),
         transcendentals=logits * (1 if problem.spec.softcap is None else 2),
@@ -94,9 +94,9 @@ def block_specs(tile: Tile, problem: Problem, where: Callable) -> Tile:
     per_query = lambda x: broadcast(x, 1, block_q, lambda b, h, i, j: (b, h, 0, i))
     per_key = lambda x: broadcast(x, 1, block_k, lambda b, h, i, j: (b, h, 0, j))
     scalars = lambda x: pl.BlockSpec(memory_space=pltpu.SMEM)
-    kinds = Tile(
+    spec_of = Tile(
         q=queries, k=keys, v=keys, do=queries, lse=per_query, delta=per_query, correction=per_query,
         bias=per_logit, key_bias=per_key, mask=per_logit, key_mask=per_key, first=per_query, last=per_query,
         q_segments=per_query, k_segments=per_key, scale=scalars, sink=scalars,
     )  # fmt: skip
-    return Tile(*(None if x is None else kind(x) for kind, x in zip(kinds, tile, strict=True)))
+    return Tile(*(None if x is None else of(x) for of, x in zip(spec_of, tile, strict=True)))

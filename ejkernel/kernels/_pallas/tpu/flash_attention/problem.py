@@ -33,7 +33,7 @@ class Tile(NamedTuple):
     k: Any = None  # [b, t, g·d]
     v: Any = None  # [b, t, g·e]
     do: Any = None  # [b, s, h·e]
-    lse: Any = None  # [b, h, 1, s], in units; +inf for a query that sees nothing, so that exp(logit − lse) = 0
+    lse: Any = None  # [b, h, 1, s], in units; +inf for a fully masked query, so that exp(logit − lse) = 0
     delta: Any = None  # [b, h, 1, s]
     correction: Any = None  # [b, h, 1, s], what weights are multiplied by (see rows.py)
     bias: Any = None  # [b?, h?, t?, s]
@@ -67,8 +67,8 @@ class Problem:
     block_k: int
     chunk: int
     ahead: int
-    # Some keys may be hidden from every query, some queries see none, or a bias be masked, and hold anything: not to be
-    # multiplied by a weight of 0, as 0·NaN = NaN.
+    # Some keys or queries may be fully masked, or a bias masked, and hold anything: not to be multiplied by a weight of
+    # 0, as 0·NaN = NaN.
     hidden: bool
     # In float32 logits are natural; in 16 bits they are in base two, which is what the hardware exponentiates. That
     # costs one more rounding of the logit itself, where the difference of two is small.
@@ -215,7 +215,7 @@ def sink_of(sinks: jax.Array | None, problem: Problem) -> jax.Array | None:
 
 
 def lse_in_units(lse: jax.Array, problem: Problem) -> jax.Array:
-    """[b,h,s], and +inf instead of −inf where nothing is seen."""
+    """[b,h,s], and +inf instead of −inf for fully masked queries."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * problem.unit)
 
 

@@ -1,7 +1,7 @@
-"""What a gradient in float32 has to know of whole rows more exactly than lse and o tell: one more pass over the keys.
+"""What a gradient in float32 needs of whole rows more exactly than lse and o hold it: one more pass over the keys.
 
 The weights p = exp(s − lse) of a row and its sinks sum to 1 but for the rounding of lse, and Σ p·dp is d = Σ do·o but
-for the roundings of o and of that sum. Both are made good by
+for the roundings of o and of that sum. Both errors are removed by
 
     c = 1 / Σ p,    Σ p·dp = d + c Σ (p·dp − p·d)    where dp of a sink is 0
 
@@ -19,11 +19,11 @@ from jax.experimental import pallas as pl
 from .launch import launch, vmem
 from .problem import Problem, Tile
 from .schedule import Schedule, blocks_at, step_at
-from .tiles import chunks_of, for_kind, gradient_products, logits_of, mask_of, scalar, scale_of, sweep
+from .tiles import chunks_of, for_tile_mask, gradient_products, logits_of, mask_of, pipeline, scalar, scale_of
 
 
 class Sums(NamedTuple):
-    """Of a block of queries, over the tiles seen so far."""
+    """Of a block of queries, over the tiles so far."""
 
     weight: Any  # Σ p, [1, block_q]
     off: Any  # Σ (p·dp − p·d), [1, block_q]
@@ -52,7 +52,7 @@ def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, sched
     step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
-    @pl.when(step.opens)
+    @pl.when(step.is_first)
     def _():
         sink = jnp.zeros_like(tile.lse[...])
         if tile.sink is not None:
@@ -60,10 +60,10 @@ def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, sched
         sums.weight[...] = sink
         sums.off[...] = -sink * tile.delta[...]
 
-    def gather(kind):
+    def accumulate(tile_mask):
         def use(rows, products):
             qk, dp = products
-            visible = mask_of(kind, tile, step.minor, rows)
+            visible = mask_of(tile_mask, tile, step.minor, rows)
             logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
             p = problem.exp(logits - tile.lse[...])
             off = p * (dp - tile.delta[...])
@@ -72,11 +72,11 @@ def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, sched
             sums.weight[...] += jnp.sum(p, axis=0, keepdims=True)
             sums.off[...] += jnp.sum(off, axis=0, keepdims=True)
 
-        sweep(chunks_of(kind, problem), problem.ahead, functools.partial(gradient_products, tile), use)
+        pipeline(chunks_of(tile_mask, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
-    for_kind(step, schedule, gather)
+    for_tile_mask(step, schedule, accumulate)
 
-    @pl.when(step.closes)
+    @pl.when(step.is_last)
     def _():
         weight = sums.weight[...]
         correction = 1 / jnp.where(weight > 0, weight, 1)

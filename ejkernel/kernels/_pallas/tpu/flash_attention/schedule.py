@@ -1,10 +1,10 @@
-"""Which tiles of the logits a kernel visits, and in which order.
+"""The mask info and the tile schedule of the kernels: which tiles of the logits are computed, in which order.
 
-Causality, windows, packed sequences and a padded end all let a query see an *interval* of keys, and segment ids narrow
-it further. A tile that no query sees is not in the schedule, so it costs neither a step nor a fetch; of the others the
-schedule tells which chunks of keys somebody sees, and whether everybody sees all of these, so that they need no mask.
-It is a table of int32 that the index maps read from scalar memory: a constant where nothing is traced; otherwise it is
-computed from segment ids and cu_seqlens, and the number of steps is traced too.
+Causality, windows, packed sequences and a padded end leave every query an interval of keys, and segment ids narrow it.
+A tile is fully masked, partial or full. The fully masked ones are not in the schedule, so they cost neither a step of
+the grid nor a copy; of the others the mask info tells which chunks of keys have to be computed, and whether these need
+a mask. The schedule is a table of int32 that the index maps read from scalar memory: a constant where nothing is
+traced; otherwise it is computed from segment ids and cu_seqlens, and the number of steps is traced too.
 """
 
 from typing import Any, NamedTuple
@@ -19,138 +19,145 @@ from ejkernel.primitives.flash_attention import Operands
 from .problem import Problem, pad_axis
 
 
-class Kind(NamedTuple):
+class TileMask(NamedTuple):
     """What is computed of a tile: the chunks of keys from `first` to before `last`, with a mask or without."""
 
     first: int
     last: int
-    masked: bool
+    needs_mask: bool
 
 
-# Skipped tiles only fill the rows of batch elements that have fewer tiles than others.
-SKIPPED = Kind(0, 0, False)
-# A kernel has code of its own for each kind: that of so many tiles, beyond which tiles are computed as a whole.
+# In a schedule such tiles only fill the rows of batch elements that have fewer tiles than others.
+FULLY_MASKED = TileMask(0, 0, False)
+# A kernel has code of its own for each tile mask: of so many tiles, beyond which tiles are computed as a whole.
 MOST_CODE = 3
-# An entry of the table: the major block, the minor one, the kind.
-BLOCK_BITS, KIND_BITS = 14, 4
+# An entry of the table: the major block, the minor one, the tile mask.
+BLOCK_BITS, MASK_BITS = 14, 4
 
 
-class Seen(NamedTuple):
-    """The kinds of tiles that a call has, and of which kind each is, [b?, q_blocks, k_blocks]; 0 is SKIPPED."""
+class MaskInfo(NamedTuple):
+    """Which tile mask each tile has, a number in `tile_masks`, [b?, q_blocks, k_blocks]; 0 is FULLY_MASKED."""
 
-    kind: Any
-    kinds: tuple[Kind, ...]
+    block_mask: Any
+    tile_masks: tuple[TileMask, ...]
 
 
 class Schedule(NamedTuple):
-    """A table [b?,n] of tiles (major block · minor block · kind), how many of the n to walk, the kinds by number, and
-    whether there is one tile for each major block."""
+    """The tiles that a kernel computes, one a step of the grid.
+
+    Attributes:
+        table: [b?, n] of tiles (major block · minor block · tile mask).
+        steps: how many of the n there are.
+        tile_masks: those that the table names by their number.
+        single: there is one tile for each major block.
+    """
 
     table: Any
     steps: Any
-    kinds: tuple[Kind, ...]
+    tile_masks: tuple[TileMask, ...]
     single: bool
 
     @property
     def numbers(self) -> list[int]:
-        """Of the kinds that the table may hold."""
+        """Of the tile masks that the table may hold."""
         if not isinstance(self.table, np.ndarray):
-            return list(range(len(self.kinds)))
-        return np.unique(_kind_of(self.table)).tolist()
+            return list(range(len(self.tile_masks)))
+        return np.unique(_mask_number(self.table)).tolist()
 
-    def visits(self, batch: int) -> int:
-        """Tiles that all batch elements visit; where that is traced, at most."""
+    def tiles(self, batch: int) -> int:
+        """How many tiles are computed for all batch elements; where that is traced, at most."""
         if not isinstance(self.table, np.ndarray):
             return batch * self.table.shape[1]
-        return int((_kind_of(self.table) != 0).sum()) * (batch // self.table.shape[0])
+        return int((_mask_number(self.table) != 0).sum()) * (batch // self.table.shape[0])
 
 
 class Step(NamedTuple):
-    """One entry of the table; it opens or closes the run of tiles that have its major block."""
+    """One entry of the table, and whether it is the first or the last of the tiles that have its major block."""
 
     major: Any
     minor: Any
-    kind: Any
-    opens: Any
-    closes: Any
+    mask_number: Any
+    is_first: Any
+    is_last: Any
 
 
 def blocks_at(table, b, step) -> tuple[Any, Any]:
     """(major, minor) block of a step."""
     entry = _entry(table, b, step)
-    return entry >> BLOCK_BITS + KIND_BITS, entry >> KIND_BITS & (1 << BLOCK_BITS) - 1
+    return entry >> BLOCK_BITS + MASK_BITS, entry >> MASK_BITS & (1 << BLOCK_BITS) - 1
 
 
 def step_at(schedule: Schedule, table, b, step) -> Step:
+    """The entry of a step, in a kernel, where the table is a ref."""
     steps = table.shape[1]
     major, minor = blocks_at(table, b, step)
-    kind = _kind_of(_entry(table, b, step))
+    number = _mask_number(_entry(table, b, step))
     if schedule.single:
-        return Step(major, minor, kind, True, True)
+        return Step(major, minor, number, True, True)
     before, _ = blocks_at(table, b, jnp.maximum(step - 1, 0))
     after, _ = blocks_at(table, b, jnp.minimum(step + 1, steps - 1))
     end = pl.num_programs(2) - 1
-    opens, closes = (step == 0) | (before != major), (step == end) | (after != major)
-    return Step(major, minor, kind, opens, closes)
+    is_first, is_last = (step == 0) | (before != major), (step == end) | (after != major)
+    return Step(major, minor, number, is_first, is_last)
 
 
 def _entry(table, b, step):
     return table[b if table.shape[0] > 1 else 0, step]
 
 
-def _kind_of(entry):
-    return entry & (1 << KIND_BITS) - 1
+def _mask_number(entry):
+    return entry & (1 << MASK_BITS) - 1
 
 
-def walk(seen: Seen, by: str, every: bool = False) -> Schedule:
-    """The tiles not skipped, sorted by "queries" or "keys", each of their blocks at least once.
+def schedule_of(mask_info: MaskInfo, by: str, every: bool = False) -> Schedule:
+    """The tiles that are not fully masked, sorted by "queries" or "keys", at least one for each of these blocks.
 
-    With `every` the others are listed too, to be skipped: for a kernel whose output has a block for every tile.
+    With `every` the fully masked ones are listed too: for a kernel whose output has a block for every tile.
     """
-    kind = seen.kind.swapaxes(1, 2) if by == "keys" else seen.kind
-    xp = np if isinstance(kind, np.ndarray) else jnp
-    batch, _, minors = kind.shape
-    lonely = ~(kind != 0).any(2, keepdims=True) & (xp.arange(minors) == 0)
-    touched = ((kind != 0) | lonely | every).reshape(batch, -1)
-    kind, count = kind.reshape(batch, -1), touched.sum(1)
-    tiles = touched.shape[1] if xp is jnp else int(count.max())
+    numbers = mask_info.block_mask.swapaxes(1, 2) if by == "keys" else mask_info.block_mask
+    xp = np if isinstance(numbers, np.ndarray) else jnp
+    batch, _, minors = numbers.shape
+    placeholder = ~(numbers != 0).any(2, keepdims=True) & (xp.arange(minors) == 0)
+    listed = ((numbers != 0) | placeholder | every).reshape(batch, -1)
+    numbers, count = numbers.reshape(batch, -1), listed.sum(1)
+    tiles = listed.shape[1] if xp is jnp else int(count.max())
 
-    order = xp.argsort(~touched, axis=1, stable=True)
+    order = xp.argsort(~listed, axis=1, stable=True)
     position = xp.arange(tiles)
     chosen = xp.take_along_axis(order, xp.minimum(position, count[:, None] - 1), axis=1)
-    kind = xp.where(position < count[:, None], xp.take_along_axis(kind, chosen, axis=1), 0)
-    table = (chosen // minors << BLOCK_BITS + KIND_BITS) | (chosen % minors << KIND_BITS) | kind
-    return Schedule(table.astype(xp.int32), tiles if xp is np else count.max(), seen.kinds, minors == 1)
+    numbers = xp.where(position < count[:, None], xp.take_along_axis(numbers, chosen, axis=1), 0)
+    table = (chosen // minors << BLOCK_BITS + MASK_BITS) | (chosen % minors << MASK_BITS) | numbers
+    return Schedule(table.astype(xp.int32), tiles if xp is np else count.max(), mask_info.tile_masks, minors == 1)
 
 
-def tile_kinds(operands: Operands, problem: Problem) -> Seen:
-    """Of which kind the tiles of a call are; all chunks of a tile are computed where what is seen is traced."""
+def mask_info_of(operands: Operands, problem: Problem) -> MaskInfo:
+    """The mask info of a call; where the visibility is traced, all chunks of a tile are computed."""
     chunks, visibility = problem.block_k // problem.chunk, visibility_of(operands, problem.spec)
     if operands.mask is None and operands.q_segment_ids is None and operands.cu_seqlens_q is None:
-        return _static_kinds(*visibility.blocks(problem.block_q, problem.chunk, np), chunks)
-    touched, whole = visibility.blocks(problem.block_q, problem.block_k)
-    kinds = (SKIPPED, Kind(0, chunks, True), Kind(0, chunks, False))
-    return Seen(jnp.where(touched, jnp.where(whole, 2, 1), 0), kinds)
+        return _static_mask_info(*visibility.blocks(problem.block_q, problem.chunk, np), chunks)
+    some, full = visibility.blocks(problem.block_q, problem.block_k)
+    tile_masks = (FULLY_MASKED, TileMask(0, chunks, True), TileMask(0, chunks, False))
+    return MaskInfo(jnp.where(some, jnp.where(full, 2, 1), 0), tile_masks)
 
 
-def _static_kinds(touched: np.ndarray, whole: np.ndarray, chunks: int) -> Seen:
-    """From [1, q_blocks, chunks of all keys]."""
+def _static_mask_info(some: np.ndarray, full: np.ndarray, chunks: int) -> MaskInfo:
+    """From whether a query of a block may see a key of a chunk, and all see all, [1, q_blocks, chunks of all keys]."""
     in_tiles = lambda x: pad_axis(x, 2, -(-x.shape[2] // chunks) * chunks).reshape(*x.shape[:2], -1, chunks)
-    touched, whole = in_tiles(touched), in_tiles(whole)
-    some = touched.any(3)
-    first = np.where(some, touched.argmax(3), 0)
-    last = np.where(some, chunks - touched[..., ::-1].argmax(3), 0)
-    masked = (touched & ~whole).any(3)
-    kinds, kind = _distinct(first, last, masked)
-    if sum(k.last - k.first for k in kinds) > MOST_CODE * chunks or len(kinds) > 1 << KIND_BITS:
-        masked = some & ~(touched & whole).all(3)
-        kinds, kind = _distinct(np.zeros_like(first), np.where(some, chunks, 0), masked)
-    return Seen(kind, kinds)
+    some, full = in_tiles(some), in_tiles(full)
+    computed = some.any(3)
+    first = np.where(computed, some.argmax(3), 0)
+    last = np.where(computed, chunks - some[..., ::-1].argmax(3), 0)
+    found = _distinct(first, last, (some & ~full).any(3))
+    code = sum(mask.last - mask.first for mask in found.tile_masks)
+    if code > MOST_CODE * chunks or len(found.tile_masks) > 1 << MASK_BITS:
+        needs_mask = computed & ~(some & full).all(3)
+        return _distinct(np.zeros_like(first), np.where(computed, chunks, 0), needs_mask)
+    return found
 
 
-def _distinct(first: np.ndarray, last: np.ndarray, masked: np.ndarray) -> tuple[tuple[Kind, ...], np.ndarray]:
-    """The kinds that occur, SKIPPED before all, and the number of that of each tile."""
-    found = np.stack([first, last, masked], -1).reshape(-1, 3)
-    kinds, kind = np.unique(np.concatenate([[SKIPPED], found]), axis=0, return_inverse=True)
-    named = tuple(Kind(int(first), int(last), bool(masked)) for first, last, masked in kinds)
-    return named, kind.reshape(-1)[1:].reshape(first.shape)
+def _distinct(first: np.ndarray, last: np.ndarray, needs_mask: np.ndarray) -> MaskInfo:
+    """From the fields of the tile mask of each tile: those that occur, FULLY_MASKED before all, by their numbers."""
+    rows = np.stack([first, last, needs_mask], -1).reshape(-1, 3)
+    found, number = np.unique(np.concatenate([[FULLY_MASKED], rows]), axis=0, return_inverse=True)
+    tile_masks = tuple(TileMask(int(first), int(last), bool(needs_mask)) for first, last, needs_mask in found)
+    return MaskInfo(number.reshape(-1)[1:].reshape(first.shape), tile_masks)

@@ -5,7 +5,7 @@ With y the capped logits and p = exp(y − lse), a query's tangents are
     lsė = Σ p·ẏ;   ȯ = Σ p·(ẏ − lsė)·v + Σ p·v̇;   ẏ = slope·(scale·(k·q̇ + k̇·q) + scalė·k·q + biaṡ)
 
 lsė is not known before the end, and Σ p·ẏ·v − lsė·o would cancel badly where one key has all the weight. So ẏ is taken
-relative to the mean over the tiles seen so far, c = Σ p·ẏ / Σ p, and what was summed is corrected as the mean moves:
+relative to the mean over the tiles so far, c = Σ p·ẏ / Σ p, and what was summed is corrected as the mean moves:
 
     a ← a − (c' − c)·Σ p·v + Σ_tile p·(ẏ − c')·v + Σ_tile p·v̇
 
@@ -25,24 +25,24 @@ from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
 from .problem import Problem, Tile, arrange, arrange_differentiable, lse_in_units, per_query, plan, sink_of, split_heads
-from .schedule import Schedule, blocks_at, step_at, tile_kinds, walk
+from .schedule import Schedule, blocks_at, mask_info_of, schedule_of, step_at
 from .tiles import (
     chunks_of,
     column,
     contract,
-    for_kind,
+    for_tile_mask,
     logits_of,
     mask_of,
     of_rows,
-    only_seen,
+    pipeline,
     scalar,
     scale_of,
-    sweep,
+    zero_masked_keys,
 )
 
 
 class Moments(NamedTuple):
-    """Of a block of queries, over the tiles seen so far."""
+    """Of a block of queries, over the tiles so far."""
 
     weight: Any  # Σ p, [1, block_q]
     change: Any  # Σ p·ẏ, [1, block_q]
@@ -54,7 +54,7 @@ def flash_attention_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: FlashAttentionSpec, config: KernelConfig
 ) -> Outputs:
     problem = plan(primals, spec, config)
-    schedule = walk(tile_kinds(primals, problem), by="queries")
+    schedule = schedule_of(mask_info_of(primals, problem), by="queries")
     lse = lse_in_units(outputs.lse, problem)
     tile = arrange(primals, problem)._replace(
         lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks, problem)
@@ -92,7 +92,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
     step = step_at(schedule, table, b, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
-    @pl.when(step.opens)
+    @pl.when(step.is_first)
     def _():
         for x in state:
             x[...] = jnp.zeros_like(x)
@@ -101,7 +101,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
         weight = state.weight[...]
         return jnp.where(weight > 0, state.change[...] / weight, 0)
 
-    def move(kind):
+    def move(tile_mask):
         def products(rows):
             # k·q̇ + k̇·q is one product, over the features of both: they fill a matrix unit that is 256 deep.
             pairs = [(k, q) for k, q in ((tile.k, dots.q), (dots.k, tile.q)) if k is not None and q is not None]
@@ -112,7 +112,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
             return contract(tile.k[rows], tile.q[...], (1, 1)), change
 
         def use(rows, products):
-            visible = mask_of(kind, tile, step.minor, rows)
+            visible = mask_of(tile_mask, tile, step.minor, rows)
             logits, slope = logits_of(tile, problem, rows, products[0], scale, visible)
             p = problem.exp(logits - tile.lse[...])
             change = _logit_change(dots, problem, rows, products, scale, slope, visible, (b, h))
@@ -120,18 +120,18 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
             state.weight[...] += jnp.sum(p, axis=0, keepdims=True)
             state.change[...] += jnp.sum(p * change, axis=0, keepdims=True)
             after = mean()
-            v = only_seen(tile.v[rows], problem, visible)
+            v = zero_masked_keys(tile.v[rows], problem, visible)
             moved = contract(v, (p * (change - after)).astype(v.dtype), (0, 0))
             if dots.v is not None:
-                moved += contract(only_seen(dots.v[rows], problem, visible), p.astype(v.dtype), (0, 0))
+                moved += contract(zero_masked_keys(dots.v[rows], problem, visible), p.astype(v.dtype), (0, 0))
             state.moved[...] += moved - (after - before) * state.value[...]
             state.value[...] += contract(v, p.astype(v.dtype), (0, 0))
 
-        sweep(chunks_of(kind, problem), problem.ahead, products, use)
+        pipeline(chunks_of(tile_mask, problem), problem.ahead, products, use)
 
-    for_kind(step, schedule, move)
+    for_tile_mask(step, schedule, move)
 
-    @pl.when(step.closes)
+    @pl.when(step.is_last)
     def _():
         total = state.weight[...]
         if tile.sink is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from .problem import Problem, Tile
-from .schedule import Kind, Schedule, Step
+from .schedule import Schedule, Step, TileMask
 
 # A masked logit: its exponential is 0 beside any real one, and unlike −inf it has differences.
 MASKED = -0.7 * float(np.finfo(np.float32).max)
@@ -44,8 +44,8 @@ def scale_of(tile: Tile, problem: Problem, b, h):
     return static if tile.scale is None else static * scalar(tile.scale, b, h)
 
 
-def sweep(chunks: Sequence[slice], ahead: int, products: Callable, use: Callable) -> None:
-    """`use(chunk, products(chunk))` for the chunks of a tile, in a pipeline.
+def pipeline(chunks: Sequence[slice], ahead: int, products: Callable, use: Callable) -> None:
+    """`use(chunk, products(chunk))` for the chunks of a tile, as a software pipeline.
 
     The products of a chunk are written `ahead` chunks before they are used: the compiler schedules what is near, and so
     fills the matrix unit with the next logits while the vector unit takes the exponentials of these.
@@ -57,22 +57,22 @@ def sweep(chunks: Sequence[slice], ahead: int, products: Callable, use: Callable
         use(chunk, ready.pop(0))
 
 
-def for_kind(step: Step, schedule: Schedule, compute: Callable[[Kind], None]) -> None:
-    """Runs `compute(kind)` for the kind of tile that the step has, unless that is to be skipped."""
+def for_tile_mask(step: Step, schedule: Schedule, compute: Callable[[TileMask], None]) -> None:
+    """Runs `compute(tile_mask)` for the tile mask of the step, unless the tile is fully masked."""
     for number in schedule.numbers:
-        kind = schedule.kinds[number]
-        if kind.last > kind.first:
-            pl.when(len(schedule.numbers) == 1 or step.kind == number)(functools.partial(compute, kind))
+        tile_mask = schedule.tile_masks[number]
+        if tile_mask.last > tile_mask.first:
+            pl.when(len(schedule.numbers) == 1 or step.mask_number == number)(functools.partial(compute, tile_mask))
 
 
-def chunks_of(kind: Kind, problem: Problem) -> list[slice]:
+def chunks_of(tile_mask: TileMask, problem: Problem) -> list[slice]:
     """The keys of a tile, chunk by chunk, that are computed."""
-    return [slice(n * problem.chunk, (n + 1) * problem.chunk) for n in range(kind.first, kind.last)]
+    return [slice(n * problem.chunk, (n + 1) * problem.chunk) for n in range(tile_mask.first, tile_mask.last)]
 
 
-def mask_of(kind: Kind, tile: Tile, j, rows: slice) -> jax.Array | None:
-    """`visible`, or None in tiles that need no mask."""
-    return visible(tile, j, rows) if kind.masked else None
+def mask_of(tile_mask: TileMask, tile: Tile, j, rows: slice) -> jax.Array | None:
+    """`visible`, or None where the tile mask says that no mask is needed."""
+    return visible(tile, j, rows) if tile_mask.needs_mask else None
 
 
 def visible(tile: Tile, j, rows: slice) -> jax.Array:
@@ -95,12 +95,12 @@ def of_rows(ref, rows: slice) -> jax.Array:
     return ref[rows] if ref.shape[0] > 1 else ref[...]
 
 
-def only_seen(keys: jax.Array, problem: Problem, visible) -> jax.Array:
-    """k or v with zeros for the keys that no query of the tile sees, where such keys may hold anything."""
+def zero_masked_keys(keys: jax.Array, problem: Problem, visible) -> jax.Array:
+    """k or v of a chunk with zeros for keys that no query of the tile sees, where such keys may hold anything."""
     if visible is None or not problem.hidden:
         return keys
-    seen = jnp.max(visible.astype(jnp.float32), axis=1, keepdims=True) > 0
-    return jnp.where(seen, keys.astype(jnp.float32), 0).astype(keys.dtype)
+    is_visible = jnp.max(visible.astype(jnp.float32), axis=1, keepdims=True) > 0
+    return jnp.where(is_visible, keys.astype(jnp.float32), 0).astype(keys.dtype)
 
 
 def logits_of(tile: Tile, problem: Problem, rows: slice, qk: jax.Array, scale, visible):

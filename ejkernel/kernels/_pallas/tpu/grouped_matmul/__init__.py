@@ -29,7 +29,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
         if size > 8192 and size % 128:
             return f"{size} {name}; the kernels cut only multiples of 128"
     if (size := table_bytes(operands)) > SMEM_BYTES:
-        return f"the table of visits takes {size} bytes; scalar memory has room for {SMEM_BYTES}"
+        return f"the work list takes {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None
 
 

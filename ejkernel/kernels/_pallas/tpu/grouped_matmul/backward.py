@@ -2,8 +2,8 @@
 
     dlhs_i = (do_i σ_g) · rhs_gᵀ        drhs_g = Σ_{i∈g} lhs_iᵀ · (do_i σ_g)
 
-Its grid is (tiles of features, tiles of columns, visits), where the visits of a matrix follow one another: those of all
-batches that share it. A group without rows has one visit, for its zeros.
+Its grid is (tiles of features, tiles of columns, work items), where the work items of a matrix follow one another:
+those of all batches that share it. A group without rows has one work item, for its zeros.
 """
 
 from functools import partial
@@ -19,8 +19,16 @@ from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outp
 from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.groups import group_bounds
 
-from .. import _visits
-from .._visits import rows_inside
+from .._work_list import (
+    WorkItem,
+    is_first,
+    is_last,
+    item_at,
+    largest_block,
+    most_work_items,
+    row_mask,
+    work_list,
+)
 from .forward import VMEM_BYTES, dot, multiply, wide
 
 
@@ -52,24 +60,24 @@ def grouped_matmul_bwd(
 def _matrices(x: Operands, do: jax.Array, dtype: Any, spec: GroupedMatmulSpec, config: KernelConfig) -> jax.Array:
     """drhs [b?, e, k, n]."""
     (b, m, k), (own, e, _, n), transposed = x.lhs.shape, x.rhs.shape, spec.transpose_rhs
-    rows, depth, columns = config.block_q, _visits.cut(k, config.block_d), _visits.cut(n, config.block_k)
-    count = b * _visits.most_visits(m, rows, e)
-    table = _table(x, rows, count)
+    rows, depth, columns = config.block_q, largest_block(k, config.block_d), largest_block(n, config.block_k)
+    count = b * most_work_items(m, rows, e)
+    items = _work_list(x, rows, count)
 
-    def of_features(i, j, v, table):
-        visit = _visits.at(table, v)
-        return visit.batch, visit.tile, i
+    def of_features(i, j, step, items):
+        item = item_at(items, step)
+        return item.batch, item.tile, i
 
-    def of_columns(i, j, v, table):
-        visit = _visits.at(table, v)
-        return visit.batch, visit.tile, j
+    def of_columns(i, j, step, items):
+        item = item_at(items, step)
+        return item.batch, item.tile, j
 
-    def of_matrix(i, j, v, table):
-        batch, group = _owner(table, v, b, own, e)
+    def of_matrix(i, j, step, items):
+        batch, group = _owner(items, step, b, own, e)
         return batch, group, *((j, i) if transposed else (i, j))
 
-    def of_scale(i, j, v, table):
-        batch, group = _owner(table, v, b, own, e)
+    def of_scale(i, j, step, items):
+        batch, group = _owner(items, step, b, own, e)
         return (batch if x.rhs_scale.shape[0] > 1 else 0), (group if x.rhs_scale.shape[1] > 1 else 0), 0, j
 
     arrays = [x.lhs, do] + ([] if x.rhs_scale is None else [wide(x.rhs_scale, n)])
@@ -80,7 +88,7 @@ def _matrices(x: Operands, do: jax.Array, dtype: Any, spec: GroupedMatmulSpec, c
     ]
     tile = (columns, depth) if transposed else (depth, columns)
     drhs = pl.pallas_call(
-        partial(_kernel, same=lambda v: _matrix_of(v, b, own), transposed=transposed),
+        partial(_kernel, key=lambda item: _matrix_of(item, b, own), transposed=transposed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(k // depth, pl.cdiv(n, columns), count),
@@ -98,47 +106,47 @@ def _matrices(x: Operands, do: jax.Array, dtype: Any, spec: GroupedMatmulSpec, c
             bytes_accessed=sum(a.size * a.dtype.itemsize for a in arrays) + x.rhs.size * dtype.itemsize,
         ),
         name="grouped_matmul_matrices",
-    )(table, *arrays)
+    )(items, *arrays)
     return drhs.swapaxes(2, 3) if transposed else drhs
 
 
-def _table(x: Operands, rows: int, count: int) -> jax.Array:
-    """The visits of each matrix: of the rows of its group in its batch, or in one batch after the other."""
+def _work_list(x: Operands, rows: int, count: int) -> jax.Array:
+    """The work list, matrix by matrix: of the rows of its group in its batch, or in one batch after the other."""
     (b, m, _), (own, e, _, _) = x.lhs.shape, x.rhs.shape
     bounds = jnp.broadcast_to(group_bounds(x.group_sizes, x.group_offset, e, m), (b, e + 1))
     batch = jnp.broadcast_to(jnp.arange(b, dtype=jnp.int32)[:, None], (b, e))
     in_order = lambda a: (a if own > 1 or b == 1 else a.T).reshape(-1)
-    return _visits.visits(in_order(batch), in_order(bounds[:, :-1]), in_order(bounds[:, 1:]), rows, count, at_least=1)
+    return work_list(in_order(batch), in_order(bounds[:, :-1]), in_order(bounds[:, 1:]), rows, count, at_least=1)
 
 
-def _matrix_of(visit: _visits.Visits, b: int, own: int) -> Any:
+def _matrix_of(item: WorkItem, b: int, own: int) -> Any:
     """The number of the matrix that a segment of `_table` adds to."""
-    return visit.segment if own > 1 or b == 1 else jax.lax.div(visit.segment, b)
+    return item.segment if own > 1 or b == 1 else jax.lax.div(item.segment, b)
 
 
-def _owner(table: Any, v: Any, b: int, own: int, e: int) -> tuple[Any, Any]:
+def _owner(items: Any, step: Any, b: int, own: int, e: int) -> tuple[Any, Any]:
     """Batch and group of that matrix."""
-    matrix = _matrix_of(_visits.at(table, v), b, own)
+    matrix = _matrix_of(item_at(items, step), b, own)
     return jax.lax.div(matrix, e), jax.lax.rem(matrix, e)
 
 
-def _kernel(table, lhs, do, *refs, same, transposed: bool):
+def _kernel(items, lhs, do, *refs, key, transposed: bool):
     *scale, drhs, total = refs
-    number = pl.program_id(2)
-    visit = _visits.at(table, number)
+    step = pl.program_id(2)
+    item = item_at(items, step)
 
-    @pl.when(_visits.begins(table, number, same))
+    @pl.when(is_first(items, step, key))
     def _():
         total[...] = jnp.zeros_like(total)
 
-    @pl.when(visit.start < visit.end)
+    @pl.when(item.start < item.end)
     def _():
-        inside = rows_inside(visit, lhs.shape[0])
+        inside = row_mask(item, lhs.shape[0])
         x, y = jnp.where(inside, lhs[...], 0), jnp.where(inside, do[...], 0)
         if scale:
             y = (y * scale[0][...]).astype(x.dtype)
         total[...] += dot(y, x, (0, 0)) if transposed else dot(x, y, (0, 0))
 
-    @pl.when(_visits.ends(table, number, same))
+    @pl.when(is_last(items, step, key))
     def _():
         drhs[...] = total[...].astype(drhs.dtype)

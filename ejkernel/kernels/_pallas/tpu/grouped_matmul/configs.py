@@ -7,7 +7,7 @@ are cut down to what divides the array.
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .._visits import Visits, most_visits
+from .._work_list import WorkItem, most_work_items
 
 # (block_q, block_k, block_d), the likeliest first.
 MANY_ROWS = ((512, 1024, 1024), (512, 512, 1024), (256, 1024, 1024), (512, 512, 2048))
@@ -26,7 +26,7 @@ def table_bytes(operands: Operands) -> int:
     """Bytes of scalar memory that a call takes with the smallest tiles of its space."""
     (b, m, _), groups = operands.lhs.shape, operands.rhs.shape[1]
     smallest = min(rows for rows, _, _ in _candidates(operands))
-    return 4 * len(Visits._fields) * b * most_visits(m, smallest, groups + 2)
+    return 4 * len(WorkItem._fields) * b * most_work_items(m, smallest, groups + 2)
 
 
 def _candidates(operands: Operands) -> tuple:

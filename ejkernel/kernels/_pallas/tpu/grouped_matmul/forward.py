@@ -1,7 +1,7 @@
 """The kernel that multiplies the rows of each group by its matrix: o, and by the matrices transposed dlhs.
 
-The grid is (tiles of columns, visits, tiles of features). The first visit of a tile of rows fills it with what stands
-in rows of no group, and every visit replaces the rows of its group.
+The grid is (tiles of columns, work items, tiles of features). The first work item of a tile of rows writes the rows of
+no group, and every work item replaces the rows of its group.
 """
 
 from functools import partial
@@ -17,8 +17,16 @@ from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outp
 from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.groups import group_bounds
 
-from .. import _visits
-from .._visits import rows_inside
+from .._work_list import (
+    WorkItem,
+    count_of,
+    is_first_of_tile,
+    item_at,
+    largest_block,
+    row_mask,
+    segment_in_batch,
+    work_list_of_all_tiles,
+)
 
 # Scoped memory of a kernel. Every chip since v5e has at least 64 MiB, and the compiler's own default is 16 MiB on some.
 VMEM_BYTES = 56 * 2**20
@@ -43,24 +51,24 @@ def multiply(
 ) -> jax.Array:
     """x.lhs · x.rhs by groups, whose matrices lie in memory as [n, k] if `transposed`."""
     (b, m, k), (_, e, _, n) = x.lhs.shape, x.rhs.shape
-    rows, columns, depth = config.block_q, _visits.cut(n, config.block_k), _visits.cut(k, config.block_d)
+    rows, columns, depth = config.block_q, largest_block(n, config.block_k), largest_block(k, config.block_d)
     rhs = x.rhs.swapaxes(2, 3) if transposed else x.rhs
     bounds = jnp.broadcast_to(group_bounds(x.group_sizes, x.group_offset, e, m), (b, e + 1))
-    table = _visits.covering_visits(bounds, m, rows)
+    items = work_list_of_all_tiles(bounds, m, rows)
 
-    def of_rows(j, v, i, table):
-        visit = _visits.at(table, v)
-        return visit.batch, visit.tile, j
+    def of_rows(j, step, i, items):
+        item = item_at(items, step)
+        return item.batch, item.tile, j
 
-    def of_features(j, v, i, table):
-        visit = _visits.at(table, v)
-        return visit.batch, visit.tile, i
+    def of_features(j, step, i, items):
+        item = item_at(items, step)
+        return item.batch, item.tile, i
 
-    def of_matrix(j, v, i, table):
-        return *_owner(x.rhs, _visits.at(table, v), e), *((j, i) if transposed else (i, j))
+    def of_matrix(j, step, i, items):
+        return *_owner(x.rhs, item_at(items, step), e), *((j, i) if transposed else (i, j))
 
-    def of_scale(j, v, i, table):
-        return *_owner(x.rhs_scale, _visits.at(table, v), e), 0, i if scaled_features else j
+    def of_scale(j, step, i, items):
+        return *_owner(x.rhs_scale, item_at(items, step), e), 0, i if scaled_features else j
 
     scale = None if x.rhs_scale is None else wide(x.rhs_scale, k if scaled_features else n)
     operands = {
@@ -74,7 +82,7 @@ def multiply(
         partial(_kernel, names=tuple(given), transposed=transposed, scaled_features=scaled_features),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(n, columns), _visits.count_of(table), k // depth),
+            grid=(pl.cdiv(n, columns), count_of(items), k // depth),
             in_specs=[spec for _, spec in given.values()],
             out_specs=pl.BlockSpec((None, rows, columns), of_rows),
             scratch_shapes=[pltpu.VMEM((rows, columns), jnp.float32)],
@@ -89,7 +97,7 @@ def multiply(
             bytes_accessed=sum(a.size * a.dtype.itemsize for a, _ in given.values()) + b * m * n * dtype.itemsize,
         ),
         name="grouped_matmul_rows",
-    )(table, *(array for array, _ in given.values()))
+    )(items, *(array for array, _ in given.values()))
 
 
 def wide(scale: jax.Array, columns: int) -> jax.Array:
@@ -97,19 +105,19 @@ def wide(scale: jax.Array, columns: int) -> jax.Array:
     return jnp.broadcast_to(scale, (*scale.shape[:2], columns))[:, :, None]
 
 
-def _owner(of: jax.Array, visit: _visits.Visits, groups: int) -> tuple[Any, Any]:
-    """Batch and group of the matrix, or the scale, that a visit needs."""
-    group = _visits.covered_segment(visit, groups)
-    return (visit.batch if of.shape[0] > 1 else 0), (group if of.shape[1] > 1 else 0)
+def _owner(of: jax.Array, item: WorkItem, groups: int) -> tuple[Any, Any]:
+    """Batch and group of the matrix, or the scale, that a work item needs."""
+    group = segment_in_batch(item, groups)
+    return (item.batch if of.shape[0] > 1 else 0), (group if of.shape[1] > 1 else 0)
 
 
-def _kernel(table, *refs, names: tuple[str, ...], transposed: bool, scaled_features: bool):
+def _kernel(items, *refs, names: tuple[str, ...], transposed: bool, scaled_features: bool):
     given, (o, total) = dict(zip(names, refs, strict=False)), refs[len(names) :]
     lhs, rhs, scale = given["lhs"], given["rhs"], given.get("scale")
-    number, feature = pl.program_id(1), pl.program_id(2)
-    visit = _visits.at(table, number)
+    step, feature = pl.program_id(1), pl.program_id(2)
+    item = item_at(items, step)
 
-    @pl.when(_visits.tile_begins(table, number) & (feature == 0))
+    @pl.when(is_first_of_tile(items, step) & (feature == 0))
     def _():
         o[...] = given["existing_out"][...] if "existing_out" in given else jnp.zeros_like(o)
 
@@ -117,7 +125,7 @@ def _kernel(table, *refs, names: tuple[str, ...], transposed: bool, scaled_featu
     def _():
         total[...] = jnp.zeros_like(total)
 
-    @pl.when(visit.start < visit.end)
+    @pl.when(item.start < item.end)
     def _():
         x = lhs[...]
         if scale is not None and scaled_features:
@@ -129,7 +137,7 @@ def _kernel(table, *refs, names: tuple[str, ...], transposed: bool, scaled_featu
         product = total[...]
         if scale is not None and not scaled_features:
             product = product * scale[...]
-        o[...] = jnp.where(rows_inside(visit, o.shape[0]), product.astype(o.dtype), o[...])
+        o[...] = jnp.where(row_mask(item, o.shape[0]), product.astype(o.dtype), o[...])
 
 
 def dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:

@@ -22,7 +22,7 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     if (features := operands.x.shape[2]) > 8192 and features % 128:
         return f"{features} features; the kernels cut only multiples of 128"
     if (size := table_bytes(operands, spec)) > SMEM_BYTES:
-        return f"the table of visits takes {size} bytes; scalar memory has room for {SMEM_BYTES}"
+        return f"the work list takes {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None
 
 

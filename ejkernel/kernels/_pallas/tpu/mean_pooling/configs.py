@@ -3,7 +3,7 @@
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .._visits import Visits, most_visits
+from .._work_list import WorkItem, most_work_items
 
 WIDTHS = (1024, 512)
 
@@ -19,7 +19,7 @@ def space(operation: str, operands: Operands, spec: MeanPoolingSpec, target: Tar
 def table_bytes(operands: Operands, spec: MeanPoolingSpec) -> int:
     """Bytes of scalar memory that a call takes."""
     b, s, _ = operands.x.shape
-    return 4 * len(Visits._fields) * b * most_visits(s, _tokens(operands, spec), _segments(operands) + 2)
+    return 4 * len(WorkItem._fields) * b * most_work_items(s, _tokens(operands, spec), _segments(operands) + 2)
 
 
 def _tokens(operands: Operands, spec: MeanPoolingSpec) -> int:

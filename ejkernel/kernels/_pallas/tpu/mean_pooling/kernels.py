@@ -1,6 +1,6 @@
-"""The kernels of mean_pooling on TPU: a segment gathers the sums of its tiles, a tile the gradients of its segments.
+"""The kernels of mean_pooling on TPU: a segment sums the rows of its tiles, a tile takes the gradients of its segments.
 
-Both walk over the same tokens, visit by visit, the one segment by segment and the other tile by tile.
+Both go through work items, the one segment by segment and the other tile by tile.
 """
 
 import jax
@@ -11,8 +11,18 @@ from jax.experimental.pallas import tpu as pltpu
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .. import _visits
-from .._visits import rows_inside
+from .._work_list import (
+    count_of,
+    is_first,
+    is_first_of_tile,
+    item_at,
+    largest_block,
+    most_work_items,
+    row_mask,
+    segment_in_batch,
+    work_list,
+    work_list_of_all_tiles,
+)
 
 
 def mean_pooling(*operands: jax.Array | None, spec: MeanPoolingSpec, config: KernelConfig) -> Outputs:
@@ -30,28 +40,28 @@ def mean_pooling_jvp(
 def _means(operands: Operands, config: KernelConfig) -> jax.Array:
     x, bounds, lengths = operands.x, *_ends_of(operands)
     (b, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_q
-    features = _visits.cut(d, config.block_k)
+    features = largest_block(d, config.block_k)
     batch = jnp.repeat(jnp.arange(b), n)
     starts, ends = bounds[:, :-1].reshape(-1), bounds[:, 1:].reshape(-1)
-    table = _visits.visits(batch, starts, ends, size, b * _visits.most_visits(s, size, n), at_least=1)
+    items = work_list(batch, starts, ends, size, b * most_work_items(s, size, n), at_least=1)
 
-    def of_tokens(j, v, table):
-        visit = _visits.at(table, v)
-        return visit.batch, visit.tile, j
+    def of_tokens(j, step, items):
+        item = item_at(items, step)
+        return item.batch, item.tile, j
 
     sums = pl.pallas_call(
         _sum_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(d // features, _visits.count_of(table)),
+            grid=(d // features, count_of(items)),
             in_specs=[pl.BlockSpec((None, size, features), of_tokens)],
-            out_specs=pl.BlockSpec((None, 1, features), lambda j, v, table: (_visits.at(table, v).segment, 0, j)),
+            out_specs=pl.BlockSpec((None, 1, features), lambda j, step, items: (item_at(items, step).segment, 0, j)),
             scratch_shapes=[],
         ),
         out_shape=jax.ShapeDtypeStruct((b * n, 1, d), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="mean_pooling_sums",
-    )(table, x)
+    )(items, x)
     return (sums.reshape(b, n, d) / lengths).astype(x.dtype)
 
 
@@ -67,23 +77,23 @@ def mean_pooling_bwd(
     """The cotangent of x [b, s, d]."""
     x, bounds, lengths = primals.x, *_ends_of(primals)
     (_, s, d), n, size = x.shape, bounds.shape[1] - 1, config.block_q
-    features = _visits.cut(d, config.block_k)
-    table = _visits.covering_visits(bounds, s, size)
+    features = largest_block(d, config.block_k)
+    items = work_list_of_all_tiles(bounds, s, size)
     shares = (cotangents.o.astype(jnp.float32) / lengths)[:, :, None]
 
-    def of_tokens(j, v, table):
-        visit = _visits.at(table, v)
-        return visit.batch, visit.tile, j
+    def of_tokens(j, step, items):
+        item = item_at(items, step)
+        return item.batch, item.tile, j
 
-    def of_segment(j, v, table):
-        visit = _visits.at(table, v)
-        return visit.batch, _visits.covered_segment(visit, n), 0, j
+    def of_segment(j, step, items):
+        item = item_at(items, step)
+        return item.batch, segment_in_batch(item, n), 0, j
 
     dx = pl.pallas_call(
         _spread_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(d // features, _visits.count_of(table)),
+            grid=(d // features, count_of(items)),
             in_specs=[pl.BlockSpec((None, None, 1, features), of_segment)],
             out_specs=pl.BlockSpec((None, size, features), of_tokens),
             scratch_shapes=[],
@@ -91,7 +101,7 @@ def mean_pooling_bwd(
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         name="mean_pooling_spread",
-    )(table, shares)
+    )(items, shares)
     return (dx,)
 
 
@@ -105,26 +115,26 @@ def _ends_of(operands: Operands) -> tuple[jax.Array, jax.Array]:
     return bounds, jnp.maximum(segments[..., 1:] - segments[..., :1], 1).astype(jnp.float32)
 
 
-def _sum_kernel(table, x, o):
-    number = pl.program_id(1)
-    visit = _visits.at(table, number)
+def _sum_kernel(items, x, o):
+    step = pl.program_id(1)
+    item = item_at(items, step)
 
-    @pl.when(_visits.begins(table, number, lambda v: v.segment))
+    @pl.when(is_first(items, step, lambda item: item.segment))
     def _():
         o[...] = jnp.zeros_like(o)
 
-    @pl.when(visit.start < visit.end)
+    @pl.when(item.start < item.end)
     def _():
-        tokens = jnp.where(rows_inside(visit, x.shape[0]), x[...].astype(jnp.float32), 0)
+        tokens = jnp.where(row_mask(item, x.shape[0]), x[...].astype(jnp.float32), 0)
         o[...] += tokens.sum(0, keepdims=True)
 
 
-def _spread_kernel(table, share, dx):
-    number = pl.program_id(1)
-    visit = _visits.at(table, number)
+def _spread_kernel(items, share, dx):
+    step = pl.program_id(1)
+    item = item_at(items, step)
 
-    @pl.when(_visits.tile_begins(table, number))
+    @pl.when(is_first_of_tile(items, step))
     def _():
         dx[...] = jnp.zeros_like(dx)
 
-    dx[...] = jnp.where(rows_inside(visit, dx.shape[0]), share[...].astype(dx.dtype), dx[...])
+    dx[...] = jnp.where(row_mask(item, dx.shape[0]), share[...].astype(dx.dtype), dx[...])
