@@ -26,7 +26,7 @@ class Operands(NamedTuple):
 
     q [b,s,h,d], k [b,s,g,d], v [b,s,g,e] of one dtype; log decays of any float dtype: g [b,s,h], gk [b,s,h,d],
     gv [b,s,h,e]; g_gamma [b?,h] and initial_state [b,n,h,d,e] float32; spans [b?,n,2] int32, the first token of each
-    sequence and the one after its last: without it there is one sequence, of all tokens.
+    sequence and the one after its last; without it there is one sequence, of all tokens.
     """
 
     q: Any
@@ -53,8 +53,8 @@ class RecurrenceSpec(ShortRepr):
 
     Attributes:
         softmax_scale: the factor of q.
-        reverse: time runs backwards: the state enters at the last token of a sequence and leaves at its first.
-        return_state: whether anybody looks at the final state, which else may be as rounded as o is.
+        reverse: time runs from the last token of a sequence, before which is the initial state, to the first.
+        return_state: the final state is a result, in float32; otherwise it may be rounded as o is.
     """
 
     softmax_scale: float = 1.0

@@ -68,7 +68,7 @@ def test_feature_sizes(D, V, gates):
 
 
 @pytest.mark.parametrize("case", [replace(case, B=1) for case in CASES[:6]], ids=lambda case: case.name)
-def test_two_thousand_tokens_in_segments(case):
+def test_two_thousand_tokens_in_splits(case):
     compare(replace(case, D=64, V=64), 2048, jnp.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""What the TPU kernels of flash_attention compute of a tile: every key that a query sees, and with a mask only where one is needed."""
+"""What the TPU kernels of flash_attention compute of a tile: every key that a query sees, with a mask where needed."""
 
 import jax
 import jax.numpy as jnp

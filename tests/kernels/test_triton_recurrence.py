@@ -24,7 +24,7 @@ from ejkernel.kernels._triton._recurrence import (  # noqa: E402
     recurrence,
     recurrence_bwd,
     recurrence_jvp,
-    segments,
+    splits,
     tangent,
 )
 
@@ -65,13 +65,14 @@ def test_features_in_blocks_in_the_interpreter(gates, monkeypatch):
 def check_all(x, spec):
     """Both ways of the forward, the backward and the tangent against the formula."""
     wrt = differentiable(x)
-    walk, outputs = (
-        recurrence(*poisoned(x), spec=spec, config=KernelConfig(**CONFIG, algorithm=how)) for how in ("walk", "chunks")
+    fused, outputs = (
+        recurrence(*poisoned(x), spec=spec, config=KernelConfig(**CONFIG, algorithm=how))
+        for how in ("fused_chunks", "chunks")
     )
     cotangents = like(outputs)
     cotangents_of_x = recurrence_bwd(poisoned(x), None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
     exact, rounded = formula(x, spec, cotangents, jnp.float64), formula(x, spec, cotangents)
-    for found in (walk, outputs):
+    for found in (fused, outputs):
         check((found, dict(zip(wrt, cotangents_of_x, strict=True))), exact, rounded, jnp.float32)
     tangents = directions(x)
     found = recurrence_jvp(poisoned(x), None, tangents, spec=spec, config=KernelConfig(**CONFIG))
@@ -99,13 +100,13 @@ def test_a_gate_of_minus_infinity_in_the_interpreter(gate, dtype):
     check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, dtype)
 
 
-def test_segments_in_the_interpreter(monkeypatch):
+def test_splits_in_the_interpreter(monkeypatch):
     """A long sequence of few heads is cut, forwards and backwards in time."""
-    monkeypatch.setattr(segments, "SHORTEST", 16)
+    monkeypatch.setattr(splits, "SHORTEST", 16)
     x, spec = Case("long", dict(gk=0.5, g_gamma=0.5), B=1, reverse=True).make(32, jnp.float32)
-    assert segments.number_of(x) == 2
+    assert splits.number_of(x) == 2
     wrt = differentiable(x)
-    found = recurrence(*x, spec=spec, config=KernelConfig(**CONFIG, algorithm="walk"))
+    found = recurrence(*x, spec=spec, config=KernelConfig(**CONFIG, algorithm="fused_chunks"))
     cotangents = like(found)
     gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
     exact, rounded = (formula(x, spec, cotangents, dtype) for dtype in (jnp.float64, None))

@@ -1,6 +1,7 @@
-"""The linear recurrence in XLA: its formula, token by token, and what is lowered, chunk by chunk.
+"""The linear recurrence in XLA: the reference, token by token, and the decomposition that is lowered, chunk by chunk.
 
-A block of tokens i, j = 1 … c that begins in state h is computed at once, one decay standing for all kinds here:
+A block of tokens i, j = 1 … c that begins in the state h is computed at once: an inter-chunk part, from h, and an
+intra-chunk part, from pairs of tokens. With one decay g that stands for those of heads and of features
 
     o_i = scale q_iᵀ (exp(P_i) h + Σ_{j≤i} exp(D_ij) k_j v_jᵀ),    h' = exp(P_c) h + Σ_j exp(D_cj) k_j v_jᵀ
     D_ij = Σ_{j<l≤i} g_l,    P_i = Σ_{l≤i} g_l
@@ -8,8 +9,9 @@ A block of tokens i, j = 1 … c that begins in state h is computed at once, one
 Each D_ij is a sum of its own and not the difference P_i − P_j, whose error would be that of the longest sum. It is at
 most 0 where decays are, so that nothing overflows however fast they are.
 
-A decay of each feature makes D a [c, c, d]: blocks are short then, and a chunk is several of them. Gradients keep the
-states at the ends of chunks alone and compute the rest again, which is linear in the sequence in every order.
+A decay of each feature makes D a [c, c, d]: blocks are short then, and a chunk is several of them. Of the forward,
+gradients keep only the chunk states and compute the rest again, so that memory is linear in the sequence, at any order
+of differentiation.
 """
 
 from functools import partial
@@ -38,11 +40,11 @@ def reference(*operands: Array | None, spec: RecurrenceSpec = RecurrenceSpec()) 
     first, after = jnp.moveaxis(_spans(x), -1, 0)[..., None]
     token = jnp.arange(x.q.shape[1], dtype=np.int32)[None, None]
     owner = jnp.moveaxis((first <= token) & (token < after), 2, 0)  # [s,b?,n]
-    seen = jnp.moveaxis(owner.any(-1), 0, 1)
+    in_sequence = jnp.moveaxis(owner.any(-1), 0, 1)
 
     def steps(a, heads_axis=False):
-        """[s,b,…], 0 where no sequence is; a key/value head once for each of its query heads."""
-        a = jnp.where(lax.expand_dims(seen, range(2, a.ndim)), a.astype(dtype), 0)
+        """[s,b,…], 0 for tokens of no sequence; a key/value head once for each of its query heads."""
+        a = jnp.where(lax.expand_dims(in_sequence, range(2, a.ndim)), a.astype(dtype), 0)
         a = jnp.repeat(a, heads // a.shape[2], axis=2) if heads_axis else a
         return jnp.moveaxis(a, 1, 0)
 
@@ -90,16 +92,16 @@ def _initial_state(x: Operands, dtype: Any) -> Array:
 class _Chunks(NamedTuple):
     """The order in which tokens are computed: chunks, each of one sequence, whose last one may not be full.
 
-    For `spans` only: token [b?,count·size], a number past the last token where there is none; enters [b?,count], the
-    sequence that begins with a chunk, n if none does; leaves [b?,n], the last chunk of a sequence, −1 if it is empty.
+    For `spans` only: token [b?,count·size], a number past the last token where there is none; begins [b?,count], the
+    sequence that begins with a chunk, n if none does; last [b?,n], the last chunk of a sequence, −1 if it is empty.
     """
 
     size: int
     count: int
     reverse: bool
     token: Array | None = None
-    enters: Array | None = None
-    leaves: Array | None = None
+    begins: Array | None = None
+    last: Array | None = None
 
 
 def _chunks(x: Operands, spec: RecurrenceSpec, size: int) -> _Chunks:
@@ -112,7 +114,7 @@ def _chunks(x: Operands, spec: RecurrenceSpec, size: int) -> _Chunks:
 
 
 def _places(size: int, count: int, length: int, reverse: bool, spans: Array) -> tuple[Array, Array, Array]:
-    """token, enters and leaves of one row."""
+    """token, begins and last of one row."""
     first, after = spans.T
     number = -(-(after - first) // size)
     end = jnp.cumsum(number, dtype=np.int32)
@@ -123,8 +125,8 @@ def _places(size: int, count: int, length: int, reverse: bool, spans: Array) -> 
     token = at(after) - 1 - place if reverse else at(first) + place
     nothing = length + jnp.arange(count * size, dtype=np.int32).reshape(count, size)
     token = jnp.where(place < at(after - first), token, nothing)
-    enters = jnp.where(chunk == at(end - number)[:, 0], sequence, spans.shape[0])
-    return token.reshape(-1), enters, jnp.where(number > 0, end - 1, -1)
+    begins = jnp.where(chunk == at(end - number)[:, 0], sequence, spans.shape[0])
+    return token.reshape(-1), begins, jnp.where(number > 0, end - 1, -1)
 
 
 def _cut(a: Array, chunks: _Chunks) -> Array:
@@ -194,27 +196,27 @@ def recurrence(
 
     @jax.checkpoint
     def chunk(state, of_chunk):
-        tokens, enters, entering = of_chunk
-        if enters is not None:
-            state = jnp.where(enters, entering, state)
+        tokens, begins, initial = of_chunk
+        if begins is not None:
+            state = jnp.where(begins, initial, state)
         if blocks == 1:
             state, o = one_block(state, tokens)
         else:
             state, o = lax.scan(jax.checkpoint(one_block), state, _divided(tokens, blocks))
             o = jnp.moveaxis(o, 0, 2).reshape(*o.shape[1:3], blocks * block, -1)
-        return state, (o.astype(x.q.dtype), None if enters is None else state)
+        return state, (o.astype(x.q.dtype), None if begins is None else state)
 
     if x.spans is None:
         state, (o, _) = lax.scan(chunk, states[:, 0], (tokens, None, None))
         return Outputs(_joined(o, chunks, length), state[:, None])
     b, n = states.shape[:2]
     of_rows = lambda a: jnp.broadcast_to(a, (b, *a.shape[1:]))
-    entering = jnp.moveaxis(_taken(states, of_rows(chunks.enters)), 1, 0)
-    enters = lax.expand_dims(jnp.moveaxis(chunks.enters < n, 1, 0), (2, 3, 4))
-    _, (o, after) = lax.scan(chunk, jnp.zeros_like(states[:, 0]), (tokens, enters, entering))
-    leaves = of_rows(chunks.leaves)
-    final = _taken(jnp.moveaxis(after, 0, 1), jnp.where(leaves < 0, chunks.count, leaves))
-    return Outputs(_joined(o, chunks, length), jnp.where(lax.expand_dims(leaves >= 0, (2, 3, 4)), final, states))
+    initial = jnp.moveaxis(_taken(states, of_rows(chunks.begins)), 1, 0)
+    begins = lax.expand_dims(jnp.moveaxis(chunks.begins < n, 1, 0), (2, 3, 4))
+    _, (o, after) = lax.scan(chunk, jnp.zeros_like(states[:, 0]), (tokens, begins, initial))
+    last = of_rows(chunks.last)
+    final = _taken(jnp.moveaxis(after, 0, 1), jnp.where(last < 0, chunks.count, last))
+    return Outputs(_joined(o, chunks, length), jnp.where(lax.expand_dims(last >= 0, (2, 3, 4)), final, states))
 
 
 def _taken(states: Array, index: Array) -> Array:

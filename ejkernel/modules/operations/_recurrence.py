@@ -52,8 +52,8 @@ def prepare(
     sequences = batch if spans is None else spans.shape[1]
     state = (sequences, heads, d, v.shape[-1])
     of_states = f"({'batch' if spans is None else 'sequences'}, heads, features of k, features of v)"
-    initial_state = _gate(name, "initial_state", initial_state, state, of_states)
-    g_gamma = _gate(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
+    initial_state = _float_operand(name, "initial_state", initial_state, state, of_states)
+    g_gamma = _float_operand(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
     result, traced = q.dtype, isinstance(softmax_scale, jax.Array | jax.core.Tracer)
     if traced and q.dtype == jnp.float16:  # which holds q times a scale only where that is near 1
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -62,9 +62,11 @@ def prepare(
         q,
         k,
         v,
-        g=_gate(name, "g", g, (batch, length, heads), "one number for each token and head of q"),
-        gk=_gate(name, "gk", gk, q.shape, "the shape of q"),
-        gv=_gate(name, "gv", gv, (batch, length, heads, v.shape[-1]), "features of v for each token and head of q"),
+        g=_float_operand(name, "g", g, (batch, length, heads), "one number for each token and head of q"),
+        gk=_float_operand(name, "gk", gk, q.shape, "the shape of q"),
+        gv=_float_operand(
+            name, "gv", gv, (batch, length, heads, v.shape[-1]), "features of v for each token and head of q"
+        ),
         g_gamma=None if g_gamma is None else g_gamma.astype(dtype)[None],
         initial_state=None
         if initial_state is None
@@ -111,8 +113,8 @@ def _check_tokens(name: str, q, k, v) -> None:
         )
 
 
-def _gate(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
-    """An optional float array of that shape."""
+def _float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
+    """The operand `of` as a float array of that shape, or None where it is absent."""
     if x is None:
         return None
     x = array(name, of, x)
@@ -168,7 +170,7 @@ class Recurrence:
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: RecurrenceSpec) -> dict[str, Any]:
-        """Decays of gates that remember some sixteen tokens, and sequences of unequal lengths."""
+        """Gates by which a state halves in about sixteen tokens, and sequences of unequal lengths."""
         values = random_like({name: x for name, x in operands.items() if name != "spans"})
         for name in values.keys() & {"g", "gk", "gv", "g_gamma"}:
             wide = values[name].astype(jnp.float32)
@@ -181,10 +183,10 @@ class Recurrence:
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: RecurrenceSpec) -> float:
-        """2·d·e for each token, head and product: the recurrence writes k vᵀ to the state and reads q from it.
+        """2·d·e for each token, head and product: the recurrence adds k vᵀ to the state and multiplies the state by q.
 
-        A backward or tangent does the former again; then each of q, k and v adds a product, and what moves in the state
-        (k or v do it) one more.
+        A backward or tangent computes the states again; then each of q, k and v that it differentiates adds a product,
+        and k or v one more, for the tangent or cotangent of the state.
         """
         (batch, length, heads, d), e = named["q"].shape, named["v"].shape[-1]
         moving = [f"{name}_dot" in named or f"{name}_bar" in results for name in "qkv"]

@@ -44,7 +44,7 @@ _tier = Tier(
     excess=_launch.excess,
 )
 
-recurrence = _tier.forward("forward", supports, ("walk", "chunks", "steps"))
+recurrence = _tier.forward("forward", supports, ("fused_chunks", "chunks", "steps"))
 recurrence_jvp = _tier.tangent("tangent", supports, ("chunks",))
 recurrence_bwd = _tier.backward("gradients", supports, ("chunks",))
 

@@ -1,7 +1,8 @@
 """Which configs the kernels of the linear recurrence are run with: one by heuristics, and the space of tuning.
 
 block_q is a chunk of tokens; block_k columns and block_d rows of a block of state. num_warps are those of the kernel
-that computes chunks. algorithm is "walk", "chunks" or "steps".
+that computes chunks. algorithm is "fused_chunks" (one kernel, chunk after chunk), "chunks" (chunk states, then all
+chunks in parallel) or "steps" (token by token).
 """
 
 import numpy as np
@@ -24,8 +25,8 @@ WIDEST = 128
 
 # (block_q, block_k, block_d, num_warps, num_stages, algorithm), the one that was fastest on an H200 first.
 FORWARD = (
-    (64, 64, 64, 4, 2, "walk"),
-    (64, 64, 64, 4, 3, "walk"),
+    (64, 64, 64, 4, 2, "fused_chunks"),
+    (64, 64, 64, 4, 3, "fused_chunks"),
     (64, 128, 64, 4, 3, "chunks"),
     (128, 128, 64, 8, 2, "chunks"),
 )
@@ -61,10 +62,10 @@ MANY = {
 }
 MANY_ON_HOPPER = MANY | {"recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE[1:], FORWARD_BY_VALUE, FORWARD_BY_VALUE)}
 # The same, of up to 128 features, of GPUs whose matrix products are fed from registers.
-WALK, MIDDLE = (64, 64, 64, 8, 2, "walk"), (32, 64, 64, 4, 2, "chunks")
+FUSED, MIDDLE = (64, 64, 64, 8, 2, "fused_chunks"), (32, 64, 64, 4, 2, "chunks")
 BACKWARD_MIDDLE, TANGENT_MIDDLE = (32, 64, 64, 8, 2, "chunks"), (32, 64, 32, 8, 1, "chunks")
 FROM_REGISTERS = {
-    "recurrence": ((WALK, MIDDLE), (WALK, MIDDLE), FORWARD_BY_FEATURE[1:], FORWARD_BY_VALUE, FORWARD_BY_VALUE),
+    "recurrence": ((FUSED, MIDDLE), (FUSED, MIDDLE), FORWARD_BY_FEATURE[1:], FORWARD_BY_VALUE, FORWARD_BY_VALUE),
     "recurrence_jvp": (
         *((TANGENT_MIDDLE,), (TANGENT_MIDDLE,)),
         *(TANGENT_BY_FEATURE[:1], (BY_VALUE_JVP,), (BY_VALUE_JVP,)),

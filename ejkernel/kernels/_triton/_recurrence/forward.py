@@ -1,7 +1,8 @@
-"""The forward: in one walk over the chunks of a head, or the states of all chunks first and then all chunks at once.
+"""The forward, fused: one program goes through the chunks of a head; or in two kernels: chunk states, then outputs.
 
-A walk keeps the state in registers and reads everything once, but has no more programs than there are heads and blocks
-of columns. The other way writes the state that each chunk begins with and computes the chunks side by side.
+The fused kernel keeps the state in registers and reads everything once, but has no more programs than there are heads
+and blocks of columns. The other way writes the state that each chunk begins with and computes all chunks in parallel.
+The output of a chunk has an inter-chunk part, which comes from that state, and an intra-chunk part, from pairs of rows:
 
     o_i = scale (exp(G_i) q_iᵀ h + Σ_{j≤i} exp(G_i − G_j) q_i·k_j v_j),    h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ
 
@@ -17,7 +18,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 
-from . import outputs, pairs, segments, step, tiles
+from . import outputs, pairs, splits, step, tiles
 from .problem import gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import block_of, chunk_states
 
@@ -28,17 +29,17 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
         return step.recurrence(*operands, spec=spec, config=config)
     x = Operands(*operands)
     x = gamma_of_batch(x, x.q.shape[0])
-    parts = segments.number_of(x)
-    if parts == 1:
+    num_splits = splits.number_of(x)
+    if num_splits == 1:
         return _of_whole(x, spec, config)
-    q, k, v, g, gk = (segments.cut(a, parts) for a in x[:5])
-    x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, parts))
+    q, k, v, g, gk = (splits.split(a, num_splits) for a in x[:5])
+    x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, num_splits))
     p = problem_of(x, spec, config.block_q)
     gates = (x.g, x.gk, x.gv, x.g_gamma)
-    start, final = segments.starts(
-        k, v, gates, x.initial_state, parts, p, config, backward=False, precise=spec.return_state
+    start, final = splits.initial_states(
+        k, v, gates, x.initial_state, num_splits, p, config, backward=False, precise=spec.return_state
     )
-    return Outputs(segments.joined(_of_whole(x._replace(initial_state=start), spec, config).o, parts), final)
+    return Outputs(splits.merged(_of_whole(x._replace(initial_state=start), spec, config).o, num_splits), final)
 
 
 def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
@@ -47,9 +48,9 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
     o_type = jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype)
     block = min(config.block_k, p.V_PAD)
     blocks = triton.cdiv(p.V, block)
-    if config.algorithm == "walk":
+    if config.algorithm == "fused_chunks":
         o, final = _launch.launch(
-            walk_kernel,
+            fused_kernel,
             *x[:8],
             *places[:3],
             out_type=(o_type, jax.ShapeDtypeStruct((p.B, p.sequences, p.H, p.D, p.V), jnp.float32)),
@@ -78,7 +79,7 @@ def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Output
 
 
 @triton.jit
-def walk_kernel(
+def fused_kernel(
     q, k, v, g, gk, gv, g_gamma, initial, first, length, chunk,
     o, final,
     p: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PRECISE: tl.constexpr,
@@ -98,8 +99,8 @@ def walk_kernel(
         v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
         products = pairs.pair_products(q_tile, k_tile, gate, G, T, p)
-        entering = outputs.from_state(q_tile, state.to(p.dtype), G, p)
-        o_tile = outputs.chunk_outputs(products, entering, v_tile, gate, G, gv, batch, at, left, head, column, p)
+        inter_chunk = outputs.from_state(q_tile, state.to(p.dtype), G, p)
+        o_tile = outputs.chunk_outputs(products, inter_chunk, v_tile, gate, G, gv, batch, at, left, head, column, p)
         tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)
         if gv is not None:
             gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
@@ -121,9 +122,9 @@ def outputs_kernel(
     number, batch = pid // (BLOCKS * p.H) % p.chunks, pid // (BLOCKS * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     kv_head, of_chunk = head // p.group, (batch * p.chunks + number) * p.H + head
-    products, entering, gate, G = outputs.over_features(
+    products, inter_chunk, gate, G = outputs.over_features(
         q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, column, p, ROWS, BLOCK, False
     )
     v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
-    o_tile = outputs.chunk_outputs(products, entering, v_tile, gate, G, gv, batch, at, left, head, column, p)
+    o_tile = outputs.chunk_outputs(products, inter_chunk, v_tile, gate, G, gv, batch, at, left, head, column, p)
     tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

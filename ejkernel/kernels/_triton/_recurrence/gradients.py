@@ -6,13 +6,13 @@ and W_ij = scale do_i·v_j, of a feature d (of the exponentials there may be one
     dq_i = Σ_j W_ij E_ij k_j + exp(G_i) scale h do_i        dk_j = Σ_i W_ij E_ij q_i + exp(T − G_j) dh' v_j
     dv_j = Σ_i scale S_ij do_i + exp(T − G_j) dh'ᵀ k_j
 
-A decay at row t is a factor of what passes from rows before t (or the state) to row t and those behind it (or dh'):
+A decay at row t is a factor of all that rows before t, or the state h, add to row t and the later ones, or to h':
 
-    dg_t = Σ_{j<t≤i} W_ij E_ij q_i k_j + Σ_{i≥t} q_i·[state part of dq_i] + Σ_{j<t} k_j·[dh' part of dk_j]
+    dg_t = Σ_{j<t≤i} W_ij E_ij q_i k_j + Σ_{i≥t} q_i·[inter-chunk part of dq_i] + Σ_{j<t} k_j·[… of dk_j]
            + exp(T) Σ_e h ∘ dh'
 
 Where heads decay, or features fast, and in float32, these sums are made as they stand: no terms cancel, so that each is
-as exact as its terms. Where features decay slowly the first is Σ_{i≥t} (q_i·[first part of dq_i] − k_i·[first part of
+as exact as its terms. Where features decay slowly the first is Σ_{i≥t} (q_i·[intra-chunk part of dq_i] − k_i·[… of
 dk_i]): pairs that do not pass t cancel to the last bits of float32, both parts being made of the same rounded factors.
 
 Where the features of values decay, do_i and v_j have their exp(G_i) and exp(−G_j), or towards dh' exp(T − G_j), and dh'
@@ -32,7 +32,7 @@ from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.sums import exact_sum
 
-from . import outputs, pairs, segments, tiles
+from . import outputs, pairs, splits, tiles
 from .configs import WIDE
 from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, repeated, zero_elsewhere
 from .states import ROWS, block_of, chunk_states
@@ -59,22 +59,24 @@ def recurrence_bwd(
     config = replace(config, **WIDE) if wide else config
     x, do = gamma_of_batch(primals, primals.q.shape[0]), cotangents.o
     do = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype) if do is None else do
-    parts, start, dend = segments.number_of(x), x.initial_state, cotangents.final_state
-    if parts > 1:
-        q, k, v, g, gk, do = (segments.cut(a, parts) for a in (*x[:5], do))
-        x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, parts))
+    num_splits, start, dend = splits.number_of(x), x.initial_state, cotangents.final_state
+    if num_splits > 1:
+        q, k, v, g, gk, do = (splits.split(a, num_splits) for a in (*x[:5], do))
+        x = x._replace(q=q, k=k, v=v, g=g, gk=gk, g_gamma=repeated(x.g_gamma, num_splits))
     p = problem_of(x, spec, config.block_q, wide=wide)
     places, gates = places_of(x, p), (x.g, x.gk, x.gv, x.g_gamma)
     dstart, precise = None, "initial_state" in wrt
-    if parts > 1:
-        start, _ = segments.starts(x.k, x.v, gates, start, parts, p, config, backward=False, precise=False)
-        dend, dstart = segments.starts(x.q, do, gates, dend, parts, p, config, backward=True, precise=precise)
+    if num_splits > 1:
+        start, _ = splits.initial_states(x.k, x.v, gates, start, num_splits, p, config, backward=False, precise=False)
+        dend, dstart = splits.initial_states(
+            x.q, do, gates, dend, num_splits, p, config, backward=True, precise=precise
+        )
     states, _ = chunk_states(x.k, x.v, *gates, start, places, p, config, backward=False)
     dstates, last = chunk_states(
-        x.q, do, *gates, dend, places, p, config, backward=True, precise=precise and parts == 1
+        x.q, do, *gates, dend, places, p, config, backward=True, precise=precise and num_splits == 1
     )
     found = _gradients(x, do, states, dstates, places, {"g", "gk", "gv", "g_gamma"}.intersection(wrt), p, config)
-    found = {name: segments.joined(a, parts) for name, a in found.items()}
+    found = {name: splits.merged(a, num_splits) for name, a in found.items()}
     summed = lambda dg, like: exact_sum(dg, (0, 1) if like.shape[0] == 1 else (1,)).reshape(like.shape)
     gradients = {
         **{name: lambda name=name: found["d" + name] for name in ("q", "k", "v", "g", "gk", "gv")},
@@ -193,15 +195,15 @@ def gradients_kernel(
     if dv is not None:
         weights = (pairs.pair_weights(q_tile, k_tile, gate, G, T, p) * p.scale).to(p.dtype)
     dweights = tl.full([p.C, p.C], 0.0, tl.float32)
-    entering, passing = tl.full([p.C, ROWS], 0.0, tl.float32), tl.full([p.C, ROWS], 0.0, tl.float32)
-    through = tl.full([ROWS], 0.0, tl.float32)
+    dq_inter, dk_inter = tl.full([p.C, ROWS], 0.0, tl.float32), tl.full([p.C, ROWS], 0.0, tl.float32)
+    state_term = tl.full([ROWS], 0.0, tl.float32)
     for column in tl.range(0, p.V, COLUMNS):
         do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
         v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(p.dtype)
         state = tiles.load_state(states, of_state, row, ROWS, column, COLUMNS, p)
         dstate = tiles.load_state(dstates, of_state, row, ROWS, column, COLUMNS, p)
         if dv is not None:
-            dv_tile = outputs.from_behind(k_tile, dstate, U, p)
+            dv_tile = outputs.from_state_cotangent(k_tile, dstate, U, p)
             dv_tile = tl.dot(tl.trans(weights), do_tile, dv_tile, input_precision=p.precision)
             tiles.store_tile(dv, dv_tile, batch, at, left, head, p.H, column, p.V, COLUMNS, p)
         if gv is None:
@@ -210,53 +212,53 @@ def gradients_kernel(
             gate_v, G_v, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, COLUMNS, p_v)
             dweights += pairs.pair_products(do_tile, v_tile, gate_v, G_v, T_v, p_v)
             do_tile, v_tile = tiles.times(do_tile, G_v, p_v), tiles.times(v_tile, U_v, p_v)
-        entering = tl.dot(do_tile, tl.trans(state), entering, input_precision=p.precision)
-        passing = tl.dot(v_tile, tl.trans(dstate), passing, input_precision=p.precision)
+        dq_inter = tl.dot(do_tile, tl.trans(state), dq_inter, input_precision=p.precision)
+        dk_inter = tl.dot(v_tile, tl.trans(dstate), dk_inter, input_precision=p.precision)
         if gv is not None:
             dstate *= tl.exp(T_v)[None, :]
-        through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+        state_term += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
 
-    near = pairs.is_near(G, pairs.middle(T), p) if p.by_feature and not p.exact else False
-    entering, passing = tiles.times(entering, G, p) * p.scale, tiles.times(passing, U, p)
-    W = (dweights if gv is None else tl.where(tiles.seen(p), dweights, 0.0)) * p.scale
-    dq_tile, dk_tile, of_pairs = pair_gradients(q_tile, k_tile, W, gate, G, T, entering, passing, near, p)
+    factored = pairs.can_factor(G, pairs.middle(T), p) if p.by_feature and not p.exact else False
+    dq_inter, dk_inter = tiles.times(dq_inter, G, p) * p.scale, tiles.times(dk_inter, U, p)
+    W = (dweights if gv is None else tl.where(tiles.causal_mask(p), dweights, 0.0)) * p.scale
+    dq_tile, dk_tile, of_pairs = pair_gradients(q_tile, k_tile, W, gate, G, T, dq_inter, dk_inter, factored, p)
     if dq is not None:
         tiles.store_tile(dq, dq_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
     tiles.store_tile(dk, dk_tile, batch, at, left, head, p.H, row, p.D, ROWS, p)
-    entering *= q_tile.to(tl.float32)
-    passing *= k_tile.to(tl.float32)
+    dq_inter *= q_tile.to(tl.float32)
+    dk_inter *= k_tile.to(tl.float32)
     if dgk is not None:
-        through *= tl.exp(T)
-        dgate = gate_gradients(of_pairs, entering, passing, through[None, :], near, p)
+        state_term *= tl.exp(T)
+        dgate = gate_gradients(of_pairs, dq_inter, dk_inter, state_term[None, :], factored, p)
         tiles.store_tile(dgk, dgate, batch, at, left, head, p.H, row, p.D, ROWS, p)
     if dg is not None:
-        through = tl.sum(through, 0) * tl.exp(T)
-        dgate = gate_gradients(tl.sum(of_pairs, 1), tl.sum(entering, 1), tl.sum(passing, 1), through, near, p)
+        state_term = tl.sum(state_term, 0) * tl.exp(T)
+        dgate = gate_gradients(tl.sum(of_pairs, 1), tl.sum(dq_inter, 1), tl.sum(dk_inter, 1), state_term, factored, p)
         dg += tl.cast(row // ROWS, tl.int64) * (p.B * p.S * p.H)
         address, exists = tiles.row_pointers(dg, batch, at, left, head, p)
         tl.store(address, dgate, mask=exists)
 
 
 @triton.jit
-def gate_gradients(of_pairs, entering, passing, through, near, p: tl.constexpr):
-    """The gradients of decays from those of pairs, as `pair_gradients` gives them, and the terms of the other sums."""
-    if near:
-        entering += of_pairs
-        before = passing - entering
-        found = tl.sum(entering, 0) + (tl.cumsum(before, 0) - before) + through
+def gate_gradients(of_pairs, dq_inter, dk_inter, state_term, factored, p: tl.constexpr):
+    """The gradients of decays from those of pairs, by `pair_gradients`, and the terms of the other sums."""
+    if factored:
+        dq_inter += of_pairs
+        before = dk_inter - dq_inter
+        found = tl.sum(dq_inter, 0) + (tl.cumsum(before, 0) - before) + state_term
     else:
         rows = tl.arange(0, p.C)
-        passing = tiles.sum_where(rows[:, None] > rows[None, :], passing, p)
-        found = of_pairs + tl.cumsum(entering, 0, reverse=True) + passing + through
+        dk_inter = tiles.sum_where(rows[:, None] > rows[None, :], dk_inter, p)
+        found = of_pairs + tl.cumsum(dq_inter, 0, reverse=True) + dk_inter + state_term
     return found
 
 
 @triton.jit
-def pair_gradients(q, k, W, gate, G, T, dq, dk, near, p: tl.constexpr):
-    """dq and dk with the parts that come from pairs within the chunk, and what pairs j < i give to decays.
+def pair_gradients(q, k, W, gate, G, T, dq, dk, factored, p: tl.constexpr):
+    """dq and dk, from their inter-chunk parts and the intra-chunk ones, and what pairs j < i add to dg.
 
     At row t that is Σ_{j<t≤i} W_ij E_ij q_i ∘ k_j, where heads decay in columns that are still to be summed. But if the
-    chunk is near, it is q_i ∘ dq_i − k_i ∘ dk_i at row i, whose sum over i ≥ t is the same.
+    decays can be factored, it is q_i ∘ dq_i − k_i ∘ dk_i at row i, whose sum over i ≥ t is the same.
     """
     rows = tl.arange(0, p.C)
     before = rows[:, None] > rows[None, :]
@@ -266,12 +268,12 @@ def pair_gradients(q, k, W, gate, G, T, dq, dk, near, p: tl.constexpr):
         dq += of_itself * wide_k
         dk += of_itself * wide_q
         W = tl.where(before, W, 0.0)
-        if near:
+        if factored:
             m = pairs.middle(T)[None, :]
             W_tile, to_q, to_k = W.to(p.dtype), tl.exp(G - m), tl.exp(m - G)
-            near_q, near_k = (wide_q * to_q).to(p.dtype), (wide_k * to_k).to(p.dtype)
-            part_q, part_k = tiles.product(W_tile, near_k, p), tiles.product(tl.trans(W_tile), near_q, p)
-            of_pairs = near_q.to(tl.float32) * part_q - near_k.to(tl.float32) * part_k
+            scaled_q, scaled_k = (wide_q * to_q).to(p.dtype), (wide_k * to_k).to(p.dtype)
+            part_q, part_k = tiles.product(W_tile, scaled_k, p), tiles.product(tl.trans(W_tile), scaled_q, p)
+            of_pairs = scaled_q.to(tl.float32) * part_q - scaled_k.to(tl.float32) * part_k
             dq += part_q * to_q
             dk += part_k * to_k
         else:

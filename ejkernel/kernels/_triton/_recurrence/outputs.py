@@ -1,4 +1,4 @@
-"""What a chunk gives: from sums over the features of its queries and keys, its outputs or the gradients of its values.
+"""The outputs of a chunk, or the gradients of its values, from sums over the features of its queries and keys.
 
 o_i = scale (exp(G_i) q_iᵀ h + Σ_j S_ij v_j),    dv_j = Σ_i scale S_ij do_i + exp(T − G_j) dh'ᵀ k_j
 """
@@ -14,31 +14,31 @@ def over_features(
     q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, column,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `pair_products` and of what comes from the state, or from that behind the chunk; and gate and G.
+    """The sums of `pair_products` and of the inter-chunk part, by the state or its cotangent; and gate and G.
 
     Where features decay the latter are those of the first block.
     """
-    products, passing = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
+    products, inter_chunk = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
     gate, G, _, _ = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, ROWS, p)
     if p.exact:  # such blocks side by side would not fit into registers
         for row in tl.range(0, p.D, ROWS):
-            products, passing = add_block(
-                products, passing, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
-                p, ROWS, COLUMNS, BACKWARD,
+            products, inter_chunk = add_block(
+                products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row,
+                column, p, ROWS, COLUMNS, BACKWARD,
             )  # fmt: skip
     else:
         row_blocks: tl.constexpr = p.D_PAD // ROWS
         for row in tl.static_range(0, row_blocks * ROWS, ROWS):
-            products, passing = add_block(
-                products, passing, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
-                p, ROWS, COLUMNS, BACKWARD,
+            products, inter_chunk = add_block(
+                products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row,
+                column, p, ROWS, COLUMNS, BACKWARD,
             )  # fmt: skip
-    return products, passing, gate, G
+    return products, inter_chunk, gate, G
 
 
 @triton.jit
 def add_block(
-    products, passing, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
+    products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Those sums with the terms of a block of features."""
@@ -51,15 +51,15 @@ def add_block(
         products += pairs.pair_products(q_tile, k_tile, gate, G, T, p)
     state = tiles.load_state(states, of_chunk, row, ROWS, column, COLUMNS, p)
     if BACKWARD:
-        passing += from_behind(k_tile, state, U, p)
+        inter_chunk += from_state_cotangent(k_tile, state, U, p)
     else:
-        passing += from_state(q_tile, state, G, p)
-    return products, passing
+        inter_chunk += from_state(q_tile, state, G, p)
+    return products, inter_chunk
 
 
 @triton.jit
 def from_state(q, state, G, p: tl.constexpr):
-    """exp(G_i) scale q_iᵀ h over a block of features, but for exp(G_i) where heads decay; float32 [C, ·]."""
+    """The inter-chunk part exp(G_i) scale q_iᵀ h over a block of features; no exp(G_i) yet where heads decay."""
     if p.by_feature:
         return tiles.product((tiles.times(q, G, p) * p.scale).to(p.dtype), state, p)
     else:
@@ -67,8 +67,8 @@ def from_state(q, state, G, p: tl.constexpr):
 
 
 @triton.jit
-def from_behind(k, dstate, U, p: tl.constexpr):
-    """exp(T − G_j) dh'ᵀ k_j over a block of features."""
+def from_state_cotangent(k, dstate, U, p: tl.constexpr):
+    """The inter-chunk part exp(T − G_j) dh'ᵀ k_j of dv over a block of features."""
     if p.by_feature:
         return tiles.product(tiles.times(k, U, p).to(p.dtype), dstate, p)
     else:
@@ -76,16 +76,16 @@ def from_behind(k, dstate, U, p: tl.constexpr):
 
 
 @triton.jit
-def chunk_outputs(products, entering, v, gate, G, gv, batch, at, left, head, column, p: tl.constexpr):
+def chunk_outputs(products, inter_chunk, v, gate, G, gv, batch, at, left, head, column, p: tl.constexpr):
     """o_i from sums over all features of `pair_products` and `from_state`."""
     p_v: tl.constexpr = p.of_values
     weights = pairs.decayed_pairs(products, gate, G, p) * p.scale
-    entering = entering if p.by_feature else tiles.times(entering, G, p)
+    inter_chunk = inter_chunk if p.by_feature else tiles.times(inter_chunk, G, p)
     gates_v = None
     if gv is not None:
         gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, v.shape[1], p_v)
-        entering = tiles.times(entering, gates_v[1], p_v)
-    return add_values(entering, weights, v, gates_v, p)
+        inter_chunk = tiles.times(inter_chunk, gates_v[1], p_v)
+    return add_values(inter_chunk, weights, v, gates_v, p)
 
 
 @triton.jit
@@ -102,9 +102,9 @@ def add_values(total, weights, v, gates_v, p: tl.constexpr):
 def decaying(weights, v, gate, G, T, p: tl.constexpr):
     """Σ_j S_ij exp(G_i − G_j) v_j where the features of values decay."""
     m = pairs.middle(T)
-    if pairs.is_near(G, m, p):
-        near_v = tiles.times(v, m[None, :] - G, p)
-        o = tiles.times(tiles.product(weights, near_v, p), G - m[None, :], p)
+    if pairs.can_factor(G, m, p):
+        scaled_v = tiles.times(v, m[None, :] - G, p)
+        o = tiles.times(tiles.product(weights, scaled_v, p), G - m[None, :], p)
     else:
         rows, o = tl.arange(0, p.C), tl.full(v.shape, 0.0, tl.float32)
         for j in range(p.C):

@@ -1,4 +1,4 @@
-"""The weights of the pairs of rows of a chunk, of which row i sees row j: S_ij = Σ_d q_id k_jd exp(G_id − G_jd)."""
+"""The intra-chunk weights, of the pairs of rows j ≤ i of a chunk: S_ij = Σ_d q_id k_jd exp(G_id − G_jd)."""
 
 import triton
 import triton.language as tl
@@ -13,45 +13,45 @@ LARGEST_EXACT_EXPONENT = tl.constexpr(10.0)  # the error of exp(x) is that of x,
 
 @triton.jit
 def pair_decays(gate, G, p: tl.constexpr):
-    """exp(G_i − G_j) where row i sees row j, else 0, for heads that decay; 1 and 0 where nothing does."""
+    """exp(G_i − G_j) where j ≤ i, else 0, for heads that decay; 1 and 0 where nothing does."""
     if p.by_head:
-        return tl.where(tiles.seen(p), tl.exp(pair_sums(gate, G, p)), 0.0)
+        return tl.where(tiles.causal_mask(p), tl.exp(pair_sums(gate, G, p)), 0.0)
     else:
-        return tl.where(tiles.seen(p), 1.0, 0.0)
+        return tl.where(tiles.causal_mask(p), 1.0, 0.0)
 
 
 @triton.jit
 def pair_sums(gate, G, p: tl.constexpr):
-    """G_i − G_j where row i sees row j, else 0."""
+    """G_i − G_j where j ≤ i, else 0."""
     if p.exact:
         rows = tl.arange(0, p.C)
         return tl.cumsum(tl.where(rows[:, None] > rows[None, :], gate[:, None], 0.0), 0)
     else:
-        return tl.where(tiles.seen(p), G[:, None] - G[None, :], 0.0)
+        return tl.where(tiles.causal_mask(p), G[:, None] - G[None, :], 0.0)
 
 
 @triton.jit
 def middle(T):
-    """m, the reference of a chunk's quotients, and G − m at most half of what a chunk decays by."""
+    """m, the reference of a chunk's quotients: G − m is at most half of the log decay of the chunk."""
     return 0.5 * T
 
 
 @triton.jit
-def is_near(G, m, p: tl.constexpr):
-    """Whether no exponent G − m is too large to form quotients."""
+def can_factor(G, m, p: tl.constexpr):
+    """Whether exp(G_i − G_j) can be factored into exp(G_i − m)·exp(m − G_j): no exponent is too large."""
     return tl.max(tl.max(tl.abs(G - m[None, :]), 1), 0) < (LARGEST_EXACT_EXPONENT if p.exact else LARGEST_EXPONENT)
 
 
 @triton.jit
 def pair_weights(q, k, gate, G, T, p: tl.constexpr):
-    """S_ij = Σ_d q_id k_jd exp(G_id − G_jd) where row i sees row j, else 0; float32."""
+    """S_ij = Σ_d q_id k_jd exp(G_id − G_jd) where j ≤ i, else 0; float32."""
     return decayed_pairs(pair_products(q, k, gate, G, T, p), gate, G, p)
 
 
 @triton.jit
 def decayed_pairs(products, gate, G, p: tl.constexpr):
     """S of the sum of all `pair_products`."""
-    return tl.where(tiles.seen(p), products, 0.0) if p.by_feature else products * pair_decays(gate, G, p)
+    return tl.where(tiles.causal_mask(p), products, 0.0) if p.by_feature else products * pair_decays(gate, G, p)
 
 
 @triton.jit
@@ -62,19 +62,19 @@ def pair_products(q, k, gate, G, T, p: tl.constexpr):
     """
     if p.by_feature:
         m = middle(T)
-        if is_near(G, m, p):
-            near_q = (q.to(tl.float32) * tl.exp(G - m[None, :])).to(p.dtype)
-            near_k = (k.to(tl.float32) * tl.exp(m[None, :] - G)).to(p.dtype)
-            S = tiles.product(near_q, tl.trans(near_k), p)
+        if can_factor(G, m, p):
+            scaled_q = (q.to(tl.float32) * tl.exp(G - m[None, :])).to(p.dtype)
+            scaled_k = (k.to(tl.float32) * tl.exp(m[None, :] - G)).to(p.dtype)
+            S = tiles.product(scaled_q, tl.trans(scaled_k), p)
         else:
-            S = far_weights(q, k, gate, G, p)
+            S = weights_by_row(q, k, gate, G, p)
         return S
     else:
         return tiles.product(q, tl.trans(k), p)
 
 
 @triton.jit
-def far_weights(q, k, gate, G, p: tl.constexpr):
+def weights_by_row(q, k, gate, G, p: tl.constexpr):
     rows, wide_q, wide_k = tl.arange(0, p.C), q.to(tl.float32), k.to(tl.float32)
     S = tl.full([p.C, p.C], 0.0, tl.float32)
     for j in range(p.C):
@@ -85,7 +85,7 @@ def far_weights(q, k, gate, G, p: tl.constexpr):
 
 @triton.jit
 def row_and_decays(j, k, gate, G, p: tl.constexpr):
-    """k_j [D], and exp(G_i − G_j) [C, D] for the rows i that see j, else 0."""
+    """k_j [D], and exp(G_i − G_j) [C, D] for the rows i ≥ j, else 0."""
     rows = tl.arange(0, p.C)
     if p.exact:
         between = tl.cumsum(tl.where((rows > j)[:, None], gate, 0.0), 0)

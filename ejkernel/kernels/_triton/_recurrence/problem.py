@@ -1,4 +1,4 @@
-"""What a kernel of the linear recurrence knows when it is compiled, and in which order it goes through the tokens."""
+"""The compile-time constants of the kernels of the linear recurrence, and where the sequences of a packed call are."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class Problem:
         exact: the inputs are float32: no sum of decays may be the difference of longer ones.
         sums_by_product: running sums of decays in bfloat16 are products with ones. Triton 3.6 fails to compile that for
             Blackwell.
-        turned: states lie in memory as [V, D].
+        transposed: states lie in memory as [V, D].
     """
 
     B: int
@@ -48,7 +48,7 @@ class Problem:
     precision: str
     exact: bool
     sums_by_product: bool
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def group(self) -> int:
@@ -80,7 +80,7 @@ class Problem:
     @property
     def of_values(self) -> "Problem":
         """The same with the features of values in the place of those of keys, where decays of them are given."""
-        return replace(self, D=self.V, V=self.D, by_head=False, by_feature=True, turned=not self.turned)
+        return replace(self, D=self.V, V=self.D, by_head=False, by_feature=True, transposed=not self.transposed)
 
     @property
     def D_PAD(self) -> int:

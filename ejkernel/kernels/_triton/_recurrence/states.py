@@ -2,7 +2,7 @@
 
 h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ,    dh = exp(T) dh' + Σ_i exp(G_i) scale q_i do_iᵀ
 
-Where values decay, columns of the state do so, too, and v_j and do_i are given the same factors as k_j and q_i.
+Where values decay, so do columns of the state, and v_j and do_i have the same factors as k_j and q_i.
 """
 
 import jax
@@ -25,7 +25,7 @@ def chunk_states(
     x, y, g, gk, gv, g_gamma, start, places: Places, p: Problem, config: KernelConfig,
     *, backward: bool, keep: bool = True, precise: bool = False,
 ):  # fmt: skip
-    """Those of all chunks [b,chunks,h,d,v] in the dtype of products, and what is left at the end [b,n,h,d,v] float32.
+    """The chunk states [b,chunks,h,d,v] in the dtype of products, and what is left at the end [b,n,h,d,v] float32.
 
     x and y are k and v, or backwards q and the cotangent of o; start is what it begins with, None for 0. Without `keep`
     the first is None. `precise` is for an end that is a result: it then is as exact as float32.

@@ -145,7 +145,7 @@ def outputs_kernel(
     kv_head, of_chunk = head // p.group, (batch * p.chunks + number) * p.H + head
     # Sums over all features of keys, a block of them at a time: of the tangent of what comes from the state, of what
     # comes from it, and of pairs and their tangents.
-    o_tile, entering = tl.full([p.C, BLOCK], 0.0, tl.float32), tl.full([p.C, BLOCK], 0.0, tl.float32)
+    o_tile, inter_chunk = tl.full([p.C, BLOCK], 0.0, tl.float32), tl.full([p.C, BLOCK], 0.0, tl.float32)
     weights, weights_dot = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, p.C], 0.0, tl.float32)
     for row in tl.range(0, p.D, ROWS, num_stages=1):
         q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
@@ -163,7 +163,7 @@ def outputs_kernel(
         dot = tiles.load_state(states_dot, of_chunk, row, ROWS, column, BLOCK, p)
         o_tile += state_tangents(q_tile, q_change, state, dot, G, G_dot, moving, p)
         if gv_dot is not None:
-            entering += tiles.product(tiles.times(q_tile, G, p).to(p.dtype), state, p)
+            inter_chunk += tiles.product(tiles.times(q_tile, G, p).to(p.dtype), state, p)
         weights_dot += pair_tangents(q_tile, k_tile, q_change, k_change, gate, G, T, gate_dot, G_dot, T_dot, moving, p)
         if v_dot is not None or gv_dot is not None:
             weights += pairs.pair_weights(q_tile, k_tile, gate, G, T, p)
@@ -175,7 +175,7 @@ def outputs_kernel(
         o_tile = tiles.times(o_tile, gates_v[1], p_v)
     if gv_dot is not None:
         gates_v_dot = tiles.gates(None, gv_dot, None, batch, at, left, head, column, BLOCK, p_v, True)
-        o_tile += gates_v_dot[1] * tiles.times(entering, gates_v[1], p_v)
+        o_tile += gates_v_dot[1] * tiles.times(inter_chunk, gates_v[1], p_v)
     o_tile = outputs.add_values(o_tile, weights_dot, v_tile, gates_v, p)
     if v_dot is not None:
         v_change = tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
@@ -214,7 +214,7 @@ def load_change(x_dot, batch, token, length, head, HEADS: tl.constexpr, column, 
 
 @triton.jit
 def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving: tl.constexpr, p: tl.constexpr):
-    """Ṡ_ij where row i sees row j, else 0; float32."""
+    """Ṡ_ij where j ≤ i, else 0; float32."""
     if not p.by_feature:
         of_pairs = tiles.product(q_dot, tl.trans(k), p) + tiles.product(q, tl.trans(k_dot), p)
         if moving:
@@ -224,7 +224,7 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
         return tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
     else:
         m = pairs.middle(T)
-        if pairs.is_near(G, m, p):
+        if pairs.can_factor(G, m, p):
             to_q, to_k = tl.exp(G - m[None, :]), tl.exp(m[None, :] - G)
             q_change, k_change = q_dot.to(tl.float32), k_dot.to(tl.float32)
             if moving:  # from the middle of a chunk, so that what cancels between i and j is small
@@ -233,7 +233,7 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
                 k_change -= since * k.to(tl.float32)
             of_pairs = product_in_parts(q_change * to_q, k.to(tl.float32) * to_k, moving, p)
             of_pairs += product_in_parts(q.to(tl.float32) * to_q, k_change * to_k, moving, p)
-            of_pairs = tl.where(tiles.seen(p), of_pairs, 0.0)
+            of_pairs = tl.where(tiles.causal_mask(p), of_pairs, 0.0)
         else:
             of_pairs = tangents_by_row(q, k, q_dot, k_dot, gate, G, gate_dot, p)
         return of_pairs
@@ -245,10 +245,10 @@ def value_tangents(weights, v, gates, gates_dot, p: tl.constexpr):
     gate, G, _, T = gates
     gate_dot, G_dot, _, T_dot = gates_dot
     m = pairs.middle(T)
-    near = pairs.is_near(G, m, p) if not p.exact else False
-    if near:  # from the middle of a chunk, as above
-        since, near_v = G_dot - pairs.middle(T_dot)[None, :], tiles.times(v, m[None, :] - G, p)
-        found = since * tiles.product(weights, near_v, p) - tiles.product(weights, since * near_v, p)
+    factored = pairs.can_factor(G, m, p) if not p.exact else False
+    if factored:  # from the middle of a chunk, as above
+        since, scaled_v = G_dot - pairs.middle(T_dot)[None, :], tiles.times(v, m[None, :] - G, p)
+        found = since * tiles.product(weights, scaled_v, p) - tiles.product(weights, since * scaled_v, p)
         found = tiles.times(found, G - m[None, :], p)
     else:
         rows, found = tl.arange(0, p.C), tl.full(v.shape, 0.0, tl.float32)

@@ -1,7 +1,7 @@
 """The pieces that the kernels of the linear recurrence are made of.
 
 Rows are tokens of a chunk in time: row r of a chunk that begins at token t is token t + step·r, and rows from `length`
-on do not exist. They are read as zeros, decays included, so that a state passes through them unchanged.
+on do not exist. They are read as zeros, decays included, so that they leave the state unchanged.
 
 Of the log decays of rows, `gate`, G_r is the sum up to row r, U_r of those behind it, T of all: [C] and T a number
 where heads decay, [C, D] and T a [D] where features do.
@@ -71,7 +71,7 @@ def state_pointers(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.con
     """Of a block of state `number` in an array [·,D,V], and which of them exist."""
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     address = ptr + tl.cast(number, tl.int64) * (p.D * p.V)
-    if p.turned:
+    if p.transposed:
         address += rows[:, None] + columns[None, :] * p.D
     else:
         address += rows[:, None] * p.V + columns[None, :]
@@ -117,7 +117,7 @@ def gates(
         gate = gate if ARE_TANGENTS else finite(gate)
         T = tl.sum(gate, 0)
         if p.sums_by_product and g is None and g_gamma is None and given.dtype == tl.bfloat16:
-            G = tl.dot(seen(p).to(tl.bfloat16), gate.to(tl.bfloat16))  # products with 1 and 0 are exact
+            G = tl.dot(causal_mask(p).to(tl.bfloat16), gate.to(tl.bfloat16))  # products with 1 and 0 are exact
         else:
             G = tl.cumsum(gate, 0)
         return gate, G, (sum_where(rows[:, None] < rows[None, :], gate, p) if p.exact else T[None, :] - G), T
@@ -172,8 +172,8 @@ def decayed(state, T, p: tl.constexpr):
 
 
 @triton.jit
-def seen(p: tl.constexpr):
-    """Whether row i sees row j."""
+def causal_mask(p: tl.constexpr):
+    """Whether j ≤ i, for rows i and columns j [C, C]."""
     rows = tl.arange(0, p.C)
     return rows[:, None] >= rows[None, :]
 
