@@ -1,4 +1,4 @@
-"""Benchmarks that have bars to reach: a row for each, what is printed of them, and what is kept."""
+"""Benchmarks that have bars to meet: a row for each, what is printed of them, and what is kept."""
 
 import datetime
 import json
@@ -28,17 +28,17 @@ class Row:
         return self.ours if self.rival is None else self.ours / self.rival
 
     @property
-    def reached(self) -> bool:
+    def met(self) -> bool:
         return self.bar is None or self.measure <= self.bar
 
 
 def conclude(benchmark: str, rows: Sequence[Row], convention: str, out: Path) -> int:
-    """Prints the table and keeps it as a file; 1 where a bar is not reached."""
+    """Prints the table and keeps it as a file; 1 where a bar is not met."""
     print(f"{'':<38}{'ours':>12}{'rival':>12}{'ratio':>8}{'bar':>9}")
     for row in rows:
         rival, ratio = ("", "") if row.rival is None else (f"{row.rival:.1f} {row.unit}", f"{row.measure:.2f}")
         bar = "" if row.bar is None else f"{row.bar:g}" + f" {row.unit}" * (row.rival is None)
-        over = "" if row.reached else "  over the bar"
+        over = "" if row.met else "  over the bar"
         print(f"{row.name:<38}{f'{row.ours:.1f} {row.unit}':>12}{rival:>12}{ratio:>8}{bar:>9}{over}")
     file = result_file(benchmark, out)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +49,8 @@ def conclude(benchmark: str, rows: Sequence[Row], convention: str, out: Path) ->
         "load": os.getloadavg(),
         "versions": versions(),
         "convention": convention,
-        "rows": [asdict(row) | {"reached": row.reached} for row in rows],
+        "rows": [asdict(row) | {"met": row.met} for row in rows],
     }
     file.write_text(json.dumps(record, indent=1) + "\n")
     print(f"kept in {file}")
-    return int(not all(row.reached for row in rows))
+    return int(not all(row.met for row in rows))

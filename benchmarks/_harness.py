@@ -1,7 +1,7 @@
 """What all benchmarks share: first the numbers, then the time, rivals in the same run, and a record of where it was.
 
 A benchmark hands over contenders, each a function that prepares one call, and a gate that judges the results of a call.
-Those whose numbers are right are timed in turns, a batch of queued calls each, so that what the clock of the device
+Those whose numbers are right are timed interleaved, a batch of queued calls each, so that what the clock of the device
 does in the meantime is shared by all. Nothing is left out silently: who is unavailable, fails or is wrong gets a row
 that says so.
 """
@@ -76,7 +76,7 @@ class Row:
         milliseconds: of a call, the median over batches.
         quartiles: of the batches, in milliseconds.
         rate: operations a second.
-        of_ceiling: the rate as a share of that of a large product of matrices, or of a copy, in the same turns.
+        of_ceiling: the rate as a share of that of a large product of matrices, or of a copy, interleaved with it.
     """
 
     case: str
@@ -121,7 +121,7 @@ def measure(
 ) -> list[Row]:
     """A row for each contender. `bounds` are the largest errors that ours and that a rival may have and be timed.
 
-    The yardstick, what rates are given as shares of, has its turns among them: the clock of a device that is short of
+    The yardstick, what rates are given as shares of, is interleaved with them: the clock of a device that is short of
     power is another when it has rested.
     """
     rows, ready = {}, {}

@@ -137,10 +137,10 @@ def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequ
 
 
 def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Contender:
-    face = getattr(modules, shape.operation)
+    function = getattr(modules, shape.operation)
     renamed = OPERATIONS[shape.operation].renamed
     chosen = dict(options(shape, mode), platform=None if platform == "auto" else platform)
-    f = lambda x: face(**{renamed.get(name, name): a for name, a in x.items()}, **chosen)
+    f = lambda x: function(**{renamed.get(name, name): a for name, a in x.items()}, **chosen)
     function, arguments = jax.jit(call(f, mode)), (given.operands, given.cotangent)
 
     def prepare() -> Prepared:

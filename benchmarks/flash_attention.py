@@ -4,7 +4,7 @@ Every contender is judged against the formula in float64 before it is timed. Pro
 some cases side by side. The release on PyPI takes part if EJKERNEL_RELEASE names a folder that holds it and what it
 imports, and this library as it was if EJKERNEL_BEFORE does (`pip install --target`), each in a process of its own. The
 table, and the record of it under benchmarks/results/, give the median time of a call, TFLOP/s, the share of the rate of
-matrix products measured in the same turns, and how many times faster than the best rival it is.
+matrix products interleaved with it, and how many times faster than the best rival it is.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import os
 import sys
 from functools import cache, partial
 
-# torch needs room on the same GPU.
+# torch needs memory on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax.numpy as jnp

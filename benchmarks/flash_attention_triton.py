@@ -50,8 +50,8 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
-        reach = min(self.window or self.S, self.S)
-        pairs = reach * (reach + 1) / 2 + (self.S - reach) * reach if self.causal else self.S**2
+        most_keys = min(self.window or self.S, self.S)
+        pairs = most_keys * (most_keys + 1) / 2 + (self.S - most_keys) * most_keys if self.causal else self.S**2
         return 2 * (self.D + self.V) * self.B * self.H * pairs
 
     def arguments(self) -> tuple[Operands, Outputs, Outputs, Operands]:

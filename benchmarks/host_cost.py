@@ -2,9 +2,9 @@
 
 On the CPU and with arrays so small that nothing else counts: the way of an eager and of a jitted call to the device, a
 cache hit of the Executor, and tracing and lowering of the forward and of the gradient. A time is the least over rounds
-in which ours and the rival take turns, so that what else the machine does is left out. Tracing and lowering start with
-the caches of JAX empty, and their time is that of the processor: they wait for nothing. Prints a table, keeps a record,
-and exits with 1 where a bar is not reached.
+in which ours and the rival are interleaved, so that what else the machine does is left out. Tracing and lowering start
+with the caches of JAX empty, and their time is that of the processor: they wait for nothing. Prints a table, keeps a
+record, and exits with 1 where a bar is not met.
 """
 
 import argparse
@@ -34,11 +34,11 @@ SHAPE = (1, 16, 2, 16)
 def main() -> int:
     """Measures, prints and keeps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each contender, ten times as many of calls")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds of each contender, ten times as many of calls")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     arguments = parser.parse_args()
     rows = [*calls(arguments.rounds), cache_hit(arguments.rounds), *tracing_and_lowering(arguments.rounds)]
-    convention = f"of a call, least of {arguments.rounds} rounds in turns; float32 {list(SHAPE)}"
+    convention = f"of a call, least of {arguments.rounds} rounds, interleaved; float32 {list(SHAPE)}"
     return conclude("host_cost", rows, convention, arguments.out)
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from functools import cache, partial
 
-# torch needs room on the same GPU.
+# torch needs memory on the same GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax.numpy as jnp

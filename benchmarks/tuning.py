@@ -1,8 +1,8 @@
 """How near the tuner comes to the best config: `python benchmarks/tuning.py --shapes llama3-8b,h16-d64`.
 
 For each shape, and each of forward and backward, the tuner searches the config space as it does for users. Then every
-config of the space is timed at length, in turns with the others. The time of the config that was found, and that of the
-heuristic one, over that of the best are the table and the record under benchmarks/results/.
+config of the space is timed at length, interleaved with the others. The time of the config that was found, and that of
+the heuristic one, over that of the best are the table and the record under benchmarks/results/.
 """
 
 import argparse
@@ -112,7 +112,7 @@ def save(file: Path, rows: list[Row], repeats: int) -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": jax.devices()[0].device_kind,
         "versions": versions(),
-        "convention": f"milliseconds of a call, median of {repeats} batches in turns",
+        "convention": f"milliseconds of a call, median of {repeats} batches, interleaved",
         "rows": [asdict(row) for row in rows],
     }
     file.parent.mkdir(parents=True, exist_ok=True)

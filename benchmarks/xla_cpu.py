@@ -1,8 +1,8 @@
 """The XLA implementation of flash_attention on a CPU: `python benchmarks/xla_cpu.py`, on a machine that is idle.
 
 What blocks outside of causal and window bounds save, the memory of the gradient, and forward and gradient beside
-`jax.nn.dot_product_attention`, the contenders of a row in turns. Prints a table, keeps a record, and exits with 1 where
-a bar is not reached.
+`jax.nn.dot_product_attention`, the contenders of a row interleaved. Prints a table, keeps a record, and exits with 1
+where a bar is not met.
 """
 
 import argparse
@@ -28,11 +28,11 @@ HEADS, HEAD_DIM, MIB = 8, 64, 2**20
 def main() -> int:
     """Measures, prints and keeps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="turns of each contender")
+    parser.add_argument("--repeats", type=int, default=9, help="rounds of each contender")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     arguments = parser.parse_args()
     rows = [*bounds(arguments.repeats), memory(), *beside_jax(arguments.repeats)]
-    convention = f"least of {arguments.repeats} turns; float32, {HEADS} heads of {HEAD_DIM} unless said"
+    convention = f"least of {arguments.repeats} rounds; float32, {HEADS} heads of {HEAD_DIM} unless said"
     return conclude("xla_cpu", rows, convention, arguments.out)
 
 
@@ -42,7 +42,7 @@ def arrays(length: int, heads: int = HEADS) -> list[jax.Array]:
 
 
 def milliseconds(functions: dict[str, Callable[..., Any]], given: list[jax.Array], repeats: int) -> dict[str, float]:
-    """Of a call of each, the least over turns, so that what else the machine does is left out."""
+    """Of a call of each, the least over rounds, so that what else the machine does is left out."""
     times = interleaved({name: queued(jax.jit(f), *given) for name, f in functions.items()}, repeats)
     return {name: min(seconds) * 1e3 for name, seconds in times.items()}
 

@@ -67,7 +67,7 @@ def explain(
 
     Args:
         operation: its name.
-        *args: arrays or `jax.ShapeDtypeStruct`s, as the lax face takes them.
+        *args: arrays or `jax.ShapeDtypeStruct`s, as the lax API takes them.
         target: "cpu", "cuda", "rocm", "tpu" or a `Target`.
         platform: only implementations of this platform.
         **kwargs: further arrays and options.

@@ -81,7 +81,7 @@ def test_sharding(types):
     np.testing.assert_array_equal(run(q, k, v), by_the_formula(key))
 
 
-def test_mesh_of_the_modules_face():
+def test_mesh_of_the_modules_api():
     mesh, spec = jax.make_mesh((4, 2), ("x", "y")), P("x", None, "y")
     q, k = queries_and_keys()
     options = dict(dropout_prob=RATE, dropout_seed=3, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)

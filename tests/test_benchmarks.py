@@ -131,7 +131,7 @@ def test_every_contender_has_a_row(capsys):
     assert "no rival" in capsys.readouterr().out
 
 
-def test_contenders_are_timed_in_turns_that_go_both_ways():
+def test_contenders_are_interleaved_in_both_orders():
     order = []
     batches = {name: lambda calls, name=name: order.append((name, calls)) for name in "ab"}
     found = harness.interleaved(batches, repeats=3)
@@ -141,7 +141,7 @@ def test_contenders_are_timed_in_turns_that_go_both_ways():
     assert order[0] == ("a", 1) and order[-1] == ("b", harness._MOST_CALLS)
 
 
-def test_the_yardstick_has_its_turns_among_the_contenders(capsys, monkeypatch):
+def test_the_yardstick_is_interleaved_with_the_contenders(capsys, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 

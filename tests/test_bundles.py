@@ -9,7 +9,7 @@ import numpy as np
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 bundles = importlib.import_module("_bundles")
 
-# Four turns of a loop; the region in the middle is left out where the table has a 0. A branch has two delay slots.
+# Four iterations of a loop; the region in the middle is left out where the table has a 0. A branch has two delay slots.
 PROGRAM = """
 = control target key start
 LB: loop body

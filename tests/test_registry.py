@@ -1,4 +1,4 @@
-"""The registry beyond its documented calls: what the wrapper lets through and what it turns, and what it costs."""
+"""The registry beyond its documented calls: what the wrapper lets through and what it converts, and what it costs."""
 
 import inspect
 import timeit

@@ -1,4 +1,4 @@
-"""Calibration: what this device reaches at best, measured. Benchmarks show a fraction of it, tuners order by it."""
+"""Calibration: the highest rates of this device, measured. Benchmarks show a fraction of it, tuners order by it."""
 
 from .ceilings import Ceilings, calibrate, known_ceilings
 

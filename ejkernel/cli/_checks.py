@@ -172,7 +172,7 @@ class Check:
         return lambda: {of.removesuffix(COTANGENT): x for of, x in program(*inv.args).items()}
 
     def _hidden(self, name: str, entry: KernelSpec) -> str | None:
-        """Why an implementation that would take the call is not reached even where its platform is asked for."""
+        """Why an implementation that would take the call is not chosen even where its platform is asked for."""
         for other, reason in self.candidates[name]:
             if other is entry:
                 return None

@@ -114,9 +114,9 @@ def _show_text(model: Model, training: Training, held_out: np.ndarray, dtype, ar
 
     False if it wrote that by its states, and the whole text at once tells another continuation.
     """
-    unseen = _corpus.windows(held_out, 1, 32, _LENGTH, arguments.seed)[0]
-    loss = jax.jit(partial(mean_loss, model, _KERNELS, dtype))(training.parameters, unseen)
-    prompt, keys = jnp.asarray(unseen[0, :-1]), jax.random.split(jax.random.key(arguments.seed), _SAMPLED)
+    held_out_tokens = _corpus.windows(held_out, 1, 32, _LENGTH, arguments.seed)[0]
+    loss = jax.jit(partial(mean_loss, model, _KERNELS, dtype))(training.parameters, held_out_tokens)
+    prompt, keys = jnp.asarray(held_out_tokens[0, :-1]), jax.random.split(jax.random.key(arguments.seed), _SAMPLED)
     by_state, whole = model.mixer == "gla", jnp.float32  # in which the two ways to one text differ the least
     write = partial(sample_by_state, dtype=whole) if by_state else partial(sample, dtype=dtype)
     written = jax.jit(partial(write, model, _KERNELS))(training.parameters, prompt, keys)

@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arrays and options of a call of attention, by the names of its lax face."""
+    """The arrays and options of a call of attention, by the names of the lax API."""
     options = {name: getattr(arguments, name) for name in ("causal", "window", "softcap")}
     given = {name: value for name, value in options.items() if value is not None}
     if arguments.q is None:

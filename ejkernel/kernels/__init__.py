@@ -1,16 +1,16 @@
 """Implementations: arrays in, arrays out. Each registers itself with `kernels._registry` when it is imported.
 
-A file in a room (`_xla/`, `_triton/`, `_pallas/tpu/` …) is one algorithm; putting it there is all it takes. Files must
-import without the framework they are written in: `supports` says when that is missing.
+A file in one of the folders (`_xla/`, `_triton/`, `_pallas/tpu/` …) is one algorithm; putting it there is all it takes.
+Files must import without the framework they are written in: `supports` says when that is missing.
 """
 
 import importlib
 import pkgutil
 
-_ROOMS = ("_xla", "_triton", "_pallas.tpu", "_pallas.gpu", "_cuda")
+_FOLDERS = ("_xla", "_triton", "_pallas.tpu", "_pallas.gpu", "_cuda")
 
-for _room in _ROOMS:
-    _package = importlib.import_module(f"{__name__}.{_room}")
+for _folder in _FOLDERS:
+    _package = importlib.import_module(f"{__name__}.{_folder}")
     for _found in pkgutil.iter_modules(_package.__path__):
         if not _found.name.startswith("_"):
             importlib.import_module(f"{_package.__name__}.{_found.name}")

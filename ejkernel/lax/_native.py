@@ -39,7 +39,7 @@ class Native(Protocol[P, Result]):
 
 
 def native(operation: type[Declared[P, Result]]) -> Native[P, Result]:
-    """The lax face of an operation: the signature of its arguments and `config`."""
+    """The function of an operation in the lax API: the signature of its arguments and `config`."""
     name = operation.algorithm.name
     signature = inspect.signature(operation.prepare_arguments)
     config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigLike | None)

@@ -7,7 +7,7 @@ import pathlib
 
 from ..ops import PersistentCache as _PersistentCache
 from ..ops.config.tables import shipped_tables as _shipped_tables
-from ._face import face as _face
+from ._public_function import public_function as _function
 from .base import KernelConfig, create_default_executor, detect_platform
 from .operations.block_mask_of import block_mask_of
 from .operations.blocksparse_attention import BlocksparseAttention
@@ -26,17 +26,17 @@ from .operations.recurrent import Recurrent
 from .operations.ring_attention import ring_attention
 from .operations.ring_order import ring_order
 
-blocksparse_attention = _face(BlocksparseAttention)
-flash_attention = _face(FlashAttention)
-gla = _face(GLA)
-grouped_matmul = _face(GroupedMatmul)
-lightning_attention = _face(LightningAttention)
-mean_pooling = _face(MeanPooling)
-page_attention = _face(PageAttention)
-ragged_decode_attention = _face(RaggedDecodeAttention)
-ragged_page_attention = _face(RaggedPageAttention)
-ragged_page_attention_v3 = _face(RaggedPageAttentionV3)
-recurrent = _face(Recurrent)
+blocksparse_attention = _function(BlocksparseAttention)
+flash_attention = _function(FlashAttention)
+gla = _function(GLA)
+grouped_matmul = _function(GroupedMatmul)
+lightning_attention = _function(LightningAttention)
+mean_pooling = _function(MeanPooling)
+page_attention = _function(PageAttention)
+ragged_decode_attention = _function(RaggedDecodeAttention)
+ragged_page_attention = _function(RaggedPageAttention)
+ragged_page_attention_v3 = _function(RaggedPageAttentionV3)
+recurrent = _function(Recurrent)
 
 # tuned/gpu_NVIDIA_H200.json, say: the file of a cache directory in which the device was measured.
 _shipped_tables.append(_PersistentCache(pathlib.Path(__file__).parent / "tuned"))

@@ -49,9 +49,9 @@ class Operation(Kernel):
     Attributes:
         algorithm: its primitives, and what holds for all of them.
         config_class: that of its configs.
-        prepare_arguments: checks the arguments of the lax face and gives `Prepared`. Its signature and docstring are
-            those of the lax face.
-        renamed: lax name → modules name, where the modules' face has another one.
+        prepare_arguments: checks the arguments of the lax API and gives `Prepared`. Its signature and docstring are
+            those of the lax API.
+        renamed: lax name → modules name, where the modules API has another one.
         retyped: lax name → type in the modules' API, where `convert` takes another one.
     """
 
@@ -73,7 +73,7 @@ class Operation(Kernel):
 
     @classmethod
     def convert(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the lax face from those of the modules' face, under the lax names already."""
+        """Arguments of the lax API from those of the modules API, under the lax names already."""
         return dict(arguments)
 
     @classmethod
@@ -84,7 +84,7 @@ class Operation(Kernel):
 
     @classmethod
     def example(cls) -> Mapping[str, Any]:
-        """The arguments of a small call of the lax face, arrays as `jax.ShapeDtypeStruct`: `ejkernel doctor` runs it.
+        """The arguments of a small call of the lax API, arrays as `jax.ShapeDtypeStruct`: `ejkernel doctor` runs it.
 
         Every implementation that is worth having should take it. Values are those of `synthetic_operands`.
         """
@@ -107,7 +107,7 @@ class Operation(Kernel):
 
     @classmethod
     def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:
-        """A call under the arguments of the lax face in canonical form, and what makes its result."""
+        """A call under the arguments of the lax API in canonical form, and what makes its result."""
         platform = platform_of(cls.algorithm.name, platform)
         prepared = cls.prepare_arguments(*args, **kwargs)
         inv = KERNELS[cls.algorithm.name].invocation(prepared.named, prepared.spec, platform=platform)
@@ -115,7 +115,7 @@ class Operation(Kernel):
 
     @classmethod
     def call(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
-        """The operation under the arguments of the lax face."""
+        """The operation under the arguments of the lax API."""
         config = config_of(cls.algorithm.name, config, cls.config_class)
         inv, finish = cls.invocation(*args, **kwargs)
         return finish(default_executor().run(inv, config))
@@ -153,7 +153,7 @@ class Operation(Kernel):
 
 
 def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given under the modules' names, under those of the lax face."""
+    """What was given under the modules' names, under those of the lax API."""
     try:
         bound = inspect.Signature(modules_parameters(operation)).bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -176,7 +176,7 @@ def modules_names(operation: type[Operation]) -> Iterator[None]:
 
 
 def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
-    """The parameters of the lax face under the modules' names."""
+    """The parameters of the lax API under the modules' names."""
     of = inspect.signature(operation.prepare_arguments).parameters.items()
     return [
         parameter.replace(

@@ -23,7 +23,7 @@ from .utils.serialization import class_name, class_named
 from .utils.shared_file import SharedFile, read_entries
 
 named_kernels: dict[str, Kernel] = {}
-"""The kernels that a file names; the floor above adds the built-in ones."""
+"""The kernels that a file names; the layer above adds the built-in ones."""
 
 
 def record_if_asked(inv: Invocation) -> None:

@@ -2,7 +2,7 @@
 
 * `x`      operands → outputs, residuals among them;
 * `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
-* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, reached only as such.
+* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, bound only as such.
 
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
 it is linear. So `grad` costs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its

@@ -1,4 +1,4 @@
-"""Plain values that every floor above may use: enums, targets, configs, the types of arguments."""
+"""Plain values that every layer above may use: enums, targets, configs, the types of arguments."""
 
 from ._repr import ShortRepr
 from .arguments import (

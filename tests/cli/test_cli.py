@@ -81,7 +81,7 @@ def test_explain_names_the_variants_that_a_config_may_ask_for(capsys):
     out = printed(capsys, *call, "--target", "cuda", "--device-kind", "NVIDIA H200")
     triton = kernel_registry.find("recurrent", "triton").implementation
     also = "".join(f"; also with algorithm={name!r} in the config" for name in triton.variants)
-    assert f"triton/gpu    takes this call{also}\n" in out and "'walk'" in also
+    assert f"triton/gpu    takes this call{also}\n" in out and "'fused_chunks'" in also
 
 
 def test_explain_says_where_a_config_comes_from(monkeypatch):

@@ -192,21 +192,21 @@ TABLES = (
 
 
 @pytest.mark.parametrize(
-    "face, arguments, error, says",
+    "function, arguments, error, says",
     [
-        pytest.param(face, {**good, **changed}, error, says, id=name.replace(" ", "_"))
-        for face, good, table in TABLES
+        pytest.param(function, {**good, **changed}, error, says, id=name.replace(" ", "_"))
+        for function, good, table in TABLES
         for name, (changed, error, *says) in table.items()
     ],
 )
-def test_what_is_wrong_is_told(face, arguments, error, says, caplog):
+def test_what_is_wrong_is_told(function, arguments, error, says, caplog):
     arrays, options = split(arguments)
     with pytest.raises(error) as traced:
-        jax.make_jaxpr(lambda arrays: face(**arrays, **options))(arrays)
+        jax.make_jaxpr(lambda arrays: function(**arrays, **options))(arrays)
     check(traced.value, error, says)
     arrays = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arrays)
     with jax.log_compiles(), caplog.at_level(logging.WARNING), pytest.raises(error) as called:
-        face(**arrays, **options)
+        function(**arrays, **options)
     check(called.value, error, says)
     assert not compiled(caplog)
 

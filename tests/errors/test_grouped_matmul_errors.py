@@ -83,14 +83,16 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("face", (ejkernel.lax.grouped_matmul, ejkernel.modules.grouped_matmul), ids=("lax", "modules"))
+@pytest.mark.parametrize(
+    "function", (ejkernel.lax.grouped_matmul, ejkernel.modules.grouped_matmul), ids=("lax", "modules")
+)
 @pytest.mark.parametrize("changed, error, says", [(c, e, says) for c, e, *says in WRONG.values()], ids=WRONG)
-def test_what_is_wrong_is_told(face, changed, error, says):
+def test_what_is_wrong_is_told(function, changed, error, says):
     arguments = {**GOOD, **changed}
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     options = {name: x for name, x in arguments.items() if name not in arrays}
     with pytest.raises(error) as raised:
-        jax.eval_shape(lambda arrays: face(**arrays, **options), arrays)
+        jax.eval_shape(lambda arrays: function(**arrays, **options), arrays)
     message = str(raised.value)
     assert type(raised.value) is error
     assert message.startswith("grouped_matmul"), message

@@ -36,13 +36,13 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("face", (ejkernel.lax.mean_pooling, ejkernel.modules.mean_pooling), ids=("lax", "modules"))
+@pytest.mark.parametrize("function", (ejkernel.lax.mean_pooling, ejkernel.modules.mean_pooling), ids=("lax", "modules"))
 @pytest.mark.parametrize("arguments, error, says", [(a, e, says) for a, e, *says in WRONG.values()], ids=WRONG)
-def test_what_is_wrong_is_told(face, arguments, error, says):
+def test_what_is_wrong_is_told(function, arguments, error, says):
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     options = {name: x for name, x in arguments.items() if name not in arrays}
     with pytest.raises(error) as raised:
-        jax.eval_shape(lambda arrays: face(**arrays, **options), arrays)
+        jax.eval_shape(lambda arrays: function(**arrays, **options), arrays)
     message = str(raised.value)
     assert type(raised.value) is error
     assert message.startswith("mean_pooling"), message

@@ -96,19 +96,19 @@ TABLES = (
 
 
 @pytest.mark.parametrize(
-    "operation, face, arguments, error, says",
+    "operation, function, arguments, error, says",
     [
-        pytest.param(name, face, {**good, **changed}, error, says, id=f"{name}-{of.replace(' ', '_')}")
-        for name, face, good, table in TABLES
+        pytest.param(name, function, {**good, **changed}, error, says, id=f"{name}-{of.replace(' ', '_')}")
+        for name, function, good, table in TABLES
         for of, (changed, error, *says) in table.items()
     ],
 )
-def test_what_is_wrong_is_told(operation, face, arguments, error, says):
+def test_what_is_wrong_is_told(operation, function, arguments, error, says):
     is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     arrays = {name: x for name, x in arguments.items() if is_array(x)}
     options = {name: x for name, x in arguments.items() if not is_array(x)}
     with pytest.raises(error) as raised:
-        jax.make_jaxpr(lambda arrays: face(**arrays, **options))(arrays)
+        jax.make_jaxpr(lambda arrays: function(**arrays, **options))(arrays)
     message = str(raised.value)
     assert type(raised.value) is error and message.startswith(operation), message
     assert all(part in message for part in says), message

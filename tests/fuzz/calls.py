@@ -18,13 +18,13 @@ LIKE_CALL = "call"  # stands for the dtype of the call
 
 @dataclass(frozen=True)
 class Call:
-    """A call of `ejkernel.lax.<operation>` or of the modules' face.
+    """A call of `ejkernel.lax.<operation>` or of the modules API.
 
     Attributes:
         operation: its name.
         sizes: of every letter.
         operands: the axes of each array by name, letters and numbers as in "b s 4".
-        options: the static arguments under the names of the lax face.
+        options: the static arguments under the names of the lax API.
         dtype: of the float operands, and `dtypes` of those that have another one.
         derivative: one of `transforms.DERIVATIVES`.
         wrt: the operands that it is taken in.
@@ -33,8 +33,8 @@ class Call:
         outside: the derivative is taken of the mapped function, and not the other way round.
         jit: whether all of it is under `jax.jit`.
         mesh: ("auto", "explicit" or "shard_map", letter → axis of the mesh).
-        face: "lax" or "modules".
-        platform: forced, by the modules' face.
+        api: "lax" or "modules".
+        platform: forced, by the modules API.
         x64: whether JAX is in its 64-bit mode.
         values: the family of numbers, of `values.FAMILIES`.
         infinite: whether −∞ stands among values that may be: biases, sinks, decays.
@@ -54,7 +54,7 @@ class Call:
     outside: bool = False
     jit: bool = False
     mesh: tuple | None = None
-    face: str = "lax"
+    api: str = "lax"
     platform: str | None = None
     x64: bool = False
     values: str = "normal"

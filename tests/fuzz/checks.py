@@ -87,7 +87,7 @@ def differences(call: Call, found: Any) -> str:
     if tree != wanted_tree:
         return f"the results are {tree}, not {wanted_tree}"
     units = [unit(a, b, x.dtype) for (_, x), a, b in zip(paths, wanted, jax.tree.leaves(rounded), strict=True)]
-    units = [a + b for a, b in zip(units, slack(call, wanted), strict=True)]
+    units = [a + b for a, b in zip(units, error_allowance(call, wanted), strict=True)]
     said = judged(call, paths, wanted, units)
     if said:
         without = jax.tree.leaves(expected(call, flushed=True)[0])
@@ -105,7 +105,7 @@ def differences(call: Call, found: Any) -> str:
     return said
 
 
-def slack(call: Call, wanted: list) -> list[float]:
+def error_allowance(call: Call, wanted: list) -> list[float]:
     """What a result may be off by beside what its formula errs.
 
     What rounding does to exponentials, if the operation tells of its `sensitivity`. And a rounding of its terms where
@@ -151,7 +151,7 @@ def excess(found: np.ndarray, exact: np.ndarray, allowed: float) -> str:
         bad = kept & ~np.isfinite(x)
         return f"not finite at {bad.sum()} of {bad.size} places, first {tuple(map(int, np.argwhere(bad)[0]))}"
     error = np.linalg.norm(x[kept] - exact[kept])
-    allowed += floor(found.dtype) * np.sqrt(exact.size)
+    allowed += smallest_error(found.dtype) * np.sqrt(exact.size)
     if error <= allowed:
         return ""
     size = np.linalg.norm(exact[kept])
@@ -179,6 +179,6 @@ def representable(exact: np.ndarray, dtype: Any) -> np.ndarray:
     return np.isfinite(exact) & (np.abs(exact) < 0.4 * float(jnp.finfo(dtype).max))
 
 
-def floor(dtype: Any) -> float:
+def smallest_error(dtype: Any) -> float:
     """What is as good as 0: less than the smallest normal number times what may be in a product with it."""
     return 1e-290 if dtype == np.float64 else 1e-30 if dtype != np.float16 else 1e-7

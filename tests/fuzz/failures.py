@@ -100,12 +100,12 @@ FAILURES = (
         derivative="vjp",
         wrt=("k", "q", "v"),
         jit=True,
-        face="modules",
+        api="modules",
         platform="pallas",
         values="huge",
         seed=2629,
     ),
-    # An example without a row in any group: the matrix of a tile without rows, NaN, reached the scale that all share.
+    # An example without a row in any group: the matrix of a tile without rows, NaN, entered the scale that all share.
     Call(
         "grouped_matmul",
         sizes={"m": 8, "k": 1, "n": 8, "e": 3, "f": 3},
@@ -153,6 +153,6 @@ FAILURES = (
         wrt=("lhs", "rhs"),
         jit=True,
         mesh=("shard_map", {"n": "y"}),
-        face="modules",
+        api="modules",
     ),
 )

@@ -34,7 +34,7 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
     elif chance(draw, 40):
         call = _mapped(draw, call)
     if platform is not None or (call.mesh is None and chance(draw, 20)):
-        call = replace(call, face="modules")
+        call = replace(call, api="modules")
     second = SAME.get(call.derivative, call.derivative) == "jvp_of_vjp"
     eager = not second and platform is None and chance(draw, 60 if call.derivative == "none" else 10)
     call = replace(call, jit=not eager)
@@ -87,7 +87,7 @@ def _over_mesh(draw, call: Call) -> Call:
         kept = pick(draw, "x", "y")
         split = {letter: axis for letter, axis in split.items() if axis == kept}
     kind = pick(draw, "explicit", "auto", "shard_map")
-    return replace(call, sizes=sizes, mesh=(kind, split), face="modules" if kind == "shard_map" else "lax")
+    return replace(call, sizes=sizes, mesh=(kind, split), api="modules" if kind == "shard_map" else "lax")
 
 
 def _with_values(draw, call: Call) -> Call:

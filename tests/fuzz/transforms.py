@@ -91,7 +91,7 @@ SAME |= {"vjp_of_vjp": "jvp_of_vjp", "vjp_of_jvp": "jvp_of_vjp"}
 
 
 def operation(call: Call) -> Callable:
-    """arrays -> list of results, by the face of the call."""
+    """arrays -> list of results, by the API of the call."""
     options = dict(call.options)
 
     def lax(arrays):
@@ -103,10 +103,10 @@ def operation(call: Call) -> Callable:
     def modules(arrays):
         names = OPERATIONS[call.operation].renamed | {"config": "cfg"}
         given = {names.get(name, name): x for name, x in (arrays | options).items()}
-        face = getattr(ejkernel.modules, call.operation)
-        return jax.tree.leaves(face(**given, **_mesh_arguments(call), platform=call.platform))
+        function = getattr(ejkernel.modules, call.operation)
+        return jax.tree.leaves(function(**given, **_mesh_arguments(call), platform=call.platform))
 
-    return lax if call.face == "lax" else modules
+    return lax if call.api == "lax" else modules
 
 
 def _words(seed):

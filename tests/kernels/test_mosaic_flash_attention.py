@@ -291,7 +291,7 @@ def test_blocks_that_no_kernel_is_made_for_are_refused(wrong, operation):
         jax.eval_shape(run(operation, spec, config), *arguments(x))
 
 
-def test_blocks_for_which_there_is_no_room_are_refused():
+def test_blocks_that_exceed_shared_memory_are_refused():
     x, spec = CALLS["h16-d256"]
     config = replace(space("flash_attention", x, spec, HOPPER)[0], block_k=128)
     with pytest.raises(ValueError, match=r"128 queries and 128 keys in 2 stages take .* bytes of shared memory"):

@@ -59,7 +59,7 @@ def test_a_few_tiles_are_dealt_out_as_well_as_can_be():
 
 
 def test_few_heads_at_a_time():
-    """Four blocks work on a head in their first turns; and but for the end some heads end before others begin."""
+    """Four thread blocks begin with tiles of one head; and but for the end some heads end before others begin."""
     place, head, block = work(PersistentTileScheduler(tiles=8, heads=256, rising=True, processors=132))
     first = np.unique(block, return_index=True)[1]
     assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}

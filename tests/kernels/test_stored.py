@@ -91,7 +91,7 @@ def age(file, seconds):
     os.utime(file, (time.time() - seconds,) * 2)
 
 
-def test_those_that_were_not_used_for_the_longest_time_make_room(files, monkeypatch):
+def test_those_that_were_not_used_for_the_longest_time_are_removed_first(files, monkeypatch):
     _stored._write((folder := Path(os.environ["EJKERNEL_CACHE_DIR"], "lowered")) / "a", b"a")
     size = files()[0].stat().st_size
     monkeypatch.setattr(_stored, "LIMIT", 3 * size)

@@ -260,9 +260,11 @@ def test_what_nobody_sees_may_be_nan(name):
     operands, spec = far if name == "far_window" else case(name)
     x = _attention.folded(operands, spec)
     seen = jnp.broadcast_to(_attention.visible(x), (B, G, H // G, *operands.q.shape[1:2], T)).any((2, 3))
-    unseen = ~seen.transpose(0, 2, 1)[..., None]
-    assert unseen.any()
-    poisoned = operands._replace(k=jnp.where(unseen, jnp.nan, operands.k), v=jnp.where(unseen, jnp.nan, operands.v))
+    fully_masked = ~seen.transpose(0, 2, 1)[..., None]
+    assert fully_masked.any()
+    poisoned = operands._replace(
+        k=jnp.where(fully_masked, jnp.nan, operands.k), v=jnp.where(fully_masked, jnp.nan, operands.v)
+    )
     moved, cotangents = directions(operands), cotangent(operands, spec)
     for run in (of_kernel, of_reference):
         run = jax.jit(run, static_argnames="spec")
@@ -306,7 +308,7 @@ def test_nothing_of_nothing(s, t):
 @pytest.mark.parametrize(
     "s, t, window, causal", [*itertools.product((40, 7), (40, 64), ((9, 3), (None, 0), (0, None)), (0, 1))]
 )
-def test_a_tile_is_visited_if_something_in_it_is_seen(s, t, window, causal):
+def test_a_tile_is_computed_if_some_pair_in_it_is_visible(s, t, window, causal):
     spec = FlashAttentionSpec(causal=bool(causal), window=window)
     operands = plain(s=s, t=t)
     _, grid = _tiles.cut(operands, spec, KernelConfig(block_q=8, block_k=16))

@@ -1,4 +1,4 @@
-"""The modules' face on a mesh: the numbers of the whole call; what is wrong with specs that fit no array or axis."""
+"""The modules API on a mesh: the numbers of the whole call; what is wrong with specs that fit no array or axis."""
 
 import jax
 import jax.numpy as jnp

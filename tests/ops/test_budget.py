@@ -120,7 +120,7 @@ def slow_timing(clock, monkeypatch):
         return 1.0 / len(timed)
 
     monkeypatch.setattr(Tuner, "_time", time)
-    monkeypatch.setattr(Tuner, "_in_turns", lambda *_: {})
+    monkeypatch.setattr(Tuner, "_interleaved", lambda *_: {})
 
 
 # --- What is timed

@@ -1,4 +1,4 @@
-"""Two processes of one program: nothing is measured, both reach the same configs, and the results are right."""
+"""Two processes of one program: nothing is measured, both have the same configs, and the results are right."""
 
 import json
 import os

@@ -246,9 +246,9 @@ def test_a_lock_that_is_never_given_up_is_waited_for_once(directory, monkeypatch
     monkeypatch.setattr(shared_file, "LOCK_TIMEOUT_S", 0.5)
     held = stored(directory).path_of(DEVICE) + ".lock"
     hold = f"import fcntl, time; f = open({held!r}); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); time.sleep(600)"
-    holder = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE)
     try:
-        holder.stdout.readline()
+        process.stdout.readline()
         cache = PersistentCache(directory)
         started = time.monotonic()
         with pytest.warns(UserWarning, match="another process holds .*lock for more than 0.5 s") as warned:
@@ -260,8 +260,8 @@ def test_a_lock_that_is_never_given_up_is_waited_for_once(directory, monkeypatch
         assert [cache.get(key) for key in ("key", "first", "second")] == [TUNED, OTHER, OTHER]
         assert PersistentCache(directory).get("first") is None
     finally:
-        holder.kill()
-        holder.wait()
+        process.kill()
+        process.wait()
     cache.put("third", OTHER)
     found = PersistentCache(directory)
     assert [found.get(key) for key in ("key", "first", "second", "third")] == [TUNED, OTHER, OTHER, OTHER]

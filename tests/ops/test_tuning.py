@@ -132,10 +132,10 @@ def test_the_search_ends_where_the_roofline_leaves_nothing_to_gain(monkeypatch, 
     assert len(quick.times(Candidates(), Invocation(Candidates(), (ones(64, 64),), {}), configs)) == 3
 
 
-def test_those_near_the_best_are_timed_again_in_turns():
+def test_those_near_the_best_are_timed_again_interleaved():
     called = []
     program = lambda name: lambda: called.append(name) or time.sleep(25e-3)
-    found = Tuner(iters=3)._in_turns({"a": program("a"), "b": program("b")}, Deadline(math.inf))
+    found = Tuner(iters=3)._interleaved({"a": program("a"), "b": program("b")}, Deadline(math.inf))
     assert called[-4:] == ["a", "b", "a", "b"] and set(found) == {"a", "b"}
 
 

@@ -16,8 +16,8 @@ from jaxtyping import Array, Float, Integer
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.lax._native import native
-from ejkernel.modules._face import face
 from ejkernel.modules._operation import Operation, Prepared
+from ejkernel.modules._public_function import public_function
 from ejkernel.modules.operations._arguments import align, array, require_dtype, require_rank, static_number
 from ejkernel.primitives._axes import axes
 from ejkernel.primitives._forward_only import ForwardOnly
@@ -237,4 +237,4 @@ for name, implementation in IMPLEMENTATIONS.items():
 
 for operation in (ToyWave, ToyLookup, ToyAppend):
     setattr(ejkernel.lax, operation.algorithm.name, native(operation))
-    setattr(ejkernel.modules, operation.algorithm.name, face(operation))
+    setattr(ejkernel.modules, operation.algorithm.name, public_function(operation))

@@ -6,7 +6,7 @@ With g the group of row i, σ the scale of the columns of rhs, and rows of no gr
     drhs_g = Σ_{i∈g} lhs_iᵀ · do_i σ_g              dσ_g = Σ_{i∈g} do_i (lhs_i · rhs_g)
     ȯ_i  = (l̇hs_i · rhs_g + lhs_i · ṙhs_g) σ_g + (lhs_i · rhs_g) σ̇_g
 
-The tiles are visited one by one, and each reads the matrix of its group where that lies: neither the matrices nor the
+The tiles are computed one by one, and each reads the matrix of its group where that lies: neither the matrices nor the
 results are ever there for every pair of a row and a group.
 """
 

@@ -1,4 +1,4 @@
-"""What the public faces of all operations do with their arguments before a primitive is bound.
+"""What the public functions of all operations do with their arguments before a primitive is bound.
 
 Wrong arguments are told here, before anything is traced or compiled, in the grammar of `ejkernel.errors`.
 """

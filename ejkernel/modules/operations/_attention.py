@@ -211,12 +211,12 @@ def softcap_for(operation: str, softcap, q) -> float | None:
 
 
 def window_within(operation: str, window, q, k) -> tuple[int | None, int | None]:
-    """(left, right), None for a bound that is as far as the lengths reach."""
+    """(left, right), None for a bound beyond which there are no keys."""
     bounds = window_pair(operation, window)
     lengths = (k.shape[1], q.shape[1])  # i' ≤ K − 1 on the left; K − 1 ≤ i' + S − 1 on the right
     symbolic = is_symbolic(q) or is_symbolic(k)
-    reach = (FAR if symbolic else n - 1 for n in lengths)
-    return tuple(None if x is None or x >= far else x for x, far in zip(bounds, reach, strict=True))
+    limits = (FAR if symbolic else n - 1 for n in lengths)
+    return tuple(None if x is None or x >= limit else x for x, limit in zip(bounds, limits, strict=True))
 
 
 def segment_ids(operation: str, q_ids, kv_ids, q, k):

@@ -189,7 +189,7 @@ class FlashAttention(Operation):
 
     @classmethod
     def convert(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The modules' face takes an integer seed, 0 if none is given."""
+        """The modules API takes an integer seed, 0 if none is given."""
         seed, rate = arguments.get("dropout_key"), arguments.get("dropout_rate")
         if seed is None and not (isinstance(rate, float | np.floating) and rate > 0):
             return dict(arguments)

@@ -165,7 +165,7 @@ class ConfigSelectorChain(Generic[Cfg]):
                 return "overlay_hit", kernel.checked_for(config, inv)
         if (config := self.cache.get(key)) is not None:
             return "cache_hit", kernel.checked_for(config, inv)
-        # A file of one host may hold what those of the others do not, and all must reach the same config.
+        # A file of one host may hold what those of the others do not, and all must have the same config.
         own = [] if self.persistent is None or jax.process_count() > 1 else [("persistent_hit", self.persistent)]
         for event, store in own + [("table_hit", table) for table in self.tables]:
             if (config := store.get(key, inv.device_fingerprint, kernel.config_class)) is not None:

@@ -17,7 +17,7 @@ from .cache import ConfigCache
 from .persistent import PersistentCache
 
 shipped_tables: list[PersistentCache] = []
-"""What comes with the library. The floors above add their directories; nothing is ever written there."""
+"""What comes with the library. The layers above add their directories; nothing is ever written there."""
 
 
 def load_table(path: str | os.PathLike) -> ConfigCache:

@@ -39,11 +39,11 @@ from .types import Cfg
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
-# Those that come this near to the best are timed again, in turns: what the clock of the device does is shared by all.
+# Those that come this near to the best are timed again, interleaved, so that all share what the device's clock does.
 # Those that then are still as near as the second are timed once more.
 _NEAR = (1.5, 1.1)
 # A batch of these lasts longer, so that a difference of one in a hundred is seen.
-_SECONDS_OF_A_TURN = 2e-2
+_SECONDS_OF_A_BATCH = 2e-2
 # What takes at most this much of the least time that its work can take is not improved upon.
 _AT_THE_ROOFLINE = 1.03
 
@@ -88,7 +88,7 @@ class Tuner:
     def refusal(self, inv: Invocation) -> str | None:
         """Why `inv` must not be measured here, None if it may be.
 
-        Where several processes, or the shards of one, run the same program, each has to reach the same config, and one
+        Where several processes, or the shards of one, run the same program, each has to have the same config, and one
         that waits for a measurement would keep the others waiting in their collectives.
         """
         if jax.process_count() > 1:
@@ -175,7 +175,7 @@ class Tuner:
                 raise TimeoutError
             for near in _NEAR:
                 limit = near * min(times.values())
-                times |= self._in_turns({c: right[c] for c in times if times[c] <= limit}, deadline)
+                times |= self._interleaved({c: right[c] for c in times if times[c] <= limit}, deadline)
             return Measured(times, tried, len(configs), cut_short)
 
     def _one_by_one(self, kernel, inv, programs, reference, enough, deadline, progress) -> tuple[dict, int, dict]:
@@ -202,14 +202,14 @@ class Tuner:
             raise EjkernelRuntimeError(f"{kernel.op_id}: none of the configs can be used: {'; '.join(rejected)}")
         return times, len(rejected), right
 
-    def _in_turns(self, programs: dict[Cfg, Callable[[], Any]], deadline: Deadline) -> dict[Cfg, float]:
+    def _interleaved(self, programs: dict[Cfg, Callable[[], Any]], deadline: Deadline) -> dict[Cfg, float]:
         """Milliseconds of programs that were measured to be about equal, from as many rounds as there is time for."""
         if len(programs) < 2:
             return {}
         rounds = []
         with _measuring:
             for times in zip(
-                *(batches(program, 1, self.iters, _SECONDS_OF_A_TURN) for program in programs.values()), strict=True
+                *(batches(program, 1, self.iters, _SECONDS_OF_A_BATCH) for program in programs.values()), strict=True
             ):
                 rounds.append(times)
                 if deadline.passed:

@@ -203,7 +203,7 @@ def _format(kind: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: str, timeout: float) -> Iterator[None]:
-    """Holds the lock of a file against other processes and other caches; the system frees it when its holder dies.
+    """Holds the lock of a file against other processes and other caches; the system frees it when the process ends.
 
     Raises:
         TimeoutError: another one has held it for so many seconds.

@@ -2,7 +2,7 @@
 
     dlhs_i = (do_i σ_g) · rhs_gᵀ        drhs_g = (Σ_{i∈g} lhs_iᵀ · do_i) σ_g        dσ_g = Σ_k rhs_g ∘ (drhs_g / σ_g)
 
-A program computes one tile of one matrix of drhs, and walks over the rows of its group: those of all batches that share
+A program computes one tile of one matrix of drhs, and loops over the rows of its group: those of all batches that share
 the matrix, one batch after the other. No two programs add to one number, so that every run gives the same bits, and a
 group without rows gets its zeros.
 """

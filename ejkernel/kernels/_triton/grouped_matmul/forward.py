@@ -18,7 +18,7 @@ from . import tiles
 from .problem import Problem, in_memory, problem_of
 
 BAND = 8
-"""Tiles of rows that are visited together for each tile of columns."""
+"""Tiles of rows that are computed together for each tile of columns."""
 
 
 def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:

@@ -1,4 +1,4 @@
-"""A floor imports only floors below it, no two rooms import each other, and one file alone touches private JAX."""
+"""A package imports only from layers below its own, no two import each other, and one file uses private JAX."""
 
 import ast
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the top down; the last is the ground, which every floor may import. Rooms of one floor do not import each other.
-# What is not named here (`cli` and files that stand in ejkernel/ itself) is the roof: it imports what it likes.
-FLOORS = (
+# From the top down; every layer may import the last. Packages of one layer do not import each other.
+# What is not named here (`cli` and files that stand in ejkernel/ itself) is above all layers and imports from any.
+LAYERS = (
     {"lax"},
     {"modules"},
     {"lowering"},
@@ -19,7 +19,7 @@ FLOORS = (
     {"callib", "xla_utils"},
     {"errors", "compat"},
 )
-ROOF = -1
+TOP = -1
 
 
 def sources() -> Iterator[tuple[str, Path]]:
@@ -42,12 +42,12 @@ def imports(name: str, path: Path) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def room(name: str) -> str:
+def package(name: str) -> str:
     return name.split(".")[1] if "." in name else "__init__"
 
 
-def floor(name: str) -> int:
-    return next((i for i, rooms in enumerate(FLOORS) if room(name) in rooms), ROOF)
+def layer(name: str) -> int:
+    return next((i for i, packages in enumerate(LAYERS) if package(name) in packages), TOP)
 
 
 def folder(name: str, modules: dict[str, Path]) -> str:
@@ -57,20 +57,20 @@ def folder(name: str, modules: dict[str, Path]) -> str:
     return name.rpartition(".")[0] if name in modules else name
 
 
-def test_every_floor_imports_only_floors_below():
+def test_every_layer_imports_only_layers_below():
     upward = [
         f"{name} imports {target}"
         for name, path in sources()
         for target in imports(name, path)
-        if target.split(".")[0] == "ejkernel" and room(name) != room(target)
-        if floor(name) != ROOF and floor(target) <= floor(name)
+        if target.split(".")[0] == "ejkernel" and package(name) != package(target)
+        if layer(name) != TOP and layer(target) <= layer(name)
     ]
     assert upward == []
 
 
-def test_no_two_rooms_of_kernels_import_each_other():
-    """Rooms are folders side by side; what stands in a folder and what is in a folder below it are one room."""
-    modules = {name: path for name, path in sources() if room(name) == "kernels"}
+def test_no_two_folders_of_kernels_import_each_other():
+    """Folders side by side; a folder and those inside it count as one."""
+    modules = {name: path for name, path in sources() if package(name) == "kernels"}
     pairs = {
         (folder(name, modules), folder(target, modules))
         for name, path in modules.items()
@@ -86,7 +86,7 @@ def test_private_jax_is_touched_in_compat_alone():
     assert private == {"ejkernel.compat"}
 
 
-def test_every_folder_is_a_floor():
-    """A floor that was renamed must be renamed here, or its files would pass for the roof."""
-    folders = {room(name) for name, path in sources() if path.parent != ROOT / "ejkernel"}
-    assert folders == set().union(*FLOORS[:-1]) | {"cli"}
+def test_every_folder_is_in_a_layer():
+    """A package that was renamed must be renamed here, or its files could import from any layer."""
+    folders = {package(name) for name, path in sources() if path.parent != ROOT / "ejkernel"}
+    assert folders == set().union(*LAYERS[:-1]) | {"cli"}

@@ -1,4 +1,4 @@
-"""The modules' face of an operation: its own option names, a choice of platform, and a mesh to run on."""
+"""The functions of the modules API: operations under its option names, with a platform and a mesh to choose."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ _OWN = {
 }
 
 
-def face(operation: type[Declared[..., Result]]) -> Callable[..., Result]:
+def public_function(operation: type[Declared[..., Result]]) -> Callable[..., Result]:
     """The function of an operation in `ejkernel.modules`."""
     name = operation.algorithm.name
     parameters = modules_parameters(operation)
