@@ -115,8 +115,8 @@ def attention_of_a_head(shape: AttentionShape, q: Array, k: Array, v: Array, sin
         s = jnp.einsum("hd,td->ht", q, k.astype(dtype), preferred_element_type=wide) * shape.head_dim**-0.5
         if shape.softcap:
             s = shape.softcap * jnp.tanh(s / shape.softcap)
-        seen = (columns >= position - left) & (columns <= position + (min(right, 0) if shape.causal else right))
-        s = jnp.where(seen, s, -jnp.inf)
+        visible = (columns >= position - left) & (columns <= position + (min(right, 0) if shape.causal else right))
+        s = jnp.where(visible, s, -jnp.inf)
         if sinks is not None:
             s = jnp.concatenate([s, sinks.astype(wide)], -1)
         p = jax.nn.softmax(s, -1)[:, : shape.seq_k].astype(dtype)

@@ -7,7 +7,7 @@ Beside fwd, bwd and jvp, the operations dkdv, dk, dv and dq are the parts of the
 the table SWEEP. All programs are compiled first, side by side; the best of each operation end the output.
 
 A time is the median over repeats of a loop of calls that are enqueued and then waited for once. TFLOP/s count the pairs
-(i, j) that are seen: 2·(D + V) each forward, 2.5 times that backward and for the tangent, and the products that they
+(i, j) that are visible: 2·(D + V) each forward, 2.5 times that backward and for the tangent, and the products that they
 need for the parts of the backward.
 """
 

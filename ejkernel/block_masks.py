@@ -56,7 +56,7 @@ def strided(
     block_q, block_k = block_pair(name, block_size)
     past = _band(name, S, K, None, 0, block_size)
     row, column = _numbers(*past.shape)
-    own = ((row + 1) * block_q - 1 + K - S) // block_k  # the last block of keys that a block of queries reaches
+    own = ((row + 1) * block_q - 1 + K - S) // block_k  # the last block of keys that a block of queries sees
     behind = own[:, None] - column[None]
     head = jnp.arange(heads or 1, dtype=jnp.int32)[:, None, None]
     kept = past & ((behind < local) | ((column + head + 1) % stride == 0))

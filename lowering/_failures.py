@@ -50,7 +50,7 @@ class Progress:
 
     @contextlib.contextmanager
     def failures_named(self) -> Iterator[None]:
-        """Turns an error of the implementation into an `EjkernelRuntimeError`, with the error as its cause."""
+        """Raises an error of the implementation as an `EjkernelRuntimeError`, with the error as its cause."""
         try:
             yield
         except UnsupportedError:

@@ -49,11 +49,11 @@ def test_pairs_are_those_of_the_mask(causal, window, lengths):
     shape = replace(SMALL, seq_q=seq_q, seq_k=seq_k, causal=causal, window=window)
     position, column = np.arange(seq_q)[:, None] + seq_k - seq_q, np.arange(seq_k)
     left, right = window
-    seen = (column <= position) | (not causal)
-    seen = seen & (left is None or column >= position - left) & (right is None or column <= position + right)
-    assert shape.pairs == seen.sum()
+    visible = (column <= position) | (not causal)
+    visible = visible & (left is None or column >= position - left) & (right is None or column <= position + right)
+    assert shape.pairs == visible.sum()
     if window != (None, None) or seq_q != seq_k:
-        assert attention.operations(shape, "fwd") == 2 * 4 * seen.sum() * 2 * (16 + 24)
+        assert attention.operations(shape, "fwd") == 2 * 4 * visible.sum() * 2 * (16 + 24)
 
 
 def test_every_shape_is_under_its_name_and_has_whole_groups():

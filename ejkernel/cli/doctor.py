@@ -39,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the tables, then what is wrong; 1 if anything is."""
     del arguments
     print_rows("Versions", _versions())
-    seen = {platform: available(platform) for platform in PLUGINS}
-    print_rows("Devices", seen)
+    devices = {platform: available(platform) for platform in PLUGINS}
+    print_rows("Devices", devices)
     sys.stdout.flush()
-    wrong = list(_unseen(seen))
+    wrong = list(_unused_devices(devices))
     if reason := missing_backend():
         wrong.append(f"JAX has no device to run on: {reason}")
     else:
@@ -71,13 +71,13 @@ def _versions() -> dict[str, str]:
     return rows
 
 
-def _unseen(seen: Mapping[str, str]) -> Iterator[str]:
+def _unused_devices(devices: Mapping[str, str]) -> Iterator[str]:
     """Devices that are here and that JAX does not see, unless it is told not to look."""
     for platform, (device, files, package) in _DRIVERS.items():
-        if seen[platform].startswith("none: ") and "leaves it out" not in seen[platform] and glob.glob(files):
+        if devices[platform].startswith("none: ") and "leaves it out" not in devices[platform] and glob.glob(files):
             absent = not any(map(version, PLUGINS[platform]))
             advice = f"; install what it needs: pip install -U '{package}'" if absent else ""
-            yield f"There is {device}, but JAX sees {seen[platform]}{advice}"
+            yield f"There is {device}, but JAX sees {devices[platform]}{advice}"
 
 
 # --- Calls

@@ -1,12 +1,12 @@
-"""A tier of an algorithm: its kernels for one kind of device, imported when they are first needed.
+"""The kernels of an algorithm on one platform: a forward, a tangent and a backward, imported when first needed.
 
-    tier = Tier(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.TRITON, Backend.GPU, 100)
+    _tier = Tier(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.TRITON, Backend.GPU, 100)
 
-    flash_attention = tier.forward("forward", supports)
-    flash_attention_jvp = tier.tangent("tangent", supports)
-    flash_attention_bwd = tier.backward("backward", supports_bwd)
+    flash_attention = _tier.forward("forward", supports)
+    flash_attention_jvp = _tier.tangent("tangent", supports)
+    flash_attention_bwd = _tier.backward("backward", supports_bwd)
 
-    tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
+    _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
 
 The package has a module for each of the three with a function of that name, and `configs` with
 `space(name, operands, spec, target)`: the configs that may be best for a call, the likeliest first. A config may
@@ -30,7 +30,7 @@ Predicate = Callable[[Any, Any, Target], str | None]
 
 @dataclass(frozen=True)
 class Tier:
-    """Where the kernels stand and what they take.
+    """Where the three kernels are, what they take, and how they are registered.
 
     Attributes:
         package: the name of the package.
@@ -38,7 +38,7 @@ class Tier:
         spec, operands, outputs: the types that the trio of primitives defines.
         platform: what the kernels are written in.
         backend: the hardware that they run on.
-        priority: of several tiers that take a call, the highest is taken.
+        priority: of several implementations that take a call, the highest is chosen.
         custom_calls: what they are lowered to and `jax.export` does not know.
         refuses: from the name of a kernel and a config to what the kernel has against it, or None.
         excess: the same for given operands, where those have to fit somewhere; it is told the package, too.

@@ -162,7 +162,7 @@ def shardy_rule(table: Table, layout: Layout, operands: Mapping[str, Any], resul
     Query heads are the compound factor (g r), r = h // g, or the one of both that is not 1, as Shardy wants it; an axis
     that is broadcast gets a factor of its own.
     """
-    seen: list[str] = []
+    named: list[str] = []
     size_of = {a.letter: s for n, x in operands.items() for a, s in zip(table[n], x.shape, strict=True) if s != 1}
     heads, groups = layout.group or (None, None)
     repeat = size_of.get(heads, 1) // size_of.get(groups, 1)
@@ -170,10 +170,10 @@ def shardy_rule(table: Table, layout: Layout, operands: Mapping[str, Any], resul
 
     def factor(name: str, index: int, letter: str, size: int) -> str:
         if (size == 1 and size_of.get(letter, 1) != 1) or letter.isdigit():
-            seen.append(f"{name}_{index}")
-            return seen[-1]
+            named.append(f"{name}_{index}")
+            return named[-1]
         parts = head_factors if letter == heads and groups is not None else [letter]
-        seen.extend(part for part in parts if part not in seen)
+        named.extend(part for part in parts if part not in named)
         return f"({' '.join(parts)})" if len(parts) > 1 else parts[0]
 
     def side(arrays: Mapping[str, Any]) -> str:
@@ -185,4 +185,4 @@ def shardy_rule(table: Table, layout: Layout, operands: Mapping[str, Any], resul
     rule = f"{side(operands)} -> {side(results)}"
     free = {"r"} | {letter for letter in layout.split if letter != heads}
     factors = {"r": repeat} if "(g r)" in rule else {}
-    return rule, tuple(name for name in seen if name not in free), factors
+    return rule, tuple(name for name in named if name not in free), factors

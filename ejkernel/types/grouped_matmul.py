@@ -47,8 +47,8 @@ class GroupedMatmulShape:
         return f"{self.name}: m{self.rows} k{self.features} n{self.columns} g{self.groups}"
 
 
-# The sizes are those of `config.json` in each model's repository on Hugging Face (hidden_size, moe_intermediate_size or
-# intermediate_size, num_experts): the product of the gate or up projection, and of the down projection.
+# The sizes are those of `config.json` in each model's repository at huggingface.co (hidden_size, num_experts, and
+# moe_intermediate_size or intermediate_size): the product of the gate or up projection, and of the down projection.
 _MODELS = (
     # mistralai/Mixtral-8x7B-v0.1
     GroupedMatmulShape("mixtral-8x7b-up", 8192, 4096, 14336, 8),

@@ -96,7 +96,7 @@ def _layer(name, heads, kv_heads, head_dim, *, value_dim=None, batch=4, seq=4096
     return AttentionShape(name, heads, kv_heads, head_dim, value_dim or head_dim, batch, seq, seq, **options)
 
 
-# The sizes are those of `config.json` in each model's repository on Hugging Face (num_attention_heads,
+# The sizes are those of `config.json` in each model's repository on huggingface.co (num_attention_heads,
 # num_key_value_heads, head_dim). A sliding window of w there is w keys that end with the query's own: (w − 1, 0).
 _MODELS = (
     # meta-llama/Meta-Llama-3-8B and -70B

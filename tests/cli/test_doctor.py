@@ -208,15 +208,15 @@ def test_where_jax_triton_cannot_be_imported_its_kernels_say_so(monkeypatch):
 
 
 def test_a_device_that_jax_does_not_see(monkeypatch):
-    seen = {platform: "none: no plugin" for platform in ("cuda", "rocm", "tpu")}
+    devices = {platform: "none: no plugin" for platform in ("cuda", "rocm", "tpu")}
     monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else [])
     monkeypatch.setattr(doctor, "version", lambda package: None)
-    (told,) = doctor._unseen(seen)
+    (told,) = doctor._unused_devices(devices)
     assert told.startswith("There is an NVIDIA GPU, but JAX sees none: no plugin; install") and "jax[cuda13]" in told
     monkeypatch.setattr(doctor, "version", lambda package: "1.0")
-    assert list(doctor._unseen(seen)) == ["There is an NVIDIA GPU, but JAX sees none: no plugin"]
-    assert list(doctor._unseen(dict(seen, cuda="1 × NVIDIA H200"))) == []
-    assert list(doctor._unseen(dict(seen, cuda="none: JAX_PLATFORMS=cpu leaves it out"))) == []
+    assert list(doctor._unused_devices(devices)) == ["There is an NVIDIA GPU, but JAX sees none: no plugin"]
+    assert list(doctor._unused_devices(dict(devices, cuda="1 × NVIDIA H200"))) == []
+    assert list(doctor._unused_devices(dict(devices, cuda="none: JAX_PLATFORMS=cpu leaves it out"))) == []
 
 
 # --- Versions

@@ -66,7 +66,7 @@ class Case:
             k = k * jnp.linspace(4, 0.1, K, dtype=dtype)[:, None, None]
         if self.family == "negative":
             q, k = -jnp.abs(q), jnp.abs(k)
-        if self.family == "fading":
+        if self.family == "decaying":
             v = v * jnp.maximum(jnp.linspace(1, -0.5, K, dtype=dtype), 0)[:, None, None] ** 4
         spec = replace(self.spec, softmax_scale=self.spec.softmax_scale * self.D**-0.5)
         x = Operands(q, k, v)
@@ -149,11 +149,11 @@ def poisoned(x: Operands, spec: FlashAttentionSpec, of: Operands | None = None) 
     ok = np.asarray(visible(x, spec))
     ok = np.broadcast_to(ok, (x.q.shape[0], x.q.shape[2], *ok.shape[2:]))
     keys = ok.any(2).reshape(ok.shape[0], x.k.shape[2], -1, ok.shape[3]).any(2).swapaxes(1, 2)[..., None]
-    seen = dict(q=ok.any(3).swapaxes(1, 2)[..., None], k=keys, v=keys)
+    used = dict(q=ok.any(3).swapaxes(1, 2)[..., None], k=keys, v=keys)
     if x.bias is not None:
         shared = tuple(axis for axis, size in enumerate(x.bias.shape) if size == 1)
-        seen["bias"] = ok.any(shared, keepdims=True)
-    poison = lambda name, a: a if a is None or name not in seen else jnp.where(seen[name], a, jnp.nan)
+        used["bias"] = ok.any(shared, keepdims=True)
+    poison = lambda name, a: a if a is None or name not in used else jnp.where(used[name], a, jnp.nan)
     return Operands(**{name: poison(name, a) for name, a in of._asdict().items()})
 
 
@@ -194,8 +194,8 @@ def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tang
 def _derivatives(moving, cotangents, tangents, facts, spec: FlashAttentionSpec):
     formula = lambda moving: attention(Operands(**moving), spec, facts)
     outputs, pull = jax.vjp(formula, moving)
-    seen = jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)  # −∞ is no number to differentiate at
-    return outputs, *pull(Outputs(cotangents.o, seen)), jax.jvp(formula, (moving,), (tangents,))[1]
+    dlse = jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)  # −∞ is no number to differentiate at
+    return outputs, *pull(Outputs(cotangents.o, dlse)), jax.jvp(formula, (moving,), (tangents,))[1]
 
 
 def check_all(results, oracle, reference):

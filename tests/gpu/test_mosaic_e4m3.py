@@ -31,7 +31,7 @@ CASES = [
     Case("negative logits", family="negative", spec=CAUSAL),
     Case("uniform", family="uniform", K=4.0),
     Case("rising", family="rising", K=4.0),
-    Case("fading", family="fading", K=4.0),
+    Case("decaying", family="decaying", K=4.0),
 ]
 
 

@@ -51,5 +51,5 @@ def test_what_nobody_sees_is_zero(case):
         zero_hidden_keys(visibility, jnp.ones_like(x.k)),
         zero_fully_masked_queries(visibility, jnp.ones_like(x.q)),
     )
-    for array, seen in ((k, ok.any(1)), (q, ok.any(2))):
-        np.testing.assert_array_equal(np.asarray(array).all((2, 3)), np.broadcast_to(seen, array.shape[:2]))
+    for array, used in ((k, ok.any(1)), (q, ok.any(2))):
+        np.testing.assert_array_equal(np.asarray(array).all((2, 3)), np.broadcast_to(used, array.shape[:2]))

@@ -26,7 +26,7 @@ QUICK = {
     ("segments, mask", "float32"): SMALL,
     ("bias of hardly a key", "float32"): SMALL,
     ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),
-    # Tiles of which some chunks are seen by nobody, in the forward and in the others.
+    # Tiles of which some chunks are fully masked, in the forward and in the others.
     ("window", "bfloat16"): (520, KernelConfig(block_q=128, block_k=512)),
     ("grouped heads", "bfloat16"): (200, KernelConfig(block_q=128, block_k=128, algorithm="split")),
 }

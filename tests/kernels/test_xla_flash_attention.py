@@ -111,8 +111,8 @@ def of_reference(operands, spec, moved, cotangents):
     f = lambda arrays: reference(*operands._replace(**arrays), spec=spec)
     arrays = {name: getattr(operands, name) for name in moved}
     outputs, tangents = jax.jvp(f, (arrays,), (moved,))
-    seen = jnp.isfinite(outputs.lse)
-    cotangents = Outputs(cotangents.o, jnp.where(seen, cotangents.lse, 0))  # −∞ is no number to differentiate at
+    is_visible = jnp.isfinite(outputs.lse)
+    cotangents = Outputs(cotangents.o, jnp.where(is_visible, cotangents.lse, 0))  # −∞ is no number to differentiate at
     (gradients,) = jax.vjp(f, arrays)[1](cotangents)
     return outputs, tangents, gradients
 
@@ -259,8 +259,8 @@ def test_what_nobody_sees_may_be_nan(name):
     far = Operands(*plain(s=5)), FlashAttentionSpec(softmax_scale=1.0, window=(3, 0))
     operands, spec = far if name == "far_window" else case(name)
     x = _attention.folded(operands, spec)
-    seen = jnp.broadcast_to(_attention.visible(x), (B, G, H // G, *operands.q.shape[1:2], T)).any((2, 3))
-    fully_masked = ~seen.transpose(0, 2, 1)[..., None]
+    is_visible = jnp.broadcast_to(_attention.visible(x), (B, G, H // G, *operands.q.shape[1:2], T)).any((2, 3))
+    fully_masked = ~is_visible.transpose(0, 2, 1)[..., None]
     assert fully_masked.any()
     poisoned = operands._replace(
         k=jnp.where(fully_masked, jnp.nan, operands.k), v=jnp.where(fully_masked, jnp.nan, operands.v)
@@ -312,10 +312,10 @@ def test_a_tile_is_computed_if_some_pair_in_it_is_visible(s, t, window, causal):
     spec = FlashAttentionSpec(causal=bool(causal), window=window)
     operands = plain(s=s, t=t)
     _, grid = _tiles.cut(operands, spec, KernelConfig(block_q=8, block_k=16))
-    seen = np.asarray(_attention.visible(_attention.folded(operands, spec))).reshape(s, t)
-    seen = np.pad(seen, [(0, -n % size) for n, size in zip(seen.shape, grid.size, strict=True)])
+    is_visible = np.asarray(_attention.visible(_attention.folded(operands, spec))).reshape(s, t)
+    is_visible = np.pad(is_visible, [(0, -n % size) for n, size in zip(is_visible.shape, grid.size, strict=True)])
     rows, columns = grid.size
-    tiles = seen.reshape(seen.shape[0] // rows, rows, -1, columns).any((1, 3))
+    tiles = is_visible.reshape(is_visible.shape[0] // rows, rows, -1, columns).any((1, 3))
     assert list(zip(*grid.starts, strict=True)) == [(i * rows, j * columns) for i, j in np.argwhere(tiles)]
 
 

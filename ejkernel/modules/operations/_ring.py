@@ -2,7 +2,7 @@
 
 The hops are unrolled: in a loop XLA sends once more than is needed and overlaps less, and each hop has its own parts.
 
-The forward merges the hops: o and lse of the keys seen so far are all that it holds. With L the lse of all keys and O
+The forward merges the hops: o and lse of the keys so far are all that it holds. With L the lse of all keys and O
 their output, the hop t with o_t and lse_t moves them by
 
     dlse = Σ_t w_t·dlse_t,   do = Σ_t w_t·(do_t + (o_t − O)·dlse_t),   w_t = exp(lse_t − L)
@@ -100,14 +100,14 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 def _merged(
     call: Ring, is_first: bool, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array
 ) -> tuple[Array, Array]:
-    """o and lse with the keys of the parts among those seen; of the first hop no key was seen before."""
+    """o and lse with the keys of the parts added to those before; before the first hop there are none."""
     for n, part in enumerate(parts):
         rows = slice(part.q_begin, part.q_end)
         of_part, lse_of_part = _attend(call, part, here)
-        seen = of_part.astype(o.dtype), lse_of_part
+        found = of_part.astype(o.dtype), lse_of_part
         if not is_first or any(a.q_begin < part.q_end and part.q_begin < a.q_end for a in parts[:n]):
-            seen = merge_attention(o[:, rows], lse[:, :, rows], *seen)
-        o, lse = _with_rows(o, seen[0], part, 1), _with_rows(lse, seen[1], part, 2)
+            found = merge_attention(o[:, rows], lse[:, :, rows], *found)
+        o, lse = _with_rows(o, found[0], part, 1), _with_rows(lse, found[1], part, 2)
     return o, lse
 
 

@@ -56,8 +56,8 @@ def block_mask_of(
         i, j = row + jnp.arange(block_q, dtype=jnp.int32), column + jnp.arange(block_k, dtype=jnp.int32)
         i, j = i[:, None], j[None]
         inside = (i < S) & (j < K)
-        seen = jnp.broadcast_to(fn(i, j), (*leading, block_q, block_k))
-        return (seen & inside.reshape((1,) * len(leading) + inside.shape)).any((-2, -1))
+        visible = jnp.broadcast_to(fn(i, j), (*leading, block_q, block_k))
+        return (visible & inside.reshape((1,) * len(leading) + inside.shape)).any((-2, -1))
 
     if rows * columns == 0:
         return jnp.zeros((*leading, rows, columns), bool)

@@ -174,7 +174,7 @@ class FlashAttention(Operation):
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
-        """2 for each pair that is seen and each feature of a product; None where values decide what is seen.
+        """2 for each visible pair and each feature of a product; None where values decide which are visible.
 
         The products are s = q·kᵀ; forward p·v; one for each tangent or gradient of q, k and v; and with one of q or k
         also do·vᵀ (or ṡ·v).

@@ -58,7 +58,7 @@ def page_plan(
             for `ragged_page_attention`. Left out for `page_attention`: one token of each.
         num_seqs: how many of the N sequences there are, with query_start_loc; all of them by default.
         page_size: slots of a page.
-        num_tokens: T, the tokens that the step has room for; with query_start_loc.
+        num_tokens: T, the tokens of the step at most, padding counted; with query_start_loc.
         tokens_per_item: tokens of a row at most; with query_start_loc.
         drafts: W of a draft_mask [T, W], if the operation is given one.
         window: that of the operation.

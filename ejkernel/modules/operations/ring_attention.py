@@ -83,7 +83,7 @@ def ring_attention(
     any order. With n devices, a strategy is how keys meet queries:
 
     "ring": k and v go round in n − 1 hops, a `ppermute` of k and one of v each, under way while the hop before is
-    computed; hops, and parts of them, in which nothing is seen are neither sent nor computed. Of the forward q, k,
+    computed; hops, and parts of them, in which all is masked are neither sent nor computed. Of the forward q, k,
     v, o and lse are kept, and no device ever has the keys of more than two others: the memory of a gradient does not
     grow with n. A backward fetches k and v again, computes the forward of a hop again, and sends dk and dv home.
     "all_gather": k and v of all devices are gathered, in a backward once more, and attended to in one call, or two in

@@ -128,14 +128,14 @@ def hidden(call, x):
     ok, groups = _seen(call, x), call.sizes["g"]
     B, H, _, K = ok.shape
     keys = ok.any(2).reshape(B, groups, H // groups, K).any(2).swapaxes(1, 2)[..., None]
-    seen = {"q": ok.any(3).swapaxes(1, 2)[..., None], "k": keys, "v": keys}
+    used = {"q": ok.any(3).swapaxes(1, 2)[..., None], "k": keys, "v": keys}
     if "cu_seqlens_q" in x:
-        seen = {name: a[0] for name, a in seen.items()}
+        used = {name: a[0] for name, a in used.items()}
     if "bias" in x:
         shape = (1,) * (4 - x["bias"].ndim) + x["bias"].shape
         shared = tuple(axis for axis, n in enumerate(shape) if n == 1)
-        seen["bias"] = np.broadcast_to(ok.any(shared, keepdims=True), shape).reshape(x["bias"].shape)
-    return {name: ~np.broadcast_to(a, call.shape(name)) for name, a in seen.items()}
+        used["bias"] = np.broadcast_to(ok.any(shared, keepdims=True), shape).reshape(x["bias"].shape)
+    return {name: ~np.broadcast_to(a, call.shape(name)) for name, a in used.items()}
 
 
 def unheard(call, x):

@@ -180,20 +180,20 @@ def decode_kernel(
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     for tile in tl.range(begin, end):
         position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        seen = (position >= low) & (position < high)
-        page, slot = place(block_tables, sequence, position, seen, problem)
+        visible = (position >= low) & (position < high)
+        page, slot = place(block_tables, sequence, position, visible, problem)
         keys = tl.load(
             k + rows_at(k_strides, batch, page, slot, group)[:, None] * problem.D + d[None, :],
-            mask=seen[:, None] & (d < problem.D)[None, :],
+            mask=visible[:, None] & (d < problem.D)[None, :],
             other=0.0,
         )
-        factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group, seen)
+        factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group, visible)
         s = tl.dot(queries, tl.trans(in_dtype(keys, queries)), input_precision="ieee") * problem.scale
         if factor is not None:
             s *= factor[None, :]
         if problem.softcap is not None:
             s = problem.softcap * tanh(s * (1 / problem.softcap))
-        s = tl.where(seen[None, :], s * LOG2E, float("-inf"))
+        s = tl.where(visible[None, :], s * LOG2E, float("-inf"))
         highest = tl.maximum(maximum, tl.max(s, 1))
         base = tl.where(highest == float("-inf"), 0.0, highest)
         p = tl.exp2(s - base[:, None])
@@ -201,10 +201,10 @@ def decode_kernel(
         total = total * alpha + tl.sum(p, 1)
         values = tl.load(
             v + rows_at(v_strides, batch, page, slot, group)[:, None] * problem.V + e[None, :],
-            mask=seen[:, None] & (e < problem.V)[None, :],
+            mask=visible[:, None] & (e < problem.V)[None, :],
             other=0.0,
         )
-        factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, seen)
+        factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, visible)
         if factor is not None:
             p *= factor[None, :]
         values = in_dtype(values, queries)
@@ -217,14 +217,14 @@ def decode_kernel(
 
 
 @triton.jit
-def place(block_tables, sequence, position, seen, problem: tl.constexpr):
+def place(block_tables, sequence, position, visible, problem: tl.constexpr):
     """Page and slot of the keys at these positions; a page that is not in the pool is the nearest one that is."""
     if block_tables is None:
         page = position * 0 + sequence % problem.B
         slot = position
     else:
         at = sequence.to(tl.int64) * problem.columns + position // problem.page
-        page = tl.load(block_tables + at, mask=seen, other=0)
+        page = tl.load(block_tables + at, mask=visible, other=0)
         page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
         slot = position % problem.page
     return page, slot
@@ -242,12 +242,12 @@ def rows_at(strides: tl.constexpr, batch, page, slot, group):
 
 
 @triton.jit
-def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, seen):
-    """The factors of a tile of keys or values, 0 for those that are not seen; None where there are none."""
+def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, visible):
+    """The factors of a tile of keys or values, 0 for those that are not visible; None where there are none."""
     if scales is None:
         return
     else:
-        return tl.load(scales + rows_at(strides, batch, page, slot, group), mask=seen, other=0.0)
+        return tl.load(scales + rows_at(strides, batch, page, slot, group), mask=visible, other=0.0)
 
 
 @triton.jit

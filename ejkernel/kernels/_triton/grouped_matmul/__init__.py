@@ -1,4 +1,4 @@
-"""grouped_matmul in Triton: the portable GPU tier (CUDA from sm_80 on, and ROCm).
+"""grouped_matmul in Triton: the portable GPU kernels (CUDA from sm_80 on, and ROCm).
 
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """

@@ -1,4 +1,4 @@
-"""What nobody sees may be NaN, in XLA: no result, gradient or tangent knows of it."""
+"""Fully masked queries and keys may be NaN, in XLA: no result, gradient or tangent depends on them."""
 
 import functools
 

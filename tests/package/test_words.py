@@ -1,0 +1,147 @@
+"""The library is written in the words of FlashAttention, CUTLASS, Triton and JAX: others are in no name and no text.
+
+A kernel engineer has to find the words that they know. CONTRIBUTING.md has the glossary.
+"""
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What is not written, in any name, comment, docstring or message, and what is written instead.
+BANISHED = {
+    "afresh": "again",
+    "blind": "fully masked",
+    "dead": "fully masked, unused",
+    "dealt": "assigned, scheduled",
+    "face, faces": "API: the lax API, the modules API",
+    "fade, fades, faded, fading": "decay, rescale",
+    "floor, floors": "layer",
+    "frame, frames": "tile, block",
+    "holder, holders": "consumer, owner",
+    "lift, lifts, lifted, lifting": "add, scale",
+    "octave, octaves": "power of two",
+    "reach, reaches, reached, reaching": "block range, limit; get, enter",
+    "roof, roofs": "the layer above all",
+    "room, rooms": "folder, package; shared memory, limit",
+    "slack": "tolerance, margin",
+    "tier, tiers": "kernels of a platform",
+    "turns": "alternately, interleaved, ping-pong",
+    "unseen": "fully masked",
+    "visit, visits, visited, visiting": "compute; work item, block range",
+    "walk, walks, walked, walking": "loop, schedule",
+}
+FORMS = {form for forms in BANISHED for form in forms.split(", ")}
+# Whole names that say nothing; in a sentence the words may stand.
+NO_NAMES = {"seen", "_seen"}  # visible
+# `math.floor`, `ast.walk`.
+ATTRIBUTES = {"floor", "walk"}
+# The name of `kernels/_tier.py`, which files below import.
+TIER = {"Tier", "_tier"}
+
+# The words that are left. These files are the source that keys the configs of modules/tuned, measured on a GPU: an
+# edit, even of a comment, makes them stale. The next change after which they are measured again removes the words too.
+LEFT: dict[str, set[str]] = {
+    "ejkernel/kernels/_pallas/gpu/_launch.py": {"room"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/__init__.py": {"visit"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/backward.py": {"visit"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/configs.py": {"room"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/dkv_consumers.py": {"room", "seen", "visit"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/forward.py": {"room"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/mainloop.py": {"seen", "visit"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/mask_info.py": {"visits"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/plan.py": {"room"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/problem.py": {"floor", "visit"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/tangent.py": {"room"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/tangent_rows.py": {"_seen", "room", "seen", "visit"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/tile_scheduler.py": {"room"},
+    "ejkernel/kernels/_pallas/gpu/flash_attention/tiles.py": {"seen"},
+    "ejkernel/kernels/_pallas/gpu/grouped_matmul/__init__.py": {"tier"},
+    "ejkernel/kernels/_pallas/gpu/grouped_matmul/configs.py": {"room"},
+    "ejkernel/kernels/_pallas/gpu/grouped_matmul/matrices.py": {"room", "visit", "visited"},
+    "ejkernel/kernels/_triton/_launch.py": {"dead"},
+    "ejkernel/kernels/_triton/flash_attention/__init__.py": {"tier"},
+    "ejkernel/kernels/_triton/flash_attention/bias_gradient.py": {"seen"},
+    "ejkernel/kernels/_triton/flash_attention/configs.py": {"room"},
+    "ejkernel/kernels/_triton/flash_attention/problem.py": {"room"},
+    "ejkernel/kernels/_visibility.py": {"seen"},
+    "ejkernel/kernels/_xla/_attention.py": {"dead", "seen"},
+    "ejkernel/kernels/_xla/flash_attention.py": {"dead", "seen", "visits"},
+}
+
+
+def sources() -> list[Path]:
+    return sorted(path for folder in ("ejkernel", "lowering") for path in (ROOT / folder).rglob("*.py"))
+
+
+def words_of(name: str) -> set[str]:
+    """`for_tileMask` → for, tile, mask."""
+    return {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+@cache
+def found(source: str) -> frozenset[tuple[int, str]]:
+    """The banished words in a Python source, with their lines."""
+    return frozenset(_found(source))
+
+
+def _found(source: str) -> Iterator[tuple[int, str]]:
+    before = ""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME:
+            if not (before == "." and token.string in ATTRIBUTES):
+                yield from ((token.start[0], word) for word in _banished(token.string) | NO_NAMES & {token.string})
+        elif token.type == tokenize.COMMENT or tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE"):
+            for number, line in enumerate(token.string.splitlines(), token.start[0]):
+                yield from ((number, word) for name in re.findall(r"\w+", line) for word in _banished(name))
+        before = token.string
+
+
+def _banished(name: str) -> set[str]:
+    return set() if name in TIER else FORMS & words_of(name)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_banished_word(path):
+    left = LEFT.get(str(path.relative_to(ROOT)), set())
+    lines = sorted((number, word) for number, word in found(path.read_text(encoding="utf-8")) if word not in left)
+    assert lines == [], "\n".join(f"{path.relative_to(ROOT)}:{number}: {word}" for number, word in lines)
+
+
+def test_names_of_files():
+    named = {str(path.relative_to(ROOT)): _banished(path.stem) for path in sources()}
+    assert {path: words for path, words in named.items() if words} == {}
+
+
+def test_words_that_are_left_are_there():
+    """A word that has gone from a file goes from the list."""
+    there = {path: {word for _, word in found((ROOT / path).read_text(encoding="utf-8"))} for path in LEFT}
+    assert {path: words - there[path] for path, words in LEFT.items() if words - there[path]} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def walk(tiles): ...",
+        "class TileVisits: ...",
+        "_ROOM = 1",
+        "seen = keys < stop",
+        '"""The tiles that a block visits."""',
+        "x = 1  # a blind query",
+        'raise ValueError(f"{name}: no room for {size} bytes")',
+        "def public():\n    '''Lines before.\n\n    Both faces of it.\n    '''\n",
+    ],
+)
+def test_a_word_that_is_put_back_is_found(source):
+    assert found(source)
+
+
+def test_words_that_contain_others_are_written():
+    assert not found("import frameworks  # rooflines and interfaces are reachable; a query is seen\n")
+    assert not found("_tier = Tier(math.floor(placeholders))\n")
