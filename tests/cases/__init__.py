@@ -59,9 +59,10 @@ def each(
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
-def each_by_kind(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """Runs a test for each of the cases, in the core for the first one of each kind: what is tested is the kind's."""
-    params = [pytest.param(case, id=str(case), marks=core_of_kind(case, cases)) for case in cases]
+def each_by_kind(cases: Sequence[Case], rest: Sequence[pytest.MarkDecorator] = ()) -> pytest.MarkDecorator:
+    """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind."""
+    marks = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
+    params = [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", params)
 
 

@@ -1,11 +1,12 @@
 """`jax.export` carries an operation and its gradient to other processes and platforms in one artifact."""
 
 import jax
+import pytest
 from cases import (
+    CASES,
     DIFFERENTIABLE,
     assert_close,
     each,
-    each_case,
     each_operation,
     first_of_each,
     gradient,
@@ -28,7 +29,7 @@ def sent(f, *args, vjp_order=0):
     return received.call
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_export(case):
     arrays = case.arrays()
     assert_close(sent(case.call, arrays)(arrays), oracle(case)(arrays))
@@ -77,7 +78,7 @@ def types(case):
     }
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_export_for_every_size(case):
     call = sent(case.call, types(case))
     cases = [case.resized(dict(b=2 * case.sizes["b"])), case] if "b" in case.sizes else [case]

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from cases import DIFFERENTIABLE, assert_close, each_differentiable, gradient, oracle, tangent
+from cases import DIFFERENTIABLE, assert_close, each, each_differentiable, gradient, oracle, tangent
 from programs import equations
 
 
@@ -16,7 +16,7 @@ def test_grad(case):
     assert_close(found, oracle(case, gradient)(arrays, cotangents))
 
 
-@each_differentiable
+@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_grad_of_each_result(case):
     """The cotangent of one result alone: the others' are symbolic zeros."""
     arrays = case.arrays()

@@ -31,7 +31,7 @@ from sharded import (
 )
 
 
-@each_program(CASES)
+@each_program(CASES, rest=(pytest.mark.slow,))
 def test_explicit(case, transform):
     assert check(case, transform, both(case), mesh_of(AxisType.Explicit)) == needed(case, both(case), transform)
 
@@ -149,7 +149,7 @@ def batched(case):
     return [name for name, x in case.operands.items() if x.axes.split()[:1] == ["b"]]
 
 
-@each_by_kind(CASES)
+@each_by_kind(CASES, rest=(pytest.mark.slow,))
 def test_explicit_axis_that_must_be_whole(case):
     """The error says which axis it is, over what it is sharded, and what to do instead."""
     for letter in whole_axes(case):

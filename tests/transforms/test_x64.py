@@ -1,10 +1,11 @@
 """Where JAX is in its 64-bit mode, arrays of 32 bits give what they give elsewhere: no index grows wider."""
 
 import jax
+import pytest
 from cases import CASES, assert_close, each, first_of_each, gradient, oracle
 
 
-@each(CASES, first=())
+@each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_eval(case):
     arrays = case.arrays()
     with jax.enable_x64(True):

@@ -114,10 +114,10 @@ class RaggedDecodeAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences of up to 128 keys."""
+        """Three sequences of up to 128 keys."""
         array = jax.ShapeDtypeStruct
-        q, kv = array((4, 4, 128), jnp.bfloat16), array((4, 128, 2, 128), jnp.bfloat16)
-        return dict(q=q, k=kv, v=kv, **{name: array((4,), jnp.int32) for name in ("sequence_start", "sequence_end")})
+        q, kv = array((3, 4, 128), jnp.bfloat16), array((3, 128, 2, 128), jnp.bfloat16)
+        return dict(q=q, k=kv, v=kv, **{name: array((3,), jnp.int32) for name in ("sequence_start", "sequence_end")})
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
