@@ -41,7 +41,8 @@ def work_list(
     Every segment has an item for each of its tiles, and `at_least` so many if it is empty. The items of one that is not
     `active` have no rows.
     """
-    first = jnp.minimum(starts, ends) // size
+    # That of an empty segment is the tile of the row before it: behind the last row there may be none.
+    first = jnp.where(ends > starts, starts, jnp.maximum(starts - 1, 0)) // size
     needed = jnp.where(ends > starts, (ends - 1) // size - first + 1, at_least)
     after = jnp.cumsum(needed, dtype=jnp.int32)
     item = jnp.arange(count, dtype=jnp.int32)
