@@ -11,6 +11,7 @@ from .grouped_matmul import grouped_matmul
 from .lightning_attention import lightning_attention
 from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
+from .multi_latent_page_attention import multi_latent_page_attention
 from .page_attention import page_attention
 from .page_plan import page_plan
 from .ragged_decode_attention import ragged_decode_attention
@@ -29,6 +30,7 @@ __all__ = [
     "lightning_attention",
     "mean_pooling",
     "merge_attention",
+    "multi_latent_page_attention",
     "page_attention",
     "page_plan",
     "ragged_decode_attention",

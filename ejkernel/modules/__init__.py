@@ -17,6 +17,7 @@ from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
 from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
+from .operations.multi_latent_page_attention import MultiLatentPageAttention
 from .operations.page_attention import PageAttention
 from .operations.page_plan import page_plan
 from .operations.ragged_decode_attention import RaggedDecodeAttention
@@ -32,6 +33,7 @@ gla = _function(GLA)
 grouped_matmul = _function(GroupedMatmul)
 lightning_attention = _function(LightningAttention)
 mean_pooling = _function(MeanPooling)
+multi_latent_page_attention = _function(MultiLatentPageAttention)
 page_attention = _function(PageAttention)
 ragged_decode_attention = _function(RaggedDecodeAttention)
 ragged_page_attention = _function(RaggedPageAttention)
@@ -49,6 +51,7 @@ __all__ = [
     "KernelConfig",
     "LightningAttention",
     "MeanPooling",
+    "MultiLatentPageAttention",
     "PageAttention",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
@@ -64,6 +67,7 @@ __all__ = [
     "lightning_attention",
     "mean_pooling",
     "merge_attention",
+    "multi_latent_page_attention",
     "page_attention",
     "page_plan",
     "ragged_decode_attention",

@@ -89,6 +89,26 @@ WRONG_DECODE = {
     "float ends": (dict(sequence_start=f32(3)), TypeError, "sequence_start has dtype float32; it must be an integer"),
 }  # fmt: skip
 
+LATENT = dict(
+    q_latent=f32(12, 4, 16),
+    q_rope=f32(12, 4, 8),
+    pages=f32(10, 8, 24),
+    context_lens=i32(3),
+    block_tables=i32(3, 5),
+    query_start_loc=i32(4),
+    num_seqs=i32(1),
+)
+WRONG_LATENT = {
+    "rank": (dict(q_rope=f32(1, 12, 4, 8)), ValueError, "q_rope has 4 axes; it must have 3: tokens, heads, features"),
+    "rank of pages": (dict(pages=f32(10, 8, 1, 24)), ValueError, "pages has 4 axes; it must have 3: pages, slots of a"),
+    "heads": (dict(q_rope=f32(12, 2, 8)), ValueError, "q_rope must be [12, 4] of features, at least one, as q_latent"),
+    "features": (dict(pages=f32(10, 8, 16)), ValueError, "pages has 16 features but q_latent and q_rope have 16 and"),
+    "dtypes": (dict(q_rope=f16(12, 4, 8)), TypeError, "q_rope is float16 but q_latent is float32; they must be equal"),
+    "scale": (dict(k_scale=f32(10, 8)), ValueError, "k_scale has the shape (10, 8); it must be a scalar, [1] of the"),
+    "drafts": (dict(draft_mask=array_of(jnp.bool_, 3, 4)), ValueError, "draft_mask must be [12, drafts], at"),
+    "plan": (dict(plan=i32(2, 2, 8)), ValueError, "plan has 2 rows; that of such a step has from 3 to 15"),
+}  # fmt: skip
+
 
 def refused(operation, arguments, error, says, face):
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
@@ -119,6 +139,11 @@ def test_ragged_page_attention(changes, error, says):
 @each(WRONG_DECODE)
 def test_ragged_decode_attention(changes, error, says):
     refused("ragged_decode_attention", DECODE | changes, error, says, ejkernel.lax)
+
+
+@each(WRONG_LATENT)
+def test_multi_latent_page_attention(changes, error, says):
+    refused("multi_latent_page_attention", LATENT | changes, error, says, ejkernel.lax)
 
 
 def test_the_modules_name_their_own_options():

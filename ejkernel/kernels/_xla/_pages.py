@@ -238,6 +238,21 @@ def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: A
     return Places(sequence, starts[sequence + 1] - starts[sequence], position, valid & (position >= 0))
 
 
+def ragged_queries(x: Any, q: Array, size: int, spec: CacheSpec) -> Queries:
+    """The tokens q [t,h,d] of a step with the tables x and pages of that size.
+
+    Each sees the keys up to its own, or the cached ones and drafts; within the window, and in its table.
+    """
+    at = places(q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
+    stop, cached = at.position + 1, None
+    if x.draft_mask is not None:
+        stop = x.context_lens[at.sequence]
+        cached = stop - at.length
+    first, stop = seen_until(at.position, jnp.where(at.valid, stop, 0), spec)
+    stop = jnp.minimum(stop, x.block_tables.shape[1] * size)
+    return Queries(q, at.sequence, first, stop, at.valid, cached, x.draft_mask, sinks_of(x.sinks, q.shape[0]))
+
+
 def of_pages(block_tables: Array, pages: int, size: int, read: Callable[[Array], tuple[Array, Array]]) -> Fetch:
     """Fetches keys from `pages` of `size` slots, by the tables [n,j]; `read` gives those of pages [t,c], [t,c,s,g,·].
 

@@ -17,7 +17,7 @@ from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
-from ._pages import Fetch, Queries, attend, dequantised, formula, of_pages, over_batch, places, seen_until, sinks_of
+from ._pages import Fetch, attend, dequantised, formula, of_pages, over_batch, ragged_queries
 
 
 def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
@@ -25,7 +25,7 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
 
     def step(x: Operands) -> Outputs:
         length = x.block_tables.shape[1] * x.kv_pages.shape[1]
-        return Outputs(*formula(_queries(x, spec), _fetch(x), length, spec))
+        return Outputs(*formula(ragged_queries(x, x.q, x.kv_pages.shape[1], spec), _fetch(x), length, spec))
 
     return over_batch(step, Operands(*operands))
 
@@ -61,19 +61,9 @@ def ragged_page_attention(
 
 def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
     keys = config.pages_per_block * x.kv_pages.shape[1]
-    return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, spec))
-
-
-def _queries(x: Operands, spec: CacheSpec) -> Queries:
-    """Each token sees the keys up to its own, or the cached ones and drafts; within the window, and in its table."""
-    at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
-    stop, cached = at.position + 1, None
-    if x.draft_mask is not None:
-        stop = x.context_lens[at.sequence]
-        cached = stop - at.length
-    first, stop = seen_until(at.position, jnp.where(at.valid, stop, 0), spec)
-    stop = jnp.minimum(stop, x.block_tables.shape[1] * x.kv_pages.shape[1])
-    return Queries(x.q, at.sequence, first, stop, at.valid, cached, x.draft_mask, sinks_of(x.sinks, x.q.shape[0]))
+    return Outputs(
+        *attend(ragged_queries(x, x.q, x.kv_pages.shape[1], spec), _fetch(x), keys, config.queries_per_block, spec)
+    )
 
 
 def _fetch(x: Operands) -> Fetch:

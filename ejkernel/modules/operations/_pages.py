@@ -14,6 +14,7 @@ from ...ops.utils.operands import is_array, random_like
 from ...primitives._pages import CacheSpec
 from ._arguments import (
     array,
+    array_or_none,
     int32,
     require_dtype,
     require_known,
@@ -134,6 +135,18 @@ def scale_of_pages(operation: str, name: str, scale, pages, groups: int, q):
         rule = f"it must be a scalar, [{groups}] of the heads, or {list(of_slots)} of slots and heads"
         raise value_error(operation, f"{name} has the shape {scale.shape}; {rule}", **{name: scale})
     return jnp.expand_dims(scale.astype(dtype), tuple(range(4 - len(scale.shape))))
+
+
+def mask_of_drafts(operation: str, mask, tokens: Any):
+    """A draft_mask [tokens, drafts] as [1, tokens, drafts]; None without one."""
+    mask = array_or_none(operation, "draft_mask", mask)
+    if mask is None:
+        return None
+    require_rank(operation, 2, "tokens, drafts", draft_mask=mask)
+    require_dtype(operation, np.bool_, "bool", draft_mask=mask)
+    if mask.shape[0] != tokens or mask.shape[1] == 0:
+        raise value_error(operation, f"draft_mask must be [{tokens}, drafts], at least one draft", draft_mask=mask)
+    return mask[None]
 
 
 def plan_of_step(operation: str, plan, least: Any, most: Any):

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
 
 from ...errors import value_error
@@ -15,7 +14,7 @@ from ...primitives.ragged_page_attention import ragged_page_attention as primiti
 from ...types import Sinks, Window
 from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from .._operation import Operation, Prepared
-from ._arguments import align, array, array_or_none, int32, require_dtype, require_rank, static_bool
+from ._arguments import align, array, int32, require_rank, static_bool
 from ._attention import sinks_of_heads
 from ._pages import (
     RENAMED,
@@ -25,6 +24,7 @@ from ._pages import (
     check_heads,
     check_tables,
     count_of_sequences,
+    mask_of_drafts,
     plan_of_step,
     scale_of_pages,
     synthetic_step,
@@ -119,7 +119,7 @@ def ragged_page_attention_arguments(
         sinks=sinks_of_heads(NAME, sinks, heads, q),
         k_scale=scale_of_pages(NAME, "k_scale", k_scale, kv_pages, groups, q),
         v_scale=scale_of_pages(NAME, "v_scale", v_scale, kv_pages, groups, q),
-        draft_mask=_draft_mask(draft_mask, q),
+        draft_mask=mask_of_drafts(NAME, draft_mask, q.shape[0]),
         plan=plan_of_step(NAME, plan, count, count + tokens),
     )
     most = tables["block_tables"].shape[1]
@@ -138,17 +138,6 @@ def _check_arrays(q, kv_pages) -> None:
         rule = "there must be a key and a value for each"
         raise value_error(NAME, f"kv_pages has {both} keys and values of heads; {rule}", q=q, kv_pages=kv_pages)
     check_heads(NAME, q, "kv_pages", kv_pages, groups=both // 2, features=kv_pages.shape[3])
-
-
-def _draft_mask(mask, q):
-    mask = array_or_none(NAME, "draft_mask", mask)
-    if mask is None:
-        return None
-    require_rank(NAME, 2, "tokens, drafts", draft_mask=mask)
-    require_dtype(NAME, np.bool_, "bool", draft_mask=mask)
-    if mask.shape[0] != q.shape[0] or mask.shape[1] == 0:
-        raise value_error(NAME, f"draft_mask must be [{q.shape[0]}, drafts], at least one draft", draft_mask=mask, q=q)
-    return mask[None]
 
 
 class RaggedPageAttention(Operation):

@@ -1,0 +1,167 @@
+"""multi_latent_page_attention as an operation: from public arguments to those of the primitive, and back."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
+
+from ...errors import value_error
+from ...primitives.multi_latent_page_attention import Operands
+from ...primitives.multi_latent_page_attention import multi_latent_page_attention as primitives
+from ...types import Sinks, Window
+from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from .._operation import Operation, Prepared
+from ._arguments import align, array, int32, require_known, require_rank, require_same_dtype, static_bool
+from ._attention import sinks_of_heads
+from ._pages import (
+    RENAMED,
+    cache_spec,
+    check_cache,
+    check_tables,
+    count_of_sequences,
+    mask_of_drafts,
+    plan_of_step,
+    scale_of_pages,
+    synthetic_step,
+)
+
+NAME = primitives.name
+
+
+def multi_latent_page_attention_arguments(
+    q_latent: Float[Array, "tokens q_heads latent_dim"],
+    q_rope: Float[Array, "tokens q_heads rope_dim"],
+    pages: Float[Array, "pages page_size latent_dim+rope_dim"] | Int8[Array, "pages page_size latent_dim+rope_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    sinks: Sinks | None = None,
+    k_scale: float | Float[Array, ""] | Float[Array, " 1"] | Float[Array, "pages page_size 1"] | None = None,
+    plan: Int32[Array, "rows items 8"] | None = None,
+    draft_mask: Bool[Array, "tokens drafts"] | None = None,
+    *,
+    window: Window | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+) -> Prepared[
+    Float[Array, "tokens q_heads latent_dim"]
+    | tuple[Float[Array, "tokens q_heads latent_dim"], Float[Array, "tokens q_heads"]]
+]:
+    """Multi-head latent attention over a paged cache, in its absorbed form: prefill, decode and drafts as they come.
+
+    The cache holds for each position one latent c_j [R] and one rotary part r_j [Dr], which all heads share. With the
+    projections of keys absorbed into the queries and those of values left to the caller, token i of sequence n, which
+    stands at position p = context_lens[n] − q_len[n] + i, sees the positions j ≤ p, within the window:
+
+        s_j = softmax_scale · (q_latent·c_j + q_rope·r_j),   then softcap · tanh(s_j / softcap)
+        lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · c_j
+
+    Position j stands in slot j % page of page block_tables[n, j // page], that of the token itself too. Forward only:
+    it has no derivative. Slots past a context may hold anything, NaN too.
+
+    Args:
+        q_latent: the queries [T, H, R] of the step's tokens against latents, one sequence after the other: those of
+            q [T, H, Dn] without position times the keys' projection, Σ_d q_td · w_kc[r, h, d].
+        q_rope: their rotary parts [T, H, Dr], in the same float dtype.
+        pages: the pool [P, page, R + Dr], a latent and then its rotary part, in that dtype, float8_e4m3fn or int8.
+        context_lens: [N] integers: the tokens of each sequence, those of the step included.
+        block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
+            context may be anything. A page outside the pool is read as the nearest one in it.
+        query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
+        num_seqs: how many of the N sequences there are, [1] integers or an int; the entries of the others, and tokens
+            past query_start_loc[num_seqs], may hold anything.
+        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
+        k_scale: a factor of the numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
+        plan: how the work is divided, from `page_plan` of these lengths; made anew where it is not given. The results
+            are the same with and without it.
+        draft_mask: [T, W] bool, a tree of speculated tokens, as of `ragged_page_attention`.
+        window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
+        softcap: bound of the logits.
+        softmax_scale: a static number, (R + Dr)**-0.5 by default: of the features that are multiplied here. That of a
+            model is usually (Dn + Dr)**-0.5, which cannot be known here.
+        num_splits: into how many parts the keys of a token are cut and computed side by side, where the implementation
+            should not choose; at most as many as pages. It changes no more than the rounding.
+        return_lse: also return lse.
+        batch_invariant: only implementations that give a token the same bits whatever else is in the step.
+
+    Returns:
+        o [T, H, R] in q_latent's dtype; with return_lse (o, lse [T, H] float32). Tokens of no sequence have o = 0 and
+        lse = −∞.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        NotImplementedError: a derivative is asked for.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    DeepSeek-V2, arXiv 2405.04434; PagedAttention, arXiv 2309.06180.
+    """
+    arrays = dict(q_latent=q_latent, q_rope=q_rope, pages=pages)
+    q_latent, q_rope, pages = (array(NAME, name, x) for name, x in arrays.items())
+    tables = dict(context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc)
+    tables = {name: array(NAME, name, x) for name, x in tables.items()}
+    _check_arrays(q_latent, q_rope, pages)
+    check_tables(NAME, **tables)
+    (tokens, heads, _), count = q_latent.shape, tables["context_lens"].shape[0]
+    operands = Operands(
+        q_latent[None],
+        q_rope[None],
+        pages[None],
+        **{name: int32(x)[None] for name, x in tables.items()},
+        num_seqs=count_of_sequences(NAME, num_seqs, **tables),
+        sinks=sinks_of_heads(NAME, sinks, heads, q_latent),
+        k_scale=scale_of_pages(NAME, "k_scale", k_scale, pages, 1, q_latent),
+        plan=plan_of_step(NAME, plan, count, count + tokens),
+        draft_mask=mask_of_drafts(NAME, draft_mask, tokens),
+    )
+    if softmax_scale is None:
+        require_known(NAME, "the number of features, of which softmax_scale is a power,", pages.shape[2], pages=pages)
+        softmax_scale = pages.shape[2] ** -0.5
+    most = tables["block_tables"].shape[1]
+    spec = cache_spec(NAME, q_latent, window, softcap, softmax_scale, num_splits, most, batch_invariant=batch_invariant)
+    return_lse = static_bool(NAME, "return_lse", return_lse)
+    named = align(primitives.forward, {name: x for name, x in operands._asdict().items() if x is not None})
+    return Prepared(named, spec, lambda out: (out["o"][0], out["lse"][0]) if return_lse else out["o"][0])
+
+
+def _check_arrays(q_latent, q_rope, pages) -> None:
+    shown = dict(q_latent=q_latent, q_rope=q_rope)
+    require_rank(NAME, 3, "tokens, heads, features", **shown)
+    require_rank(NAME, 3, "pages, slots of a page, features of a latent and of its rotary part", pages=pages)
+    require_same_dtype(NAME, **shown)
+    check_cache(NAME, q_latent, pages=pages)
+    if q_rope.shape[:2] != q_latent.shape[:2] or q_rope.shape[2] == 0:
+        rule = f"q_rope must be {list(q_latent.shape[:2])} of features, at least one, as q_latent is"
+        raise value_error(NAME, rule, **shown)
+    if pages.shape[2] != q_latent.shape[2] + q_rope.shape[2]:
+        both = f"q_latent and q_rope have {q_latent.shape[2]} and {q_rope.shape[2]}"
+        rule = "pages must have as many as both"
+        raise value_error(NAME, f"pages has {pages.shape[2]} features but {both}; {rule}", **shown, pages=pages)
+
+
+class MultiLatentPageAttention(Operation):
+    """Latent attention over a paged cache: `ejkernel.lax.multi_latent_page_attention` as a kernel object."""
+
+    algorithm = primitives
+    config_class = RaggedPageAttentionConfig
+    prepare_arguments = staticmethod(multi_latent_page_attention_arguments)
+    renamed: ClassVar = RENAMED
+
+    @classmethod
+    def example(cls) -> dict[str, Any]:
+        """Four sequences that share 64 tokens and have four pages of 16 each."""
+        array = jax.ShapeDtypeStruct
+        shapes = dict(q_latent=(64, 4, 128), q_rope=(64, 4, 64), pages=(16, 16, 192))
+        tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))
+        made = {name: array(of, jnp.bfloat16) for name, of in shapes.items()}
+        return made | {name: array(of, jnp.int32) for name, of in tables.items()}
+
+    @classmethod
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+        """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+        return synthetic_step(operands, operands["q_latent"].shape[1], *operands["pages"].shape[1:3])

@@ -1,0 +1,83 @@
+"""Steps of multi_latent_page_attention with prefill, decode, and a sequence without tokens. Devices split the heads.
+
+The tables fit together whichever of them is of which seed: sequences share pages. Slots of a page are the letter z: its
+size is known. Of f = c + d features of a slot c are the latent.
+"""
+
+import numpy as np
+
+from . import ragged_page_attention as ragged
+from ._case import Case, Operand
+from ._feature import DTYPES, operand, option, plain, sized
+from .page_attention import no_work, positive, small_integers
+
+SIZES = dict(t=10, h=4, c=12, d=4, f=16, p=10, z=4, n=4, m=5, j=4, w=3, one=1)
+TABLES = {n: x for n, x in ragged.OPERANDS.items() if n not in ("q", "kv_pages")}
+OPERANDS = dict(q_latent="t h c", q_rope="t h d", pages="p z f") | TABLES
+
+
+def case(name, sizes=(), operands=(), **options):
+    results = ("t h c", "t h") if options.get("return_lse") else ("t h c",)
+    sizes, operands = {**SIZES, **dict(sizes)}, {**OPERANDS, **dict(operands)}
+    return Case("multi_latent_page_attention", name, sizes, operands, results, options)
+
+
+CASES = (
+    case("mixed", return_lse=True),
+    case("window_softcap_sinks", dict(x=2), dict(sinks="h x"), window=5, softcap=2.0, softmax_scale=0.5, num_splits=3),
+    case("int8", operands=dict(pages=Operand("p z f", small_integers), k_scale=Operand("p z one", positive))),
+    case(
+        "drafts",
+        dict(l=7, i=2),
+        dict(draft_mask=Operand("t w", ragged.tree), plan=Operand("l i 8", no_work), k_scale=Operand("", positive)),
+        window=6,
+        return_lse=True,
+    ),
+)
+
+
+# --- For the tests of precision ---------------------------------------------------------------------------------------
+
+
+def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(), context=60):
+    """64 tokens of 4 heads, among them one that decodes, with contexts of that many."""
+    of = ragged.family(name, values, sizes, context)
+    tables = {n: x for n, x in of.operands.items() if n in TABLES}
+    arrays = {n: Operand(axes, values) for n, axes in dict(q_latent="t h c", q_rope="t h d", pages="p z f").items()}
+    return case(name, {**of.sizes, "c": 48, "d": 16, "f": 64}, tables | arrays, return_lse=True)
+
+
+FAMILIES = (
+    family("normal"),
+    family("large", lambda rng, shape: 30 * rng.standard_normal(shape)),
+    family("one_hot", lambda rng, shape: 8 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]),
+    family("long_uniform", lambda rng, shape: 1 + 1e-3 * rng.standard_normal(shape), dict(z=128, p=64, j=16), 2000),
+)
+
+# --- For the tests of pairs of features -------------------------------------------------------------------------------
+
+PLAIN = plain(
+    "multi_latent_page_attention",
+    dict(t=64, h=4, c=128, d=64, f=192, p=10, z=16, n=4, m=5, j=4, one=1, x=2, w=3, l=5, i=2),
+    OPERANDS,
+)
+
+FEATURES = DTYPES | {
+    "all sequences": operand("sequences", num_seqs=Operand("", lambda rng, shape: np.int32(4))),
+    "int8": operand("pages", pages=Operand("p z f", small_integers)),
+    "scale": operand("scale", k_scale=Operand("", positive)),
+    "scale of slots": operand("scale", k_scale=Operand("p z one", positive)),
+    "sinks": operand("sinks", sinks="h"),
+    "several sinks": operand("sinks", sinks="h x"),
+    "drafts": operand(draft_mask=Operand("t w", ragged.tree)),
+    "plan": operand(plan=Operand("l i 8", no_work)),
+    "window": option("window", window=20),
+    "window to the left": option("window", window=(20, None)),
+    "softcap": option(softcap=20.0),
+    "static scale": option(softmax_scale=0.3),
+    "splits": option(num_splits=2),
+    "lse": option(return_lse=True),
+    "batch invariant": option(batch_invariant=True),
+    "one token": sized("tokens", t=1),
+    "one head": sized("heads", h=1),
+}

@@ -1,0 +1,58 @@
+"""Calls of multi_latent_page_attention, which has no derivative; tables fit together whichever seeds they are of."""
+
+import numpy as np
+
+from ..formulas.multi_latent_page_attention import formula
+from ._cache import draw_options, hidden_pages, unseen_slots
+from ._draws import along, chance, logits_rounded, pick
+from .ragged_page_attention import facts, values
+
+__all__ = ["facts", "formula", "values"]
+
+SHARE = 1
+SPLIT = ()
+DTYPES = {"sinks": "float32", "k_scale": "float32"}
+FORWARD_ONLY = True
+
+
+def programs(draw, sizes):
+    n, size = pick(draw, 1, 2, 3, 5), {"t": pick(draw, 1, 3, 8, 12, 20), "h": pick(draw, 1, 2, 3, 16)}
+    size |= {"c": pick(draw, 8, 16, 32), "d": pick(draw, 4, 8), "w": pick(draw, 1, 3, 8)}
+    size |= {"z": pick(draw, 8, 16, 4, 1), "n": n, "m": n + 1, "j": pick(draw, 1, 2, 5), "p": pick(draw, 1, 4, 12)}
+    size["f"] = size["c"] + size["d"]
+    operands = dict(q_latent="t h c", q_rope="t h d", pages="p z f", context_lens="n", block_tables="n j")
+    operands |= {"query_start_loc": "m", "num_seqs": pick(draw, "1", "")}
+    options, dtypes = {}, {}
+    draw_options(draw, operands, options, dtypes, most_splits=size["j"])
+    if chance(draw, 25):
+        dtypes["pages"] = pick(draw, "int8", "float8_e4m3fn")
+    if chance(draw, 25):
+        operands["k_scale"] = pick(draw, "", "1", "p z 1")
+    if chance(draw, 30):
+        operands["draft_mask"] = "t w"
+    if chance(draw, 10):
+        options["batch_invariant"] = True
+    if sizes.configs and chance(draw, 20):
+        options["config"] = dict(queries_per_block=pick(draw, 1, 3, 8), pages_per_block=pick(draw, 1, 2, 16))
+    return operands, size, options, dtypes
+
+
+def hidden(call, x):
+    """Tokens of no sequence, and slots that nobody sees."""
+    seen = facts(call, x)
+    unseen = unseen_slots(call, seen["pages"], seen["visible"])
+    tokens = {name: along(~seen["inside"], 0, call.shape(name)) for name in ("q_latent", "q_rope")}
+    return tokens | hidden_pages(call, x, unseen, ("pages",))
+
+
+def sensitivity(call, x):
+    """The relative error of weights."""
+    scale = np.max(x.get("k_scale", np.ones(1)), initial=0)
+    q = np.concatenate([x["q_latent"], x["q_rope"]], -1)
+    by = call.options.get("softmax_scale", call.sizes["f"] ** -0.5)
+    return logits_rounded(call, x | {"q": q, "softmax_scale": by}, [x["pages"].astype(np.float64) * scale])
+
+
+def results(call):
+    statistics = np.promote_types(call.type("q_latent"), np.float32)
+    return [("t h c", call.type("q_latent")), *[("t h", statistics)] * bool(call.options.get("return_lse"))]

@@ -1,0 +1,162 @@
+"""multi_latent_page_attention in XLA against its definition in float64, and against what it is the absorbed form of."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.lax import flash_attention, multi_latent_page_attention
+
+from .paged import attended, close, in_pages, keys_of
+
+P, J, PAGE, TOKENS, LATENT, ROPE = 20, 5, 8, 30, 24, 8
+CONTEXTS, LENGTHS, COUNT = (17, 40, 1, 33, 3, 8), (9, 1, 1, 0, 5, 4), 5
+
+
+def step(h=4, dtype="float32", pages="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    return dict(
+        q_latent=jnp.asarray(rng.standard_normal((TOKENS, h, LATENT)), dtype),
+        q_rope=jnp.asarray(rng.standard_normal((TOKENS, h, ROPE)), dtype),
+        pages=in_pages(rng.standard_normal((P, PAGE, LATENT + ROPE)), pages),
+        context_lens=jnp.array(CONTEXTS),
+        block_tables=jnp.asarray(rng.integers(0, P, (len(CONTEXTS), J)), jnp.int32),
+        query_start_loc=jnp.asarray(np.cumsum([0, *LENGTHS]), jnp.int32),
+        num_seqs=jnp.array([COUNT]),
+    )
+
+
+def defined(x, window=None, num_splits=None, **options):
+    """o and lse by the definition, one token of one sequence at a time."""
+    q = np.concatenate([np.asarray(x["q_latent"]), np.asarray(x["q_rope"])], axis=-1)
+    o, lse = np.zeros(x["q_latent"].shape), np.full(q.shape[:2], -np.inf)
+    for n in range(COUNT):
+        begin, end = (int(x["query_start_loc"][n + i]) for i in range(2))
+        keys = keys_of(x["pages"][:, :, None], x.get("k_scale"), x["block_tables"][n])
+        j, cached = np.arange(len(keys)), CONTEXTS[n] - (end - begin)
+        for token in range(begin, end):
+            position = cached + token - begin
+            if position < 0:
+                continue
+            seen = j <= position
+            if "draft_mask" in x:
+                told = [new for new in np.flatnonzero(x["draft_mask"][token]) if new < end - begin]
+                seen = (j < cached) | np.isin(j, cached + np.array(told, int))
+            seen &= j > position - (window or len(keys))
+            o[token], lse[token] = attended(q[token], keys, keys[..., :LATENT], seen, x.get("sinks"), **options)
+    return o, lse
+
+
+def check(x, tolerance=1e-6, config=None, **options):
+    found = multi_latent_page_attention(**x, **options, return_lse=True, config=config)
+    for one, wanted in zip(found, defined(x, **options), strict=True):
+        close(one, wanted, tolerance)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(window=9),
+        dict(softcap=2.0),
+        dict(softmax_scale=0.3),
+        dict(config=dict(queries_per_block=7, pages_per_block=1), num_splits=3, window=13),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafts", (0, 3))
+def test_options(options, drafts):
+    x = step()
+    if drafts:
+        x["draft_mask"] = jnp.asarray(np.random.default_rng(1).random((TOKENS, drafts)) < 0.5)
+    check(x, **options)
+
+
+@pytest.mark.parametrize("h", (1, 16, 128))
+def test_heads_and_sinks(h):
+    sinks = jnp.asarray(np.random.default_rng(1).standard_normal((h, 2)), jnp.float32)
+    check(step(h)), check(step(h) | dict(sinks=sinks))
+
+
+@pytest.mark.parametrize("pages", ("float32", "float8_e4m3fn", "int8"))
+@pytest.mark.parametrize("shape", (None, (), (1,), (P, PAGE, 1)), ids=str)
+def test_quantised_pages(pages, shape):
+    x = step(pages=pages)
+    if shape is not None:
+        x["k_scale"] = jnp.asarray(np.random.default_rng(2).uniform(0.1, 0.5, shape), jnp.float32)
+    check(x, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("pages", ("same", "float8_e4m3fn", "int8"))
+def test_half_precision(dtype, pages):
+    check(step(dtype=dtype, pages=dtype if pages == "same" else pages), tolerance=1.5e-2)
+
+
+def test_nobody_sees_what_is_not_of_a_context():
+    x, n = step(), len(CONTEXTS)
+    x["block_tables"] = jnp.arange(n * J, dtype=jnp.int32).reshape(n, J)
+    x["pages"] = jnp.asarray(np.random.default_rng(0).standard_normal((n * J, PAGE, LATENT + ROPE)), jnp.float32)
+    used = (np.arange(J * PAGE) < np.array(CONTEXTS)[:, None]) & (np.arange(n) < COUNT)[:, None]
+    held = (np.arange(J) < -(-np.array(CONTEXTS) // PAGE)[:, None]) & (np.arange(n) < COUNT)[:, None]
+    poisoned = x | dict(
+        pages=jnp.where(used.reshape(n * J, PAGE, 1), x["pages"], jnp.nan),
+        block_tables=jnp.where(held, x["block_tables"], jnp.array([-1, 2**31 - 1, -(2**31), 7, n * J])),
+    )
+    inside = (np.arange(TOKENS) < sum(LENGTHS[:COUNT]))[:, None, None]
+    poisoned |= {name: jnp.where(inside, x[name], jnp.nan) for name in ("q_latent", "q_rope")}
+    run = partial(multi_latent_page_attention, return_lse=True)
+    jax.tree.map(np.testing.assert_array_equal, run(**poisoned), run(**x))
+
+
+def test_it_is_attention_of_heads_whose_projections_are_absorbed():
+    """As DeepSeek-V2 says it: keys and values are made of the latents, and all heads have one rotary part."""
+    rng, (s, h, dn, dv) = np.random.default_rng(3), (20, 4, 16, 12)
+    array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    q, q_rope, latent, k_rope = array(s, h, dn), array(s, h, ROPE), array(s, LATENT), array(s, ROPE)
+    w_kc, w_vc = array(LATENT, h, dn), array(LATENT, h, dv)
+    product = partial(jnp.einsum, precision="highest")
+    k = jnp.concatenate(
+        [product("jr,rhd->jhd", latent, w_kc), jnp.broadcast_to(k_rope[:, None], (s, h, ROPE))], axis=-1
+    )
+    v = product("jr,rhd->jhd", latent, w_vc)
+    wanted = flash_attention(jnp.concatenate([q, q_rope], axis=-1)[None], k[None], v[None], causal=True)[0]
+    pages = jnp.concatenate([latent, k_rope], axis=-1)
+    pages = jnp.pad(pages, ((0, -s % PAGE), (0, 0)), constant_values=jnp.nan).reshape(-1, PAGE, LATENT + ROPE)
+    o = multi_latent_page_attention(
+        product("ihd,rhd->ihr", q, w_kc),
+        q_rope,
+        pages,
+        jnp.array([s]),
+        jnp.arange(len(pages))[None],
+        jnp.array([0, s]),
+        1,
+        softmax_scale=(dn + ROPE) ** -0.5,
+    )
+    close(product("ihr,rhd->ihd", o, w_vc), wanted, tolerance=2e-5)
+
+
+def test_batch_invariant():
+    x = step()
+    run = jax.jit(partial(multi_latent_page_attention, return_lse=True, batch_invariant=True))
+    found, starts = run(**x), np.cumsum([0, *LENGTHS])
+    for n in range(COUNT):
+        own = slice(starts[n], starts[n + 1])
+        alone = {name: x[name][n : n + 1] for name in ("context_lens", "block_tables")}
+        alone |= {name: x[name][own] for name in ("q_latent", "q_rope")}
+        of_one = run(**x | alone | dict(query_start_loc=jnp.array([0, LENGTHS[n]]), num_seqs=jnp.int32(1)))
+        for one, of_all in zip(of_one, found, strict=True):
+            np.testing.assert_array_equal(one, of_all[own])
+
+
+def test_memory_is_that_of_a_block():
+    of = lambda dtype: lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    ints, floats = of(jnp.int32), of(jnp.float32)
+    arguments = floats(512, 4, 512), floats(512, 4, 64), floats(2048, 16, 576), ints(64), ints(64, 256), ints(65)
+    compiled = jax.jit(multi_latent_page_attention).lower(*arguments, ints(1)).compile()
+    temporary, gathered = compiled.memory_analysis().temp_size_in_bytes, 2 * 16 * 256 * 576 * 4
+    queries = 2 * 512 * 4 * (576 + 512) * 4
+    assert temporary < 2 * gathered + queries < 2048 * 16 * 576 * 4, (temporary, gathered)
