@@ -8,6 +8,7 @@ from cases import DIFFERENTIABLE, PLAIN, each, first_of_each
 import ejkernel
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels import _dispatch
+from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.ops import (
     AutotunePolicy,
@@ -19,6 +20,11 @@ from ejkernel.ops import (
 )
 
 each_operation = each(first_of_each(DIFFERENTIABLE), first=())
+
+
+def platforms_of(operation: str) -> set[str]:
+    """Those that an operation has implementations for."""
+    return {entry.platform for entry in kernel_registry.list_implementations(operation)}
 
 
 @pytest.fixture
@@ -83,7 +89,7 @@ def test_two_executors_are_two_programs(no_default):
     assert heard[0] == heard[1] != []
 
 
-@each_operation
+@each([case for case in first_of_each(DIFFERENTIABLE) if "triton" in platforms_of(case.operation)], first=())
 def test_a_platform_that_is_elsewhere(case):
     """`platform=` is for the device that a program is lowered for, which need not be the one where it is traced."""
     pytest.importorskip("jax_triton")
