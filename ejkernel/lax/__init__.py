@@ -6,6 +6,7 @@ They are named one by one for type checkers and editors; `tests/test_typed_api.p
 from .block_mask_of import block_mask_of
 from .blocksparse_attention import blocksparse_attention
 from .flash_attention import flash_attention
+from .flash_mla import flash_mla
 from .gla import gla
 from .grouped_matmul import grouped_matmul
 from .lightning_attention import lightning_attention
@@ -25,6 +26,7 @@ __all__ = [
     "block_mask_of",
     "blocksparse_attention",
     "flash_attention",
+    "flash_mla",
     "gla",
     "grouped_matmul",
     "lightning_attention",

@@ -12,6 +12,7 @@ from .base import KernelConfig, create_default_executor, detect_platform
 from .operations.block_mask_of import block_mask_of
 from .operations.blocksparse_attention import BlocksparseAttention
 from .operations.flash_attention import FlashAttention
+from .operations.flash_mla import FlashMLA
 from .operations.gla import GLA
 from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
@@ -29,6 +30,7 @@ from .operations.ring_order import ring_order
 
 blocksparse_attention = _function(BlocksparseAttention)
 flash_attention = _function(FlashAttention)
+flash_mla = _function(FlashMLA)
 gla = _function(GLA)
 grouped_matmul = _function(GroupedMatmul)
 lightning_attention = _function(LightningAttention)
@@ -47,6 +49,7 @@ __all__ = [
     "GLA",
     "BlocksparseAttention",
     "FlashAttention",
+    "FlashMLA",
     "GroupedMatmul",
     "KernelConfig",
     "LightningAttention",
@@ -62,6 +65,7 @@ __all__ = [
     "create_default_executor",
     "detect_platform",
     "flash_attention",
+    "flash_mla",
     "gla",
     "grouped_matmul",
     "lightning_attention",

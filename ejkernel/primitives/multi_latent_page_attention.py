@@ -69,6 +69,6 @@ multi_latent_page_attention = ForwardOnly(
         "o": dtypes["q_latent"],
         "lse": np.promote_types(dtypes["q_latent"], np.float32),
     },
-    instead="train with flash_attention",
+    instead="train with flash_mla",
     layout=Layout(split=("b", "h"), group=None, advice="shard the heads"),
 )

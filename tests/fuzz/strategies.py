@@ -12,6 +12,7 @@ from .operations._draws import CPU, Sizes, chance, pick
 from .transforms import DERIVATIVES, SAME
 from .values import FAMILIES
 
+SOFTMAX = ("flash_attention", "blocksparse_attention", "flash_mla")
 OFTEN = ("none", "none", "none", "vjp", "vjp", "vjp", "jvp", "jvp", "jvp_of_vjp")
 NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2"}  # of operands that have no derivative
 PLACES = {"b": "x"}  # on the mesh; other letters that may be split stand along y
@@ -48,7 +49,7 @@ def _derived(draw, call: Call) -> Call:
     movable = [name for name in call.operands if _is_differentiable(call, name)]
     if derivative == "none" or not movable:
         return call
-    if call.operation in ("flash_attention", "blocksparse_attention") and call.dtype in ("bfloat16", "float16"):
+    if call.operation in SOFTMAX and call.dtype in ("bfloat16", "float16"):
         derivative = IN_HALF.get(derivative, derivative)
     wrt = movable if chance(draw, 50) else draw(st.lists(st.sampled_from(movable), min_size=1, unique=True))
     return replace(call, derivative=derivative, wrt=tuple(sorted(wrt)))

@@ -29,7 +29,7 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
         own = "_decode/kernel.py" if algorithm == "page_attention" else f"{algorithm}/configs.py"
         wanted = {f"kernels/{folder}/{own}", *([shared] if (PACKAGE / shared).exists() else [])}
         assert wanted <= files if platform in platforms else not any(f"kernels/{folder}/" in file for file in files)
-    made_of = {algorithm, "flash_attention"} if name == "blocksparse_attention" else {algorithm}
+    made_of = {algorithm, "flash_attention"} if name in ("blocksparse_attention", "flash_mla") else {algorithm}
     others = {"flash_attention", "grouped_matmul", "mean_pooling", "_recurrence"} - made_of
     assert not any(f"/{other}/" in file or f"/{other}." in file for file in files for other in others)
 
