@@ -1,4 +1,4 @@
-"""Decoding in Triton, one query of each sequence over a cache: what paged and dense caches share.
+"""Decoding in Triton, one query of each sequence over a paged cache: what its kernel takes, and its configs.
 
 What stands here imports neither Triton nor jax-triton; the kernel is imported when it is first needed.
 """

@@ -48,7 +48,7 @@ class Problem:
 
     Attributes:
         B, H, G, D, V: sequences, query and key/value heads, features of keys and of values.
-        pages, page: how many pages the pool has, and slots of each; of a dense cache a page is all that a sequence has.
+        pages, page: how many pages the pool has, and slots of each.
         columns: pages of a sequence in its table.
         splits: parts that the keys of a sequence are cut into.
         scale: the factor of q·k.
@@ -90,7 +90,7 @@ def decode(
     first: Array,
     stop: Array,
     valid: Array,
-    block_tables: Array | None,
+    block_tables: Array,
     sinks: Array | None,
     k_scale: Array | None,
     v_scale: Array | None,
@@ -102,14 +102,13 @@ def decode(
     """o [m,b,h,e] and lse [m,b,h] of queries [m,b,h,d] that see the keys first ≤ j < stop [m,b] of their sequence.
 
     Where `valid` [m,b] is False there is no query: o = 0 and lse = −∞, sinks or not.
-    k and v are [m?,p,s,g,·] with the pages of block_tables [m,b,j], or [m,b,s,g,·] without tables; the scales are
-    [m?,p?,s?,g?]; `config.block_k` keys are a tile, and the query heads of a group are padded to the rows of one.
+    k and v are [m?,p,s,g,·], the pages of a sequence those of block_tables [m,b,j], the scales [m?,p?,s?,g?];
+    `config.block_k` keys are a tile, and the query heads of a group are padded to the rows of one.
     """
     (M, B, H, D), (_, pages, page, G, _), V = q.shape, k.shape, v.shape[4]
     problem = Problem(
         B, H, G, D, V, pages, page,
-        1 if block_tables is None else block_tables.shape[2],
-        splits, spec.softmax_scale, spec.softcap,
+        block_tables.shape[2], splits, spec.softmax_scale, spec.softcap,
         strides_of(k.shape[:4]), strides_of(v.shape[:4]),
         None if k_scale is None else strides_of(k_scale.shape),
         None if v_scale is None else strides_of(v_scale.shape),
@@ -219,15 +218,10 @@ def decode_kernel(
 @triton.jit
 def place(block_tables, sequence, position, visible, problem: tl.constexpr):
     """Page and slot of the keys at these positions; a page that is not in the pool is the nearest one that is."""
-    if block_tables is None:
-        page = position * 0 + sequence % problem.B
-        slot = position
-    else:
-        at = sequence.to(tl.int64) * problem.columns + position // problem.page
-        page = tl.load(block_tables + at, mask=visible, other=0)
-        page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
-        slot = position % problem.page
-    return page, slot
+    at = sequence.to(tl.int64) * problem.columns + position // problem.page
+    page = tl.load(block_tables + at, mask=visible, other=0)
+    page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
+    return page, position % problem.page
 
 
 @triton.jit
