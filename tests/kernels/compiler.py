@@ -66,8 +66,9 @@ def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
     """The launches of a call, which is made of shapes alone; `module` is that of `launch`."""
     found = []
 
-    def launch(kernel, *operands, out_type, grid, config, **constants):
-        outputs = jax.tree.leaves(out_type)
+    def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None, **constants):
+        placed = (input_output_aliases or {}).values()
+        outputs = [leaf for n, leaf in enumerate(jax.tree.leaves(out_type)) if n not in placed]
         arrays = iter([*operands, *outputs])
         given = {p.name: constants[p.name] if p.name in constants else next(arrays) for p in kernel.params}
         types = {name: "constexpr" if name in constants or x is None else _type_of(x) for name, x in given.items()}

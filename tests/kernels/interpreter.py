@@ -11,12 +11,15 @@ from triton.runtime.jit import JITFunction
 POINTED_TO = {"bool": "int1"}
 
 
-def launch(kernel, *operands, out_type, grid, config, **constants):
+def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None, **constants):
     """`ejkernel.kernels._triton._launch.launch`, without a GPU."""
     leaves, tree = jax.tree.flatten(out_type)
-    outputs = [np.full(leaf.shape, _poison(leaf.dtype), leaf.dtype) for leaf in leaves]
-    arrays = iter([None if x is None else np.array(x) for x in operands] + outputs)
-    arguments = {p.name: constants[p.name] if p.name in constants else next(arrays) for p in kernel.params}
+    operands = [None if x is None else np.array(x) for x in operands]
+    arrays = [x for x in operands if x is not None]
+    placed = {result: arrays[operand] for operand, result in (input_output_aliases or {}).items()}
+    outputs = [placed.get(n, np.full(leaf.shape, _poison(leaf.dtype), leaf.dtype)) for n, leaf in enumerate(leaves)]
+    given = iter([*operands, *(x for n, x in enumerate(outputs) if n not in placed)])
+    arguments = {p.name: constants[p.name] if p.name in constants else next(given) for p in kernel.params}
     run(kernel, arguments, grid)
     return tree.unflatten([jnp.asarray(x) for x in outputs])
 

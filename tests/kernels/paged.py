@@ -74,3 +74,43 @@ def decode_defined(x, window=None, num_splits=None, **options):
         found = attended(np.asarray(q), k, v, seen, sinks, **options)
         o.append(found[0]), lse.append(found[1])
     return np.stack(o), np.stack(lse)
+
+
+# Of steps of prefill and decode: slots of a page, tokens, contexts and tokens of the sequences, of which so many count.
+PAGE, TOKENS, COUNT = 8, 30, 5
+RAGGED_CONTEXTS, RAGGED_LENGTHS = (17, 40, 1, 33, 3, 8), (9, 1, 1, 0, 5, 4)  # the fifth has more tokens than keys
+
+
+def ragged_step(h=6, g=2, d=16, dtype="float32", pages="float32", seed=0, contexts=RAGGED_CONTEXTS, page=PAGE):
+    """Arguments of ragged_page_attention."""
+    rng = np.random.default_rng(seed)
+    return dict(
+        q=jnp.asarray(rng.standard_normal((TOKENS, h, d)), dtype),
+        kv_pages=in_pages(rng.standard_normal((P, page, 2 * g, d)), pages),
+        context_lens=jnp.array(contexts),
+        block_tables=jnp.asarray(rng.integers(0, P, (len(contexts), J)), jnp.int32),
+        query_start_loc=jnp.asarray(np.cumsum([0, *RAGGED_LENGTHS]), jnp.int32),
+        num_seqs=jnp.array([COUNT]),
+    )
+
+
+def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, **options):
+    """o and lse by the definition, one token of one sequence at a time."""
+    o, lse = np.zeros(x["q"].shape), np.full(x["q"].shape[:2], -np.inf)
+    pools = [x["kv_pages"][:, :, n::2] for n in range(2)]
+    for n in range(int(np.reshape(x["num_seqs"], ()))):
+        begin, end = (int(x["query_start_loc"][n + i]) for i in range(2))
+        context, table = int(x["context_lens"][n]), x["block_tables"][n]
+        k, v = (keys_of(pool, x.get(name), table) for pool, name in zip(pools, ("k_scale", "v_scale"), strict=True))
+        j, cached = np.arange(len(k)), context - (end - begin)
+        for token in range(begin, end):
+            position = cached + token - begin
+            if position < 0:
+                continue
+            seen = j <= position
+            if "draft_mask" in x:
+                told = [new for new in np.flatnonzero(x["draft_mask"][token]) if new < end - begin]
+                seen = (j < cached) | np.isin(j, cached + np.array(told, int))
+            seen &= j > position - (window or len(k))
+            o[token], lse[token] = attended(np.asarray(x["q"][token]), k, v, seen, x.get("sinks"), **options)
+    return o, lse

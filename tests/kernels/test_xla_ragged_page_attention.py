@@ -9,45 +9,9 @@ import pytest
 
 from ejkernel.lax import ragged_page_attention, ragged_page_attention_v3
 
-from .paged import attended, close, in_pages, keys_of
-
-P, J, PAGE, TOKENS = 20, 5, 8, 30
-CONTEXTS, LENGTHS = (17, 40, 1, 33, 3, 8), (9, 1, 1, 0, 5, 4)  # the fifth is longer in the step than as a whole
-COUNT = 5  # sequences that there are
-
-
-def step(h=6, g=2, d=16, dtype="float32", pages="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return dict(
-        q=jnp.asarray(rng.standard_normal((TOKENS, h, d)), dtype),
-        kv_pages=in_pages(rng.standard_normal((P, PAGE, 2 * g, d)), pages),
-        context_lens=jnp.array(CONTEXTS),
-        block_tables=jnp.asarray(rng.integers(0, P, (len(CONTEXTS), J)), jnp.int32),
-        query_start_loc=jnp.asarray(np.cumsum([0, *LENGTHS]), jnp.int32),
-        num_seqs=jnp.array([COUNT]),
-    )
-
-
-def defined(x, window=None, num_splits=None, **options):
-    """o and lse by the definition, one token of one sequence at a time."""
-    o, lse = np.zeros(x["q"].shape), np.full(x["q"].shape[:2], -np.inf)
-    pools = [x["kv_pages"][:, :, n::2] for n in range(2)]
-    for n in range(int(np.reshape(x["num_seqs"], ()))):
-        begin, end = (int(x["query_start_loc"][n + i]) for i in range(2))
-        context, table = int(x["context_lens"][n]), x["block_tables"][n]
-        k, v = (keys_of(pool, x.get(name), table) for pool, name in zip(pools, ("k_scale", "v_scale"), strict=True))
-        j, cached = np.arange(len(k)), context - (end - begin)
-        for token in range(begin, end):
-            position = cached + token - begin
-            if position < 0:
-                continue
-            seen = j <= position
-            if "draft_mask" in x:
-                told = [new for new in np.flatnonzero(x["draft_mask"][token]) if new < end - begin]
-                seen = (j < cached) | np.isin(j, cached + np.array(told, int))
-            seen &= j > position - (window or len(k))
-            o[token], lse[token] = attended(np.asarray(x["q"][token]), k, v, seen, x.get("sinks"), **options)
-    return o, lse
+from .paged import COUNT, PAGE, RAGGED_CONTEXTS, RAGGED_LENGTHS, TOKENS, J, P, close
+from .paged import ragged_defined as defined
+from .paged import ragged_step as step
 
 
 def check(x, tolerance=1e-6, config=None, **options):
@@ -108,7 +72,7 @@ def test_half_precision(dtype, pages):
 def test_any_number_of_sequences_in_one_program(count):
     """It may be traced, and what the tables say of others may be anything."""
     x = step()
-    there = jnp.arange(len(CONTEXTS)) < count
+    there = jnp.arange(len(RAGGED_CONTEXTS)) < count
     rubbish = x | dict(
         context_lens=jnp.where(there, x["context_lens"], -7),
         block_tables=jnp.where(there[:, None], x["block_tables"], 2**31 - 1),
@@ -123,7 +87,7 @@ def test_any_number_of_sequences_in_one_program(count):
 @pytest.mark.parametrize("drafts", (False, True))
 def test_nobody_sees_what_is_not_of_a_context(drafts):
     """NaN in the slots and scales after each context and in tokens of none, and any pages in tables after it."""
-    x, contexts = step(), np.array(CONTEXTS)
+    x, contexts = step(), np.array(RAGGED_CONTEXTS)
     n = len(contexts)
     x["block_tables"] = jnp.arange(n * J, dtype=jnp.int32).reshape(n, J)
     pool = np.random.default_rng(0).standard_normal((n * J, PAGE, 4, 16))
@@ -134,7 +98,7 @@ def test_nobody_sees_what_is_not_of_a_context(drafts):
     used = ((np.arange(J * PAGE) < contexts[:, None]) & (np.arange(n) < COUNT)[:, None]).reshape(n * J, PAGE)
     poison = lambda a: jnp.where(used.reshape(*used.shape, *(1,) * (a.ndim - 2)), a, jnp.nan)
     poisoned = {name: poison(a) if name.endswith(("pages", "scale")) else a for name, a in x.items()}
-    poisoned["q"] = jnp.where((np.arange(TOKENS) < sum(LENGTHS[:COUNT]))[:, None, None], x["q"], jnp.nan)
+    poisoned["q"] = jnp.where((np.arange(TOKENS) < sum(RAGGED_LENGTHS[:COUNT]))[:, None, None], x["q"], jnp.nan)
     held = (np.arange(J) < -(-contexts // PAGE)[:, None]) & (np.arange(n) < COUNT)[:, None]
     poisoned["block_tables"] = jnp.where(held, x["block_tables"], jnp.array([-1, 2**31 - 1, -(2**31), 7, n * J]))
     run = partial(ragged_page_attention, return_lse=True)
@@ -158,12 +122,12 @@ def test_batch_invariant(options):
     """A sequence has the same bits alone and in a step with others."""
     x = step()
     run = jax.jit(partial(ragged_page_attention, return_lse=True, batch_invariant=True, **options))
-    found, starts = run(**x), np.cumsum([0, *LENGTHS])
+    found, starts = run(**x), np.cumsum([0, *RAGGED_LENGTHS])
     for n in range(COUNT):
         own = slice(starts[n], starts[n + 1])
         tables = {name: x[name][n : n + 1] for name in ("context_lens", "block_tables")}
         alone = run(
-            **x | tables | dict(q=x["q"][own], query_start_loc=jnp.array([0, LENGTHS[n]]), num_seqs=jnp.int32(1))
+            **x | tables | dict(q=x["q"][own], query_start_loc=jnp.array([0, RAGGED_LENGTHS[n]]), num_seqs=jnp.int32(1))
         )
         for one, of_all in zip(alone, found, strict=True):
             np.testing.assert_array_equal(one, of_all[own])

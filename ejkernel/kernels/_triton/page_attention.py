@@ -8,30 +8,30 @@ from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.page_attention import PageAttentionConfig
 
 from .._registry import configured_by, emits, kernel_registry, supported_if
-from .._visibility import interval
-from . import _decode, _launch
+from . import _launch, _paged
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
-    return _decode.refusal(spec, target, operands.q, operands.k_pages, operands.v_pages)
+    return _paged.refusal(spec, target, _shapes(operands))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
     keys = operands.block_tables.shape[2] * operands.k_pages.shape[2]
-    return _decode.space(spec, target, operands.q, operands.k_pages, operands.v_pages, keys)
+    found = _paged.choices(spec, target, _shapes(operands), operands.q.shape[1], keys)
+    return _paged.configs(PageAttentionConfig, found)
 
 
 def excess(operands: Operands, config: PageAttentionConfig) -> str | None:
     """What the kernel has against a config for these operands where the environment limits shared memory, or None."""
-    return _decode.excess(operands.q, operands.k_pages, operands.v_pages, config)
+    return _paged.excess(_shapes(operands), config)
 
 
 @kernel_registry.register("page_attention", Platform.TRITON, Backend.GPU, priority=100)
-@_decode.limited_by(excess)
+@_paged.limited_by(excess)
 @emits(*_launch.CUSTOM_CALLS)
-@configured_by(lambda *call: space(*call)[0], space, refuses=_decode.refuses)
+@configured_by(lambda *call: space(*call)[0], space, refuses=_paged.refuses)
 @supported_if(supports)
 def page_attention(
     *operands: Array | None,
@@ -39,17 +39,17 @@ def page_attention(
     config: PageAttentionConfig = PageAttentionConfig(),
 ) -> Outputs:
     """o and lse."""
-    from ._decode.kernel import decode
+    from ._paged.launch import Step, attend
 
     x = Operands(*operands)
-    if wrong := excess(x, config):
-        raise ValueError(f"page_attention (triton): {wrong}")
-    in_table = x.block_tables.shape[2] * x.k_pages.shape[2]
-    left = None if spec.window is None else spec.window - 1
-    first, stop = interval(x.context_lens - 1, left, None, 0, x.context_lens.clip(0, in_table))
-    splits = spec.num_splits or config.num_splits
-    config = _decode.of_launch(config)
-    return Outputs(
-        *decode(x.q, x.k_pages, x.v_pages, first, stop, x.context_lens > 0, x.block_tables, x.sinks,
-                x.k_scale, x.v_scale, spec=spec, splits=splits, config=config)
+    _paged.check("page_attention", excess(x, config))
+    plan = x.plan if x.plan is not None and x.plan.shape[1] == x.q.shape[1] else None
+    step = Step(
+        x.q, x.k_pages, x.v_pages, x.context_lens, block_tables=x.block_tables, sinks=x.sinks,
+        k_scale=x.k_scale, v_scale=x.v_scale, plan=plan,
     )  # fmt: skip
+    return Outputs(*attend(step, spec, x.q.shape[1], spec.num_splits or config.num_splits, _paged.tiles_of(config)))
+
+
+def _shapes(x: Operands) -> _paged.Shapes:
+    return _paged.Shapes(x.q, x.k_pages, x.v_pages)

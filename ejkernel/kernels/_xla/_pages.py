@@ -22,6 +22,7 @@ from jax.export import is_symbolic_dim
 
 from ejkernel.primitives._pages import CacheSpec
 
+from .._places import places
 from .._visibility import interval
 from ._attention import statistics_dtype
 
@@ -213,29 +214,6 @@ def _over_keys(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
 
 
 # --- Pages ------------------------------------------------------------------------------------------------------------
-
-
-class Places(NamedTuple):
-    """Where each token of a step belongs: its sequence, of which the step has `length` tokens, its position there, and
-    whether it is of any sequence."""
-
-    sequence: Array
-    length: Array
-    position: Array
-    valid: Array
-
-
-def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: Array) -> Places:
-    """The places of the tokens; entries of query_start_loc past the last sequence may hold anything."""
-    n = context_lens.shape[0]
-    count = jnp.clip(num_seqs[0], 0, n)
-    starts = jnp.where(jnp.arange(n + 1, dtype=jnp.int32) <= count, query_start_loc, query_start_loc[count])
-    token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = jnp.searchsorted(starts[1:], token, side="right").astype(jnp.int32)
-    valid = (token >= starts[0]) & (token < starts[-1])
-    sequence = jnp.where(valid, sequence, 0)
-    position = context_lens[sequence] - starts[sequence + 1] + token
-    return Places(sequence, starts[sequence + 1] - starts[sequence], position, valid & (position >= 0))
 
 
 def ragged_queries(x: Any, q: Array, size: int, spec: CacheSpec) -> Queries:

@@ -14,15 +14,17 @@ from ejkernel.primitives.ragged_page_attention_v3 import Operands, Outputs
 from ejkernel.types import Target
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
+from .._places import Places, places, written
 from .._registry import Backend, Platform, configured_by, kernel_registry
-from ._pages import Fetch, Places, Queries, attend, formula, of_pages, over_batch, places, seen_until, sinks_of
+from ._pages import Fetch, Queries, attend, formula, of_pages, over_batch, seen_until, sinks_of
 
 
 def reference(*operands, spec=CacheSpec()) -> Outputs:
     """The formula, with the logits of every token and every slot of its sequence."""
 
     def step(x: Operands) -> Outputs:
-        at, pages = _written(x)
+        at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
+        pages = written(x, at)
         length = x.block_tables.shape[1] * pages.shape[1]
         return Outputs(*formula(_queries(x, at, spec), _fetch(x, pages), length, spec), pages)
 
@@ -51,25 +53,11 @@ def ragged_page_attention_v3(
 
 
 def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
-    at, pages = _written(x)
+    at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
+    pages = written(x, at)
     keys = config.pages_per_block * pages.shape[1]
     queries, fetch = _queries(x, at, spec), _fetch(x, pages)
     return Outputs(*attend(queries, fetch, keys, config.queries_per_block, spec), pages)
-
-
-def _written(x: Operands) -> tuple[Places, Array]:
-    """The places of the tokens, and the pages with the keys and values of the valid ones, every other byte as it was.
-
-    A token whose page is not in the pool, or not in the table, is written nowhere.
-    """
-    at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
-    pages, size = x.kv_pages.shape[:2]
-    column = at.position // size
-    in_table = at.valid & (column < x.block_tables.shape[1])
-    page = x.block_tables[at.sequence, jnp.where(in_table, column, 0)]
-    page = jnp.where(in_table & (page >= 0) & (page < pages), page, pages)
-    new = jnp.stack([x.k, x.v], axis=2).astype(x.kv_pages.dtype)
-    return at, x.kv_pages.at[page, at.position % size].set(new, mode="drop")
 
 
 def _queries(x: Operands, at: Places, spec: CacheSpec) -> Queries:

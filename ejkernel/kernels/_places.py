@@ -1,0 +1,43 @@
+"""Where the tokens of a step of serving belong, and their keys and values in the pages."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Places(NamedTuple):
+    """Where each token of a step belongs: its sequence, of which the step has `length` tokens, its position there, and
+    whether it is of any sequence."""
+
+    sequence: Array
+    length: Array
+    position: Array
+    valid: Array
+
+
+def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: Array) -> Places:
+    """The places of the tokens; entries of query_start_loc past the last sequence may hold anything."""
+    n = context_lens.shape[0]
+    count = jnp.clip(num_seqs[0], 0, n)
+    starts = jnp.where(jnp.arange(n + 1, dtype=jnp.int32) <= count, query_start_loc, query_start_loc[count])
+    token = jnp.arange(tokens, dtype=jnp.int32)
+    sequence = jnp.searchsorted(starts[1:], token, side="right").astype(jnp.int32)
+    valid = (token >= starts[0]) & (token < starts[-1])
+    sequence = jnp.where(valid, sequence, 0)
+    position = context_lens[sequence] - starts[sequence + 1] + token
+    return Places(sequence, starts[sequence + 1] - starts[sequence], position, valid & (position >= 0))
+
+
+def written(x: Any, at: Places) -> Array:
+    """The pages of the operands of ragged_page_attention_v3 with the keys and values of the tokens at these places.
+
+    Every other byte is as it was: a token whose page is not in the pool, or not in the table, is written nowhere.
+    """
+    pages, size = x.kv_pages.shape[:2]
+    column = at.position // size
+    in_table = at.valid & (column < x.block_tables.shape[1])
+    page = x.block_tables[at.sequence, jnp.where(in_table, column, 0)]
+    page = jnp.where(in_table & (page >= 0) & (page < pages), page, pages)
+    new = jnp.stack([x.k, x.v], axis=2).astype(x.kv_pages.dtype)
+    return x.kv_pages.at[page, at.position % size].set(new, mode="drop")

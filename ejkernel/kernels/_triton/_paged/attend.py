@@ -1,0 +1,260 @@
+"""Attention of rows of tokens over a cache in pages, split over the keys (Flash-Decoding) or not.
+
+A program has the tokens of a row, of all heads that share a key/value head, and the keys that they see, or a split of
+these. It reads each key and value once:
+
+    s_j = softcap·tanh(scale·q·k_j / softcap)
+    lse = log(Σ_j exp s_j + Σ_x exp sinks_x),    o = Σ_j exp(s_j − lse) v_j
+
+Of a split it leaves o and lse without the sinks, which `merge.py` puts together. Statistics are relative to maxima in
+logits of base 2. Slots that no token of the row sees are not read; what one of them does not see is masked.
+"""
+
+import triton
+import triton.language as tl
+
+from .work import item_of_plan, keys_of_row, row_of_program, split_of_keys
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def attend_kernel(
+    q, k, v, context_lens, starts, num_seqs, first_keys, block_tables, sinks, k_scale, v_scale, draft_mask, plan,
+    o, lse, o_splits, lse_splits,
+    problem: tl.constexpr, schedule: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0) % problem.G
+    unit = tl.program_id(0) // problem.G
+    if plan is None:
+        split = unit % schedule.splits
+        splits: tl.constexpr = schedule.splits
+        slot = unit
+        batch, sequence, token, tokens, position = row_of_program(
+            unit // schedule.splits, context_lens, starts, num_seqs, problem, schedule
+        )
+        low, high = keys_of_row(batch, sequence, position, tokens, context_lens, first_keys, problem)
+        low, high = split_of_keys(low, high, split, BLOCK_K, schedule)
+    else:
+        batch, sequence, token, tokens, position, begin, end, slot, split, splits = item_of_plan(
+            unit, plan, context_lens, starts, problem, schedule
+        )
+        low, high = keys_of_row(batch, sequence, position, tokens, context_lens, first_keys, problem)
+        low, high = tl.maximum(low, begin), tl.minimum(high, end)
+        slot += batch * (2 * schedule.items)
+    if tokens == 0:
+        return
+    heads: tl.constexpr = problem.H // problem.G
+    row = tl.arange(0, ROWS)
+    of_token = row // heads
+    in_row = of_token < tokens
+    d, e = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
+    # [batch, token, head] of a row of the tile.
+    at = ((batch * problem.T + token + of_token) * problem.H + group * heads + row % heads).to(tl.int64)
+    in_step = in_row & (token + of_token >= 0) & (token + of_token < problem.T)
+    queries = tl.load(
+        q + at[:, None] * problem.D + d[None, :], mask=in_step[:, None] & (d < problem.D)[None, :], other=0.0
+    )
+    place = position + of_token
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    begin = low // BLOCK_K
+    end = tl.cdiv(high, BLOCK_K)
+    if ROWS > 64 and problem.left is None and problem.drafts == 0:
+        # Tiles in front of the first token's own key are seen whole.
+        full = tl.maximum(tl.minimum(high, position + 1) // BLOCK_K, begin)
+        if not problem.causal:
+            full = tl.maximum(high // BLOCK_K, begin)
+        begin = tl.cdiv(low, BLOCK_K)
+        for tile in tl.range(begin, full):
+            maximum, total, acc = attend_tile(
+                tile, low, high, place, batch, sequence, group, token + of_token, queries, k, v, context_lens, starts,
+                block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
+                problem, BLOCK_K, WIDTH, V_WIDTH, MASKED=False,
+            )  # fmt: skip
+        begin = full
+    for tile in tl.range(begin, end):
+        maximum, total, acc = attend_tile(
+            tile, low, high, place, batch, sequence, group, token + of_token, queries, k, v, context_lens, starts,
+            block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
+            problem, BLOCK_K, WIDTH, V_WIDTH, MASKED=True,
+        )  # fmt: skip
+    whole: tl.constexpr = plan is None and schedule.splits == 1
+    if whole or splits == 1:
+        maximum, total, acc = with_sinks(
+            maximum, total, acc, place, sinks, batch, group * heads + row % heads, in_row, problem
+        )
+        acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(
+            o + at[:, None] * problem.V + e[None, :],
+            acc.to(o.dtype.element_ty),
+            mask=in_step[:, None] & (e < problem.V)[None, :],
+        )
+        tl.store(lse + at, maximum * LN2 + tl.log(total), mask=in_step)
+    if not whole:  # noqa: SIM102, since the inner condition may be known at run time alone
+        if splits > 1:
+            acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+            out = ((slot * schedule.tokens + of_token) * problem.H + group * heads + row % heads).to(tl.int64)
+            tl.store(
+                o_splits + out[:, None] * problem.V + e[None, :], acc, mask=in_row[:, None] & (e < problem.V)[None, :]
+            )
+            tl.store(lse_splits + out, maximum + tl.log2(total), mask=in_row)
+
+
+@triton.jit
+def attend_tile(
+    tile, low, high, place, batch, sequence, group, token, queries, k, v, context_lens, starts,
+    block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
+    problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The softmax so far, with the keys of one tile; without MASKED all tokens see all of them."""
+    d, e = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
+    k_strides: tl.constexpr = problem.k
+    v_strides: tl.constexpr = problem.v
+    k_scale_strides: tl.constexpr = problem.k_scale
+    v_scale_strides: tl.constexpr = problem.v_scale
+    position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    visible = (position >= low) & (position < high)
+    page, slot = page_and_slot(block_tables, batch, sequence, tile, position, visible, problem, BLOCK_K, MASKED)
+    k_at = row_at(k_strides, batch, page, slot, group)[:, None] * problem.D + d[None, :]
+    v_at = row_at(v_strides, batch, page, slot, group)[:, None] * problem.V + e[None, :] + problem.v_offset
+    keys = load_rows(k + k_at, visible, d < problem.D, problem.D == WIDTH, MASKED)
+    factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group, visible)
+    s = tl.dot(queries, tl.trans(in_dtype(keys, queries)), input_precision="ieee")
+    if factor is not None:
+        s *= factor[None, :]
+    if problem.softcap is None:
+        s *= problem.scale * LOG2E
+    else:
+        s = problem.softcap * LOG2E * tanh(s * (problem.scale / problem.softcap))
+    if MASKED:
+        visible_to = visible[None, :]
+        if problem.causal and problem.drafts == 0:
+            visible_to = visible_to & (position[None, :] <= place[:, None])
+        if problem.left is not None:
+            visible_to = visible_to & (position[None, :] >= place[:, None] - problem.left)
+        if problem.drafts:
+            visible_to = visible_to & is_drafted(
+                draft_mask, position, batch, sequence, token, context_lens, starts, problem
+            )
+        s = tl.where(visible_to, s, float("-inf"))
+    highest = tl.maximum(maximum, tl.max(s, 1))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    p = tl.exp2(s - base[:, None])
+    alpha = tl.exp2(maximum - base)
+    total = total * alpha + tl.sum(p, 1)
+    values = load_rows(v + v_at, visible, e < problem.V, problem.V == V_WIDTH, MASKED)
+    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, visible)
+    if factor is not None:
+        p *= factor[None, :]
+    values = in_dtype(values, queries)
+    acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
+    return highest, total, acc
+
+
+@triton.jit
+def load_rows(at, visible, features, WHOLE: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of keys or values; what is not visible is 0, whatever stands there."""
+    if MASKED:
+        return tl.load(at, mask=visible[:, None] & features[None, :], other=0.0)
+    elif WHOLE:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=features[None, :], other=0.0)
+
+
+@triton.jit
+def page_and_slot(
+    block_tables, batch, sequence, tile, position, visible,
+    problem: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Where the keys of a tile are; a page that is not in the pool is the nearest one that is."""
+    if block_tables is None:
+        return sequence, position
+    else:
+        table = block_tables + (batch * problem.N + sequence).to(tl.int64) * problem.columns
+        if problem.page % BLOCK_K == 0:
+            page = tl.load(table + tl.minimum(tile // (problem.page // BLOCK_K), problem.columns - 1))
+        elif MASKED:
+            page = tl.load(table + position // problem.page, mask=visible, other=0)
+        else:
+            page = tl.load(table + position // problem.page)
+        page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
+        return page, position % problem.page
+
+
+@triton.jit
+def row_at(strides: tl.constexpr, batch, page, slot, group):
+    """Which row of an array [batch, page, slot, group] is that of these."""
+    of_page = page.to(tl.int64) * strides.page + batch.to(tl.int64) * strides.batch + group * strides.group
+    return of_page + slot * strides.slot
+
+
+@triton.jit
+def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, visible):
+    """The factors of a tile of keys or values, 0 for those that are not visible; None where there are none."""
+    if scales is None:
+        return
+    else:
+        return tl.load(scales + row_at(strides, batch, page, slot, group), mask=visible, other=0.0)
+
+
+@triton.jit
+def is_drafted(draft_mask, position, batch, sequence, token, context_lens, starts, problem: tl.constexpr):
+    """Whether a token sees a key: one that was there before the step, or one of those that its row of the mask says."""
+    of_batch = starts + batch * (problem.N + 1) + sequence
+    cached = tl.load(context_lens + batch * problem.N + sequence) - (tl.load(of_batch + 1) - tl.load(of_batch))
+    new = position - cached
+    in_mask = (new >= 0) & (new < problem.drafts)
+    in_step = (token >= 0) & (token < problem.T)
+    told = tl.load(
+        draft_mask + (batch * problem.T + token).to(tl.int64)[:, None] * problem.drafts + new[None, :],
+        mask=in_mask[None, :] & in_step[:, None],
+        other=0,
+    )
+    return (new < 0)[None, :] | (told != 0)
+
+
+@triton.jit
+def with_sinks(maximum, total, acc, place, sinks, batch, head, in_row, problem: tl.constexpr):
+    """The softmax with the sinks of each row's head; none at all for a token that is in no context."""
+    if problem.sinks:
+        of_head = sinks + batch * problem.sinks_batch + head * problem.sinks
+        highest = maximum
+        for x in tl.static_range(problem.sinks):
+            highest = tl.maximum(highest, tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        alpha = tl.exp2(maximum - base)
+        total *= alpha
+        acc *= alpha[:, None]
+        for x in tl.static_range(problem.sinks):
+            total += tl.exp2(tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E - base)
+        maximum = highest
+    if not problem.sinks_of_empty:
+        total = tl.where(place >= 0, total, 0.0)
+        maximum = tl.where(place >= 0, maximum, float("-inf"))
+    return maximum, total, acc
+
+
+@triton.jit
+def in_dtype(x, queries):
+    """Keys or values as they are multiplied: eight bits in the dtype of the queries, which holds all of these."""
+    if x.dtype == queries.dtype:
+        return x
+    elif x.dtype == tl.int8:
+        return x.to(tl.float32).to(queries.dtype)
+    else:
+        return x.to(queries.dtype)
+
+
+@triton.jit
+def tanh(x):
+    """(1 − e) / (1 + e) with e = exp(−2|x|) and the sign of x; by its series where 1 − e has few bits."""
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    y = (1 - e) / (1 + e)
+    z = x * x
+    series = x + x * z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
+    return tl.where(z < 0.0625, series, tl.where(x < 0, -y, y))

@@ -1,0 +1,212 @@
+"""Attention over a cache, launch by launch: rows of few tokens, the merge of their splits, and rows of a prefill.
+
+Sequences with few tokens in the step, whose query heads of a group fit one tile together, are decoded: a row each,
+split over the keys so that all multiprocessors have work. The others have rows of a larger tile, which are not split.
+Each launch computes its own tokens, in place of what the one before it left.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+from jax import Array
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.types import KernelConfig
+
+from . import KEYS_OF_INVARIANT_SPLIT, PREFILL_SIZES, SMALLEST_TILE, Shapes, Tiles, decode_tokens, fitting, power_of_two
+from .attend import attend_kernel
+from .merge import SPLITS_PER_TILE, merge_kernel
+from .problem import Problem, Schedule, strides_of
+
+EVERY = 2**31 - 1
+
+
+class Step(NamedTuple):
+    """Tokens that attend over the keys of their sequences; None where absent.
+
+    Attributes:
+        q: [b,t,h,d].
+        k, v: [b?,p,s,g,·]; or both [b?,p,s,g,2,d], the same array.
+        context_lens: [b,n], how many keys each sequence has; all slots of its page if None.
+        query_start_loc: [b,n + 1], and num_seqs [b,1]; None where every sequence has as many tokens.
+        first_keys: [b,n], the first keys that there are of each sequence.
+        block_tables: [b,n,j]; None where a sequence has the page of its number.
+        sinks: [b?,h,x]; k_scale and v_scale [b?,p?,s?,g?]; draft_mask [b,t,w]; plan [b?,l,i,8].
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    context_lens: Array | None = None
+    query_start_loc: Array | None = None
+    num_seqs: Array | None = None
+    first_keys: Array | None = None
+    block_tables: Array | None = None
+    sinks: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+    draft_mask: Array | None = None
+    plan: Array | None = None
+
+
+def attend(
+    x: Step,
+    spec: CacheSpec,
+    sequences: int,
+    splits: int,
+    tiles: Tiles,
+    causal: bool = True,
+    sinks_of_empty: bool = False,
+) -> tuple[Array, Array]:
+    """o [b,t,h,e] in the dtype of q and lse [b,t,h] float32; 0 and −∞ for tokens of no sequence.
+
+    `splits` and `tiles` are how rows of few tokens are computed; a plan decides their splits itself.
+    """
+    problem = _problem(x, spec, sequences, causal, sinks_of_empty)
+    rows, tokens = decode_tokens(problem.T, problem.N, problem.H // problem.G, spec.batch_invariant)
+    tiles = tiles._replace(warps=max(tiles.warps, rows // SMALLEST_TILE))
+    decode = Schedule(
+        rows=problem.N, tokens=tokens, search=False, least=1, most=tokens, splits=splits,
+        keys_per_split=_keys_per_split(problem, spec, tiles) if spec.batch_invariant else 0,
+    )  # fmt: skip
+    if x.plan is not None:
+        items = x.plan.shape[1] * x.plan.shape[2]
+        decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
+    results = None
+    if x.query_start_loc is not None or x.plan is not None:
+        shape = (x.q.shape[0], problem.T, problem.H)
+        nothing = jnp.full(shape, -np.inf, jnp.float32)
+        results = jnp.zeros((*shape, problem.V), x.q.dtype), nothing
+    results = _decoded(x, problem, decode, rows, tiles, results)
+    if x.query_start_loc is None or tokens >= problem.T:
+        return results
+    tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v))
+    tokens = tiles.rows // (problem.H // problem.G)
+    prefill = Schedule(
+        rows=problem.N + problem.T // tokens, tokens=tokens, search=True, least=decode.most + 1, most=EVERY, splits=1,
+        keys_per_split=0,
+    )  # fmt: skip
+    return _attend(x._replace(plan=None), problem, prefill, tiles.rows, tiles, results)
+
+
+def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_empty: bool) -> Problem:
+    (_, T, H, D), (_, pages, page, G), paired = x.q.shape, x.k.shape[:4], x.k.ndim == 6
+    of = lambda array: None if array is None else strides_of(array.shape)
+    return Problem(
+        N=sequences, T=T, H=H, G=G, D=D, V=x.v.shape[-1], pages=pages, page=page,
+        columns=0 if x.block_tables is None else x.block_tables.shape[2],
+        length=T // sequences if x.query_start_loc is None else None,
+        causal=causal,
+        left=None if spec.window is None else spec.window - 1,
+        scale=spec.softmax_scale, softcap=spec.softcap,
+        k=strides_of(x.k.shape[:4], 1 + paired), v=strides_of(x.v.shape[:4], 1 + paired), v_offset=D * paired,
+        k_scale=of(x.k_scale), v_scale=of(x.v_scale),
+        sinks=0 if x.sinks is None else x.sinks.shape[2],
+        sinks_batch=0 if x.sinks is None or x.sinks.shape[0] == 1 else H * x.sinks.shape[2],
+        drafts=0 if x.draft_mask is None else x.draft_mask.shape[2],
+        sinks_of_empty=sinks_of_empty,
+    )  # fmt: skip
+
+
+def _keys_per_split(problem: Problem, spec: CacheSpec, tiles: Tiles) -> int:
+    """Whole tiles, whatever else is in the step; where splits are asked for, of all keys that a sequence can have."""
+    if spec.num_splits is None:
+        return triton.cdiv(KEYS_OF_INVARIANT_SPLIT, tiles.keys) * tiles.keys
+    keys = problem.page * max(problem.columns, 1)
+    return triton.cdiv(triton.cdiv(keys, spec.num_splits), tiles.keys) * tiles.keys
+
+
+def _decoded(x: Step, problem: Problem, schedule: Schedule, rows: int, tiles: Tiles, results) -> tuple[Array, Array]:
+    """Those of rows of few tokens, whose splits are merged."""
+    if schedule.splits == 1 and x.plan is None:
+        return _attend(x, problem, schedule, rows, tiles, results)
+    units = x.q.shape[0] * (schedule.items or schedule.rows)
+    of_split = (units * (2 if x.plan is not None else schedule.splits), schedule.tokens, problem.H)
+    of = jax.ShapeDtypeStruct
+    splits = dict(o_splits=of((*of_split, problem.V), jnp.float32), lse_splits=of(of_split, jnp.float32))
+    # A plan has rows that are not split, too.
+    wanted = dict(o=None, lse=None) if x.plan is None else _placed(results)
+    programs = units * (1 if x.plan is not None else schedule.splits) * problem.G
+    found = _launched(
+        attend_kernel, x, wanted, splits, programs, problem, schedule, tiles,
+        **_sizes(problem, rows, tiles),
+    )  # fmt: skip
+    if x.plan is not None:
+        results = found["o"], found["lse"]
+    tables = x.context_lens, x.query_start_loc, x.num_seqs, x.sinks, x.plan
+    found = _launched(
+        merge_kernel, (*tables, *(found[name] for name in splits)), _placed(results), _fresh(x, problem, results),
+        units * schedule.tokens * problem.H, problem, schedule, Tiles(rows, tiles.keys, 4, 1),
+        SPLITS=SPLITS_PER_TILE, V_WIDTH=_width(problem.V),
+    )  # fmt: skip
+    return found["o"], found["lse"]
+
+
+def _attend(x: Step, problem: Problem, schedule: Schedule, rows: int, tiles: Tiles, results) -> tuple[Array, Array]:
+    """Those of rows that are not split."""
+    found = _launched(
+        attend_kernel, x, _placed(results) | dict(o_splits=None, lse_splits=None),
+        _fresh(x, problem, results), x.q.shape[0] * schedule.rows * problem.G, problem, schedule, tiles,
+        **_sizes(problem, rows, tiles),
+    )  # fmt: skip
+    return found["o"], found["lse"]
+
+
+def _placed(results: tuple[Array, Array] | None) -> dict[str, Array]:
+    """The results so far by name, in whose place those of a launch go."""
+    return {} if results is None else dict(zip(("o", "lse"), results, strict=True))
+
+
+def _fresh(x: Step, problem: Problem, results: tuple[Array, Array] | None) -> dict[str, Any]:
+    """The types of the results, where there are none so far."""
+    if results is not None:
+        return {}
+    shape = (x.q.shape[0], problem.T, problem.H)
+    of = jax.ShapeDtypeStruct
+    return dict(o=of((*shape, problem.V), x.q.dtype), lse=of(shape, jnp.float32))
+
+
+def _width(features: int) -> int:
+    return max(SMALLEST_TILE, power_of_two(features))
+
+
+def _sizes(problem: Problem, rows: int, tiles: Tiles) -> dict[str, int]:
+    return dict(ROWS=rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=_width(problem.V))
+
+
+def _launched(
+    kernel: Any,
+    operands: Sequence[Array | None],
+    in_place: dict[str, Array | None],
+    fresh: dict[str, Any],
+    grid: int,
+    problem: Problem,
+    schedule: Schedule,
+    tiles: Tiles,
+    **sizes: int,
+) -> dict[str, Array]:
+    """The outputs of a launch by name: those in the place of the arrays given for them, and new ones behind these.
+
+    An output that is given as None is not wanted.
+    """
+    placed = {name: a for name, a in in_place.items() if a is not None}
+    unwanted = {name: a for name, a in in_place.items() if a is None}
+    first = sum(a is not None for a in operands)
+    out_type = (*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()), *fresh.values())
+    with warnings.catch_warnings():
+        # jax-triton would rather have a reference of JAX, which no rule of lowering can make.
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        found = _launch.launch(
+            kernel, *operands, *placed.values(), out_type=out_type, grid=grid,
+            config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
+            input_output_aliases={first + n: n for n in range(len(placed))},
+            problem=problem, schedule=schedule, **unwanted, **sizes,
+        )  # fmt: skip
+    return dict(zip((*placed, *fresh), found, strict=True))

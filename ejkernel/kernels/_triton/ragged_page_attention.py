@@ -1,0 +1,55 @@
+"""ragged_page_attention in Triton: decodes split over their keys, and prefills of larger tiles, in two launches."""
+
+from jax import Array
+
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.ragged_page_attention import Operands, Outputs
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+
+from .._registry import configured_by, emits, kernel_registry, supported_if
+from . import _launch, _paged
+
+
+def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
+    """Why the kernels do not take the operands (arrays or shapes), or None."""
+    return _paged.refusal(spec, target, _shapes(operands))
+
+
+def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
+    """Configs that may be best, the likeliest first."""
+    _, sequences, columns = operands.block_tables.shape
+    found = _paged.choices(spec, target, _shapes(operands), sequences, columns * operands.kv_pages.shape[2])
+    return _paged.configs(RaggedPageAttentionConfig, found)
+
+
+def excess(operands: Operands, config: RaggedPageAttentionConfig) -> str | None:
+    """What the kernels have against a config for these operands where the environment limits shared memory, or None."""
+    return _paged.excess(_shapes(operands), config)
+
+
+@kernel_registry.register("ragged_page_attention", Platform.TRITON, Backend.GPU, priority=100)
+@_paged.limited_by(excess)
+@emits(*_launch.CUSTOM_CALLS)
+@configured_by(lambda *call: space(*call)[0], space, refuses=_paged.refuses)
+@supported_if(supports)
+def ragged_page_attention(
+    *operands: Array | None,
+    spec: CacheSpec = CacheSpec(),
+    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
+) -> Outputs:
+    """o and lse."""
+    from ._paged.launch import Step, attend
+
+    x = Operands(*operands)
+    _paged.check("ragged_page_attention", excess(x, config))
+    step = Step(
+        x.q, x.kv_pages, x.kv_pages, x.context_lens, x.query_start_loc, x.num_seqs, None, x.block_tables, x.sinks,
+        x.k_scale, x.v_scale, x.draft_mask, x.plan,
+    )  # fmt: skip
+    splits = spec.num_splits or config.num_splits
+    return Outputs(*attend(step, spec, x.block_tables.shape[1], splits, _paged.tiles_of(config)))
+
+
+def _shapes(x: Operands) -> _paged.Shapes:
+    return _paged.Shapes(x.q, x.kv_pages, x.kv_pages)

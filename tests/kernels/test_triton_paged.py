@@ -1,0 +1,140 @@
+"""Attention over a cache in Triton: masks, indices, splits and plans, by the interpreter, against the formula."""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, assert_close
+from kernels.paged import decode_step
+
+triton = pytest.importorskip("triton")
+import ejkernel  # noqa: E402
+from ejkernel.kernels._registry import kernel_registry  # noqa: E402
+from ejkernel.kernels._target import lowering_for  # noqa: E402
+from ejkernel.kernels._triton import _launch, _paged  # noqa: E402
+from ejkernel.modules._operation import OPERATIONS  # noqa: E402
+from ejkernel.types import Target  # noqa: E402
+
+from . import interpreter  # noqa: E402
+from .against_xla import batched, prepared  # noqa: E402
+
+PAGED = ("page_attention", "ragged_decode_attention", "ragged_page_attention", "ragged_page_attention_v3")
+OF_PAGES = [case for case in CASES if case.operation in PAGED]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Launches run here, as for a GPU that is not; the tile of a prefill is so small that the steps have several."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    monkeypatch.setattr(_paged, "PREFILL_SIZES", (_paged.Tiles(16, 16, 4, 1),))
+    monkeypatch.setattr("ejkernel.kernels._triton._paged.launch.PREFILL_SIZES", _paged.PREFILL_SIZES, raising=False)
+    with lowering_for(Target("cuda", "NVIDIA H200")):
+        yield
+
+
+def computed(operation, x, spec, **config):
+    """By Triton's kernels, and by XLA's."""
+    config = OPERATIONS[operation].config_class(**{"keys_per_block": 16, "num_splits": 3} | config)
+    of = lambda platform: kernel_registry.find(operation, platform).implementation
+    return of("triton")(*x, spec=spec, config=config), of("xla")(*x, spec=spec)
+
+
+def check(operation, x, spec, **config):
+    assert_close(*computed(operation, x, spec, **config), 2e-6)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case.operation}-{case.name}") for case in OF_PAGES])
+def test_cases(case):
+    x, spec, _ = prepared(case)
+    check(case.operation, without_plan(x), spec)
+
+
+@pytest.mark.parametrize("operation", PAGED)
+def test_a_batch(operation):
+    """As `vmap` makes it: what is shared has one entry."""
+    case = next(case for case in OF_PAGES if case.operation == operation)
+    x, spec, _ = batched(case)
+    check(operation, without_plan(x), spec, num_splits=1)
+
+
+def without_plan(x):
+    """The plans of cases are of no step."""
+    return x._replace(plan=None) if "plan" in x._fields else x
+
+
+def ragged(lengths, contexts, h=4, g=2, d=16, page=8, drafts=0, seed=0):
+    """Arguments of ragged_page_attention for sequences of so many tokens, with so many keys."""
+    rng, n, columns = np.random.default_rng(seed), len(lengths), -(-max(contexts) // page)
+    pages = n * columns
+    x = dict(
+        q=rng.standard_normal((sum(lengths) + 3, h, d)),
+        kv_pages=rng.standard_normal((pages, page, 2 * g, d)),
+        context_lens=np.asarray(contexts),
+        block_tables=rng.permutation(pages).reshape(n, columns),
+        query_start_loc=np.cumsum([0, *lengths]),
+        num_seqs=np.asarray([n]),
+    )
+    if drafts:
+        x["draft_mask"] = rng.random((len(x["q"]), drafts)) < 0.6
+    return {name: jnp.asarray(a, jnp.float32 if a.dtype == float else None) for name, a in x.items()}
+
+
+def check_call(operation, x, plan=None, **options):
+    call = OPERATIONS[operation].prepare_arguments(**x, **options)
+    operands = OPERATIONS[operation].algorithm.operands(**call.named)
+    found, wanted = computed(operation, operands._replace(plan=None if plan is None else plan[None]), call.spec)
+    assert_close(found, wanted, 2e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(window=7), dict(softcap=1.0, num_splits=1), dict(batch_invariant=True)],
+    ids=str,
+)
+@pytest.mark.parametrize("drafts", (0, 3))
+def test_prefills_beside_decodes(options, drafts):
+    """Sequences of many tokens, of one, of few, and of none."""
+    check_call("ragged_page_attention", ragged((23, 1, 4, 0, 9), (40, 17, 4, 8, 30), drafts=drafts), **options)
+
+
+def test_many_heads_share_a_key():
+    check_call("ragged_page_attention", ragged((9, 2), (20, 30), h=6, g=2))
+
+
+@pytest.mark.parametrize("workers", (1, 7, 40))
+@pytest.mark.parametrize("options", [{}, dict(window=9)], ids=str)
+def test_a_plan_divides_a_decode(workers, options):
+    x = decode_step()
+    of = dict(page_size=x["k_pages"].shape[1], workers=workers, **options)
+    check_call("page_attention", x, ejkernel.lax.page_plan(x["context_lens"], **of), **options)
+
+
+@pytest.mark.parametrize("workers", (3, 40))
+@pytest.mark.parametrize("tokens_per_item", (1, 4))
+def test_a_plan_divides_a_step(workers, tokens_per_item):
+    x = ragged((1, 3, 9, 1, 4), (33, 17, 30, 40, 4))
+    plan = ejkernel.lax.page_plan(
+        x["context_lens"], x["query_start_loc"], page_size=8, num_tokens=len(x["q"]), workers=workers,
+        tokens_per_item=tokens_per_item,
+    )  # fmt: skip
+    check_call("ragged_page_attention", x, plan)
+
+
+def test_what_nobody_sees_may_be_nan():
+    """Slots behind a context, in front of a window, and of pages that no table names."""
+    x = ragged((5, 1, 3), (20, 13, 3))
+    page, (n, columns) = x["kv_pages"].shape[1], x["block_tables"].shape
+    x["block_tables"] = jnp.arange(n * columns).reshape(n, columns)
+    used = np.arange(columns * page) < np.asarray(x["context_lens"])[:, None]
+    used = used.reshape(n * columns, page, 1, 1)
+    run = partial(
+        OPERATIONS["ragged_page_attention"].prepare_arguments, **{n: a for n, a in x.items() if n != "kv_pages"}
+    )
+    results = []
+    for pages in (x["kv_pages"], jnp.where(used, x["kv_pages"], jnp.nan)):
+        call = run(kv_pages=pages)
+        operands = OPERATIONS["ragged_page_attention"].algorithm.operands(**call.named)
+        results.append(computed("ragged_page_attention", operands, call.spec)[0])
+    for clean, poisoned in zip(*results, strict=True):
+        np.testing.assert_array_equal(clean, poisoned)
