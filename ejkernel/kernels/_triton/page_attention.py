@@ -19,7 +19,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
     keys = operands.block_tables.shape[2] * operands.k_pages.shape[2]
-    found = _paged.choices(spec, target, _shapes(operands), operands.q.shape[1], keys)
+    found = _paged.choices(spec, target, _shapes(operands), keys)
     return _paged.configs(PageAttentionConfig, found)
 
 
@@ -48,8 +48,9 @@ def page_attention(
         x.q, x.k_pages, x.v_pages, x.context_lens, block_tables=x.block_tables, sinks=x.sinks,
         k_scale=x.k_scale, v_scale=x.v_scale, plan=plan,
     )  # fmt: skip
-    return Outputs(*attend(step, spec, x.q.shape[1], spec.num_splits or config.num_splits, _paged.tiles_of(config)))
+    tiles = _paged.tiles_of(_shapes(x), config, spec.batch_invariant)
+    return Outputs(*attend(step, spec, x.q.shape[1], spec.num_splits or config.num_splits, tiles))
 
 
 def _shapes(x: Operands) -> _paged.Shapes:
-    return _paged.Shapes(x.q, x.k_pages, x.v_pages)
+    return _paged.Shapes(x.q, x.k_pages, x.v_pages, x.q.shape[1])

@@ -20,7 +20,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedDecodeAttentionConfig]:
     """Configs that may be best, the likeliest first."""
-    found = _paged.choices(spec, target, _shapes(operands), 1, operands.k.shape[1])
+    found = _paged.choices(spec, target, _shapes(operands), operands.k.shape[1])
     return _paged.configs(RaggedDecodeAttentionConfig, found)
 
 
@@ -48,11 +48,11 @@ def ragged_decode_attention(
     q, k, v, end, start = (a[:, None] for a in (x.q, x.k, x.v, end, x.sequence_start))
     step = Step(q, k, v, end, first_keys=start, sinks=x.sinks)
     splits = spec.num_splits or config.num_splits
-    o, lse = attend(step, spec, 1, splits, _paged.tiles_of(config), sinks_of_empty=True)
+    o, lse = attend(step, spec, 1, splits, _paged.tiles_of(_shapes(x), config), sinks_of_empty=True)
     return Outputs(o[:, 0], lse[:, 0])
 
 
 def _shapes(x: Operands) -> _paged.Shapes:
     """Those of queries [b,1,h,d], and of keys and values [b,1,t,g,·], a page of each sequence."""
     one = lambda a: jax.ShapeDtypeStruct((a.shape[0], 1, *a.shape[1:]), a.dtype)
-    return _paged.Shapes(*map(one, (x.q, x.k, x.v)), tables=False)
+    return _paged.Shapes(*map(one, (x.q, x.k, x.v)), sequences=1, tables=False)

@@ -18,8 +18,8 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
-    _, sequences, columns = operands.block_tables.shape
-    found = _paged.choices(spec, target, _shapes(operands), sequences, columns * operands.kv_pages.shape[2])
+    keys = operands.block_tables.shape[2] * operands.kv_pages.shape[2]
+    found = _paged.choices(spec, target, _shapes(operands), keys)
     return _paged.configs(RaggedPageAttentionConfig, found)
 
 
@@ -47,9 +47,9 @@ def ragged_page_attention(
         x.q, x.kv_pages, x.kv_pages, x.context_lens, x.query_start_loc, x.num_seqs, None, x.block_tables, x.sinks,
         x.k_scale, x.v_scale, x.draft_mask, x.plan,
     )  # fmt: skip
-    splits = spec.num_splits or config.num_splits
-    return Outputs(*attend(step, spec, x.block_tables.shape[1], splits, _paged.tiles_of(config)))
+    tiles = _paged.tiles_of(_shapes(x), config, spec.batch_invariant)
+    return Outputs(*attend(step, spec, x.block_tables.shape[1], spec.num_splits or config.num_splits, tiles))
 
 
 def _shapes(x: Operands) -> _paged.Shapes:
-    return _paged.Shapes(x.q, x.kv_pages, x.kv_pages)
+    return _paged.Shapes(x.q, x.kv_pages, x.kv_pages, x.block_tables.shape[1])

@@ -18,6 +18,10 @@ Config = TypeVar("Config", bound=OperationConfig)
 SMALLEST_TILE, LARGEST_DECODE_TILE, LARGEST_WIDTH, MOST_HEADS = 16, 64, 256, 64
 # Of the kernels of a decode, by their registers.
 MOST_RESIDENT_WARPS = 12
+# What it costs a program to begin and to end, and to merge splits by another launch, in keys read in that time.
+_STARTUP_KEYS, _MERGE_KEYS = 128, 200
+# Keys of a split at least.
+LEAST_KEYS = 128
 # Keys of a split whose size the batch does not decide.
 KEYS_OF_INVARIANT_SPLIT = 1024
 
@@ -31,12 +35,25 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# The likeliest first; of a decode's rows there are as many as a step needs.
-DECODE_SIZES = tuple(
-    Tiles(SMALLEST_TILE, *of)
-    for of in ((64, 2, 3), (64, 4, 5), (128, 4, 3), (64, 4, 3), (32, 4, 5), (32, 2, 3), (16, 4, 2), (16, 4, 1))
+# Of a decode, whose rows follow from the step: keys, warps and stages. The likeliest first.
+DECODE_SIZES = (
+    (128, 4, 5),
+    (64, 2, 5),
+    (128, 4, 3),
+    (64, 4, 3),
+    (64, 2, 3),
+    (32, 4, 5),
+    (32, 4, 3),
+    (16, 4, 2),
+    (16, 4, 1),
 )
-PREFILL_SIZES = (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 16, 4, 1))
+PREFILL_SIZES = (
+    Tiles(128, 128, 8, 3),
+    Tiles(128, 64, 8, 3),
+    Tiles(64, 64, 4, 2),
+    Tiles(64, 32, 4, 2),
+    Tiles(64, 16, 4, 1),
+)
 
 
 def power_of_two(n: int) -> int:
@@ -45,11 +62,18 @@ def power_of_two(n: int) -> int:
 
 
 class Shapes(NamedTuple):
-    """Shapes and dtypes of a call: queries [b,t,h,d], keys and values [·,p,s,g,…,·], and whether tables name pages."""
+    """Shapes and dtypes of a call, as `launch.Step` has the arrays, and its sequences.
+
+    Attributes:
+        q, k, v: queries [b,t,h,d], keys and values [·,p,s,g,…,·].
+        sequences: of a batch index.
+        tables: whether block tables name the pages.
+    """
 
     q: Any
     k: Any
     v: Any
+    sequences: int
     tables: bool = True
 
 
@@ -67,21 +91,23 @@ def refusal(spec: CacheSpec, target: Target, x: Shapes) -> str | None:
         return f"{width} features; the kernels take up to {LARGEST_WIDTH}"
     if (heads := x.q.shape[2] // x.k.shape[3]) > MOST_HEADS:
         return f"{heads} query heads share a key/value head; the kernels take up to {MOST_HEADS}"
-    smallest = max(shared_memory(x, tiles) for tiles in (DECODE_SIZES[-1], PREFILL_SIZES[-1]))
+    smallest = max(shared_memory(x, tiles) for tiles in (decode_tiles(x, *DECODE_SIZES[-1]), PREFILL_SIZES[-1]))
     return _launch.memory_refusal(smallest, target)
 
 
 def shared_memory(x: Shapes, tiles: Tiles) -> int:
     """Bytes of the tiles of keys and values in flight, of one of each as it is multiplied, and of the queries.
 
-    Where a tile has several pages every other stage of the pipeline is for their numbers, and holds no keys.
+    Where a tile has several pages every other stage of the pipeline is for their numbers, and holds no keys; products
+    of warpgroups, which have 64 rows, keep one more.
     """
     width = lambda n: max(SMALLEST_TILE, power_of_two(n))
     d, e = width(x.k.shape[-1]), width(x.v.shape[-1])
-    rows = max(tiles.rows, power_of_two(x.q.shape[2] // x.k.shape[3]))
-    buffers = (tiles.stages - 1) // 2 if x.tables and x.k.shape[2] % tiles.keys else tiles.stages - 1
+    buffers = tiles.stages - 1
+    if x.tables and x.k.shape[2] % tiles.keys:
+        buffers = buffers // 2 + (tiles.rows >= 64)
     converted = 0 if x.k.dtype == x.q.dtype else tiles.keys * (d + e) * x.q.dtype.itemsize
-    queries = rows * (d + tiles.keys) * x.q.dtype.itemsize
+    queries = tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
     return max(1, buffers) * tiles.keys * (d + e) * x.k.dtype.itemsize + converted + queries
 
 
@@ -91,48 +117,58 @@ def fitting(sizes: Sequence[Tiles], x: Shapes) -> Tiles:
     return next(tiles for tiles in sizes if shared_memory(x, tiles) <= limit)
 
 
-def decode_tokens(tokens: int, sequences: int, heads: int, batch_invariant: bool) -> tuple[int, int]:
-    """Rows of a decode's tile, and tokens of a sequence that they have: those of an average sequence, if they fit.
+def decode_rows(x: Shapes, batch_invariant: bool = False) -> int:
+    """Rows of a decode's tile: the heads of a group, for the tokens of an average sequence as far as they fit.
 
-    They are those of a single token where they may not depend on the step.
+    They are for a single token where they may not depend on the step.
     """
-    average = 1 if batch_invariant else math.ceil(tokens / sequences)
-    rows = max(SMALLEST_TILE, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * average)))
-    return rows, rows // heads
+    heads = x.q.shape[2] // x.k.shape[3]
+    average = 1 if batch_invariant else math.ceil(x.q.shape[1] / x.sequences)
+    return max(SMALLEST_TILE, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * average)))
 
 
-def choices(spec: CacheSpec, target: Target, x: Shapes, sequences: int, keys: int) -> list[tuple[Tiles, int]]:
+def decode_tiles(x: Shapes, keys: int, warps: int, stages: int, batch_invariant: bool = False) -> Tiles:
+    """Tiles of a decode, with warps enough for their rows."""
+    rows = decode_rows(x, batch_invariant)
+    return Tiles(rows, keys, max(warps, rows // SMALLEST_TILE), stages)
+
+
+def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple[Tiles, int]]:
     """Tiles and splits that may be best for sequences of up to so many keys, the likeliest first."""
-    limit = _launch.shared_memory_limit(target)
-    programs = x.q.shape[0] * sequences * x.k.shape[3]
-    found = []
-    for tiles in [tiles for tiles in DECODE_SIZES if shared_memory(x, tiles) <= limit][:4]:
+    limit, cores = _launch.shared_memory_limit(target), target.core_count or DEFAULT_CORE_COUNT
+    programs = x.q.shape[0] * x.sequences * x.k.shape[3]
+    fit = [of for size in DECODE_SIZES if shared_memory(x, of := decode_tiles(x, *size, spec.batch_invariant)) <= limit]
+    found = {}
+    for order, tiles in enumerate(fit[:4]):
         resident = min(MOST_RESIDENT_WARPS // tiles.warps, max(1, limit // shared_memory(x, tiles)))
-        slots = resident * (target.core_count or DEFAULT_CORE_COUNT)
-        found += [(tiles, splits) for splits in _splits(spec, programs, slots, math.ceil(keys / tiles.keys), tiles)]
-    return found
+        in_tiles = math.ceil(keys / tiles.keys)
+        for splits in _splits(spec, in_tiles, tiles, most=min(resident * cores, math.ceil(keys / LEAST_KEYS))):
+            time = _time(programs * splits, math.ceil(in_tiles / splits) * tiles.keys, resident, cores)
+            merge = _MERGE_KEYS + splits if splits > 1 else 0
+            found[tiles, splits] = (time + merge) * (1 + order / 100)
+    return sorted(found, key=found.get)[:8]
 
 
-def _splits(spec: CacheSpec, programs: int, slots: int, tiles: int, sizes: Tiles) -> list[int]:
-    """Into how many splits to cut the tiles of so many programs, of which `slots` run at once.
-
-    The time, in tiles: waves of programs, each with its tiles and the time of one to begin and end, and one and a half
-    for the launch that merges.
-    """
+def _splits(spec: CacheSpec, in_tiles: int, tiles: Tiles, most: int) -> Sequence[int]:
+    """Into how many splits the tiles of a sequence may be cut."""
     if spec.num_splits is not None:
         return [spec.num_splits]
     if spec.batch_invariant:
-        return [max(1, math.ceil(tiles * sizes.keys / KEYS_OF_INVARIANT_SPLIT))]
-    merge = lambda n: 0 if n == 1 else 1.5 + n / 64
-    time = lambda n: math.ceil(programs * n / slots) * (math.ceil(tiles / n) + 1) + merge(n)
-    ranked = sorted(range(1, min(tiles, slots) + 1), key=time) or [1]
-    likely = ranked[0]
-    return list(dict.fromkeys([likely, *(n for n in (2 * likely, likely // 2) if 1 <= n <= tiles)]))
+        return [max(1, math.ceil(in_tiles * tiles.keys / KEYS_OF_INVARIANT_SPLIT))]
+    return range(1, max(1, min(in_tiles, most)) + 1)
+
+
+def _time(programs: int, keys: int, resident: int, cores: int) -> int:
+    """Of programs with so many keys, in keys that a multiprocessor reads, among whose programs its bandwidth is shared.
+
+    To begin and to end takes a program about as long as some keys, unless another one is at work meanwhile.
+    """
+    return math.ceil(programs / cores) * keys + math.ceil(programs / (cores * resident)) * _STARTUP_KEYS
 
 
 def excess(x: Shapes, config: Any) -> str | None:
     """What the kernels have against a config for these operands where the environment limits shared memory, or None."""
-    limit, needed = _launch.limit_of_environment(), shared_memory(x, tiles_of(config))
+    limit, needed = _launch.limit_of_environment(), shared_memory(x, tiles_of(x, config))
     if limit is None or needed <= limit:
         return None
     return f"the config takes up to {needed} bytes of shared memory, {_launch.LIMIT_VARIABLE} allows {limit}"
@@ -169,9 +205,9 @@ def configs(of: type[Config], choices: Sequence[tuple[Tiles, int]]) -> list[Conf
     ]
 
 
-def tiles_of(config: Any) -> Tiles:
+def tiles_of(x: Shapes, config: Any, batch_invariant: bool = False) -> Tiles:
     """The tiles of a decode that a config of one of the operations asks for."""
-    return Tiles(SMALLEST_TILE, config.keys_per_block, config.num_warps, config.num_stages)
+    return decode_tiles(x, config.keys_per_block, config.num_warps, config.num_stages, batch_invariant)
 
 
 def refuses(config: Any) -> str | None:

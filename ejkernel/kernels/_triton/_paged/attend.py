@@ -221,19 +221,21 @@ def is_drafted(draft_mask, position, batch, sequence, token, context_lens, start
 @triton.jit
 def with_sinks(maximum, total, acc, place, sinks, batch, head, in_row, problem: tl.constexpr):
     """The softmax with the sinks of each row's head; none at all for a token that is in no context."""
-    if problem.sinks:
-        of_head = sinks + batch * problem.sinks_batch + head * problem.sinks
+    count: tl.constexpr = problem.sinks
+    if count:
+        of_head = sinks + batch * problem.sinks_batch + head * count
         highest = maximum
-        for x in tl.static_range(problem.sinks):
+        for x in tl.static_range(count):
             highest = tl.maximum(highest, tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E)
         base = tl.where(highest == float("-inf"), 0.0, highest)
         alpha = tl.exp2(maximum - base)
         total *= alpha
         acc *= alpha[:, None]
-        for x in tl.static_range(problem.sinks):
+        for x in tl.static_range(count):
             total += tl.exp2(tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E - base)
         maximum = highest
     if not problem.sinks_of_empty:
+        acc = tl.where((place >= 0)[:, None], acc, 0.0)
         total = tl.where(place >= 0, total, 0.0)
         maximum = tl.where(place >= 0, maximum, float("-inf"))
     return maximum, total, acc

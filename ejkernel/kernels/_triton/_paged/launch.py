@@ -20,12 +20,14 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 
-from . import KEYS_OF_INVARIANT_SPLIT, PREFILL_SIZES, SMALLEST_TILE, Shapes, Tiles, decode_tokens, fitting, power_of_two
+from . import KEYS_OF_INVARIANT_SPLIT, PREFILL_SIZES, SMALLEST_TILE, Shapes, Tiles, fitting, power_of_two
 from .attend import attend_kernel
 from .merge import SPLITS_PER_TILE, merge_kernel
 from .problem import Problem, Schedule, strides_of
 
 EVERY = 2**31 - 1
+# o and lse, as far as they are computed.
+Results = dict[str, Array]
 
 
 class Step(NamedTuple):
@@ -67,33 +69,41 @@ def attend(
 ) -> tuple[Array, Array]:
     """o [b,t,h,e] in the dtype of q and lse [b,t,h] float32; 0 and −∞ for tokens of no sequence.
 
-    `splits` and `tiles` are how rows of few tokens are computed; a plan decides their splits itself.
+    `splits` and `tiles` are how rows of few tokens are computed. A plan decides their splits itself, and is left aside
+    where these may not depend on the step.
     """
-    problem = _problem(x, spec, sequences, causal, sinks_of_empty)
-    rows, tokens = decode_tokens(problem.T, problem.N, problem.H // problem.G, spec.batch_invariant)
-    tiles = tiles._replace(warps=max(tiles.warps, rows // SMALLEST_TILE))
+    problem, whole = _problem(x, spec, sequences, causal, sinks_of_empty), x.query_start_loc is None and x.plan is None
+    tokens, fixed = tiles.rows // (problem.H // problem.G), 0
+    if spec.batch_invariant:
+        x, fixed = x._replace(plan=None), _keys_per_split(problem, spec, tiles)
+        splits = triton.cdiv(problem.page * max(problem.columns, 1), fixed)
     decode = Schedule(
-        rows=problem.N, tokens=tokens, search=False, least=1, most=tokens, splits=splits,
-        keys_per_split=_keys_per_split(problem, spec, tiles) if spec.batch_invariant else 0,
-    )  # fmt: skip
+        rows=problem.N, tokens=tokens, search=False, least=1, most=tokens, splits=splits, keys_per_split=fixed
+    )
     if x.plan is not None:
         items = x.plan.shape[1] * x.plan.shape[2]
         decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
-    results = None
-    if x.query_start_loc is not None or x.plan is not None:
-        shape = (x.q.shape[0], problem.T, problem.H)
-        nothing = jnp.full(shape, -np.inf, jnp.float32)
-        results = jnp.zeros((*shape, problem.V), x.q.dtype), nothing
-    results = _decoded(x, problem, decode, rows, tiles, results)
-    if x.query_start_loc is None or tokens >= problem.T:
-        return results
-    tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v))
-    tokens = tiles.rows // (problem.H // problem.G)
-    prefill = Schedule(
-        rows=problem.N + problem.T // tokens, tokens=tokens, search=True, least=decode.most + 1, most=EVERY, splits=1,
-        keys_per_split=0,
-    )  # fmt: skip
-    return _attend(x._replace(plan=None), problem, prefill, tiles.rows, tiles, results)
+    # Every token of a sequence is computed, by the one launch or the other.
+    results = {} if whole else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
+    results = _decoded(x, problem, decode, tiles, results)
+    if x.query_start_loc is None:
+        return results["o"], results["lse"]
+    if tokens < problem.T:
+        tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v, sequences))
+        tokens = tiles.rows // (problem.H // problem.G)
+        prefill = Schedule(
+            rows=problem.N + problem.T // tokens, tokens=tokens, search=True, least=decode.most + 1, most=EVERY,
+            splits=1, keys_per_split=0,
+        )  # fmt: skip
+        results = _attend(x._replace(plan=None), problem, prefill, tiles, results)
+    return results["o"], jnp.where(_is_of_a_sequence(x, problem)[..., None], results["lse"], np.float32(-np.inf))
+
+
+def _is_of_a_sequence(x: Step, problem: Problem) -> Array:
+    """Of each token [b,t]."""
+    token, count = jnp.arange(problem.T, dtype=jnp.int32), jnp.clip(x.num_seqs, 0, problem.N)
+    end = jnp.take_along_axis(x.query_start_loc, count, 1)
+    return (token >= x.query_start_loc[:, :1]) & (token < end)
 
 
 def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_empty: bool) -> Problem:
@@ -123,83 +133,68 @@ def _keys_per_split(problem: Problem, spec: CacheSpec, tiles: Tiles) -> int:
     return triton.cdiv(triton.cdiv(keys, spec.num_splits), tiles.keys) * tiles.keys
 
 
-def _decoded(x: Step, problem: Problem, schedule: Schedule, rows: int, tiles: Tiles, results) -> tuple[Array, Array]:
+def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, results: Results) -> Results:
     """Those of rows of few tokens, whose splits are merged."""
     if schedule.splits == 1 and x.plan is None:
-        return _attend(x, problem, schedule, rows, tiles, results)
+        return _attend(x, problem, schedule, tiles, results)
     units = x.q.shape[0] * (schedule.items or schedule.rows)
-    of_split = (units * (2 if x.plan is not None else schedule.splits), schedule.tokens, problem.H)
+    of_split = (units * (2 if schedule.items else schedule.splits), schedule.tokens, problem.H)
     of = jax.ShapeDtypeStruct
-    splits = dict(o_splits=of((*of_split, problem.V), jnp.float32), lse_splits=of(of_split, jnp.float32))
-    # A plan has rows that are not split, too.
-    wanted = dict(o=None, lse=None) if x.plan is None else _placed(results)
-    programs = units * (1 if x.plan is not None else schedule.splits) * problem.G
-    found = _launched(
-        attend_kernel, x, wanted, splits, programs, problem, schedule, tiles,
-        **_sizes(problem, rows, tiles),
-    )  # fmt: skip
-    if x.plan is not None:
-        results = found["o"], found["lse"]
+    parts = dict(o_splits=of((*of_split, problem.V), jnp.float32), lse_splits=of(of_split, jnp.float32))
+    if schedule.items:  # some rows of which are not split
+        found = _launched(attend_kernel, x, results, _missing(x, problem, results) | parts, {}, units * problem.G,
+                          problem, schedule, tiles, **_sizes(problem, tiles))  # fmt: skip
+        results = {name: found[name] for name in ("o", "lse")}
+    else:
+        found = _launched(attend_kernel, x, {}, parts, dict(o=None, lse=None), units * schedule.splits * problem.G,
+                          problem, schedule, tiles, **_sizes(problem, tiles))  # fmt: skip
     tables = x.context_lens, x.query_start_loc, x.num_seqs, x.sinks, x.plan
-    found = _launched(
-        merge_kernel, (*tables, *(found[name] for name in splits)), _placed(results), _fresh(x, problem, results),
-        units * schedule.tokens * problem.H, problem, schedule, Tiles(rows, tiles.keys, 4, 1),
+    return _launched(
+        merge_kernel, (*tables, found["o_splits"], found["lse_splits"]), results, _missing(x, problem, results), {},
+        units * schedule.tokens * problem.H, problem, schedule, tiles._replace(warps=4, stages=1),
         SPLITS=SPLITS_PER_TILE, V_WIDTH=_width(problem.V),
     )  # fmt: skip
-    return found["o"], found["lse"]
 
 
-def _attend(x: Step, problem: Problem, schedule: Schedule, rows: int, tiles: Tiles, results) -> tuple[Array, Array]:
+def _attend(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, results: Results) -> Results:
     """Those of rows that are not split."""
-    found = _launched(
-        attend_kernel, x, _placed(results) | dict(o_splits=None, lse_splits=None),
-        _fresh(x, problem, results), x.q.shape[0] * schedule.rows * problem.G, problem, schedule, tiles,
-        **_sizes(problem, rows, tiles),
+    return _launched(
+        attend_kernel, x, results, _missing(x, problem, results), dict(o_splits=None, lse_splits=None),
+        x.q.shape[0] * schedule.rows * problem.G, problem, schedule, tiles, **_sizes(problem, tiles),
     )  # fmt: skip
-    return found["o"], found["lse"]
 
 
-def _placed(results: tuple[Array, Array] | None) -> dict[str, Array]:
-    """The results so far by name, in whose place those of a launch go."""
-    return {} if results is None else dict(zip(("o", "lse"), results, strict=True))
-
-
-def _fresh(x: Step, problem: Problem, results: tuple[Array, Array] | None) -> dict[str, Any]:
-    """The types of the results, where there are none so far."""
-    if results is not None:
-        return {}
-    shape = (x.q.shape[0], problem.T, problem.H)
+def _missing(x: Step, problem: Problem, results: Results) -> dict[str, jax.ShapeDtypeStruct]:
+    """The types of those of o and lse that there are not yet."""
+    shape = x.q.shape[:3]
     of = jax.ShapeDtypeStruct
-    return dict(o=of((*shape, problem.V), x.q.dtype), lse=of(shape, jnp.float32))
+    types = dict(o=of((*shape, problem.V), x.q.dtype), lse=of(shape, jnp.float32))
+    return {name: kind for name, kind in types.items() if name not in results}
 
 
 def _width(features: int) -> int:
     return max(SMALLEST_TILE, power_of_two(features))
 
 
-def _sizes(problem: Problem, rows: int, tiles: Tiles) -> dict[str, int]:
-    return dict(ROWS=rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=_width(problem.V))
+def _sizes(problem: Problem, tiles: Tiles) -> dict[str, int]:
+    return dict(ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=_width(problem.V))
 
 
 def _launched(
     kernel: Any,
     operands: Sequence[Array | None],
-    in_place: dict[str, Array | None],
-    fresh: dict[str, Any],
+    placed: Results,
+    new: dict[str, jax.ShapeDtypeStruct],
+    unwanted: dict[str, None],
     grid: int,
     problem: Problem,
     schedule: Schedule,
     tiles: Tiles,
     **sizes: int,
-) -> dict[str, Array]:
-    """The outputs of a launch by name: those in the place of the arrays given for them, and new ones behind these.
-
-    An output that is given as None is not wanted.
-    """
-    placed = {name: a for name, a in in_place.items() if a is not None}
-    unwanted = {name: a for name, a in in_place.items() if a is None}
+) -> Results:
+    """The outputs of a launch by name: those in the place of the arrays given for them, and new ones behind these."""
     first = sum(a is not None for a in operands)
-    out_type = (*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()), *fresh.values())
+    out_type = (*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()), *new.values())
     with warnings.catch_warnings():
         # jax-triton would rather have a reference of JAX, which no rule of lowering can make.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
@@ -209,4 +204,4 @@ def _launched(
             input_output_aliases={first + n: n for n in range(len(placed))},
             problem=problem, schedule=schedule, **unwanted, **sizes,
         )  # fmt: skip
-    return dict(zip((*placed, *fresh), found, strict=True))
+    return dict(zip((*placed, *new), found, strict=True))
