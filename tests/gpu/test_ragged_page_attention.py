@@ -135,3 +135,25 @@ def test_a_dense_cache(options):
     at = lambda start: lax.ragged_decode_attention(x["q"], k, v, start, x["context_lens"], config=dict(platform="xla"))
     start = x["context_lens"] // 2
     close(lax.ragged_decode_attention(x["q"], k, v, start, x["context_lens"]), at(start), TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("queries, keys", [(1, 3000), (4, 700), (3, 2)])
+@pytest.mark.parametrize(
+    "options", [dict(causal=True), {}, dict(causal=True, window=100, softcap=5.0), dict(batch_invariant=True)], ids=str
+)
+@pytest.mark.parametrize("h, g, d, e", [(8, 2, 128, 128), (6, 6, 72, 64), (16, 1, 256, 256)])
+def test_flash_attention_of_few_queries(queries, keys, options, h, g, d, e):
+    """The same kernels, against the formula in XLA."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((3, queries, h, d), (3, keys, g, d), (3, keys, g, e))
+    )
+    explained = str(ejkernel.explain("flash_attention", q, k, v, **options))
+    assert "300  triton/gpu    takes this call" in explained
+    found, wanted = (
+        lax.flash_attention(q, k, v, **options, return_lse=True, config=config)
+        for config in (None, dict(platform="xla"))
+    )
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b, TOLERANCE["bfloat16"])

@@ -25,7 +25,8 @@ def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAtten
 
 def excess(operands: Operands, config: PageAttentionConfig) -> str | None:
     """What the kernel has against a config for these operands where the environment limits shared memory, or None."""
-    return _paged.excess(_shapes(operands), config)
+    shapes = _shapes(operands)
+    return _paged.excess(shapes, _paged.tiles_of(shapes, config))
 
 
 @kernel_registry.register("page_attention", Platform.TRITON, Backend.GPU, priority=100)
@@ -48,7 +49,7 @@ def page_attention(
         x.q, x.k_pages, x.v_pages, x.context_lens, block_tables=x.block_tables, sinks=x.sinks,
         k_scale=x.k_scale, v_scale=x.v_scale, plan=plan,
     )  # fmt: skip
-    tiles = _paged.tiles_of(_shapes(x), config, spec.batch_invariant)
+    tiles = _paged.tiles_of(_shapes(x), config)
     return Outputs(*attend(step, spec, x.q.shape[1], spec.num_splits or config.num_splits, tiles))
 
 

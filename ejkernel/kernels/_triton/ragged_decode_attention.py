@@ -26,7 +26,8 @@ def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedDec
 
 def excess(operands: Operands, config: RaggedDecodeAttentionConfig) -> str | None:
     """What the kernel has against a config for these operands where the environment limits shared memory, or None."""
-    return _paged.excess(_shapes(operands), config)
+    shapes = _shapes(operands)
+    return _paged.excess(shapes, _paged.tiles_of(shapes, config))
 
 
 @kernel_registry.register("ragged_decode_attention", Platform.TRITON, Backend.GPU, priority=100)

@@ -1,5 +1,7 @@
 """ragged_page_attention in Triton: decodes split over their keys, and prefills of larger tiles, in two launches."""
 
+import math
+
 from jax import Array
 
 from ejkernel.primitives._pages import CacheSpec
@@ -13,19 +15,20 @@ from . import _launch, _paged
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
-    return _paged.refusal(spec, target, _shapes(operands))
+    return _paged.refusal(spec, target, _shapes(spec, operands))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
     keys = operands.block_tables.shape[2] * operands.kv_pages.shape[2]
-    found = _paged.choices(spec, target, _shapes(operands), keys)
+    found = _paged.choices(spec, target, _shapes(spec, operands), keys)
     return _paged.configs(RaggedPageAttentionConfig, found)
 
 
 def excess(operands: Operands, config: RaggedPageAttentionConfig) -> str | None:
     """What the kernels have against a config for these operands where the environment limits shared memory, or None."""
-    return _paged.excess(_shapes(operands), config)
+    shapes = _shapes(CacheSpec(), operands)
+    return _paged.excess(shapes, _paged.tiles_of(shapes, config))
 
 
 @kernel_registry.register("ragged_page_attention", Platform.TRITON, Backend.GPU, priority=100)
@@ -47,9 +50,12 @@ def ragged_page_attention(
         x.q, x.kv_pages, x.kv_pages, x.context_lens, x.query_start_loc, x.num_seqs, None, x.block_tables, x.sinks,
         x.k_scale, x.v_scale, x.draft_mask, x.plan,
     )  # fmt: skip
-    tiles = _paged.tiles_of(_shapes(x), config, spec.batch_invariant)
+    tiles = _paged.tiles_of(_shapes(spec, x), config)
     return Outputs(*attend(step, spec, x.block_tables.shape[1], spec.num_splits or config.num_splits, tiles))
 
 
-def _shapes(x: Operands) -> _paged.Shapes:
-    return _paged.Shapes(x.q, x.kv_pages, x.kv_pages, x.block_tables.shape[1])
+def _shapes(spec: CacheSpec, x: Operands) -> _paged.Shapes:
+    """With rows for the tokens of an average sequence, or for a single one where they may not depend on the step."""
+    sequences = x.block_tables.shape[1]
+    tokens = 1 if spec.batch_invariant else math.ceil(x.q.shape[1] / sequences)
+    return _paged.Shapes(x.q, x.kv_pages, x.kv_pages, sequences, tokens)

@@ -67,6 +67,7 @@ class Shapes(NamedTuple):
     Attributes:
         q, k, v: queries [b,t,h,d], keys and values [·,p,s,g,…,·].
         sequences: of a batch index.
+        tokens: of a sequence, for which the tile of a decode has rows, as far as they fit.
         tables: whether block tables name the pages.
     """
 
@@ -74,6 +75,7 @@ class Shapes(NamedTuple):
     k: Any
     v: Any
     sequences: int
+    tokens: int = 1
     tables: bool = True
 
 
@@ -117,19 +119,10 @@ def fitting(sizes: Sequence[Tiles], x: Shapes) -> Tiles:
     return next(tiles for tiles in sizes if shared_memory(x, tiles) <= limit)
 
 
-def decode_rows(x: Shapes, batch_invariant: bool = False) -> int:
-    """Rows of a decode's tile: the heads of a group, for the tokens of an average sequence as far as they fit.
-
-    They are for a single token where they may not depend on the step.
-    """
+def decode_tiles(x: Shapes, keys: int, warps: int, stages: int) -> Tiles:
+    """Tiles of a decode, with rows for the heads of a group and the tokens of a sequence, and warps enough for them."""
     heads = x.q.shape[2] // x.k.shape[3]
-    average = 1 if batch_invariant else math.ceil(x.q.shape[1] / x.sequences)
-    return max(SMALLEST_TILE, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * average)))
-
-
-def decode_tiles(x: Shapes, keys: int, warps: int, stages: int, batch_invariant: bool = False) -> Tiles:
-    """Tiles of a decode, with warps enough for their rows."""
-    rows = decode_rows(x, batch_invariant)
+    rows = max(SMALLEST_TILE, power_of_two(heads), min(LARGEST_DECODE_TILE, power_of_two(heads * x.tokens)))
     return Tiles(rows, keys, max(warps, rows // SMALLEST_TILE), stages)
 
 
@@ -137,7 +130,7 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
     """Tiles and splits that may be best for sequences of up to so many keys, the likeliest first."""
     limit, cores = _launch.shared_memory_limit(target), target.core_count or DEFAULT_CORE_COUNT
     programs = x.q.shape[0] * x.sequences * x.k.shape[3]
-    fit = [of for size in DECODE_SIZES if shared_memory(x, of := decode_tiles(x, *size, spec.batch_invariant)) <= limit]
+    fit = [of for size in DECODE_SIZES if shared_memory(x, of := decode_tiles(x, *size)) <= limit]
     found = {}
     for order, tiles in enumerate(fit[:4]):
         resident = min(MOST_RESIDENT_WARPS // tiles.warps, max(1, limit // shared_memory(x, tiles)))
@@ -166,9 +159,9 @@ def _time(programs: int, keys: int, resident: int, cores: int) -> int:
     return math.ceil(programs / cores) * keys + math.ceil(programs / (cores * resident)) * _STARTUP_KEYS
 
 
-def excess(x: Shapes, config: Any) -> str | None:
-    """What the kernels have against a config for these operands where the environment limits shared memory, or None."""
-    limit, needed = _launch.limit_of_environment(), shared_memory(x, tiles_of(x, config))
+def excess(x: Shapes, tiles: Tiles) -> str | None:
+    """What the kernels have against tiles for these operands where the environment limits shared memory, or None."""
+    limit, needed = _launch.limit_of_environment(), shared_memory(x, tiles)
     if limit is None or needed <= limit:
         return None
     return f"the config takes up to {needed} bytes of shared memory, {_launch.LIMIT_VARIABLE} allows {limit}"
@@ -205,9 +198,9 @@ def configs(of: type[Config], choices: Sequence[tuple[Tiles, int]]) -> list[Conf
     ]
 
 
-def tiles_of(x: Shapes, config: Any, batch_invariant: bool = False) -> Tiles:
+def tiles_of(x: Shapes, config: Any) -> Tiles:
     """The tiles of a decode that a config of one of the operations asks for."""
-    return decode_tiles(x, config.keys_per_block, config.num_warps, config.num_stages, batch_invariant)
+    return decode_tiles(x, config.keys_per_block, config.num_warps, config.num_stages)
 
 
 def refuses(config: Any) -> str | None:
