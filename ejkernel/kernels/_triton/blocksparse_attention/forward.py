@@ -64,16 +64,17 @@ def forward_kernel(
         order, counts, entries, LISTS, LONGEST, BLOCKS, problem.H
     )
     first, info = tiles.place(block, head, batch, problem, BLOCK_Q)
-    offsets = tl.arange(0, BLOCK_Q)
-    block_range, interval = tiles.full_keys(
-        block, first, info, segment_ranges, offsets, first_keys, stop_keys, problem, BLOCKS, BLOCK_Q, BLOCK_K
+    rows = first + tl.arange(0, BLOCK_Q)
+    i = rows[:, None]
+    first_key = tiles.interval_ends(first_keys, first, i, info, problem, 0)
+    stop_key = tiles.interval_ends(stop_keys, first, i, info, problem, problem.K)
+    block_range = tiles.full_keys(
+        block, first, info, segment_ranges, first_key, stop_key, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
     segments = (q_segment_ids, kv_segment_ids)
     scale = logits.total_scale(softmax_scale, info, problem)
     m, l = logits.first_statistics(sinks, info, problem, BLOCK_Q)
     acc = flash.zeros(BLOCK_Q, problem.V, problem)
-    rows = first + offsets
-    i = rows[:, None]
     q_tile = flash.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
     if count > 0:  # see tiles.py of flash_attention on loops
         coming = lists.entry(entries, 0, count)
@@ -88,8 +89,9 @@ def forward_kernel(
             s = logits.capped(product, scale, bias_tile, problem)
             v_tile = tiles.load_keys(v, start, first, info, problem, problem.V, BLOCK_Q, BLOCK_K, CHECKED)
             (s,) = tiles.where_visible(
-                (s,), float("-inf"), mask_tile, start, block_range, i, j, segments, interval, info, problem, EDGES
-            )
+                (s,), float("-inf"), mask_tile, start, block_range, i, j, segments, first_key, stop_key,
+                info, problem, EDGES,
+            )  # fmt: skip
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
             rescale = logits.exponential(m - m_safe, 0.0, problem)

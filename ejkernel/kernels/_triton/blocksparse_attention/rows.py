@@ -55,14 +55,15 @@ def rows_kernel(
         order, counts, entries, LISTS, LONGEST, BLOCKS, problem.H
     )
     first, info = tiles.place(block, head, batch, problem, BLOCK_Q)
-    offsets = tl.arange(0, BLOCK_Q)
-    block_range, interval = tiles.full_keys(
-        block, first, info, segment_ranges, offsets, first_keys, stop_keys, problem, BLOCKS, BLOCK_Q, BLOCK_K
+    rows = first + tl.arange(0, BLOCK_Q)
+    i = rows[:, None]
+    first_key = tiles.interval_ends(first_keys, first, i, info, problem, 0)
+    stop_key = tiles.interval_ends(stop_keys, first, i, info, problem, problem.K)
+    block_range = tiles.full_keys(
+        block, first, info, segment_ranges, first_key, stop_key, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
     segments = (q_segment_ids, kv_segment_ids)
     scale = logits.total_scale(softmax_scale, info, problem)
-    rows = first + offsets
-    i = rows[:, None]
     q_tile = flash.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
     do_tile = flash.load_queries(do, first, info, problem, problem.V, BLOCK_Q, True)
     lse_rows = flash.load_rows(lse, first, i, info, problem, True, float("inf"))
@@ -86,8 +87,9 @@ def rows_kernel(
                 s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, info, problem
             )
             p, difference = tiles.where_visible(
-                (p, difference), 0.0, mask_tile, start, block_range, i, j, segments, interval, info, problem, True
-            )
+                (p, difference), 0.0, mask_tile, start, block_range, i, j, segments, first_key, stop_key,
+                info, problem, True,
+            )  # fmt: skip
             total += tl.sum(p, 1)
             off += tl.sum(difference, 1)
 

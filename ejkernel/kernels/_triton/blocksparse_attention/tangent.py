@@ -82,14 +82,15 @@ def tangent_kernel(
         order, counts, entries, LISTS, LONGEST, BLOCKS, problem.H
     )
     first, info = tiles.place(block, head, batch, problem, BLOCK_Q)
-    offsets = tl.arange(0, BLOCK_Q)
-    block_range, interval = tiles.full_keys(
-        block, first, info, segment_ranges, offsets, first_keys, stop_keys, problem, BLOCKS, BLOCK_Q, BLOCK_K
+    rows = first + tl.arange(0, BLOCK_Q)
+    i = rows[:, None]
+    first_key = tiles.interval_ends(first_keys, first, i, info, problem, 0)
+    stop_key = tiles.interval_ends(stop_keys, first, i, info, problem, problem.K)
+    block_range = tiles.full_keys(
+        block, first, info, segment_ranges, first_key, stop_key, problem, BLOCKS, BLOCK_Q, BLOCK_K
     )
     segments = (q_segment_ids, kv_segment_ids)
     scale = logits.total_scale(softmax_scale, info, problem)
-    rows = first + offsets
-    i = rows[:, None]
     q_tile = flash.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
     q_dot_tile = flash.load_queries(q_dot, first, info, problem, problem.D, BLOCK_Q, True)
     lse_rows = flash.load_rows(lse, first, rows, info, problem, True, float("inf"))
@@ -119,8 +120,9 @@ def tangent_kernel(
                 LOGITS_MOVE,
             )  # fmt: skip
             p, s_dot = tiles.where_visible(
-                weights, 0.0, mask_tile, start, block_range, i, j, segments, interval, info, problem, EDGES
-            )
+                weights, 0.0, mask_tile, start, block_range, i, j, segments, first_key, stop_key,
+                info, problem, EDGES,
+            )  # fmt: skip
             if LOGITS_MOVE and unsettled:
                 sums, reference, unsettled = referred(sums, reference, p, s_dot, problem)
             s_dot -= reference[:, None]

@@ -22,21 +22,18 @@ def place(block, head, batch, problem: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def full_keys(block, first, info, segment_ranges, rows, first_keys, stop_keys, problem: tl.constexpr,
-              BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Which tiles of keys need no mask, as a block range whose begin and end are not to be used; and the intervals of
-    the rows, in the shape [rows, 1], None and None where nothing is packed.
+def full_keys(block, first, info, segment_ranges, first_key, stop_key, problem: tl.constexpr, BLOCKS: tl.constexpr,
+              BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Which tiles of keys need no mask, as a block range whose begin and end are not to be used. The intervals of the
+    queries are [rows, 1], or None where nothing is packed.
     """
     block_range = sequence_info.keys_of_queries(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
-    if first_keys is None:
-        return block_range, (None, None)
-    else:
-        first_key = interval_ends(first_keys, first, rows, info, problem, 0)
-        stop_key = interval_ends(stop_keys, first, rows, info, problem, problem.K)
+    if first_key is not None:
         begin, end, first_full, last_full = block_range
-        first_full = tl.maximum(first_full, tl.max(first_key, 0))
-        last_full = tl.minimum(last_full, tl.min(stop_key, 0) - BLOCK_K)
-        return sequence_info.BlockRange(begin, end, first_full, last_full), (first_key[:, None], stop_key[:, None])
+        first_full = tl.maximum(first_full, tl.max(first_key))
+        last_full = tl.minimum(last_full, tl.min(stop_key) - BLOCK_K)
+        block_range = sequence_info.BlockRange(begin, end, first_full, last_full)
+    return block_range
 
 
 @triton.jit
@@ -61,8 +58,8 @@ def interval_ends(ptr, first, rows, info, problem: tl.constexpr, other):
 
 
 @triton.jit
-def where_visible(values, other, unmasked, start, block_range, i, j, segments, interval, info, problem: tl.constexpr,
-                  EDGES: tl.constexpr):  # fmt: skip
+def where_visible(values, other, unmasked, start, block_range, i, j, segments, first_key, stop_key, info,
+                  problem: tl.constexpr, EDGES: tl.constexpr):  # fmt: skip
     """The values of a tile where queries see keys, and `other` where the mask or anything else hides them.
 
     All but the mask is asked in those tiles alone that may not be seen whole.
@@ -71,7 +68,6 @@ def where_visible(values, other, unmasked, start, block_range, i, j, segments, i
         values = logits.where(unmasked, values, other)
     if EDGES and (start < block_range.first_full or start > block_range.last_full):
         ok = logits.visible(i, j, segments, info, problem)
-        first_key, stop_key = interval
         if first_key is not None:
             ok &= (j >= first_key) & (j < stop_key)
         values = logits.where(ok, values, other)
