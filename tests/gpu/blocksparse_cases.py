@@ -50,7 +50,9 @@ def sparse(x: flash.Operands, block_mask) -> Operands:
 
 
 def sparse_spec(spec: FlashAttentionSpec, size: tuple[int, int]) -> BlocksparseAttentionSpec:
-    return BlocksparseAttentionSpec(**{name: getattr(spec, name) for name in spec.__dataclass_fields__}, block_size=size)
+    return BlocksparseAttentionSpec(
+        **{name: getattr(spec, name) for name in spec.__dataclass_fields__}, block_size=size
+    )
 
 
 def poisoned_in_blocks(x: Operands, spec: BlocksparseAttentionSpec, of: Operands | None = None) -> Operands:

@@ -72,9 +72,7 @@ CASES = dict.fromkeys(
 
 @pytest.mark.parametrize(
     "target, operation, kind, width, dtype, blocks",
-    [
-        pytest.param(*case, id="-".join(case), marks=[] if case in ALWAYS else pytest.mark.slow) for case in CASES
-    ],
+    [pytest.param(*case, id="-".join(case), marks=[] if case in ALWAYS else pytest.mark.slow) for case in CASES],
 )
 def test_compiles(target, operation, kind, width, dtype, blocks, monkeypatch):
     """With the config of the heuristics: it fits, spills next to nothing, and its matrix products overlap."""

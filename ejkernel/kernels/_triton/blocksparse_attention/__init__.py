@@ -54,6 +54,4 @@ blocksparse_attention = _tier.forward("forward", supports)
 blocksparse_attention_jvp = _tier.tangent("tangent", supports_jvp)
 blocksparse_attention_bwd = _tier.backward("backward", supports_bwd)
 
-_tier.register(
-    "blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd
-)
+_tier.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd)

@@ -141,9 +141,7 @@ def dk_dv_kernel(
         order, counts, entries, LISTS, LONGEST, BLOCKS, problem.G
     )
     first, info = tiles.place(block, kv_head * problem.group, batch, problem, BLOCK_K)
-    block_range = tiles.full_queries(
-        block, first, info, segment_ranges, first_keys, problem, BLOCKS, BLOCK_Q, BLOCK_K
-    )
+    block_range = tiles.full_queries(block, first, info, segment_ranges, first_keys, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
     j = first + tl.arange(0, BLOCK_K)[:, None]
     k_tile = flash.load_keys(k, first, info, problem, problem.D, BLOCK_K, True)

@@ -1,4 +1,4 @@
-"""Which configs the kernels of blocksparse_attention are run with: those of flash_attention, with tiles that fit blocks.
+"""Which configs the kernels of blocksparse_attention are run with: those of flash_attention, with tiles within blocks.
 
 A tile is within one block of the mask: it has as many queries and keys as the config says, but at most as the largest
 power of two that divides a block.
