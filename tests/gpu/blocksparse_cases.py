@@ -81,6 +81,8 @@ SPARSE_CASES = [
     SparseCase(Case("one key head", H=3, G=1, D=16, V=48, B=1), "h"),
     SparseCase(Case("bias", bias="bhst", spec=CAUSAL), "h"),
     SparseCase(Case("bias of keys", bias="bt", S=0.7)),
+    SparseCase(Case("bias of rows and heads, softcap", bias="hs", segments=True, spec=FlashAttentionSpec(softcap=2.0))),
+    SparseCase(Case("packed, bias", bias="st", packed=True, B=1, S=1.2, K=1.3, spec=CAUSAL), "h"),
     SparseCase(Case("mask", mask="bhst"), "h"),
     SparseCase(Case("mask of keys, causal", mask="bt", H=4, G=2, spec=CAUSAL), "b"),
     SparseCase(Case("segments", segments=True, K=1.2), "h"),

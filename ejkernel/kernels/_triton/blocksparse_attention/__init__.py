@@ -22,9 +22,9 @@ def supports_jvp(spec: BlocksparseAttentionSpec, operands: Operands, target: Tar
 
 def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    if operands.bias is not None:
-        return "the gradient of a bias"
-    return flash_attention.supports_bwd(spec, operands.attention, target) or _reason(spec, operands)
+    without_bias = operands.attention._replace(bias=None)  # whose gradient flash_attention has of dense calls alone
+    of_flash = flash_attention.supports_bwd(spec, without_bias, target)
+    return of_flash or supports(spec, operands, target)
 
 
 def _reason(spec: BlocksparseAttentionSpec, operands: Operands) -> str | None:

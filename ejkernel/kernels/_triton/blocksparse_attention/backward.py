@@ -4,7 +4,7 @@ With the weights p = exp(s − lse) computed again, p̃ what dropout leaves of t
 
     dp = do·vᵀ ∘ p̃/p,    delta = Σ_e do·o − dlse,    ds = p ∘ (dp − delta) ∘ (1 − (s/softcap)²)
 
-    dv = p̃ᵀ·do,    dq = scale · ds·k,    dk = scale · dsᵀ·q,    dsink = −exp(sink − lse)·delta
+    dv = p̃ᵀ·do,    dq = scale · ds·k,    dk = scale · dsᵀ·q,    dbias = ds,    dsink = −exp(sink − lse)·delta
     dscale = Σ_ij ds ∘ (q·kᵀ)
 
 all sums being over the pairs of kept blocks. No two programs add to one number: every gradient is the same in every
@@ -32,6 +32,7 @@ from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import KernelConfig
 
 from . import lists, tiles
+from .bias_gradient import bias_gradient
 from .call import Call, call_of
 from .fully_masked import zero_fully_masked_queries, zero_hidden_keys
 from .rows import exact_rows
@@ -49,6 +50,9 @@ def blocksparse_attention_bwd(
     """The cotangents of the operands that `wrt` names, in that order."""
     call = call_of(primals, spec)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
+    fully_masked = outputs.lse == -jnp.inf
+    if primals.bias is not None:  # one of −∞ may leave a query without keys, of which no kernel knows
+        do = jnp.where(fully_masked.swapaxes(1, 2)[..., None], jnp.zeros((), do.dtype), do)
     # Where nothing is seen, o is 0 and cotangents may be NaN.
     terms = jnp.where(outputs.o == 0, 0, do.astype(jnp.float32) * outputs.o.astype(jnp.float32))
     delta = terms.sum(-1).swapaxes(1, 2)
@@ -56,7 +60,7 @@ def blocksparse_attention_bwd(
     if call.problem.exact or "softmax_scale" in wrt:
         correction, delta = exact_rows(call, (do, lse, delta), config)
     if cotangents.lse is not None:
-        delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
+        delta -= jnp.where(fully_masked, 0, cotangents.lse)
 
     saved, gradients = (do, lse, correction, delta), {}
     if "q" in wrt or "softmax_scale" in wrt:
@@ -65,6 +69,8 @@ def blocksparse_attention_bwd(
     if "k" in wrt or "v" in wrt:
         q, seen_do = zero_fully_masked_queries(call, primals.q, do)
         gradients |= _keys_and_values(call.with_arrays(q=q), (seen_do, *saved[1:]), wrt, config)
+    if "bias" in wrt:
+        gradients["bias"] = bias_gradient(call, saved)
     if "softmax_scale" in wrt:
         gradients["softmax_scale"] = sum_to_shape(dscale.sum(2), primals.softmax_scale.shape)
     if "sinks" in wrt:

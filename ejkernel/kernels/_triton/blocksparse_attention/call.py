@@ -15,7 +15,7 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 
 from .configs import tile_sizes
-from .lists import Lists, lists_of_keys, lists_of_queries
+from .lists import Lists, lists_of_keys, lists_of_queries, tiles_to_compute
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,10 @@ class Call:
     def tile(self, block_q: int, block_k: int) -> tuple[int, int]:
         """Queries and keys of a tile that is to have so many."""
         return tile_sizes(self.operands, self.spec, block_q, block_k)
+
+    def kept(self, tile: tuple[int, int]) -> Array:
+        """Whether a tile has to be computed, bool [b?,h?,rows,columns]."""
+        return tiles_to_compute(self.operands, self.spec, tile)
 
     def lists_of_keys(self, tile: tuple[int, int]) -> Lists:
         return lists_of_keys(self.operands, self.spec, tile)

@@ -4,15 +4,14 @@ Lists are made on the device when the program runs, since a block mask may be tr
 is kept, and causality, window, sequences and segments leave something of it. Memory is that of the number of tiles.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 import triton
 import triton.language as tl
 from jax import Array, lax
 
+from ejkernel.kernels._block_masks import kept_tiles
 from ejkernel.kernels._triton.flash_attention import sequence_info
 from ejkernel.kernels._triton.flash_attention.problem import broadcast_strides
 from ejkernel.kernels._visibility import visibility_of
@@ -36,7 +35,7 @@ class Lists(NamedTuple):
 
 def lists_of_keys(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> Lists:
     """For each tile of queries those of keys."""
-    return _listed(_kept(x, spec, tile))
+    return _listed(tiles_to_compute(x, spec, tile))
 
 
 def lists_of_queries(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> Lists:
@@ -44,7 +43,7 @@ def lists_of_queries(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[in
 
     Where the block mask differs between heads, those of all heads of a group are in one list, numbered head by head.
     """
-    kept, groups = _kept(x, spec, tile), x.k.shape[2]
+    kept, groups = tiles_to_compute(x, spec, tile), x.k.shape[2]
     b, h, rows, columns = kept.shape
     if h > 1:
         of_groups = jnp.moveaxis(kept.reshape(b, groups, h // groups, rows, columns), 4, 2)
@@ -52,13 +51,10 @@ def lists_of_queries(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[in
     return _listed(kept.swapaxes(2, 3))
 
 
-def _kept(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> Array:
+def tiles_to_compute(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> Array:
     """Whether a tile has to be computed, bool [b?,h?,rows,columns] of tiles, each of which is within one block."""
     some, _ = visibility_of(x.attention._replace(mask=None), spec).blocks(*tile)
-    kept = x.block_mask
-    for axis, (length, size, block) in enumerate(zip((x.q.shape[1], x.k.shape[1]), tile, spec.block_size, strict=True)):
-        kept = jnp.take(kept, np.arange(math.ceil(length / size)) * size // block, axis=2 + axis)
-    return kept & some[:, None]
+    return kept_tiles(x, spec.block_size, tile) & some[:, None]
 
 
 def _listed(kept: Array) -> Lists:
