@@ -1,0 +1,57 @@
+"""blocksparse_attention in Triton: flash attention whose loops run over lists of the tiles that a block mask keeps.
+
+What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+"""
+
+from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._triton import _launch, flash_attention
+from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
+from ejkernel.primitives.flash_attention import Outputs
+from ejkernel.types import Backend, Platform, Target
+
+
+def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the forward cannot run on these operands (arrays or shapes), or None."""
+    return flash_attention.supports(spec, operands.attention, target) or _reason(spec, operands)
+
+
+def supports_jvp(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the tangent cannot run on these operands, or None."""
+    return flash_attention.supports_jvp(spec, operands.attention, target) or _reason(spec, operands)
+
+
+def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward cannot run on these operands, or None."""
+    without_bias = operands.attention._replace(bias=None)  # whose gradient flash_attention has of dense calls alone
+    of_flash = flash_attention.supports_bwd(spec, without_bias, target)
+    return of_flash or supports(spec, operands, target)
+
+
+def _reason(spec: BlocksparseAttentionSpec, operands: Operands) -> str | None:
+    lengths = operands.q.shape[1], operands.k.shape[1]
+    if any(block < length and block % 16 for block, length in zip(spec.block_size, lengths, strict=True)):
+        return f"blocks of {spec.block_size}, in which tiles of Triton, of at least 16, do not fit evenly"
+    if operands.dropout is not None and operands.cu_seqlens_q is not None:
+        return "dropout over packed sequences"
+    return None
+
+
+_tier = Tier(
+    __name__,
+    "blocksparse_attention",
+    BlocksparseAttentionSpec,
+    Operands,
+    Outputs,
+    Platform.TRITON,
+    Backend.GPU,
+    priority=100,
+    custom_calls=_launch.CUSTOM_CALLS,
+    refuses=_launch.refuses,
+    excess=_launch.excess,
+)
+
+blocksparse_attention = _tier.forward("forward", supports)
+blocksparse_attention_jvp = _tier.tangent("tangent", supports_jvp)
+blocksparse_attention_bwd = _tier.backward("backward", supports_bwd)
+
+_tier.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd)

@@ -1,0 +1,46 @@
+"""Which configs the kernels of blocksparse_attention are run with: those of flash_attention, with tiles within blocks.
+
+A tile is within one block of the mask: it has as many queries and keys as the config says, but at most as the largest
+power of two that divides a block.
+"""
+
+from dataclasses import replace
+
+from ejkernel.kernels._triton.flash_attention import configs as of_flash
+from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
+from ejkernel.types import KernelConfig, Target
+
+
+def space(name: str, operands: Operands, spec: BlocksparseAttentionSpec, target: Target) -> list[KernelConfig]:
+    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    configs = of_flash.space(_of_flash(name), operands.attention, spec, target)
+    return list(dict.fromkeys(_fitting(name, config, operands, spec) for config in configs))
+
+
+def shared_memory(name: str, operands: Operands, config: KernelConfig) -> int:
+    """Bytes of the tiles that a program keeps in shared memory."""
+    return of_flash.shared_memory(_of_flash(name), operands.attention, config)
+
+
+def tile_sizes(operands: Operands, spec: BlocksparseAttentionSpec, rows: int, columns: int) -> tuple[int, int]:
+    """Queries and keys of a tile that is to have so many rows and columns. One block holds a tile of any size."""
+    lengths = operands.q.shape[1], operands.k.shape[1]
+    fitting = lambda size, block, length: size if block >= length else min(size, block & -block)
+    return tuple(map(fitting, (rows, columns), spec.block_size, lengths))
+
+
+def _fitting(name: str, config: KernelConfig, operands: Operands, spec: BlocksparseAttentionSpec) -> KernelConfig:
+    """The config with tiles that fit; of small ones four warps are enough.
+
+    In the backward each size is one of queries in one kernel, and one of keys in the other.
+    """
+    block_q, block_k = tile_sizes(operands, spec, config.block_q, config.block_k)
+    if name.endswith("_bwd"):
+        stationary, streamed = tile_sizes(operands, spec, config.block_k, config.block_q)
+        block_q, block_k = max(block_q, streamed), max(block_k, stationary)
+    warps = min(config.num_warps, 4) if block_q * block_k <= 32 * 64 < config.block_q * config.block_k else None
+    return replace(config, block_q=block_q, block_k=block_k, num_warps=warps or config.num_warps)
+
+
+def _of_flash(name: str) -> str:
+    return name.replace("blocksparse", "flash")

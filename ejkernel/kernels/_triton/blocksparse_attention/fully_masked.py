@@ -1,0 +1,140 @@
+"""Which tokens nobody sees in any kept tile: they may hold NaN, and are set to zero before they are multiplied.
+
+It is asked for only where more than the block mask and the band hides pairs: keys that these hide are not loaded.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import Array
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton.flash_attention import logits, sequence_info
+from ejkernel.types import KernelConfig
+
+from . import lists, tiles
+from .call import Call
+
+# Of the tiles in which pairs are counted; they are kept in registers.
+_TILE, _WARPS = 64, 4
+
+
+def zero_hidden_keys(call: Call, *arrays: Array | None) -> tuple[Array | None, ...]:
+    """Arrays [B, K, G, ·] or None, zero where no query sees a key."""
+    if not call.hides_tokens:
+        return arrays
+    problem, tile = call.problem, call.tile(_TILE, _TILE)
+    of_queries, blocks = call.lists_of_queries(tile), math.ceil(problem.K / tile[1])
+    seen = _launch.launch(
+        seen_keys_kernel,
+        *_masks(call),
+        *call.intervals,
+        *of_queries,
+        out_type=jax.ShapeDtypeStruct((problem.B, problem.G, problem.K), jnp.int32),
+        grid=blocks * problem.G * problem.B,
+        config=KernelConfig(block_q=tile[0], block_k=tile[1], num_warps=_WARPS, num_stages=1),
+        problem=problem,
+        **of_queries.constants,
+        BLOCKS=blocks,
+        Q_BLOCKS=math.ceil(problem.S / tile[0]),
+        OF_GROUPS=call.lists_are_of_groups,
+        BLOCK_Q=tile[0],
+        BLOCK_K=tile[1],
+    )
+    return _zeroed(seen, arrays)
+
+
+def zero_fully_masked_queries(call: Call, *arrays: Array) -> tuple[Array, ...]:
+    """Arrays [B, S, H, ·], zero in queries that see no key."""
+    if not call.hides_tokens:
+        return arrays
+    problem, tile = call.problem, call.tile(_TILE, _TILE)
+    of_keys, blocks = call.lists_of_keys(tile), math.ceil(problem.S / tile[0])
+    seen = _launch.launch(
+        seeing_queries_kernel,
+        *_masks(call),
+        *call.intervals,
+        *of_keys,
+        out_type=jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.int32),
+        grid=blocks * problem.H * problem.B,
+        config=KernelConfig(block_q=tile[0], block_k=tile[1], num_warps=_WARPS, num_stages=1),
+        problem=problem,
+        **of_keys.constants,
+        BLOCKS=blocks,
+        BLOCK_Q=tile[0],
+        BLOCK_K=tile[1],
+    )
+    return _zeroed(seen, arrays)
+
+
+def _masks(call: Call) -> tuple[Array | None, ...]:
+    x = call.operands
+    return x.mask, x.q_segment_ids, x.kv_segment_ids
+
+
+def _zeroed(seen: Array, arrays: tuple) -> tuple:
+    seen = seen.swapaxes(1, 2)[..., None] > 0
+    return tuple(None if x is None else jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in arrays)
+
+
+@triton.jit
+def seen_keys_kernel(
+    mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, order, counts, entries,
+    seen,
+    problem: tl.constexpr, LISTS: tl.constexpr, LONGEST: tl.constexpr, BLOCKS: tl.constexpr, Q_BLOCKS: tl.constexpr,
+    OF_GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Whether any query of any head of a group sees a key: [B, G, K]."""
+    block, kv_head, batch, count, entries = lists.list_of_program(
+        order, counts, entries, LISTS, LONGEST, BLOCKS, problem.G
+    )
+    first, info = tiles.place(block, kv_head * problem.group, batch, problem, BLOCK_K)
+    keys = first + tl.arange(0, BLOCK_K)
+    some = tl.zeros([BLOCK_K], tl.int32)
+    for n in tl.range(0, tiles.steps_of(count, problem, OF_GROUPS)):
+        head, tile = tiles.queries_of_step(entries, n, count, info, problem, Q_BLOCKS, OF_GROUPS)
+        here, start = sequence_info.of_head(info, head), tile * BLOCK_Q
+        ok = pairs(
+            mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, start, keys[None, :], here, problem, BLOCK_Q
+        )
+        some = tl.maximum(some, tl.max(ok.to(tl.int32), 0))
+    tl.store(seen + (batch * problem.G + kv_head) * problem.K + keys, some, mask=keys < problem.K)
+
+
+@triton.jit
+def seeing_queries_kernel(
+    mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, order, counts, entries,
+    seeing,
+    problem: tl.constexpr, LISTS: tl.constexpr, LONGEST: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Whether a query sees any key: [B, H, S]."""
+    block, head, batch, count, entries = lists.list_of_program(
+        order, counts, entries, LISTS, LONGEST, BLOCKS, problem.H
+    )
+    first, info = tiles.place(block, head, batch, problem, BLOCK_Q)
+    some = tl.zeros([BLOCK_Q], tl.int32)
+    for n in tl.range(0, count):
+        j = tl.load(entries + n) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        ok = pairs(mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, first, j, info, problem, BLOCK_Q)
+        some = tl.maximum(some, tl.max(ok.to(tl.int32), 1))
+    rows = first + tl.arange(0, BLOCK_Q)
+    tl.store(seeing + (batch * problem.H + head) * problem.S + rows, some, mask=rows < problem.S)
+
+
+@triton.jit
+def pairs(mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, first, j, info, problem: tl.constexpr,
+          BLOCK_Q: tl.constexpr):  # fmt: skip
+    """Whether the queries from `first` on see the keys j [1, columns]."""
+    i = (first + tl.arange(0, BLOCK_Q))[:, None]
+    ok = logits.visible(i, j, (q_segment_ids, kv_segment_ids), info, problem)
+    if mask is not None:
+        ok &= logits.unmasked(mask, i, j, info, problem)
+    if first_keys is not None:
+        first_key = tiles.interval_ends(first_keys, first, i, info, problem, 0)
+        stop_key = tiles.interval_ends(stop_keys, first, i, info, problem, 0)
+        ok &= (j >= first_key) & (j < stop_key)
+    return ok

@@ -1,0 +1,130 @@
+"""The tiles and the pairs that a list of tiles leads to: as those of flash_attention, of which other tokens are hidden.
+
+Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed.
+"""
+
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton.flash_attention import logits, sequence_info
+from ejkernel.kernels._triton.flash_attention.tiles import expanded, load_tile
+
+from .lists import entry
+
+
+@triton.jit
+def place(block, head, batch, problem: tl.constexpr, BLOCK: tl.constexpr):
+    """The first token of a stationary tile, and the sequence info."""
+    first, sequence, q_start, q_len, k_start, k_len = sequence_info.sequence_of(
+        block, batch, None, None, problem, BLOCK, OF_KEYS=False
+    )
+    return first, sequence_info.SequenceInfo(batch, head, sequence, q_start, q_len, k_start, k_len)
+
+
+@triton.jit
+def full_keys(block, first, info, segment_ranges, first_key, stop_key, problem: tl.constexpr, BLOCKS: tl.constexpr,
+              BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Which tiles of keys need no mask, as a block range whose begin and end are not to be used. The intervals of the
+    queries are [rows, 1], or None where nothing is packed.
+    """
+    block_range = sequence_info.keys_of_queries(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    if first_key is not None:
+        begin, end, first_full, last_full = block_range
+        first_full = tl.maximum(first_full, tl.max(first_key))
+        last_full = tl.minimum(last_full, tl.min(stop_key) - BLOCK_K)
+        block_range = sequence_info.BlockRange(begin, end, first_full, last_full)
+    return block_range
+
+
+@triton.jit
+def full_queries(block, first, info, segment_ranges, first_keys, problem: tl.constexpr, BLOCKS: tl.constexpr,
+                 BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """Which tiles of queries need no mask, likewise; none where sequences are packed."""
+    block_range = sequence_info.queries_of_keys(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
+    if first_keys is not None:
+        begin, end, _first_full, last_full = block_range
+        block_range = sequence_info.BlockRange(begin, end, problem.S, last_full)
+    return block_range
+
+
+@triton.jit
+def interval_ends(ptr, first, rows, info, problem: tl.constexpr, other):
+    """The numbers in [B, S] of a tile of queries, from `first` on, in the shape of `rows`; None of what is absent."""
+    if ptr is None:
+        return
+    else:
+        i = first + tl.arange(0, rows.numel)
+        return expanded(tl.load(ptr + info.batch * problem.S + i, mask=i < problem.S, other=other), rows)
+
+
+@triton.jit
+def where_visible(values, other, unmasked, start, block_range, i, j, segments, first_key, stop_key, info,
+                  problem: tl.constexpr, EDGES: tl.constexpr):  # fmt: skip
+    """The values of a tile where queries see keys, and `other` where the mask or anything else hides them.
+
+    All but the mask is asked in those tiles alone that may not be seen whole.
+    """
+    if unmasked is not None:
+        values = logits.where(unmasked, values, other)
+    if EDGES and (start < block_range.first_full or start > block_range.last_full):
+        ok = logits.visible(i, j, segments, info, problem)
+        if first_key is not None:
+            ok &= (j >= first_key) & (j < stop_key)
+        values = logits.where(ok, values, other)
+    return values
+
+
+@triton.jit
+def load_keys(ptr, start, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
+              BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):  # fmt: skip
+    """The keys of a tile of [B, K, G, WIDTH], with zeros for those that the band shows to none of the queries from
+    `first` on; None of what is absent.
+    """
+    if ptr is None:
+        return
+    else:
+        low, high = sequence_info.band(info, problem)
+        begin, end = 0, info.k_len
+        if problem.left is not None:
+            begin = tl.maximum(first + low, 0)
+        if problem.right is not None:
+            end = tl.minimum(end, tl.minimum(first + BLOCK_Q, info.q_len) + high)
+        ptr = sequence_info.of_keys(ptr, info, problem, WIDTH)
+        return load_tile(ptr, start, begin, end, problem.G, WIDTH, BLOCK_K, CHECKED)
+
+
+@triton.jit
+def load_queries(ptr, start, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
+                 BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):  # fmt: skip
+    """The queries of a tile of [B, S, H, WIDTH], with zeros for those that see none of the keys from `first` on by the
+    band.
+    """
+    low, high = sequence_info.band(info, problem)
+    begin, end = 0, info.q_len
+    if problem.right is not None:
+        begin = tl.maximum(first - high, 0)
+    if problem.left is not None:
+        end = tl.minimum(end, tl.minimum(first + BLOCK_K, info.k_len) - low)
+    ptr = sequence_info.of_queries(ptr, info, problem, WIDTH)
+    return load_tile(ptr, start, begin, end, problem.H, WIDTH, BLOCK_Q, CHECKED)
+
+
+@triton.jit
+def steps_of(count, problem: tl.constexpr, OF_GROUPS: tl.constexpr):
+    """Steps of a loop over the queries of a tile of keys, whose list is that of all heads of the group (OF_GROUPS), or
+    of each of them.
+    """
+    return count if OF_GROUPS or problem.group == 1 else count * problem.group
+
+
+@triton.jit
+def queries_of_step(entries, n, count, info, problem: tl.constexpr, Q_BLOCKS: tl.constexpr, OF_GROUPS: tl.constexpr):
+    """The head and the tile of queries of step n, or of the last one: see `lists.entry`."""
+    if OF_GROUPS:
+        number = entry(entries, n, count)
+        return info.head + number // Q_BLOCKS, number % Q_BLOCKS
+    elif problem.group == 1:
+        return info.head, entry(entries, n, count)
+    else:
+        n = tl.minimum(n, count * problem.group - 1)
+        return info.head + n // count, tl.load(entries + n % count)
