@@ -42,6 +42,7 @@ NAMES = {"triton/gpu": "Triton", "pallas/gpu": "Mosaic GPU", "pallas/tpu": "Pall
 LENGTH = 4096
 TOKENS = dict(s=LENGTH, t=LENGTH, h=16, g=4, d=128, e=128)
 SIZES = dict.fromkeys(("flash_attention", "gla", "lightning_attention", "recurrent"), TOKENS) | {
+    "flash_mla": dict(s=LENGTH, t=LENGTH, h=16, c=512, x=128, y=64, d=192, e=128),
     "grouped_matmul": dict(m=LENGTH, k=2048, n=1024),
     "mean_pooling": dict(s=LENGTH, d=1024),
 }

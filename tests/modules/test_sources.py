@@ -26,7 +26,8 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
     assert f"kernels/_xla/{algorithm}.py" in files
     for platform, folder in ((Platform.TRITON, "_triton"), (Platform.PALLAS, f"_pallas/{backend}")):
         shared = f"kernels/{folder}/_launch.py"
-        own = "_decode/kernel.py" if algorithm == "page_attention" else f"{algorithm}/configs.py"
+        made_with = {"page_attention": "_decode/kernel.py", "flash_mla": "flash_attention/configs.py"}
+        own = made_with.get(algorithm, f"{algorithm}/configs.py")
         wanted = {f"kernels/{folder}/{own}", *([shared] if (PACKAGE / shared).exists() else [])}
         assert wanted <= files if platform in platforms else not any(f"kernels/{folder}/" in file for file in files)
     made_of = {algorithm, "flash_attention"} if name in ("blocksparse_attention", "flash_mla") else {algorithm}

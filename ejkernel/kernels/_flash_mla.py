@@ -1,0 +1,262 @@
+"""flash_mla by flash_attention, on every platform: the keys and values of all heads are made of the latents.
+
+With c_j the latent of position j, r_j its rotary part, and the projections W of keys and U of values of a head h:
+
+    k_jh = [c_j W_h, r_j]                                   v_jh = c_j U_h
+
+The tangents of both follow by the product rule, and are given to the tangent of flash_attention:
+
+    k̇_jh = [ċ_j W_h + c_j Ẇ_h, ṙ_j]                         v̇_jh = ċ_j U_h + c_j U̇_h
+
+Its backward gives dk and dv, with dk = [dn, dr] as k is divided; sums over heads and positions remain,
+
+    dc_j = Σ_h (dn_jh W_hᵀ + dv_jh U_hᵀ)                    dr_j = Σ_h dr_jh
+    dW_h = Σ_j c_jᵀ dn_jh                                   dU_h = Σ_j c_jᵀ dv_jh
+
+which are summed in float32 and rounded once, at the end. A position that no query sees has dn = dv = 0, but its latent
+may be NaN, and so would be the product: tangent and backward take such a latent for 0.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ejkernel.primitives import flash_attention as algorithm
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Outputs
+from ejkernel.primitives.flash_mla import Operands
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+from ._registry import configured_by, emits, kernel_registry, supported_if
+from ._visibility import visibility_of
+
+SUFFIXES = ("", "_jvp", "_bwd")
+
+
+class Kernels(NamedTuple):
+    """flash_attention on a platform.
+
+    Attributes:
+        forward: (*operands, spec, config) → outputs.
+        tangent: (primals, outputs, tangents, spec, config) → the tangents of the outputs.
+        backward: (primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands that wrt names.
+        space: (name, operands, spec, target) → the configs that may be best, the likeliest first.
+    """
+
+    forward: Callable[..., Outputs]
+    tangent: Callable[..., Outputs]
+    backward: Callable[..., tuple[Array, ...]]
+    space: Callable[..., list[KernelConfig]]
+
+
+# --- The three implementations ----------------------------------------------------------------------------------------
+
+
+def forward(attend: Callable[..., Outputs], x: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
+    """o and lse, where `attend` is the forward of flash_attention."""
+    return attend(*expanded(x), spec=spec, config=config)
+
+
+def tangent(
+    attend: Callable[..., Outputs],
+    primals: Operands,
+    outputs: Outputs,
+    tangents: Operands,
+    spec: FlashAttentionSpec,
+    config: KernelConfig,
+) -> Outputs:
+    """The tangents of o and lse, where `attend` is the tangent of flash_attention; a tangent of None is zero."""
+    visible = _visible(primals, spec)
+    primals, tangents = _without_hidden(primals, visible), _without_hidden(tangents, visible)
+    return attend(expanded(primals), outputs, _expanded_tangent(primals, tangents), spec=spec, config=config)
+
+
+def backward(
+    attend: Callable[..., tuple[Array, ...]],
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    wrt: tuple[str, ...],
+    spec: FlashAttentionSpec,
+    config: KernelConfig,
+) -> tuple[Array, ...]:
+    """The cotangents of the operands named in wrt, where `attend` is the backward of flash_attention."""
+    primals = _without_hidden(primals, _visible(primals, spec))
+    made_of = {"k": ("kv_latent", "k_rope", "w_kc"), "v": ("kv_latent", "w_vc")}
+    asked = [name for name, of in made_of.items() if not set(of).isdisjoint(wrt)]
+    asked = (*asked, *(name for name in wrt if name in algorithm.Operands._fields))
+    gradients = attend(expanded(primals), outputs, cotangents, wrt=asked, spec=spec, config=config)
+    found, features = dict(zip(asked, gradients, strict=True)), primals.w_kc.shape[3]
+    latent, w_kc, w_vc = primals.kv_latent, primals.w_kc, primals.w_vc
+    parts = {
+        "kv_latent": lambda: _onto_latents(found["k"][..., :features], w_kc) + _onto_latents(found["v"], w_vc),
+        "k_rope": lambda: found["k"][..., features:].sum(2, dtype=_statistics_dtype(latent)),
+        "w_kc": lambda: _onto_projection(latent, found["k"][..., :features], w_kc),
+        "w_vc": lambda: _onto_projection(latent, found["v"], w_vc),
+    }
+    return tuple(parts[n]().astype(getattr(primals, n).dtype) if n in parts else found[n] for n in wrt)
+
+
+def register(
+    module: str, attention: Any, kernels: Callable[[], Kernels], platform: Platform, backend: Backend, priority: int
+) -> None:
+    """Registers flash_mla on a platform that has a package of `attention` kernels, which `kernels()` imports.
+
+    What a call must be like, and its configs, are what flash_attention says of the expanded shapes.
+    """
+
+    def flash_mla(
+        *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
+    ) -> Outputs:
+        """o and lse."""
+        x = Operands(*operands)
+        check(flash_mla, x, config)
+        return forward(kernels().forward, x, spec, config)
+
+    def flash_mla_jvp(
+        primals: Operands,
+        outputs: Outputs,
+        tangents: Operands,
+        *,
+        spec: FlashAttentionSpec = FlashAttentionSpec(),
+        config: KernelConfig = KernelConfig(),
+    ) -> Outputs:
+        """The tangents of o and lse; a tangent of None is zero."""
+        check(flash_mla_jvp, primals, config)
+        return tangent(kernels().tangent, primals, outputs, tangents, spec, config)
+
+    def flash_mla_bwd(
+        primals: Operands,
+        outputs: Outputs,
+        cotangents: Outputs,
+        *,
+        wrt: tuple[str, ...],
+        spec: FlashAttentionSpec = FlashAttentionSpec(),
+        config: KernelConfig = KernelConfig(),
+    ) -> tuple[Array, ...]:
+        """The cotangents of the operands that wrt names; a cotangent of None is zero."""
+        check(flash_mla_bwd, primals, config)
+        return backward(kernels().backward, primals, outputs, cotangents, wrt, spec, config)
+
+    def check(implementation: Callable, x: Operands, config: KernelConfig) -> None:
+        if wrong := implementation.excess(x, config):
+            raise ValueError(f"{implementation.__name__} ({platform}): {wrong}")
+
+    for implementation, suffix in zip((flash_mla, flash_mla_jvp, flash_mla_bwd), SUFFIXES, strict=True):
+        name = "flash_attention" + suffix
+        _present(implementation, module, getattr(attention, name), partial(_space, kernels, name))
+        kernel_registry.register(implementation.__name__, platform, backend, priority)(implementation)
+
+
+def _present(implementation: Callable, module: str, of: Callable, space: Callable) -> None:
+    """Attaches to an implementation what that of flash_attention, `of`, has to say of the expanded shapes."""
+    implementation.__module__, implementation.__qualname__ = module, implementation.__name__
+    implementation.excess = lambda x, config: of.excess(x.shapes(x.q.dtype), config)
+    configured_by(lambda *call: space(*call)[0], space, of.variants, of.refuses)(implementation)
+    emits(*getattr(of, "custom_calls", ()))(implementation)
+
+    def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+        if spec.batch_invariant:
+            return "in what order the products with latents are summed may depend on the size of the batch"
+        return of.supports(spec, operands.shapes(operands.q.dtype), target)
+
+    supported_if(supports)(implementation)
+
+
+def _space(
+    kernels: Callable[[], Kernels], name: str, spec: FlashAttentionSpec, operands: Operands, target: Target
+) -> list[KernelConfig]:
+    return kernels().space(name, operands.shapes(operands.q.dtype), spec, target)
+
+
+# --- Keys and values --------------------------------------------------------------------------------------------------
+
+
+def expanded(x: Operands) -> algorithm.Operands:
+    """The operands of flash_attention: the keys [b,t,h,d] and the values [b,t,h,e] of every head.
+
+    Tangent and backward make them again, and there exp(s − lse) is a weight only if s is that of the forward. So the
+    products stand between barriers: XLA may sum them in another order together with what is around them, and some of
+    the keys would be rounded to another number.
+    """
+    latent, w_kc, w_vc = lax.optimization_barrier((x.kv_latent, x.w_kc, x.w_vc))
+    k, v = lax.optimization_barrier(tuple(_projected(latent, w).astype(x.q.dtype) for w in (w_kc, w_vc)))
+    return x.attention(_with_rope(k, x.k_rope), v)
+
+
+def _expanded_tangent(x: Operands, dx: Operands) -> algorithm.Operands:
+    """The tangents of the keys and values by the product rule; None where nothing of theirs moves."""
+
+    def moved(w, dw):
+        terms = [] if dx.kv_latent is None else [_projected(dx.kv_latent, w)]
+        terms += [] if dw is None else [_projected(x.kv_latent, dw)]
+        return sum(terms[1:], terms[0]) if terms else None
+
+    dk, dv = moved(x.w_kc, dx.w_kc), moved(x.w_vc, dx.w_vc)
+    if dk is not None or dx.k_rope is not None:
+        (b, t, _), (h, features) = x.kv_latent.shape, x.w_kc.shape[2:]
+        dk = jnp.zeros((b, t, h, features), _statistics_dtype(x.q)) if dk is None else dk
+        dk = _with_rope(dk, jnp.zeros_like(x.k_rope) if dx.k_rope is None else dx.k_rope)
+    return dx.attention(*(None if a is None else a.astype(x.q.dtype) for a in (dk, dv)))
+
+
+def _with_rope(k: Array, rope: Array) -> Array:
+    """[b,t,h,x] and [b,t,y] -> [b,t,h,d]: every head has the one rotary part."""
+    rope = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], rope.shape[2]))
+    return jnp.concatenate([k, rope.astype(k.dtype)], axis=-1)
+
+
+# --- Positions that no query sees -------------------------------------------------------------------------------------
+
+
+def _visible(x: Operands, spec: FlashAttentionSpec) -> Array | None:
+    """[b?,t,1] bool: the positions that some query of some head sees; None where all are."""
+    visibility = visibility_of(x.shapes(x.q.dtype), spec)
+    if x.mask is None and x.q_segment_ids is None and not visibility.masks_keys:
+        return None
+    return ~visibility.transposed().fully_masked().all(1)[..., None]
+
+
+def _without_hidden(x: Operands, visible: Array | None) -> Operands:
+    """The operands, or their tangents, with latents of 0 where no query sees them."""
+    if visible is None or x.kv_latent is None:
+        return x
+    return x._replace(kv_latent=jnp.where(visible, x.kv_latent, jnp.zeros((), x.kv_latent.dtype)))
+
+
+# --- Products --------------------------------------------------------------------------------------------------------
+
+
+def _projected(latent: Array, w: Array) -> Array:
+    """Σ_c latent [b,t,c] · w [b?,c,h,n] -> [b,t,h,n]."""
+    axes, w = _named(w)
+    return _product(f"btc,{axes}->bthn", latent, w)
+
+
+def _onto_latents(da: Array, w: Array) -> Array:
+    """Σ_{h,n} da [b,t,h,n] · w [b?,c,h,n] -> [b,t,c]."""
+    axes, w = _named(w.astype(da.dtype))
+    return _product(f"bthn,{axes}->btc", da, w)
+
+
+def _onto_projection(latent: Array, da: Array, w: Array) -> Array:
+    """Σ_t latent [b,t,c] · da [b,t,h,n] -> [b?,c,h,n], as w is: over the batch too if that shares the projection."""
+    axes, _ = _named(w)
+    return _product(f"btc,bthn->{axes}", latent.astype(da.dtype), da).reshape(w.shape)
+
+
+def _named(w: Array) -> tuple[str, Array]:
+    """The axes of a projection, and it without that of the batch if all of that share it."""
+    return ("chn", w[0]) if w.shape[0] == 1 else ("bchn", w)
+
+
+def _product(axes: str, x: Array, y: Array) -> Array:
+    """In the dtype of statistics; float32 in full on every platform."""
+    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=_statistics_dtype(x))
+
+
+def _statistics_dtype(x: Array) -> Any:
+    return np.promote_types(x.dtype, np.float32)
