@@ -12,6 +12,8 @@ from jax import Array, lax
 from ejkernel.kernels._visibility import BlockRanges, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
+from .head_dims import tile_width
+
 LOG2_E = float(np.log2(np.e))
 
 
@@ -42,6 +44,16 @@ class Problem:
     packed: bool
     segmented: bool
     dtype: np.dtype
+
+    @property
+    def D_tile(self) -> int:
+        """Columns of a tile of q or k."""
+        return tile_width(self.D)
+
+    @property
+    def V_tile(self) -> int:
+        """Columns of a tile of v or o."""
+        return tile_width(self.V)
 
     @property
     def group(self) -> int:
