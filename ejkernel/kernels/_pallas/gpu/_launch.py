@@ -166,7 +166,7 @@ def _bar(operation: str, barrier: int | Array, warpgroups: int) -> None:
 def opaque_barrier(weights: Array) -> None:
     """A no-op `bar.warp.sync` whose mask depends on all weights: keeps ptxas from hoisting the next product over them.
 
-    Both at once have no room in registers. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
+    There are no registers for both at once. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
     not know: the index of a thread block along an axis of one.
     """
     from jaxlib.mlir import ir

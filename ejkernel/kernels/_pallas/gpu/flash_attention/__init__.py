@@ -40,7 +40,7 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if operands.cu_seqlens_q is not None:
         queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
         if keys > queries and queries < LEAST_QUERIES * sequences:
-            return f"{sequences} sequences share {queries} queries: their tiles would visit the keys of several each"
+            return f"{sequences} sequences share {queries} queries: their tiles would load the keys of several each"
     for name in ABSENT:
         if getattr(operands, name) is not None:
             return f"{name}: the kernels have none"

@@ -1,7 +1,7 @@
 """Which configs the kernels of flash_attention are run with: blocks of keys, and how many of them are in flight.
 
 The forward and the tangent hold block_q queries, 64 for each warpgroup that computes, and stream blocks of keys; the
-backward holds block_k keys, 64 where there are 256 features, and streams blocks of queries. Shared memory has room for
+backward holds block_k keys, 64 where there are 256 features, and streams blocks of queries. Shared memory holds
 num_stages of the blocks that stream by; in the tangent of 256 features, of which k, v and their tangents come one after
 the other, for num_stages of any of these.
 

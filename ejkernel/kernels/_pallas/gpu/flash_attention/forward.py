@@ -11,7 +11,7 @@ registers of the one before. Consumers issue products one after the other (ping-
 while another keeps the tensor cores busy. Keys come from the last block down, so that what a causal mask cuts is met
 first.
 
-Where shared memory has room for o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
+Where shared memory holds o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
 block of a work tile runs under the last p·v of the tile before. Otherwise there is a thread block for each work tile.
 """
 

@@ -23,7 +23,7 @@ from .head_dims import parts_of
 from .plan import Plan
 from .problem import BlockRanges, Problem, after_first
 from .quantized import Unit, Units
-from .tiles import Statistics, View, logits, seen, updated, weights
+from .tiles import Statistics, View, logits, updated, visible, weights
 
 
 class Shared(NamedTuple):
@@ -102,7 +102,7 @@ def mainloop(
     """
     step, p, before, q = carried
 
-    def visit(i, carry, masked):
+    def compute(i, carry, masked):
         acc, p, before = carry
         unit = _unit(tile, i)  # read while the products are computed
         acc, products = _products(shared, tile, q, step + i - 1, acc, p, plan)
@@ -113,7 +113,7 @@ def mainloop(
         return updated(acc, s, before, exponent, unit.p_scale_log2, plan.limits, plan.operand)
 
     acc = full((ROWS, plan.problem.V_tile), 0.0, WGMMA)
-    acc, p, statistics = after_first(tile.block_range, visit, (acc, p, before), plan.problem)
+    acc, p, statistics = after_first(tile.block_range, compute, (acc, p, before), plan.problem)
     step += tile.block_range.end - tile.block_range.begin - 1
 
     def with_next(acc, p, _):
@@ -188,7 +188,7 @@ def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> N
 def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, unit: Unit, plan: Plan):
     """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
     problem = plan.problem
-    ok = seen(tile.view, _block(tile, i) * plan.block_k, products.shape, problem.K % plan.block_k > 0, problem)
+    ok = visible(tile.view, _block(tile, i) * plan.block_k, products.shape, problem.K % plan.block_k > 0, problem)
     s, exponent = _log2_logits(products, unit, problem)
     p, statistics, alpha = weights(s, before, ok, exponent, unit.p_scale_log2, plan.limits)
     return plan.operand(p), statistics, alpha
