@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import (
-    FEATURES,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
     supports,
     supports_bwd,
+    supports_jvp,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
+from ejkernel.kernels._pallas.gpu.flash_attention.configs import FEATURES, space
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
@@ -104,6 +104,15 @@ COMPARE = {
 }
 
 
+PREDICATES = {
+    "flash_attention": supports,
+    "flash_attention_jvp": supports_jvp,
+    "flash_attention_bwd": supports_bwd,
+}
+HEAD_DIMS = [*range(16, 65, 8), 72, 80, 88, 96, 104, 112, 128, 144, 160, 176, 192, 200, 224, 248, 256]
+HEAD_DIMS = [*((D, D) for D in HEAD_DIMS), (192, 128), (96, 64), (64, 128), (72, 104), (40, 72), (256, 16), (24, 256)]
+
+
 def compare(case: Case, length: int, dtype):
     """The outputs, the tangents and the gradients, by the likeliest configs."""
     for compare_operation in COMPARE.values():
@@ -123,6 +132,51 @@ def test_configs_of_feature_sizes(D, V, operation):
     x, spec = case.make(640, jnp.bfloat16)
     for config in space(operation, x, spec, TARGET):
         COMPARE[operation](case, 640, jnp.bfloat16, config)
+
+
+@pytest.mark.parametrize("operation", COMPARE)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("D, V", HEAD_DIMS)
+def test_configs_of_head_dims(D, V, causal, operation):
+    """Keys that end in a block, more queries than keys, grouped heads, and more tiles than one a thread block."""
+    case = Case("head dims", S=1.1, H=4, G=2, D=D, V=V, spec=FlashAttentionSpec(causal=causal))
+    x, spec = case.make(600, jnp.bfloat16)
+    if reason := PREDICATES[operation](spec, x, TARGET):
+        pytest.skip(reason)
+    for config in space(operation, x, spec, TARGET):
+        COMPARE[operation](case, 600, jnp.bfloat16, config)
+
+
+@pytest.mark.parametrize("D, V", [(40, 40), (72, 72), (96, 96), (112, 72), (160, 160), (192, 192)])
+@pytest.mark.parametrize(
+    "sight",
+    [
+        dict(segments=True),
+        dict(packed=True),
+        dict(sinks=1),
+        dict(spec=FlashAttentionSpec(causal=True, window=(90, None))),
+    ],
+    ids=lambda x: next(iter(x)),
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)
+def test_sight_of_head_dims(dtype, sight, D, V):
+    case = Case("sight", H=4, G=2, D=D, V=V, **(dict(spec=CAUSAL) | sight))
+    x, spec = case.make(700, dtype)
+    for operation, compare_operation in COMPARE.items():
+        if PREDICATES[operation](spec, x, TARGET) is None:
+            compare_operation(case, 700, dtype)
+
+
+@pytest.mark.parametrize("D", [72, 96, 160])
+def test_neighbouring_heads_do_not_mix(D):
+    """A tile is wider than 72 features: what stands beyond them in memory, NaN here, is of the next head."""
+    x, spec = Case("heads", H=3, G=3, D=D, V=D, spec=CAUSAL).make(600, jnp.bfloat16)
+    poison = lambda a: a.at[:, :, 1].set(jnp.nan)
+    (config, *_) = space("flash_attention", x, spec, TARGET)
+    run = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))
+    clean, poisoned_heads = run(x), run(x._replace(q=poison(x.q), k=poison(x.k), v=poison(x.v)))
+    for head in (0, 2):
+        np.testing.assert_array_equal(*(np.asarray(y.o[:, :, head], np.float32) for y in (clean, poisoned_heads)))
 
 
 @pytest.mark.parametrize("D, V", [(128, 128), (192, 128), (256, 256)])

@@ -1,6 +1,7 @@
 """flash_attention in Mosaic GPU, lowered for a Hopper GPU without one: every config of every shape that it takes."""
 
 from dataclasses import replace
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,6 @@ import pytest
 import ejkernel
 from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._pallas.gpu.flash_attention import (
-    FEATURES,
     LEAST_KEYS,
     SHORT,
     flash_attention,
@@ -17,8 +17,10 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     flash_attention_jvp,
     supports,
     supports_bwd,
+    supports_jvp,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
+from ejkernel.kernels._pallas.gpu.flash_attention.configs import FEATURES, SHARED_BYTES, shared_bytes, space
+from ejkernel.kernels._pallas.gpu.flash_attention.head_dims import parts_of, tile_width
 from ejkernel.kernels._pallas.gpu.flash_attention.quantized import E4M3
 from ejkernel.kernels._pallas.gpu.flash_attention.quantized import LIMITS as E4M3_LIMITS
 from ejkernel.kernels._pallas.gpu.flash_attention.tiles import COLUMNS, LIMITS
@@ -62,7 +64,7 @@ def arguments(x: Operands):
 
 
 CALLS = {name: call(shape) for name, shape in ATTENTION_SHAPES.items()}
-PREDICATES = {"flash_attention": supports, "flash_attention_jvp": supports, "flash_attention_bwd": supports_bwd}
+PREDICATES = {"flash_attention": supports, "flash_attention_jvp": supports_jvp, "flash_attention_bwd": supports_bwd}
 # Of shapes whose programs differ in sizes alone, the first.
 UNLIKE = list({(x.q.shape[3], x.v.shape[3], spec): name for name, (x, spec) in reversed(CALLS.items())}.values())
 CONFIGS = [
@@ -170,7 +172,9 @@ REFUSED = {
     "platform": (dict(target=Target("tpu")), "not on tpu"),
     "capability": (dict(target=Target("cuda", "NVIDIA A100-SXM4-80GB")), "capability 9.0, not 8.0"),
     "dtype": (dict(q=jax.ShapeDtypeStruct(q.shape, jnp.float32)), "q is float32"),
-    "features": (dict(q=jax.ShapeDtypeStruct((2, 128, 4, 80), q.dtype)), "80 and 64 features"),
+    "head dim": (dict(q=jax.ShapeDtypeStruct((2, 128, 4, 84), q.dtype)), "a head dim of 84"),
+    "small head dim": (dict(v=jax.ShapeDtypeStruct((2, 128, 4, 8), q.dtype)), "a head dim of 8"),
+    "large head dim": (dict(v=jax.ShapeDtypeStruct((2, 128, 4, 264), q.dtype)), "a head dim of 264"),
     "queries": (dict(q=jax.ShapeDtypeStruct((2, 1, 4, 64), q.dtype)), "1 queries"),
     "bias": (dict(bias=jax.ShapeDtypeStruct((1, 1, 128, 128), q.dtype)), "bias"),
     "negative scale": (dict(spec=FlashAttentionSpec(softmax_scale=-1.0)), "scale of -1"),
@@ -281,8 +285,65 @@ def test_says_what_the_gradient_does_not_take():
     assert supports(spec, Operands(q, q, q), HOPPER) is None
 
 
+HEAD_DIMS = [(D, D) for D in (16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)]
+HEAD_DIMS += [(192, 128), (96, 64), (64, 128), (72, 104), (40, 72), (256, 16)]
+
+
+def of_head_dims(D: int, V: int, length: int = 640, **arrays) -> Operands:
+    sized = lambda heads, width: jax.ShapeDtypeStruct((2, length, heads, width), jnp.bfloat16)
+    return Operands(sized(4, D), sized(2, D), sized(2, V), **arrays)
+
+
+# A head dim of each number of parts and each swizzle, with the most frequent masks; the rest takes long.
+FAST = [(24, 24), (72, 72), (80, 80), (96, 64), (160, 160), (64, 128)]
+
+
+@pytest.mark.parametrize(
+    "D, V, sight",
+    [
+        pytest.param(*size, sight, marks=[] if size in FAST and sight in ("causal", "segments") else pytest.mark.slow)
+        for size in HEAD_DIMS
+        for sight in ("full", "causal", *SIGHTS)
+    ],
+)
+def test_head_dims_lower(D, V, sight):
+    """Without a mask by every config, and where all masks meet by the likeliest. No array is padded."""
+    x = of_head_dims(D, V, q.shape[1] if sight in SIGHTS else 640, **SIGHTS.get(sight, {}))
+    spec = FlashAttentionSpec(causal=sight != "full")
+    if sight in SIGHTS:
+        spec = replace(spec, window=(50, None), softcap=30.0)
+    assert supports(spec, x, HOPPER) is None
+    for config in space("flash_attention", x, spec, HOPPER)[: None if sight == "full" else 1]:
+        text = lowered(run("flash_attention", spec, config), *arguments(x))
+        assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
+        assert sight in SIGHTS or "stablehlo.pad" not in text
+
+
+@pytest.mark.parametrize("features", range(16, 257, 8))
+def test_parts_of_a_head_dim_hold_it(features):
+    """They follow one another, the columns beyond the features are less than a row, and only a row alone is cut."""
+    parts = parts_of(features)
+    widths = [part.stop - part.start for part in parts]
+    assert [part.start for part in parts] == [sum(widths[:n]) for n in range(len(parts))]
+    assert tile_width(features) == sum(widths) and parts[-1].start < features <= parts[-1].stop
+    assert all(width in (16, 32, 64) for width in widths) or features == tile_width(features)
+    assert tile_width(features) == features if features % 16 == 0 else tile_width(features) % 16 == 0
+
+
+def test_every_pair_of_head_dims_has_configs_that_fit():
+    for (D, V), causal in product(product(range(16, 257, 8), repeat=2), (False, True)):
+        length = 16384
+        x, spec = of_head_dims(D, V, length), FlashAttentionSpec(causal=causal)
+        configs = space("flash_attention", x, spec, HOPPER)
+        assert configs, (D, V)
+        for c in configs:
+            registers = tile_width(V) / 2 + c.block_k * 3 / 4
+            assert shared_bytes((c.block_q, c.block_k, c.num_stages), D, V) <= SHARED_BYTES
+            assert registers <= {128: 192, 192: 128}[c.block_q], (D, V, c)
+
+
 @pytest.mark.parametrize("operation", PREDICATES)
-@pytest.mark.parametrize("wrong", [dict(block_q=48), dict(block_k=80), dict(num_stages=9)], ids=str)
+@pytest.mark.parametrize("wrong", [dict(block_q=48), dict(block_k=72), dict(num_stages=9)], ids=str)
 def test_blocks_that_no_kernel_is_made_for_are_refused(wrong, operation):
     x, spec = CALLS["llama3-8b"]
     config = replace(space(operation, x, spec, HOPPER)[0], **wrong)

@@ -48,23 +48,6 @@ TIER = {"Tier", "_tier"}
 # The words that are left. These files are the source that keys the configs of modules/tuned, measured on a GPU: an
 # edit, even of a comment, makes them stale. The next change after which they are measured again removes the words too.
 LEFT: dict[str, set[str]] = {
-    "ejkernel/kernels/_pallas/gpu/_launch.py": {"room"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/__init__.py": {"visit"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/backward.py": {"visit"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/configs.py": {"room"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/dkv_consumers.py": {"room", "seen", "visit"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/forward.py": {"room"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/mainloop.py": {"seen", "visit"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/mask_info.py": {"visits"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/plan.py": {"room"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/problem.py": {"floor", "visit"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/tangent.py": {"room"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/tangent_rows.py": {"_seen", "room", "seen", "visit"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/tile_scheduler.py": {"room"},
-    "ejkernel/kernels/_pallas/gpu/flash_attention/tiles.py": {"seen"},
-    "ejkernel/kernels/_pallas/gpu/grouped_matmul/__init__.py": {"tier"},
-    "ejkernel/kernels/_pallas/gpu/grouped_matmul/configs.py": {"room"},
-    "ejkernel/kernels/_pallas/gpu/grouped_matmul/matrices.py": {"room", "visit", "visited"},
     "ejkernel/kernels/_triton/_launch.py": {"dead"},
     "ejkernel/kernels/_triton/flash_attention/__init__.py": {"tier"},
     "ejkernel/kernels/_triton/flash_attention/bias_gradient.py": {"seen"},

@@ -60,11 +60,12 @@ def launch(
 def shared(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None):
     """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it.
 
-    A second operand of `rows` rows, which the product sums over, takes a swizzle of as many numbers at most.
+    The swizzle is the widest that divides a row. A second operand of `rows` rows, which the product sums over, takes a
+    swizzle of as many numbers at most.
     """
     size = np.dtype(dtype).itemsize
     if swizzle is None:
-        swizzle = 128 if shape[-1] * size % 128 == 0 else 64
+        swizzle = next(width for width in (128, 64, 32) if shape[-1] * size % width == 0)
     tiling = plgpu.TilingTransform((8, swizzle // size))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
@@ -165,7 +166,7 @@ def _bar(operation: str, barrier: int | Array, warpgroups: int) -> None:
 def opaque_barrier(weights: Array) -> None:
     """A no-op `bar.warp.sync` whose mask depends on all weights: keeps ptxas from hoisting the next product over them.
 
-    Both at once have no room in registers. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
+    There are no registers for both at once. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
     not know: the index of a thread block along an axis of one.
     """
     from jaxlib.mlir import ir

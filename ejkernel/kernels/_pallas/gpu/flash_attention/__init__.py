@@ -8,7 +8,7 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
-from . import configs
+from . import configs, head_dims
 
 HOPPER = 90
 # Fewer queries leave most of a tile empty.
@@ -18,14 +18,13 @@ LEAST_KEYS = 256
 # At this length of 64 features Triton's backward takes 0.93 of the time; under a causal mask 0.85, and as long at twice
 # of it.
 SHORT = 512
-FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Of softcap: tanh is off by 1e-7 in the kernels, and logits by as much times the softcap.
 MOST_SOFTCAP = 100.0
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why the forward and the tangent cannot run on these operands (arrays or shapes), or None."""
+    """Why the forward cannot run on these operands (arrays or shapes), or None."""
     if target.platform != "cuda":
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
@@ -34,16 +33,14 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return f"q is {operands.q.dtype}; the kernels take bfloat16 and float16"
     if 0 in operands.q.shape or 0 in operands.k.shape:
         return "an empty batch or sequence"
-    if (features := (operands.q.shape[3], operands.v.shape[3])) not in FEATURES:
-        return f"q and v have {features[0]} and {features[1]} features; the kernels take " + ", ".join(
-            f"{d} and {v}" for d, v in FEATURES
-        )
+    if wrong := head_dims.refuses(operands.q.shape[3]) or head_dims.refuses(operands.v.shape[3]):
+        return wrong
     if operands.q.shape[1] < LEAST_QUERIES:
         return f"{operands.q.shape[1]} queries; the tiles of the kernels are for {LEAST_QUERIES} or more"
     if operands.cu_seqlens_q is not None:
         queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
         if keys > queries and queries < LEAST_QUERIES * sequences:
-            return f"{sequences} sequences share {queries} queries: their tiles would visit the keys of several each"
+            return f"{sequences} sequences share {queries} queries: their tiles would load the keys of several each"
     for name in ABSENT:
         if getattr(operands, name) is not None:
             return f"{name}: the kernels have none"
@@ -56,11 +53,24 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     return _hidden_keys(spec, operands)
 
 
+def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the tangent cannot run on these operands, or None."""
+    return supports(spec, operands, target) or _other_features(operands)
+
+
 def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
     if spec.deterministic or spec.batch_invariant:
         return "dq is summed in no certain order, and so not the same in every run"
-    return supports(spec, operands, target)
+    return supports(spec, operands, target) or _other_features(operands)
+
+
+def _other_features(operands: Operands) -> str | None:
+    if (features := (operands.q.shape[3], operands.v.shape[3])) not in configs.FEATURES:
+        return f"q and v have {features[0]} and {features[1]} features; derivatives take " + ", ".join(
+            f"{d} and {v}" for d, v in configs.FEATURES
+        )
+    return None
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -76,8 +86,13 @@ def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
 
 
 def takes(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why the forward and the tangent leave these operands to others, or None."""
+    """Why the forward leaves these operands to others, or None."""
     return supports(spec, operands, target) or _few_keys(spec, operands)
+
+
+def takes_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the tangent leaves these operands to others, or None."""
+    return supports_jvp(spec, operands, target) or _few_keys(spec, operands)
 
 
 def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -112,7 +127,7 @@ _tier = Tier(
 )
 
 flash_attention = _tier.forward("forward", takes)
-flash_attention_jvp = _tier.tangent("tangent", takes)
+flash_attention_jvp = _tier.tangent("tangent", takes_jvp)
 flash_attention_bwd = _tier.backward("backward", takes_bwd)
 
 _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

@@ -165,7 +165,7 @@ def _kernel(
         lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
         plgpu.barrier_wait(kv_full)
 
-        def visit(step, _):
+        def compute(step, _):
             _accumulate_dq(step, kv_tiles[0], ds_tiles, ds_empty, dq_tile, dq, plan, mask_info)
 
             @pl.when(step + plan.stages < steps)
@@ -173,7 +173,7 @@ def _kernel(
                 sync(Q_EMPTY + stage_of(step, plan.stages), WARPGROUPS)
                 load(step + plan.stages)
 
-        lax.fori_loop(0, steps, visit, None)
+        lax.fori_loop(0, steps, compute, None)
         arrive(DONE, WARPGROUPS)
         plgpu.wait_smem_to_gmem(0)
 

@@ -1,7 +1,7 @@
 """Which configs the kernels of flash_attention are run with: blocks of keys, and how many of them are in flight.
 
 The forward and the tangent hold block_q queries, 64 for each warpgroup that computes, and stream blocks of keys; the
-backward holds block_k keys, 64 where there are 256 features, and streams blocks of queries. Shared memory has room for
+backward holds block_k keys, 64 where there are 256 features, and streams blocks of queries. Shared memory holds
 num_stages of the blocks that stream by; in the tangent of 256 features, of which k, v and their tangents come one after
 the other, for num_stages of any of these.
 
@@ -15,15 +15,37 @@ import jax
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
+from .head_dims import tile_width
+
+# The head dims of q and v for which there is a backward, a tangent, and a forward in e4m3.
+FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
+# The shared memory that a block of threads may use.
+SHARED_BYTES = 227 * 1024
 # From how many queries on 192 of them pay, without and with a causal mask: the last tile of a sequence is seldom full,
 # and of what a causal mask cuts more lies in large tiles.
-LONG = {128: (1024, 4096), 256: (4096, 8192), 320: (4096, 8192)}
-# (block_q, block_k, num_stages) by D + V, the likeliest first.
+LONG = {
+    64: (1024, 4096),
+    128: (1024, 4096),
+    160: (1024, 4096),
+    192: (1024, 4096),
+    224: (4096, 8192),
+    256: (4096, 8192),
+    320: (4096, 8192),
+}
+# (block_q, block_k, num_stages) by the columns of k and v beside one another (`_columns`), the likeliest first. A
+# thread has registers for V / 2 sums, block_k / 2 logits and block_k / 4 for weights: 128 in all at most of the 160 of
+# three consumers, 192 of the 232 of two.
 CONFIGS = {
     "flash_attention": {
+        64: ((192, 64, 4), (128, 128, 4), (192, 128, 2)),
         128: ((192, 64, 4), (192, 64, 2), (128, 128, 4)),
+        160: ((192, 80, 2), (192, 64, 4), (128, 128, 2)),
+        192: ((192, 80, 2), (192, 64, 4), (128, 128, 2)),
+        224: ((192, 80, 2), (192, 64, 2), (128, 128, 2)),
         256: ((192, 64, 2), (128, 128, 2)),
-        320: ((128, 128, 2), (192, 64, 3)),
+        320: ((128, 128, 2), (192, 64, 3), (128, 80, 2)),
+        384: ((128, 112, 2), (128, 96, 2), (128, 80, 2)),
+        448: ((128, 96, 2), (128, 80, 2), (128, 64, 2)),
         512: ((128, 64, 2),),
     },
     "flash_attention in e4m3": {
@@ -50,10 +72,13 @@ CONFIGS = {
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     del target
-    features = _features(operands)
-    most = _most_queries(operation, operands, spec)
-    kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(spec) else operation
-    candidates = sorted(CONFIGS[kernel][features], key=lambda blocks: blocks[0] > most)
+    D, V = operands.q.shape[3], operands.v.shape[3]
+    columns, most = _columns(D, V), _most_queries(operation, operands, spec)
+    kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(operands, spec) else operation
+    candidates = CONFIGS[kernel][next(size for size in CONFIGS[kernel] if columns <= size)]
+    if kernel == "flash_attention":
+        candidates = [blocks for blocks in candidates if shared_bytes(blocks, D, V) <= SHARED_BYTES]
+    candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
             block_q=block_q,
@@ -67,14 +92,26 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     ]
 
 
-def in_e4m3(spec: FlashAttentionSpec) -> bool:
+def in_e4m3(operands: Operands, spec: FlashAttentionSpec) -> bool:
     """Whether the forward rounds to eight bits. Before 0.11 JAX does not transpose a tile of these in shared memory."""
-    return spec.precision == "e4m3" and jax.__version_info__ >= (0, 11)
+    taken = (operands.q.shape[3], operands.v.shape[3]) in FEATURES and jax.__version_info__ >= (0, 11)
+    return spec.precision == "e4m3" and taken
+
+
+def shared_bytes(blocks: tuple[int, int, int], D: int, V: int, persistent: bool = False, e4m3: bool = False) -> int:
+    """Bytes of shared memory of the forward: its tiles, 16 bits a number or eight in e4m3, and 2 KB for the rest.
+
+    A persistent thread block has o beside q and the next q; otherwise o takes the memory of q.
+    """
+    (block_q, block_k, stages), D, V = blocks, tile_width(D), tile_width(V)
+    size = 1 if e4m3 else 2
+    q, o, streamed = block_q * D * size, block_q * V * 2, stages * block_k * (D + V) * size
+    return (2 * q + o if persistent else max(q, o)) + streamed + 2048
 
 
 # What the kernels are made for; there are named barriers for so many stages.
 TAKES = {
-    "flash_attention": dict(block_q=(128, 192), block_k=(64, 128), num_stages=(1, 2, 3, 4)),
+    "flash_attention": dict(block_q=(128, 192), block_k=(64, 80, 96, 112, 128), num_stages=(1, 2, 3, 4)),
     "flash_attention_bwd": dict(block_q=(64, 128), block_k=(64, 128), num_stages=(1, 2, 3, 4)),
     "flash_attention_jvp": dict(block_q=(128,), block_k=(64,), num_stages=(1, 2, 3, 4)),
 }
@@ -95,10 +132,9 @@ def check(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> No
         raise ValueError(f"{operation}: {wrong}")
 
 
-def _features(operands: Operands) -> int:
-    """D + V, or the next number of which there are configs."""
-    features = operands.q.shape[3] + operands.v.shape[3]
-    return next(size for size in CONFIGS["flash_attention"] if features <= size)
+def _columns(D: int, V: int) -> int:
+    """Columns of k and v beside one another; k counts as many as v at least, whose sums are in registers."""
+    return max(tile_width(D), tile_width(V)) + tile_width(V)
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
@@ -108,4 +144,6 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) 
         return 64 if segmented or spec.softcap is not None else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
-    return 192 if operands.q.shape[1] >= LONG.get(_features(operands), (0, 0))[spec.causal] else 128
+    columns = _columns(operands.q.shape[3], operands.v.shape[3])
+    long = next((LONG[size] for size in LONG if columns <= size), (0, 0))
+    return 192 if operands.q.shape[1] >= long[spec.causal] else 128

@@ -26,7 +26,7 @@ from .._launch import (
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .tile_scheduler import SingleTileScheduler
-from .tiles import View, logits, seen, weights_of_lse
+from .tiles import View, logits, visible, weights_of_lse
 
 # Two consumers of dK and dV; the third warpgroup loads, and accumulates dQ.
 WARPGROUPS = 3
@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        """A warpgroup has no room for dk beside dv, nor two for dk and dv of more than 64 keys."""
+        """A warpgroup has no registers for dk beside dv, nor two for dk and dv of more than 64 keys."""
         return self.problem.D + self.problem.V > 320
 
     @property
@@ -130,7 +130,7 @@ def _compute_p(
 
     def masked(exponents, block):
         view = View(batch, first + key_block * ROWS, mask_info, of_keys=True)
-        ok = seen(view, block * plan.block_q + part.start, exponents.shape, uneven_keys, problem)
+        ok = visible(view, block * plan.block_q + part.start, exponents.shape, uneven_keys, problem)
         return jnp.where(ok, exponents, -jnp.inf)
 
     def scoped(s):
@@ -183,7 +183,7 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, d
     del p_tile
     (q_full, do_full, ds_empty), number = barriers, lax.axis_index("warpgroup")
 
-    def visit(step, _):
+    def compute(step, _):
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[stage])
         for part in plan.parts:
@@ -206,7 +206,7 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, d
             plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(mask_info), visit, None)
+    lax.fori_loop(0, plan.steps(mask_info), compute, None)
     return dk[...], dv[...]
 
 
@@ -215,7 +215,7 @@ def dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
     del ds_tiles
     (q_full, do_full, _), (part,) = barriers, plan.parts
 
-    def visit(step, _):
+    def compute(step, _):
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(q_full.at[stage])
         p, p_sloped = _compute_p(plan, 0, mask_info, kv_tiles, streamed, step, part)
@@ -227,7 +227,7 @@ def dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(mask_info), visit, None)
+    lax.fori_loop(0, plan.steps(mask_info), compute, None)
     return (dv[...],)
 
 
@@ -235,7 +235,7 @@ def dk_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
     """… and the second, of the same keys, ds and dk."""
     (q_full, do_full, ds_empty), (part,), last = barriers, plan.parts, plan.steps(mask_info) - 1
 
-    def visit(step, _):
+    def compute(step, _):
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(do_full.at[stage])
 
@@ -253,5 +253,5 @@ def dk_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
 
-    lax.fori_loop(0, plan.steps(mask_info), visit, None)
+    lax.fori_loop(0, plan.steps(mask_info), compute, None)
     return (dk[...],)

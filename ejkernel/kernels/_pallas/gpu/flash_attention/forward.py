@@ -11,7 +11,7 @@ registers of the one before. Consumers issue products one after the other (ping-
 while another keeps the tensor cores busy. Keys come from the last block down, so that what a causal mask cuts is met
 first.
 
-Where shared memory has room for o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
+Where shared memory holds o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
 block of a work tile runs under the last p·v of the tile before. Otherwise there is a thread block for each work tile.
 """
 
@@ -29,10 +29,12 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
-from .configs import check, in_e4m3
+from .configs import SHARED_BYTES, check, in_e4m3
+from .feature_tiles import copied, load, tiles_of, union, views
+from .head_dims import parts_of
 from .mainloop import Shared, Tile, mainloop, prologue
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
-from .plan import PING_PONG, Q_EMPTY, REGISTERS, SHARED_BYTES, Plan
+from .plan import PING_PONG, Q_EMPTY, REGISTERS, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import Scales
 from .rounding import rounded
@@ -43,7 +45,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     check("flash_attention", config)
     operands = Operands(*operands)
     visibility, problem = visibility_of(operands, spec), problem_of(operands, spec)
-    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(spec))
+    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(operands, spec))
     if (size := plan.shared_bytes(plan.persistent)) > SHARED_BYTES:
         blocks = f"{plan.block_q} queries and {plan.block_k} keys in {plan.stages} stages"
         raise ValueError(f"flash_attention: {blocks} take {size} bytes of shared memory; there are {SHARED_BYTES}")
@@ -52,19 +54,17 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
         sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (problem.B, problem.H))
     k, v = zero_hidden_keys(visibility, operands.k if plan.e4m3 else None, operands.v)
     arrays, scales = tuple(map(whole_eights, (operands.q, k if plan.e4m3 else operands.k, v))), None
-    longest_first, dtype, stages, values = (
-        plan.scheduler.longest_first,
-        problem.dtype,
-        plan.stages,
-        (plan.block_k, problem.V),
-    )
+    longest_first, dtype, stages = plan.scheduler.longest_first, problem.dtype, plan.stages
     if plan.e4m3:
         arrays, scales = rounded(*arrays, plan.block_q, plan.block_k)
     tile_dtype = arrays[0].dtype
-    q, o = (
-        shared((plan.q_stages, plan.block_q, problem.D), tile_dtype),
-        shared((plan.consumers, ROWS, problem.V), dtype),
-    )
+    q = views((plan.q_stages, plan.block_q), problem.D, tile_dtype)
+    o = views((plan.consumers, ROWS), problem.V, dtype)
+    k = views((stages, plan.block_k), problem.D, tile_dtype)
+    v = views((stages, plan.block_k), problem.V, tile_dtype, plan.values_swizzle)
+    if plan.e4m3:
+        v = ((shared((stages, problem.V, plan.block_k), tile_dtype),),)
+    q_copies, v_copies = len(parts_of(problem.D)), len(parts_of(problem.V))
     o, lse = launch(
         partial(_kernel, plan=plan),
         "flash_attention_forward",
@@ -82,13 +82,13 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
         blocks=plan.scheduler.blocks,
         warpgroups=plan.warpgroups,
         scratch=dict(
-            q_and_o=(q, o) if plan.persistent else plgpu.RefUnion(q, o),
-            k_tiles=shared((stages, plan.block_k, problem.D), tile_dtype),
-            v_tiles=shared((stages, *(values[::-1] if plan.e4m3 else values)), tile_dtype),
+            q_and_o=(union(*q), union(*o)) if plan.persistent else union(*q, *o),
+            k_tiles=union(*k),
+            v_tiles=union(*v),
             lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_barriers=plan.q_stages),
-            k_full=plgpu.Barrier(num_barriers=stages),
-            v_full=plgpu.Barrier(num_barriers=stages),
+            q_full=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=q_copies),
+            k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=q_copies),
+            v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=v_copies),
             q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
         ),
     )
@@ -99,12 +99,12 @@ def _kernel(
     arrays, longest_first, sinks, scales: Scales | None, mask_info: MaskInfo | None, o, lse, *, plan: Plan,
     q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty,
 ):  # fmt: skip
-    q_tiles, o_tiles = q_and_o
-    number = lax.axis_index("warpgroup")
-    tiles, work_tiles = (
-        Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty),
-        plan.work_tiles(longest_first),
-    )
+    number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles(longest_first)
+    if not plan.persistent:
+        of_q = len(views((), plan.problem.D, plan.problem.dtype))
+        q_and_o = tuple(q_and_o)[:of_q], tuple(q_and_o)[of_q:]
+    q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
+    tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty)
 
     def tile_of(work_tile: Array) -> Tile:
         first, head, batch = plan.tile(work_tile, longest_first)
@@ -115,7 +115,7 @@ def _kernel(
             total = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink - maximum + plan.limits.p_scale_log2) / COLUMNS)
         return Tile(
             number=number,
-            q=q_tiles.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)],
+            q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in q_tiles.parts],
             view=View(batch, first + number * ROWS, mask_info),
             head=head,
             block_range=plan.block_range(first, batch, mask_info),
@@ -126,20 +126,24 @@ def _kernel(
     def store(tile: Tile, acc: Array, last: Statistics) -> None:
         if plan.persistent:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        elif plan.problem.D != plan.problem.V or plan.e4m3:
+        elif parts_of(plan.problem.D) != parts_of(plan.problem.V) or plan.e4m3:
             sync(Q_EMPTY, plan.consumers)  # o lies over q of the other warpgroup
         batch, first = tile.view.batch, tile.view.row
         total = last.total.sum(axis=1)
         saw = total > 0
         total = jnp.where(saw, total, 1.0)
         factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
-        o_tiles[number] = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
+        rows_of_o = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
+        for part, columns in zip(o_tiles.parts, parts_of(plan.problem.V), strict=True):
+            part[number] = rows_of_o[:, columns]
         lse_tile[number] = jnp.where(
             saw, (last.maximum + (jnp.log2(total) - plan.limits.p_scale_log2)) * (1 / LOG2_E), -jnp.inf
         )
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
-        plgpu.copy_smem_to_gmem(o_tiles.at[number], o.at[batch, rows, tile.head], commit_group=False)
+        for part, features in zip(o_tiles.copies, copied(plan.problem.V), strict=True):
+            target = o.at[batch, rows, tile.head, features]
+            plgpu.copy_smem_to_gmem(part.at[number], target, commit_group=False)
         plgpu.copy_smem_to_gmem(lse_tile.at[number], lse.at[batch, tile.head, rows], commit_group=False)
         plgpu.commit_smem_to_gmem_group()
 
@@ -174,17 +178,17 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         rows = pl.ds(first, plan.block_q)
-        plgpu.copy_gmem_to_smem(q.at[batch, rows, head], tiles.q.at[stage], tiles.q_full.at[stage])
+        load(tiles.q, stage, lambda part: q.at[batch, rows, head, part], plan.problem.D, tiles.q_full)
 
         def block(i, step):
             stage = stage_of(step, plan.stages)
             keys = pl.ds((block_range.end - 1 - i) * plan.block_k, plan.block_k)
-            of_keys = k.at[batch, keys, kv_head]
-            of_values = v.at[batch, kv_head, :, keys] if plan.e4m3 else v.at[batch, keys, kv_head]
+            of_keys = lambda part: k.at[batch, keys, kv_head, part]
+            of_values = lambda part: v.at[batch, kv_head, part, keys] if plan.e4m3 else v.at[batch, keys, kv_head, part]
             sync(plan.k_empty + stage, plan.warpgroups)
-            plgpu.copy_gmem_to_smem(of_keys, tiles.k.at[stage], tiles.k_full.at[stage])
+            load(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full)
             sync(plan.v_empty + stage, plan.warpgroups)
-            plgpu.copy_gmem_to_smem(of_values, tiles.v.at[stage], tiles.v_full.at[stage])
+            load(tiles.v, stage, of_values, plan.problem.V, tiles.v_full)
             return step + 1
 
         return lax.fori_loop(0, block_range.end - block_range.begin, block, step)

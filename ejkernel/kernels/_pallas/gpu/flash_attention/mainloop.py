@@ -1,6 +1,6 @@
 """The mainloop of the consumer warpgroups of the forward."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,10 +18,12 @@ from .._launch import (
     stage_of,
     times_rows,
 )
+from .feature_tiles import Tiles
+from .head_dims import parts_of
 from .plan import Plan
 from .problem import BlockRanges, Problem, after_first
 from .quantized import Unit, Units
-from .tiles import Statistics, View, logits, seen, updated, weights
+from .tiles import Statistics, View, logits, updated, visible, weights
 
 
 class Shared(NamedTuple):
@@ -30,9 +32,9 @@ class Shared(NamedTuple):
     Those of k and v that say "empty" are named barriers (plan.py).
     """
 
-    q: Any
-    k: Any
-    v: Any
+    q: Tiles
+    k: Tiles
+    v: Tiles
     q_full: Any
     k_full: Any
     v_full: Any
@@ -42,13 +44,13 @@ class Shared(NamedTuple):
 class Tile(NamedTuple):
     """The rows of a work tile that one consumer warpgroup computes.
 
-    number: of the warpgroup. q: its queries in shared memory. view: where these stand, and what masks them. head: of
-    the queries. block_range: the blocks of keys that they see. start: the row maxima and sums of the sinks. units: the
-    scales in e4m3.
+    number: of the warpgroup. q: the parts of its queries in shared memory. view: where these stand, and what masks
+    them. head: of the queries. block_range: the blocks of keys that they see. start: the row maxima and sums of the
+    sinks. units: the scales in e4m3.
     """
 
     number: Array
-    q: Any
+    q: Sequence[Any]
     view: View
     head: Array
     block_range: BlockRanges
@@ -73,7 +75,7 @@ def prologue(shared: Shared, tile: Tile, plan: Plan) -> Carry:
     """q·kᵀ and the softmax of the first block of keys of the first work tile."""
 
     def product(qk):
-        plan.ping_pong(tile.number, lambda: plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[0].T))
+        plan.ping_pong(tile.number, lambda: _issue_qk(qk, shared, tile, q, 0))
         return qk[...]
 
     plgpu.barrier_wait(shared.q_full.at[0])
@@ -100,7 +102,7 @@ def mainloop(
     """
     step, p, before, q = carried
 
-    def visit(i, carry, masked):
+    def compute(i, carry, masked):
         acc, p, before = carry
         unit = _unit(tile, i)  # read while the products are computed
         acc, products = _products(shared, tile, q, step + i - 1, acc, p, plan)
@@ -110,8 +112,8 @@ def mainloop(
         s, exponent = _log2_logits(products, unit, plan.problem)
         return updated(acc, s, before, exponent, unit.p_scale_log2, plan.limits, plan.operand)
 
-    acc = full((ROWS, plan.problem.V), 0.0, WGMMA)
-    acc, p, statistics = after_first(tile.block_range, visit, (acc, p, before), plan.problem)
+    acc = full((ROWS, plan.problem.V_tile), 0.0, WGMMA)
+    acc, p, statistics = after_first(tile.block_range, compute, (acc, p, before), plan.problem)
     step += tile.block_range.end - tile.block_range.begin - 1
 
     def with_next(acc, p, _):
@@ -127,8 +129,8 @@ def mainloop(
         last = stage_of(step - 1, plan.stages)
         plgpu.barrier_wait(shared.v_full.at[last])
 
-        begin = lambda acc: plgpu.wgmma(acc, p, plan.values(shared.v.at[last]))
-        acc = pl.run_state(lambda acc: plan.ping_pong(tile.number, lambda: begin(acc)))(plgpu.ACC.init(acc))
+        begin = lambda acc: plan.ping_pong(tile.number, lambda: _issue_pv(acc, shared, p, last, plan))
+        acc = pl.run_state(begin)(plgpu.ACC.init(acc))
         return acc, p, statistics, q
 
     if plan.persistent:
@@ -140,7 +142,7 @@ def mainloop(
 
 def _in_registers(tile: Tile, plan: Plan) -> Array | None:
     """q, if it stays there for the whole work tile."""
-    return load_vector(tile.q, WGMMA) if plan.q_in_registers else None
+    return load_vector(tile.q[0], WGMMA) if plan.q_in_registers else None
 
 
 def _products(
@@ -154,13 +156,13 @@ def _products(
         acc, products = refs
 
         def begin(qk):
-            plgpu.wgmma(qk, tile.q if q is None else q, shared.k.at[stage].T)
+            _issue_qk(qk, shared, tile, q, stage)
             plgpu.barrier_wait(shared.v_full.at[previous])
-            plgpu.wgmma(acc, p, plan.values(shared.v.at[previous]))
+            _issue_pv(acc, shared, p, previous, plan)
 
         def scoped(qk):
             plan.ping_pong(tile.number, lambda: begin(qk))
-            products[...] = plgpu.wgmma_accumulator_load(qk, wait_n=1)
+            products[...] = plgpu.wgmma_accumulator_load(qk, wait_n=len(shared.v.parts))
             arrive(plan.k_empty + stage, plan.warpgroups)
             plgpu.wgmma_wait(0)
 
@@ -172,10 +174,21 @@ def _products(
     return acc, products
 
 
+def _issue_qk(qk: Any, shared: Shared, tile: Tile, q: Array | None, stage: Array | int) -> None:
+    for of_q, of_k in zip(tile.q if q is None else [q], shared.k.parts, strict=True):
+        plgpu.wgmma(qk, of_q, of_k.at[stage].T)
+
+
+def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> None:
+    for columns, of_v in zip(parts_of(plan.problem.V), shared.v.parts, strict=True):
+        of_acc = acc if len(shared.v.parts) == 1 else acc.at[:, columns]
+        plgpu.wgmma(of_acc, p, plan.values(of_v.at[stage]))
+
+
 def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, unit: Unit, plan: Plan):
     """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
     problem = plan.problem
-    ok = seen(tile.view, _block(tile, i) * plan.block_k, products.shape, problem.K % plan.block_k > 0, problem)
+    ok = visible(tile.view, _block(tile, i) * plan.block_k, products.shape, problem.K % plan.block_k > 0, problem)
     s, exponent = _log2_logits(products, unit, problem)
     p, statistics, alpha = weights(s, before, ok, exponent, unit.p_scale_log2, plan.limits)
     return plan.operand(p), statistics, alpha

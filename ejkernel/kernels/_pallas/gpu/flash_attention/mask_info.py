@@ -1,7 +1,7 @@
 """Who sees whom where arrays say so, in packed sequences and by segment ids, as the kernels read it.
 
-A kernel holds tiles of queries (or of keys) and visits blocks of the others; rows are of what it holds, columns of what
-it visits. In a packed call a row sees one interval of columns, in which causality and the window are contained; in a
+A kernel holds tiles of queries (or of keys) and loads blocks of the others; rows are of what it holds, columns of what
+it loads. In a packed call a row sees one interval of columns, in which causality and the window are contained; in a
 call with segments those columns that have its id, if the band of causality and window holds them as well.
 """
 
@@ -17,7 +17,7 @@ PADDING_QUERY, PADDING_KEY = -1, -2
 
 
 class MaskInfo(NamedTuple):
-    """What a tile visits and its rows see, int32; `intervals` in packed calls, `segment_ids` in those with segments.
+    """The blocks of each tile and what its rows see, int32: `intervals` in packed calls, `segment_ids` in others.
 
     block_ranges [b, tiles, 4]: the `BlockRanges` of each tile. intervals: first and stop, a row sees columns from first
     to before stop. segment_ids: of rows and of columns. Arrays of rows [b, rows] and columns [b, columns] go on to the
@@ -29,7 +29,7 @@ class MaskInfo(NamedTuple):
     segment_ids: tuple[Array, Array] | None
 
     def block_range(self, tile: Array, batch: Array) -> BlockRanges:
-        """In a kernel, where the arrays are refs: what a tile visits."""
+        """In a kernel, where the arrays are refs: the blocks that a tile is computed with."""
         batch = batch if self.block_ranges.shape[0] > 1 else 0
         return BlockRanges(*(self.block_ranges[batch, tile, n] for n in range(len(BlockRanges._fields))))
 

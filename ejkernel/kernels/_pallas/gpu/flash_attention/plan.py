@@ -12,14 +12,13 @@ from ejkernel.kernels._visibility import BlockRanges
 
 from .._launch import FIRST_BARRIER, ROWS, arrive, stage_of, sync
 from . import quantized
+from .configs import SHARED_BYTES, shared_bytes
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .quantized import Scales, Units
 from .tile_scheduler import L2_BYTES, PersistentTileScheduler, SingleTileScheduler
 from .tiles import LIMITS, RescaleLimits
 
-# The shared memory that a block of threads may use.
-SHARED_BYTES = 227 * 1024
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
 REGISTERS = {2: (232, 40), 3: (160, 32)}
 # Named barriers: q is empty; then ping-pong, one for each consumer; then the empty stages of k, and those of v.
@@ -62,7 +61,7 @@ class Plan:
     @property
     def q_in_registers(self) -> bool:
         """q stays in registers. It takes few of 64 features, and every product reads a third less of shared memory."""
-        return self.problem.D == 64 and not self.e4m3
+        return max(self.problem.D_tile, self.problem.V_tile) <= 64 and not self.e4m3
 
     @property
     def k_empty(self) -> int:
@@ -82,12 +81,8 @@ class Plan:
         return quantized.LIMITS if self.e4m3 else LIMITS
 
     def shared_bytes(self, persistent: bool) -> int:
-        """Bytes of shared memory: the tiles, and room for the rest."""
-        D, V, size = self.problem.D, self.problem.V, self.problem.dtype.itemsize
-        tile_size = 1 if self.e4m3 else size
-        q, o = self.block_q * D * tile_size, self.block_q * V * size
-        streamed = self.stages * self.block_k * (D + V) * tile_size
-        return (2 * q + o if persistent else max(q, o)) + streamed + 2048
+        blocks = self.block_q, self.block_k, self.stages
+        return shared_bytes(blocks, self.problem.D, self.problem.V, persistent, self.e4m3)
 
     @property
     def bytes_of_a_key(self) -> int:
@@ -134,6 +129,14 @@ class Plan:
     def operand(self, p: Array) -> Array:
         """The weights as the product with v takes them."""
         return quantized.operand(p) if self.e4m3 else p.astype(self.problem.dtype)
+
+    @property
+    def values_swizzle(self) -> int | None:
+        """The swizzle of v: a product sums over as many keys at a time as a swizzled row has features."""
+        if self.e4m3:
+            return None
+        size = self.problem.dtype.itemsize
+        return next(x for x in (128, 64, 32) if self.problem.V_tile * size % x == 0 and self.block_k * size % x == 0)
 
     def values(self, tile: Any) -> Any:
         """A block of v as that product takes it: in e4m3 the keys are innermost."""

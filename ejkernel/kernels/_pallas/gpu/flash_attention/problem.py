@@ -12,6 +12,8 @@ from jax import Array, lax
 from ejkernel.kernels._visibility import BlockRanges, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
+from .head_dims import tile_width
+
 LOG2_E = float(np.log2(np.e))
 
 
@@ -42,6 +44,16 @@ class Problem:
     packed: bool
     segmented: bool
     dtype: np.dtype
+
+    @property
+    def D_tile(self) -> int:
+        """Columns of a tile of q or k."""
+        return tile_width(self.D)
+
+    @property
+    def V_tile(self) -> int:
+        """Columns of a tile of v or o."""
+        return tile_width(self.V)
 
     @property
     def group(self) -> int:
@@ -91,17 +103,17 @@ def blocks_of_band(first: Array, block: int, low: int | None, high: int | None, 
     begin = full_begin = jnp.int32(0)
     end, full_end = jnp.int32(blocks), jnp.int32(length // step)
     if high is not None:
-        end = jnp.minimum(end, _floor(first + block + high + step - 1, step))
-        full_end = jnp.minimum(full_end, _floor(first + high + 1, step))
+        end = jnp.minimum(end, _whole(first + block + high + step - 1, step))
+        full_end = jnp.minimum(full_end, _whole(first + high + 1, step))
     if low is not None:
-        begin = _floor(first + low, step)
-        full_begin = _floor(first + block - 1 + low + step - 1, step)
+        begin = _whole(first + low, step)
+        full_begin = _whole(first + block - 1 + low + step - 1, step)
     return BlockRanges(begin, end, full_begin, full_end).at_least_one(blocks)
 
 
-def after_first(block_range: BlockRanges, visit: Callable, carry: Any, problem: Problem) -> Any:
-    """`carry` after visit(step, carry, masked=…) of all blocks but the first, where step n is the n-th from the end."""
-    masked, whole = partial(visit, masked=True), partial(visit, masked=False)
+def after_first(block_range: BlockRanges, compute: Callable, carry: Any, problem: Problem) -> Any:
+    """`carry` after compute(step, carry, masked=…) of all blocks but the first; step n is the n-th from the end."""
+    masked, whole = partial(compute, masked=True), partial(compute, masked=False)
     begin_whole, end_whole, end = (
         block_range.end - bound for bound in (block_range.full_end, block_range.full_begin, block_range.begin)
     )
@@ -113,6 +125,6 @@ def after_first(block_range: BlockRanges, visit: Callable, carry: Any, problem: 
     return carry
 
 
-def _floor(x: Array, step: int) -> Array:
+def _whole(x: Array, step: int) -> Array:
     """⌊x / step⌋, 0 where x is negative."""
     return lax.div(jnp.maximum(x, 0), jnp.int32(step))

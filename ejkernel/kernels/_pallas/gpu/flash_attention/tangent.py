@@ -92,7 +92,7 @@ def flash_attention_jvp(
             q_tile=of_consumers(problem.D) if plan.wide else None,
             q_dot_and_o=plgpu.RefUnion(of_consumers(problem.D), of_consumers(problem.V)),
             lse_tile=plgpu.SMEM((plan.consumers, ROWS), jnp.float32),
-            streamed=[_room(plan, tensors, groups) for groups in plan.rings(tensors)],
+            streamed=[_ring(plan, tensors, groups) for groups in plan.rings(tensors)],
             q_full=plgpu.Barrier(num_arrivals=plan.consumers * (1 + plan.wide + (tensors.q_dot is not None))),
             o_full=plgpu.Barrier(num_arrivals=plan.consumers),
         ),
@@ -100,7 +100,7 @@ def flash_attention_jvp(
     return Outputs(o_dot[:, : problem.S], lse_dot[:, :, : problem.S])
 
 
-def _room(plan: Plan, tensors: Tensors, groups: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
+def _ring(plan: Plan, tensors: Tensors, groups: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
     """For a ring the tiles, as many as a group has, and a full barrier for each stage."""
     (width,) = {getattr(tensors, name).shape[-1] for group in groups for name in group}
     tiles = [shared((plan.stages, plan.block_k, width), plan.problem.dtype) for _ in groups[0]]

@@ -13,7 +13,7 @@ from .._launch import ROWS, WGMMA, accumulator, arrive, broadcast_rows, full, op
 from . import plan as forward_plan
 from .plan import Q_EMPTY
 from .problem import BlockRanges, after_first
-from .tiles import COLUMNS, View, logits, of_threads, seen, weights_of_lse
+from .tiles import COLUMNS, View, logits, of_threads, visible, weights_of_lse
 
 
 class Tensors(NamedTuple):
@@ -62,7 +62,7 @@ class Plan(forward_plan.Plan):
         return self.problem.V > 128
 
     def rings(self, tensors: Tensors) -> list[tuple[tuple[str, ...], ...]]:
-        """The groups of each ring: one of keys and one of values, or where there is no room for both one of all."""
+        """The groups of each ring: one of keys and one of values, or one of all where shared memory is short."""
         keys, values = (
             tuple(name for name in names if getattr(tensors, name) is not None)
             for names in (("k", "k_dot"), ("v", "v_dot"))
@@ -143,7 +143,7 @@ class Rows:
         """p, and with a softcap p times its slope 1 − t², where softcap·t is the logit."""
         problem = self.plan.problem
         t = logits(s, problem)
-        ok = self._seen(step, s.shape, masked)
+        ok = self._visible(step, s.shape, masked)
         t = t if ok is None else jnp.where(ok, t, -jnp.inf)
         p = weights_of_lse(t * problem.exponent - broadcast_rows(self.lse, t))
         if problem.softcap is None:
@@ -155,21 +155,21 @@ class Rows:
         p_dot = p * s_dot * self.plan.problem.scale
         if self.view.mask_info is None and not self.plan.problem.masks_queries:
             return p_dot
-        ok = self._seen(step, s_dot.shape, masked)
+        ok = self._visible(step, s_dot.shape, masked)
         return p_dot if ok is None else jnp.where(ok, p_dot, 0.0)  # q, k or their tangents may be NaN
 
-    def _seen(self, step: Array, shape: tuple[int, int], masked: bool) -> Array | None:
+    def _visible(self, step: Array, shape: tuple[int, int], masked: bool) -> Array | None:
         if not masked:
             return None
         problem, block_k = self.plan.problem, self.plan.block_k
         first_key = (self.block_range.end - 1 - step) * block_k
-        return seen(self.view, first_key, shape, problem.K % block_k > 0, problem)
+        return visible(self.view, first_key, shape, problem.K % block_k > 0, problem)
 
 
 def accumulate(rows: Rows) -> Sums:
     """The products with the keys of a block are under way at once with those with the values of the block before."""
     plan, problem = rows.plan, rows.plan.problem
-    square, room = accumulator(ROWS, plan.block_k), full((ROWS, plan.block_k), 0.0, WGMMA)
+    square, zeros = accumulator(ROWS, plan.block_k), full((ROWS, plan.block_k), 0.0, WGMMA)
     operands = lambda *weights: [x.astype(problem.dtype) for x in weights]
 
     def weigh(s, s_dot, sums, step, masked):
@@ -184,7 +184,7 @@ def accumulate(rows: Rows) -> Sums:
         rows.ping_pong(lambda: _issue_qk(rows, s, s_dot, jnp.int32(0)))
         return s[...], s_dot[...]
 
-    def visit(step, carry, masked):
+    def compute(step, carry, masked):
         sums, p, p_dot = carry
 
         def both(refs):
@@ -205,7 +205,7 @@ def accumulate(rows: Rows) -> Sums:
 
             pl.run_scoped(scoped, square, square)
 
-        acc, p, p_dot, *moved = pl.run_state(both)((plgpu.ACC.init(sums.acc), room, room, *sums[1:]))
+        acc, p, p_dot, *moved = pl.run_state(both)((plgpu.ACC.init(sums.acc), zeros, zeros, *sums[1:]))
         rows.release(("v", "v_dot"), step - 1)
         return Sums(acc, *moved), *operands(p, p_dot)
 
@@ -213,7 +213,7 @@ def accumulate(rows: Rows) -> Sums:
     rows.release(("k", "k_dot"), jnp.int32(0))
     p, p_dot, *moved = weigh(*products, sums, jnp.int32(0), masked=True)
     carry = Sums(sums.acc, *moved), *operands(p, p_dot)
-    (acc, *moved), p, p_dot = after_first(rows.block_range, visit, carry, problem)
+    (acc, *moved), p, p_dot = after_first(rows.block_range, compute, carry, problem)
     arrive(Q_EMPTY, plan.warpgroups)
     last = rows.block_range.end - rows.block_range.begin - 1
     begin = lambda acc: rows.ping_pong(lambda: _issue_pv(rows, acc, p, p_dot, last))
@@ -241,7 +241,7 @@ def accumulate_wide(rows: Rows) -> Sums:
     """One product after the other, each in ping-pong."""
     plan, problem, square = rows.plan, rows.plan.problem, accumulator(ROWS, rows.plan.block_k)
 
-    def visit(step, sums, masked):
+    def compute(step, sums, masked):
         (acc, moved, rounded_moved), k = sums, rows.tile("k", step)
 
         def begin(s, s_dot):
@@ -270,8 +270,8 @@ def accumulate_wide(rows: Rows) -> Sums:
             rows.release(("v_dot",), step)
         return Sums(acc, moved, rounded_moved)
 
-    sums = visit(jnp.int32(0), Sums.zeros(problem.V), masked=True)
-    sums = after_first(rows.block_range, visit, sums, problem)
+    sums = compute(jnp.int32(0), Sums.zeros(problem.V), masked=True)
+    sums = after_first(rows.block_range, compute, sums, problem)
     arrive(Q_EMPTY, plan.warpgroups)
     return sums
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-# Bytes of keys and values for which there is room in the L2 cache (50 MB, parts of which hold the same data for either
-# half of the device), beside q and o.
+# Bytes of keys and values that the L2 cache holds beside q and o (50 MB, parts of which hold the same data for either
+# half of the device).
 L2_BYTES = 24 << 20
 # Work tiles of a thread block, at least, that are not paired: scheduled longest first, they even out what pairs do not.
 UNPAIRED = 4
@@ -100,7 +100,7 @@ class PersistentTileScheduler:
 
 @dataclass(frozen=True)
 class SingleTileScheduler:
-    """A thread block for each work tile, not persistent; the device launches them in order, as it has room.
+    """A thread block for each work tile, not persistent; the device launches them in order, as it can.
 
     Some heads at a time, and of these the longest tiles first. At the end more heads at a time, so that short tiles
     come last and all multiprocessors finish at about the same time.

@@ -88,7 +88,7 @@ class View(NamedTuple):
     of_keys: bool = False
 
 
-def seen(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem) -> Array | None:
+def visible(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem) -> Array | None:
     """Who sees whom in a tile that begins at a column, keys perhaps past the end if `uneven_keys`; None if all do.
 
     But for segments, a row sees the columns from the last of some firsts to the first of some lasts.

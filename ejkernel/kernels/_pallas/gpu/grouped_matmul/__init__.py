@@ -1,6 +1,6 @@
 """The backward of grouped_matmul on Hopper GPUs: the gradient of the matrices by a Pallas kernel, in Mosaic GPU.
 
-The forward and the gradient of the rows, the same product with the matrices transposed, are left to the portable tier.
+The forward and the gradient of the rows, the same product with the matrices transposed, are left to Triton.
 What stands here imports no Pallas; the kernel is imported when it is first needed.
 """
 

@@ -1,8 +1,8 @@
 """Which configs the backward of grouped_matmul is run with on Hopper.
 
 block_q is the rows of a tile of the gradient of a matrix, block_k its columns, block_d how many rows of a group are
-multiplied at a time. With four of such in flight there is room to store but half of a tile at once, which pays where
-groups are long.
+multiplied at a time. With four of such in flight shared memory is left to store but half of a tile at once, which
+pays where groups are long.
 """
 
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands

@@ -40,7 +40,7 @@ SHARED_BYTES = 226 * 1024  # for tiles in a block of threads
 CONSUMERS, WARPGROUPS = 2, 3
 REGISTERS = 232, 40  # of a thread that multiplies, and of one that loads
 EDGES = 2  # tiles of rows of a group that may hold others
-BAND = 8  # tiles of rows that are visited together for each tile of columns
+BAND = 8  # tiles of rows that are computed together for each tile of columns
 MASKED, EMPTY = FIRST_BARRIER, FIRST_BARRIER + 1  # named barriers: from the latter on, one for each stage
 ALIGNMENT = 256  # bytes; Mosaic GPU refuses an operand that begins elsewhere
 
@@ -64,10 +64,10 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """In how many parts a tile is stored, one after the other: as few as shared memory has room for."""
+        """In how many parts a tile is stored, one after the other: as few as shared memory allows."""
         inputs = self.stages * self.depth * (self.block_rows + self.block_columns)
-        room = SHARED_BYTES // self.dtype.itemsize - inputs
-        return next(n for n in (1, 2, 4) if self.block_rows * self.block_columns // n <= room)
+        numbers = SHARED_BYTES // self.dtype.itemsize - inputs
+        return next(n for n in (1, 2, 4) if self.block_rows * self.block_columns // n <= numbers)
 
     @property
     def row_tiles(self) -> int:
@@ -188,7 +188,7 @@ def _tile(work_tile, step, start, end, z, x_tiles, y_tiles, z_tiles, full, plan:
     group, (row, column) = plan.group(work_tile), plan.tile(work_tile)
 
     def scoped(total):
-        def visit(i, _, edge):
+        def compute(i, _, edge):
             stage = stage_of(step + i, plan.stages)
             plgpu.barrier_wait(full.at[stage])
             if edge:
@@ -200,8 +200,8 @@ def _tile(work_tile, step, start, end, z, x_tiles, y_tiles, z_tiles, full, plan:
             plgpu.wgmma_wait(1)
             pl.when(i > 0)(lambda: arrive(EMPTY + stage_of(step + i - 1, plan.stages), WARPGROUPS))
 
-        lax.fori_loop(0, jnp.minimum(steps, EDGES), partial(visit, edge=True), None)
-        lax.fori_loop(EDGES, steps, partial(visit, edge=False), None)
+        lax.fori_loop(0, jnp.minimum(steps, EDGES), partial(compute, edge=True), None)
+        lax.fori_loop(EDGES, steps, partial(compute, edge=False), None)
         plgpu.wgmma_wait(0)
         pl.when(steps > 0)(lambda: arrive(EMPTY + stage_of(step + steps - 1, plan.stages), WARPGROUPS))
         return total[...]

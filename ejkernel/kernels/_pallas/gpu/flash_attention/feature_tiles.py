@@ -1,0 +1,65 @@
+"""Tiles of any head dim in shared memory (head_dims.py), part by part.
+
+Products with keys sum over the parts, and those with values have columns of their own for each. A part is stored row
+after row, which is how TMA copies it, and how products read it in tiles of 8 rows: two views of the same memory.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .._launch import shared
+from .head_dims import parts_of
+
+
+class Tiles(NamedTuple):
+    """Tiles in shared memory: the parts as products read and write them, and as TMA copies them."""
+
+    parts: tuple[Any, ...]
+    copies: tuple[Any, ...]
+
+
+def views(leading: tuple[int, ...], features: int, dtype: Any, swizzle: int | None = None) -> tuple:
+    """The scratch memory of tiles [*leading, features]: both views, or one where there is one part."""
+    parts = tuple(shared((*leading, part.stop - part.start), dtype, swizzle) for part in parts_of(features))
+    if len(parts) == 1:
+        return (parts,)
+    rows = [plgpu.SwizzleTransform(part.shape[-1] * np.dtype(dtype).itemsize) for part in parts]
+    return parts, tuple(plgpu.SMEM(x.shape, dtype, transforms=(row,)) for x, row in zip(parts, rows, strict=True))
+
+
+def union(*views: Any) -> Any:
+    """Scratch memory with all of these views of it."""
+    return plgpu.RefUnion(*views) if len(views) > 1 else views
+
+
+def tiles_of(refs: Any) -> Tiles:
+    """In a kernel, from the refs of `union(*views(…))`."""
+    parts, *copies = refs
+    return Tiles(parts, *(copies or [parts]))
+
+
+def copied(features: int) -> list[pl.Slice]:
+    """The features of an array that belong to each part, as TMA copies them: the last may end beyond the array."""
+    return [
+        pl.ds(_dynamic(part.start) if part.stop > features else part.start, part.stop - part.start)
+        for part in parts_of(features)
+    ]
+
+
+def load(tiles: Tiles, stage: Any, source: Callable[[pl.Slice], Any], features: int, full: Any) -> None:
+    """Begins to load all parts of a tile into a stage, each of which arrives at its full barrier.
+
+    `source` has the array of some features.
+    """
+    for part, of_part in zip(tiles.copies, copied(features), strict=True):
+        plgpu.copy_gmem_to_smem(source(of_part), part.at[stage], full.at[stage])
+
+
+def _dynamic(start: int) -> Any:
+    """Pallas takes no slice that is known to end beyond an array, unless it begins at 0."""
+    return start and lax.axis_index("block") * 0 + start

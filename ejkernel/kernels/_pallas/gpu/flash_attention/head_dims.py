@@ -1,0 +1,32 @@
+"""How a head dim is laid out in shared memory, where TMA writes rows of 32, 64 or 128 bytes.
+
+A head dim that is a multiple of 16 is one part: rows of the widest swizzle that divides it. One below 64 is a row of
+the next width. TMA loads zeros beyond the features of an array, and stores nothing there; but of several rows side by
+side none may be cut. So a head dim above 64 that is only a multiple of 8 has parts, each one row wide, of which the
+last may be cut: 72 is 64 and 16, 104 is 64 and 64.
+"""
+
+# Numbers of 16 bits in a row.
+ROW_WIDTHS = (16, 32, 64)
+LEAST, MOST = 16, 256
+
+
+def parts_of(features: int) -> tuple[slice, ...]:
+    """The columns of a tile that each part of it has."""
+    if features % 16 == 0:
+        return (slice(0, features),)
+    whole, last = divmod(features, ROW_WIDTHS[-1])
+    end = whole * ROW_WIDTHS[-1] + next(width for width in ROW_WIDTHS if last <= width)
+    return tuple(slice(start, min(start + ROW_WIDTHS[-1], end)) for start in range(0, end, ROW_WIDTHS[-1]))
+
+
+def tile_width(features: int) -> int:
+    """Columns of a tile that holds so many features."""
+    return parts_of(features)[-1].stop
+
+
+def refuses(features: int) -> str | None:
+    """Why a head dim has no tiles, or None."""
+    if LEAST <= features <= MOST and features % 8 == 0:
+        return None
+    return f"a head dim of {features}; the kernels take multiples of 8 from {LEAST} to {MOST}"
