@@ -23,10 +23,7 @@ def computed(x, spec, seed: int = 1):
     from ejkernel.kernels._triton import blocksparse_attention as kernels
 
     implementations = (getattr(kernels, f"blocksparse_attention{kind}") for kind in ("", "_bwd", "_jvp"))
-    forward, backward, tangent = (
-        jax.jit(partial(f, spec=spec, config=f.heuristic(spec, x, TARGET)), static_argnames="wrt")
-        for f in implementations
-    )
+    forward, backward, tangent = (partial(f, spec=spec, config=f.heuristic(spec, x, TARGET)) for f in implementations)
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), seed) if name in wrt else None for name in x._fields})
     given = poisoned_in_blocks(x, spec)
