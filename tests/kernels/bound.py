@@ -28,8 +28,9 @@ class Bound:
         """The one that is written for this platform, if there is one that takes these operands on the target."""
         operands = self.primitive.operands(self.operands)
         for entry in kernel_registry.list_implementations(self.primitive.name):
-            if entry.platform == platform and entry.backend == target.backend:
-                return entry if entry.implementation.supports(self.spec, operands, target) is None else None
+            is_of = entry.platform == platform and entry.backend == target.backend
+            if is_of and entry.implementation.supports(self.spec, operands, target) is None:
+                return entry
         return None
 
     def config(self, entry: KernelSpec, target: Target) -> Any:
