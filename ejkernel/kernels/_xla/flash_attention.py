@@ -7,7 +7,8 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
 The decomposition visits the tiles of the logits that causal and window leave. In the forward, a tile gives the largest
 logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged (Milakov and
-Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse; their tiles add up:
+Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for its rounding,
+which they find as in the forward; then their tiles add up:
 
     δ = Σ_e do·o − dlse         ds = p (κ Σ_e do·v − δ)         dσ = −Σ_i exp(σ − lse_i) δ_i
     dz = ds (1 − (s / softcap)²)
@@ -79,7 +80,9 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
 
 
 class _Softmax(NamedTuple):
-    """Of some of the logits of each row: the largest, and relative to it the sum of exp and the weighted values."""
+    """Of some of the logits of each row: m, the largest or near it, and relative to it the sum l of exp(s − m) and the
+    sum o of what these weigh, values in the forward.
+    """
 
     m: Array
     l: Array
@@ -111,9 +114,7 @@ def forward(spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
         p = lax.exp(lax.sub(s, m))
         return _Softmax(m, over_row(lax.reduce_sum, p), over_columns(dropped(p, x, spec), x.v))
 
-    lowest, of_rows = jnp.finfo(dtype).min, partial(_of_rows, x, dtype)
-    nothing = lambda: _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
-    softmax = grid.sweep(of_tile, (x,), _merged, nothing)
+    softmax = grid.sweep(of_tile, (x,), _merged, partial(_nothing, x, dtype, x.v.shape[-1]))
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, dtype)
         m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
@@ -128,6 +129,12 @@ def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
     m = jnp.maximum(a.m, b.m)
     shrink_a, shrink_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
     return _Softmax(m, a.l * shrink_a + b.l * shrink_b, a.o * shrink_a + b.o * shrink_b)
+
+
+def _nothing(x: Folded, dtype: Any, width: int) -> _Softmax:
+    """Of no logits: what `_merged` leaves others as they are with."""
+    of_rows = partial(_of_rows, x, dtype)
+    return _Softmax(of_rows(1, jnp.finfo(dtype).min), of_rows(1), of_rows(width))
 
 
 # --- Tangent and backward --------------------------------------------------------------------------------------------
@@ -176,9 +183,9 @@ def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: F
 
     def sums(x, dx, rows):
         logits = _logits(x, spec)
-        p = _weights(logits.s, rows)
+        m, p = _relative_to_lse(logits.s, rows.lse)
         ds = _logits_tangent(logits, dx, spec)
-        return {"l": over_row(lax.reduce_sum, p), "dlse": over_row(lax.reduce_sum, lax.mul(p, ds))}
+        return _Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(p, ds)))
 
     def change(x, dx, rows):
         logits = _logits(x, spec)
@@ -186,14 +193,13 @@ def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: F
         do = over_columns(p * (_logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_dead(dx, logits.living).v)}
 
-    of_rows = partial(_of_rows, x, lse.dtype)
-    totals = grid.sweep(sums, (x, dx, _Rows(lse)), _added, lambda: {"l": of_rows(1), "dlse": of_rows(1)})
-    excess = _excess(totals["l"], x, lse)
-    dlse = totals["dlse"] * jnp.exp(-excess)
+    totals = grid.sweep(sums, (x, dx, _Rows(lse)), _merged, partial(_nothing, x, lse.dtype, 1))
+    excess, dlse = _excess_and_mean(totals, x, lse)
     if dx.sinks is not None:
         dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = _Rows(lse, excess, dlse=dlse)
-    do = grid.sweep(change, (x, dx, rows), _added, lambda: {"do": of_rows(x.v.shape[-1])})["do"]
+    nothing = lambda: {"do": _of_rows(x, lse.dtype, x.v.shape[-1])}
+    do = grid.sweep(change, (x, dx, rows), _added, nothing)["do"]
     return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=x.q.dtype)
 
 
@@ -277,15 +283,12 @@ def _rows_of_backward(
 
     def sums(x, rows):
         x, _, _, s, living, _ = _logits(x, spec)
-        p = _weights(s, rows)
+        m, p = _relative_to_lse(s, rows.lse)
         dp = over_features(attention.zero_where_dead(living.rows, rows.do), x.v)
-        delta = over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp))
-        return {"l": over_row(lax.reduce_sum, p), "delta": delta}
+        return _Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp)))
 
-    nothing = lambda: {"l": _of_rows(x, lse.dtype, 1), "delta": _of_rows(x, lse.dtype, 1)}
-    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing)
-    excess = _excess(totals["l"], x, lse)
-    delta = lax.mul(totals["delta"], lax.exp(lax.neg(excess)))
+    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), _merged, partial(_nothing, x, lse.dtype, 1))
+    excess, delta = _excess_and_mean(totals, x, lse)
     return _Rows(lse, excess, delta if dlse is None else lax.sub(delta, dlse), do)
 
 
@@ -325,7 +328,13 @@ def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits
             s = attention.where(seen, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
         tanh = jnp.tanh(s / spec.softcap)
         s, slope = spec.softcap * tanh, 1 - tanh**2
-    return _Logits(x, raw, slope, s if seen is None else attention.where(seen, s, -np.inf), living, seen)
+    if seen is not None:
+        s = attention.where(seen, s, -np.inf)
+    elif x.bias is None:
+        # No logit is below the lowest number. It keeps XLA, where it computes s again, from not rounding q·k · scale
+        # before it subtracts another number from it, and exp(s − m) of the largest s from being far from 1.
+        s = _floored(s)
+    return _Logits(x, raw, slope, s, living, seen)
 
 
 def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
@@ -343,9 +352,23 @@ def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Ar
 
 
 def _weights(s: Array, rows: _Rows) -> Array:
-    """p = exp(s − lse); excess, the smaller one, is subtracted last."""
-    s = lax.sub(s, rows.lse)
-    return lax.exp(s if rows.excess is None else lax.sub(s, rows.excess))
+    """p = exp(s − lse − excess); excess, the smaller one, is subtracted last."""
+    return lax.exp(lax.sub(lax.sub(s, rows.lse), rows.excess))
+
+
+def _relative_to_lse(s: Array, lse: Array) -> tuple[Array, Array]:
+    """m [b,g,r,s,1] and exp(s − lse − m), which have a finite sum.
+
+    m is 0, but where lse is off by more than float32 may be given as an exponent. Of logits near 10⁹ it keeps every
+    64th number, and products that are summed in another order than those of the forward are above lse by as much.
+    """
+    s = lax.sub(s, lse)
+    largest = lax.stop_gradient(over_row(lax.reduce_max, s))
+    m = attention.where(lax.gt(lax.abs(largest), np.array(_LARGE_EXPONENT, s.dtype)), _floored(largest), 0)
+    return m, lax.exp(lax.sub(s, m))
+
+
+_LARGE_EXPONENT = 20.0
 
 
 def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
@@ -353,10 +376,13 @@ def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
     return jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse - excess)
 
 
-def _excess(l: Array, x: Folded, lse: Array) -> Array:
+def _excess_and_mean(totals: _Softmax, x: Folded, lse: Array) -> tuple[Array, Array]:
+    """The excess of rows, and the mean by their weights of what is summed in the totals."""
     if x.sinks is not None:
-        l = l + jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse).sum(-1, keepdims=True)
-    return lax.log(_not_zero(l))
+        m, p = _relative_to_lse(attention.sinks_of_rows(x, lse.dtype), lse)
+        totals = _merged(totals, _Softmax(m, p.sum(-1, keepdims=True), 0.0))
+    l = attention.where(lax.gt(totals.l, np.zeros((), lse.dtype)), totals.l, 1)
+    return lax.add(totals.m, lax.log(l)), lax.div(totals.o, l)
 
 
 def _floored(m: Array) -> Array:
@@ -365,7 +391,7 @@ def _floored(m: Array) -> Array:
 
 
 def _not_zero(l: Array) -> Array:
-    """l, which is 1 or more (relative to lse: 1 but for rounding), or 1/2 where nothing was seen and l is 0."""
+    """l, which is 1 or more, or 1/2 where nothing was seen and l is 0."""
     return lax.max(l, np.array(0.5, l.dtype))
 
 
