@@ -22,8 +22,13 @@ SIZES = {
 SIZES_OF_FLOAT32 = ((16, 4, 1),)
 # Configs that are timed, of each number of parts.
 WORTH_TIMING = 3
-# Keys that a part has at least, so that merging costs little beside it, and of one that the batch does not decide.
-LEAST_KEYS, KEYS_OF_INVARIANT_PART = 256, 1024
+# Keys that a part has at least, so that merging costs little beside it.
+LEAST_KEYS = 256
+# The same, and how many parts at most, where the batch must not decide: every token of a prefill has a float32 result
+# of each part.
+LEAST_KEYS_OF_INVARIANT_PART, MOST_INVARIANT_PARTS = 4096, 8
+# From so many waves of programs on there is nothing to gain by parts.
+WAVES = 4
 # Programs that a multiprocessor has registers for, by their warps.
 AT_ONCE = {4: 2, 8: 1}
 
@@ -87,14 +92,15 @@ def _splits(spec: CacheSpec, operands: Operands, target: Target, config: MultiLa
     if spec.num_splits is not None:
         return [spec.num_splits]
     if spec.batch_invariant:
-        return [math.ceil(keys / KEYS_OF_INVARIANT_PART)]
+        return [min(MOST_INVARIANT_PARTS, math.ceil(keys / LEAST_KEYS_OF_INVARIANT_PART))]
     (batch, step, heads, _), sequences = operands.q_latent.shape, operands.context_lens.shape[1]
     block, tokens = rows_of(heads, config)
     programs = batch * min(step, max(sequences, step // tokens)) * math.ceil(heads / block)
     at_once = AT_ONCE[config.num_warps] * (target.core_count or DEFAULT_CORE_COUNT)
     most = max(1, keys // LEAST_KEYS)
     likely = min(most, max(1, at_once // programs))
-    return list(dict.fromkeys([likely, min(most, 2 * likely), max(1, likely // 2)]))
+    others = (min(most, 2 * likely), max(1, likely // 2)) if programs < WAVES * at_once else ()
+    return list(dict.fromkeys([likely, *others]))
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------
