@@ -17,6 +17,7 @@ class MultiLatentPageAttentionConfig(OperationConfig):
         num_splits: into how many parts the keys of a sequence are cut.
         num_warps: warps of a GPU program.
         num_stages: stages of the software pipeline.
+        algorithm: a variant of the algorithm, where several exist: "transposed" in Triton.
     """
 
     queries_per_block: int = 64
@@ -26,3 +27,4 @@ class MultiLatentPageAttentionConfig(OperationConfig):
     num_splits: int = 1
     num_warps: int = 8
     num_stages: int = 2
+    algorithm: str | None = None

@@ -59,6 +59,8 @@ CONFIGS = (
     dict(queries_per_block=4, heads_per_block=16, num_splits=3),
     dict(queries_per_block=2, heads_per_block=8, keys_per_block=32, num_splits=2),
     dict(heads_per_block=64, keys_per_block=32, num_stages=3),
+    dict(queries_per_block=1, heads_per_block=16, num_warps=4, num_splits=2, algorithm="transposed"),
+    dict(queries_per_block=2, heads_per_block=16, num_warps=8, algorithm="transposed"),
 )
 
 

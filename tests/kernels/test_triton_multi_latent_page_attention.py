@@ -27,7 +27,12 @@ NAME = "multi_latent_page_attention"
 IMPLEMENTATION = kernel_registry.find(NAME, "triton").implementation
 Config = partial(MultiLatentPageAttentionConfig, keys_per_block=16)
 # A row of one token, of some, and of all that a tile has; whole keys, and parts of them.
-CONFIGS = Config(1), Config(4, num_splits=3), Config(2, heads_per_block=2, keys_per_block=32)
+CONFIGS = (
+    Config(1),
+    Config(4, num_splits=3),
+    Config(2, heads_per_block=2, keys_per_block=32),
+    Config(4, num_splits=2, algorithm="transposed"),
+)
 
 
 def run(x, config=CONFIGS[1], **options):
@@ -74,7 +79,8 @@ def test_quantised_pages(pages, shape, interpreted):
     x = step(pages=pages)
     if shape is not None:
         x["k_scale"] = jnp.asarray(np.random.default_rng(2).uniform(0.1, 0.5, shape), jnp.float32)
-    check(x)
+    for config in CONFIGS[1::2]:
+        check(x, config=config)
 
 
 def test_nobody_sees_what_is_not_of_a_context(interpreted):
@@ -116,6 +122,13 @@ def test_a_batch_that_shares_the_pool(interpreted):
         alone = {name: first.named[name] if name in shared else a for name, a in call.named.items()}
         wanted = IMPLEMENTATION(*Operands(**alone), spec=first.spec, config=CONFIGS[1])
         jax.tree.map(lambda a, b, n=n: np.testing.assert_array_equal(a[n], b[0]), found, wanted)
+
+
+def test_the_batch_does_not_decide_the_config():
+    """Where it must not: of any number of tokens, of as many heads."""
+    spec = CacheSpec(softmax_scale=0.1, batch_invariant=True)
+    spaces = [IMPLEMENTATION.space(spec, decode(16, tokens), KINDS["sm_90"]) for tokens in (1, 128, 4096)]
+    assert len(spaces[0]) == 1 and spaces[0] == spaces[1] == spaces[2]
 
 
 # --- What it compiles to ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 
-from .configs import excess, memory_refusal, refuses, space
+from .configs import TRANSPOSED, excess, memory_refusal, refuses, space
 
 LARGEST_LATENT, LARGEST_ROPE = 512, 128
 
@@ -36,7 +36,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 @kernel_registry.register("multi_latent_page_attention", Platform.TRITON, Backend.GPU, priority=100)
 @emits(*_launch.CUSTOM_CALLS)
-@configured_by(lambda *call: space(*call)[0], space, refuses=refuses)
+@configured_by(lambda *call: space(*call)[0], space, (TRANSPOSED,), refuses)
 @supported_if(supports)
 def multi_latent_page_attention(
     *operands: Array | None,

@@ -13,6 +13,7 @@ from ejkernel.types.target import DEFAULT_CORE_COUNT
 # Rows of a tile, heads of tokens: what a matrix unit takes, and what is accumulated in the registers of eight warps. In
 # float32, which no matrix unit multiplies, that is less.
 LEAST_ROWS, MOST_ROWS, MOST_ROWS_OF_FLOAT32 = 16, 64, 16
+HOPPER = 90
 # (keys of a tile, warps, stages) by the rows of a tile, the likeliest first.
 SIZES = {
     16: ((32, 4, 2), (64, 8, 2), (32, 8, 2), (16, 4, 2)),
@@ -20,6 +21,8 @@ SIZES = {
     64: ((64, 8, 2), (32, 8, 3), (32, 8, 2), (16, 8, 2)),
 }
 SIZES_OF_FLOAT32 = ((16, 4, 1),)
+# The variant for few rows on Hopper, whose products then take slots of 16 bits from shared memory, and its size.
+TRANSPOSED, TRANSPOSED_SIZE = "transposed", (64, 4, 2)
 # Configs that are timed, of each number of parts.
 WORTH_TIMING = 3
 # Keys that a part has at least, so that merging costs little beside it.
@@ -40,13 +43,16 @@ def rows_of(heads: int, config: MultiLatentPageAttentionConfig) -> tuple[int, in
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs that may be best for a call (arrays or shapes), the likeliest first.
+
+    There is one where the batch must not decide: which is fastest depends on it.
+    """
     limit = _launch.shared_memory_limit(target)
     memory = lambda config: _shared_memory(operands, config, _buffers(operands, config, target))
-    fitting = [config for config in _tiles(spec, operands) if memory(config) <= limit]
+    fitting = [config for config in _tiles(spec, operands, target) if memory(config) <= limit]
     return [
         replace(config, num_splits=splits)
-        for config in fitting[:WORTH_TIMING] or [smallest(operands)]
+        for config in fitting[: 1 if spec.batch_invariant else WORTH_TIMING] or [smallest(operands)]
         for splits in _splits(spec, operands, target, config)
     ]
 
@@ -56,12 +62,18 @@ def smallest(operands: Operands) -> MultiLatentPageAttentionConfig:
     return _of_rows(operands, LEAST_ROWS)[-1]
 
 
-def _tiles(spec: CacheSpec, operands: Operands) -> list[MultiLatentPageAttentionConfig]:
+def _tiles(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:
     """Those of as many rows as there are heads of tokens that one sequence has, and of the fewest."""
     rows = _power_of_two(operands.q_latent.shape[2]) * _power_of_two(_tokens(spec, operands))
     most = MOST_ROWS_OF_FLOAT32 if operands.q_latent.dtype == "float32" else MOST_ROWS
     wanted = max(LEAST_ROWS, min(most, rows))
-    return [config for rows in dict.fromkeys((wanted, LEAST_ROWS)) for config in _of_rows(operands, rows)]
+    tiles = [config for rows in dict.fromkeys((wanted, LEAST_ROWS)) for config in _of_rows(operands, rows)]
+    in_half = operands.q_latent.dtype != "float32" and operands.pages.dtype == operands.q_latent.dtype
+    if wanted == LEAST_ROWS and in_half and target.compute_capability == HOPPER:
+        keys, warps, stages = TRANSPOSED_SIZE
+        sized = replace(tiles[0], keys_per_block=keys, num_warps=warps, num_stages=stages)
+        tiles.insert(1, replace(sized, algorithm=TRANSPOSED))
+    return tiles
 
 
 def _of_rows(operands: Operands, rows: int) -> list[MultiLatentPageAttentionConfig]:
@@ -96,7 +108,8 @@ def _splits(spec: CacheSpec, operands: Operands, target: Target, config: MultiLa
     (batch, step, heads, _), sequences = operands.q_latent.shape, operands.context_lens.shape[1]
     block, tokens = rows_of(heads, config)
     programs = batch * min(step, max(sequences, step // tokens)) * math.ceil(heads / block)
-    at_once = AT_ONCE[config.num_warps] * (target.core_count or DEFAULT_CORE_COUNT)
+    of_core = 1 if config.algorithm == TRANSPOSED else AT_ONCE[config.num_warps]
+    at_once = of_core * (target.core_count or DEFAULT_CORE_COUNT)
     most = max(1, keys // LEAST_KEYS)
     likely = min(most, max(1, at_once // programs))
     others = (min(most, 2 * likely), max(1, likely // 2)) if programs < WAVES * at_once else ()
@@ -134,7 +147,8 @@ def _buffers(operands: Operands, config: MultiLatentPageAttentionConfig, target:
     the tensor memory of Blackwell, of which some tiles are copies in another layout."""
     rows, stages = math.prod(rows_of(operands.q_latent.shape[2], config)), config.num_stages
     least = 1 if _launch.limit_of_environment() is None else stages
-    if rows < MOST_ROWS or target.multiplies_from_registers:
+    from_registers = rows < MOST_ROWS and config.algorithm != TRANSPOSED
+    if from_registers or target.multiplies_from_registers:
         return max(least, stages - 1)
     return stages + 2 if (target.compute_capability or 0) >= 100 else stages
 

@@ -11,6 +11,9 @@ of which `merged` makes those of all parts, lse = log Σ_p exp lse_p and o = Σ_
 whole tiles, which begin where a tile of the cache does: of a row of one token they depend on its sequence alone.
 
 Statistics are relative to maxima in logits of base 2. Slots that no token of a row sees are not read.
+
+Transposed, tiles of logits have keys as rows: Hopper's products, of 64 rows and from 8 columns on, then have the keys
+and features for these, and few heads for those.
 """
 
 from dataclasses import dataclass
@@ -135,6 +138,7 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
         BLOCK_K=config.keys_per_block,
         WIDTH=max(SMALLEST_TILE, triton.next_power_of_2(R)),
         ROPE=max(SMALLEST_TILE, triton.next_power_of_2(D)),
+        TRANSPOSED=config.algorithm == "transposed",
     )  # fmt: skip
     if splits == 1:
         o, lse = o[:, :, 0], lse[:, :, 0]
@@ -181,8 +185,9 @@ def latent_kernel(
     q_latent, q_rope, pages, block_tables, rows, first, stop, cached, drafts, drafts_of_row, sinks, k_scale,
     o, lse,
     problem: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
-    ROPE: tl.constexpr,
+    ROPE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
+    KEYS: tl.constexpr = 0 if TRANSPOSED else 1  # the axis of a tile of logits that they are along
     head_blocks: tl.constexpr = (problem.H + HEADS - 1) // HEADS
     part = tl.program_id(0) // head_blocks % problem.splits
     row = tl.program_id(0) // (head_blocks * problem.splits)  # of all batches
@@ -215,37 +220,49 @@ def latent_kernel(
         is_first = inside & (part == 0)
         maximum = LOG2E * tl.load(sinks + batch * problem.sinks + head, mask=is_first, other=float("-inf"))
         total = is_first.to(tl.float32)
-    acc = tl.zeros([TOKENS * HEADS, WIDTH], tl.float32)
+    acc = tl.zeros([WIDTH, TOKENS * HEADS] if TRANSPOSED else [TOKENS * HEADS, WIDTH], tl.float32)
     for tile in tl.range(begin, end):
         position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        visible = (position[None, :] >= first_of[:, None]) & (position[None, :] < stop_of[:, None])
+        at_key = tl.expand_dims(position, 1 - KEYS)
+        visible = (at_key >= tl.expand_dims(first_of, KEYS)) & (at_key < tl.expand_dims(stop_of, KEYS))
         needed = (position >= low) & (position < high)
         if drafts is not None:
             new = position - new_from
-            visible &= (new < 0)[None, :] | of_drafts(drafts, at[:, None], is_token[:, None], new[None, :], problem)
+            tokens, asked = tl.expand_dims(at, KEYS), tl.expand_dims(is_token, KEYS)
+            visible &= (at_key < new_from) | of_drafts(drafts, tokens, asked, at_key - new_from, problem)
             needed &= (new < 0) | of_drafts(drafts_of_row, tl.zeros_like(new) + row, new >= 0, new, problem)
         slot = place(block_tables, batch * problem.sequences + sequence, position, needed, problem)
         start = (batch.to(tl.int64) * problem.slots.batch + slot) * (problem.R + problem.D)
         keys = in_dtype(load_rows(pages, start, needed, c, problem.R, WIDTH), latents)
         key_ropes = in_dtype(load_rows(pages, start + problem.R, needed, d, problem.D, ROPE), latents)
-        s = tl.dot(latents, tl.trans(keys), input_precision="ieee")
-        s = tl.dot(ropes, tl.trans(key_ropes), s, input_precision="ieee") * problem.scale
+        if TRANSPOSED:
+            s = tl.dot(keys, tl.trans(latents), input_precision="ieee")
+            s = tl.dot(key_ropes, tl.trans(ropes), s, input_precision="ieee") * problem.scale
+        else:
+            s = tl.dot(latents, tl.trans(keys), input_precision="ieee")
+            s = tl.dot(ropes, tl.trans(key_ropes), s, input_precision="ieee") * problem.scale
         if k_scale is not None:
-            factor = load_scales(k_scale, batch, slot, needed, problem)
-            s *= factor[None, :]
+            factor = tl.expand_dims(load_scales(k_scale, batch, slot, needed, problem), 1 - KEYS)
+            s *= factor
         if problem.softcap is not None:
             s = problem.softcap * tanh(s * (1 / problem.softcap))
         s = tl.where(visible, s * LOG2E, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(s, 1))
+        highest = tl.maximum(maximum, tl.max(s, KEYS))
         base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(s - tl.expand_dims(base, KEYS))
         alpha = tl.exp2(maximum - base)
-        total = total * alpha + tl.sum(p, 1)
+        total = total * alpha + tl.sum(p, KEYS)
         if k_scale is not None:
-            p *= factor[None, :]
-        acc = tl.dot(p.to(keys.dtype), keys, acc * alpha[:, None], input_precision="ieee")
+            p *= factor
+        acc *= tl.expand_dims(alpha, KEYS)
+        if TRANSPOSED:
+            acc = tl.dot(tl.trans(keys), p.to(keys.dtype), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(keys.dtype), keys, acc, input_precision="ieee")
         maximum = highest
-    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    acc /= tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
+    if TRANSPOSED:
+        acc = tl.trans(acc)
     out = (at.to(tl.int64) * problem.splits + part) * problem.H + head
     is_written = inside[:, None] if problem.R == WIDTH else inside[:, None] & (c < problem.R)[None, :]
     tl.store(o + out[:, None] * problem.R + c[None, :], acc.to(o.dtype.element_ty), mask=is_written)
