@@ -195,6 +195,8 @@ def rubbish(x):
     "sizes, config, options",
     [
         pytest.param(dict(h=4, dtype="bfloat16", sinks=True), (8, 2), dict(window=9), id="bf16"),
+        pytest.param(dict(drafts=3), (8, 2), dict(window=9), id="drafts"),
+        pytest.param(dict(h=4, drafts=130, dtype="bfloat16"), (1, 2), {}, marks=slow, id="many drafts"),
         pytest.param(dict(), (1, 1), dict(softcap=2.0, batch_invariant=True), marks=slow, id="alone"),
         pytest.param(dict(), (16, 5), dict(softmax_scale=-0.3), marks=slow, id="one block"),
         pytest.param(dict(h=12, g=4, d=8), (32, 1), dict(window=20), marks=slow, id="large tiles"),
@@ -332,7 +334,7 @@ def test_batch_invariant():
         ("page_attention", dict(q="float16", k_pages="float16", v_pages="float16"), "float16"),
         ("page_attention", dict(k_scale=(20, 8, 2)), "scales of single slots"),
         ("page_attention", dict(num_splits=3), "num_splits is 3"),
-        ("ragged_page_attention", dict(draft_mask=(30, 3)), "draft_mask"),
+        ("ragged_page_attention", dict(num_splits=3), "num_splits is 3"),
     ],
 )
 def test_what_is_refused(operation, change, reason):
@@ -343,6 +345,6 @@ def test_what_is_refused(operation, change, reason):
         if isinstance(to, str):
             x[name] = x[name].astype(to)
         elif isinstance(to, tuple):
-            x[name] = jnp.ones(to, bool if name == "draft_mask" else jnp.float32)
+            x[name] = jnp.ones(to)
     operands, spec = prepared(operation, x, **options)
     assert reason in kernel_registry.find(operation, "pallas", "tpu").implementation.supports(spec, operands, TARGET)

@@ -1,4 +1,4 @@
-"""ragged_page_attention on TPU: tiles of tokens, decoded and prefilled, over pages."""
+"""ragged_page_attention on TPU: tiles of tokens, of prefill, decode and drafts, over pages."""
 
 from jax import Array
 
@@ -13,8 +13,6 @@ from . import _paged
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
-    if operands.draft_mask is not None:
-        return "a draft_mask, whose columns are not the lanes of a block of keys"
     return _paged.ragged_refusal(spec, target, operands, (operands.k_scale, operands.v_scale))
 
 

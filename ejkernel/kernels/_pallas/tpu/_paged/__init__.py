@@ -11,6 +11,8 @@ from ejkernel.kernels._pallas.tpu import MOST_ROWS, SMEM_BYTES, SUBLANES
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import Target
 
+from .work import WorkItem
+
 LANES = 128
 QUANTISED = ("float8_e4m3fn", "int8")
 # Slots that are copied at once: of larger pages only the parts that are needed are.
@@ -58,7 +60,7 @@ def refusal(
 
 def table_refusal(items: int, table: int) -> str | None:
     """Why scalar memory does not hold so many work items and entries of block tables, or None."""
-    if (size := 4 * (10 * items + table)) > SMEM_BYTES:
+    if (size := 4 * (len(WorkItem._fields) * items + table)) > SMEM_BYTES:
         return f"work items and block tables take {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None
 

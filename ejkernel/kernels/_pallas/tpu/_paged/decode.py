@@ -53,14 +53,14 @@ def decode(
         pool = pages * pieces if k.shape[0] > 1 else 0
         problem = Problem(spec, caches, group, 1, block_tables.shape[1], pages, pieces, pool)
     sequence = jnp.arange(n, dtype=jnp.int32)
-    items = listed(
-        problem.keys, tile=sequence, sequence=sequence, batch=batch, first=first, stop=stop, position=0, begin=0, end=1
-    )
+    items = listed(problem.keys, tile=sequence, sequence=sequence, batch=batch, first=first, stop=stop)
+    of_heads = lambda scale: None if scale is None else scale[:, 0, 0]
     given = Inputs(
         tiles_of(q, heads, 1),
         tuple(cache.stored(a) for cache, a in zip(caches, (k, v), strict=True)),
         tile_of_sinks(sinks, heads, 1),
-        *(None if scale is None else scale[:, 0, 0] for scale in (k_scale, v_scale)),
-        None if block_tables is None else block_tables.reshape(-1),
+        k_scale=of_heads(k_scale),
+        v_scale=of_heads(v_scale),
+        table=None if block_tables is None else block_tables.reshape(-1),
     )
     return tuple(tokens_of(a, n, group, 1) for a in attend(items, given, problem, name))

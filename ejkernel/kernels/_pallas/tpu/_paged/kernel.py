@@ -38,6 +38,7 @@ class Inputs(NamedTuple):
         q: query tiles [tiles, g, m, d], sorted as by `tiles.tiles_of`.
         caches: one of keys and values in turn, or one of each, [pieces, s, rows, features]; one row has no axis.
         sinks: [b?, g, m, 128] float32: the logsumexp of each row's.
+        drafts: [tiles, m, w] bfloat16: 1 where a row sees the new token w of its sequence, else 0.
         k_scale, v_scale: factors of keys and values [b?, g?] float32.
         table: block tables, row after row; None where the pieces of a sequence lie side by side.
     """
@@ -45,6 +46,7 @@ class Inputs(NamedTuple):
     q: Any
     caches: tuple[Any, ...]
     sinks: Any = None
+    drafts: Any = None
     k_scale: Any = None
     v_scale: Any = None
     table: Any = None
@@ -128,6 +130,7 @@ def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
         pl.BlockSpec((None, heads, rows, features), of_tile),
         tuple(in_hbm for _ in x.caches),
         None if x.sinks is None else pl.BlockSpec((None, heads, rows, LANES), of_batch),
+        None if x.drafts is None else pl.BlockSpec((None, *x.drafts.shape[1:]), of_lse),
         None if x.k_scale is None else in_smem,
         None if x.v_scale is None else in_smem,
     )
@@ -235,7 +238,7 @@ def _accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, p
     loaders = [
         cache.loader(buffer, slot, in_context, x.q.dtype) for cache, buffer in zip(problem.caches, buffers, strict=True)
     ]
-    visible = _visible(item, begin, rows, problem)
+    visible = _visible(x.drafts, item, begin, rows, problem)
 
     def of_head(g, keys, values):
         factor = _factor(x.k_scale, item, g, problem.spec.softmax_scale)
@@ -281,15 +284,22 @@ def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visib
         state.weighted[g, :, part] = state.weighted[g, :, part] * rescale + product
 
 
-def _visible(item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
+def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
     """Which row sees which key of a block that begins with the key `begin`, bool [rows, keys]."""
     shape = (rows, problem.keys)
     key = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
     visible = (key >= item.first) & (key < item.stop)
+    if drafts is not None:
+        width = drafts.shape[1]
+        new = begin - item.cached + lax.broadcasted_iota(jnp.int32, (problem.keys, width), 0)
+        is_draft = new == lax.broadcasted_iota(jnp.int32, (problem.keys, width), 1)
+        told = contract(drafts[...], is_draft.astype(jnp.float32).astype(drafts.dtype), (1, 1))
+        visible &= (key < item.cached) | (told > 0.5)
     if problem.tokens == 1:
         return visible
     position = item.position + _token_of(lax.broadcasted_iota(jnp.int32, shape, 0), problem)
-    visible &= key <= position
+    if drafts is None:
+        visible &= key <= position
     return visible if problem.spec.window is None else visible & (key > position - problem.spec.window)
 
 

@@ -33,5 +33,15 @@ def tile_of_sinks(sinks: Array | None, heads: int, tokens: int) -> Array | None:
     return _padded(sink.reshape(b, heads, -1, LANES), rows_of_tile(tokens, h // heads))
 
 
+def tiles_of_drafts(drafts: Array | None, group: int, tokens: int) -> Array | None:
+    """[n,w] bool → [tiles, m, w] bfloat16, the same for all heads of a group; w is filled up to whole registers."""
+    if drafts is None:
+        return None
+    n, width = drafts.shape
+    drafts = jnp.pad(drafts.astype(jnp.bfloat16), ((0, -n % tokens), (0, -width % LANES)))
+    drafts = jnp.repeat(drafts, group, axis=0).reshape(-1, tokens * group, drafts.shape[1])
+    return jnp.pad(drafts, ((0, 0), (0, rows_of_tile(tokens, group) - tokens * group), (0, 0)))
+
+
 def _padded(x: Array, rows: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, 0), (0, rows - x.shape[2]), (0, 0)))

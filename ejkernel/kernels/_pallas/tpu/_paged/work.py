@@ -19,6 +19,7 @@ class WorkItem(NamedTuple):
         batch: which batch element the sequence is of.
         first, stop: the keys first ≤ j < stop that some token of it sees; 0 and 0 for none.
         position: where the first token of the tile would stand in the sequence.
+        cached: where its new tokens begin, of which drafts say who sees them.
         begin, end: its tokens begin ≤ i < end of the tile.
         before: how many blocks of keys the items before it have.
         following: the next item that has any; the number of items if there is none.
@@ -30,6 +31,7 @@ class WorkItem(NamedTuple):
     first: Any
     stop: Any
     position: Any
+    cached: Any
     begin: Any
     end: Any
     before: Any
@@ -42,16 +44,17 @@ def blocks_of(first: Any, stop: Any, keys: int) -> Any:
 
 
 def listed(keys: int, *, tile: Array, **fields: Any) -> Array:
-    """The work items one field after the other, int32 [10 · n], of blocks of so many keys.
+    """The work items one field after the other, int32 [11 · n], of blocks of so many keys.
 
-    Of the fields, `before` and `following` follow from the others.
+    Of the fields, `before` and `following` follow from the others, and those of a tile of one token are known.
     """
     (n,), first = tile.shape, jnp.maximum(fields["first"], 0)
     blocks = blocks_of(first, fields["stop"], keys)
     with_blocks = jnp.where(blocks > 0, jnp.arange(n, dtype=jnp.int32), n)
     following = jnp.append(lax.cummin(with_blocks, reverse=True)[1:], n)
     before = jnp.cumsum(blocks, dtype=jnp.int32) - blocks
-    item = WorkItem(tile=tile, before=before, following=following, **fields | dict(first=first))
+    fields = dict(position=0, cached=0, begin=0, end=1) | fields | dict(first=first)
+    item = WorkItem(tile=tile, before=before, following=following, **fields)
     return jnp.concatenate([jnp.broadcast_to(jnp.asarray(x, jnp.int32), (n,)) for x in item])
 
 
