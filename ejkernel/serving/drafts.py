@@ -1,7 +1,7 @@
 """Speculation by lookup: what followed the last few tokens where they stood before in the text is proposed again.
 
-It needs no second model, and pays where a text repeats itself or its prompt (prompt lookup decoding). The model computes
-a proposal in one step, and those tokens are kept that it would have taken itself.
+It needs no second model, and pays where a text repeats itself or its prompt (prompt lookup decoding). The model
+computes a proposal in one step, and those tokens are kept that it would have taken itself.
 """
 
 from collections.abc import Sequence

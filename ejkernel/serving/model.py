@@ -52,10 +52,10 @@ def random_weights(decoder: Decoder, key: Array, dtype: Any = jnp.float32, mesh:
     """Normal weights of variance 1 / fan-in, made where they will stay."""
     shapes, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(decoder), is_leaf=_is_shape)
     weights = []
-    for (path, shape), key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
+    for (path, shape), own_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
         name = path[-1].key
         make = partial(_draw, shape=shape, inputs=_INPUT_AXES.get(name, 0), dtype=dtype)
-        weights.append(jax.jit(make, out_shardings=None if mesh is None else _sharding(mesh, name))(key))
+        weights.append(jax.jit(make, out_shardings=None if mesh is None else _sharding(mesh, name))(own_key))
     return structure.unflatten(weights)
 
 

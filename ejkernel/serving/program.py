@@ -115,7 +115,7 @@ def _written(x: Step, slots: Array, positions: Array, k: Array, v: Array, cache:
     interleaved = lambda k, v: jnp.stack([k, v], 2).reshape(k.shape[0], -1, k.shape[-1])
     if cache.k_scale is None:
         return Cache(put(cache.pages, _saturated(interleaved(k, v), cache.pages.dtype)))
-    (k, k_scale), (v, v_scale) = _eighths(k), _eighths(v)
+    (k, k_scale), (v, v_scale) = _quantised(k), _quantised(v)
     return Cache(put(cache.pages, interleaved(k, v)), put(cache.k_scale, k_scale), put(cache.v_scale, v_scale))
 
 
@@ -125,7 +125,7 @@ def _saturated(x: Array, dtype: Any) -> Array:
     return jnp.clip(x.astype(jnp.float32), -most, most).astype(dtype)
 
 
-def _eighths(x: Array) -> tuple[Array, Array]:
+def _quantised(x: Array) -> tuple[Array, Array]:
     """[T,G,D] as int8, and the scale [T,G] of each token and head by which that is multiplied."""
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1) / 127

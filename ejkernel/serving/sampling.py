@@ -69,7 +69,7 @@ def sample(logits: Array, positions: Array, sampling: SamplingArrays) -> Array:
     hot = sampling.temperature > 0
 
     def drawn() -> Array:
-        scaled = logits / jnp.where(hot, sampling.temperature, 1.0)[:, None]
+        scaled = (logits - logits.max(-1, keepdims=True)) / jnp.where(hot, sampling.temperature, 1.0)[:, None]
         restricted = hot & ((sampling.top_k > 0) | (sampling.top_p < 1))
         kept = jax.lax.cond(restricted.any(), lambda: _likeliest(scaled, sampling), lambda: scaled)
         keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))

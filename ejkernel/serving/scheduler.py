@@ -1,8 +1,8 @@
 """Which tokens of which requests a step computes.
 
-Every sequence that decodes gets its next token, and with it what is proposed to follow; prompts are computed in chunks,
-of what the budget of the step leaves. Who comes first is served first. Where the pages do not suffice, the sequence that
-was admitted last gives its own back, and waits at the head of the queue to be computed again.
+Every sequence that decodes gets its next token, and with it what is proposed to follow; prompts are computed in
+chunks, of what the budget of the step leaves. Who comes first is served first. Where the pages do not suffice, the
+sequence that was admitted last gives its own back, and waits at the head of the queue to be computed again.
 """
 
 from collections import deque

@@ -1,4 +1,4 @@
-"""However a step is put together, the text is that of whole forward passes without a cache, and every page comes back."""
+"""However a step is put together, the text is that of whole forward passes, and every page comes back."""
 
 from functools import cache
 

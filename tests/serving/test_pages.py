@@ -1,4 +1,4 @@
-"""The pool: every page is free or used, never both; what is shared has the right contents; what is known is evicted last."""
+"""The pool: a page is free or used, what is shared has the right contents, and what is known is evicted last."""
 
 import random
 from itertools import accumulate

@@ -25,6 +25,7 @@ def drawn(count=4000, **options):
     [
         (dict(), [0, 1, 0, 0, 0]),
         (dict(temperature=1.0), [0.1, 0.4, 0.02, 0.3, 0.18]),
+        (dict(temperature=1e-37), [0, 1, 0, 0, 0]),
         (dict(temperature=0.5), np.square([0.1, 0.4, 0.02, 0.3, 0.18]) / 0.2928),
         (dict(temperature=1.0, top_k=2), [0, 4 / 7, 0, 3 / 7, 0]),
         (dict(temperature=1.0, top_k=1), [0, 1, 0, 0, 0]),
