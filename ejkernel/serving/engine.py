@@ -135,6 +135,11 @@ class Engine:
             self.scheduler.finish(request, "cancelled")
 
     @property
+    def cache_bytes(self) -> int:
+        """How large the cache is, on all devices together."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._state.caches))
+
+    @property
     def idle(self) -> bool:
         """Whether nothing waits, runs or is to be read."""
         return not (self.scheduler.waiting or self.scheduler.running or self._issued)
