@@ -66,7 +66,8 @@ def arrivals(prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Arriv
 
 def replay(engine: Engine, wanted: Sequence[Arrival], show: Callable[[int, str], None]) -> Replay:
     """Lets the requests arrive and steps the engine until all have their text."""
-    found, coming, bytes_of = Replay(), deque(wanted), bytes_moved_by(engine)
+    found, coming = Replay(), deque(wanted)
+    timed: list[tuple[float, Done]] = []
     last: dict[Request, float] = {}  # when it arrived, or its last token
     began = before = time.perf_counter()
     step = ended = 0
@@ -79,7 +80,7 @@ def replay(engine: Engine, wanted: Sequence[Arrival], show: Callable[[int, str],
         if done is None:
             continue
         now = time.perf_counter()
-        found.steps.append(_record(done, now - before, bytes_of(done)))
+        timed.append((now - before, done))
         before = now
         for request, tokens, reason in done.events:
             is_first = len(request.tokens) == len(request.prompt) + len(tokens)
@@ -91,6 +92,8 @@ def replay(engine: Engine, wanted: Sequence[Arrival], show: Callable[[int, str],
                 ended += 1
                 show(ended, f"{found.generated / (now - began):,.0f} tokens a second")
     found.seconds = time.perf_counter() - began
+    bytes_of = bytes_moved_by(engine)
+    found.steps = [_record(done, seconds, bytes_of(done)) for seconds, done in timed]
     return found
 
 

@@ -9,18 +9,18 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from .model import HEADS, Decoder, Weights
-from .program import State, Step, Tables, initial_state, step
-from .sampling import Sampling
+from .program import Cache, Rows, Step, Tables, choose, empty_caches, forward
+from .sampling import Kind, Sampling, SamplingArrays
 from .scheduler import Chunk, Request, Scheduler
 
 
@@ -91,17 +91,20 @@ class Engine:
         cache_dtype = jnp.dtype(limits.cache_dtype or dtype)
         _check(decoder, dtype, cache_dtype, mesh)
         self.decoder, self.weights, self.limits, self.mesh = decoder, weights, limits, mesh
-        self.traces: Counter[int] = Counter()  # how often the program of each bucket was traced
+        self.traces: Counter[Any] = Counter()  # how often the program of each bucket, or kind of sampling, was traced
         self.scheduler = Scheduler(limits.pages, limits.page_size, limits.sequences, limits.buckets[-1], limits.drafts)
         self._tables = Tables(limits.sequences, -(-limits.length // limits.page_size))
-        self._state = initial_state(decoder, limits.pages, limits.page_size, limits.sequences, cache_dtype, mesh)
+        self._caches = empty_caches(decoder, limits.pages, limits.page_size, cache_dtype, mesh)
+        self._last = jnp.zeros(limits.sequences, jnp.int32, device=mesh and NamedSharding(mesh, P()))
         self._issued: deque[_Issued] = deque()
-        self._program = jax.jit(partial(self._counted, decoder), donate_argnums=1)
+        self._forward = jax.jit(self._counted_forward, donate_argnums=1)
+        self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
 
     def compile(self) -> None:
         """Compiles the program of every bucket, with steps of no tokens, so that no request has to wait for it."""
         for bucket in self.limits.buckets:
-            jax.block_until_ready(self._issue([], bucket)[0])
+            for kind in Kind:
+                jax.block_until_ready(self._issue([], bucket, kind)[0])
 
     def submit(self, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Request:
         """Lets a prompt wait for its continuation.
@@ -137,7 +140,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """How large the cache is, on all devices together."""
-        return sum(x.nbytes for x in jax.tree.leaves(self._state.caches))
+        return sum(x.nbytes for x in jax.tree.leaves(self._caches))
 
     @property
     def idle(self) -> bool:
@@ -150,7 +153,8 @@ class Engine:
         if chunks:
             tokens = sum(chunk.end - chunk.start for chunk in chunks)
             bucket = next(size for size in self.limits.buckets if size >= tokens)
-            sampled, first_rows = self._issue(chunks, bucket)
+            kind = max((chunk.request.sampling.kind for chunk in chunks if chunk.samples), default=Kind.GREEDY)
+            sampled, first_rows = self._issue(chunks, bucket, kind)
             for chunk in chunks:
                 chunk.request.unread += chunk.samples
             self._issued.append(_Issued(chunks, first_rows, sampled, self.scheduler.pool.used))
@@ -170,17 +174,22 @@ class Engine:
             pass
         return [request.tokens[len(request.prompt) :] for request in requests]
 
-    def _issue(self, chunks: list[Chunk], bucket: int) -> tuple[Array, list[int]]:
+    def _issue(self, chunks: list[Chunk], bucket: int, kind: Kind) -> tuple[Array, list[int]]:
         rows = min(bucket, self.limits.sequences * (1 + self.limits.drafts))
         x, first_rows = self._tables.step(chunks, bucket, rows)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            self._state, sampled = self._program(self.weights, self._state, x)
+            self._caches, ends = self._forward(self.weights, self._caches, self._last, x)
+            self._last, sampled = self._choose(kind, self._last, ends, self._tables.sampling())
         sampled.copy_to_host_async()
         return sampled, first_rows
 
-    def _counted(self, decoder: Decoder, weights: Weights, state: State, x: Step) -> tuple[State, Array]:
+    def _counted_forward(self, weights: Weights, caches: list[Cache], last: Array, x: Step) -> Any:
         self.traces[x.tokens.shape[0]] += 1
-        return step(decoder, weights, state, x)
+        return forward(self.decoder, weights, caches, last, x)
+
+    def _counted_choose(self, kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> Any:
+        self.traces[kind, rows.slot.shape[0]] += 1
+        return choose(kind, last, rows, sampling)
 
     def _read(self, issued: _Issued) -> Done:
         sampled = np.asarray(issued.sampled).tolist()

@@ -1,12 +1,12 @@
 """The program of a step: tokens of many sequences in, the next token of each of them out.
 
 Its shapes are the bucket of the step and the limits of the engine, so that one program serves every mixture of prompts,
-decode and drafts. The caches and the tokens that were sampled last are donated: both stay on the device, in place.
+decode and drafts; a small one after it samples. The caches and the tokens that were sampled last are donated: they stay
+on the device, in place.
 """
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -15,14 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 from .. import lax
 from .model import HEADS, Decoder, Weights, hidden_states, logits_of
-from .sampling import SamplingArrays, sample
+from .sampling import Kind, SamplingArrays, sample
+from .scheduler import Chunk, Request
 
 SAMPLED_LAST = -1
 """In the place of a token that no host has read yet: the one that was sampled last for its sequence."""
 
 
 class Step(NamedTuple):
-    """What a step computes, in slots that hold a sequence each. All but `sampling` is int32.
+    """What a step computes, in slots that hold a sequence each; all of it is int32.
 
     Attributes:
         tokens: [T], of one slot after the other; SAMPLED_LAST where the device knows better.
@@ -30,7 +31,6 @@ class Step(NamedTuple):
         context_lens: [N], the tokens of each sequence, those of the step included.
         block_tables: [N, pages of a sequence].
         rows: [R], the tokens after which one is sampled; T where there is none.
-        sampling: of each slot.
     """
 
     tokens: Any
@@ -38,7 +38,6 @@ class Step(NamedTuple):
     context_lens: Any
     block_tables: Any
     rows: Any
-    sampling: SamplingArrays
 
 
 class Cache(NamedTuple):
@@ -49,46 +48,53 @@ class Cache(NamedTuple):
     v_scale: Array | None = None
 
 
-class State(NamedTuple):
-    """What stays on the device between steps: the caches of the layers, and the last sampled token of each slot."""
+class Rows(NamedTuple):
+    """The ends [R] of what a step has computed: the logits [R, vocabulary] of what follows, and of which slot.
 
-    caches: list[Cache]
-    last: Array
+    `position` is that of the token that follows, and `slot` is N where there is none.
+    """
+
+    logits: Array
+    position: Array
+    slot: Array
 
 
-def step(decoder: Decoder, weights: Weights, state: State, x: Step) -> tuple[State, Array]:
-    """The state after the step, and the tokens [R] that were sampled."""
+def forward(decoder: Decoder, weights: Weights, caches: list[Cache], last: Array, x: Step) -> tuple[list[Cache], Rows]:
+    """The caches of the layers with the step's tokens in them, and what it came to; `last` [N] are tokens of slots."""
     count, tokens = x.context_lens.shape[0], x.tokens.shape[0]
     slots = jnp.searchsorted(x.query_start_loc[1:], jnp.arange(tokens), side="right").astype(jnp.int32)
     slot = jnp.minimum(slots, count - 1)  # that of padding, which nobody sees, is anyone's
     positions = jnp.maximum(x.context_lens[slot] - x.query_start_loc[slot + 1] + jnp.arange(tokens), 0)
-    known = jnp.where(x.tokens == SAMPLED_LAST, state.last[slot], x.tokens)
+    known = jnp.where(x.tokens == SAMPLED_LAST, last[slot], x.tokens)
 
     def attend(q, k, v, window, cache):
         return _attend(x, slots, positions, q, k, v, cache, window=window, softcap=decoder.softcap)
 
-    features, caches = hidden_states(decoder, weights, known, positions, attend, state.caches)
+    features, caches = hidden_states(decoder, weights, known, positions, attend, caches)
     row = jnp.minimum(x.rows, tokens - 1)
-    of_rows = SamplingArrays(*(a[slot[row]] for a in x.sampling))
-    sampled = sample(logits_of(weights, features[row]), positions[row] + 1, of_rows)
+    rows = Rows(logits_of(weights, features[row]), positions[row] + 1, jnp.where(x.rows < tokens, slot[row], count))
+    return caches, rows
+
+
+def choose(kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> tuple[Array, Array]:
+    """The last tokens [N] of the slots after the step, and the tokens [R] that were sampled."""
+    slot = jnp.minimum(rows.slot, last.shape[0] - 1)
+    sampled = sample(rows.logits, rows.position, SamplingArrays(*(a[slot] for a in sampling)), kind)
     # Of a slot with drafts any of its rows may be the last here: its tokens are read before its next step.
-    last = state.last.at[jnp.where(x.rows < tokens, slot[row], count)].set(sampled, mode="drop")
-    return State(caches, last), sampled
+    return last.at[rows.slot].set(sampled, mode="drop"), sampled
 
 
-def initial_state(decoder: Decoder, pages: int, page_size: int, slots: int, dtype: Any, mesh: Mesh | None) -> State:
-    """Empty pages of a cache in `dtype`, where they will stay."""
-    sharding = lambda *spec: None if mesh is None else NamedSharding(mesh, P(*spec))
-    zeros = lambda shape, dtype, *spec: jnp.zeros(shape, dtype, device=sharding(*spec))
-    shape, groups = (pages, page_size, 2 * decoder.kv_heads, decoder.head_dim), decoder.kv_heads
+def empty_caches(decoder: Decoder, pages: int, page_size: int, dtype: Any, mesh: Mesh | None) -> list[Cache]:
+    """Pages in `dtype` for each layer, where they will stay."""
+    sharding = None if mesh is None else NamedSharding(mesh, P(None, None, HEADS))
+    groups, scaled = decoder.kv_heads, jnp.dtype(dtype) == jnp.int8
 
     def cache() -> Cache:
-        of_pages = zeros(shape, dtype, None, None, HEADS)
-        if jnp.dtype(dtype) != jnp.int8:
-            return Cache(of_pages)
-        return Cache(of_pages, *(zeros((pages, page_size, groups), jnp.float32, None, None, HEADS) for _ in "kv"))
+        of_pages = jnp.zeros((pages, page_size, 2 * groups, decoder.head_dim), dtype, device=sharding)
+        scales = (jnp.zeros((pages, page_size, groups), jnp.float32, device=sharding) for _ in "kv" * scaled)
+        return Cache(of_pages, *scales)
 
-    return State([cache() for _ in decoder.windows], zeros((slots,), jnp.int32))
+    return [cache() for _ in decoder.windows]
 
 
 # --- Attention over the pages -----------------------------------------------------------------------------------------
@@ -139,17 +145,17 @@ class Tables:
     """The arrays of all slots on the host, of which a step takes a copy."""
 
     def __init__(self, slots: int, pages_of_sequence: int):
-        self.block_tables = np.zeros((slots, pages_of_sequence), np.int32)
-        self.sampling = SamplingArrays(
+        self._block_tables = np.zeros((slots, pages_of_sequence), np.int32)
+        self._sampling = SamplingArrays(
             np.zeros(slots, np.float32),
             np.zeros(slots, np.int32),
             np.ones(slots, np.float32),
             np.zeros(slots, np.uint32),
         )
 
-    def step(self, chunks: list[Any], bucket: int, rows: int) -> tuple[Step, list[int]]:
+    def step(self, chunks: list[Chunk], bucket: int, rows: int) -> tuple[Step, list[int]]:
         """The step of these chunks, in the order of their slots, padded to its bucket; and the first row of each."""
-        slots = self.block_tables.shape[0]
+        slots = self._block_tables.shape[0]
         tokens, sampled = np.zeros(bucket, np.int32), np.full(rows, bucket, np.int32)
         lengths, context_lens = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
         at, row, first_rows = 0, 0, []
@@ -160,14 +166,25 @@ class Tables:
             at += len(new)
             slot = request.slot
             lengths[slot], context_lens[slot] = len(new), stop + len(drafts)
-            self.block_tables[slot, : len(request.pages)] = request.pages
-            for array, value in zip(self.sampling, request.sampling.of_arrays, strict=True):
-                array[slot] = value
+            self._write(request)
             first_rows.append(row)
             if samples:
                 count = 1 + len(drafts)
                 sampled[row : row + count] = np.arange(at - count, at)
                 row += count
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        copies = (self.block_tables.copy(), sampled, jax.tree.map(np.copy, self.sampling))
-        return Step(tokens, starts, context_lens, *copies), first_rows
+        return Step(tokens, starts, context_lens, self._block_tables.copy(), sampled), first_rows
+
+    def sampling(self) -> SamplingArrays:
+        """How the sequences of all slots are sampled."""
+        return SamplingArrays(*(array.copy() for array in self._sampling))
+
+    def _write(self, request: Request) -> None:
+        """Lists the pages of a sequence that its slot does not have yet."""
+        listed = request.listed
+        if listed == 0:
+            for array, value in zip(self._sampling, request.sampling.of_arrays, strict=True):
+                array[request.slot] = value
+        if listed < len(request.pages):
+            self._block_tables[request.slot, listed : len(request.pages)] = request.pages[listed:]
+            request.listed = len(request.pages)

@@ -4,6 +4,7 @@ What is drawn for a position is a function of the logits, of the request's seed 
 whatever else is in the step, and whether or not it was proposed by a draft before.
 """
 
+import enum
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,6 +12,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+
+class Kind(enum.IntEnum):
+    """What a step has to do for the most demanding of its requests; each has its program, without branches in it.
+
+    A branch on the device would have the host wait for what it depends on.
+    """
+
+    GREEDY = 0
+    DRAWN = 1
+    RESTRICTED = 2  # by top_k or top_p, for which logits are sorted
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,13 @@ class Sampling:
                 raise ValueError(f"sampling: {name} is {getattr(self, name)}; it must be {rule}")
 
     @property
+    def kind(self) -> Kind:
+        """The least that a step with this request has to be."""
+        if self.temperature == 0:
+            return Kind.GREEDY
+        return Kind.RESTRICTED if self.top_k > 0 or self.top_p < 1 else Kind.DRAWN
+
+    @property
     def of_arrays(self) -> "SamplingArrays":
         """Its entries of the arrays of a step."""
         return SamplingArrays(self.temperature, self.top_k, self.top_p, self.seed)
@@ -60,23 +79,20 @@ class SamplingArrays(NamedTuple):
     seed: Any
 
 
-def sample(logits: Array, positions: Array, sampling: SamplingArrays) -> Array:
+def sample(logits: Array, positions: Array, sampling: SamplingArrays, kind: Kind) -> Array:
     """A token int32 [n] for each row of logits [n,vocabulary], to stand at its position [n].
 
-    Only where a row of the step asks for it is anything drawn, and are logits sorted.
+    No row may ask for more than the kind says; what it asks for holds whatever the kind is.
     """
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    if kind == Kind.GREEDY:
+        return greedy
     hot = sampling.temperature > 0
-
-    def drawn() -> Array:
-        scaled = (logits - logits.max(-1, keepdims=True)) / jnp.where(hot, sampling.temperature, 1.0)[:, None]
-        restricted = hot & ((sampling.top_k > 0) | (sampling.top_p < 1))
-        kept = jax.lax.cond(restricted.any(), lambda: _likeliest(scaled, sampling), lambda: scaled)
-        keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))
-        tokens = jax.vmap(jax.random.categorical)(keys(sampling.seed, positions), kept)
-        return jnp.where(hot, tokens.astype(jnp.int32), greedy)
-
-    return jax.lax.cond(hot.any(), drawn, lambda: greedy)
+    scaled = (logits - logits.max(-1, keepdims=True)) / jnp.where(hot, sampling.temperature, 1.0)[:, None]
+    kept = _likeliest(scaled, sampling) if kind == Kind.RESTRICTED else scaled
+    keys = jax.vmap(lambda seed, position: jax.random.fold_in(jax.random.key(seed), position))
+    tokens = jax.vmap(jax.random.categorical)(keys(sampling.seed, positions), kept)
+    return jnp.where(hot, tokens.astype(jnp.int32), greedy)
 
 
 def _likeliest(logits: Array, sampling: SamplingArrays) -> Array:

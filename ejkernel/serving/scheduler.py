@@ -29,6 +29,7 @@ class Request:
         keys: what the full pages of `tokens` are known by.
         shared: how many of its pages others may find.
         slot: its row in the tables of a step; None while it waits.
+        listed: how many of its pages these tables have.
         finish_reason: "stop" after an end token, "length", or "cancelled"; None before.
     """
 
@@ -41,6 +42,7 @@ class Request:
     keys: list[bytes] = field(default_factory=list)
     shared: int = 0
     slot: int | None = None
+    listed: int = 0
     finish_reason: str | None = None
     lookup: Lookup = field(default_factory=Lookup)
 
@@ -173,7 +175,8 @@ class Scheduler:
         self.running.remove(request)
         self.pool.release(request.pages)
         self._slots.append(request.slot)
-        request.pages, request.computed, request.shared, request.slot = [], 0, 0, None
+        request.pages, request.slot = [], None
+        request.computed = request.shared = request.listed = 0
 
     def _register(self, request: Request, stop: int) -> None:
         """The full pages of known tokens up to `stop` may be shared, by the very step that computes them too.

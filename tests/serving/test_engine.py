@@ -10,6 +10,7 @@ import pytest
 from ejkernel import lax
 from ejkernel.serving import HEADS, Decoder, Engine, Limits, Sampling, place, random_weights
 from ejkernel.serving.model import hidden_states, logits_of
+from ejkernel.serving.sampling import Kind
 
 LIMITS = dict(pages=64, page_size=8, sequences=4, length=64, buckets=(8, 16))
 
@@ -47,10 +48,11 @@ def test_greedy_text_is_that_without_a_cache(engine, limits, prompts, expected):
 def test_a_program_for_every_bucket_is_compiled_once_and_beforehand(engine, prompts):
     e = engine()
     e.compile()
-    assert e.traces == {8: 1, 16: 1}
+    compiled = {8: 1, 16: 1} | {(kind, 4): 1 for kind in Kind}
+    assert e.traces == compiled
     for count in range(1, len(prompts)):
-        e.generate(prompts[:count], Sampling(max_tokens=count))
-    assert e.traces == {8: 1, 16: 1}
+        e.generate(prompts[:count], Sampling(max_tokens=count, temperature=count % 2))
+    assert e.traces == compiled
 
 
 def test_pages_of_a_common_prefix_are_computed_once_and_shared(engine, plain):
@@ -172,9 +174,9 @@ def test_what_is_drawn_depends_on_the_seed_and_not_on_the_company(engine, prompt
 
 def test_the_pool_is_written_in_place(engine, prompts):
     e = engine()
-    before = e._state
+    before = [e._last, *(cache.pages for cache in e._caches)]
     e.generate(prompts[:1])
-    assert all(cache.pages.is_deleted() for cache in before.caches) and before.last.is_deleted()
+    assert all(array.is_deleted() for array in before)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
@@ -196,7 +198,7 @@ def test_a_quantised_cache_holds_rounded_keys_and_values(decoder, weights, engin
 
     e = engine(cache_dtype=dtype)
     assert e.generate(prompts, Sampling(max_tokens=12)) == [plain(prompt, 12, of_text) for prompt in prompts]
-    assert all_is_free(e) and {cache.pages.dtype.name for cache in e._state.caches} == {dtype}
+    assert all_is_free(e) and {cache.pages.dtype.name for cache in e._caches} == {dtype}
 
 
 @pytest.fixture
@@ -210,7 +212,7 @@ def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prom
     split = Engine(decoder, place(weights, mesh), limits, mesh)
     wanted = engine(cache_dtype=dtype).generate(prompts, Sampling(max_tokens=12)) if dtype else expected
     assert split.generate(prompts, Sampling(max_tokens=12)) == wanted and all_is_free(split)
-    pages = split._state.caches[0].pages
+    pages = split._caches[0].pages
     assert pages.addressable_shards[0].data.shape == (64, 8, 2, 8) and pages.shape == (64, 8, 4, 8)
 
 

@@ -16,7 +16,8 @@ def drawn(count=4000, **options):
     rows = (jnp.full(count, x) for x in Sampling(**options).of_arrays)
     temperature, top_k, top_p, seed = rows
     arrays = SamplingArrays(temperature.astype(jnp.float32), top_k, top_p.astype(jnp.float32), seed.astype(jnp.uint32))
-    tokens = jax.jit(sample)(jnp.tile(LOGITS, (count, 1)), jnp.arange(count), arrays)
+    kind = Sampling(**options).kind
+    tokens = jax.jit(sample, static_argnums=3)(jnp.tile(LOGITS, (count, 1)), jnp.arange(count), arrays, kind)
     return np.bincount(tokens, minlength=5) / count
 
 
