@@ -73,8 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         sampling = Sampling(
             arguments.max_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
         )
-        engine = _engine(arguments)
         prompts = [encode(prompt) for prompt in arguments.prompt or _PROMPTS]
+        engine = _engine(arguments)
         if not (arguments.bench or arguments.http):
             for prompt in prompts:
                 engine.check(prompt, sampling)

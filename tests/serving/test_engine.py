@@ -36,7 +36,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("limits", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(
+    "limits",
+    [pytest.param(way, id=name, marks=[pytest.mark.core] * (name == "preemption")) for name, way in WAYS.items()],
+)
 def test_greedy_text_is_that_without_a_cache(engine, limits, prompts, expected):
     e = engine(**limits)
     before = e.scheduler.preemptions
@@ -206,7 +209,7 @@ def mesh():
     return jax.make_mesh((2,), (HEADS,), devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.core), "int8"])
 def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prompts, expected, mesh, dtype):
     limits = Limits(**LIMITS | dict(buckets=(16,)), cache_dtype=dtype)
     split = Engine(decoder, place(weights, mesh), limits, mesh)
@@ -214,6 +217,12 @@ def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prom
     assert split.generate(prompts, Sampling(max_tokens=12)) == wanted and all_is_free(split)
     pages = split._caches[0].pages
     assert pages.addressable_shards[0].data.shape == (64, 8, 2, 8) and pages.shape == (64, 8, 4, 8)
+
+    step, _ = split._tables.step([], 16, 4)
+    with jax.set_mesh(mesh):
+        hlo = split._forward.lower(split.weights, split._caches, split._last, step).compile().as_text()
+    # The embedding, and the attention and MLP of each of two layers, are summed; the logits are gathered.
+    assert (hlo.count(" all-reduce("), hlo.count(" all-gather(")) == (5, 1)
 
 
 def test_an_embedding_that_is_the_output_matrix_too_is_split_by_the_vocabulary(prompts, mesh):
