@@ -23,7 +23,7 @@ from ._replay_plot import plot_replay
 from ._served import MODELS, drawn_weights, prompts_of, weights_of
 from ._table import print_rows
 
-_PROMPTS = tuple(f"import os\nimport sys\n\n\ndef {name}" for name in ("main(", "read_file(", "_parse", "walk(top"))
+_PROMPTS = tuple(f"import os\nimport sys\n\n\ndef {name}" for name in ("main(", "read_file(", "_parse", "copy("))
 _GOLDEN, _SILVER = 0.6180339887498949, 0.41421356237309515  # 1/φ and √2 − 1
 _ALONE, _ALONE_TOKENS = 4, 64  # requests that are computed one at a time, and tokens of each
 
