@@ -1,8 +1,8 @@
 """A small language model behind a server with continuous batching, on the paged operations of `ejkernel.lax`.
 
-It is an example of what they are for, to be read from top to bottom: `model` (the decoder), `sampling`, `pages` (the
-pool of the cache), `scheduler` (what a step computes), `drafts`, `program` (how it is computed) and `engine` (all of it
-together). The operations know nothing of it.
+It is an example of what they are for, to be read in this order: `model` (the decoder), `sampling`, `pages` (the pool of
+the cache), `drafts` (speculation), `scheduler` (what a step computes), `program` (how it is computed), `engine` (all of
+it together); then `worker` (the engine on a thread) and `completions` (HTTP). The operations know nothing of it.
 """
 
 from .engine import Done, Engine, Event, Limits

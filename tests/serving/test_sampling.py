@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ejkernel.serving import Sampling
-from ejkernel.serving.sampling import SamplingArrays, sample
+from ejkernel.serving.sampling import Kind, SamplingArrays, sample
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.02, 0.3, 0.18], np.float32))
 
@@ -43,6 +43,16 @@ def test_tokens_come_at_the_frequencies_of_what_is_left(options, shares):
 def test_the_same_seed_draws_the_same():
     assert (drawn(50, temperature=1.0, seed=3) == drawn(50, temperature=1.0, seed=3)).all()
     assert (drawn(50, temperature=1.0, seed=3) != drawn(50, temperature=1.0, seed=4)).any()
+
+
+def test_a_request_draws_the_same_beside_more_demanding_ones():
+    """A step takes the kind of the most demanding of its requests: it changes nothing for the others."""
+    rows = [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2, top_k=2, top_p=0.9)]
+    arrays = SamplingArrays(*map(jnp.array, zip(*(row.of_arrays for row in rows), strict=True)))
+    of = lambda kind: np.stack([sample(jnp.tile(LOGITS, (3, 1)), jnp.full(3, i), arrays, kind) for i in range(40)])
+    greedy, drawn, restricted = map(of, Kind)
+    assert (greedy[:, 0] == drawn[:, 0]).all() and (drawn[:, :2] == restricted[:, :2]).all()
+    assert set(restricted[:, 2]) == {1, 3} and len(set(drawn[:, 1])) > 2
 
 
 @pytest.mark.parametrize(
