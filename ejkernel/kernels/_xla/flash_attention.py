@@ -5,8 +5,8 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
     lse = log(Σ_j exp s_j + Σ_n exp σ_n)        p = exp(s − lse)        o = Σ_j κ_j p_j v_j
 
-The decomposition visits the tiles of the logits that causal and window leave. In the forward, a tile gives the largest
-logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged (Milakov and
+The decomposition computes the tiles of the logits that causal and window leave. In the forward, a tile gives the
+largest logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged (Milakov and
 Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for its rounding,
 which they find as in the forward; then their tiles add up:
 
@@ -48,6 +48,7 @@ from ._attention import (
     unfold_rows,
 )
 from ._batch import one_by_one
+from ._logits import floored, logits_of, logits_tangent
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -65,11 +66,11 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
     Takes memory for all the logits. Differentiable to any order.
     """
     operands = Operands(*operands)
-    x, _, _, s, *_ = _logits(attention.folded(operands, spec), spec, operands.q.dtype)
+    x, _, _, s, *_ = logits_of(attention.folded(operands, spec), spec, operands.q.dtype)
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, s.dtype)
         s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], sinks.shape[-1]))], axis=-1)
-    m = lax.stop_gradient(_floored(s.max(-1, keepdims=True, initial=-np.inf)))
+    m = lax.stop_gradient(floored(s.max(-1, keepdims=True, initial=-np.inf)))
     weights = jnp.exp(s - m)
     l = weights.sum(-1, keepdims=True)
     p = (weights / _not_zero(l))[..., : x.k.shape[2]]
@@ -108,16 +109,16 @@ def forward(spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     dtype = attention.statistics_dtype(x.q.dtype)
 
     def of_tile(x):
-        x, _, _, s, *_ = _logits(x, spec)
+        x, _, _, s, *_ = logits_of(x, spec)
         m = over_row(lax.reduce_max, s)
-        m = lax.stop_gradient(_floored(m) if attention.hides(x) else m)
+        m = lax.stop_gradient(floored(m) if attention.hides(x) else m)
         p = lax.exp(lax.sub(s, m))
         return _Softmax(m, over_row(lax.reduce_sum, p), over_columns(dropped(p, x, spec), x.v))
 
     softmax = grid.sweep(of_tile, (x,), _merged, partial(_nothing, x, dtype, x.v.shape[-1]))
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, dtype)
-        m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
+        m = lax.stop_gradient(floored(sinks.max(-1, keepdims=True)))
         softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
     m, l, o = tiles.trim(softmax, grid)
     if attention.hides(x) or grid.shape[1] == 0:
@@ -179,19 +180,19 @@ def flash_attention_jvp(
 def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     """The tangents of o and lse, given the operands that are cut into the tiles of a grid."""
     dx = tiles.pad(attention.fold(tangents, x.q.shape[1]), grid.padding)
-    lse = lax.stop_gradient(_floored(_fold_outputs(outputs, x, grid).lse))
+    lse = lax.stop_gradient(floored(_fold_outputs(outputs, x, grid).lse))
 
     def sums(x, dx, rows):
-        logits = _logits(x, spec)
+        logits = logits_of(x, spec)
         m, p = _relative_to_lse(logits.s, rows.lse)
-        ds = _logits_tangent(logits, dx, spec)
+        ds = logits_tangent(logits, dx, spec)
         return _Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(p, ds)))
 
     def change(x, dx, rows):
-        logits = _logits(x, spec)
+        logits = logits_of(x, spec)
         p = dropped(_weights(logits.s, rows), x, spec)
-        do = over_columns(p * (_logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
-        return {"do": do if dx.v is None else do + over_columns(p, attention.zero_dead(dx, logits.living).v)}
+        do = over_columns(p * (logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
+        return {"do": do if dx.v is None else do + over_columns(p, attention.zero_fully_masked(dx, logits.living).v)}
 
     totals = grid.sweep(sums, (x, dx, _Rows(lse)), _merged, partial(_nothing, x, lse.dtype, 1))
     excess, dlse = _excess_and_mean(totals, x, lse)
@@ -242,8 +243,8 @@ def backward(
     nothing = lambda: {name: lax.full(shape, 0, rows.lse.dtype) for name, shape in shapes.items()}
 
     def gradients(x, rows):
-        x, raw, slope, s, living, _ = _logits(x, spec)
-        do, delta = (attention.zero_where_dead(living.rows, a) for a in (rows.do, rows.delta))
+        x, raw, slope, s, living, _ = logits_of(x, spec)
+        do, delta = (attention.zero_where_masked(living.rows, a) for a in (rows.do, rows.delta))
         p = _weights(s, rows)
         after_dropout = dropped(p, x, spec)
         ds = lax.sub(lax.mul(after_dropout, over_features(do, x.v)), lax.mul(p, delta))
@@ -278,13 +279,13 @@ def _rows_of_backward(
 ) -> _Rows:
     lse = _fold_outputs(outputs, x, grid).lse
     sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
-    do, dlse = (attention.zero_where_dead(sees, a) for a in _fold_outputs(cotangents, x, grid))
-    do, lse = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(_floored(lse))
+    do, dlse = (attention.zero_where_masked(sees, a) for a in _fold_outputs(cotangents, x, grid))
+    do, lse = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(floored(lse))
 
     def sums(x, rows):
-        x, _, _, s, living, _ = _logits(x, spec)
+        x, _, _, s, living, _ = logits_of(x, spec)
         m, p = _relative_to_lse(s, rows.lse)
-        dp = over_features(attention.zero_where_dead(living.rows, rows.do), x.v)
+        dp = over_features(attention.zero_where_masked(living.rows, rows.do), x.v)
         return _Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp)))
 
     totals = grid.sweep(sums, (x, _Rows(lse, do=do)), _merged, partial(_nothing, x, lse.dtype, 1))
@@ -297,58 +298,6 @@ def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
 
 
 # --- The parts of the formula ----------------------------------------------------------------------------------------
-
-
-class _Logits(NamedTuple):
-    """The operands without dead rows and columns; q·k; ds/dz, None without softcap; s; which rows and columns live, and
-    which logits count, None where all do.
-    """
-
-    x: Folded
-    raw: Array
-    slope: Array | None
-    s: Array
-    living: attention.Living
-    seen: Array | None
-
-
-def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits:
-    """The logits from q·k in the dtype `product`, that of statistics if None."""
-    seen = attention.visible(x)
-    living = attention.alive(x, seen)
-    x, dtype = attention.zero_dead(x, living), attention.statistics_dtype(x.q.dtype)
-    raw = lax.convert_element_type(over_features(x.q, x.k, product), dtype)
-    s, slope = scaled(raw, spec.softmax_scale), None
-    if x.softmax_scale is not None:
-        s = s * x.softmax_scale.astype(dtype)
-    if x.bias is not None:
-        s = s + x.bias.astype(dtype)
-    if spec.softcap is not None:
-        if x.bias is not None and seen is not None:
-            s = attention.where(seen, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
-        tanh = jnp.tanh(s / spec.softcap)
-        s, slope = spec.softcap * tanh, 1 - tanh**2
-    if seen is not None:
-        s = attention.where(seen, s, -np.inf)
-    elif x.bias is None:
-        # No logit is below the lowest number. It keeps XLA, where it computes s again, from not rounding q·k · scale
-        # before it subtracts another number from it, and exp(s − m) of the largest s from being far from 1.
-        s = _floored(s)
-    return _Logits(x, raw, slope, s, living, seen)
-
-
-def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
-    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz; where it is masked it may be any number, but not NaN."""
-    x, dx, dtype = logits.x, attention.zero_dead(dx, logits.living), logits.s.dtype
-    products = [] if dx.q is None else [over_features(dx.q, x.k)]
-    products += [] if dx.k is None else [over_features(x.q, dx.k)]
-    scale = 1 if x.softmax_scale is None else x.softmax_scale.astype(dtype)
-    terms = [sum(products) * spec.softmax_scale * scale] if products else []
-    if dx.softmax_scale is not None:
-        terms.append(logits.raw * spec.softmax_scale * dx.softmax_scale.astype(dtype))
-    if dx.bias is not None:
-        terms.append(dx.bias.astype(dtype) if logits.seen is None else jnp.where(logits.seen, dx.bias, 0).astype(dtype))
-    return sum(terms, jnp.zeros_like(logits.s)) * (1 if logits.slope is None else logits.slope)
 
 
 def _weights(s: Array, rows: _Rows) -> Array:
@@ -364,7 +313,7 @@ def _relative_to_lse(s: Array, lse: Array) -> tuple[Array, Array]:
     """
     s = lax.sub(s, lse)
     largest = lax.stop_gradient(over_row(lax.reduce_max, s))
-    m = attention.where(lax.gt(lax.abs(largest), np.array(_LARGE_EXPONENT, s.dtype)), _floored(largest), 0)
+    m = attention.where(lax.gt(lax.abs(largest), np.array(_LARGE_EXPONENT, s.dtype)), floored(largest), 0)
     return m, lax.exp(lax.sub(s, m))
 
 
@@ -385,19 +334,14 @@ def _excess_and_mean(totals: _Softmax, x: Folded, lse: Array) -> tuple[Array, Ar
     return lax.add(totals.m, lax.log(l)), lax.div(totals.o, l)
 
 
-def _floored(m: Array) -> Array:
-    """m, or the lowest number for −∞, where nothing was seen: then exp(s − m) is 0 and not exp(−∞ + ∞)."""
-    return lax.max(m, np.array(jnp.finfo(m.dtype).min, m.dtype))
-
-
 def _not_zero(l: Array) -> Array:
-    """l, which is 1 or more, or 1/2 where nothing was seen and l is 0."""
+    """l, which is 1 or more, or 1/2 where nothing was visible and l is 0."""
     return lax.max(l, np.array(0.5, l.dtype))
 
 
 def _lse(m: Array, l: Array) -> Array:
-    seen = lax.gt(l, np.zeros((), l.dtype))
-    return attention.where(seen, lax.add(m, lax.log(_not_zero(l))), -np.inf)
+    any_visible = lax.gt(l, np.zeros((), l.dtype))
+    return attention.where(any_visible, lax.add(m, lax.log(_not_zero(l))), -np.inf)
 
 
 # --- Between the layouts ---------------------------------------------------------------------------------------------

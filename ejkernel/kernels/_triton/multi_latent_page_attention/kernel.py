@@ -16,8 +16,10 @@ Transposed, tiles of logits have keys as rows: Hopper's products, of 64 rows and
 and features for these, and few heads for those.
 """
 
+import functools
+import operator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,8 @@ from jax import Array, lax
 
 from ejkernel.kernels._page_plan import ragged_rows
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._triton._decode.kernel import LN2, LOG2E, SMALLEST_TILE, in_dtype, merged, tanh
+from ejkernel.kernels._triton._paged import SMALLEST_TILE
+from ejkernel.kernels._triton._paged.attend import LN2, LOG2E, in_dtype, tanh
 from ejkernel.kernels._xla._pages import ragged_queries
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
@@ -143,9 +146,23 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
     if splits == 1:
         o, lse = o[:, :, 0], lse[:, :, 0]
     else:
-        o, lse = merged(o, lse, None, dtype, in_order=spec.batch_invariant)
+        o, lse = merged(o, lse, dtype, in_order=spec.batch_invariant)
     valid = step.valid[..., None]  # of other tokens nothing is written
     return Outputs(jnp.where(valid[..., None], o, np.zeros((), dtype)), jnp.where(valid, lse, np.float32(-np.inf)))
+
+
+def merged(o: Array, lse: Array, dtype: Any, in_order: bool) -> tuple[Array, Array]:
+    """o [b,t,h,e] in dtype and lse [b,t,h] of parts [b,t,p,h,…].
+
+    `in_order` adds up one part after the other, whatever the sizes of other axes.
+    """
+    add = (lambda x: functools.reduce(operator.add, jnp.unstack(x, axis=2))) if in_order else (lambda x: x.sum(2))
+    total = lse.max(2)
+    total = jnp.where(jnp.isfinite(total), total, np.float32(0))
+    weights = jnp.exp(lse - total[:, :, None])
+    sum_ = add(weights)
+    o = add(o * weights[..., None]) / jnp.where(sum_ == 0, np.float32(1), sum_)[..., None]
+    return o.astype(dtype), total + jnp.log(sum_)
 
 
 def _step(x: Operands, spec: CacheSpec, tokens: int) -> Step:
