@@ -26,7 +26,6 @@ QUICK = {
     ("v5p", "ragged_page_attention", 64, SEQUENCES),
     ("v6e", "ragged_page_attention_v3", 128, SEQUENCES),
     ("tpu7x", "ragged_page_attention", 16, PREFILL),
-    ("v6e", "ragged_decode_attention", 128, SEQUENCES),
 }
 
 
