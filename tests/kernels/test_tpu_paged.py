@@ -81,7 +81,9 @@ def poisoned(x):
     "sizes, keys, options",
     [
         pytest.param(dict(h=8, g=4, d=16, e=24, dtype="bfloat16", sinks=(8, 2)), 16, dict(window=9), id="bf16"),
-        pytest.param(dict(h=4, g=4, d=16, e=16, dtype="bfloat16", pages="int8", scales=(4,)), 16, {}, id="int8"),
+        pytest.param(
+            dict(h=4, g=4, d=16, e=16, dtype="bfloat16", pages="int8", scales=(4,)), 16, {}, marks=slow, id="int8"
+        ),
         pytest.param(dict(h=3, g=1, d=256, e=16), 24, dict(softcap=2.0), marks=slow, id="two parts"),
         pytest.param(dict(h=4, g=1, d=16, e=16, dtype="bfloat16"), 8, dict(window=20), marks=slow, id="one head"),
         pytest.param(dict(h=6, g=2, d=16, e=24, page=16), 1000, dict(softmax_scale=-0.3), marks=slow, id="one block"),
@@ -195,7 +197,7 @@ def rubbish(x):
     "sizes, config, options",
     [
         pytest.param(dict(h=4, dtype="bfloat16", sinks=True), (8, 2), dict(window=9), id="bf16"),
-        pytest.param(dict(drafts=3), (8, 2), dict(window=9), id="drafts"),
+        pytest.param(dict(drafts=3), (8, 2), dict(window=9), marks=slow, id="drafts"),
         pytest.param(dict(h=4, drafts=130, dtype="bfloat16"), (1, 2), {}, marks=slow, id="many drafts"),
         pytest.param(dict(), (1, 1), dict(softcap=2.0, batch_invariant=True), marks=slow, id="alone"),
         pytest.param(dict(), (16, 5), dict(softmax_scale=-0.3), marks=slow, id="one block"),

@@ -26,7 +26,6 @@ QUICK = {
     ("v5p", "ragged_page_attention", 64, SEQUENCES),
     ("v6e", "ragged_page_attention_v3", 128, SEQUENCES),
     ("tpu7x", "ragged_page_attention", 16, PREFILL),
-    ("v6e", "ragged_decode_attention", 128, SEQUENCES),
 }
 
 
@@ -131,3 +130,12 @@ def test_sizes_and_options(generation, operation, sizes, options):
         x = arguments(operation, 16, tokens, **sizes)
         config = configs(generation, operation, x, **options)[0]
         assert "tpu_custom_call" in program(generation, operation, x, config, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generation", TARGETS)
+@pytest.mark.parametrize("tokens", (SEQUENCES, PREFILL))
+def test_drafts(generation, tokens):
+    x = arguments("ragged_page_attention", 16, tokens, draft_mask=array((tokens, 8), jnp.bool_))
+    config = configs(generation, "ragged_page_attention", x)[0]
+    assert "tpu_custom_call" in program(generation, "ragged_page_attention", x, config)

@@ -173,12 +173,12 @@ def _kernel(*refs, problem: Problem, scalars: int):
     step, count = pl.program_id(0), count_of(items)
     item = item_at(items, step)
     blocks = blocks_of(item.first, item.stop, problem.keys)
-    fetch = partial(_for_copies, x.caches, buffers, semaphores, tables[0] if tables else None, problem)
+    copying = x.caches, buffers, semaphores, tables[0] if tables else None, problem
 
     def start(number, block, slot):
         @pl.when(number < count)
         def _():
-            fetch(item_at(items, number), block, slot, lambda copy: copy.start())
+            _for_copies(*copying, item_at(items, number), block, slot, lambda copy: copy.start())
 
     @pl.when(step == 0)
     def _():
@@ -192,7 +192,7 @@ def _kernel(*refs, problem: Problem, scalars: int):
         slot = lax.rem(item.before + block, BUFFERS)
         is_last = block == blocks - 1
         start(jnp.where(is_last, item.following, step), jnp.where(is_last, 0, block + 1), 1 - slot)
-        fetch(item, block, slot, lambda copy: copy.wait())
+        _wait(*copying, item, block, slot)
         _accumulate(x, buffers, state, item, block, slot, problem)
         return carry
 
@@ -205,8 +205,8 @@ def _kernel(*refs, problem: Problem, scalars: int):
 
 def _for_copies(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot, act: Callable):
     """`act(copy)` for those pieces of a block of a work item that hold keys which it sees."""
-    piece, pieces = problem.caches[0].piece, problem.caches[0].pieces
-    begin = (lax.div(item.first, problem.keys) + block) * pieces
+    begin = (lax.div(item.first, problem.keys) + block) * problem.caches[0].pieces
+    start, stop = _pieces(item, block, problem)
 
     def of_piece(place, carry):
         column = begin + place
@@ -221,8 +221,30 @@ def _for_copies(caches, buffers, semaphores, table, problem: Problem, item: Work
                 act(copy)
         return carry
 
+    lax.fori_loop(start, stop, of_piece, 0)
+
+
+def _pieces(item: WorkItem, block, problem: Problem) -> tuple[Any, Any]:
+    """Which pieces of a block hold keys that a work item sees: start ≤ n < stop."""
+    piece, pieces = problem.caches[0].piece, problem.caches[0].pieces
+    begin = (lax.div(item.first, problem.keys) + block) * pieces
     first, stop = lax.div(item.first, piece), lax.div(item.stop + (piece - 1), piece)
-    lax.fori_loop(jnp.maximum(first - begin, 0), jnp.minimum(stop - begin, pieces), of_piece, 0)
+    return jnp.maximum(first - begin, 0), jnp.minimum(stop - begin, pieces)
+
+
+def _wait(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot):
+    """Until a block has been copied: a semaphore counts bytes, so a whole block is waited for at once."""
+    start, stop = _pieces(item, block, problem)
+    is_whole = stop - start == problem.caches[0].pieces
+
+    @pl.when(is_whole)
+    def _():
+        for buffer, semaphore in zip(buffers, semaphores, strict=True):
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], semaphore.at[slot]).wait()
+
+    @pl.when(jnp.logical_not(is_whole))
+    def _():
+        _for_copies(caches, buffers, semaphores, table, problem, item, block, slot, lambda copy: copy.wait())
 
 
 def _accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, problem: Problem):
