@@ -28,8 +28,10 @@ SPLIT = replace(CONFIG, algorithm="split")
 CASES = [
     replace(case, size=tuple(8 * n for n in case.size)) for case in SPARSE_CASES if not case.flash.spec.dropout_rate
 ]
-ALWAYS = ("causal, blocks of 128x128 b", "grouped heads, blocks of 128x256 bh", "sinks, blocks of 128x128 bh",
-          "packed, causal, blocks of 128x256 b", "segments, blocks of 128x128 h")  # fmt: skip
+ALWAYS = {
+    "together": ("causal, blocks of 128x128 b", "sinks, blocks of 128x128 bh", "segments, blocks of 128x128 h"),
+    "split": ("grouped heads, blocks of 128x256 bh", "packed, causal, blocks of 128x256 b"),
+}
 COMPILED = {("v5e", "grouped heads, blocks of 128x256 bh"), ("v5p", "segments, blocks of 128x128 h"),
             ("v6e", "grouped heads, blocks of 128x128"), ("tpu7x", "sinks, blocks of 128x128 bh")}  # fmt: skip
 IMPLEMENTATIONS = blocksparse_attention, blocksparse_attention_bwd, blocksparse_attention_jvp
@@ -42,11 +44,11 @@ def slow_unless(quick: bool):
 @pytest.mark.parametrize(
     "case, dtype, config",
     [
-        pytest.param(case, dtype, config, id=f"{case.name}-{dtype}-{name}", marks=slow_unless(quick))
+        pytest.param(
+            case, dtype, config, id=f"{case.name}-{dtype}-{name}", marks=slow_unless(case.name in ALWAYS[name])
+        )
         for case in CASES
-        for dtype in ("float32", "bfloat16")
-        for name, config in (("together", CONFIG), ("split", SPLIT))
-        if (quick := case.name in ALWAYS and (dtype == "float32") == (name == "together")) or name == "together"
+        for dtype, name, config in (("float32", "together", CONFIG), ("bfloat16", "split", SPLIT))
     ],
 )
 def test_in_the_interpreter(case, dtype, config):
