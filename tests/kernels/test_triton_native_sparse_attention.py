@@ -1,10 +1,6 @@
 """native_sparse_attention in Triton: every kernel's masks, lists and indices, by the interpreter."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from cases import CASES, assert_close
 
