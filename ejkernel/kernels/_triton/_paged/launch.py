@@ -196,6 +196,7 @@ def _launched(
 
     New ones come first: a launch gets the buffers of its operands, and for further parameters the first of its results.
     """
+    placed = {name: placed[name] for name in ("o", "lse") if name in placed}  # in the order of the parameters
     first = sum(a is not None for a in operands)
     out_type = (*new.values(), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()))
     with warnings.catch_warnings():
