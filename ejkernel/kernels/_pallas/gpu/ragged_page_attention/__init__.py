@@ -45,7 +45,8 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return f"a head dim of {q.shape[3]}; the kernel takes {', '.join(map(str, BLOCKS))}"
     page, block_k = kv.shape[2], BLOCKS[q.shape[3]][1]
     if page % SMALLEST_PAGE or (page % block_k and block_k % page):
-        return f"pages of {page} slots; the kernel takes multiples of {SMALLEST_PAGE} that divide {block_k}, or its multiples"
+        whole = f"multiples of {SMALLEST_PAGE} that divide {block_k}, or multiples of that"
+        return f"pages of {page} slots; the kernel takes {whole}"
     if spec.softmax_scale <= 0:
         return f"a scale of {spec.softmax_scale:g}; the kernel looks for the greatest logit before it scales"
     if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
