@@ -85,7 +85,7 @@ def attend(
     if x.plan is not None:
         items = x.plan.shape[1] * x.plan.shape[2]
         decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
-    if prefill is not None:
+    if prefill is not None and tokens < problem.T:
         results = _decoded(x, problem, decode, tiles, prefill(tokens))
         return results["o"], results["lse"]
     # Every token of a sequence is computed, by the one launch or the other.
@@ -96,11 +96,11 @@ def attend(
     if tokens < problem.T:
         tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v, sequences))
         tokens = tiles.rows // (problem.H // problem.G)
-        prefill = Schedule(
+        rest = Schedule(
             rows=problem.N + problem.T // tokens, tokens=tokens, search=True, least=decode.most + 1, most=EVERY,
             splits=1, keys_per_split=0,
         )  # fmt: skip
-        results = _attend(x._replace(plan=None), problem, prefill, tiles, results)
+        results = _attend(x._replace(plan=None), problem, rest, tiles, results)
     return results["o"], jnp.where(_is_of_a_sequence(x, problem)[..., None], results["lse"], np.float32(-np.inf))
 
 

@@ -22,8 +22,8 @@ from ..flash_attention import HOPPER, MOST_SOFTCAP
 BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 64, 2)}
 # A page, or what a block of keys has of it, is copied in tiles of 8 rows; fewer than 16 would be too many copies.
 SMALLEST_PAGE = 16
-# Sequences of up to 64 tokens are decoded; fewer than this in a step leave most of a tile empty.
-LEAST_TOKENS = 128
+# Fewer tokens leave most of a tile empty.
+LEAST_TOKENS = 64
 ABSENT = ("k_scale", "v_scale", "draft_mask")
 
 
