@@ -94,8 +94,8 @@ def ragged_step(h=6, g=2, d=16, dtype="float32", pages="float32", seed=0, contex
     )
 
 
-def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, **options):
-    """o and lse by the definition, one token of one sequence at a time."""
+def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, tokens=None, **options):
+    """o and lse by the definition, one token of one sequence at a time; of some tokens alone if they are named."""
     o, lse = np.zeros(x["q"].shape), np.full(x["q"].shape[:2], -np.inf)
     pools = [x["kv_pages"][:, :, n::2] for n in range(2)]
     for n in range(int(np.reshape(x["num_seqs"], ()))):
@@ -105,7 +105,7 @@ def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, **opt
         j, cached = np.arange(len(k)), context - (end - begin)
         for token in range(begin, end):
             position = cached + token - begin
-            if position < 0:
+            if position < 0 or (tokens is not None and token not in tokens):
                 continue
             seen = j <= position
             if "draft_mask" in x:

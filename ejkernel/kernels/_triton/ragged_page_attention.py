@@ -1,6 +1,7 @@
 """ragged_page_attention in Triton: decodes split over their keys, and prefills of larger tiles, in two launches."""
 
 import math
+from collections.abc import Callable
 
 from jax import Array
 
@@ -42,16 +43,26 @@ def ragged_page_attention(
     config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
 ) -> Outputs:
     """o and lse."""
-    from ._paged.launch import Step, attend
-
     x = Operands(*operands)
     _paged.check("ragged_page_attention", excess(x, config))
+    return attended(x, spec, config)
+
+
+def attended(
+    x: Operands,
+    spec: CacheSpec,
+    config: RaggedPageAttentionConfig,
+    prefill: Callable[[int], dict[str, Array]] | None = None,
+) -> Outputs:
+    """o and lse; `prefill` computes the sequences that are not decoded, as `launch.attend` has it."""
+    from ._paged.launch import Step, attend
+
     step = Step(
         x.q, x.kv_pages, x.kv_pages, x.context_lens, x.query_start_loc, x.num_seqs, None, x.block_tables, x.sinks,
         x.k_scale, x.v_scale, x.draft_mask, x.plan,
     )  # fmt: skip
-    tiles = _paged.tiles_of(_shapes(spec, x), config)
-    return Outputs(*attend(step, spec, x.block_tables.shape[1], spec.num_splits or config.num_splits, tiles))
+    tiles, splits = _paged.tiles_of(_shapes(spec, x), config), spec.num_splits or config.num_splits
+    return Outputs(*attend(step, spec, x.block_tables.shape[1], splits, tiles, prefill=prefill))
 
 
 def _shapes(spec: CacheSpec, x: Operands) -> _paged.Shapes:

@@ -6,7 +6,7 @@ Each launch computes its own tokens, in place of what the one before it left.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -66,11 +66,13 @@ def attend(
     tiles: Tiles,
     causal: bool = True,
     sinks_of_empty: bool = False,
+    prefill: Callable[[int], Results] | None = None,
 ) -> tuple[Array, Array]:
     """o [b,t,h,e] in the dtype of q and lse [b,t,h] float32; 0 and −∞ for tokens of no sequence.
 
     `splits` and `tiles` are how rows of few tokens are computed. A plan decides their splits itself, and is left aside
-    where these may not depend on the step.
+    where these may not depend on the step. `prefill(n)` gives o and lse of all tokens but those of sequences with 1 to
+    n of them in the step, in the place of the launch that is made here.
     """
     problem, whole = _problem(x, spec, sequences, causal, sinks_of_empty), x.query_start_loc is None and x.plan is None
     tokens, fixed = tiles.rows // (problem.H // problem.G), 0
@@ -83,6 +85,9 @@ def attend(
     if x.plan is not None:
         items = x.plan.shape[1] * x.plan.shape[2]
         decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
+    if prefill is not None and tokens < problem.T:
+        results = _decoded(x, problem, decode, tiles, prefill(tokens))
+        return results["o"], results["lse"]
     # Every token of a sequence is computed, by the one launch or the other.
     results = {} if whole else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
     results = _decoded(x, problem, decode, tiles, results)
@@ -91,11 +96,11 @@ def attend(
     if tokens < problem.T:
         tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v, sequences))
         tokens = tiles.rows // (problem.H // problem.G)
-        prefill = Schedule(
+        rest = Schedule(
             rows=problem.N + problem.T // tokens, tokens=tokens, search=True, least=decode.most + 1, most=EVERY,
             splits=1, keys_per_split=0,
         )  # fmt: skip
-        results = _attend(x._replace(plan=None), problem, prefill, tiles, results)
+        results = _attend(x._replace(plan=None), problem, rest, tiles, results)
     return results["o"], jnp.where(_is_of_a_sequence(x, problem)[..., None], results["lse"], np.float32(-np.inf))
 
 

@@ -1,6 +1,7 @@
 """The mainloop of the consumer warpgroups of the forward."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -56,6 +57,7 @@ class Tile(NamedTuple):
     block_range: BlockRanges
     start: Statistics
     units: Units | None
+    zero_hidden: Callable[[Array, Array], None] | None = None
 
 
 class Carry(NamedTuple):
@@ -105,7 +107,8 @@ def mainloop(
     def compute(i, carry, masked):
         acc, p, before = carry
         unit = _unit(tile, i)  # read while the products are computed
-        acc, products = _products(shared, tile, q, step + i - 1, acc, p, plan)
+        values = partial(_await_values, shared, tile, lambda: _block(tile, i - 1))
+        acc, products = _products(shared, tile, q, step + i - 1, acc, p, values, plan)
         if masked:
             p, after, alpha = _weights(products, tile, before, i, unit, plan)
             return times_rows(acc, alpha), p, after
@@ -116,18 +119,20 @@ def mainloop(
     acc, p, statistics = after_first(tile.block_range, compute, (acc, p, before), plan.problem)
     step += tile.block_range.end - tile.block_range.begin - 1
 
+    values_of_last = partial(_await_values, shared, tile, lambda: tile.block_range.begin)
+
     def with_next(acc, p, _):
         plgpu.barrier_arrive(shared.q_empty.at[stage_of(work_tile, plan.q_stages)])
         plgpu.barrier_wait(shared.q_full.at[stage_of(work_tile + 1, plan.q_stages)])
         tile = following()
         unit, q = _unit(tile, 0), _in_registers(tile, plan)
-        acc, products = _products(shared, tile, q, step, acc, p, plan)
+        acc, products = _products(shared, tile, q, step, acc, p, values_of_last, plan)
         p, statistics, _ = _weights(products, tile, tile.start, 0, unit, plan)
         return acc, p, statistics, q
 
     def ended(acc, p, statistics):
         last = stage_of(step - 1, plan.stages)
-        plgpu.barrier_wait(shared.v_full.at[last])
+        values_of_last(last)
 
         begin = lambda acc: plan.ping_pong(tile.number, lambda: _issue_pv(acc, shared, p, last, plan))
         acc = pl.run_state(begin)(plgpu.ACC.init(acc))
@@ -146,18 +151,32 @@ def _in_registers(tile: Tile, plan: Plan) -> Array | None:
 
 
 def _products(
-    shared: Shared, tile: Tile, q: Array | None, step: Array, acc: Array, p: Array, plan: Plan
+    shared: Shared,
+    tile: Tile,
+    q: Array | None,
+    step: Array,
+    acc: Array,
+    p: Array,
+    values: Callable[[Array], None],
+    plan: Plan,
 ) -> tuple[Array, Array]:
-    """acc with p·v of the block before, and q·kᵀ of this one; both complete, as the next p takes the registers of p."""
+    """acc with p·v of the block before, and q·kᵀ of this one; both complete, as the next p takes the registers of p.
+
+    `values(stage)` waits for the values of the block before. Where it writes over some of them, that is done when no
+    product is under way.
+    """
     stage, previous = stage_of(step, plan.stages), stage_of(step - 1, plan.stages)
     plgpu.barrier_wait(shared.k_full.at[stage])
+    if tile.zero_hidden is not None:
+        values(previous)
 
     def both(refs):
         acc, products = refs
 
         def begin(qk):
             _issue_qk(qk, shared, tile, q, stage)
-            plgpu.barrier_wait(shared.v_full.at[previous])
+            if tile.zero_hidden is None:
+                values(previous)
             _issue_pv(acc, shared, p, previous, plan)
 
         def scoped(qk):
@@ -172,6 +191,13 @@ def _products(
     acc, products = pl.run_state(both)((plgpu.ACC.init(acc), products))
     arrive(plan.v_empty + previous, plan.warpgroups)
     return acc, products
+
+
+def _await_values(shared: Shared, tile: Tile, block: Callable[[], Array], stage: Array) -> None:
+    """Waits for the values of a block in a stage; writes zeros over those of them that may hold anything."""
+    plgpu.barrier_wait(shared.v_full.at[stage])
+    if tile.zero_hidden is not None:
+        tile.zero_hidden(stage, block())
 
 
 def _issue_qk(qk: Any, shared: Shared, tile: Tile, q: Array | None, stage: Array | int) -> None:

@@ -1,0 +1,86 @@
+"""ragged_page_attention on Hopper GPUs: decodes by Triton's kernels, prefills by a Pallas kernel of Mosaic GPU.
+
+What stands here imports no Pallas; the kernel is imported when it is first needed.
+"""
+
+from dataclasses import replace
+
+from jax import Array
+
+from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
+from ejkernel.kernels._triton import _launch, _paged
+from ejkernel.kernels._triton import ragged_page_attention as triton
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.ragged_page_attention import Operands, Outputs
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+
+from ..flash_attention import HOPPER, MOST_SOFTCAP
+
+# By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
+# queries of them would pay.
+BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 64, 2)}
+# A page, or what a block of keys has of it, is copied in tiles of 8 rows; fewer than 16 would be too many copies.
+SMALLEST_PAGE = 16
+# Fewer tokens leave most of a tile empty.
+LEAST_TOKENS = 64
+ABSENT = ("k_scale", "v_scale", "draft_mask")
+
+
+def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
+    """Why the kernels do not take the operands (arrays or shapes), or None."""
+    if target.platform != "cuda":
+        return f"Mosaic GPU runs on cuda, not on {target.platform}"
+    if target.compute_capability != HOPPER:
+        return f"the kernels are for compute capability 9.0, not {target.capability}"
+    q, kv = operands.q, operands.kv_pages
+    if q.dtype.name not in ("bfloat16", "float16") or kv.dtype != q.dtype:
+        return f"q is {q.dtype} and pages {kv.dtype}; the kernel takes bfloat16 and float16, of both the same"
+    for name in ABSENT:
+        if getattr(operands, name) is not None:
+            return f"{name}: the kernel has none"
+    if reason := triton.supports(spec, operands, target):
+        return reason
+    if q.shape[3] not in BLOCKS:
+        return f"a head dim of {q.shape[3]}; the kernel takes {', '.join(map(str, BLOCKS))}"
+    page, block_k = kv.shape[2], BLOCKS[q.shape[3]][1]
+    if page % SMALLEST_PAGE or (page % block_k and block_k % page):
+        whole = f"multiples of {SMALLEST_PAGE} that divide {block_k}, or multiples of that"
+        return f"pages of {page} slots; the kernel takes {whole}"
+    if spec.softmax_scale <= 0:
+        return f"a scale of {spec.softmax_scale:g}; the kernel looks for the greatest logit before it scales"
+    if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
+        return f"a softcap of {softcap:g}; up to {MOST_SOFTCAP:g} the tanh of the kernel is exact enough"
+    if spec.softmax_scale / softcap > 1e38:
+        return f"a scale of {spec.softmax_scale:g} over a softcap of {softcap:g}, which is more than float32 holds"
+    if q.shape[1] < LEAST_TOKENS:
+        return f"a step of {q.shape[1]} tokens; the tiles of the kernel are for {LEAST_TOKENS} or more"
+    return None
+
+
+def pages_per_block(page: int, block_k: int) -> int:
+    """Pages, or parts of a page, that a block of keys is copied from."""
+    return max(1, block_k // page)
+
+
+def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
+    """Configs of the decode that may be best, the likeliest first."""
+    return [replace(config, platform=Platform.PALLAS) for config in triton.space(spec, operands, target)]
+
+
+@kernel_registry.register("ragged_page_attention", Platform.PALLAS, Backend.GPU, priority=200)
+@_paged.limited_by(triton.excess)
+@emits(*_launch.CUSTOM_CALLS)
+@configured_by(lambda *call: space(*call)[0], space, refuses=_paged.refuses)
+@supported_if(supports)
+def ragged_page_attention(
+    *operands: Array | None,
+    spec: CacheSpec = CacheSpec(),
+    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
+) -> Outputs:
+    """o and lse."""
+    from .forward import prefill
+
+    x = Operands(*operands)
+    _paged.check("ragged_page_attention", triton.excess(x, config))
+    return triton.attended(x, spec, config, lambda most: prefill(x, spec, most))

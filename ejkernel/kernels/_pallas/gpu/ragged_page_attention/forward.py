@@ -1,0 +1,193 @@
+"""The rows of a prefill in a step over pages: the forward of flash_attention, whose keys are copied page by page.
+
+The consumers, their mainloop and its numbers are those of the dense kernel. A work tile is up to block_q tokens of one
+sequence and one head (work.py). The producer reads which pages a block of keys has, and copies each into its rows of
+the stage, all of which arrive at the barrier of the stage. Slots that nobody sees may hold anything, so the consumers
+write zeros over these values before they multiply: in the last block of a sequence, and in the first of its window.
+
+o is stored from the registers, row by row, as the tokens behind those of a work tile belong to others.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.ragged_page_attention import Operands
+
+from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync
+from ..flash_attention.feature_tiles import Tiles, tiles_of
+from ..flash_attention.mainloop import Shared, Tile, mainloop, prologue
+from ..flash_attention.plan import PING_PONG, REGISTERS
+from ..flash_attention.problem import LOG2_E, Problem
+from ..flash_attention.tiles import COLUMNS, Statistics, View
+from . import BLOCKS
+from .memory import TILE_COLUMNS, store_rows, zero_rows
+from .plan import PagedPlan
+from .work import most_tiles, work_tiles
+
+
+def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
+    """o [b,t,h,d] and lse [b,t,h] float32 of all tokens but those of sequences of 1 to `most` tokens in the step."""
+    plan = plan_of(x, spec)
+    problem, (B, T, H, D) = plan.problem, x.q.shape
+    table, total = work_tiles(
+        x.context_lens, x.query_start_loc, x.num_seqs, T, plan.block_q, most + 1,
+        None if problem.low is None else -problem.low, problem.K,
+    )  # fmt: skip
+    sinks = x.sinks
+    if sinks is not None:
+        sinks = jnp.broadcast_to(jax.nn.logsumexp(sinks, axis=-1) * LOG2_E, (B, H))
+    rows_of = lambda *shape: plgpu.SMEM(shape, problem.dtype, transforms=(plgpu.SwizzleTransform(128),))
+    parts, stages = D // TILE_COLUMNS, plan.stages
+    q_tile = plan.q_stages, plan.block_q, TILE_COLUMNS
+    o, lse = launch(
+        partial(_kernel, plan=plan),
+        "ragged_page_attention_prefill",
+        (
+            x.q.reshape(B * T, H, D),
+            x.kv_pages.reshape(-1, 2 * problem.G, D),
+            x.block_tables.reshape(B * plan.sequences, plan.columns),
+            table,
+            total,
+            sinks,
+        ),
+        out_type=(jax.ShapeDtypeStruct((B * T, H, D), problem.dtype), jax.ShapeDtypeStruct((B * T, H), jnp.float32)),
+        blocks=plan.blocks,
+        warpgroups=plan.warpgroups,
+        scratch=dict(
+            q_tiles=plgpu.RefUnion(
+                tuple(shared(q_tile, problem.dtype) for _ in range(parts)),
+                tuple(rows_of(*q_tile) for _ in range(parts)),
+            ),
+            k_tiles=shared((stages, plan.block_k, D), problem.dtype),
+            v_tiles=shared((stages, plan.block_k, D), problem.dtype),
+            q_full=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=parts),
+            k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_per_block),
+            v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=plan.pages_per_block),
+            q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
+        ),
+    )
+    return dict(o=o.reshape(x.q.shape), lse=lse.reshape(B, T, H))
+
+
+def plan_of(x: Operands, spec: CacheSpec) -> PagedPlan:
+    """The plan of a step (arrays or shapes)."""
+    (B, T, H, D), (pools, pages, page, G), (_, N, J) = x.q.shape, x.kv_pages.shape[:4], x.block_tables.shape
+    block_q, block_k, stages = BLOCKS[D]
+    problem = Problem(
+        *(1, T, J * page, H, G, D, D, spec.softmax_scale, spec.softcap),
+        low=None if spec.window is None else 1 - spec.window, high=0, packed=False, segmented=False,
+        dtype=np.dtype(x.q.dtype),
+    )  # fmt: skip
+    return PagedPlan(
+        problem, block_q, block_k, stages, sequences=N, page=page, pages=pages, pools=pools, columns=J,
+        most_tiles=most_tiles(B, N, T, block_q),
+    )  # fmt: skip
+
+
+def _kernel(
+    q, kv, block_tables, table, total, sinks, o, lse, *, plan: PagedPlan,
+    q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty,
+):  # fmt: skip
+    number, count = lax.axis_index("warpgroup"), plan.count(total[0])
+    D = plan.problem.D
+    k_parts = [k_tiles] if D == TILE_COLUMNS else [
+        k_tiles.at[:, :, pl.ds(first, TILE_COLUMNS)] for first in range(0, D, TILE_COLUMNS)
+    ]  # fmt: skip
+    tiles = Shared(
+        tiles_of(q_tiles), Tiles(tuple(k_parts), (k_tiles,)), Tiles((v_tiles,), (v_tiles,)),
+        q_full, k_full, v_full, q_empty,
+    )  # fmt: skip
+
+    def tile_of(work_tile: Array) -> Tile:
+        of, head = plan.work_tile(work_tile, table)
+        maximum, total = -jnp.inf, 0.0
+        if sinks is not None:
+            maximum = sinks[lax.div(of.sequence, jnp.int32(plan.sequences)), head]
+            total = jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS)
+
+        def zero_hidden(stage: Array, block: Array) -> None:
+            hides, begin, end = plan.hides(of, block)
+            pl.when(hides)(lambda: zero_rows(v_tiles.at[stage], begin, end))
+
+        return Tile(
+            number=number,
+            q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
+            view=View(jnp.int32(0), of.position + number * ROWS, None),
+            head=head,
+            block_range=plan.blocks_of_keys(of),
+            start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
+            units=None,
+            zero_hidden=zero_hidden,
+        )
+
+    def store(work_tile: Array, acc: Array, last: Statistics) -> None:
+        of, head = plan.work_tile(work_tile, table)
+        first = number * ROWS
+        total = last.total.sum(axis=1)
+        saw = total > 0
+        if sinks is not None:  # which tokens in no context have none of
+            place = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + (of.position + first)
+            saw &= place >= 0
+        total = jnp.where(saw, total, 1.0)
+        rows = (acc * broadcast_rows(1 / total, acc)).astype(plan.problem.dtype)
+        of_rows = jnp.where(saw, (last.maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+        store_rows(o, lse, rows, of_rows, of.token + first, of.tokens - first, head)
+
+    def consume():
+        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
+        for stage in range(2 * plan.stages):
+            arrive(plan.k_empty + stage, plan.warpgroups)
+        pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))
+
+        def one(work_tile, carried):
+            tile = tile_of(work_tile)
+            acc, statistics, carried = mainloop(
+                tiles, tile, lambda: tile_of(work_tile + 1), work_tile, count, carried, plan
+            )
+            store(work_tile, acc, statistics)
+            return carried
+
+        lax.fori_loop(0, count, one, prologue(tiles, tile_of(jnp.int32(0)), plan))
+
+    produce = lambda: _load(q, kv, block_tables, table, tiles, count, plan)
+    pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, consume, produce))
+
+
+def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPlan) -> None:
+    """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
+    plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
+    rows = min(plan.page, plan.block_k)
+
+    def copy(slots, kv_head, tile, stage, full):
+        for n, slot in enumerate(slots):
+            target = tile.at[stage, pl.ds(n * rows, rows)]
+            plgpu.copy_gmem_to_smem(kv.at[pl.ds(slot, rows), kv_head], target, full.at[stage])
+
+    def one(work_tile, step):
+        of, head = plan.work_tile(work_tile, table)
+        kv_head, block_range = 2 * lax.div(head, jnp.int32(plan.problem.group)), plan.blocks_of_keys(of)
+        stage = stage_of(work_tile, plan.q_stages)
+        pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
+        for n, part in enumerate(tiles.q.copies):
+            source = q.at[pl.ds(of.token, plan.block_q), head, pl.ds(n * TILE_COLUMNS, TILE_COLUMNS)]
+            plgpu.copy_gmem_to_smem(source, part.at[stage], tiles.q_full.at[stage])
+
+        def block(i, step):
+            stage = stage_of(step, plan.stages)
+            slots = plan.slots(of, block_range.end - 1 - i, block_tables)
+            sync(plan.k_empty + stage, plan.warpgroups)
+            copy(slots, kv_head, tiles.k.copies[0], stage, tiles.k_full)
+            sync(plan.v_empty + stage, plan.warpgroups)
+            copy(slots, kv_head + 1, tiles.v.copies[0], stage, tiles.v_full)
+            return step + 1
+
+        return lax.fori_loop(0, block_range.end - block_range.begin, block, step)
+
+    lax.fori_loop(0, count, one, jnp.int32(0))

@@ -1,0 +1,108 @@
+"""What all warpgroups of the kernel know: the plan of a dense forward, and where work tiles and pages are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ejkernel.kernels._visibility import BlockRanges
+
+from ..flash_attention.configs import SHARED_BYTES
+from ..flash_attention.plan import Plan
+from . import pages_per_block
+from .work import WorkTile
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedPlan(Plan):
+    """The plan of a step whose keys are in pages; its problem is that of one sequence, whose table has all columns.
+
+    Attributes:
+        sequences: of a batch.
+        page: slots of a page.
+        pages: of a pool, and `pools` how many there are: 1, or one for each batch.
+        columns: pages of a sequence in its table.
+        most_tiles: work tiles, of all heads together, that the table has places for.
+    """
+
+    sequences: int
+    page: int
+    pages: int
+    pools: int
+    columns: int
+    most_tiles: int
+
+    @property
+    def persistent(self) -> bool:
+        """Always: o is stored from registers."""
+        return True
+
+    @property
+    def q_stages(self) -> int:
+        return next(stages for stages in (2, 1) if stages == 1 or self.bytes_of_tiles(stages) <= SHARED_BYTES)
+
+    def bytes_of_tiles(self, q_stages: int) -> int:
+        """Of shared memory, with 2 KB for barriers."""
+        rows = q_stages * self.block_q + 2 * self.stages * self.block_k
+        return rows * self.problem.D * self.problem.dtype.itemsize + 2048
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks: one for each multiprocessor, if there may be work for it."""
+        return min(self.most_tiles * self.problem.H, self.processors)
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages, or parts of a page, that a block of keys is copied from."""
+        return pages_per_block(self.page, self.block_k)
+
+    def number(self, work_tile: Array) -> Array:
+        """The number of this thread block's n-th work tile, among those of all heads: heads of a tile, then the next.
+
+        Every other time the last thread block has the first one, so that nobody always has the longest.
+        """
+        block = lax.axis_index("block")
+        place = jnp.where(lax.rem(work_tile, jnp.int32(2)) == 0, block, self.blocks - 1 - block)
+        return work_tile * self.blocks + place
+
+    def count(self, total: Array) -> Array:
+        """The number of work tiles of this thread block, of `total` tiles of every head."""
+        whole = lax.div(total * self.problem.H, jnp.int32(self.blocks))
+        return whole + (self.number(whole) < total * self.problem.H).astype(jnp.int32)
+
+    def work_tile(self, work_tile: Array, table: Any) -> tuple[WorkTile, Array]:
+        """This thread block's n-th work tile, and its head."""
+        number, heads = self.number(work_tile), jnp.int32(self.problem.H)
+        index = lax.div(number, heads)
+        return WorkTile(*(table[index, n] for n in range(len(WorkTile._fields)))), lax.rem(number, heads)
+
+    def blocks_of_keys(self, of: WorkTile) -> BlockRanges:
+        """The blocks that a work tile is computed with."""
+        blocks, step = -(-self.problem.K // self.block_k), jnp.int32(self.block_k)
+        whole = lambda key: lax.div(jnp.maximum(key, 0), step)
+        begin = full_begin = jnp.int32(0)
+        end, full_end = whole(of.position + of.tokens + self.block_k - 1), whole(of.position + 1)
+        if self.problem.low is not None:
+            begin = whole(of.position + self.problem.low)
+            full_begin = whole(of.position + of.tokens - 1 + self.problem.low + self.block_k - 1)
+        full_end = jnp.minimum(full_end, self.problem.K // self.block_k)
+        return BlockRanges(begin, end, full_begin, full_end).at_least_one(blocks)
+
+    def slots(self, of: WorkTile, block: Array, block_tables: Any) -> Sequence[Array]:
+        """The first row, of all slots of all pools, of each page of a block of keys; pages are clamped to the pool."""
+        pool = lax.div(of.sequence, jnp.int32(self.sequences)) * self.pages if self.pools > 1 else 0
+        first, page = block * self.block_k, jnp.int32(self.page)
+        found = []
+        for n in range(self.pages_per_block):
+            key = first + n * min(self.page, self.block_k)
+            column = jnp.minimum(lax.div(key, page), self.columns - 1)
+            number = jnp.clip(block_tables[of.sequence, column], 0, self.pages - 1) + pool
+            found.append(number * self.page + (lax.rem(key, page) if self.page > self.block_k else 0))
+        return found
+
+    def hides(self, of: WorkTile, block: Array) -> tuple[Array, Array, Array]:
+        """Whether a block has slots that may hold anything, and its first row and stop of those that do not."""
+        begin, end = of.first_key - block * self.block_k, of.stop - block * self.block_k
+        return (begin > 0) | (end < self.block_k), begin, end
