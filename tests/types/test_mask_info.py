@@ -113,8 +113,9 @@ def test_the_mask_is_that_of_the_formula(made, change):
     expected = table(lambda *at: formula(base, *at), heads, whole(rows), whole(columns))
     np.testing.assert_array_equal(found.attention_mask, expected)
     np.testing.assert_array_equal(found.create_bias(), np.where(expected, 0, np.finfo(np.float32).min))
-    by_jit = jax.jit(lambda x: apply(x).get_or_compute_attention_mask(jnp.float32))(make())
-    np.testing.assert_array_equal(by_jit, expected)
+    if made == "segments":  # the others are the same functions of other arrays
+        by_jit = jax.jit(lambda x: apply(x).get_or_compute_attention_mask(jnp.float32))(make())
+        np.testing.assert_array_equal(by_jit, expected)
 
 
 @pytest.mark.parametrize("made", MADE)
