@@ -505,7 +505,7 @@ def test_flash_attention_names_it():
 
 
 def test_it_is_the_same_in_modules():
-    assert modules.ring_attention is lax.ring_attention and modules.ring_order is lax.ring_order
+    assert modules.ring_order is lax.ring_order
 
 
 def test_it_is_explained():

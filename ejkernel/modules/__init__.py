@@ -7,10 +7,16 @@ import pathlib
 
 from ..ops import PersistentCache as _PersistentCache
 from ..ops.config.tables import shipped_tables as _shipped_tables
+from . import _release_dense as _release_dense  # the three register their translations
+from . import _release_paged as _release_paged
+from . import _release_products as _release_products
 from ._public_function import public_function as _function
+from ._release import either as _either
+from ._release import release_function as _release
 from .base import KernelConfig, create_default_executor, detect_platform
 from .operations.block_mask_of import block_mask_of
 from .operations.blocksparse_attention import BlocksparseAttention
+from .operations.configs import GroupedMatmulConfig, UnifiedAttentionConfig
 from .operations.flash_attention import FlashAttention
 from .operations.flash_mla import FlashMLA
 from .operations.gla import GLA
@@ -27,24 +33,35 @@ from .operations.ragged_decode_attention import RaggedDecodeAttention
 from .operations.ragged_page_attention import RaggedPageAttention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
-from .operations.ring_attention import ring_attention
+from .operations.ring_attention import ring_attention as _ring_attention
 from .operations.ring_order import ring_order
 
-blocksparse_attention = _function(BlocksparseAttention)
-flash_attention = _function(FlashAttention)
+flash_attention = _either(_function(FlashAttention))
+blocksparse_attention = _either(_function(BlocksparseAttention), flash_attention)
 flash_mla = _function(FlashMLA)
 gla = _function(GLA)
-grouped_matmul = _function(GroupedMatmul)
+grouped_matmul = _either(_function(GroupedMatmul))
 lightning_attention = _function(LightningAttention)
-mean_pooling = _function(MeanPooling)
+mean_pooling = _either(_function(MeanPooling))
 multi_latent_page_attention = _function(MultiLatentPageAttention)
 native_sparse_attention = _function(NativeSparseAttention)
 native_sparse_blocks = _function(NativeSparseBlocks)
 page_attention = _function(PageAttention)
-ragged_decode_attention = _function(RaggedDecodeAttention)
+ragged_decode_attention = _either(_function(RaggedDecodeAttention))
 ragged_page_attention = _function(RaggedPageAttention)
-ragged_page_attention_v3 = _function(RaggedPageAttentionV3)
+ragged_page_attention_v3 = _either(_function(RaggedPageAttentionV3))
 recurrent = _function(Recurrent)
+ring_attention = _either(_ring_attention, (_ring_attention, flash_attention))
+
+# In the form of ejkernel 0.0.78 alone.
+attention = _release("attention", flash_attention, tuple)
+multi_latent_ragged_page_attention = _release("multi_latent_ragged_page_attention", multi_latent_page_attention, tuple)
+multi_latent_ragged_page_attention_v2 = _release(
+    "multi_latent_ragged_page_attention_v2", multi_latent_page_attention, tuple
+)
+ragged_page_attention_v2 = _release("ragged_page_attention_v2", ragged_page_attention)
+scaled_dot_product_attention = _release("scaled_dot_product_attention", flash_attention)
+unified_attention = _release("unified_attention", ragged_page_attention)
 
 # tuned/gpu_NVIDIA_H200.json, say: the file of a cache directory in which the device was measured.
 _shipped_tables.append(_PersistentCache(pathlib.Path(__file__).parent / "tuned"))
@@ -55,6 +72,7 @@ __all__ = [
     "FlashAttention",
     "FlashMLA",
     "GroupedMatmul",
+    "GroupedMatmulConfig",
     "KernelConfig",
     "LightningAttention",
     "MeanPooling",
@@ -66,6 +84,8 @@ __all__ = [
     "RaggedPageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
+    "UnifiedAttentionConfig",
+    "attention",
     "block_mask_of",
     "blocksparse_attention",
     "create_default_executor",
@@ -78,14 +98,19 @@ __all__ = [
     "mean_pooling",
     "merge_attention",
     "multi_latent_page_attention",
+    "multi_latent_ragged_page_attention",
+    "multi_latent_ragged_page_attention_v2",
     "native_sparse_attention",
     "native_sparse_blocks",
     "page_attention",
     "page_plan",
     "ragged_decode_attention",
     "ragged_page_attention",
+    "ragged_page_attention_v2",
     "ragged_page_attention_v3",
     "recurrent",
     "ring_attention",
     "ring_order",
+    "scaled_dot_product_attention",
+    "unified_attention",
 ]

@@ -20,7 +20,7 @@ from .operations._arguments import config_of
 Result = TypeVar("Result")
 
 _SPECS = Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec]
-_OWN = {
+OWN_PARAMETERS = {
     "platform": Platform | str | None,
     "cfg": ConfigLike | None,
     "mesh": Mesh | AbstractMesh | None,
@@ -33,7 +33,10 @@ def public_function(operation: type[Declared[..., Result]]) -> Callable[..., Res
     """The function of an operation in `ejkernel.modules`."""
     name = operation.algorithm.name
     parameters = modules_parameters(operation)
-    own = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x) for n, x in _OWN.items()]
+    own = [
+        inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x)
+        for n, x in OWN_PARAMETERS.items()
+    ]
     signature = inspect.Signature([*parameters, *own], return_annotation=result_type(operation))
 
     def call(*args, platform=None, cfg=None, mesh=None, in_specs=None, out_specs=None, **kwargs):

@@ -1,4 +1,4 @@
-"""Plain values that every layer above may use: enums, targets, configs, the types of arguments."""
+"""Plain values that every layer above may use: enums, targets, configs, the types of arguments, who sees whom."""
 
 from ._repr import ShortRepr
 from .arguments import (
@@ -15,6 +15,7 @@ from .arguments import (
 )
 from .config import BwdParams, FwdParams, KernelConfig, OperationConfig, checked_config
 from .enums import Backend, Platform
+from .mask_info import MaskInfo
 from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
 from .shapes import ATTENTION_SHAPES, AttentionShape, band, visible_pairs
 from .target import Target
@@ -33,6 +34,7 @@ __all__ = [
     "KernelConfig",
     "LogitsBias",
     "LogitsMask",
+    "MaskInfo",
     "OperationConfig",
     "Platform",
     "RecurrenceShape",

@@ -1,0 +1,214 @@
+"""Calls in the form of ejkernel 0.0.78, bound by the table of `_release_table.py`, as calls of the modules API.
+
+There is no second implementation here: each function translates its arguments, and calls the operation of this library.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from ..errors import shown, type_error, value_error
+from ..types import MaskInfo, Window
+from ._public_function import OWN_PARAMETERS
+from ._release_table import FORMS, Form
+from ._signatures import annotations_of
+from .operations.configs import BaseOperationConfig
+
+Present = Callable[..., Any]
+# What an operation in the form of 0.0.78 is here, of the functions that it is made of, the call, and its specs by name.
+TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any], dict[str, Any]], Any]] = {}
+
+_TYPES = {
+    "mask_info": MaskInfo | None,
+    "causal": bool,
+    "deterministic": bool,
+    "transpose_rhs": bool,
+    "sliding_window": Window | None,
+    "softmax_scale": float | None,
+    "logits_soft_cap": float | None,
+    "dropout_prob": float,
+    "dtype": DTypeLike | None,
+    "preferred_element_type": DTypeLike,
+    **OWN_PARAMETERS,
+    "cfg": BaseOperationConfig | OWN_PARAMETERS["cfg"],
+    "in_specs": OWN_PARAMETERS["in_specs"] | tuple[PartitionSpec | None, ...],
+}
+
+
+def translates(translation: Callable[[Any, dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Registers what translates the calls of the operation of its name."""
+    TRANSLATIONS[translation.__name__] = translation
+    return translation
+
+
+def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[..., Any]:
+    """An operation that is only in the form of 0.0.78, made of functions of the modules API."""
+    form, translation = FORMS[name], TRANSLATIONS[name]
+
+    def call(*args, **kwargs):
+        given = bound(name, args, kwargs)
+        return translation(made_of, given, specs_of(name, given))
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__, call.__signature__ = "ejkernel.modules", _signature(form, result)
+    call.__annotations__ = annotations_of(call.__signature__)
+    call.__doc__ = f"{translation.__doc__.strip()}\n\n    {_said(form)}"
+    return call
+
+
+def either(present: Present, made_of: Any = None) -> Present:
+    """A function of the modules API that takes calls in the form of 0.0.78 besides."""
+    name = present.__name__
+    form = FORMS[name]
+    in_release_form = release_function(name, made_of or present)
+
+    def call(*args, **kwargs):
+        return (in_release_form if is_in_release_form(name, args, kwargs) else present)(*args, **kwargs)
+
+    signature = inspect.signature(present)
+    more = [p for n, p in in_release_form.__signature__.parameters.items() if n not in signature.parameters]
+    more = [p.replace(kind=p.KEYWORD_ONLY) for p in more]
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = "ejkernel.modules"
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])
+    call.__annotations__ = annotations_of(call.__signature__)
+    order = f"with the positional arguments {', '.join(form.arrays)}"
+    told = TRANSLATIONS[name].__doc__.strip()
+    call.__doc__ = f"{present.__doc__}\nIn the form of ejkernel 0.0.78, {order}: {told}\n\n{_said(form)}\n"
+    return call
+
+
+def _signature(form: Form, result: Any) -> inspect.Signature:
+    arrays = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=inspect.Parameter.empty if i < form.required else None,
+            annotation=Array if i < form.required else Array | None,
+        )
+        for i, name in enumerate(form.arrays)
+    ]
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=x, annotation=_TYPES.get(name, Any))
+        for name, x in form.keywords.items()
+    ]
+    return inspect.Signature([*arrays, *options], return_annotation=result)
+
+
+def _said(form: Form) -> str:
+    how = f"Taken, and chosen by the Executor: {', '.join(form.chosen_here)}. " if form.chosen_here else ""
+    only = [f"{name} ({rule.reason})" for name, rule in form.only.items()]
+    return f"{how}{'Refused where they ask for more: ' if only else ''}{'; '.join(only)}".strip()
+
+
+def bound(operation: str, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with defaults; arrays that are left out are None. Raises if one is refused."""
+    form = FORMS[operation]
+    if len(args) > len(form.arrays):
+        raise type_error(operation, f"{len(args)} positional arguments are given; it takes {', '.join(form.arrays)}")
+    call = dict(zip(form.arrays, args, strict=False))
+    if twice := [name for name in kwargs if name in call]:
+        raise type_error(operation, f"got multiple values for argument {twice[0]!r}")
+    keywords = form.keywords
+    if unknown := [name for name in kwargs if name not in keywords and name not in form.arrays]:
+        raise type_error(operation, f"got an unexpected keyword argument {unknown[0]!r}")
+    call = {**keywords, **dict.fromkeys(form.arrays), **call, **kwargs}
+    if missing := [name for name in form.arrays[: form.required] if call[name] is None]:
+        raise type_error(operation, f"missing a required argument: {missing[0]!r}")
+    for name, rule in form.only.items():
+        if not _allowed(rule.allows, call[name]):
+            raise value_error(operation, f"{name} is {shown(call[name])}; {rule.reason}")
+    return {name: x for name, x in call.items() if name not in form.only and name not in form.chosen_here}
+
+
+def _allowed(allows, value) -> bool:
+    try:
+        return bool(allows(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def is_in_release_form(operation: str, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call names what only the form of 0.0.78 has, gives one of its configs, or arrays of its shapes."""
+    form = FORMS[operation]
+    if not form.marks.isdisjoint(kwargs) or isinstance(kwargs.get("cfg"), BaseOperationConfig):
+        return True
+    call = {**dict(zip(form.arrays, args, strict=False)), **kwargs}
+    return (
+        len(args) <= len(form.arrays)
+        and all(call.get(n) is not None for n in form.arrays[: form.required])
+        and (form.is_told_by(call))
+    )
+
+
+def arrays_of(call: Mapping[str, Any], *names: str) -> list[Any]:
+    """Those arrays of a call; what numpy made is JAX's."""
+    return [x if isinstance(x, jax.Array | None) else jnp.asarray(x) for x in map(call.get, names)]
+
+
+def specs_of(operation: str, call: Mapping[str, Any]) -> dict[str, PartitionSpec]:
+    """The `in_specs` of a call by name: of a tuple those of the arrays in order; None is replicated, or of no array."""
+    given = call.get("in_specs")
+    if given is None or isinstance(given, Mapping):
+        return {} if given is None else dict(given)
+    if isinstance(given, PartitionSpec) or not isinstance(given, tuple | list):
+        raise type_error(operation, f"in_specs is {shown(given)}; it must be a mapping by name or a tuple")
+    names = FORMS[operation].arrays
+    if len(given) > len(names):
+        raise value_error(
+            operation, f"in_specs has {len(given)} specs; there are {len(names)} arrays: {', '.join(names)}"
+        )
+    found = dict(zip(names, given, strict=False))
+    return {n: PartitionSpec() if spec is None else spec for n, spec in found.items() if call.get(n) is not None}
+
+
+def entries_of(specs: Mapping[str, PartitionSpec], name: str, axes: int) -> tuple[Any, ...]:
+    """The entries of a spec, of so many axes."""
+    spec = tuple(specs.get(name, ()))
+    return spec + (None,) * (axes - len(spec))
+
+
+def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
+    """The operation of this library, with platform, config and mesh as the call has them."""
+    cfg, platform = call.get("cfg"), call.get("platform")
+    if isinstance(cfg, BaseOperationConfig):
+        platform, cfg = (cfg.platform if platform in (None, "auto") else platform), _blocks_of(cfg)
+    given = {name: x for name, x in arguments.items() if x is not None}
+    if call.get("mesh") is None:
+        outside = {n: call[n] for n in ("in_specs", "out_specs") if call.get(n) is not None}
+        return present(**given, platform=platform, cfg=cfg, **outside)
+    out_specs = PartitionSpec() if call["out_specs"] is None else call["out_specs"]
+    if isinstance(out_specs, list | tuple) and not isinstance(out_specs, PartitionSpec):
+        out_specs = tuple(PartitionSpec() if spec is None else spec for spec in out_specs)
+    specs = {name: specs[name] for name in given if name in specs}
+    return present(**given, platform=platform, cfg=cfg, mesh=call["mesh"], in_specs=specs, out_specs=out_specs)
+
+
+def _blocks_of(cfg: BaseOperationConfig) -> Any:
+    """The block sizes that a config gives, of the forward and of the backward; None leaves both to the Executor."""
+    forward, backward = (getattr(cfg, name, None) for name in ("fwd_params", "bwd_params"))
+    if forward is None or backward is None:
+        return forward
+    return forward, backward
+
+
+def sinks_of_heads(aux: Any, heads: int, groups: int) -> Any:
+    """[heads] or [heads, n] of `softmax_aux`.
+
+    It is per head where its first axis is heads, per key/value head where that is their number, and otherwise, with one
+    axis, [n] of them shared by all heads.
+    """
+    if aux is None:
+        return None
+    aux = jnp.asarray(aux)
+    if aux.ndim == 1 and aux.shape[0] != heads:
+        return jnp.broadcast_to(aux, (heads, aux.shape[0]))
+    if aux.ndim == 2 and aux.shape[0] == groups != heads:
+        return jnp.repeat(aux, heads // groups, axis=0)
+    return aux

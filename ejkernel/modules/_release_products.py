@@ -1,0 +1,75 @@
+"""grouped_matmul and mean_pooling in the form of ejkernel 0.0.78."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ..errors import value_error
+from ._release import Present, arrays_of, entries_of, run, translates
+
+
+@translates
+def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """lhs and rhs of two float dtypes are brought to the one that holds both, as `jnp.matmul` does. `existing_out` is
+    added to every row. With `group_offset` the rows of lhs are those of the groups that rhs has, from its first on.
+    `rhs_bias` [E, 1, N] is added to the rows of each group; rhs_scale may be [E, 1, 1, N]."""
+    lhs, rhs, sizes, existing, scale, bias = arrays_of(
+        call, "lhs", "rhs", "group_sizes", "existing_out", "rhs_scale", "rhs_bias"
+    )
+    lhs, rhs = with_one_dtype(lhs, rhs)
+    if (offset := call["group_offset"]) is not None:
+        sizes = jax.lax.dynamic_slice_in_dim(sizes, jnp.asarray(offset).reshape(()), rhs.shape[0])
+    if scale is not None and scale.ndim == 4:
+        if scale.shape[1:3] != (1, 1):
+            raise value_error(
+                "grouped_matmul",
+                "rhs_scale has a scale for parts of a column; it must be [E, 1, 1, N]",
+                rhs_scale=scale,
+            )
+        scale = scale[:, 0]
+    for name, x in (("existing_out", existing), ("rhs_bias", bias)):
+        if x is not None and call["mesh"] is not None:
+            raise value_error("grouped_matmul", f"{name} and a mesh are given; call it inside jax.shard_map")
+    arguments = dict(lhs=lhs, rhs=rhs, group_sizes=sizes, rhs_scale=scale, transpose_rhs=call["transpose_rhs"])
+    wanted = call["preferred_element_type"]
+    if existing is None and bias is None:
+        return run(grouped, call, arguments | dict(preferred_element_type=wanted), specs)
+    wide = np.promote_types(np.promote_types(wanted, lhs.dtype), np.float32)
+    o = run(grouped, call, arguments | dict(preferred_element_type=wide), specs)
+    if bias is not None:
+        o += _bias_of_rows(bias.astype(wide), sizes, lhs.shape[0])
+    return (o if existing is None else o + existing.astype(wide)).astype(wanted)
+
+
+def _bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """[rows, N] of [E, 1, N] or [E, N]; 0 for rows after the last group."""
+    bias = bias.reshape(bias.shape[0], bias.shape[-1])
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+    return bias.at[group].get(mode="fill", fill_value=0)
+
+
+def with_one_dtype(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both in the float dtype that holds both; int8 and float8 matrices stay what they are."""
+    if lhs.dtype == rhs.dtype or rhs.dtype.itemsize == 1 or not jnp.issubdtype(rhs.dtype, jnp.floating):
+        return lhs, rhs
+    common = jnp.promote_types(lhs.dtype, rhs.dtype)
+    return lhs.astype(common), rhs.astype(common)
+
+
+@translates
+def mean_pooling(pooled: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """Of x [B, S, H, D] the mean over S, [B, H, D]."""
+    (x,) = arrays_of(call, "x")
+    if call["cu_seqlens"] is not None:
+        raise value_error("mean_pooling", "x has 4 axes and cu_seqlens is given; it must be [T, D] with these", x=x)
+    batch, length, heads, features = x.shape
+    if any(entry is not None for entry in entries_of(specs, "x", 4)[2:]):
+        raise value_error("mean_pooling", "in_specs split the heads or features of x; split its batch", x=x)
+    specs = {n: PartitionSpec(*tuple(spec)[:2]) for n, spec in specs.items()}
+    if call["out_specs"] is not None:
+        call |= dict(out_specs=PartitionSpec(*tuple(call["out_specs"])[:1]))
+    arguments = dict(x=x.reshape(batch, length, heads * features), chunk_size=call["chunk_size"])
+    return run(pooled, call, arguments, specs).reshape(batch, heads, features)

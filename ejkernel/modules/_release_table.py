@@ -1,0 +1,209 @@
+"""The operations in the form of ejkernel 0.0.78, as data: the order of their arrays, their options, what those may be.
+
+`_release.py` binds a call by this table and translates the rest. An option under `chosen_here` says how 0.0.78 would
+compute, never what: here the Executor chooses that. One under `only` is taken where it asks for what is done anyway,
+or permits it; anything else raises, with the reason that stands beside it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Only:
+    """What an option may be, and why."""
+
+    default: Any
+    allows: Callable[[Any], bool]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Form:
+    """The form of one operation.
+
+    Attributes:
+        arrays: the positional arguments in order; those of `required` have to be there.
+        required: how many of them.
+        options: keywords with their defaults.
+        only: keywords that are taken with some values.
+        chosen_here: keywords that are taken with every value, since they say how.
+        marks: keywords that no other call of the modules API has: a call that names one is in this form.
+        is_told_by: whether a call is in this form by its arrays, by name.
+        has_mesh: whether it takes platform, cfg, mesh, in_specs and out_specs.
+    """
+
+    arrays: tuple[str, ...]
+    required: int
+    options: Mapping[str, Any]
+    only: Mapping[str, Only] = field(default_factory=dict)
+    chosen_here: tuple[str, ...] = ()
+    marks: frozenset[str] = frozenset()
+    is_told_by: Callable[[Mapping[str, Any]], bool] = lambda call: False
+    has_mesh: bool = True
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Every keyword with its default."""
+        only = {name: rule.default for name, rule in self.only.items()}
+        return {**self.options, **only, **dict.fromkeys(self.chosen_here), **(_MESH if self.has_mesh else {})}
+
+
+def _rank(call: Mapping[str, Any], name: str) -> int | None:
+    return None if (x := call.get(name)) is None or not hasattr(x, "shape") else len(x.shape)
+
+
+def _two_float_dtypes(call: Mapping[str, Any]) -> bool:
+    """Whether lhs and rhs are of two float dtypes of 16 bits and more."""
+    found = [getattr(call.get(name), "dtype", None) for name in ("lhs", "rhs")]
+    is_float = lambda dtype: dtype is not None and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+    return all(map(is_float, found)) and found[0] != found[1]
+
+
+_MESH = dict.fromkeys(("platform", "cfg", "mesh", "in_specs", "out_specs"))
+_none = lambda reason: Only(None, lambda x: x is None, reason)
+_is = lambda value, reason: Only(value, lambda x: x is value or x == value, reason)
+
+_PRECISION = Only(
+    jax.lax.Precision.DEFAULT,
+    lambda x: x in (None, "default", jax.lax.Precision.DEFAULT),
+    "products are of the dtype of the arrays, added up in float32; give float32 arrays for more",
+)
+_LOGITS_DTYPE = Only(
+    jnp.float32,
+    lambda x: x is None or np.dtype(x).itemsize <= 4,
+    "logits are float32; give float64 arrays for more",
+)
+_MASK_VALUE = Only(
+    None,
+    lambda x: x is None or float(x) <= -1e4,
+    "what is masked has the weight 0, so it must be None or a large negative number",
+)
+_COMPUTE_DTYPE = Only(
+    jnp.bfloat16,
+    lambda x: x is None or np.dtype(x).itemsize <= 4,
+    "products are of the dtype of the arrays, added up in float32",
+)
+_SCALE = _none("the pages of this operation have no scale")
+_BUILDER = _none("who sees whom is said by mask_info, causal and sliding_window; or give block_mask, see block_mask_of")
+
+_DENSE = dict(mask_info=None, causal=False, sliding_window=None, softmax_scale=None, logits_soft_cap=None)
+_PAGED = dict(softmax_scale=None, logits_soft_cap=None, sliding_window=None)
+
+FORMS: dict[str, Form] = {
+    "flash_attention": Form(
+        ("q", "k", "v", "bias", "cum_seqlens_q", "cum_seqlens_k", "softmax_aux", "block_tables"),
+        required=3,
+        options=_DENSE | dict(dropout_prob=0.0, dropout_seed=None),
+        only=dict(
+            normalize_output=_is(True, "weights are always divided by their sum; return_lse of ejkernel.lax gives it"),
+            precision=_PRECISION,
+            logits_dtype=_LOGITS_DTYPE,
+        ),
+        marks=frozenset(("mask_info", "normalize_output", "logits_dtype")),
+    ),
+    "attention": Form(
+        ("q", "k", "v", "bias", "dropout_rng", "softmax_aux"),
+        required=3,
+        options=_DENSE | dict(init_bias=None, deterministic=True, dtype=jnp.bfloat16, dropout_prob=0.0),
+        only=dict(softmax_dtype=Only(None, _LOGITS_DTYPE.allows, _LOGITS_DTYPE.reason)),
+        has_mesh=False,
+    ),
+    "scaled_dot_product_attention": Form(
+        ("q", "k", "v", "bias", "cum_seqlens_q", "cum_seqlens_k"),
+        required=3,
+        options={name: x for name, x in _DENSE.items() if name != "logits_soft_cap"} | dict(init_bias=None),
+    ),
+    "blocksparse_attention": Form(
+        ("q", "k", "v", "softmax_aux", "bias"),
+        required=3,
+        options=_DENSE | dict(causal=True, attention_mask=None, chunk_size=None),
+        only=dict(
+            sequence_parallelism_mesh_axis_name=_none("a sequence over devices is that of ring_attention"),
+            qkv_layouts=_BUILDER,
+            mask_builder=_BUILDER,
+            purify=_is(False, "rows that see nothing are 0 already"),
+        ),
+        chosen_here=("fused_backward",),
+        marks=frozenset(("mask_info", "attention_mask", "chunk_size", "mask_builder", "qkv_layouts", "fused_backward")),
+    ),
+    "ring_attention": Form(
+        ("q", "k", "v", "softmax_aux", "bias"),
+        required=3,
+        options=_DENSE | dict(axis_name=None, chunk_size=None),
+        only=dict(mask_builder=_BUILDER),
+        chosen_here=("fused_backward",),
+        marks=frozenset(("mask_info", "chunk_size", "mask_builder", "fused_backward", "mesh", "sliding_window")),
+    ),
+    "ragged_decode_attention": Form(
+        ("q", "k", "v", "sequence_start", "sequence_end", "softmax_aux"),
+        required=5,
+        options=_PAGED | dict(num_splits=None, return_lse=False),
+        is_told_by=lambda call: (
+            _rank(call, "q") == 4
+            or (_rank(call, "softmax_aux") == 1 and call["softmax_aux"].shape[0] != call["q"].shape[-2])
+            or (isinstance(call.get("in_specs"), tuple | list) and len(call["in_specs"]) == 6)
+        ),
+    ),
+    "ragged_page_attention_v2": Form(
+        ("q", "kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs", "softmax_aux"),
+        required=6,
+        options=_PAGED,
+        only=dict(compute_dtype=_COMPUTE_DTYPE, mask_value=_MASK_VALUE),
+        chosen_here=("optimized", "vmem_limit_bytes"),
+    ),
+    "ragged_page_attention_v3": Form(
+        ("q", "k", "v", "kv_pages", "context_lens", "block_tables", "query_start_loc", "num_seqs", "softmax_aux"),
+        required=8,
+        options=_PAGED | dict(softmax_scale=1.0),
+        only=dict.fromkeys(("q_scale", "k_scale", "v_scale"), _SCALE),
+        chosen_here=("vmem_limit_bytes",),
+        marks=frozenset(("q_scale", "k_scale", "v_scale", "vmem_limit_bytes")),
+        is_told_by=lambda call: (
+            _rank(call, "block_tables") == 1
+            or _rank(call, "kv_pages") == 5
+            or getattr(call.get("num_seqs"), "shape", ()) == (3,)
+        ),
+    ),
+    "unified_attention": Form(
+        (
+            *("q", "key_cache", "value_cache", "context_lens", "block_tables", "query_start_loc"),
+            *("alibi_slopes", "qq_bias", "softmax_aux"),
+        ),
+        required=6,
+        options=_PAGED,
+        only=dict(causal=_is(True, "attention over pages is causal")),
+        chosen_here=("seq_threshold_3d",),
+    ),
+    "multi_latent_ragged_page_attention": Form(
+        (
+            *("queries_nope", "queries_pe", "keys_values", "keys_pe", "kv_pages"),
+            *("context_lens", "block_tables", "query_start_loc", "distribution"),
+        ),
+        required=9,
+        options=_PAGED,
+        only=dict(mask_value=_MASK_VALUE, q_scale=_SCALE, k_scale=_SCALE, v_scale=_SCALE),
+    ),
+    "grouped_matmul": Form(
+        ("lhs", "rhs", "group_sizes", "group_offset", "existing_out", "rhs_scale"),
+        required=3,
+        options=dict(rhs_bias=None, transpose_rhs=False, preferred_element_type=jnp.float32),
+        only=dict(precision=_PRECISION, out_shard_callback=_none("constrain the result, which is returned")),
+        chosen_here=("interpret", "do_padding", "use_v2", "use_v3"),
+        marks=frozenset(("rhs_bias", "precision", "out_shard_callback", "interpret", "do_padding", "use_v2", "use_v3")),
+        is_told_by=lambda call: (
+            any(call.get(name) is not None for name in ("existing_out", "group_offset"))
+            or _rank(call, "rhs_scale") == 4
+            or _two_float_dtypes(call)
+        ),
+    ),
+    "mean_pooling": Form(
+        ("x", "cu_seqlens"), required=1, options=dict(chunk_size=32), is_told_by=lambda call: _rank(call, "x") == 4
+    ),
+}
+FORMS["multi_latent_ragged_page_attention_v2"] = FORMS["multi_latent_ragged_page_attention"]
