@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from ..serving.model import mlp, rms_norm, rope
+
 Parameters = dict[str, Any]
 
 
@@ -86,7 +88,7 @@ def logits(
     """
     w = jax.tree.map(lambda x: x.astype(dtype), parameters)
     x = w["embedding"][tokens]
-    after = []
+    after, positions = [], jnp.arange(tokens.shape[1])
     for i, (layer, window) in enumerate(zip(w["layers"], model.windows, strict=True)):
         h = rms_norm(x, layer["attention_norm"])
         q = jnp.einsum("bsd,dhe->bshe", h, layer["query"])
@@ -98,16 +100,12 @@ def logits(
             o, state = operations.gla(positive(q), positive(k), v, gk, begun, return_state=True)
             o, after = rms_norm(o, 1), [*after, state]
         else:
-            o = operations.flash_attention(rope(q), rope(k), v, causal=True, window=window, softcap=model.softcap)
+            q, k = rope(q, positions), rope(k, positions)
+            o = operations.flash_attention(q, k, v, causal=True, window=window, softcap=model.softcap)
         x = x + jnp.einsum("bshe,hed->bsd", o, layer["output"])
         h = rms_norm(x, layer["mlp_norm"])
         x = x + (experts(operations, layer, h) if model.experts else mlp(layer, h))
     return (rms_norm(x, w["norm"]) @ w["head"]).astype(jnp.float32), after
-
-
-def mlp(layer: Parameters, x: Array) -> Array:
-    """SwiGLU."""
-    return (jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"]
 
 
 def experts(operations: Operations, layer: Parameters, x: Array) -> Array:
@@ -177,12 +175,6 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
     return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
 
 
-def rms_norm(x: Array, scale: Array | float) -> Array:
-    """x / √mean(x²), scaled; the mean in float32."""
-    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
-    return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale
-
-
 def positive(x: Array) -> Array:
     """elu(x) + 1, the features of arXiv 2006.16236.
 
@@ -190,12 +182,3 @@ def positive(x: Array) -> Array:
     passed zero, the loss would jump, and two trainings that differ by a rounding would part. Here q·k is positive.
     """
     return jax.nn.elu(x) + 1
-
-
-def rope(x: Array) -> Array:
-    """Rotates the pairs (x_i, x_{i + e/2}) of [b,s,h,e] by the angle position / 10000^(2i/e)."""
-    half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * 10_000.0 ** (-jnp.arange(half) / half)
-    cos, sin = (f(angle)[:, None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
-    a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)

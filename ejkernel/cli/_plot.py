@@ -7,7 +7,7 @@ import numpy as np
 
 from ._curves import SPAN, Tolerance, difference, running_mean
 
-_INK, _OURS, _THEIRS, _BOUND = "#222222", "#0a6e5c", "#b5b5b5", "#b3392f"
+INK, MARK, QUIET, _BOUND = "#222222", "#0a6e5c", "#b5b5b5", "#b3392f"
 
 
 def plot(losses: Mapping[str, np.ndarray], tolerance: Tolerance, title: str, file: Path) -> None:
@@ -23,14 +23,14 @@ def plot(losses: Mapping[str, np.ndarray], tolerance: Tolerance, title: str, fil
 
     (name, ours), (other, theirs) = losses.items()
     steps = np.arange(1, len(ours) + 1)
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": _INK}):
+    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK}):
         figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="tight")
-        top.plot(steps, ours, color=_OURS, linewidth=0.5, alpha=0.35)
-        top.plot(steps, running_mean(theirs), color=_THEIRS, linewidth=4, label=other)
-        top.plot(steps, running_mean(ours), color=_OURS, linewidth=1.2, label=name)
+        top.plot(steps, ours, color=MARK, linewidth=0.5, alpha=0.35)
+        top.plot(steps, running_mean(theirs), color=QUIET, linewidth=4, label=other)
+        top.plot(steps, running_mean(ours), color=MARK, linewidth=1.2, label=name)
         top.set(title=title, ylabel="loss, nats per character")
         top.legend(frameon=False)
-        bottom.semilogy(steps, np.maximum(difference(ours, theirs, tolerance.single), 1e-8), color=_INK, linewidth=0.7)
+        bottom.semilogy(steps, np.maximum(difference(ours, theirs, tolerance.single), 1e-8), color=INK, linewidth=0.7)
         bound = np.where(steps <= tolerance.single, tolerance.of_steps, tolerance.of_means)
         bottom.semilogy(steps, bound, color=_BOUND, linewidth=0.8, linestyle="--", label="tolerance")
         bottom.set_title(

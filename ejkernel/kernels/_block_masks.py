@@ -15,5 +15,6 @@ def kept_tiles(x: Operands, block_size: tuple[int, int], tile: tuple[int, int]) 
     """
     kept, lengths = x.block_mask, (x.q.shape[1], x.k.shape[1])
     for axis, (length, size, block) in enumerate(zip(lengths, tile, block_size, strict=True), 2):
-        kept = jnp.take(kept, np.arange(math.ceil(length / size)) * size // block, axis=axis)
+        if size != block:
+            kept = jnp.take(kept, np.arange(math.ceil(length / size)) * size // block, axis=axis)
     return kept

@@ -132,12 +132,12 @@ class Visibility:
         """Whether a query sees a key, bool [b?, h?, q_len, kv_len]: for who reduces it at once."""
         first, stop = (x[:, None, :, None] for x in self.intervals())
         key = jnp.arange(self.kv_len, dtype=jnp.int32)[None, None, None]
-        seen = (first <= key) & (key < stop)
+        visible = (first <= key) & (key < stop)
         if self.segment_ids is not None:
             q_ids, kv_ids = self.segment_ids
             q_ids, kv_ids = q_ids[:, None, :, None], kv_ids[:, None, None]
-            seen &= (q_ids == kv_ids) & (q_ids >= 0)
-        return seen if self.mask is None else seen & self.mask
+            visible &= (q_ids == kv_ids) & (q_ids >= 0)
+        return visible if self.mask is None else visible & self.mask
 
     def fully_masked(self) -> Array:
         """Whether a query sees no key, bool [b?, h?, q_len]. Transposed: whether no query sees a key."""

@@ -13,6 +13,8 @@ from .lightning_attention import lightning_attention
 from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
 from .multi_latent_page_attention import multi_latent_page_attention
+from .native_sparse_attention import native_sparse_attention
+from .native_sparse_blocks import native_sparse_blocks
 from .page_attention import page_attention
 from .page_plan import page_plan
 from .ragged_decode_attention import ragged_decode_attention
@@ -33,6 +35,8 @@ __all__ = [
     "mean_pooling",
     "merge_attention",
     "multi_latent_page_attention",
+    "native_sparse_attention",
+    "native_sparse_blocks",
     "page_attention",
     "page_plan",
     "ragged_decode_attention",

@@ -19,6 +19,8 @@ from .operations.lightning_attention import LightningAttention
 from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
 from .operations.multi_latent_page_attention import MultiLatentPageAttention
+from .operations.native_sparse_attention import NativeSparseAttention
+from .operations.native_sparse_blocks import NativeSparseBlocks
 from .operations.page_attention import PageAttention
 from .operations.page_plan import page_plan
 from .operations.ragged_decode_attention import RaggedDecodeAttention
@@ -36,6 +38,8 @@ grouped_matmul = _function(GroupedMatmul)
 lightning_attention = _function(LightningAttention)
 mean_pooling = _function(MeanPooling)
 multi_latent_page_attention = _function(MultiLatentPageAttention)
+native_sparse_attention = _function(NativeSparseAttention)
+native_sparse_blocks = _function(NativeSparseBlocks)
 page_attention = _function(PageAttention)
 ragged_decode_attention = _function(RaggedDecodeAttention)
 ragged_page_attention = _function(RaggedPageAttention)
@@ -55,6 +59,8 @@ __all__ = [
     "LightningAttention",
     "MeanPooling",
     "MultiLatentPageAttention",
+    "NativeSparseAttention",
+    "NativeSparseBlocks",
     "PageAttention",
     "RaggedDecodeAttention",
     "RaggedPageAttention",
@@ -72,6 +78,8 @@ __all__ = [
     "mean_pooling",
     "merge_attention",
     "multi_latent_page_attention",
+    "native_sparse_attention",
+    "native_sparse_blocks",
     "page_attention",
     "page_plan",
     "ragged_decode_attention",

@@ -40,7 +40,7 @@ def positive(rng, shape):
 
 
 def no_work(rng, shape):
-    """The plan of a step in which nothing is to be done, which leaves what is computed as it is."""
+    """No work items: on XLA, where these cases are computed, no program is told by a plan what to do."""
     return np.zeros(shape, np.int32)
 
 

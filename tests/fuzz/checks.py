@@ -166,7 +166,7 @@ def unit(exact: np.ndarray, rounded: np.ndarray, dtype: Any) -> float:
     inside = np.where(kept, exact, 0)
     narrow = inside.astype(dtype).astype(np.float64)
     # Of a number that is rounded to the nearest, within a quarter of eps on average.
-    on_average = 0.25 * float(jnp.finfo(dtype).eps) * np.linalg.norm(inside)
+    on_average = 0.25 * float(_finfo(dtype).eps) * np.linalg.norm(inside)
     return float(max(distance(np.where(kept, rounded, 0), inside), distance(narrow, inside), on_average))
 
 
@@ -176,7 +176,12 @@ def distance(x: np.ndarray, exact: np.ndarray) -> float:
 
 
 def representable(exact: np.ndarray, dtype: Any) -> np.ndarray:
-    return np.isfinite(exact) & (np.abs(exact) < 0.4 * float(jnp.finfo(dtype).max))
+    return np.isfinite(exact) & (np.abs(exact) < 0.4 * float(_finfo(dtype).max))
+
+
+def _finfo(dtype: Any) -> Any:
+    """Of integers, which are right or off by 1 at least, that of float32."""
+    return jnp.finfo(dtype if jnp.issubdtype(dtype, jnp.floating) else np.float32)
 
 
 def smallest_error(dtype: Any) -> float:

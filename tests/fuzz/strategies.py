@@ -12,7 +12,7 @@ from .operations._draws import CPU, Sizes, chance, pick
 from .transforms import DERIVATIVES, SAME
 from .values import FAMILIES
 
-SOFTMAX = ("flash_attention", "blocksparse_attention", "flash_mla")
+SOFTMAX = ("flash_attention", "blocksparse_attention", "flash_mla", "native_sparse_attention")
 OFTEN = ("none", "none", "none", "vjp", "vjp", "vjp", "jvp", "jvp", "jvp_of_vjp")
 NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2"}  # of operands that have no derivative
 PLACES = {"b": "x"}  # on the mesh; other letters that may be split stand along y
@@ -58,7 +58,7 @@ def _derived(draw, call: Call) -> Call:
 # Not searched: a derivative of a derivative that is transposed last rounds, in half precision, what it then subtracts,
 # and is off by up to some percent. Forward over reverse is not.
 IN_HALF = {"vjp_of_vjp": "jvp_of_vjp", "vjp_of_jvp": "jvp_of_vjp"}
-INTEGERS = ("mask", "cu_seqlens", "segment_ids", "group_sizes", "group_offset", "dropout_key")
+INTEGERS = ("mask", "block_indices", "cu_seqlens", "segment_ids", "group_sizes", "group_offset", "dropout_key")
 
 
 def _is_differentiable(call: Call, name: str) -> bool:

@@ -28,8 +28,9 @@ class Bound:
         """The one that is written for this platform, if there is one that takes these operands on the target."""
         operands = self.primitive.operands(self.operands)
         for entry in kernel_registry.list_implementations(self.primitive.name):
-            if entry.platform == platform and entry.backend == target.backend:
-                return entry if entry.implementation.supports(self.spec, operands, target) is None else None
+            is_of = entry.platform == platform and entry.backend == target.backend
+            if is_of and entry.implementation.supports(self.spec, operands, target) is None:
+                return entry
         return None
 
     def config(self, entry: KernelSpec, target: Target) -> Any:
@@ -53,13 +54,21 @@ def written_in(platform: Platform) -> list[str]:
 
 
 def bound_by(operation: str, dtypes: Sequence[Any], features: int | None = None) -> Iterator[Bound]:
-    """What all cases of an operation bind, with so many features (d and e, or of matrices k and n) if that is given."""
+    """What all cases of an operation bind, with so many features if that is given."""
     for case in (*CASES, *FAMILIES):
         if case.operation == operation:
-            letters = {"d", "e"} if "d" in case.sizes else {"k", "n"}
-            sizes = {} if features is None else dict.fromkeys(letters & case.sizes.keys(), features)
+            sizes = {} if features is None else _sizes(case, features)
             for dtype in dtypes:
                 yield from bound(case.resized(sizes), dtype)
+
+
+def _sizes(case: Case, features: int) -> dict[str, int]:
+    """So many features: d and e, or of matrices k and n; of latents c, and of what is made of two parts the sum."""
+    if case.operation == "multi_latent_page_attention":
+        return dict(c=features, f=features + case.sizes["d"])
+    letters = {"d", "e"} if "d" in case.sizes else {"k", "n"}
+    sizes = dict.fromkeys(letters & case.sizes.keys(), features)
+    return sizes | dict(x=features - case.sizes["y"]) if case.operation == "flash_mla" else sizes
 
 
 def bound(case: Case, dtype: Any = jnp.bfloat16) -> Iterator[Bound]:

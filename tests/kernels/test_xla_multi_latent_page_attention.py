@@ -9,44 +9,8 @@ import pytest
 
 from ejkernel.lax import flash_attention, multi_latent_page_attention
 
-from .paged import attended, close, in_pages, keys_of
-
-P, J, PAGE, TOKENS, LATENT, ROPE = 20, 5, 8, 30, 24, 8
-CONTEXTS, LENGTHS, COUNT = (17, 40, 1, 33, 3, 8), (9, 1, 1, 0, 5, 4), 5
-
-
-def step(h=4, dtype="float32", pages="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    return dict(
-        q_latent=jnp.asarray(rng.standard_normal((TOKENS, h, LATENT)), dtype),
-        q_rope=jnp.asarray(rng.standard_normal((TOKENS, h, ROPE)), dtype),
-        pages=in_pages(rng.standard_normal((P, PAGE, LATENT + ROPE)), pages),
-        context_lens=jnp.array(CONTEXTS),
-        block_tables=jnp.asarray(rng.integers(0, P, (len(CONTEXTS), J)), jnp.int32),
-        query_start_loc=jnp.asarray(np.cumsum([0, *LENGTHS]), jnp.int32),
-        num_seqs=jnp.array([COUNT]),
-    )
-
-
-def defined(x, window=None, num_splits=None, **options):
-    """o and lse by the definition, one token of one sequence at a time."""
-    q = np.concatenate([np.asarray(x["q_latent"]), np.asarray(x["q_rope"])], axis=-1)
-    o, lse = np.zeros(x["q_latent"].shape), np.full(q.shape[:2], -np.inf)
-    for n in range(COUNT):
-        begin, end = (int(x["query_start_loc"][n + i]) for i in range(2))
-        keys = keys_of(x["pages"][:, :, None], x.get("k_scale"), x["block_tables"][n])
-        j, cached = np.arange(len(keys)), CONTEXTS[n] - (end - begin)
-        for token in range(begin, end):
-            position = cached + token - begin
-            if position < 0:
-                continue
-            seen = j <= position
-            if "draft_mask" in x:
-                told = [new for new in np.flatnonzero(x["draft_mask"][token]) if new < end - begin]
-                seen = (j < cached) | np.isin(j, cached + np.array(told, int))
-            seen &= j > position - (window or len(keys))
-            o[token], lse[token] = attended(q[token], keys, keys[..., :LATENT], seen, x.get("sinks"), **options)
-    return o, lse
+from .latent_pages import COUNT, LATENT, LENGTHS, PAGE, ROPE, P, defined, poisoned, step, tree
+from .paged import close
 
 
 def check(x, tolerance=1e-6, config=None, **options):
@@ -71,7 +35,7 @@ def check(x, tolerance=1e-6, config=None, **options):
 def test_options(options, drafts):
     x = step()
     if drafts:
-        x["draft_mask"] = jnp.asarray(np.random.default_rng(1).random((TOKENS, drafts)) < 0.5)
+        x["draft_mask"] = tree(drafts)
     check(x, **options)
 
 
@@ -97,19 +61,9 @@ def test_half_precision(dtype, pages):
 
 
 def test_nobody_sees_what_is_not_of_a_context():
-    x, n = step(), len(CONTEXTS)
-    x["block_tables"] = jnp.arange(n * J, dtype=jnp.int32).reshape(n, J)
-    x["pages"] = jnp.asarray(np.random.default_rng(0).standard_normal((n * J, PAGE, LATENT + ROPE)), jnp.float32)
-    used = (np.arange(J * PAGE) < np.array(CONTEXTS)[:, None]) & (np.arange(n) < COUNT)[:, None]
-    held = (np.arange(J) < -(-np.array(CONTEXTS) // PAGE)[:, None]) & (np.arange(n) < COUNT)[:, None]
-    poisoned = x | dict(
-        pages=jnp.where(used.reshape(n * J, PAGE, 1), x["pages"], jnp.nan),
-        block_tables=jnp.where(held, x["block_tables"], jnp.array([-1, 2**31 - 1, -(2**31), 7, n * J])),
-    )
-    inside = (np.arange(TOKENS) < sum(LENGTHS[:COUNT]))[:, None, None]
-    poisoned |= {name: jnp.where(inside, x[name], jnp.nan) for name in ("q_latent", "q_rope")}
+    x, with_nan = poisoned(step())
     run = partial(multi_latent_page_attention, return_lse=True)
-    jax.tree.map(np.testing.assert_array_equal, run(**poisoned), run(**x))
+    jax.tree.map(np.testing.assert_array_equal, run(**with_nan), run(**x))
 
 
 def test_it_is_attention_of_heads_whose_projections_are_absorbed():

@@ -26,7 +26,7 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
     assert f"kernels/_xla/{algorithm}.py" in files
     for platform, folder in ((Platform.TRITON, "_triton"), (Platform.PALLAS, f"_pallas/{backend}")):
         shared = f"kernels/{folder}/_launch.py"
-        made_with = {"page_attention": "_decode/kernel.py", "flash_mla": "flash_attention/configs.py"}
+        made_with = {"page_attention": "_paged/attend.py", "flash_mla": "flash_attention/configs.py"}
         own = made_with.get(algorithm, f"{algorithm}/configs.py")
         wanted = {f"kernels/{folder}/{own}", *([shared] if (PACKAGE / shared).exists() else [])}
         assert wanted <= files if platform in platforms else not any(f"kernels/{folder}/" in file for file in files)

@@ -9,6 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # From the top down; every layer may import the last. Packages of one layer do not import each other.
 # What is not named here (`cli` and files that stand in ejkernel/ itself) is above all layers and imports from any.
 LAYERS = (
+    {"serving"},
     {"lax"},
     {"modules"},
     {"lowering"},

@@ -45,19 +45,6 @@ ATTRIBUTES = {"floor", "walk"}
 # The name of `kernels/_tier.py`, which files below import.
 TIER = {"Tier", "_tier"}
 
-# The words that are left. These files are the source that keys the configs of modules/tuned, measured on a GPU: an
-# edit, even of a comment, makes them stale. The next change after which they are measured again removes the words too.
-LEFT: dict[str, set[str]] = {
-    "ejkernel/kernels/_triton/_launch.py": {"dead"},
-    "ejkernel/kernels/_triton/flash_attention/__init__.py": {"tier"},
-    "ejkernel/kernels/_triton/flash_attention/bias_gradient.py": {"seen"},
-    "ejkernel/kernels/_triton/flash_attention/configs.py": {"room"},
-    "ejkernel/kernels/_triton/flash_attention/problem.py": {"room"},
-    "ejkernel/kernels/_visibility.py": {"seen"},
-    "ejkernel/kernels/_xla/_attention.py": {"dead", "seen"},
-    "ejkernel/kernels/_xla/flash_attention.py": {"dead", "seen", "visits"},
-}
-
 
 def sources() -> list[Path]:
     return sorted(path for folder in ("ejkernel", "lowering") for path in (ROOT / folder).rglob("*.py"))
@@ -92,20 +79,13 @@ def _banished(name: str) -> set[str]:
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_banished_word(path):
-    left = LEFT.get(str(path.relative_to(ROOT)), set())
-    lines = sorted((number, word) for number, word in found(path.read_text(encoding="utf-8")) if word not in left)
+    lines = sorted(found(path.read_text(encoding="utf-8")))
     assert lines == [], "\n".join(f"{path.relative_to(ROOT)}:{number}: {word}" for number, word in lines)
 
 
 def test_names_of_files():
     named = {str(path.relative_to(ROOT)): _banished(path.stem) for path in sources()}
     assert {path: words for path, words in named.items() if words} == {}
-
-
-def test_words_that_are_left_are_there():
-    """A word that has gone from a file goes from the list."""
-    there = {path: {word for _, word in found((ROOT / path).read_text(encoding="utf-8"))} for path in LEFT}
-    assert {path: words - there[path] for path, words in LEFT.items() if words - there[path]} == {}
 
 
 @pytest.mark.parametrize(

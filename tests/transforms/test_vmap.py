@@ -46,19 +46,25 @@ def along(derivative):
 
 
 @each_case
-@pytest.mark.parametrize("axis", (0, -1))
-def test_vmap(case, axis):
+def test_vmap(case):
+    check_mappings(case, few_mappings, axis=0)
+
+
+@each(CASES, rest=(pytest.mark.slow,))
+def test_vmap_of_the_last_axis(case):
+    check_mappings(case, each_and_all, axis=-1)
+
+
+def check_mappings(case, choose, axis):
     examples = [case.arrays(seed) for seed in range(COUNT)]
-    for mapped in (few_mappings if axis == 0 else each_and_all)(tuple(examples[0])):
+    for mapped in choose(tuple(examples[0])):
         check(case.call, oracle(case), examples, mapped, axis)
 
 
 @pytest.mark.slow
 @each_case
 def test_vmap_of_every_choice(case):
-    examples = [case.arrays(seed) for seed in range(COUNT)]
-    for mapped in mappings(tuple(examples[0])):
-        check(case.call, oracle(case), examples, mapped, 0)
+    check_mappings(case, mappings, axis=0)
 
 
 @each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
@@ -108,7 +114,12 @@ def check_nested(case, inner, outer, counts=(2, 3)):
         assert_close(part, wanted, what=f"{inner} mapped inside {outer}, example {i, j}: ")
 
 
-@each([case for case in DIFFERENTIABLE if case.algorithm.forward.layout.group])
+def chooses(case):
+    """Whether the queries choose among the keys: their choice is mapped with them, and keys are read by each."""
+    return "block_indices" in case.algorithm.operands._fields and "block_indices" not in case.operands
+
+
+@each([case for case in DIFFERENTIABLE if case.algorithm.forward.layout.group and not chooses(case)])
 def test_shared_keys_and_values_are_not_repeated(case):
     """Under mapped queries, the kernel reads keys and values that are not mapped as they are."""
     arrays = case.arrays()

@@ -43,7 +43,7 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
     if wrong := refuses(kernel.__name__, config):
         raise ValueError(f"{kernel.__name__}: {wrong}")
     module = jax_triton()
-    _fit_dead_code_elimination(module.triton_lib.triton_kernel_call_p)
+    _fit_rule_of_unused_outputs(module.triton_lib.triton_kernel_call_p)
     return module.triton_call(
         *operands,
         kernel=kernel,
@@ -122,9 +122,9 @@ def _has_backend(library: ModuleType, platform: str) -> bool:
     return isinstance(getattr(library, {"cuda": "cb", "rocm": "hb"}[platform]), ModuleType)
 
 
-def _fit_dead_code_elimination(primitive: Any) -> None:
-    """Since 0.12 JAX tells rules of dead code elimination which inputs are live. That of jax-triton 0.4.1 does not take
-    it, so that a launch at the top of a jitted function would fail.
+def _fit_rule_of_unused_outputs(primitive: Any) -> None:
+    """Since 0.12 JAX tells the rules that drop unused code which inputs are live. That of jax-triton 0.4.1 does not
+    take it, so that a launch at the top of a jitted function would fail.
     """
     rule = dce_rules[primitive]
     if jax.__version_info__ >= (0, 12) and len(inspect.signature(rule).parameters) == 2:

@@ -171,28 +171,28 @@ class Living(NamedTuple):
     columns: Array | None = None
 
 
-def alive(x: Folded, seen: Array | None) -> Living:
+def alive(x: Folded, visible_to: Array | None) -> Living:
     """By the logits that count."""
-    if seen is None:
+    if visible_to is None:
         return Living()
-    rows, columns = seen.any(-1, keepdims=True), None
+    rows, columns = visible_to.any(-1, keepdims=True), None
     if x.mask is not None or x.rows.segment is not None:
-        columns = lax.expand_dims(seen.any((2, 3)), (3,))
+        columns = lax.expand_dims(visible_to.any((2, 3)), (3,))
     elif x.columns.hidden is not None:
         columns = ~lax.expand_dims(x.columns.hidden[:, :, 0, 0], (3,))
     return Living(rows, columns)
 
 
-def zero_dead(x: Folded, living: Living) -> Folded:
+def zero_fully_masked(x: Folded, living: Living) -> Folded:
     """x with q = 0 in rows that see nothing, and k = v = 0 in columns that nothing sees.
 
     They may be padding that holds NaN, which a weight of zero does not keep out of a product: 0 · NaN = NaN.
     """
-    q = zero_where_dead(living.rows, x.q)
-    return x._replace(q=q, k=zero_where_dead(living.columns, x.k), v=zero_where_dead(living.columns, x.v))
+    q = zero_where_masked(living.rows, x.q)
+    return x._replace(q=q, k=zero_where_masked(living.columns, x.k), v=zero_where_masked(living.columns, x.v))
 
 
-def zero_where_dead(living: Array | None, a: Array | None) -> Array | None:
+def zero_where_masked(living: Array | None, a: Array | None) -> Array | None:
     """An array of rows or of columns, 0 where they are not alive."""
     return a if a is None or living is None else where(living, a, 0)
 

@@ -13,7 +13,7 @@ from jax import Array
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types import Target
-from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
@@ -30,12 +30,12 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
     return over_batch(step, Operands(*operands))
 
 
-def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> RaggedPageAttentionConfig:
+def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> MultiLatentPageAttentionConfig:
     """16 tokens beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
-    return RaggedPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.pages.shape[2]))
+    return MultiLatentPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.pages.shape[2]))
 
 
-def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
+def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:
     """That of the heuristic."""
     return [heuristic(spec, operands, target)]
 
@@ -53,13 +53,13 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 def multi_latent_page_attention(
     *operands: Array | None,
     spec: CacheSpec = CacheSpec(),
-    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
+    config: MultiLatentPageAttentionConfig = MultiLatentPageAttentionConfig(),
 ) -> Outputs:
     """o and lse."""
     return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), spec.batch_invariant)
 
 
-def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Outputs:
+def _step(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
     keys = config.pages_per_block * x.pages.shape[1]
     return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, spec))
 

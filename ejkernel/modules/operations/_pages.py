@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from ...errors import shown as shown_value
 from ...errors import type_error, value_error
+from ...kernels._page_plan import decode_rows, ragged_rows, work_list
 from ...ops.utils.operands import is_array, random_like
 from ...primitives._pages import CacheSpec
 from ._arguments import (
@@ -169,13 +170,26 @@ def synthetic_step(operands: Mapping[str, Any], tokens: int, pages: int, page: i
     """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
     values, (_, count, columns) = random_like(dict(operands)), operands["block_tables"].shape
     new = -(-tokens // count)
-    context = max(new, 3 * columns * page // 4)
     made = dict(
-        context_lens=np.full(count, context),
+        context_lens=np.full(count, max(new, 3 * columns * page // 4)),
         block_tables=np.arange(count * columns).reshape(count, columns) % pages,
         query_start_loc=np.minimum(np.arange(count + 1) * new, tokens),
         num_seqs=[count],
-        plan=[0],  # of no pages: which is no work
     )
-    made = {name: x for name, x in made.items() if name in operands}
-    return values | {n: jnp.broadcast_to(jnp.asarray(x, jnp.int32), operands[n].shape) for n, x in made.items()}
+    made = {name: jnp.asarray(x, jnp.int32) for name, x in made.items() if name in operands}
+    if "plan" in operands:
+        made["plan"] = _plan_of(operands["plan"].shape[1:], made, tokens, page)
+    return values | {name: jnp.broadcast_to(x, operands[name].shape) for name, x in made.items()}
+
+
+def _plan_of(shape: tuple[int, int, int], tables: Mapping[str, Any], tokens: int, page: int):
+    """A plan of this shape for the tables of a step; of a device's part of one, in which nothing is to be done."""
+    (rows, items, _), count = shape, len(tables["context_lens"])
+    workers, lengths = max(1, rows * (items - 1)), tables["context_lens"]
+    of_item = next((n for n in range(1, tokens + 2) if tokens // n == rows - count), None)
+    if of_item is None:
+        return jnp.zeros(shape, jnp.int32)
+    if "query_start_loc" not in tables:
+        return work_list(decode_rows(lengths, page, None), workers)
+    starts = tables["query_start_loc"]
+    return work_list(ragged_rows(lengths, starts, count, tokens, page, None, of_item, None), workers)

@@ -11,7 +11,7 @@ from ...errors import value_error
 from ...primitives.multi_latent_page_attention import Operands
 from ...primitives.multi_latent_page_attention import multi_latent_page_attention as primitives
 from ...types import Sinks, Window
-from ...types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+from ...types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_known, require_rank, require_same_dtype, static_bool
 from ._attention import sinks_of_heads
@@ -148,7 +148,7 @@ class MultiLatentPageAttention(Operation):
     """Latent attention over a paged cache: `ejkernel.lax.multi_latent_page_attention` as a kernel object."""
 
     algorithm = primitives
-    config_class = RaggedPageAttentionConfig
+    config_class = MultiLatentPageAttentionConfig
     prepare_arguments = staticmethod(multi_latent_page_attention_arguments)
     renamed: ClassVar = RENAMED
 

@@ -74,8 +74,8 @@ def page_attention_arguments(
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
         k_scale: a factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
         v_scale: a factor of the values, likewise.
-        plan: how the work is divided, from `page_plan` of these lengths. It is checked, and left to implementations
-            that divide by it, of which there is none yet: the results are the same with and without it.
+        plan: how the work is divided among programs of a GPU, from `page_plan` of these lengths and this window: one
+            for all layers of a step. The results are those without it; with batch_invariant it is left aside.
         window: that many keys ending with the query's own, or a pair (left, right), of which right hides nothing.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.

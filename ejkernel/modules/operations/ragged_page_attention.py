@@ -84,8 +84,9 @@ def ragged_page_attention_arguments(
         draft_mask: [T, W] bool, a tree of speculated tokens: a token sees the keys that were there before the step, and
             of the new ones of its sequence, j < W, those whose entry is True. It stands in the place of causality among
             the new ones; a window counts positions.
-        plan: how the work is divided, from `page_plan` of these lengths. It is checked, and left to implementations
-            that divide by it, of which there is none yet: the results are the same with and without it.
+        plan: how the work of sequences with few tokens is divided among programs of a GPU, from `page_plan` of these
+            lengths, drafts and window: one for all layers of a step. The results are those without it; with
+            batch_invariant it is left aside.
         window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.

@@ -18,6 +18,8 @@ Config = TypeVar("Config", bound=OperationConfig)
 SMALLEST_TILE, LARGEST_DECODE_TILE, LARGEST_WIDTH, MOST_HEADS = 16, 64, 256, 64
 # Of the kernels of a decode, by their registers.
 MOST_RESIDENT_WARPS = 12
+# Of keys and values in flight on a multiprocessor, with which the bandwidth is used.
+_SATURATING_BYTES = 100 * 1024
 # What it costs a program to begin and to end, and to merge splits by another launch, in keys read in that time.
 _STARTUP_KEYS, _MERGE_KEYS = 128, 200
 # Keys of a split at least.
@@ -98,19 +100,26 @@ def refusal(spec: CacheSpec, target: Target, x: Shapes) -> str | None:
 
 
 def shared_memory(x: Shapes, tiles: Tiles) -> int:
-    """Bytes of the tiles of keys and values in flight, of one of each as it is multiplied, and of the queries.
+    """Bytes of the tiles of keys and values in flight, of one of each as it is multiplied, and of the queries."""
+    d, e = _width(x.k), _width(x.v)
+    converted = 0 if x.k.dtype == x.q.dtype else tiles.keys * (d + e) * x.q.dtype.itemsize
+    return bytes_in_flight(x, tiles) + converted + tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
 
-    Where a tile has several pages every other stage of the pipeline is for their numbers, and holds no keys; products
-    of warpgroups, which have 64 rows, keep one more.
+
+def bytes_in_flight(x: Shapes, tiles: Tiles) -> int:
+    """Those of the tiles of keys and values that the pipeline of a program has buffers for.
+
+    Where a tile has several pages every other stage is for their numbers, and holds no keys; products of warpgroups,
+    which have 64 rows, keep one more.
     """
-    width = lambda n: max(SMALLEST_TILE, power_of_two(n))
-    d, e = width(x.k.shape[-1]), width(x.v.shape[-1])
     buffers = tiles.stages - 1
     if x.tables and x.k.shape[2] % tiles.keys:
         buffers = buffers // 2 + (tiles.rows >= 64)
-    converted = 0 if x.k.dtype == x.q.dtype else tiles.keys * (d + e) * x.q.dtype.itemsize
-    queries = tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
-    return max(1, buffers) * tiles.keys * (d + e) * x.k.dtype.itemsize + converted + queries
+    return max(1, buffers) * tiles.keys * (_width(x.k) + _width(x.v)) * x.k.dtype.itemsize
+
+
+def _width(x: Any) -> int:
+    return max(SMALLEST_TILE, power_of_two(x.shape[-1]))
 
 
 def fitting(sizes: Sequence[Tiles], x: Shapes) -> Tiles:
@@ -134,9 +143,11 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
     found = {}
     for order, tiles in enumerate(fit[:4]):
         resident = min(MOST_RESIDENT_WARPS // tiles.warps, max(1, limit // shared_memory(x, tiles)))
+        saturating = max(1, _SATURATING_BYTES / bytes_in_flight(x, tiles))
         in_tiles = math.ceil(keys / tiles.keys)
         for splits in _splits(spec, in_tiles, tiles, most=min(resident * cores, math.ceil(keys / LEAST_KEYS))):
-            time = _time(programs * splits, math.ceil(in_tiles / splits) * tiles.keys, resident, cores)
+            of_split = math.ceil(in_tiles / splits) * tiles.keys
+            time = _time(programs * splits, of_split, resident, saturating, cores)
             merge = _MERGE_KEYS + splits if splits > 1 else 0
             found[tiles, splits] = (time + merge) * (1 + order / 100)
     return sorted(found, key=found.get)[:8]
@@ -151,12 +162,17 @@ def _splits(spec: CacheSpec, in_tiles: int, tiles: Tiles, most: int) -> Sequence
     return range(1, max(1, min(in_tiles, most)) + 1)
 
 
-def _time(programs: int, keys: int, resident: int, cores: int) -> int:
-    """Of programs with so many keys, in keys that a multiprocessor reads, among whose programs its bandwidth is shared.
+def _time(programs: int, keys: int, resident: int, saturating: float, cores: int) -> float:
+    """Of programs with so many keys each, in keys that a multiprocessor reads at its share of the bandwidth.
 
-    To begin and to end takes a program about as long as some keys, unless another one is at work meanwhile.
+    It has `resident` programs at once, in waves of which the last has fewer; fewer than `saturating` do not use all of
+    the bandwidth. To begin and to end takes a wave about as long as some keys.
     """
-    return math.ceil(programs / cores) * keys + math.ceil(programs / (cores * resident)) * _STARTUP_KEYS
+    waves, rest = divmod(programs, resident * cores)
+    time = waves * resident * max(1, saturating / resident) * keys
+    if rest:
+        time += max(math.ceil(rest / cores), saturating) * keys
+    return time + math.ceil(programs / (cores * resident)) * _STARTUP_KEYS
 
 
 def excess(x: Shapes, tiles: Tiles) -> str | None:

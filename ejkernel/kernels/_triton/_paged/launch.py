@@ -197,16 +197,20 @@ def _launched(
     tiles: Tiles,
     **sizes: int,
 ) -> Results:
-    """The outputs of a launch by name: those in the place of the arrays given for them, and new ones behind these."""
+    """The outputs of a launch by name: new ones, and those in the place of the arrays given for them.
+
+    New ones come first: a launch gets the buffers of its operands, and for further parameters the first of its results.
+    """
+    placed = {name: placed[name] for name in ("o", "lse") if name in placed}  # in the order of the parameters
     first = sum(a is not None for a in operands)
-    out_type = (*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()), *new.values())
+    out_type = (*new.values(), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()))
     with warnings.catch_warnings():
         # jax-triton would rather have a reference of JAX, which no rule of lowering can make.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         found = _launch.launch(
             kernel, *operands, *placed.values(), out_type=out_type, grid=grid,
             config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
-            input_output_aliases={first + n: n for n in range(len(placed))},
+            input_output_aliases={first + n: len(new) + n for n in range(len(placed))},
             problem=problem, schedule=schedule, **unwanted, **sizes,
         )  # fmt: skip
-    return dict(zip((*placed, *new), found, strict=True))
+    return dict(zip((*new, *placed), found, strict=True))

@@ -28,8 +28,8 @@ def zero_hidden_keys(call: Call, *arrays: Array | None) -> tuple[Array | None, .
         return arrays
     problem, tile = call.problem, call.tile(_TILE, _TILE)
     of_queries, blocks = call.lists_of_queries(tile), math.ceil(problem.K / tile[1])
-    seen = _launch.launch(
-        seen_keys_kernel,
+    is_visible = _launch.launch(
+        visible_keys_kernel,
         *_masks(call),
         *call.intervals,
         *of_queries,
@@ -44,7 +44,7 @@ def zero_hidden_keys(call: Call, *arrays: Array | None) -> tuple[Array | None, .
         BLOCK_Q=tile[0],
         BLOCK_K=tile[1],
     )
-    return _zeroed(seen, arrays)
+    return _zeroed(is_visible, arrays)
 
 
 def zero_fully_masked_queries(call: Call, *arrays: Array) -> tuple[Array, ...]:
@@ -53,7 +53,7 @@ def zero_fully_masked_queries(call: Call, *arrays: Array) -> tuple[Array, ...]:
         return arrays
     problem, tile = call.problem, call.tile(_TILE, _TILE)
     of_keys, blocks = call.lists_of_keys(tile), math.ceil(problem.S / tile[0])
-    seen = _launch.launch(
+    is_visible = _launch.launch(
         seeing_queries_kernel,
         *_masks(call),
         *call.intervals,
@@ -67,7 +67,7 @@ def zero_fully_masked_queries(call: Call, *arrays: Array) -> tuple[Array, ...]:
         BLOCK_Q=tile[0],
         BLOCK_K=tile[1],
     )
-    return _zeroed(seen, arrays)
+    return _zeroed(is_visible, arrays)
 
 
 def _masks(call: Call) -> tuple[Array | None, ...]:
@@ -75,15 +75,15 @@ def _masks(call: Call) -> tuple[Array | None, ...]:
     return x.mask, x.q_segment_ids, x.kv_segment_ids
 
 
-def _zeroed(seen: Array, arrays: tuple) -> tuple:
-    seen = seen.swapaxes(1, 2)[..., None] > 0
-    return tuple(None if x is None else jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in arrays)
+def _zeroed(is_visible: Array, arrays: tuple) -> tuple:
+    is_visible = is_visible.swapaxes(1, 2)[..., None] > 0
+    return tuple(None if x is None else jnp.where(is_visible, x, jnp.zeros((), x.dtype)) for x in arrays)
 
 
 @triton.jit
-def seen_keys_kernel(
+def visible_keys_kernel(
     mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, order, counts, entries,
-    seen,
+    is_visible,
     problem: tl.constexpr, LISTS: tl.constexpr, LONGEST: tl.constexpr, BLOCKS: tl.constexpr, Q_BLOCKS: tl.constexpr,
     OF_GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def seen_keys_kernel(
             mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, start, keys[None, :], here, problem, BLOCK_Q
         )
         some = tl.maximum(some, tl.max(ok.to(tl.int32), 0))
-    tl.store(seen + (batch * problem.G + kv_head) * problem.K + keys, some, mask=keys < problem.K)
+    tl.store(is_visible + (batch * problem.G + kv_head) * problem.K + keys, some, mask=keys < problem.K)
 
 
 @triton.jit

@@ -60,9 +60,9 @@ def tiles_to_compute(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[in
 def _listed(kept: Array) -> Lists:
     """The lists of the last axis."""
     number = lambda x: lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    entries = lax.sort(jnp.where(kept, number(kept), jnp.int32(kept.shape[-1])))
+    entries = lax.sort(jnp.where(kept, number(kept), jnp.int32(kept.shape[-1])), is_stable=False)
     counts = kept.sum(-1, dtype=jnp.int32)
-    _, order = lax.sort((-counts, number(counts)), num_keys=1)
+    _, order = lax.sort((-counts, number(counts)), num_keys=2, is_stable=False)
     return Lists(order, counts, entries)
 
 

@@ -1,4 +1,4 @@
-"""flash_attention in Triton: the portable GPU tier (CUDA from sm_80 on, and ROCm).
+"""flash_attention in Triton: the portable GPU kernels (CUDA from sm_80 on, and ROCm).
 
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """

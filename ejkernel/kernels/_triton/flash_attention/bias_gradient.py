@@ -85,10 +85,10 @@ def dbias_kernel(
             correction_rows = tiles.load_rows(correction, i0, i, info, problem, True, 1.0)
             for column in range(LOOPS[3]):
                 j0 = (column_block + column) * BLOCK_K
-                seen = (problem.right is None or j0 <= i0 + BLOCK_Q - 1 + high) and (
+                visible = (problem.right is None or j0 <= i0 + BLOCK_Q - 1 + high) and (
                     problem.left is None or j0 + BLOCK_K - 1 >= i0 + low
                 )
-                if seen:
+                if visible:
                     j = j0 + tl.arange(0, BLOCK_K)[None, :]
                     ok = logits.visible(i, j, (q_segment_ids, kv_segment_ids), info, problem)
                     if mask is not None:

@@ -216,7 +216,7 @@ def _first(config: tuple, configs: tuple) -> tuple:
 
 
 def _of_pairs(x):
-    """A bias or mask that varies over queries; None for one that is the same for all, which takes next to no room."""
+    """A bias or mask that varies over queries; None for one that is the same for all, whose tiles are small."""
     return None if x is None or x.shape[2] == 1 else x
 
 
@@ -238,7 +238,7 @@ def tiles_memory(operation: str, operands: Operands, *sizes: int) -> int:
 def values_wait(operands: Operands, *sizes: int) -> bool:
     """Whether the pass of the tangent leaves tiles of v and v_dot in registers until their turn comes.
 
-    It does where shared memory has no room for as many of them as of k and k_dot: it then holds one of each.
+    It does where as many of them as of k and k_dot do not fit shared memory: it then holds one of each.
     """
     return _staged("flash_attention_jvp", operands, *sizes) > SHARED_MEMORY[90]
 

@@ -232,7 +232,7 @@ def parts(size: int, exact: bool) -> tuple[tuple[int, int], ...]:
 
 
 def tiled(size: int) -> int:
-    """The features that tiles of `size` features have room for."""
+    """The features that tiles of `size` features can hold."""
     return sum(width for _, width in parts(size, False))
 
 

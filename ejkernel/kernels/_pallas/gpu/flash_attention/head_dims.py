@@ -2,8 +2,8 @@
 
 A head dim that is a multiple of 16 is one part: rows of the widest swizzle that divides it. One below 64 is a row of
 the next width. TMA loads zeros beyond the features of an array, and stores nothing there; but of several rows side by
-side none may be cut. So a head dim above 64 that is only a multiple of 8 has parts, each one row wide, of which the
-last may be cut: 72 is 64 and 16, 104 is 64 and 64.
+side none may be cut. So a head dim above 64 that is only a multiple of 8 has parts, each one row of 64 wide, of which
+the last may be cut: 72 is 64 and 64. (With a last part of 16 or 32, products of values were wrong on an H200.)
 """
 
 # Numbers of 16 bits in a row.
@@ -15,9 +15,8 @@ def parts_of(features: int) -> tuple[slice, ...]:
     """The columns of a tile that each part of it has."""
     if features % 16 == 0:
         return (slice(0, features),)
-    whole, last = divmod(features, ROW_WIDTHS[-1])
-    end = whole * ROW_WIDTHS[-1] + next(width for width in ROW_WIDTHS if last <= width)
-    return tuple(slice(start, min(start + ROW_WIDTHS[-1], end)) for start in range(0, end, ROW_WIDTHS[-1]))
+    width = next((width for width in ROW_WIDTHS if features <= width), ROW_WIDTHS[-1])
+    return tuple(slice(start, start + width) for start in range(0, features, width))
 
 
 def tile_width(features: int) -> int:

@@ -9,6 +9,7 @@ tile instead of seven.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,10 +61,31 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     problem = plan(primals, spec, config)
-    do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
+    masked = None
     if problem.hidden or primals.bias is not None:  # one of −∞ hides what it is added to
-        # A fully masked query may hold anything as well.
-        masked = fully_masked_queries(primals, outputs.lse, problem).swapaxes(1, 2)[:, :, :, None]
+        masked = fully_masked_queries(primals, outputs.lse, problem)
+    split = config.algorithm == "split"
+    return backward(primals, outputs, cotangents, wrt, problem, mask_info_of(primals, problem), masked, split)
+
+
+def backward(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    wrt: tuple[str, ...],
+    problem: Problem,
+    mask_info: MaskInfo,
+    masked: jax.Array | None,
+    split: bool,
+) -> tuple[jax.Array, ...]:
+    """The cotangents of the operands named in wrt, of the tiles that the mask info leaves.
+
+    The queries that are `masked` [b,h?,s] may hold anything, or there are none. With `split`, dq has a kernel of its
+    own even where it would fit beside dk and dv.
+    """
+    do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
+    if masked is not None:
+        masked = masked.swapaxes(1, 2)[:, :, :, None]
         primals, do = primals._replace(q=jnp.where(masked, 0, primals.q)), jnp.where(masked, 0, do)
     lse, delta, correction = lse_in_units(outputs.lse, problem), _mean(do, outputs.o), None
     tile = arrange(primals, problem)._replace(
@@ -71,7 +93,6 @@ def flash_attention_bwd(
         lse=per_query(lse, problem, constant_values=jnp.inf),
         delta=per_query(delta, problem),
     )
-    mask_info = mask_info_of(primals, problem)
     if problem.natural:
         sink = sink_of(primals.sinks, problem)
         correction, delta = exact_rows(tile._replace(sink=sink), problem, schedule_of(mask_info, by="queries"))
@@ -80,10 +101,11 @@ def flash_attention_bwd(
         delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
     tile = tile._replace(delta=per_query(delta, problem))
     wants_keys, wants_queries = ({"k", "v"} & set(wrt), {"q", "softmax_scale"} & set(wrt))
-    together = wants_keys and wants_queries and config.algorithm != "split" and dq_bytes(primals, problem) <= DQ_BYTES
+    together = wants_keys and wants_queries and not split and dq_bytes(primals, problem) <= DQ_BYTES
     gradients, dq = {}, None
     if wants_keys:
-        gradients, dq = _by_keys(tile, problem, schedule_of(mask_info, by="keys"), primals, wrt, with_dq=together)
+        by_keys = schedule_of(mask_info, by="keys", group=problem.group)
+        gradients, dq = _by_keys(tile, problem, by_keys, primals, wrt, with_dq=together)
     if wants_queries and not together:
         dq = _by_queries(tile, problem, schedule_of(mask_info, by="queries"))
     if wants_queries:
@@ -132,7 +154,8 @@ def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands
     group = problem.group
 
     def where(b, g, step, member, table):
-        j, i = blocks_at(table, b, step)
+        j, i = blocks_at(schedule, table, b, g, step)
+        member, i = _member(schedule, member, i)
         return b, g * group + member, i, j
 
     wanted = {name: getattr(tile, name) for name in ("k", "v") if name in wrt}
@@ -154,7 +177,7 @@ def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands
         outputs,
         out_specs=specs,
         where=where,
-        grid=(problem.batch, problem.kv_heads, schedule.steps, group),
+        grid=(problem.batch, problem.kv_heads, schedule.steps, 1 if schedule.of_head else group),
         scratch=Tile(**{name: vmem((problem.block_k, x.shape[2] // problem.kv_heads)) for name, x in wanted.items()}),
         matmuls=(3 if with_dq else 2, 2),
     )
@@ -162,19 +185,33 @@ def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands
     return gradients, out.q.transpose(0, 2, 4, 1, 3).reshape(tile.q.shape) if with_dq else None
 
 
+def _member(schedule: Schedule, member, minor) -> tuple[Any, Any]:
+    """Which head of a group a step is for, and its block of queries, from the last axis of the grid or the schedule."""
+    if not schedule.of_head:
+        return member, minor
+    return jax.lax.div(minor, schedule.of_head), jax.lax.rem(minor, schedule.of_head)
+
+
 def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, schedule: Schedule):
-    b, g, member = pl.program_id(0), pl.program_id(1), pl.program_id(3)
+    b, g, inner = pl.program_id(0), pl.program_id(1), pl.program_id(3)
     number = pl.program_id(2)
-    step = step_at(schedule, table, b, number)
+    step = step_at(schedule, table, b, g, number)
+    member, i = _member(schedule, inner, step.minor)
     scale = scale_of(tile, problem, b, g * problem.group + member)
 
     if out.q is not None:
 
         @pl.when(number == 0)
         def _():
-            out.q[member] = jnp.zeros_like(out.q[member])
+            if schedule.of_head:
 
-    @pl.when(step.is_first & (member == 0))
+                @pl.loop(0, problem.group)
+                def _(member):
+                    out.q[member] = jnp.zeros_like(out.q[member])
+            else:
+                out.q[member] = jnp.zeros_like(out.q[member])
+
+    @pl.when(step.is_first & (inner == 0))
     def _():
         for x in jax.tree.leaves(sums):
             x[...] = jnp.zeros_like(x)
@@ -190,13 +227,13 @@ def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, 
             if sums.k is not None:
                 sums.k[rows] += scale * contract(ds, q, (1, 0))
             if out.q is not None:
-                out.q[member, step.minor] += contract(zero_masked_keys(tile.k[rows], problem, visible), ds, (0, 0))
+                out.q[member, i] += contract(zero_masked_keys(tile.k[rows], problem, visible), ds, (0, 0))
 
         pipeline(chunks_of(tile_mask, problem), problem.ahead, functools.partial(gradient_products, tile), use)
 
     for_tile_mask(step, schedule, accumulate)
 
-    @pl.when(step.is_last & (member == problem.group - 1))
+    @pl.when(step.is_last & (inner == pl.num_programs(3) - 1))
     def _():
         if sums.k is not None:
             out.k[...] = sums.k[...].astype(out.k.dtype)
@@ -216,7 +253,7 @@ def _by_queries(tile: Tile, problem: Problem, schedule: Schedule) -> jax.Array:
         schedule,
         (tile,),
         Tile(q=jax.ShapeDtypeStruct(tile.q.shape, jnp.float32)),
-        where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
+        where=lambda b, h, step, table: (b, h, *blocks_at(schedule, table, b, h, step)),
         grid=(problem.batch, problem.heads, schedule.steps),
         scratch=vmem((features, problem.block_q)),
         matmuls=(2, 1),
@@ -226,7 +263,7 @@ def _by_queries(tile: Tile, problem: Problem, schedule: Schedule) -> jax.Array:
 
 def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(schedule, table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, h, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.is_first)
@@ -262,7 +299,7 @@ def _bias(tile: Tile, problem: Problem, mask_info: MaskInfo, bias: jax.Array) ->
 
     def where(b, h, step, member, table):
         b, h = b + jax.lax.div(member, summed_heads), h + jax.lax.rem(member, summed_heads)
-        blocks = blocks_at(table, b, step)
+        blocks = blocks_at(schedule, table, b, h, step)
         return b, h, *(blocks[::-1] if one_row else blocks)
 
     array = tile.key_bias if tile.bias is None else tile.bias
@@ -289,7 +326,7 @@ def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sched
     position = tuple(pl.program_id(axis) for axis in range(4))
     b, h, _, j = where(*position, table)
     scale = scale_of(tile, problem, b, h)
-    step, member, members = step_at(schedule, table, b, position[2]), position[3], pl.num_programs(3)
+    step, member, members = step_at(schedule, table, b, h, position[2]), position[3], pl.num_programs(3)
     every_tile = not one_row and not one_column
     is_first, is_last = step.is_first | every_tile, step.is_last | every_tile
     if one_row and one_column:

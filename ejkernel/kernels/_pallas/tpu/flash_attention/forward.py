@@ -20,7 +20,7 @@ from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
 from .problem import LANES, Problem, Tile, arrange, pad_axis, plan, round_up, sink_of, split_heads
-from .schedule import Schedule, blocks_at, mask_info_of, schedule_of, step_at
+from .schedule import MaskInfo, Schedule, blocks_at, mask_info_of, schedule_of, step_at
 from .tiles import (
     MASKED,
     chunks_of,
@@ -46,7 +46,12 @@ class Softmax(NamedTuple):
 def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     operands = Operands(*operands)
     problem = plan(operands, spec, config, chunk=forward_chunk(operands))
-    schedule = schedule_of(mask_info_of(operands, problem), by="queries")
+    return forward(operands, problem, mask_info_of(operands, problem))
+
+
+def forward(operands: Operands, problem: Problem, mask_info: MaskInfo) -> Outputs:
+    """o and lse of the tiles that the mask info leaves."""
+    schedule = schedule_of(mask_info, by="queries")
     tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks, problem))
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
     features = tile.v.shape[2] // problem.kv_heads
@@ -61,7 +66,7 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
             do=jax.ShapeDtypeStruct((batch, rows, heads * features), tile.q.dtype),
             lse=jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32),
         ),
-        where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
+        where=lambda b, h, step, table: (b, h, *blocks_at(schedule, table, b, h, step)),
         grid=(batch, heads, schedule.steps),
         scratch=Softmax(
             maximum=vmem((1, problem.block_q)),
@@ -81,7 +86,7 @@ def forward_chunk(operands: Operands) -> int:
 
 def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(schedule, table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, h, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.is_first)

@@ -39,7 +39,7 @@ def exact_rows(tile: Tile, problem: Problem, schedule: Schedule) -> tuple[jax.Ar
         schedule,
         (tile,),
         Tile(correction=jax.ShapeDtypeStruct.like(tile.lse), delta=jax.ShapeDtypeStruct.like(tile.delta)),
-        where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
+        where=lambda b, h, step, table: (b, h, *blocks_at(schedule, table, b, h, step)),
         grid=(problem.batch, problem.heads, schedule.steps),
         scratch=Sums(weight=row, off=row),
         matmuls=(1, 1),
@@ -49,7 +49,7 @@ def exact_rows(tile: Tile, problem: Problem, schedule: Schedule) -> tuple[jax.Ar
 
 def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(schedule, table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, h, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.is_first)

@@ -36,10 +36,16 @@ BLOCK_BITS, MASK_BITS = 14, 4
 
 
 class MaskInfo(NamedTuple):
-    """Which tile mask each tile has, a number in `tile_masks`, [b?, q_blocks, k_blocks]; 0 is FULLY_MASKED."""
+    """Which tile mask each tile has, a number in `tile_masks`, [b?, q_blocks, k_blocks]; 0 is FULLY_MASKED.
+
+    Where heads have masks of their own, b? is those of each batch element, one after the other, `heads` of them.
+    `possible` [q_blocks, k_blocks] is known before the program runs: other tiles are fully masked; None for all.
+    """
 
     block_mask: Any
     tile_masks: tuple[TileMask, ...]
+    heads: int = 1
+    possible: np.ndarray | None = None
 
 
 class Schedule(NamedTuple):
@@ -50,12 +56,17 @@ class Schedule(NamedTuple):
         steps: how many of the n there are.
         tile_masks: those that the table names by their number.
         single: there is one tile for each major block.
+        heads: how many rows of the table a batch element has: 1, or one for each head (or key/value head).
+        of_head: where a row is that of a key/value head, and its tiles are those of each of the heads of the group, one
+            head after the other: how many minor blocks each head has; else 0, and the tiles are those of all heads.
     """
 
     table: Any
     steps: Any
     tile_masks: tuple[TileMask, ...]
     single: bool
+    heads: int = 1
+    of_head: int = 0
 
     @property
     def numbers(self) -> list[int]:
@@ -81,53 +92,65 @@ class Step(NamedTuple):
     is_last: Any
 
 
-def blocks_at(table, b, step) -> tuple[Any, Any]:
-    """(major, minor) block of a step."""
-    entry = _entry(table, b, step)
+def blocks_at(schedule: Schedule, table, b, h, step) -> tuple[Any, Any]:
+    """(major, minor) block of a step, for a batch element and a head."""
+    entry = _entry(schedule, table, b, h, step)
     return entry >> BLOCK_BITS + MASK_BITS, entry >> MASK_BITS & (1 << BLOCK_BITS) - 1
 
 
-def step_at(schedule: Schedule, table, b, step) -> Step:
+def step_at(schedule: Schedule, table, b, h, step) -> Step:
     """The entry of a step, in a kernel, where the table is a ref."""
     steps = table.shape[1]
-    major, minor = blocks_at(table, b, step)
-    number = _mask_number(_entry(table, b, step))
+    major, minor = blocks_at(schedule, table, b, h, step)
+    number = _mask_number(_entry(schedule, table, b, h, step))
     if schedule.single:
         return Step(major, minor, number, True, True)
-    before, _ = blocks_at(table, b, jnp.maximum(step - 1, 0))
-    after, _ = blocks_at(table, b, jnp.minimum(step + 1, steps - 1))
+    before, _ = blocks_at(schedule, table, b, h, jnp.maximum(step - 1, 0))
+    after, _ = blocks_at(schedule, table, b, h, jnp.minimum(step + 1, steps - 1))
     end = pl.num_programs(2) - 1
     is_first, is_last = (step == 0) | (before != major), (step == end) | (after != major)
     return Step(major, minor, number, is_first, is_last)
 
 
-def _entry(table, b, step):
-    return table[b if table.shape[0] > 1 else 0, step]
+def _entry(schedule: Schedule, table, b, h, step):
+    row = b * schedule.heads if table.shape[0] > schedule.heads else 0
+    return table[row + h if schedule.heads > 1 else row, step]
 
 
 def _mask_number(entry):
     return entry & (1 << MASK_BITS) - 1
 
 
-def schedule_of(mask_info: MaskInfo, by: str, every: bool = False) -> Schedule:
+def schedule_of(mask_info: MaskInfo, by: str, every: bool = False, group: int = 1) -> Schedule:
     """The tiles that are not fully masked, sorted by "queries" or "keys", at least one for each of these blocks.
 
-    With `every` the fully masked ones are listed too: for a kernel whose output has a block for every tile.
+    With `every` the fully masked ones are listed too: for a kernel whose output has a block for every tile. By keys, of
+    heads that have masks of their own, `group` of them share one list.
     """
-    numbers = mask_info.block_mask.swapaxes(1, 2) if by == "keys" else mask_info.block_mask
+    numbers, heads, possible, of_head = mask_info.block_mask, mask_info.heads, mask_info.possible, 0
+    if by == "keys" and heads > 1 and not every:
+        rows, of_head, columns = numbers.shape
+        numbers, heads = numbers.reshape(-1, group, of_head, columns), heads // group
+        numbers = numbers.transpose(0, 3, 1, 2).reshape(rows // group, columns, -1)
+        possible = None if possible is None else np.tile(possible.T, group)
+    elif by == "keys":
+        numbers, possible = numbers.swapaxes(1, 2), None if possible is None else possible.T
     xp = np if isinstance(numbers, np.ndarray) else jnp
     batch, _, minors = numbers.shape
     placeholder = ~(numbers != 0).any(2, keepdims=True) & (xp.arange(minors) == 0)
     listed = ((numbers != 0) | placeholder | every).reshape(batch, -1)
     numbers, count = numbers.reshape(batch, -1), listed.sum(1)
     tiles = listed.shape[1] if xp is jnp else int(count.max())
+    if possible is not None and not every:
+        tiles = int(possible.sum(1).clip(1).sum())
 
     order = xp.argsort(~listed, axis=1, stable=True)
     position = xp.arange(tiles)
     chosen = xp.take_along_axis(order, xp.minimum(position, count[:, None] - 1), axis=1)
     numbers = xp.where(position < count[:, None], xp.take_along_axis(numbers, chosen, axis=1), 0)
     table = (chosen // minors << BLOCK_BITS + MASK_BITS) | (chosen % minors << MASK_BITS) | numbers
-    return Schedule(table.astype(xp.int32), tiles if xp is np else count.max(), mask_info.tile_masks, minors == 1)
+    steps = tiles if xp is np else count.max()
+    return Schedule(table.astype(xp.int32), steps, mask_info.tile_masks, minors == 1, heads, of_head)
 
 
 def mask_info_of(operands: Operands, problem: Problem) -> MaskInfo:

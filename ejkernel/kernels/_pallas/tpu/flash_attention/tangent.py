@@ -25,7 +25,7 @@ from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
 from .problem import Problem, Tile, arrange, arrange_differentiable, lse_in_units, per_query, plan, sink_of, split_heads
-from .schedule import Schedule, blocks_at, mask_info_of, schedule_of, step_at
+from .schedule import MaskInfo, Schedule, blocks_at, mask_info_of, schedule_of, step_at
 from .tiles import (
     chunks_of,
     column,
@@ -54,7 +54,12 @@ def flash_attention_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: FlashAttentionSpec, config: KernelConfig
 ) -> Outputs:
     problem = plan(primals, spec, config)
-    schedule = schedule_of(mask_info_of(primals, problem), by="queries")
+    return tangent(primals, outputs, tangents, problem, mask_info_of(primals, problem))
+
+
+def tangent(primals: Operands, outputs: Outputs, tangents: Operands, problem: Problem, mask_info: MaskInfo) -> Outputs:
+    """The tangents of o and lse, of the tiles that the mask info leaves."""
+    schedule = schedule_of(mask_info, by="queries")
     lse = lse_in_units(outputs.lse, problem)
     tile = arrange(primals, problem)._replace(
         lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks, problem)
@@ -73,7 +78,7 @@ def flash_attention_jvp(
             do=jax.ShapeDtypeStruct((batch, rows, heads * features), tile.q.dtype),
             lse=jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32),
         ),
-        where=lambda b, h, step, table: (b, h, *blocks_at(table, b, step)),
+        where=lambda b, h, step, table: (b, h, *blocks_at(schedule, table, b, h, step)),
         grid=(batch, heads, schedule.steps),
         scratch=Moments(weight=row, change=row, value=block, moved=block),
         matmuls=(3, 3),
@@ -89,7 +94,7 @@ def flash_attention_jvp(
 
 def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem: Problem, schedule: Schedule):
     b, h = pl.program_id(0), pl.program_id(1)
-    step = step_at(schedule, table, b, pl.program_id(2))
+    step = step_at(schedule, table, b, h, pl.program_id(2))
     scale = scale_of(tile, problem, b, h)
 
     @pl.when(step.is_first)

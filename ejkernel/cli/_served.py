@@ -1,0 +1,101 @@
+"""The models that can be served: that of the demo, trained here, and Llama's 1B with weights that are drawn."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from .. import lax
+from ..serving import LLAMA_1B, Decoder, Limits, place, random_weights
+from ..serving.model import Weights, weight_shapes
+from . import _corpus
+from ._model import Model, Operations
+from ._progress import progress
+from ._training import train
+
+_BATCH, _LENGTH = 4, 128
+_OPERATIONS = Operations(lax.flash_attention, lax.gla, lax.grouped_matmul)
+
+
+def _of_demo() -> Decoder:
+    sizes = asdict(Model(vocabulary=_corpus.VOCABULARY))
+    return Decoder(**{name: value for name, value in sizes.items() if name not in ("mixer", "experts")})
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model by its name: its size, what is allocated for it by default, and the lengths that are replayed.
+
+    Of a request in a replay the prompt has a number of tokens in `prompts`, and so many in `outputs` follow.
+    """
+
+    decoder: Decoder
+    limits: Limits
+    prompts: tuple[int, int]
+    outputs: tuple[int, int]
+
+
+MODELS = {
+    "demo": Served(_of_demo(), Limits(1024, sequences=32, length=512, buckets=(32, 128)), (16, 192), (16, 192)),
+    "llama-1b": Served(
+        LLAMA_1B, Limits(20_480, sequences=256, length=2048, buckets=(64, 256, 1024)), (100, 1024), (100, 1024)
+    ),
+}
+
+
+def weights_of(decoder: Decoder, file: Path, steps: int, seed: int, dtype: Any, mesh: Mesh | None) -> Weights:
+    """The weights in a file; where it is not there they are trained, and left in it.
+
+    Raises:
+        ValueError: the file holds other weights.
+        OSError: it cannot be read or written.
+    """
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        _save(file, _trained(steps, seed))
+    shapes, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(decoder), lambda x: isinstance(x, tuple))
+    with np.load(file) as kept:
+        names = [jax.tree_util.keystr(path) for path, _ in shapes]
+        found = {name: kept[name].shape for name in kept.files}
+        if found != dict(zip(names, (shape for _, shape in shapes), strict=True)):
+            raise ValueError(f"{file} has not the weights of this model")
+        weights = structure.unflatten([jnp.asarray(kept[name], dtype) for name in names])
+    return weights if mesh is None else place(weights, mesh)
+
+
+def drawn_weights(decoder: Decoder, seed: int, dtype: Any, mesh: Mesh | None) -> Weights:
+    """Random weights, of which no text makes sense."""
+    return random_weights(decoder, jax.random.key(seed), dtype, mesh)
+
+
+def prompts_of(lengths: Sequence[int], decoder: Decoder, seed: int) -> list[list[int]]:
+    """Prompts of these lengths: excerpts of the text that the demo holds out, or any tokens of a larger vocabulary."""
+    if decoder.vocabulary == _corpus.VOCABULARY:
+        text = _corpus.load()[1]
+        return [_corpus.windows(text, 1, 1, n, seed + i)[0, 0, :n].tolist() for i, n in enumerate(lengths)]
+    rng = np.random.default_rng(seed)
+    return [rng.integers(decoder.vocabulary, size=n).tolist() for n in lengths]
+
+
+def _trained(steps: int, seed: int) -> Weights:
+    """The demo's model, as the demo trains it, of twice as many excerpts a step."""
+    model, text = Model(vocabulary=_corpus.VOCABULARY), _corpus.load()[0]
+    excerpts = _corpus.windows(text, steps, _BATCH, _LENGTH, seed)
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    show = progress("training", steps, every=50)
+    return train(model, _OPERATIONS, excerpts, jax.random.key(seed), dtype, show).parameters
+
+
+def _save(file: Path, weights: Weights) -> None:
+    """Written beside its place and renamed there, so that no half of a file is taken for one."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
+    arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+    beside = file.with_name(f".{file.name}.tmp")
+    with open(beside, "wb") as opened:
+        np.savez(opened, **arrays)
+    beside.replace(file)

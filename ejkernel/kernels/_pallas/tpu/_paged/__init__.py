@@ -1,0 +1,146 @@
+"""Attention over a cache on TPU, in pages or dense: what the Pallas kernel takes, and its configs.
+
+What stands here imports no Pallas; the kernel is imported when it is first needed.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ejkernel.kernels._pallas.tpu import MOST_ROWS, SMEM_BYTES, SUBLANES
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.types import Target
+
+from .work import WorkItem
+
+LANES = 128
+QUANTISED = ("float8_e4m3fn", "int8")
+# Slots that are copied at once: of larger pages only the parts that are needed are.
+MOST_SLOTS_OF_PIECE = 128
+# Vector memory that blocks, tiles and logits may take together: that of a program is 56 MiB, of which the compiler
+# takes some for what does not fit into registers.
+BLOCK_BYTES = 40 * 2**20
+# Bytes of a block of keys and values: copying one takes long beside what it takes to begin, on all generations.
+LIKELY_BYTES = 2 * 2**20
+KEYS = (512, 1024, 256, 2048, 128)
+# Tokens of a tile of a prefill, and how many rows those of a head may be.
+TOKENS = (128, 64, 32, 16)
+MOST_ROWS_OF_TILE = 512
+WORTH_TIMING = 3
+VECTOR_MEMORY = "a tile and two blocks of keys take more than vector memory holds"
+
+
+def refusal(
+    spec: CacheSpec, target: Target, q: Any, caches: Sequence[tuple[Any, int]], page: int, scales: Sequence[Any] = ()
+) -> str | None:
+    """Why the kernel does not take queries [..., d] and caches, each with the rows of its slots, or None."""
+    if target.platform != "tpu":
+        return f"Mosaic runs on tpu, not on {target.platform}"
+    if q.dtype.name not in ("bfloat16", "float32"):
+        return f"q is {q.dtype}; the matrix unit takes bfloat16 and float32"
+    if 0 in q.shape or any(0 in cache.shape for cache, _ in caches):
+        return "no tokens, heads, features or slots"
+    if page % SUBLANES:
+        return f"pages of {page} slots; the kernel takes multiples of {SUBLANES}"
+    for cache, rows in caches:
+        if (features := cache.shape[-1]) > 256 or (features > LANES and features % LANES):
+            return f"{features} features; the kernel takes up to {LANES}, and {2 * LANES}"
+        if rows % (packing := 4 // cache.dtype.itemsize) and rows > 1:
+            return (
+                f"{rows} rows of {cache.dtype} in a slot; a word of 32 bits holds {packing}, and whole ones are loaded"
+            )
+        if rows == 1 and cache.dtype.itemsize == 1:
+            return f"a single row of {cache.dtype} in a slot; a word of 32 bits holds {packing}"
+    if any(scale is not None and (scale.shape[1] > 1 or scale.shape[2] > 1) for scale in scales):
+        return "scales of single slots, which lie across the lanes of logits"
+    if spec.num_splits is not None and spec.num_splits > 1:
+        return f"num_splits is {spec.num_splits}; a core computes the keys of a sequence one block after the other"
+    return None
+
+
+def table_refusal(items: int, table: int) -> str | None:
+    """Why scalar memory does not hold so many work items and entries of block tables, or None."""
+    if (size := 4 * (len(WorkItem._fields) * items + table)) > SMEM_BYTES:
+        return f"work items and block tables take {size} bytes; scalar memory holds {SMEM_BYTES}"
+    return None
+
+
+def ragged_refusal(spec: CacheSpec, target: Target, x: Any, scales: Sequence[Any] = ()) -> str | None:
+    """Why the kernels do not take a step with the operands x, which have queries [b,t,h,d] and kv_pages, or None."""
+    (b, t, _, _), (_, n, columns) = x.q.shape, x.block_tables.shape
+    if reason := refusal(spec, target, x.q, _of_pool(x), x.kv_pages.shape[2], scales):
+        return reason
+    if not (sizes := ragged_sizes(spec, x)):
+        return VECTOR_MEMORY
+    least = min(tokens for tokens, _ in sizes)
+    return table_refusal(b * (t if least == 1 else n + -(-t // least)), b * n * columns)
+
+
+def ragged_sizes(spec: CacheSpec, x: Any) -> list[tuple[int, int]]:
+    """Tokens of a tile and pages of a block that may be best for a step, the likeliest first.
+
+    With `batch_invariant` a token has a tile of its own, and the step decides nothing.
+    """
+    t, page, group = x.q.shape[1], x.kv_pages.shape[2], x.q.shape[2] // x.kv_pages.shape[3]
+    alone = spec.batch_invariant or t <= x.context_lens.shape[1]
+    sizes = (
+        [1] if alone else [tokens for tokens in TOKENS if tokens == min(TOKENS) or tokens * group <= MOST_ROWS_OF_TILE]
+    )
+    return [
+        (tokens, keys // page)
+        for tokens in sizes
+        for keys in keys_of_blocks(x.q, _of_pool(x), rows_of_tile(tokens, group), page, x.block_tables.shape[2] * page)
+    ][:WORTH_TIMING]
+
+
+def _of_pool(x: Any) -> list[tuple[Any, int]]:
+    """Keys and values in turn."""
+    return [(x.kv_pages, 2 * x.kv_pages.shape[3])]
+
+
+def keys_of_blocks(q: Any, caches: Sequence[tuple[Any, int]], rows: int, unit: int, most: int) -> list[int]:
+    """Keys of a block that may be best for tiles of so many rows: multiples of `unit`, the likeliest first.
+
+    A sequence has at most `most`. None is left where not even `unit` keys fit.
+    """
+    sizes = dict.fromkeys(max(1, min(keys, most) // unit) * unit for keys in KEYS)
+    fitting = [keys for keys in sizes if vector_bytes(q, caches, rows, keys) <= BLOCK_BYTES]
+    likely = LIKELY_BYTES / bytes_of_key(caches)
+    return sorted(fitting, key=lambda keys: abs(math.log2(max(keys, 1) / likely)))[:WORTH_TIMING]
+
+
+def bytes_of_key(caches: Sequence[tuple[Any, int]]) -> int:
+    """Of keys and values of all heads, as they lie in vector memory."""
+    return sum(rows * _lanes(cache.shape[-1]) * cache.dtype.itemsize for cache, rows in caches)
+
+
+def vector_bytes(q: Any, caches: Sequence[tuple[Any, int]], rows: int, keys: int) -> int:
+    """Bytes of two blocks of keys, of query tiles and their results that are copied meanwhile, of sums and logits."""
+    heads = caches[0][1] // (2 if len(caches) == 1 else 1)
+    features = [_lanes(cache.shape[-1]) for cache, _ in caches]
+    tiles = 2 * heads * rows * (q.dtype.itemsize * (features[0] + features[-1]) + 4 * LANES)
+    sums = 4 * heads * rows * (2 * LANES + features[-1])
+    by_heads = heads * keys * (features[0] + features[-1]) * q.dtype.itemsize
+    return 2 * keys * bytes_of_key(caches) + by_heads + tiles + sums + 3 * 4 * rows * keys
+
+
+def rows_of_tile(tokens: int, group: int) -> int:
+    """Of a head: those of so many tokens, rounded up to whole registers."""
+    return -(-tokens * group // SUBLANES) * SUBLANES
+
+
+def piece_of(slots: int) -> int:
+    """Slots of a page that are copied at once: the most, in multiples of 8, of which the page has a whole number."""
+    return max(n for n in range(SUBLANES, min(slots, MOST_SLOTS_OF_PIECE) + 1, SUBLANES) if slots % n == 0)
+
+
+def refuses(config: Any) -> str | None:
+    """What the kernel has against a config, or None."""
+    for name in ("keys_per_block", "pages_per_block", "queries_per_block"):
+        if (size := getattr(config, name, 1)) > MOST_ROWS:
+            return f"config.{name} is {size}; the TPU kernel computes at most {MOST_ROWS} at once"
+    return None
+
+
+def _lanes(features: int) -> int:
+    return -(-features // LANES) * LANES

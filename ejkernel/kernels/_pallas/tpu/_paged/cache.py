@@ -1,0 +1,118 @@
+"""Caches in the memories of a core: pieces of pages are copied to vector memory as they lie, and heads loaded there.
+
+A cache [pieces, s, rows, features] has a row for each head of a slot: of keys, of values, or of both in turn. Rows of
+16 and 8 bits lie two and four to a word of 32 bits, which is what the vector unit loads with a stride:
+
+    word (slot · rows + row) // packing holds row · features in its bits from (row % packing) · 32 / packing on
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The sizes of a cache, and of a block of it in vector memory.
+
+    Attributes:
+        piece: slots that are copied at once, which lie side by side in one page.
+        pieces: how many of these make a block.
+        rows: heads of a slot.
+        features: of a row.
+        dtype: of what is stored.
+    """
+
+    piece: int
+    pieces: int
+    rows: int
+    features: int
+    dtype: Any
+
+    @property
+    def slots(self) -> int:
+        """Of a block."""
+        return self.piece * self.pieces
+
+    @property
+    def packing(self) -> int:
+        """Rows in a word of 32 bits."""
+        return 4 // np.dtype(self.dtype).itemsize
+
+    @property
+    def parts(self) -> list[slice]:
+        """The features, 128 by 128: no wider a row is loaded with a stride."""
+        return [slice(n, min(n + LANES, self.features)) for n in range(0, self.features, LANES)]
+
+    def stored(self, cache: jax.Array) -> jax.Array:
+        """A cache of pages [..., slots of a page, rows, features], cut into pieces; a single row has no axis."""
+        rows = () if self.rows == 1 else (self.rows,)
+        return cache.reshape(-1, self.piece, *rows, self.features)
+
+    def buffers(self, count: int) -> Any:
+        """Vector memory for so many blocks, one part of the features after the other."""
+        rows = () if self.rows == 1 else (self.rows,)
+        width = min(self.features, LANES)
+        return pltpu.VMEM((count, len(self.parts), self.slots, *rows, width), self.dtype)
+
+    def copies(self, stored: Any, buffer: Any, semaphore: Any, slot: Any, piece: Any, place: Any) -> Iterator[Any]:
+        """The copies of a piece of the cache to its place in the block of a buffer."""
+        slots = pl.ds(pl.multiple_of(place * self.piece, self.piece), self.piece)
+        for number, part in enumerate(self.parts):
+            whole = len(self.parts) == 1
+            features = pl.ds(part.start, part.stop - part.start)
+            source = stored.at[piece] if whole else stored.at[(piece, *[slice(None)] * (stored.ndim - 2), features)]
+            yield pltpu.make_async_copy(source, buffer.at[slot, number, slots], semaphore.at[slot])
+
+    def loader(self, buffer: Any, slot: Any, visible: Any, dtype: Any) -> Callable[[int, int], jax.Array]:
+        """`load(row, part)` → [slots, width] in `dtype`, the row of every slot; rows of one word are loaded once.
+
+        It is 0 where `visible` [slots, 1] is not.
+        """
+        words = {}
+
+        def load(row: int, part: int) -> jax.Array:
+            if self.rows == 1 or self.packing == 1:
+                found = buffer[slot, part] if self.rows == 1 else self._strided(buffer.at[slot, part], row, 1)
+                return jnp.where(visible, found.astype(jnp.float32), 0).astype(dtype)
+            word, place = divmod(row, self.packing)
+            if (word, part) not in words:
+                view = buffer.at[slot, part].bitcast(jnp.int32)
+                found = self._strided(view, word, self.packing)
+                words[word, part] = jnp.where(visible, found, 0)
+            return unpacked(words[word, part], place, self.dtype).astype(dtype)
+
+        return load
+
+    def _strided(self, view: Any, row: int, packing: int) -> jax.Array:
+        """The words at `row` of each slot, of a view [slots, rows of words, width]."""
+        rows = self.rows // packing
+        flat = view.reshape(self.slots * rows, view.shape[2])
+        return flat[pl.ds(row, self.slots, stride=rows)] if rows > 1 else flat[...]
+
+
+def unpacked(words: jax.Array, place: int, dtype: Any) -> jax.Array:
+    """What stands in the words at a place, as float32."""
+    if dtype == jnp.bfloat16:
+        return _float32(words << 16 if place == 0 else words & np.int32(-1 << 16))
+    signed = (words << (24 - 8 * place)) >> 24
+    if dtype == jnp.int8:
+        return signed.astype(jnp.float32)
+    # float8_e4m3fn: 4 bits of an exponent, 7 more than that of the number, and 3 after the point. Without an exponent
+    # a number is so many times 2⁻⁹, and 127 is NaN. The larger ones have their bits where float32 has them, 120 less.
+    bits = signed & 127
+    size = jnp.where(bits < 8, bits.astype(jnp.float32) * 2.0**-9, _float32(bits << 20) * 2.0**120)
+    size = jnp.where(bits == 127, np.float32(np.nan), size)
+    return jnp.where(signed < 0, -size, size)
+
+
+def _float32(words: jax.Array) -> jax.Array:
+    return pltpu.bitcast(words, jnp.float32)

@@ -1,0 +1,177 @@
+"""A step of serving over pages: decode, prefill and chunks of it, mixed as they come.
+
+Sequences of which the step has one token are computed as in decoding, a tile each. The tokens of the others are cut
+into tiles of `queries_per_block`, as they follow one another in the step, and a tile has a work item for each sequence
+that has tokens in it. With one token in a tile all are computed alike, whatever the step is.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.kernels._xla._pages import places, seen_until
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+
+from .._work_list import count_of, item_at, most_work_items, work_list
+from . import piece_of
+from .cache import Cache
+from .kernel import Inputs, Problem, attend
+from .tiles import tile_of_sinks, tiles_of, tiles_of_drafts, tokens_of
+from .work import listed
+
+
+class Step(NamedTuple):
+    """Where the tokens of a step stand, [b,t], and where those of sequences begin and end, [b,n].
+
+    Attributes:
+        sequence: of each token; 0 of one that is of none.
+        position: in its sequence.
+        valid: whether it is of any.
+        cached: where the new tokens of its sequence begin.
+        first, stop: the keys first ≤ j < stop that it sees, if drafts allow it.
+        starts, ends: of the sequences that there are; the others have no tokens.
+    """
+
+    sequence: Array
+    position: Array
+    valid: Array
+    cached: Array
+    first: Array
+    stop: Array
+    starts: Array
+    ends: Array
+
+
+class Queries(NamedTuple):
+    """q [..., h, d] and drafts [..., w] of tokens; None without."""
+
+    q: Array
+    drafts: Array | None
+
+
+def step_of(x: Any, tokens: int, size: int, spec: CacheSpec) -> Step:
+    """That of the tables [b,...] of x, for pages of that size."""
+
+    def of_batch(context_lens, query_start_loc, num_seqs):
+        at = places(tokens, context_lens, query_start_loc, num_seqs)
+        context = context_lens[at.sequence]
+        stop = at.position + 1 if getattr(x, "draft_mask", None) is None else context
+        first, stop = seen_until(at.position, jnp.where(at.valid, stop, 0), spec)
+        stop = jnp.minimum(stop, x.block_tables.shape[2] * size)
+        sequence = jnp.arange(context_lens.shape[0], dtype=jnp.int32)
+        cuts = jnp.where(sequence < num_seqs[0], query_start_loc[:-1], 0), query_start_loc[1:]
+        starts, ends = (jnp.where(sequence < num_seqs[0], jnp.clip(cut, 0, tokens), 0) for cut in cuts)
+        return Step(
+            at.sequence, at.position, at.valid, context - at.length, first, stop, starts, jnp.maximum(ends, starts)
+        )
+
+    return jax.vmap(of_batch)(x.context_lens, x.query_start_loc, x.num_seqs)
+
+
+def ragged(x: Any, pages: Array, spec: CacheSpec, config: RaggedPageAttentionConfig, name: str) -> tuple[Array, Array]:
+    """o [b,t,h,d] and lse [b,t,h] of queries x.q over the pages [b?,p,s,g,2,d], by the tables of x."""
+    (_, t, h, d), (_, count, size, g, _, _) = x.q.shape, pages.shape
+    columns = x.block_tables.shape[2]
+    step = step_of(x, t, size, spec)
+    piece = piece_of(size)
+    cache = Cache(piece, config.pages_per_block * (size // piece), 2 * g, d, pages.dtype)
+    pool = count * (size // piece) if pages.shape[0] > 1 else 0
+    stored, table = (cache.stored(pages.reshape(*pages.shape[:3], 2 * g, d)),), x.block_tables.reshape(-1)
+    scale = lambda name: None if getattr(x, name, None) is None else getattr(x, name)[:, 0, 0]
+
+    def over(queries: Queries, tokens: int, kind: str, **fields: Any) -> list[Array]:
+        """o and lse of queries [n,h,d] in tiles of so many tokens, by the fields of their work items."""
+        q, drafts = queries.q, tiles_of_drafts(queries.drafts, h // g, tokens)
+        problem = Problem(spec, (cache,), h // g, tokens, columns, count, size // piece, pool)
+        items = listed(problem.keys, **fields)
+        tile = tiles_of(q, g, tokens), stored, tile_of_sinks(x.sinks, g, tokens), drafts
+        given = Inputs(*tile, scale("k_scale"), scale("v_scale"), table)
+        return [tokens_of(a, q.shape[0], h // g, tokens) for a in attend(items, given, problem, f"{name}_{kind}")]
+
+    queries, tokens = Queries(x.q, getattr(x, "draft_mask", None)), config.queries_per_block
+    found = _each_alone(queries, step, over) if tokens == 1 else _in_tiles(queries, step, tokens, over)
+    valid = step.valid[..., None]
+    return jnp.where(valid[..., None], found[0], 0), jnp.where(valid, found[1], -jnp.inf)
+
+
+def _each_alone(queries: Queries, step: Step, over: Callable) -> list[Array]:
+    """A tile and a work item for each token."""
+    (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
+    flat = lambda a: a.reshape(b * t, *a.shape[2:])
+    token, batch = jnp.arange(b * t, dtype=jnp.int32), jnp.repeat(jnp.arange(b, dtype=jnp.int32), t)
+    found = over(
+        jax.tree.map(flat, queries),
+        1,
+        "tokens",
+        tile=token,
+        sequence=batch * n + flat(step.sequence),
+        batch=batch,
+        first=flat(step.first),
+        stop=flat(step.stop),
+        cached=flat(step.cached),
+    )
+    return [a.reshape(b, t, *a.shape[1:]) for a in found]
+
+
+def _in_tiles(queries: Queries, step: Step, tokens: int, over: Callable) -> list[Array]:
+    """Sequences with one token decode; those of all others are in tiles."""
+    (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
+    alone = (step.ends - step.starts == 1).reshape(-1)
+    decoded, prefilled = _decoded(queries, step, alone, over), _prefilled(queries, step, ~alone, tokens, over)
+    row = jnp.arange(b, dtype=jnp.int32)[:, None] * n + step.sequence
+    chosen = lambda x, y: jnp.where(alone[row].reshape(b, t, *(1,) * (y.ndim - 2)), x[row], y)
+    return list(map(chosen, decoded, prefilled))
+
+
+def _decoded(queries: Queries, step: Step, alone: Array, over: Callable) -> list[Array]:
+    """[b·n,h,·]: of each sequence its first token, if that is `alone`."""
+    (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
+    sequence, token = jnp.arange(b * n, dtype=jnp.int32), jnp.clip(step.starts, 0, t - 1).reshape(-1)
+    of = lambda a: a[sequence // n, token]
+    return over(
+        jax.tree.map(of, queries),
+        1,
+        "decode",
+        tile=sequence,
+        sequence=sequence,
+        batch=sequence // n,
+        first=of(step.first),
+        stop=jnp.where(alone, of(step.stop), 0),
+        cached=of(step.cached),
+        end=alone,
+    )
+
+
+def _prefilled(queries: Queries, step: Step, active: Array, tokens: int, over: Callable) -> list[Array]:
+    """[b,t,h,·]: the tokens of those sequences that are `active`."""
+    (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
+    tiles = -(-t // tokens)
+    batch = jnp.repeat(jnp.arange(b, dtype=jnp.int32), n)
+    work = work_list(
+        batch, step.starts.reshape(-1), step.ends.reshape(-1), tokens, b * most_work_items(t, tokens, n), active=active
+    )
+    item = item_at(work, jnp.arange(count_of(work), dtype=jnp.int32))
+    tile = jnp.clip(item.tile, 0, tiles - 1)
+    begin = jnp.maximum(item.start, tile * tokens)
+    end = jnp.maximum(jnp.minimum(item.end, (tile + 1) * tokens), begin)
+    of = lambda a, token: a[item.batch, jnp.clip(token, 0, t - 1)]
+    filled = lambda a: jnp.pad(a, ((0, 0), (0, tiles * tokens - t), *[(0, 0)] * (a.ndim - 2)))
+    found = over(
+        jax.tree.map(lambda a: filled(a).reshape(b * tiles * tokens, *a.shape[2:]), queries),
+        tokens,
+        "prefill",
+        tile=item.batch * tiles + tile,
+        sequence=item.segment,
+        batch=item.batch,
+        first=of(step.first, begin),
+        stop=jnp.where(end > begin, of(step.stop, end - 1), 0),
+        position=of(step.position, begin) - (begin - tile * tokens),
+        cached=of(step.cached, begin),
+        begin=begin - tile * tokens,
+        end=end - tile * tokens,
+    )
+    return [a.reshape(b, tiles * tokens, *a.shape[1:])[:, :t] for a in found]

@@ -1,0 +1,51 @@
+"""blocksparse_attention on TPU: the kernels of flash_attention over a schedule of the tiles that a block mask keeps.
+
+What stands here imports no Pallas; the kernels are imported when they are first needed.
+"""
+
+from ejkernel.kernels._pallas.tpu import flash_attention
+from ejkernel.kernels._tier import Tier
+from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
+from ejkernel.primitives.flash_attention import Outputs
+from ejkernel.types import Backend, Platform, Target
+
+
+def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the kernels cannot run on these operands (arrays or shapes), or None."""
+    if reason := flash_attention.supports(spec, operands.attention, target):
+        return reason
+    from .configs import PRODUCTS, fitting_tiles
+
+    lengths = operands.q.shape[1], operands.k.shape[1]
+    if any(block < length and block % 128 for block, length in zip(spec.block_size, lengths, strict=True)):
+        return f"blocks of {spec.block_size}, in which tiles of multiples of 128 do not fit evenly"
+    if spec.batch_invariant:
+        return "the table of the tiles of the whole batch decides how large tiles may be"
+    if not all(fitting_tiles(operation, operands, spec, target) for operation in PRODUCTS):
+        return "no tiles are large enough for scalar memory to hold the table of them, and small enough for a program"
+    return None
+
+
+def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward cannot run on these operands, or None."""
+    if operands.sinks is not None and (operands.mask is not None or operands.q_segment_ids is not None):
+        return "sinks beside segments or a mask: that a query sees no key is told by its lse, where there are no sinks"
+    return supports(spec, operands, target)
+
+
+_tier = Tier(
+    __name__,
+    "blocksparse_attention",
+    BlocksparseAttentionSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.TPU,
+    priority=100,
+)
+
+blocksparse_attention = _tier.forward("kernels", supports)
+blocksparse_attention_jvp = _tier.tangent("kernels", supports)
+blocksparse_attention_bwd = _tier.backward("kernels", supports_bwd, ("split",))
+
+_tier.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd)

@@ -1,0 +1,39 @@
+"""ragged_page_attention on TPU: tiles of tokens, of prefill, decode and drafts, over pages."""
+
+from jax import Array
+
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.ragged_page_attention import Operands, Outputs
+from ejkernel.types import Backend, Platform, Target
+from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
+
+from ..._registry import configured_by, kernel_registry, supported_if
+from . import _paged
+
+
+def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
+    """Why the kernel does not take the operands (arrays or shapes), or None."""
+    return _paged.ragged_refusal(spec, target, operands, (operands.k_scale, operands.v_scale))
+
+
+def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
+    """Configs that may be best, the likeliest first."""
+    return [
+        RaggedPageAttentionConfig(*sizes, platform=Platform.PALLAS, backend=Backend.TPU)
+        for sizes in _paged.ragged_sizes(spec, operands)
+    ]
+
+
+@kernel_registry.register("ragged_page_attention", Platform.PALLAS, Backend.TPU, priority=100)
+@configured_by(lambda *call: space(*call)[0], space, refuses=_paged.refuses)
+@supported_if(supports)
+def ragged_page_attention(
+    *operands: Array | None,
+    spec: CacheSpec = CacheSpec(),
+    config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
+) -> Outputs:
+    """o and lse."""
+    from ._paged.ragged import ragged
+
+    x = Operands(*operands)
+    return Outputs(*ragged(x, x.kv_pages, spec, config, "ragged_page_attention"))

@@ -1,0 +1,324 @@
+"""Absorbed latent attention over pages: every slot is read once, as the key of all heads and, but for its rotary part,
+as their value.
+
+A row is some tokens of one sequence, one in a decode. A program has the heads of a row, or as many of them as a tile
+has, and one part of the keys that its tokens see, and leaves its own o and lse:
+
+    s_j = softcap·tanh(scale·(q_latent·c_j + q_rope·r_j) / softcap)
+    lse_p = log(Σ_j exp s_j + [p = 0] Σ_x exp sinks_x),    o_p = Σ_j exp(s_j − lse_p) c_j
+
+of which `merged` makes those of all parts, lse = log Σ_p exp lse_p and o = Σ_p exp(lse_p − lse) o_p. The parts are of
+whole tiles, which begin where a tile of the cache does: of a row of one token they depend on its sequence alone.
+
+Statistics are relative to maxima in logits of base 2. Slots that no token of a row sees are not read.
+
+Transposed, tiles of logits have keys as rows: Hopper's products, of 64 rows and from 8 columns on, then have the keys
+and features for these, and few heads for those.
+"""
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from jax import Array, lax
+
+from ejkernel.kernels._page_plan import ragged_rows
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._paged import SMALLEST_TILE
+from ejkernel.kernels._triton._paged.attend import LN2, LOG2E, in_dtype, tanh
+from ejkernel.kernels._xla._pages import ragged_queries
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
+from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
+
+from .configs import of_launch, rows_of
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Elements from one to the next along the axes of an array [batch?, page?, slot?]; 0 where there is one."""
+
+    batch: int
+    page: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes of one call, and what is computed, as a compile-time constant.
+
+    Attributes:
+        T, H, R, D: tokens of a step, heads, and features of a latent and of its rotary part.
+        rows: of a step.
+        sequences: of a step.
+        pages, page: how many pages the pool has, and slots of each.
+        columns: pages of a sequence in its table.
+        splits: parts that the keys of a row are cut into.
+        draft_words: words of 32 bits that hold what a token sees of the drafts.
+        scale: the factor of the logits.
+        softcap: their bound, or None.
+        slots: where a slot stands, in rows of R + D features.
+        sinks, k_scale: where the sink of a head and the factor of a slot stand, if there are any.
+    """
+
+    T: int
+    H: int
+    R: int
+    D: int
+    rows: int
+    sequences: int
+    pages: int
+    page: int
+    columns: int
+    splits: int
+    draft_words: int
+    scale: float
+    softcap: float | None
+    slots: Strides
+    sinks: int
+    k_scale: Strides | None
+
+
+def strides_of(shape: tuple[int, ...]) -> Strides:
+    """Of a dense array [batch, page, slot]."""
+    found, step = [], 1
+    for size in reversed(shape):
+        found.append(0 if size == 1 else step)
+        step *= size
+    return Strides(*reversed(found))
+
+
+class Step(NamedTuple):
+    """Who sees whom in the steps of a batch.
+
+    Attributes:
+        rows: [b,r,3] int32, of each row its sequence, its first token, and how many tokens it has, which may be 0.
+        first, stop: [b,t] int32, the keys first ≤ j < stop that a token sees, drafts aside.
+        valid: [b,t] bool, whether it is of any sequence.
+        cached: [b,t] int32, the position from which on drafts decide; None without.
+        drafts, drafts_of_row: [b,t,w] and [b,r,w] int32, bits of the drafts that a token, or one of a row, sees.
+    """
+
+    rows: Array
+    first: Array
+    stop: Array
+    valid: Array
+    cached: Array | None
+    drafts: Array | None
+    drafts_of_row: Array | None
+
+
+def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
+    """o [b,t,h,c] and lse [b,t,h]."""
+    (B, T, H, R), D, (_, pages, page, _) = x.q_latent.shape, x.q_rope.shape[3], x.pages.shape
+    heads, tokens = rows_of(H, config)
+    step = _step(x, spec, 1 if spec.batch_invariant else tokens)
+    splits, rows = spec.num_splits or config.num_splits, step.rows.shape[1]
+    problem = Problem(
+        T, H, R, D, rows, x.context_lens.shape[1], pages, page, x.block_tables.shape[2], splits,
+        0 if step.drafts is None else step.drafts.shape[2], spec.softmax_scale, spec.softcap,
+        strides_of(x.pages.shape[:3]),
+        0 if x.sinks is None or x.sinks.shape[0] == 1 else H,
+        None if x.k_scale is None else strides_of(x.k_scale.shape[:3]),
+    )  # fmt: skip
+    of, dtype = jax.ShapeDtypeStruct, x.q_latent.dtype
+    o, lse = _launch.launch(
+        latent_kernel,
+        x.q_latent, x.q_rope, x.pages, x.block_tables, step.rows, step.first, step.stop, step.cached, step.drafts,
+        step.drafts_of_row, None if x.sinks is None else jax.nn.logsumexp(x.sinks, axis=-1), x.k_scale,
+        out_type=(of((B, T, splits, H, R), dtype if splits == 1 else jnp.float32), of((B, T, splits, H), jnp.float32)),
+        grid=B * rows * splits * triton.cdiv(H, heads),
+        config=of_launch(config),
+        problem=problem,
+        HEADS=heads,
+        TOKENS=tokens,
+        BLOCK_K=config.keys_per_block,
+        WIDTH=max(SMALLEST_TILE, triton.next_power_of_2(R)),
+        ROPE=max(SMALLEST_TILE, triton.next_power_of_2(D)),
+        TRANSPOSED=config.algorithm == "transposed",
+    )  # fmt: skip
+    if splits == 1:
+        o, lse = o[:, :, 0], lse[:, :, 0]
+    else:
+        o, lse = merged(o, lse, dtype, in_order=spec.batch_invariant)
+    valid = step.valid[..., None]  # of other tokens nothing is written
+    return Outputs(jnp.where(valid[..., None], o, np.zeros((), dtype)), jnp.where(valid, lse, np.float32(-np.inf)))
+
+
+def merged(o: Array, lse: Array, dtype: Any, in_order: bool) -> tuple[Array, Array]:
+    """o [b,t,h,e] in dtype and lse [b,t,h] of parts [b,t,p,h,…].
+
+    `in_order` adds up one part after the other, whatever the sizes of other axes.
+    """
+    add = (lambda x: functools.reduce(operator.add, jnp.unstack(x, axis=2))) if in_order else (lambda x: x.sum(2))
+    total = lse.max(2)
+    total = jnp.where(jnp.isfinite(total), total, np.float32(0))
+    weights = jnp.exp(lse - total[:, :, None])
+    sum_ = add(weights)
+    o = add(o * weights[..., None]) / jnp.where(sum_ == 0, np.float32(1), sum_)[..., None]
+    return o.astype(dtype), total + jnp.log(sum_)
+
+
+def _step(x: Operands, spec: CacheSpec, tokens: int) -> Step:
+    """With rows of up to so many tokens."""
+    T, page, n = x.q_latent.shape[1], x.pages.shape[2], x.context_lens.shape[1]
+    drafts = None if x.draft_mask is None else x.draft_mask.shape[2]
+    left = None if spec.window is None else spec.window - 1
+
+    def of_batch(context_lens, block_tables, query_start_loc, num_seqs, draft_mask):
+        tables = context_lens, block_tables, query_start_loc, num_seqs
+        alone = Operands(None, None, None, *tables, draft_mask=draft_mask)
+        queries = ragged_queries(alone, jnp.zeros((T, 0)), page, spec)
+        count = jnp.clip(num_seqs[0], 0, n)
+        rows = ragged_rows(context_lens, query_start_loc, count, T, page, left, tokens, drafts)
+        # No more rows than tokens have any, and those come first.
+        rows = jnp.stack([rows.request, rows.token, rows.tokens], axis=1)[:T]
+        of_tokens, of_rows = None, None
+        if draft_mask is not None:
+            of_tokens, number = in_words(draft_mask), jnp.arange(tokens, dtype=jnp.int32)
+            places = jnp.where(number < rows[:, 2:], rows[:, 1:2] + number, T)
+            words = of_tokens.at[places].get(mode="fill", fill_value=0)
+            of_rows = lax.reduce(words, np.int32(0), lax.bitwise_or, (1,))
+        return Step(rows, queries.first, queries.stop, queries.valid, queries.cached, of_tokens, of_rows)
+
+    return jax.vmap(of_batch)(x.context_lens, x.block_tables, x.query_start_loc, x.num_seqs, x.draft_mask)
+
+
+def in_words(bits: Array) -> Array:
+    """[t,n] bool as words [t,⌈n/32⌉] int32, of which bit i of word w is number 32·w + i."""
+    bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 32))).reshape(len(bits), -1, 32)
+    words = (bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+@triton.jit
+def latent_kernel(
+    q_latent, q_rope, pages, block_tables, rows, first, stop, cached, drafts, drafts_of_row, sinks, k_scale,
+    o, lse,
+    problem: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
+    ROPE: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    KEYS: tl.constexpr = 0 if TRANSPOSED else 1  # the axis of a tile of logits that they are along
+    head_blocks: tl.constexpr = (problem.H + HEADS - 1) // HEADS
+    part = tl.program_id(0) // head_blocks % problem.splits
+    row = tl.program_id(0) // (head_blocks * problem.splits)  # of all batches
+    batch = row // problem.rows
+    sequence, token, count = tl.load(rows + row * 3), tl.load(rows + row * 3 + 1), tl.load(rows + row * 3 + 2)
+    if count == 0:
+        return
+    m, c, d = tl.arange(0, TOKENS * HEADS), tl.arange(0, WIDTH), tl.arange(0, ROPE)
+    head = tl.program_id(0) % head_blocks * HEADS + m % HEADS
+    is_token = m // HEADS < count
+    inside = is_token & (head < problem.H)
+    at = batch * problem.T + token + m // HEADS  # of the tokens of all batches
+    query = at.to(tl.int64) * problem.H + head
+    latents = load_rows(q_latent, query * problem.R, inside, c, problem.R, WIDTH)
+    ropes = load_rows(q_rope, query * problem.D, inside, d, problem.D, ROPE)
+
+    first_of, stop_of = tl.load(first + at, mask=is_token, other=0), tl.load(stop + at, mask=is_token, other=0)
+    high = tl.max(stop_of, 0)
+    low = tl.min(tl.where(first_of < stop_of, first_of, high), 0)
+    first_tile = low // BLOCK_K
+    each = tl.cdiv(tl.cdiv(high, BLOCK_K) - first_tile, problem.splits)
+    begin = first_tile + part * each
+    end = tl.minimum(begin + each, tl.cdiv(high, BLOCK_K))
+
+    if drafts is not None:
+        new_from = tl.load(cached + batch * problem.T + token)
+    maximum = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([TOKENS * HEADS], tl.float32)
+    if sinks is not None:
+        is_first = inside & (part == 0)
+        maximum = LOG2E * tl.load(sinks + batch * problem.sinks + head, mask=is_first, other=float("-inf"))
+        total = is_first.to(tl.float32)
+    acc = tl.zeros([WIDTH, TOKENS * HEADS] if TRANSPOSED else [TOKENS * HEADS, WIDTH], tl.float32)
+    for tile in tl.range(begin, end):
+        position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        at_key = tl.expand_dims(position, 1 - KEYS)
+        visible = (at_key >= tl.expand_dims(first_of, KEYS)) & (at_key < tl.expand_dims(stop_of, KEYS))
+        needed = (position >= low) & (position < high)
+        if drafts is not None:
+            new = position - new_from
+            tokens, asked = tl.expand_dims(at, KEYS), tl.expand_dims(is_token, KEYS)
+            visible &= (at_key < new_from) | of_drafts(drafts, tokens, asked, at_key - new_from, problem)
+            needed &= (new < 0) | of_drafts(drafts_of_row, tl.zeros_like(new) + row, new >= 0, new, problem)
+        slot = place(block_tables, batch * problem.sequences + sequence, position, needed, problem)
+        start = (batch.to(tl.int64) * problem.slots.batch + slot) * (problem.R + problem.D)
+        keys = in_dtype(load_rows(pages, start, needed, c, problem.R, WIDTH), latents)
+        key_ropes = in_dtype(load_rows(pages, start + problem.R, needed, d, problem.D, ROPE), latents)
+        if TRANSPOSED:
+            s = tl.dot(keys, tl.trans(latents), input_precision="ieee")
+            s = tl.dot(key_ropes, tl.trans(ropes), s, input_precision="ieee") * problem.scale
+        else:
+            s = tl.dot(latents, tl.trans(keys), input_precision="ieee")
+            s = tl.dot(ropes, tl.trans(key_ropes), s, input_precision="ieee") * problem.scale
+        if k_scale is not None:
+            factor = tl.expand_dims(load_scales(k_scale, batch, slot, needed, problem), 1 - KEYS)
+            s *= factor
+        if problem.softcap is not None:
+            s = problem.softcap * tanh(s * (1 / problem.softcap))
+        s = tl.where(visible, s * LOG2E, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(s, KEYS))
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        p = tl.exp2(s - tl.expand_dims(base, KEYS))
+        alpha = tl.exp2(maximum - base)
+        total = total * alpha + tl.sum(p, KEYS)
+        if k_scale is not None:
+            p *= factor
+        acc *= tl.expand_dims(alpha, KEYS)
+        if TRANSPOSED:
+            acc = tl.dot(tl.trans(keys), p.to(keys.dtype), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(p.to(keys.dtype), keys, acc, input_precision="ieee")
+        maximum = highest
+    acc /= tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
+    if TRANSPOSED:
+        acc = tl.trans(acc)
+    out = (at.to(tl.int64) * problem.splits + part) * problem.H + head
+    is_written = inside[:, None] if problem.R == WIDTH else inside[:, None] & (c < problem.R)[None, :]
+    tl.store(o + out[:, None] * problem.R + c[None, :], acc.to(o.dtype.element_ty), mask=is_written)
+    tl.store(lse + out, maximum * LN2 + tl.log(total), mask=inside)
+
+
+@triton.jit
+def load_rows(x, start, mask, column, size: tl.constexpr, WIDTH: tl.constexpr):
+    """`size` numbers from each start on, in a tile of WIDTH columns; 0 where the mask is False."""
+    if size == WIDTH:
+        return tl.load(x + start[:, None] + column[None, :], mask=mask[:, None], other=0.0)
+    else:
+        return tl.load(x + start[:, None] + column[None, :], mask=mask[:, None] & (column < size)[None, :], other=0.0)
+
+
+@triton.jit
+def place(block_tables, sequence, position, needed, problem: tl.constexpr):
+    """Which slot of the pool the keys at these positions have; a page that is not in it is the nearest one that is."""
+    at = sequence.to(tl.int64) * problem.columns + position // problem.page
+    page = tl.load(block_tables + at, mask=needed, other=0)
+    page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
+    return page.to(tl.int64) * problem.page + position % problem.page
+
+
+@triton.jit
+def of_drafts(drafts, token, mask, new, problem: tl.constexpr):
+    """Whether each token sees the drafts with these numbers; tokens and numbers of shapes that broadcast."""
+    words: tl.constexpr = problem.draft_words
+    told = tl.zeros_like(token) | tl.zeros_like(new)
+    for word in tl.static_range(words):
+        bits = tl.load(drafts + token.to(tl.int64) * words + word, mask=mask, other=0)
+        place = new - 32 * word
+        told |= tl.where((place >= 0) & (place < 32), (bits >> (place & 31)) & 1, 0)
+    return told != 0
+
+
+@triton.jit
+def load_scales(k_scale, batch, slot, needed, problem: tl.constexpr):
+    """The factors of the keys in these slots, 0 where they are not needed."""
+    strides: tl.constexpr = problem.k_scale
+    at = batch.to(tl.int64) * strides.batch + slot // problem.page * strides.page + slot % problem.page * strides.slot
+    return tl.load(k_scale + at, mask=needed, other=0.0)

@@ -1,0 +1,69 @@
+"""native_sparse_attention in Triton: the portable GPU kernels (CUDA from sm_80 on, and ROCm).
+
+What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+"""
+
+from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._triton import _launch
+from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
+from ejkernel.types import Backend, Platform, Target
+
+LARGEST_BLOCK, LARGEST_GROUP = 128, 128
+
+
+def supports(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the forward cannot run on these operands (arrays or shapes), or None."""
+    return _reason("native_sparse_attention", spec, operands, target)
+
+
+def supports_jvp(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the tangent cannot run on these operands, or None."""
+    return _reason("native_sparse_attention_jvp", spec, operands, target)
+
+
+def supports_bwd(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward cannot run on these operands, or None."""
+    return _reason("native_sparse_attention_bwd", spec, operands, target)
+
+
+def _reason(operation: str, spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    if reason := _launch.refusal(target):
+        return reason
+    if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
+        return f"q is {operands.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
+    for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
+        if size > 256 or size % 8:
+            return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
+    if spec.block_size > LARGEST_BLOCK:
+        return f"blocks of {spec.block_size} keys; Triton's kernels take up to {LARGEST_BLOCK}"
+    if operands.q.shape[2] // operands.k.shape[2] > LARGEST_GROUP:
+        group = operands.q.shape[2] // operands.k.shape[2]
+        return f"{group} query heads share keys; Triton's kernels take up to {LARGEST_GROUP}"
+    if any(0 in operands[n].shape for n in (0, 1, 3)):
+        return "an empty batch, sequence or list"
+    from .configs import least_memory
+
+    return _launch.memory_refusal(least_memory(operation, operands, spec), target)
+
+
+_tier = Tier(
+    __name__,
+    "native_sparse_attention",
+    NativeSparseAttentionSpec,
+    Operands,
+    Outputs,
+    Platform.TRITON,
+    Backend.GPU,
+    priority=100,
+    custom_calls=_launch.CUSTOM_CALLS,
+    refuses=_launch.refuses,
+    excess=_launch.excess,
+)
+
+native_sparse_attention = _tier.forward("forward", supports)
+native_sparse_attention_jvp = _tier.tangent("tangent", supports_jvp)
+native_sparse_attention_bwd = _tier.backward("backward", supports_bwd)
+
+_tier.register(
+    "native_sparse_attention", native_sparse_attention, native_sparse_attention_jvp, native_sparse_attention_bwd
+)

@@ -1,0 +1,307 @@
+"""native_sparse_attention in plain JAX: some queries at a time, each beside the keys of its own blocks.
+
+Of query i and the keys j that it sees, whose logits are s_ij = scale · q_i·k_j:
+
+    lse_i = log Σ_j exp s_ij        p_ij = exp(s_ij − lse_i)        o_i = Σ_j p_ij v_j
+
+With the cotangents do and dlse, and because ∂lse_i / ∂s_ij = p_ij and ∂p_ij / ∂s_ij' = p_ij (δ_jj' − p_ij'):
+
+    dp_ij = do_i·v_j                ds_ij = p_ij (dp_ij − Σ_j' p_ij' dp_ij' + dlse_i)
+    dq_i = scale Σ_j ds_ij k_j      dk_j = scale Σ_i ds_ij q_i      dv_j = Σ_i p_ij do_i
+
+The sums over i run over the queries that see j, of all heads of its group: those of a chunk of queries are added to the
+keys' rows. Along tangents:
+
+    ṡ_ij = scale (q̇_i·k_j + q_i·k̇_j)          l̇se_i = Σ_j p_ij ṡ_ij          ȯ_i = Σ_j p_ij ((ṡ_ij − l̇se_i) v_j + v̇_j)
+
+Backward and tangent take the weights exp(s − lse) as shares of their sum, which is 1 but for the rounding of lse. So lse
+is a constant where these are differentiated: the change of the sum is in that sum.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
+from ejkernel.types import KernelConfig, Target
+from ejkernel.xla_utils.sequence_blocks import places
+
+from .._registry import Backend, Platform, configured_by, kernel_registry
+from ._attention import statistics_dtype
+from ._chunks import in_chunks
+from ._tiles import varying_like
+
+# Numbers of the keys and values that are gathered for a chunk of queries, at most.
+_MOST_GATHERED = {"cpu": 2**20}, 2**24
+
+
+def heuristic(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
+    """As many queries at a time as leave what is gathered for them in the cache of a CPU, or small elsewhere."""
+    (b, s, _, d), (*_, g, e), n = operands.q.shape, operands.v.shape, operands.block_indices.shape[3]
+    of_devices, otherwise = _MOST_GATHERED
+    most = of_devices.get(target.platform, otherwise)
+    of_query = b * g * n * spec.block_size * (d + e)
+    return KernelConfig(block_q=int(max(1, min(s, 512, most // max(1, of_query)))), block_k=spec.block_size)
+
+
+def space(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+    """That of the heuristic."""
+    return [heuristic(spec, operands, target)]
+
+
+def reference(*operands: Any, spec: NativeSparseAttentionSpec = NativeSparseAttentionSpec()) -> Outputs:
+    """The formula, with a mask of the size of the logits: products take the precision of the inputs."""
+    x = Operands(*operands)
+    o, lse = _of_each(partial(_reference, spec=spec), x, (), ())
+    return _outputs(o.astype(x.q.dtype), lse)
+
+
+def _reference(x: Operands, *, spec: NativeSparseAttentionSpec) -> tuple[Array, Array]:
+    (s, t), size = (x.q.shape[0], x.k.shape[0]), spec.block_size
+    place, token = places(x.cu_seqlens, s, t), jnp.arange(t, dtype=jnp.int32)[None]
+    position = token - place.first[:, None]
+    listed = (x.block_indices[:, None] == (position // size)[..., None]).any(-1)
+    visible = listed & (position >= 0) & (position < place.stop[:, None])
+    k, v = (jnp.where(visible.any(0)[:, None], of, 0) for of in (x.k, x.v))
+    q = jnp.where(visible.any(1)[:, None, None], x.q, 0)
+    logits = jnp.where(visible[:, None], spec.softmax_scale * _product("srd,td->srt", q, k), -jnp.inf)
+    m, weights, total = _softmax(logits)
+    return _product("srt,te->sre", (weights / _not_zero(total)).astype(v.dtype), v), _lse(m, total)[..., 0]
+
+
+# --- The three primitives --------------------------------------------------------------------------------------------
+
+
+@kernel_registry.register("native_sparse_attention", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+def native_sparse_attention(
+    *operands: Array | None,
+    spec: NativeSparseAttentionSpec = NativeSparseAttentionSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> Outputs:
+    """o and lse."""
+    return _outputs(*_of_each(partial(_forward, spec=spec, size=config.block_q), Operands(*operands), (), ()))
+
+
+@kernel_registry.register("native_sparse_attention_jvp", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+def native_sparse_attention_jvp(
+    primals: Operands,
+    outputs: Outputs,
+    tangents: Operands,
+    *,
+    spec: NativeSparseAttentionSpec = NativeSparseAttentionSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> Outputs:
+    """The tangents of o and lse; a tangent of None is zero."""
+    run = partial(_tangent, spec=spec, size=config.block_q)
+    rows, keys = (_by_row(outputs.lse), tangents.q), (tangents.k, tangents.v)
+    return _outputs(*_of_each(run, primals, rows, keys))
+
+
+@kernel_registry.register("native_sparse_attention_bwd", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+def native_sparse_attention_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: NativeSparseAttentionSpec = NativeSparseAttentionSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> tuple[Array, ...]:
+    """The cotangents of the operands named in wrt; a cotangent of None is zero."""
+    run = partial(_backward, wrt=wrt, spec=spec, size=config.block_q)
+    rows = (_by_row(outputs.lse), cotangents.o, None if cotangents.lse is None else _by_row(cotangents.lse))
+    found = _of_each(run, primals, rows, ())
+    back = {"q": _ungrouped, "k": _with_keys, "v": _with_keys}
+    return tuple(back[name](of) for name, of in zip(wrt, found, strict=True))
+
+
+# --- One key/value head of one element: q [s,r,d], k [t,d], v [t,e], block_indices [s,n], lse [s,r] -------------------
+
+
+def _of_each(f: Callable[..., Any], x: Operands, rows: Sequence[Array | None], keys: Sequence[Array | None]) -> Any:
+    """f(operands, *rows, *keys) of each: [b,g,…] of its results, where rows are [b,s,h,…] and keys [b,t,g,…]."""
+    groups, cu_seqlens = x.k.shape[2], x.cu_seqlens
+    shared = cu_seqlens is not None and cu_seqlens.shape[0] == 1
+    cu_seqlens = cu_seqlens[0] if shared else cu_seqlens
+    by_group = lambda of, *arrays: [None if a is None else of(a) for a in arrays]
+    q, *rows = by_group(partial(_grouped, groups=groups), x.q, *rows)
+    k, v, blocks, *keys = by_group(_with_keys, x.k, x.v, x.block_indices, *keys)
+    given = Operands(q, k, v, blocks, cu_seqlens)
+    rest = [0] * (len(rows) + len(keys))
+    of_batch = jax.vmap(f, in_axes=(Operands(0, 0, 0, 0, None), *rest))
+    return jax.vmap(of_batch, in_axes=(Operands(0, 0, 0, 0, None if shared else 0), *rest))(given, *rows, *keys)
+
+
+def _grouped(x: Array, groups: int) -> Array:
+    """[b,s,h,…] -> [b,g,s,r,…]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], groups, x.shape[2] // groups, *x.shape[3:]), 2, 1)
+
+
+def _ungrouped(x: Array) -> Array:
+    """[b,g,s,r,…] -> [b,s,h,…]."""
+    x = jnp.moveaxis(x, 1, 2)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
+
+
+def _with_keys(x: Array) -> Array:
+    """[b,t,g,…] <-> [b,g,t,…]."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _by_row(x: Array) -> Array:
+    """[b,h,s] <-> [b,s,h]."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _outputs(o: Array, lse: Array) -> Outputs:
+    return Outputs(_ungrouped(o), _by_row(_ungrouped(lse)))
+
+
+def _forward(x: Operands, *, spec: NativeSparseAttentionSpec, size: int) -> tuple[Array, Array]:
+    def chunk(_, q, lists):
+        near = _gathered(x, lists, spec)
+        m, weights, total = _softmax(_logits(q, near, spec))
+        return _, ((_over_keys(weights, near.v) / _not_zero(total)).astype(q.dtype), _lse(m, total)[..., 0])
+
+    return in_chunks(chunk, (), (x.q, _lists(x, spec)), size)[1]
+
+
+def _tangent(x: Operands, lse, dq, dk, dv, *, spec: NativeSparseAttentionSpec, size: int) -> tuple[Array, Array]:
+    def chunk(_, q, lse, dq, lists):
+        near = _gathered(x, lists, spec)
+        p = _weights(q, lse, near, spec)
+        ds = jnp.zeros_like(p)
+        if dq is not None:
+            ds += spec.softmax_scale * _product("crd,cmd->crm", _of_live(dq, near), near.k)
+        if dk is not None:
+            ds += spec.softmax_scale * _product("crd,cmd->crm", _of_live(q, near), _rows_of(dk, near))
+        dlse = (p * ds).sum(-1, keepdims=True)
+        do = _over_keys(p * (ds - dlse), near.v)
+        if dv is not None:
+            do += _over_keys(p, _rows_of(dv, near))
+        return _, (do.astype(q.dtype), dlse[..., 0])
+
+    return in_chunks(chunk, (), (x.q, lse, dq, _lists(x, spec)), size)[1]
+
+
+def _backward(x: Operands, lse, do, dlse, *, wrt: tuple[str, ...], spec: NativeSparseAttentionSpec, size: int):
+    def chunk(totals, q, lse, do, dlse, lists):
+        near = _gathered(x, lists, spec)
+        p = _weights(q, lse, near, spec)
+        ds = jnp.zeros_like(p)
+        if do is not None:
+            do = _of_live(do, near)
+            ds += _product("cre,cme->crm", do, near.v)
+            ds -= (p * ds).sum(-1, keepdims=True)
+        if dlse is not None:
+            ds += _of_live(dlse[..., None], near)
+        ds = (p * ds * spec.softmax_scale).astype(q.dtype)
+        of_keys = {}
+        if "k" in totals:
+            of_keys["k"] = _product("crm,crd->cmd", ds, _of_live(q, near))
+        if "v" in totals:
+            of_keys["v"] = _product("crm,cre->cme", p.astype(q.dtype), do)
+        totals = {name: totals[name].at[near.token].add(of) for name, of in of_keys.items()}
+        return totals, _product("crm,cmd->crd", ds, near.k).astype(q.dtype) if "q" in wrt else None
+
+    asked = {"k": x.k, "v": None if do is None else x.v}
+    totals = {n: jnp.zeros(of.shape, lse.dtype) for n, of in asked.items() if n in wrt and of is not None}
+    rows = (x.q, lse, do, dlse, _lists(x, spec))
+    totals, dq = in_chunks(chunk, varying_like((x, rows), totals), rows, size)
+    found = {"q": dq} | {name: of.astype(x.q.dtype) for name, of in totals.items()}
+    return [found[name] if name in found else jnp.zeros_like(getattr(x, name)) for name in wrt]
+
+
+# --- A chunk of c queries near the m keys of their blocks ------------------------------------------------------------
+
+
+class _Lists(NamedTuple):
+    """For each query: where its sequence begins, how many of its tokens it sees, and its blocks [c,n]."""
+
+    first: Array
+    stop: Array
+    blocks: Array
+
+
+class _Near(NamedTuple):
+    """The keys and values [c,m,·] of the blocks of c queries, 0 where not visible, and which tokens they are."""
+
+    k: Array
+    v: Array
+    token: Array
+    visible: Array
+
+
+def _lists(x: Operands, spec: NativeSparseAttentionSpec) -> _Lists:
+    """Blocks are −1 where they are out of range or stand in the list before."""
+    place = places(x.cu_seqlens, x.q.shape[0], x.k.shape[0])
+    n, blocks = x.block_indices.shape[1], x.block_indices
+    ok = (blocks >= 0) & (blocks < -(-x.k.shape[0] // spec.block_size))
+    earlier = jnp.asarray(np.tri(n, k=-1, dtype=bool))
+    again = ((blocks[:, :, None] == blocks[:, None]) & earlier).any(-1)
+    return _Lists(place.first, place.stop, jnp.where(ok & ~again, blocks, -1))
+
+
+def _gathered(x: Operands, lists: _Lists, spec: NativeSparseAttentionSpec) -> _Near:
+    (c, n), size = lists.blocks.shape, spec.block_size
+    position = (lists.blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(c, n * size)
+    visible = (position >= 0) & (position < lists.stop[:, None])
+    near = _Near(x.k, x.v, jnp.where(visible, lists.first[:, None] + position, 0), visible)
+    return near._replace(k=_rows_of(x.k, near), v=_rows_of(x.v, near))
+
+
+def _rows_of(x: Array, near: _Near) -> Array:
+    """The rows [c,m,·] of x [t,·]."""
+    if x.shape[0] == 0:
+        return jnp.zeros((*near.token.shape, x.shape[-1]), x.dtype)
+    return jnp.where(near.visible[..., None], x.at[near.token].get(mode="promise_in_bounds"), 0)
+
+
+def _of_live(x: Array, near: _Near) -> Array:
+    """x [c,r,·] of the queries, 0 of those that see no key: such may hold anything."""
+    return jnp.where(near.visible.any(-1)[:, None, None], x, 0)
+
+
+def _logits(q: Array, near: _Near, spec: NativeSparseAttentionSpec) -> Array:
+    s = spec.softmax_scale * _product("crd,cmd->crm", _of_live(q, near), near.k)
+    return jnp.where(near.visible[:, None], s, -jnp.inf)
+
+
+def _softmax(s: Array) -> tuple[Array, Array, Array]:
+    """Of each row the largest logit m, exp(s − m), and the sum of that."""
+    m = jnp.maximum(s.max(-1, keepdims=True, initial=-np.inf), jnp.finfo(s.dtype).min)
+    weights = jnp.exp(s - (m := lax.stop_gradient(m)))
+    return m, weights, weights.sum(-1, keepdims=True)
+
+
+def _weights(q: Array, lse: Array, near: _Near, spec: NativeSparseAttentionSpec) -> Array:
+    """p [c,r,m]."""
+    lse = lax.stop_gradient(jnp.where(jnp.isfinite(lse), lse, 0))
+    weights = jnp.exp(_logits(q, near, spec) - lse[..., None])
+    return weights / _not_zero(weights.sum(-1, keepdims=True))
+
+
+def _over_keys(p: Array, v: Array) -> Array:
+    """Σ_m p [c,r,m] · v [c,m,e] -> [c,r,e]."""
+    return _product("crm,cme->cre", p.astype(v.dtype), v)
+
+
+def _lse(m: Array, total: Array) -> Array:
+    return jnp.where(total == 0, -jnp.inf, m + jnp.log(_not_zero(total)))
+
+
+def _not_zero(total: Array) -> Array:
+    return jnp.where(total == 0, 1, total)
+
+
+def _product(axes: str, x: Array, y: Array) -> Array:
+    """In the dtype of statistics; float32 in full on every platform."""
+    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=statistics_dtype(x.dtype))

@@ -1,0 +1,97 @@
+"""native_sparse_blocks in plain JAX: the scores of some queries at a time, and the best of them.
+
+With c_x the mean key of block x, and over those blocks that have ended at or before query i:
+
+    p_ihx = exp(scale · q_ih·c_x) / Σ_x' exp(scale · q_ih·c_x')        score_ix = Σ_h p_ihx, over the heads h of a group
+
+A list begins with the own block of the query and the first block, whatever their scores; then come the others, the one
+of the highest score first, and of equal ones the earlier.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec, Operands, Outputs
+from ejkernel.types import KernelConfig, Target
+from ejkernel.xla_utils.sequence_blocks import ended_blocks, places
+
+from .._registry import Backend, Platform, configured_by, kernel_registry
+from ._attention import statistics_dtype
+from ._chunks import in_chunks
+
+
+def heuristic(spec: NativeSparseBlocksSpec, operands: Operands, target: Target) -> KernelConfig:
+    """As many queries at a time as leave their scores in the cache of a CPU, or small elsewhere."""
+    (b, s, h, _), t = operands.q.shape, operands.k.shape[1]
+    most = 2**20 if target.platform == "cpu" else 2**25
+    of_query = b * h * (t // spec.block_size + 1)
+    return KernelConfig(block_q=int(max(1, min(s, 2048, most // max(1, of_query)))), block_k=spec.block_size)
+
+
+def space(spec: NativeSparseBlocksSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+    """That of the heuristic."""
+    return [heuristic(spec, operands, target)]
+
+
+def reference(*operands: Any, spec: NativeSparseBlocksSpec = NativeSparseBlocksSpec()) -> Outputs:
+    """The formula, with the scores of all queries."""
+    return native_sparse_blocks(*operands, spec=spec, config=KernelConfig(block_q=operands[0].shape[1] or 1))
+
+
+@kernel_registry.register("native_sparse_blocks", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+def native_sparse_blocks(
+    *operands: Array | None,
+    spec: NativeSparseBlocksSpec = NativeSparseBlocksSpec(),
+    config: KernelConfig = KernelConfig(),
+) -> Outputs:
+    """block_indices."""
+    q, k, ranks, cu_seqlens = Operands(*operands)
+    shared = cu_seqlens is not None and cu_seqlens.shape[0] == 1
+    cu_seqlens = cu_seqlens[0] if shared else cu_seqlens
+    of_each = partial(_blocks, count=ranks.shape[0], spec=spec, size=config.block_q)
+    return Outputs(jax.vmap(of_each, in_axes=(0, 0, None if shared else 0))(q, k, cu_seqlens))
+
+
+def _blocks(q: Array, k: Array, cu_seqlens: Array | None, *, count: int, spec: NativeSparseBlocksSpec, size: int):
+    """[s,g,count] of q [s,h,d] and k [t,g,d]."""
+    (s, h, d), (t, g, _), block = q.shape, k.shape, spec.block_size
+    place, means = places(cu_seqlens, s, t), _means(k, cu_seqlens, block)
+    before = jnp.zeros((s,), jnp.int32)
+    if cu_seqlens is not None:
+        before = ended_blocks(cu_seqlens, t, block).before[place.sequence]
+    dtype, slot = means.dtype, jnp.arange(means.shape[0], dtype=jnp.int32)[None]
+
+    def chunk(_, q, before, stop):
+        x = slot - before[:, None]  # [c, slots]: the blocks as numbers in the sequence of each query
+        ended = (x >= 0) & (x < (stop // block)[:, None])
+        alive = ended.any(1)[:, None, None, None]
+        logits = jnp.einsum("cgrd,xgd->cgrx", jnp.where(alive, q, 0).astype(dtype), means, precision="highest")
+        logits = jnp.where(ended[:, None, None], spec.softmax_scale * logits, -jnp.inf)
+        top = jnp.maximum(logits.max(-1, keepdims=True, initial=-jnp.inf), jnp.finfo(dtype).min)
+        weights = jnp.exp(logits - top)
+        total = weights.sum(-1, keepdims=True)
+        score = (weights / jnp.where(total == 0, 1, total)).sum(2)
+        own = ((stop - 1) // block)[:, None]
+        score = jnp.where((ended & (x > 0) & (x < own))[:, None], score, -jnp.inf)
+        score = jnp.pad(score, ((0, 0), (0, 0), (0, count)), constant_values=-jnp.inf)
+        best, at = lax.top_k(score, count)
+        others = jnp.where(best >= 0, at - before[:, None, None], -1)
+        own = jnp.broadcast_to(jnp.where(stop > 0, own[:, 0], -1)[:, None, None], (*score.shape[:2], 1))
+        return _, jnp.concatenate([own, jnp.where(own > 0, 0, -1), others], axis=-1)[..., :count]
+
+    return in_chunks(chunk, (), (q.reshape(s, g, h // g, d), before, place.stop), size)[1].astype(jnp.int32)
+
+
+def _means(k: Array, cu_seqlens: Array | None, size: int) -> Array:
+    """[blocks, g, d]: the mean keys of the blocks that have ended, in the dtype of statistics."""
+    (t, g, d), dtype = k.shape, statistics_dtype(k.dtype)
+    if cu_seqlens is None:
+        blocks = t // size
+        return k[: blocks * size].reshape(blocks, size, g, d).mean(1, dtype=dtype)
+    rows = ended_blocks(cu_seqlens, t, size).tokens
+    return k.at[rows].get(mode="fill", fill_value=0).mean(1, dtype=dtype)

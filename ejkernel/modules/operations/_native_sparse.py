@@ -1,0 +1,126 @@
+"""What the operations of native sparse attention share: their checks, and attention to the means of ended blocks."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ...errors import value_error
+from ...primitives._batching import reshape_axes
+from ...primitives._sharding import explicit_axes
+from ...types.config import LARGEST_SIZE
+from ...xla_utils.sequence_blocks import ended_blocks, places, rows_by_ended_blocks
+from ._arguments import array, int32, require_cuts, require_dtype, require_rank, require_same_dtype, size_or_none
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_heads(operation: str, q: Any, k: Any) -> None:
+    """q [b,s,h,d] and k [b,t,g,d] of one float dtype, h a multiple of g."""
+    shown = dict(q=q, k=k)
+    require_rank(operation, 4, "batch, length, heads, features", **shown)
+    require_dtype(operation, np.floating, "a float type", **shown)
+    require_same_dtype(operation, **shown)
+    for name, x in shown.items():
+        if 0 in x.shape[2:]:
+            rule = f"{name} has {x.shape[2]} heads of {x.shape[3]} features; neither may be 0"
+            raise value_error(operation, rule, **shown)
+    for of, axis in (("batch", 0), ("features", 3)):
+        if k.shape[axis] != q.shape[axis]:
+            rule = f"k has {of} {k.shape[axis]} but q has {q.shape[axis]}; they must be equal"
+            raise value_error(operation, rule, **shown)
+    if q.shape[2] % k.shape[2]:
+        rule = "query heads must be a multiple of key/value heads"
+        raise value_error(operation, f"k has {k.shape[2]} heads but q has {q.shape[2]}; {rule}", **shown)
+
+
+def cuts_of(operation: str, cu_seqlens: Any, q: Any, k: Any) -> Array | None:
+    """[1, n + 1] int32; None if not given."""
+    if cu_seqlens is None:
+        return None
+    cu_seqlens = array(operation, "cu_seqlens", cu_seqlens)
+    require_cuts(operation, cu_seqlens=cu_seqlens)
+    if q.shape[0] != 1:
+        rule = "it must be 1 since cu_seqlens divides its tokens into sequences"
+        raise value_error(operation, f"q has batch {q.shape[0]}; {rule}", q=q)
+    if q.shape[1] != k.shape[1]:
+        rule = "they must be equal since cu_seqlens divides both"
+        raise value_error(operation, f"k has length {k.shape[1]} but q has {q.shape[1]}; {rule}", q=q, k=k)
+    return int32(cu_seqlens)[None]
+
+
+def size_of(operation: str, name: str, x: Any) -> int:
+    """A static positive size."""
+    found = size_or_none(operation, name, x)
+    if found is None or found > LARGEST_SIZE:
+        raise value_error(operation, f"{name} is {x}; it must be a positive int of 32 bits")
+    return found
+
+
+# --- The compressed branch -------------------------------------------------------------------------------------------
+
+
+def compressed(
+    attend: Callable[[Array, Array, Array, Array | None, Array | None], Array],
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens: Array | None,
+    size: int,
+) -> Array:
+    """Attention of each query to the mean keys and values of those blocks that have ended at or before it.
+
+    Queries stand in rows of `size`, each of the same ended blocks, the m-th of m: so row m sees the blocks before m,
+    which is causal attention of rows, one more than blocks. The places in a row are mapped, as heads that share keys.
+
+    Args:
+        attend: (q, k, v, cu_seqlens_q, cu_seqlens_k) → o, causal.
+    """
+    if k.shape[1] == 0 or q.shape[1] == 0:
+        return jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype)
+    if cu_seqlens is not None:
+        return _compressed_packed(attend, q, k, v, cu_seqlens[0], size)
+    (length, keys), blocks = (q.shape[1], k.shape[1]), k.shape[1] // size
+    means = [_mean_of_rows(_in_rows(x[:, : blocks * size], size)) for x in (k, v)]
+    before = (keys - length + 1) % size
+    count = blocks - (keys - length + 1) // size + 1
+    behind = count * size - before - length
+    rows = _in_rows(jnp.pad(q, ((0, 0), (before, behind), (0, 0), (0, 0))), size)
+    o = jax.vmap(lambda q: attend(q, *means, None, None), in_axes=2, out_axes=2)(rows)
+    return reshape_axes(o, 1, 2, (count * size,))[:, before : before + length]
+
+
+def _compressed_packed(attend, q, k, v, cuts, size):
+    tokens = q.shape[1]
+    blocks, rows = ended_blocks(cuts, tokens, size), rows_by_ended_blocks(cuts, tokens, size)
+    means = [_mean_of_rows(_taken(x, blocks.tokens)) for x in (k, v)]
+    of_rows = lambda q: attend(q[0], *(x[0] for x in means), rows.before, blocks.before)[None]
+    o = jax.vmap(of_rows, in_axes=2, out_axes=2)(_taken(q, rows.tokens))
+    o = reshape_axes(o, 1, 2, (o.shape[1] * size,))
+    place = places(cuts, tokens, tokens)
+    at = rows.before[place.sequence] * size + place.stop
+    return _taken(o, jnp.where(place.stop > 0, at, o.shape[1] + jnp.arange(tokens, dtype=jnp.int32)))
+
+
+def _in_rows(x: Array, size: int) -> Array:
+    """[b, rows · size, …] -> [b, rows, size, …]."""
+    return reshape_axes(x, 1, 1, (x.shape[1] // size, size))
+
+
+def _mean_of_rows(x: Array) -> Array:
+    """[b, rows, size, …] -> [b, rows, …], summed in the dtype of statistics."""
+    return x.mean(2, dtype=np.promote_types(x.dtype, np.float32)).astype(x.dtype)
+
+
+def _taken(x: Array, tokens: Array) -> Array:
+    """x[:, tokens], 0 where there is no such token. Of those that there are none stands twice in `tokens`."""
+    aval = jax.typeof(x)
+    sharding = None
+    if explicit_axes(aval):
+        spec = tuple(aval.sharding.spec) + (None,) * (x.ndim - len(aval.sharding.spec))
+        sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(spec[0], *[None] * tokens.ndim, *spec[2:]))
+    return x.at[:, tokens].get(mode="fill", fill_value=0, unique_indices=True, out_sharding=sharding)

@@ -1,0 +1,264 @@
+"""native_sparse_attention as an operation: the primitive is its selected branch, the others are flash_attention."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32, Integer
+
+from ...errors import value_error
+from ...ops import Invocation, default_executor
+from ...primitives.native_sparse_attention import NativeSparseAttentionSpec
+from ...primitives.native_sparse_attention import native_sparse_attention as algorithm
+from ...types import CuSeqlens, Platform, Scale, Window
+from ...xla_utils.sequence_blocks import places
+from .._operation import Operation, Prepared
+from ._arguments import align, array, int32, require_dtype, require_known, static_bool, static_scale, window_pair
+from ._native_sparse import check_heads, compressed, cuts_of, size_of
+from .flash_attention import FlashAttention
+from .native_sparse_blocks import NativeSparseBlocks, uneven_cuts
+
+NAME = algorithm.name
+
+_platform: ContextVar[Platform | str | None] = ContextVar("_platform", default=None)
+
+
+def native_sparse_attention_arguments(
+    q: Float[Array, "batch q_len q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    g_cmp: Float[Array, "batch q_len q_heads"] | None = None,
+    g_slc: Float[Array, "batch q_len q_heads"] | None = None,
+    g_swa: Float[Array, "batch q_len q_heads"] | None = None,
+    block_indices: Integer[Array, "batch q_len kv_heads blocks"] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    block_counts: int = 16,
+    block_size: int = 64,
+    window: Window | None = None,
+    softmax_scale: Scale | None = None,
+    return_block_indices: bool = False,
+) -> Prepared[
+    Float[Array, "batch q_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Int32[Array, "batch q_len kv_heads blocks"]]
+]:
+    """Native sparse attention: to the means of blocks, to the best blocks, and to a window, added up by gates.
+
+        o_i = g_cmp_i · cmp_i + g_slc_i · slc_i + g_swa_i · swa_i
+
+    Each branch is softmax attention with logits softmax_scale · q_i·k_j over keys of its own, i' = i + K − S:
+
+    cmp, compressed: the mean keys and values of the blocks of block_size tokens that have ended at or before the query,
+        (x + 1) · block_size ≤ i' + 1. It is left out where g_cmp is not given.
+    slc, selected: the keys j ≤ i' of the blocks in block_indices. Where these are not given they are those of
+        `native_sparse_blocks`: the own block, the first, and the others of the highest compressed weights, summed over
+        the query heads that share keys. Where g_slc is not given it is 1.
+    swa, sliding window: the last `window` keys. It is left out where no window is given, and g_swa is then 1 if not
+        given.
+
+    Differentiable in q, k, v, the gates and a traced softmax_scale, to any order; the choice of the blocks is constant.
+    Memory grows with S and K, time with S · (block_counts · block_size + window), and with S · K / block_size for the
+    compressed branch and the choice.
+
+    Args:
+        q: queries [B, S, H, D].
+        k: keys [B, K, G, D]; H is a multiple of G.
+        v: values [B, K, G, V]. q, k and v have one float dtype.
+        g_cmp: gates [B, S, H] of the compressed branch, of any float dtype; not bounded.
+        g_slc: gates [B, S, H] of the selected branch.
+        g_swa: gates [B, S, H] of the window branch, with `window` only.
+        block_indices: [B, S, G, n] integers, taken as they are: a negative one is no block, one behind the query has no
+            visible key, one that stands twice counts once.
+        cu_seqlens: [N + 1] integers that divide the tokens, of a batch of 1 and S = K, into sequences: positions and
+            blocks are counted within each. May be traced.
+        block_counts: blocks of a query where block_indices are not given.
+        block_size: tokens of a block.
+        window: (left, right): keys i' − left ≤ j ≤ min(i' + right, i'), None is unbounded; an int w is (w − 1, 0).
+        softmax_scale: D**-0.5 by default; a number, or a traced scalar.
+        return_block_indices: also return the blocks.
+
+    Returns:
+        o [B, S, H, V] in q's dtype, with block_indices [B, S, G, n] int32 if asked for. A query that sees nothing in a
+        branch takes 0 of it; tokens of no sequence have o = 0 and gradients 0. A config and the labels of a kernel are
+        those of the selected branch.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    Native sparse attention, arXiv 2502.11089.
+    """
+    q, k, v = array(NAME, "q", q), array(NAME, "k", k), array(NAME, "v", v)
+    check_heads(NAME, q=q, k=k)
+    _check_values(q, k, v)
+    gates = _gates(q, g_cmp=g_cmp, g_slc=g_slc, g_swa=g_swa)
+    window = None if window is None else window_pair(NAME, window)
+    if window is None and g_swa is not None:
+        raise value_error(NAME, "g_swa is given without a window; it is the gate of that branch", g_swa=g_swa)
+    cuts, size = cuts_of(NAME, cu_seqlens, q, k), size_of(NAME, "block_size", block_size)
+    counts = size_of(NAME, "block_counts", block_counts)
+    return_block_indices = static_bool(NAME, "return_block_indices", return_block_indices)
+    packed = {} if cuts is None else {"cu_seqlens": cuts}
+    lists = {} if block_indices is None else {"block_indices": _lists(block_indices, q, k)}
+    named = align(algorithm.forward, dict(q=q, k=k, v=v, **lists, **packed))
+    inside = _inside(q, k, cuts)
+    named["q"], scale = _scaled(named["q"], softmax_scale, inside)
+    if block_indices is None:
+        options = dict(block_counts=counts, block_size=size, softmax_scale=scale)
+        of = [jax.lax.stop_gradient(named[name]) for name in ("q", "k")]
+        named["block_indices"] = _run(NativeSparseBlocks, *of, *(x[0] for x in packed.values()), **options)
+        named = align(algorithm.forward, named)
+    branches = _other_branches(named, gates, size, window, scale)
+
+    def finish(out: Mapping[str, Any]):
+        o = _gated(out["o"], gates["g_slc"], inside, branches)
+        return (o, named["block_indices"]) if return_block_indices else o
+
+    return Prepared(named, NativeSparseAttentionSpec(size, scale), finish)
+
+
+# --- Checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_values(q: Any, k: Any, v: Any) -> None:
+    if v.dtype != q.dtype or len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] == 0:
+        rule = f"v must be {q.dtype} of {list(k.shape[:3])} and features, as k is"
+        raise value_error(NAME, rule, q=q, k=k, v=v)
+
+
+def _gates(q: Any, **given: Any) -> dict[str, Any]:
+    gates = {name: None if x is None else array(NAME, name, x) for name, x in given.items()}
+    for name, x in gates.items():
+        require_dtype(NAME, np.floating, "a float type", **{name: x})
+        if x is not None and x.shape != q.shape[:3]:
+            rule = f"{name} must be {list(q.shape[:3])}, a number for each query and head"
+            raise value_error(NAME, rule, q=q, **{name: x})
+    return gates
+
+
+def _lists(x: Any, q: Any, k: Any) -> Any:
+    x = array(NAME, "block_indices", x)
+    require_dtype(NAME, np.integer, "an integer type", block_indices=x)
+    wanted = (*q.shape[:2], k.shape[2])
+    if len(x.shape) != 4 or x.shape[:3] != wanted:
+        rule = f"block_indices must be {list(wanted)} and a list of blocks, of each query and key/value head"
+        raise value_error(NAME, rule, q=q, k=k, block_indices=x)
+    return int32(x)
+
+
+def _scaled(q: Any, scale: Any, inside: Any) -> tuple[Any, float]:
+    """q and the static scale: a traced one is multiplied into q, which is 0 then in tokens that see nothing.
+
+    They may be NaN, and so would be their product with a cotangent of 0 in the gradient of the scale.
+    """
+    dtype = np.promote_types(q.dtype, np.float32)
+    if scale is None:
+        require_known(NAME, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
+        return q, q.shape[-1] ** -0.5
+    if not isinstance(scale, jax.Array | jax.core.Tracer):
+        return q, static_scale(NAME, scale, dtype)
+    if scale.shape != ():
+        raise value_error(NAME, "softmax_scale must be a scalar", softmax_scale=scale)
+    require_dtype(NAME, np.floating, "a float type", softmax_scale=scale)
+    q = jnp.where(inside[..., None], q, jnp.zeros((), q.dtype))
+    return (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
+
+
+def _inside(q: Any, k: Any, cuts: Any) -> Any:
+    """[1, s, 1] bool: the tokens of some sequence, and the queries that do not stand before all keys."""
+    return (places(None if cuts is None else cuts[0], q.shape[1], k.shape[1]).stop > 0)[None, :, None]
+
+
+# --- The other branches, and their sum -------------------------------------------------------------------------------
+
+
+def _run(operation: type[Operation], *args: Any, platform: Platform | str | None = None, **options: Any) -> Any:
+    """The operation under the arguments of the lax API, on a platform."""
+    inv, finish = operation.invocation(*args, platform=platform, **options)
+    return finish(default_executor().run(inv))
+
+
+def _other_branches(
+    named: Mapping[str, Any], gates: Mapping[str, Any], size: int, window: Any, scale: float
+) -> list[tuple[Any, Callable[[], Any]]]:
+    """The gate of each, None for 1, and what computes it."""
+    q, k, v = (named[name] for name in "qkv")
+    cuts, platform, found = named.get("cu_seqlens"), _platform.get(), []
+    options = dict(causal=True, softmax_scale=scale, platform=platform)
+
+    def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, **more):
+        cu_seqlens = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        return _run(FlashAttention, q, k, v, **cu_seqlens, **options, **more)
+
+    def windowed():
+        if cuts is None:
+            return attend(q, k, v, None, None, window=window)
+        return attend(q[0], k[0], v[0], cuts[0], cuts[0], window=window)[None]
+
+    if gates["g_cmp"] is not None:
+        found.append((gates["g_cmp"], lambda: compressed(attend, q, k, v, cuts, size)))
+    if window is not None:
+        found.append((gates["g_swa"], windowed))
+    return found
+
+
+def _gated(o: Any, g_slc: Any, inside: Any, branches: Sequence[tuple[Any, Callable[[], Any]]]) -> Any:
+    """Σ gate · o over the branches, in the dtype of statistics. Gates of tokens that see nothing may be NaN."""
+    if g_slc is None and not branches:
+        return o
+    dtype = np.promote_types(o.dtype, np.float32)
+
+    def weighted(gate, of):
+        if gate is None:
+            return of.astype(dtype)
+        gate = jnp.where(inside, gate.astype(dtype), jnp.zeros((), dtype))
+        return gate[..., None] * of.astype(dtype)
+
+    total = weighted(g_slc, o)
+    for gate, branch in branches:
+        total = total + weighted(gate, branch())
+    return total.astype(o.dtype)
+
+
+class NativeSparseAttention(Operation):
+    """Attention to means of blocks, to selected blocks and to a window: `ejkernel.lax.native_sparse_attention`."""
+
+    algorithm = algorithm
+    prepare_arguments = staticmethod(native_sparse_attention_arguments)
+    renamed: ClassVar = {"window": "sliding_window", "cu_seqlens": "cum_seqlens"}
+
+    @classmethod
+    def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:
+        """A call in canonical form, and what makes its result; the other branches are asked of the platform, too."""
+        token = _platform.set(platform)
+        try:
+            return super().invocation(*args, platform=platform, **kwargs)
+        finally:
+            _platform.reset(token)
+
+    @classmethod
+    def example(cls) -> dict[str, Any]:
+        """Two of four blocks, which are given."""
+        q, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (32, 2))
+        return dict(q=q, k=kv, v=kv, block_indices=jax.ShapeDtypeStruct((1, 256, 2, 2), jnp.int32))
+
+    @classmethod
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+        """Random arrays; uneven sequences; of the blocks up to the query its own, the first, and some in between."""
+        values, q, k = super().synthetic_operands(operands, spec), operands["q"], operands["k"]
+        (_, s, _, n), t = operands["block_indices"].shape, k.shape[1]
+        if (cuts := operands.get("cu_seqlens")) is not None:
+            values["cu_seqlens"] = uneven_cuts(s, cuts)
+        own = (jnp.arange(s, dtype=jnp.int32) + max(0, t - s))[:, None] // spec.block_size
+        shares = jax.random.uniform(jax.random.key(0), (s, n)).at[:, :2].set(jnp.array([1.0, 0.0])[:n])
+        lists = jnp.floor(shares * own).astype(jnp.int32)[None, :, None]
+        return values | {"block_indices": jnp.broadcast_to(lists, (*q.shape[:2], k.shape[2], n))}
+
+    @classmethod
+    def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
+        """None: values decide which keys are visible."""
+        return None

@@ -1,0 +1,254 @@
+"""The completions of OpenAI's API over HTTP: what a request may ask for, and what it is told.
+
+`POST /v1/completions` continues a text, whole or as server-sent events; `GET /v1/models` names the model. Every error
+is JSON with its status: 400 for what cannot be computed, 404, 405, 413 for a body that is too long, 429 while the queue
+is full, 503 when the engine has stopped. Nothing is ignored: what is not supported is refused by name.
+"""
+
+import asyncio
+import json
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from .sampling import Sampling
+from .text import decode, encode
+from .worker import QueueFull, Stopped, Worker
+
+MOST_BYTES = 1 << 20
+# Options of the protocol that are not supported, and what they may be all the same: that which changes nothing.
+_NEUTRAL = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "logprobs": (),
+    "suffix": (),
+    "stop": ([],),
+    "logit_bias": ({},),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "stream_options": (),
+}
+
+
+class Refused(Exception):
+    """A request that is answered by an error."""
+
+    def __init__(self, status: int, message: str, param: str | None = None):
+        super().__init__(message)
+        self.status, self.message, self.param = status, message, param
+
+    def response(self) -> JSONResponse:
+        """The error as OpenAI's clients expect it."""
+        kinds = {429: "rate_limit_error", 503: "server_error", 500: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        error = dict(message=self.message, type=kind, param=self.param, code=None)
+        headers = {"Retry-After": "1"} if self.status == 429 else None
+        return JSONResponse({"error": error}, self.status, headers)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A request that was understood."""
+
+    prompt: list[int]
+    sampling: Sampling
+    stream: bool
+
+
+class Completions:
+    """The application: a worker, and the name that its model is known by."""
+
+    def __init__(self, worker: Worker, model: str, most_bytes: int = MOST_BYTES):
+        self.worker, self.model, self.most_bytes = worker, model, most_bytes
+        self.created = int(time.time())
+
+    def application(self) -> Starlette:
+        """What a server serves; the worker is closed with it."""
+
+        @asynccontextmanager
+        async def lifespan(app: Starlette) -> AsyncIterator[None]:
+            yield
+            await asyncio.to_thread(self.worker.close)
+
+        routes = [
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        handlers = {
+            Refused: lambda request, refused: refused.response(),
+            HTTPException: lambda request, error: Refused(error.status_code, error.detail).response(),
+            Exception: lambda request, error: Refused(500, "the server failed").response(),
+        }
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+    async def _models(self, request: HTTPRequest) -> Response:
+        model = dict(id=self.model, object="model", created=self.created, owned_by="ejkernel")
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _completions(self, request: HTTPRequest) -> Response:
+        wanted = self._understood(await self._body(request))
+        loop, news = asyncio.get_running_loop(), asyncio.Queue()
+
+        def listener(*told: Any) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.put_nowait, told)
+
+        try:
+            ticket = self.worker.submit(wanted.prompt, wanted.sampling, listener)
+        except ValueError as error:
+            raise Refused(400, str(error), "prompt") from None
+        except QueueFull as error:
+            raise Refused(429, str(error)) from None
+        except Stopped as error:
+            raise Refused(503, str(error)) from None
+        answer = dict(id=f"cmpl-{secrets.token_hex(12)}", object="text_completion", created=int(time.time()))
+        answer["model"] = self.model
+        if wanted.stream:
+            return _Stream(self._events(news, answer), lambda: self.worker.cancel(ticket))
+        try:
+            return await self._whole(request, news, answer, wanted)
+        finally:
+            self.worker.cancel(ticket)  # which is nothing where it has ended
+
+    async def _whole(self, request: HTTPRequest, news: asyncio.Queue, answer: dict, wanted: Wanted) -> Response:
+        """The answer in one piece; nothing for a client that hangs up."""
+
+        async def collected() -> Response:
+            tokens, reason = [], None
+            while reason is None:
+                new, reason = await news.get()
+                tokens += new
+            if reason not in ("stop", "length"):
+                raise Refused(503, f"the request was {reason}")
+            usage = dict(prompt_tokens=len(wanted.prompt), completion_tokens=len(tokens))
+            usage["total_tokens"] = sum(usage.values())
+            return JSONResponse({**answer, "choices": [_choice(tokens, reason)], "usage": usage})
+
+        async def hung_up() -> Response:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+            return Response(status_code=499)
+
+        tasks = [asyncio.ensure_future(collected()), asyncio.ensure_future(hung_up())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _events(self, news: asyncio.Queue, answer: dict) -> AsyncIterator[str]:
+        """The answer as server-sent events, one for the tokens of each step."""
+        reason = None
+        while reason is None:
+            new, reason = await news.get()
+            if reason in (None, "stop", "length"):
+                yield _event({**answer, "choices": [_choice(new, reason)]})
+            else:
+                yield _event({"error": dict(message=f"the request was {reason}", type="server_error")})
+        yield "data: [DONE]\n\n"
+
+    # --- What is asked for
+
+    async def _body(self, request: HTTPRequest) -> dict[str, Any]:
+        """The JSON object that was sent, which is read no further than it may be long."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.most_bytes:
+                raise Refused(413, f"the body is longer than {self.most_bytes} bytes")
+        try:
+            sent = json.loads(bytes(body))
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"the body is not JSON: {error}") from None
+        if not isinstance(sent, dict):
+            raise Refused(400, "the body must be a JSON object")
+        return sent
+
+    def _understood(self, sent: dict[str, Any]) -> Wanted:
+        sent = {name: value for name, value in sent.items() if value is not None}
+        if "prompt" not in sent:
+            raise Refused(400, "there is no prompt", "prompt")
+        if (model := _get(sent, "model", str, self.model)) != self.model:
+            raise Refused(404, f"there is no model {model!r} here, but {self.model!r}", "model")
+        _get(sent, "user", str, "")  # who asks: of no effect, by the protocol too
+        end = _get(sent, "stop_token_ids", list, [])
+        if not all(type(token) is int for token in end):
+            raise Refused(400, "stop_token_ids must be integers", "stop_token_ids")
+        options = dict(
+            max_tokens=_get(sent, "max_tokens", int, 16),
+            temperature=_number(sent, "temperature", 1.0),
+            top_k=_get(sent, "top_k", int, 0),
+            top_p=_number(sent, "top_p", 1.0),
+            seed=_get(sent, "seed", int, secrets.randbits(32)),
+            end=tuple(end),
+        )
+        wanted = dict(prompt=_prompt(sent.pop("prompt")), stream=_get(sent, "stream", bool, False))
+        for name, value in sent.items():
+            if name not in _NEUTRAL:
+                raise Refused(400, f"there is no option {name!r}", name)
+            if value not in _NEUTRAL[name]:
+                raise Refused(400, f"{name} is not supported", name)
+        try:
+            return Wanted(sampling=Sampling(**options), **wanted)
+        except ValueError as error:
+            raise Refused(400, str(error)) from None
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events. However it ends, by a client that hangs up too, the request is cancelled."""
+
+    def __init__(self, events: AsyncIterator[str], cancel: Any):
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        self._cancel = cancel
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._cancel()
+
+
+def _get(sent: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
+    """Takes an option out of what was sent; its type must be right, and true is no number."""
+    value = sent.pop(name, default)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise Refused(400, f"{name} is {json.dumps(value)[:40]}, which is of the wrong type", name)
+    return value
+
+
+def _number(sent: dict[str, Any], name: str, default: float) -> float:
+    value = _get(sent, name, (int, float), default)
+    return float(value) if abs(value) < 1e30 else math.inf  # an integer may be longer than a float holds
+
+
+def _prompt(sent: Any) -> list[int]:
+    """One prompt, as text or as tokens."""
+    if isinstance(sent, str):
+        try:
+            return encode(sent)
+        except ValueError as error:
+            raise Refused(400, str(error), "prompt") from None
+    if isinstance(sent, list) and all(type(token) is int for token in sent):
+        return sent
+    raise Refused(400, "prompt must be one text, or a list of tokens", "prompt")
+
+
+def _choice(tokens: list[int], reason: str | None) -> dict[str, Any]:
+    text = decode(tokens[:-1] if reason == "stop" else tokens)  # an end token is no part of the text
+    return dict(index=0, text=text, logprobs=None, finish_reason=reason)
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"

@@ -1,0 +1,238 @@
+"""The engine: requests in, tokens out, a step at a time.
+
+A step is planned on the host while the device still computes the one before it. The host waits for nothing but the
+tokens that were sampled, and for these one step later than they are needed on the device, which has them already. With
+drafts it has to know what was accepted before it plans on, and reads the tokens at once.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .model import HEADS, Decoder, Weights
+from .program import Cache, Rows, Step, Tables, choose, empty_caches, forward
+from .sampling import Kind, Sampling, SamplingArrays
+from .scheduler import Chunk, Request, Scheduler
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is compiled for, and what is allocated.
+
+    Attributes:
+        pages: of the pool, for all sequences together.
+        page_size: tokens of a page.
+        sequences: how many are computed side by side.
+        length: how many tokens a prompt and what is generated may come to.
+        buckets: the sizes of a step in tokens, ascending, each with its program; the largest is the budget of a step.
+        drafts: how many tokens are proposed after each that is decoded; 0 for no speculation.
+        cache_dtype: of keys and values; by default that of the weights, or float8_e4m3fn or int8.
+    """
+
+    pages: int
+    page_size: int = 16
+    sequences: int = 64
+    length: int = 1024
+    buckets: tuple[int, ...] = (16, 64, 256)
+    drafts: int = 0
+    cache_dtype: Any = None
+
+    def __post_init__(self):
+        sizes = dict(pages=self.pages, page_size=self.page_size, sequences=self.sequences, length=self.length)
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"limits: {name} is {size}; it must be at least 1")
+        if not self.buckets or list(self.buckets) != sorted(set(self.buckets)) or self.buckets[0] < 1:
+            raise ValueError(f"limits: buckets is {self.buckets}; it must be ascending numbers of tokens")
+        if self.sequences > self.buckets[-1]:
+            rule = "each of them may decode in one step"
+            raise ValueError(f"limits: sequences is {self.sequences} but the largest bucket {self.buckets[-1]}; {rule}")
+        if self.drafts < 0:
+            raise ValueError(f"limits: drafts is {self.drafts}; it must be at least 0")
+
+
+class Event(NamedTuple):
+    """What a step brought for a request: tokens, and why it has ended, or None."""
+
+    request: Request
+    tokens: list[int]
+    finish_reason: str | None
+
+
+class Done(NamedTuple):
+    """A step whose tokens have been read: what it computed, with how many pages in use, and what came of it."""
+
+    chunks: list[Chunk]
+    pages: int
+    events: list[Event]
+
+
+class _Issued(NamedTuple):
+    chunks: list[Chunk]
+    first_rows: list[int]
+    sampled: Array
+    pages: int
+
+
+class Engine:
+    """A model with a cache, that continues many requests at once. One thread at a time may use it."""
+
+    def __init__(self, decoder: Decoder, weights: Weights, limits: Limits, mesh: Mesh | None = None):
+        dtype = weights["norm"].dtype
+        cache_dtype = jnp.dtype(limits.cache_dtype or dtype)
+        _check(decoder, dtype, cache_dtype, mesh)
+        self.decoder, self.weights, self.limits, self.mesh = decoder, weights, limits, mesh
+        self.traces: Counter[Any] = Counter()  # how often the program of each bucket, or kind of sampling, was traced
+        self.scheduler = Scheduler(limits.pages, limits.page_size, limits.sequences, limits.buckets[-1], limits.drafts)
+        self._tables = Tables(limits.sequences, -(-limits.length // limits.page_size))
+        self._caches = empty_caches(decoder, limits.pages, limits.page_size, cache_dtype, mesh)
+        self._last = jnp.zeros(limits.sequences, jnp.int32, device=mesh and NamedSharding(mesh, P()))
+        self._issued: deque[_Issued] = deque()
+        self._forward = jax.jit(self._counted_forward, donate_argnums=1)
+        self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
+
+    def compile(self) -> None:
+        """Compiles the program of every bucket, with steps of no tokens, so that no request has to wait for it."""
+        for bucket in self.limits.buckets:
+            for kind in Kind:
+                jax.block_until_ready(self._issue([], bucket, kind)[0])
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Request:
+        """Lets a prompt wait for its continuation.
+
+        Raises:
+            ValueError: it can never be computed here; the message says which limit it exceeds.
+        """
+        self.check(prompt, sampling)
+        request = Request(prompt, sampling)
+        self.scheduler.add(request)
+        return request
+
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
+        """Raises a ValueError if such a request can never be computed here; any thread may ask."""
+        total, limits = len(prompt) + sampling.max_tokens, self.limits
+        both = f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}"
+        if not prompt:
+            raise ValueError("the prompt has no tokens; it must have at least 1")
+        if not all(0 <= token < self.decoder.vocabulary for token in prompt):
+            raise ValueError(
+                f"a token of the prompt is not below {self.decoder.vocabulary}, the vocabulary, or negative"
+            )
+        if total > limits.length:
+            raise ValueError(f"{both}; together they may be {limits.length}")
+        if total > limits.pages * limits.page_size:
+            raise ValueError(f"{both}; all pages together hold {limits.pages * limits.page_size}")
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request, if it has not ended, and frees its pages."""
+        if request.finish_reason is None:
+            self.scheduler.finish(request, "cancelled")
+
+    @property
+    def cache_bytes(self) -> int:
+        """How large the cache is, on all devices together."""
+        return sum(x.nbytes for x in jax.tree.leaves(self._caches))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits, runs or is to be read."""
+        return not (self.scheduler.waiting or self.scheduler.running or self._issued)
+
+    def step(self) -> Done | None:
+        """Begins the next step and ends one: this, or the one before it; None where there is none to end."""
+        chunks = sorted(self.scheduler.plan(), key=lambda chunk: chunk.request.slot)
+        if chunks:
+            tokens = sum(chunk.end - chunk.start for chunk in chunks)
+            bucket = next(size for size in self.limits.buckets if size >= tokens)
+            kind = max((chunk.request.sampling.kind for chunk in chunks if chunk.samples), default=Kind.GREEDY)
+            sampled, first_rows = self._issue(chunks, bucket, kind)
+            for chunk in chunks:
+                chunk.request.unread += chunk.samples
+            self._issued.append(_Issued(chunks, first_rows, sampled, self.scheduler.pool.used))
+        ahead = 1 if chunks and not self.limits.drafts else 0
+        return self._read(self._issued.popleft()) if len(self._issued) > ahead else None
+
+    def run(self) -> Iterator[Event]:
+        """What comes of all that has been submitted, step by step until nothing is left to do."""
+        while not self.idle:
+            done = self.step()
+            yield from done.events if done else ()
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling = Sampling()) -> list[list[int]]:
+        """The continuations of some prompts."""
+        requests = [self.submit(prompt, sampling) for prompt in prompts]
+        for _ in self.run():
+            pass
+        return [request.tokens[len(request.prompt) :] for request in requests]
+
+    def _issue(self, chunks: list[Chunk], bucket: int, kind: Kind) -> tuple[Array, list[int]]:
+        rows = min(bucket, self.limits.sequences * (1 + self.limits.drafts))
+        x, first_rows = self._tables.step(chunks, bucket, rows)
+        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            self._caches, ends = self._forward(self.weights, self._caches, self._last, x)
+            self._last, sampled = self._choose(kind, self._last, ends, self._tables.sampling())
+        sampled.copy_to_host_async()
+        return sampled, first_rows
+
+    def _counted_forward(self, weights: Weights, caches: list[Cache], last: Array, x: Step) -> Any:
+        self.traces[x.tokens.shape[0]] += 1
+        return forward(self.decoder, weights, caches, last, x)
+
+    def _counted_choose(self, kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> Any:
+        self.traces[kind, rows.slot.shape[0]] += 1
+        return choose(kind, last, rows, sampling)
+
+    def _read(self, issued: _Issued) -> Done:
+        sampled = np.asarray(issued.sampled).tolist()
+        events = []
+        for chunk, row in zip(issued.chunks, issued.first_rows, strict=True):
+            request = chunk.request
+            if not chunk.samples:
+                continue
+            request.unread -= 1
+            if request.finish_reason is None:
+                events.append(self._continue(request, chunk, sampled[row : row + 1 + len(chunk.drafts)]))
+        return Done(issued.chunks, issued.pages, events)
+
+    def _continue(self, request: Request, chunk: Chunk, sampled: list[int]) -> Event:
+        """Takes the drafts that are what was sampled, and the token that follows the last of these."""
+        accepted = 0
+        while accepted < len(chunk.drafts) and chunk.drafts[accepted] == sampled[accepted]:
+            accepted += 1
+        if chunk.drafts:
+            request.computed = chunk.stop + accepted
+        new, reason = [], None
+        for token in sampled[: accepted + 1]:
+            new.append(token)
+            request.tokens.append(token)
+            if token in request.sampling.end:
+                reason = "stop"
+            elif len(request.tokens) == len(request.prompt) + request.sampling.max_tokens:
+                reason = "length"
+            if reason:
+                self.scheduler.finish(request, reason)
+                break
+        return Event(request, new, reason)
+
+
+def _check(decoder: Decoder, dtype: Any, cache_dtype: Any, mesh: Mesh | None) -> None:
+    if cache_dtype not in (dtype, jnp.float8_e4m3fn, jnp.int8):
+        rule = f"it must be that of the weights, {dtype}, or float8_e4m3fn or int8"
+        raise ValueError(f"limits: cache_dtype is {cache_dtype}; {rule}")
+    if mesh is None:
+        return
+    if mesh.axis_names != (HEADS,):
+        raise ValueError(f"engine: the mesh has the axes {mesh.axis_names}; it must have one, {HEADS!r}")
+    sizes = dict(kv_heads=decoder.kv_heads, hidden=decoder.hidden, vocabulary=decoder.vocabulary)
+    for name, size in sizes.items():
+        if size % mesh.size:
+            raise ValueError(f"engine: {name} is {size}; {mesh.size} devices must divide it")

@@ -1,0 +1,177 @@
+"""A decoder-only language model, which is told how to attend: over a paged cache, or over the whole text at once.
+
+RMSNorm, rotary embeddings, grouped-query heads and SwiGLU, as in Llama (arXiv 2302.13971). Every layer has its own
+arrays: slicing them out of a stacked one in each step of decoding would cost the bandwidth that it lives of. Over
+several devices the heads, the hidden features of the MLP and the vocabulary are split, each layer is summed twice.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from .. import lax
+
+HEADS = "heads"  # the axis of the mesh
+Weights = dict[str, Any]
+Attend = Callable[[Array, Array, Array, int | None, Any], tuple[Array, Any]]
+"""(q, k, v, window, cache of the layer) → o, and the cache with k and v in it."""
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The size of the model. A layer with a window sees that many tokens, one whose window is None all before it.
+
+    With `tied` the embedding is the output matrix too.
+    """
+
+    vocabulary: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    windows: tuple[int | None, ...]
+    softcap: float | None = None
+    rope_base: float = 10_000.0
+    tied: bool = False
+
+
+LLAMA_1B = Decoder(128_256, 2048, 32, 8, 64, 8192, (None,) * 16, rope_base=500_000.0, tied=True)
+"""The shape of Llama 3.2 1B."""
+
+
+def random_weights(decoder: Decoder, key: Array, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Weights:
+    """Normal weights of variance 1 / fan-in, made where they will stay."""
+    shapes, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(decoder), is_leaf=_is_shape)
+    weights = []
+    for (path, shape), own_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
+        name = path[-1].key
+        make = partial(_draw, shape=shape, inputs=_INPUT_AXES.get(name, 0), dtype=dtype)
+        weights.append(jax.jit(make, out_shardings=None if mesh is None else _sharding(mesh, name))(own_key))
+    return structure.unflatten(weights)
+
+
+def _draw(key: Array, shape: tuple[int, ...], inputs: int, dtype: Any) -> Array:
+    """Ones for the scale of a norm, and normal weights of a matrix, whose first axes are those of its input."""
+    if len(shape) == 1:
+        return jnp.ones(shape, dtype)
+    return (jax.random.normal(key, shape, dtype) * math.prod(shape[:inputs]) ** -0.5).astype(dtype)
+
+
+def weight_shapes(decoder: Decoder) -> Weights:
+    """The shape of every weight, in the tree in which they are."""
+    d, h, g, e, f = decoder.width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.hidden
+    layer = {
+        "query": (d, h, e),
+        "key_value": (d, 2, g, e),
+        "output": (h, e, d),
+        "gate": (d, f),
+        "up": (d, f),
+        "down": (f, d),
+        "attention_norm": (d,),
+        "mlp_norm": (d,),
+    }
+    shapes = {"embedding": (decoder.vocabulary, d), "layers": [dict(layer) for _ in decoder.windows], "norm": (d,)}
+    return shapes if decoder.tied else shapes | {"head": (d, decoder.vocabulary)}
+
+
+_INPUT_AXES = {"query": 1, "key_value": 1, "output": 2, "gate": 1, "up": 1, "down": 1, "head": 1}
+_is_shape = lambda x: isinstance(x, tuple)
+
+# Which axis of a weight is split over devices; the others are whole on each of them.
+_PARTITION = {
+    "embedding": P(HEADS),
+    "head": P(None, HEADS),
+    "query": P(None, HEADS),
+    "key_value": P(None, None, HEADS),
+    "output": P(HEADS),
+    "gate": P(None, HEADS),
+    "up": P(None, HEADS),
+    "down": P(HEADS),
+}
+
+
+def _sharding(mesh: Mesh, name: str) -> NamedSharding:
+    return NamedSharding(mesh, _PARTITION.get(name, P()))
+
+
+def place(weights: Weights, mesh: Mesh) -> Weights:
+    """The weights on the devices of a mesh with the axis `heads`."""
+    put = lambda path, x: jax.device_put(x, _sharding(mesh, path[-1].key))
+    return jax.tree_util.tree_map_with_path(put, weights)
+
+
+# --- The forward pass -------------------------------------------------------------------------------------------------
+
+
+def hidden_states(
+    decoder: Decoder, weights: Weights, tokens: Array, positions: Array, attend: Attend, caches: list[Any]
+) -> tuple[Array, list[Any]]:
+    """Tokens [...] at their positions to features [...,width], and the caches of the layers after them."""
+    x = weights["embedding"].at[tokens].get(out_sharding=_whole())
+    after = []
+    for layer, window, cache in zip(weights["layers"], decoder.windows, caches, strict=True):
+        h = rms_norm(x, layer["attention_norm"])
+        q = rope(jnp.einsum("...d,dhe->...he", h, layer["query"]), positions, decoder.rope_base)
+        k, v = jnp.moveaxis(jnp.einsum("...d,dcge->...cge", h, layer["key_value"]), -3, 0)
+        o, cache = attend(q, rope(k, positions, decoder.rope_base), v, window, cache)
+        x = x + jnp.einsum("...he,hed->...d", o, layer["output"], out_sharding=_whole())
+        x = x + mlp(layer, rms_norm(x, layer["mlp_norm"]))
+        after.append(cache)
+    return rms_norm(x, weights["norm"]), after
+
+
+def logits_of(weights: Weights, x: Array) -> Array:
+    """Features [...,width] to the logits of the next token [...,vocabulary] float32."""
+    matrix, spec = (weights["head"], "...d,dv->...v") if "head" in weights else (weights["embedding"], "...d,vd->...v")
+    logits = jnp.einsum(spec, x, matrix, preferred_element_type=jnp.float32)
+    return logits if _whole() is None else jax.sharding.reshard(logits, P())
+
+
+def logits_of_text(decoder: Decoder, weights: Weights, tokens: Array) -> Array:
+    """The logits after every token of whole texts [batch,length], without a cache."""
+
+    def attend(q, k, v, window, cache):
+        return lax.flash_attention(q, k, v, causal=True, window=window, softcap=decoder.softcap), cache
+
+    positions = jnp.arange(tokens.shape[1])
+    return logits_of(
+        weights, hidden_states(decoder, weights, tokens, positions, attend, [None] * len(decoder.windows))[0]
+    )
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def mlp(layer: Weights, x: Array) -> Array:
+    """SwiGLU."""
+    h = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
+    return jnp.matmul(h, layer["down"], out_sharding=_whole())
+
+
+def rms_norm(x: Array, scale: Array | float) -> Array:
+    """x / √mean(x²), scaled; the mean in float32."""
+    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale
+
+
+def rope(x: Array, positions: Array, base: float = 10_000.0) -> Array:
+    """Rotates the pairs (x_i, x_{i + e/2}) of [...,tokens,heads,e] by the angle position / base^(2i/e)."""
+    half = x.shape[-1] // 2
+    angle = positions[..., None] * base ** (-jnp.arange(half) / half)
+    cos, sin = (f(angle)[..., None, :].astype(x.dtype) for f in (jnp.cos, jnp.sin))
+    a, b = x[..., :half], x[..., half:]
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def _whole() -> P | None:
+    """The sharding of what every device has whole; None where there is no mesh."""
+    return None if jax.sharding.get_abstract_mesh().empty else P()

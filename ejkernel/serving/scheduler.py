@@ -1,0 +1,197 @@
+"""Which tokens of which requests a step computes.
+
+Every sequence that decodes gets its next token, and with it what is proposed to follow; prompts are computed in
+chunks, of what the budget of the step leaves. Who comes first is served first. Where the pages do not suffice, the
+sequence that was admitted last gives its own back, and waits at the head of the queue to be computed again.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .drafts import Lookup
+from .pages import PagePool, page_key
+from .sampling import Sampling
+
+
+@dataclass(eq=False)
+class Request:
+    """A text to be continued, and how far that has come.
+
+    Attributes:
+        prompt: its tokens.
+        sampling: how it is continued.
+        tokens: the prompt, and what has been generated and read.
+        unread: how many tokens after those were sampled by steps whose results have not been read.
+        computed: how many tokens have keys and values in the cache, or are in a step that was begun.
+        pages: where these are, or will be.
+        keys: what the full pages of `tokens` are known by.
+        shared: how many of its pages others may find.
+        slot: its row in the tables of a step; None while it waits.
+        listed: how many of its pages these tables have.
+        finish_reason: "stop" after an end token, "length", or "cancelled"; None before.
+    """
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    tokens: list[int] = field(default_factory=list)
+    unread: int = 0
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    shared: int = 0
+    slot: int | None = None
+    listed: int = 0
+    finish_reason: str | None = None
+    lookup: Lookup = field(default_factory=Lookup)
+
+    def __post_init__(self):
+        self.tokens = list(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Its tokens, those that have not been read included."""
+        return len(self.tokens) + self.unread
+
+    @property
+    def left(self) -> int:
+        """How many tokens are yet to be sampled."""
+        return len(self.prompt) + self.sampling.max_tokens - self.length
+
+
+class Chunk(NamedTuple):
+    """The part of a step that is of one request: its tokens from `start` to `stop`, and drafts after them."""
+
+    request: Request
+    start: int
+    stop: int
+    drafts: list[int]
+    samples: bool  # whether the text ends at `stop`, so that the next token follows
+
+    @property
+    def end(self) -> int:
+        """Behind the last position that is computed."""
+        return self.stop + len(self.drafts)
+
+
+class Scheduler:
+    """The requests that run, by their slots, and those that wait."""
+
+    def __init__(self, pages: int, page_size: int, slots: int, budget: int, drafts: int):
+        self.pool = PagePool(pages)
+        self.page_size, self.budget, self.drafts = page_size, budget, drafts
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in the order of their admission
+        self.preemptions = 0
+        self._slots = list(reversed(range(slots)))
+
+    def add(self, request: Request) -> None:
+        """Lets it wait until there are a slot and pages."""
+        self.waiting.append(request)
+
+    def finish(self, request: Request, reason: str) -> None:
+        """It gives everything back, whether it runs or waits."""
+        request.finish_reason = reason
+        if request.slot is None:
+            self.waiting.remove(request)
+        else:
+            self._leave(request)
+
+    def plan(self) -> list[Chunk]:
+        """The chunks of the next step, which count as computed from now on; none if nobody can go on."""
+        chunks, before = [], self.preemptions
+        left = self.budget
+        for chunk in self._of_running():
+            chunks.append(chunk)
+            left -= chunk.end - chunk.start
+        while left > 0 and self.preemptions == before and (request := self._admit()):
+            chunk = self._chunk(request, left, 0)
+            chunks.append(chunk)
+            left -= chunk.end - chunk.start
+        return chunks
+
+    def _of_running(self) -> Iterator[Chunk]:
+        """A chunk of each that runs. Of the budget a token is reserved for every one that decodes."""
+        going_on = [request for request in self.running if request.left > 0]
+        reserved, left = sum(request.length - request.computed == 1 for request in going_on), self.budget
+        for request in going_on:
+            if request.slot is None:
+                continue  # preempted for one before it
+            decodes = request.length - request.computed == 1
+            reserved -= decodes
+            most = left - reserved
+            if most > 0 and self._has_pages(request, min(request.computed + most, request.length)):
+                drafts = min(self.drafts, most - 1, request.left - 1) if decodes else 0
+                chunk = self._chunk(request, most, drafts)
+                left -= chunk.end - chunk.start
+                yield chunk
+
+    def _chunk(self, request: Request, most: int, drafts: int) -> Chunk:
+        """The next tokens of a request, at most so many; and drafts, as far as there are pages for them."""
+        start, stop = request.computed, min(request.computed + most, request.length)
+        proposed = request.lookup.propose(request.tokens, drafts) if drafts > 0 else []
+        if proposed:
+            missing = self._pages_of(stop + len(proposed)) - len(request.pages)
+            request.pages += self.pool.allocate(max(missing, 0)) or []
+            proposed = proposed[: len(request.pages) * self.page_size - stop]
+        request.computed = stop + len(proposed)
+        self._register(request, stop)
+        return Chunk(request, start, stop, proposed, stop == request.length)
+
+    def _admit(self) -> Request | None:
+        """The first that waits, with pages for all its tokens, of which some may be computed already."""
+        if not self.waiting or not self._slots:
+            return None
+        request = self.waiting[0]
+        self._extend_keys(request)
+        # The last token is computed in any case: what follows it is yet to be known.
+        shared = self.pool.share(request.keys[: (request.length - 1) // self.page_size])
+        own = self.pool.allocate(self._pages_of(request.length) - len(shared))
+        if own is None:
+            self.pool.release(shared)
+            return None
+        request.pages, request.shared = shared + own, len(shared)
+        request.computed = len(shared) * self.page_size
+        request.slot = self._slots.pop()
+        self.running.append(self.waiting.popleft())
+        return request
+
+    def _has_pages(self, request: Request, stop: int) -> bool:
+        """Finds pages for its tokens up to `stop`, by preemption if need be; False if it is preempted itself."""
+        while (missing := self._pages_of(stop) - len(request.pages)) > 0:
+            found = self.pool.allocate(missing)
+            if found is None:
+                last = self.running[-1]
+                self._leave(last)
+                self.waiting.appendleft(last)
+                self.preemptions += 1
+                if last is request:
+                    return False
+            request.pages += found or []
+        return True
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.release(request.pages)
+        self._slots.append(request.slot)
+        request.pages, request.slot = [], None
+        request.computed = request.shared = request.listed = 0
+
+    def _register(self, request: Request, stop: int) -> None:
+        """The full pages of known tokens up to `stop` may be shared, by the very step that computes them too.
+
+        There every layer writes the keys and values of all tokens before any of them attends.
+        """
+        self._extend_keys(request)
+        for i in range(request.shared, min(stop, len(request.tokens)) // self.page_size):
+            self.pool.register(request.pages[i], request.keys[i])
+            request.shared = i + 1
+
+    def _extend_keys(self, request: Request) -> None:
+        for i in range(len(request.keys), len(request.tokens) // self.page_size):
+            tokens = request.tokens[i * self.page_size : (i + 1) * self.page_size]
+            request.keys.append(page_key(request.keys[-1] if request.keys else b"", tokens))
+
+    def _pages_of(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)

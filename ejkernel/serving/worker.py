@@ -1,0 +1,130 @@
+"""The engine on a thread of its own, which alone touches it: others leave it commands between two steps."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from .engine import Engine
+from .sampling import Sampling
+from .scheduler import Request
+
+Listener = Callable[[list[int], str | None], None]
+"""Called on the thread of the engine with new tokens and the reason of the end; "failed" when the engine broke."""
+
+
+class QueueFull(Exception):
+    """As many requests as may wait are waiting."""
+
+
+class Stopped(Exception):
+    """The engine takes nothing more: it was closed, or broke."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request on its way: `request` is None until the engine has it."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    listener: Listener
+    request: Request | None = None
+    over: bool = False
+
+
+class Worker:
+    """Steps an engine while there is anything to do, and sleeps otherwise. At most `most` requests are in it."""
+
+    def __init__(self, engine: Engine, most: int):
+        self.engine, self.most = engine, most
+        self.failure: BaseException | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._tickets: dict[Ticket, None] = {}
+        self._of_request: dict[Request, Ticket] = {}
+        self._lock, self._stopping = threading.Lock(), False
+        self._thread = threading.Thread(target=self._run, name="ejkernel engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling, listener: Listener) -> Ticket:
+        """Lets a prompt wait for its continuation, of which the listener is told.
+
+        Raises:
+            ValueError: it can never be computed.
+            QueueFull, Stopped: not now.
+        """
+        self.engine.check(prompt, sampling)
+        ticket = Ticket(prompt, sampling, listener)
+        with self._lock:
+            if self._stopping:
+                raise Stopped("the engine has stopped") from self.failure
+            if len(self._tickets) >= self.most:
+                raise QueueFull(f"{self.most} requests are computed or wait, which is all that may")
+            self._tickets[ticket] = None
+        self._commands.put(partial(self._submit, ticket))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request, of which the listener is told nothing more; its pages are free after the step."""
+        self._commands.put(partial(self._cancel, ticket))
+
+    def close(self) -> None:
+        """Ends all requests and the thread."""
+        with self._lock:
+            self._stopping = True
+        self._commands.put(lambda: None)
+        self._thread.join()
+
+    @property
+    def open(self) -> int:
+        """How many requests are computed or wait."""
+        return len(self._tickets)
+
+    # --- On the thread of the engine
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._obey()
+                done = self.engine.step()
+                for request, tokens, reason in done.events if done else ():
+                    ticket = self._of_request[request]
+                    if reason:
+                        self._end(ticket)
+                    ticket.listener(tokens, reason)
+        except Exception as error:
+            self.failure = error
+        with self._lock:
+            self._stopping = True
+        for ticket in list(self._tickets):
+            if ticket.request and not self.failure:
+                self.engine.cancel(ticket.request)
+            self._end(ticket)
+            ticket.listener([], "failed" if self.failure else "cancelled")
+
+    def _obey(self) -> None:
+        """Does what has been asked for; waits for it where there is nothing to compute."""
+        block = self.engine.idle
+        while not self._stopping:
+            try:
+                self._commands.get(block=block)()
+            except queue.Empty:
+                return
+            block = False
+
+    def _submit(self, ticket: Ticket) -> None:
+        if not ticket.over:
+            ticket.request = self.engine.submit(ticket.prompt, ticket.sampling)
+            self._of_request[ticket.request] = ticket
+
+    def _cancel(self, ticket: Ticket) -> None:
+        if not ticket.over:
+            if ticket.request:
+                self.engine.cancel(ticket.request)
+            self._end(ticket)
+
+    def _end(self, ticket: Ticket) -> None:
+        ticket.over = True
+        self._of_request.pop(ticket.request, None)
+        with self._lock:
+            self._tickets.pop(ticket, None)

@@ -1,0 +1,77 @@
+"""Blocks of tokens that are counted within each sequence: where tokens stand in theirs, and which tokens a block has.
+
+Sequences are packed one after the other, as `cu_seqlens` [n + 1] says, or there is one, without `cu_seqlens`.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Places(NamedTuple):
+    """Where each query stands, [queries] int32 each.
+
+    first: the token with which its sequence begins.
+    stop: how many tokens of its sequence it sees, its own being the last; 0 where it sees none.
+    sequence: the number of its sequence; the number of all sequences where it is in none.
+    """
+
+    first: Array
+    stop: Array
+    sequence: Array
+
+
+def places(cu_seqlens: Array | None, queries: int, keys: int) -> Places:
+    """Of the queries of a call with so many keys: the last query is the last token, and packed ones are all tokens."""
+    token = jnp.arange(queries, dtype=jnp.int32)
+    if cu_seqlens is None:
+        zero = jnp.zeros_like(token)
+        return Places(zero, jnp.maximum(token + (keys - queries + 1), 0), zero)
+    cuts = jnp.clip(cu_seqlens, 0, keys)
+    sequences = cuts.shape[0] - 1
+    owner = jnp.searchsorted(cuts, token, side="right").astype(jnp.int32) - 1
+    inside = (owner >= 0) & (owner < sequences)
+    first = cuts[jnp.clip(owner, 0, sequences - 1)]
+    return Places(first, jnp.where(inside, token - first + 1, 0), jnp.where(inside, owner, sequences))
+
+
+class Rows(NamedTuple):
+    """Rows of tokens of the same size, those of one sequence after those of another.
+
+    before: [sequences + 1] int32: the rows of the sequences before each.
+    tokens: [rows, size] int32: the token of each place. Where there is none it is a number beyond all tokens, and no
+        number stands twice.
+    """
+
+    before: Array
+    tokens: Array
+
+
+def ended_blocks(cu_seqlens: Array, tokens: int, size: int) -> Rows:
+    """The blocks of `size` tokens of each sequence that have all of them."""
+    cuts = jnp.clip(cu_seqlens, 0, tokens)
+    return _rows(cuts, (cuts[1:] - cuts[:-1]) // size, tokens // size, 0, tokens, size)
+
+
+def rows_by_ended_blocks(cu_seqlens: Array, tokens: int, size: int) -> Rows:
+    """The tokens of each sequence in rows, of which the m-th has those at or before which m blocks have ended.
+
+    Position i is in row (i + 1) // size at place (i + 1) mod size.
+    """
+    cuts = jnp.clip(cu_seqlens, 0, tokens)
+    rows = tokens // size + cuts.shape[0] - 1
+    return _rows(cuts, (cuts[1:] - cuts[:-1]) // size + 1, rows, -1, tokens, size)
+
+
+def _rows(cuts: Array, needed: Array, count: int, shift: int, tokens: int, size: int) -> Rows:
+    """`count` rows, of which each sequence has `needed`, and the first begins `shift` tokens behind its cut."""
+    after = jnp.cumsum(needed, dtype=jnp.int32)
+    before = jnp.pad(after, (1, 0))
+    row = jnp.arange(count, dtype=jnp.int32)
+    owner = jnp.searchsorted(after, row, side="right").astype(jnp.int32)
+    of = jnp.minimum(owner, needed.shape[0] - 1)
+    place = jnp.arange(size, dtype=jnp.int32)[None]
+    token = (cuts[of] + (row - before[of]) * size + shift)[:, None] + place
+    inside = (owner < needed.shape[0])[:, None] & (token >= cuts[of][:, None]) & (token < cuts[of + 1][:, None])
+    return Rows(before, jnp.where(inside, token, tokens + row[:, None] * size + place))

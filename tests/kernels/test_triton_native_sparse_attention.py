@@ -1,0 +1,47 @@
+"""native_sparse_attention in Triton: every kernel's masks, lists and indices, by the interpreter."""
+
+import jax
+import pytest
+from cases import CASES, assert_close
+
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.types import KernelConfig
+
+triton = pytest.importorskip("triton")
+from ejkernel.kernels._triton import _launch  # noqa: E402
+from ejkernel.kernels._triton.native_sparse_attention import problem  # noqa: E402
+
+from . import against_xla, interpreter  # noqa: E402
+
+NAME = "native_sparse_attention"
+GIVEN = [case for case in CASES if case.operation == NAME and "block_indices" in case.operands]
+KINDS = ("", "_bwd", "_jvp")
+
+
+def implementations(platform, backend=None):
+    found = [kernel_registry.find(NAME + kind, *[a for a in (platform, backend) if a]) for kind in KINDS]
+    return [entry.implementation for entry in found]
+
+
+def results(of, x, spec, tangents, cotangents, wrt=("q", "k", "v"), **how):
+    forward, backward, tangent = of
+    outputs = forward(*x, spec=spec, **how)
+    gradients = backward(x, outputs, cotangents, wrt=wrt, spec=spec, **how)
+    return outputs, gradients, tangent(x, outputs, tangents, spec=spec, **how)
+
+
+@pytest.mark.parametrize("case", GIVEN, ids=str)
+@pytest.mark.parametrize("rows", (16, 32))
+@pytest.mark.parametrize("item", (512, 4), ids=("whole", "items"))
+def test_in_the_interpreter(case, rows, item, monkeypatch):
+    """Forward, backward and tangent; a block whose queries are one item, and one of which several are added up."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    monkeypatch.setattr(problem, "ITEM", item)
+    case = case.resized(dict(b=2))
+    x, spec, tangents = against_xla.prepared(case)
+    outputs = implementations("xla")[0](*x, spec=spec)
+    cotangents = jax.tree.map(lambda a: against_xla._like(a, 2), outputs)
+    wanted = results(implementations("xla"), x, spec, tangents, cotangents)
+    config = KernelConfig(block_q=rows, block_k=16, block_d=rows)
+    found = results(implementations("triton", "gpu"), x, spec, tangents, cotangents, config=config)
+    assert_close(found, wanted)

@@ -1,0 +1,239 @@
+"""However a step is put together, the text is that of whole forward passes, and every page comes back."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel import lax
+from ejkernel.serving import HEADS, Decoder, Engine, Limits, Sampling, place, random_weights
+from ejkernel.serving.model import hidden_states, logits_of
+from ejkernel.serving.sampling import Kind
+
+LIMITS = dict(pages=64, page_size=8, sequences=4, length=64, buckets=(8, 16))
+
+
+@pytest.fixture(scope="module")
+def engine(decoder, weights):
+    """An engine with these limits, the same in every test: each has to leave it as it was."""
+    return cache(lambda **limits: Engine(decoder, weights, Limits(**{**LIMITS, **limits})))
+
+
+def all_is_free(engine):
+    pool = engine.scheduler.pool
+    return engine.idle and pool.used == 0 and set(pool.references) == {0}
+
+
+WAYS = {
+    "chunked prefill beside decode": {},
+    "one at a time": dict(sequences=1, buckets=(64,)),
+    "preemption": dict(pages=9),
+    "drafts": dict(drafts=3),
+    "drafts and preemption": dict(pages=9, drafts=3),
+    "odd sizes": dict(page_size=24, sequences=3, buckets=(5, 11), pages=7),
+}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [pytest.param(way, id=name, marks=[pytest.mark.core] * (name == "preemption")) for name, way in WAYS.items()],
+)
+def test_greedy_text_is_that_without_a_cache(engine, limits, prompts, expected):
+    e = engine(**limits)
+    before = e.scheduler.preemptions
+    assert e.generate(prompts, Sampling(max_tokens=12)) == expected
+    assert all_is_free(e) and set(e.traces.values()) == {1}
+    assert (e.scheduler.preemptions > before) == (limits.get("pages") == 9)
+
+
+def test_a_program_for_every_bucket_is_compiled_once_and_beforehand(engine, prompts):
+    e = engine()
+    e.compile()
+    compiled = {8: 1, 16: 1} | {(kind, 4): 1 for kind in Kind}
+    assert e.traces == compiled
+    for count in range(1, len(prompts)):
+        e.generate(prompts[:count], Sampling(max_tokens=count, temperature=count % 2))
+    assert e.traces == compiled
+
+
+def test_pages_of_a_common_prefix_are_computed_once_and_shared(engine, plain):
+    rng = np.random.default_rng(1)
+    prefix = rng.integers(0, 64, 24).tolist()
+    prompts = [[*prefix, *rng.integers(0, 64, n).tolist()] for n in (5, 1, 9, 3)]
+    e = engine(buckets=(64,))
+    requests = [e.submit(prompt, Sampling(max_tokens=6)) for prompt in prompts]
+    done = e.step()  # reads nothing yet
+    assert done is None and requests[0].pages[:3] == requests[3].pages[:3]
+    assert [e.scheduler.pool.references[page] for page in requests[0].pages[:4]] == [4, 4, 4, 1]
+    computed = len(prompts[0]) + sum(len(prompt) - 24 for prompt in prompts[1:])
+    assert sum(request.computed for request in requests) == computed + 3 * 24
+    for _ in e.run():
+        pass
+    assert [r.tokens[len(r.prompt) :] for r in requests] == [plain(prompt, 6) for prompt in prompts]
+    assert all_is_free(e)
+
+    again = e.submit(prompts[2], Sampling(max_tokens=6))  # its pages are free, and still known
+    e.step()
+    assert again.computed == len(prompts[2]) and again.shared == 4
+    assert e._issued[-1].chunks[0].start == 32
+    assert [event.tokens for event in e.run()] == [[token] for token in plain(prompts[2], 6)]
+
+
+def test_a_whole_prompt_that_is_known_leaves_its_last_token_to_be_computed(engine, plain):
+    e, prompt = engine(), list(range(16))
+    assert e.generate([prompt, prompt, prompt], Sampling(max_tokens=3)) == [plain(prompt, 3)] * 3
+
+
+def test_drafts_that_are_right_save_steps(engine, plain):
+    """A text that repeats itself; what is accepted is what would have been written anyway."""
+    prompt = [5, 9, 33, 7] * 4
+    alone, drafting = engine(sequences=1, buckets=(64,)), engine(drafts=3)
+    steps = []
+    for e in (alone, drafting):
+        request = e.submit(prompt, Sampling(max_tokens=40))
+        steps.append(0)
+        while not e.idle:
+            steps[-1] += e.step() is not None
+        assert request.tokens[16:] == plain(prompt, 40) and all_is_free(e)
+    assert steps[1] < steps[0]
+
+
+def test_a_text_ends_after_an_end_token(engine, prompts, expected):
+    e, end = engine(), expected[2][4]
+    request = e.submit(prompts[2], Sampling(max_tokens=12, end=(end,)))
+    *_, last = e.run()
+    stop = expected[2].index(end) + 1
+    assert request.tokens[17:] == expected[2][:stop] and last.finish_reason == request.finish_reason == "stop"
+    assert all_is_free(e)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_cancelled_requests_give_back_their_pages_and_leave_others_alone(engine, prompts, expected, drafts):
+    e = engine(drafts=drafts)
+    requests = [e.submit(prompt, Sampling(max_tokens=12)) for prompt in prompts]
+    e.cancel(requests[5])  # waits
+    for _ in range(4):
+        e.step()
+    e.cancel(requests[0])  # runs
+    e.cancel(requests[0])
+    for event in e.run():
+        assert event.request not in (requests[0], requests[5])
+    kept = [i for i in range(len(prompts)) if i not in (0, 5)]
+    assert [requests[i].tokens[len(prompts[i]) :] for i in kept] == [expected[i] for i in kept]
+    assert requests[0].finish_reason == requests[5].finish_reason == "cancelled" and all_is_free(e)
+
+
+def test_a_request_that_can_never_fit_is_refused(engine):
+    e = engine(pages=4)
+    for prompt, max_tokens, message in (
+        ([], 1, "the prompt has no tokens"),
+        ([64], 1, "not below 64, the vocabulary"),
+        ([1] * 60, 5, "the prompt has 60 tokens and max_tokens is 5; together they may be 64"),
+        ([1] * 30, 3, "the prompt has 30 tokens and max_tokens is 3; all pages together hold 32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            e.submit(prompt, Sampling(max_tokens=max_tokens))
+    assert e.idle
+
+
+@pytest.mark.parametrize(
+    "limits, message",
+    [
+        (dict(pages=0), "pages is 0; it must be at least 1"),
+        (dict(buckets=(16, 8)), "buckets is (16, 8); it must be ascending"),
+        (dict(sequences=17), "sequences is 17 but the largest bucket 16"),
+        (dict(drafts=-1), "drafts is -1"),
+        (dict(cache_dtype=jnp.bfloat16), "cache_dtype is bfloat16; it must be that of the weights, float32, or"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(engine, limits, message):
+    with pytest.raises(ValueError) as raised:
+        engine(**limits)
+    assert message in str(raised.value)
+
+
+# --- What is drawn ----------------------------------------------------------------------------------------------------
+
+HOT = dict(max_tokens=12, temperature=0.9, top_k=20, top_p=0.95)
+
+
+def test_what_is_drawn_depends_on_the_seed_and_not_on_the_company(engine, prompts):
+    alone = [
+        engine(sequences=1, buckets=(64,)).generate([p], Sampling(**HOT, seed=i))[0] for i, p in enumerate(prompts[:3])
+    ]
+    for limits in (dict(), dict(drafts=3), dict(pages=9)):
+        e = engine(**limits)
+        requests = [e.submit(prompt, Sampling(**HOT, seed=i)) for i, prompt in enumerate(prompts)]
+        for _ in e.run():
+            pass
+        assert [r.tokens[len(r.prompt) :] for r in requests[:3]] == alone
+    assert alone[0] != engine().generate(prompts[:1], Sampling(**HOT, seed=7))[0]
+
+
+# --- Where the cache is -----------------------------------------------------------------------------------------------
+
+
+def test_the_pool_is_written_in_place(engine, prompts):
+    e = engine()
+    before = [e._last, *(cache.pages for cache in e._caches)]
+    e.generate(prompts[:1])
+    assert all(array.is_deleted() for array in before)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_a_quantised_cache_holds_rounded_keys_and_values(decoder, weights, engine, plain, prompts, dtype):
+    """The text is that of whole passes whose keys and values are rounded likewise."""
+
+    def rounded(x):
+        if dtype != "int8":
+            return x.astype(dtype).astype(x.dtype)
+        scale = jnp.abs(x).max(-1, keepdims=True) / 127
+        return jnp.round(x / scale) * scale
+
+    def attend(q, k, v, window, cache):
+        return lax.flash_attention(q, rounded(k), rounded(v), causal=True, window=window, softcap=30.0), cache
+
+    @jax.jit
+    def of_text(tokens):
+        return logits_of(weights, hidden_states(decoder, weights, tokens, jnp.arange(64), attend, [None] * 2)[0])
+
+    e = engine(cache_dtype=dtype)
+    assert e.generate(prompts, Sampling(max_tokens=12)) == [plain(prompt, 12, of_text) for prompt in prompts]
+    assert all_is_free(e) and {cache.pages.dtype.name for cache in e._caches} == {dtype}
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((2,), (HEADS,), devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.core), "int8"])
+def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prompts, expected, mesh, dtype):
+    limits = Limits(**LIMITS | dict(buckets=(16,)), cache_dtype=dtype)
+    split = Engine(decoder, place(weights, mesh), limits, mesh)
+    wanted = engine(cache_dtype=dtype).generate(prompts, Sampling(max_tokens=12)) if dtype else expected
+    assert split.generate(prompts, Sampling(max_tokens=12)) == wanted and all_is_free(split)
+    pages = split._caches[0].pages
+    assert pages.addressable_shards[0].data.shape == (64, 8, 2, 8) and pages.shape == (64, 8, 4, 8)
+
+    step, _ = split._tables.step([], 16, 4)
+    with jax.set_mesh(mesh):
+        hlo = split._forward.lower(split.weights, split._caches, split._last, step).compile().as_text()
+    # The embedding, and the attention and MLP of each of two layers, are summed; the logits are gathered.
+    assert (hlo.count(" all-reduce("), hlo.count(" all-gather(")) == (5, 1)
+
+
+def test_an_embedding_that_is_the_output_matrix_too_is_split_by_the_vocabulary(prompts, mesh):
+    decoder, limits = Decoder(64, 32, 4, 2, 8, 64, (None,), tied=True), Limits(**LIMITS | dict(buckets=(16,)))
+    of = lambda mesh: random_weights(decoder, jax.random.key(1), mesh=mesh)
+    one, split = Engine(decoder, of(None), limits), Engine(decoder, of(mesh), limits, mesh)
+    assert split.generate(prompts) == one.generate(prompts)
+    assert split.weights["embedding"].addressable_shards[0].data.shape == (32, 32)
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(decoder, weights):
+    for axis, message in ((HEADS, "kv_heads is 2; 4 devices must divide it"), ("x", "it must have one, 'heads'")):
+        with pytest.raises(ValueError, match=message):
+            Engine(decoder, weights, Limits(**LIMITS), jax.make_mesh((4,), (axis,), devices=jax.devices()[:4]))
