@@ -1,5 +1,7 @@
 """native_sparse_attention in Triton: every kernel's masks, lists and indices, by the interpreter."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 from cases import CASES, assert_close
@@ -30,18 +32,26 @@ def results(of, x, spec, tangents, cotangents, wrt=("q", "k", "v"), **how):
     return outputs, gradients, tangent(x, outputs, tangents, spec=spec, **how)
 
 
-@pytest.mark.parametrize("case", GIVEN, ids=str)
-@pytest.mark.parametrize("rows", (16, 32))
-@pytest.mark.parametrize("item", (512, 4), ids=("whole", "items"))
-def test_in_the_interpreter(case, rows, item, monkeypatch):
-    """Forward, backward and tangent; a block whose queries are one item, and one of which several are added up."""
+def check(case, config, monkeypatch):
+    """Forward, backward and tangent against those in plain JAX."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
-    monkeypatch.setattr(problem, "ITEM", item)
-    case = case.resized(dict(b=2))
     x, spec, tangents = against_xla.prepared(case)
     outputs = implementations("xla")[0](*x, spec=spec)
     cotangents = jax.tree.map(lambda a: against_xla._like(a, 2), outputs)
     wanted = results(implementations("xla"), x, spec, tangents, cotangents)
-    config = KernelConfig(block_q=rows, block_k=16, block_d=rows)
     found = results(implementations("triton", "gpu"), x, spec, tangents, cotangents, config=config)
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("case", GIVEN, ids=str)
+@pytest.mark.parametrize("rows, item", ((16, 512), (32, 4)), ids=("whole", "items"))
+def test_in_the_interpreter(case, rows, item, monkeypatch):
+    """A block whose queries are one item, and one of which several are added up."""
+    monkeypatch.setattr(problem, "ITEM", item)
+    check(case.resized(dict(b=2)), KernelConfig(block_q=rows, block_k=16, block_d=rows), monkeypatch)
+
+
+def test_blocks_of_several_steps(monkeypatch):
+    """Of 20 keys in steps of 16, and groups of three heads in rows of four."""
+    case = GIVEN[0].resized(dict(b=1, s=33, t=50, h=6, g=2, d=24, n=3))
+    check(replace(case, options=dict(block_size=20)), KernelConfig(block_q=16, block_k=16, block_d=16), monkeypatch)

@@ -14,8 +14,8 @@ keys' rows. Along tangents:
 
     ṡ_ij = scale (q̇_i·k_j + q_i·k̇_j)          l̇se_i = Σ_j p_ij ṡ_ij          ȯ_i = Σ_j p_ij ((ṡ_ij − l̇se_i) v_j + v̇_j)
 
-Backward and tangent take the weights exp(s − lse) as shares of their sum, which is 1 but for the rounding of lse. So lse
-is a constant where these are differentiated: the change of the sum is in that sum.
+Backward and tangent take the weights exp(s − lse) as shares of their sum, which is 1 but for the rounding of lse. So
+lse is a constant where these are differentiated: the change of the sum is in that sum.
 """
 
 from collections.abc import Callable, Sequence

@@ -118,9 +118,9 @@ def _mean_of_rows(x: Array) -> Array:
 
 def _taken(x: Array, tokens: Array) -> Array:
     """x[:, tokens], 0 where there is no such token. Of those that there are none stands twice in `tokens`."""
-    aval = jax.typeof(x)
-    sharding = None
-    if explicit_axes(aval):
-        spec = tuple(aval.sharding.spec) + (None,) * (x.ndim - len(aval.sharding.spec))
+    aval, sharding = jax.typeof(x), None
+    spec = tuple(aval.sharding.spec) if explicit_axes(aval) else ()
+    if any(entry is not None for entry in spec):
+        spec += (None,) * (x.ndim - len(spec))
         sharding = NamedSharding(aval.sharding.mesh, PartitionSpec(spec[0], *[None] * tokens.ndim, *spec[2:]))
     return x.at[:, tokens].get(mode="fill", fill_value=0, unique_indices=True, out_sharding=sharding)

@@ -8,25 +8,25 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
-LARGEST_BLOCK, LARGEST_GROUP = 128, 128
+LARGEST_GROUP = 128
 
 
 def supports(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward cannot run on these operands (arrays or shapes), or None."""
-    return _reason("native_sparse_attention", spec, operands, target)
+    return _reason("native_sparse_attention", operands, target)
 
 
 def supports_jvp(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    return _reason("native_sparse_attention_jvp", spec, operands, target)
+    return _reason("native_sparse_attention_jvp", operands, target)
 
 
 def supports_bwd(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    return _reason("native_sparse_attention_bwd", spec, operands, target)
+    return _reason("native_sparse_attention_bwd", operands, target)
 
 
-def _reason(operation: str, spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+def _reason(operation: str, operands: Operands, target: Target) -> str | None:
     if reason := _launch.refusal(target):
         return reason
     if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
@@ -34,8 +34,6 @@ def _reason(operation: str, spec: NativeSparseAttentionSpec, operands: Operands,
     for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
         if size > 256 or size % 8:
             return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
-    if spec.block_size > LARGEST_BLOCK:
-        return f"blocks of {spec.block_size} keys; Triton's kernels take up to {LARGEST_BLOCK}"
     if operands.q.shape[2] // operands.k.shape[2] > LARGEST_GROUP:
         group = operands.q.shape[2] // operands.k.shape[2]
         return f"{group} query heads share keys; Triton's kernels take up to {LARGEST_GROUP}"
@@ -43,7 +41,7 @@ def _reason(operation: str, spec: NativeSparseAttentionSpec, operands: Operands,
         return "an empty batch, sequence or list"
     from .configs import least_memory
 
-    return _launch.memory_refusal(least_memory(operation, operands, spec), target)
+    return _launch.memory_refusal(least_memory(operation, operands), target)
 
 
 _tier = Tier(

@@ -7,6 +7,8 @@ queries of the list of one block, which are gathered some at a time with the hea
 block are added up, in order: every run gives the same bits.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -80,7 +82,7 @@ def _of_keys(x: Operands, rows: tuple, lists: Lists, problem: Problem, config: K
         lists.first,
         *items[:4],
         out_type=tuple(parts),
-        grid=count * of_batch,
+        grid=count * of_batch * triton.cdiv(problem.size, config.block_k),
         config=config,
         problem=problem,
         ITEMS=count,
@@ -99,8 +101,8 @@ def summed(parts: jax.Array, items: Items, problem: Problem, config: KernelConfi
         parts,
         items.first,
         out_type=jax.ShapeDtypeStruct((of_batch, problem.slots, size, features), parts.dtype),
-        grid=of_batch * problem.slots,
-        config=config,
+        grid=of_batch * problem.slots * triton.cdiv(size, config.block_k),
+        config=replace(config, num_warps=8 if config.block_k * features > 2**14 else 4),
         problem=problem,
         ITEMS=count,
         FEATURES=features,
@@ -127,20 +129,21 @@ def queries_kernel(
     problem: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     batch, tile, group = tiles.tile_of_program(problem, TILES)
-    queries: tl.constexpr = ROWS // problem.PADDED
-    query = tile * queries + tl.arange(0, queries)
+    query = tile * (ROWS // problem.PADDED) + tl.arange(0, ROWS) // problem.PADDED
     row, row_of_head, inside = tiles.rows_of(batch, query, group, problem, ROWS)
     q_tile = tiles.load_rows(q, row, inside, problem.D, problem.WIDTH)
     do_tile = tiles.load_rows(do, row, inside, problem.V, problem.V_WIDTH)
-    limits = tl.load(limit + batch * problem.S + row // problem.H % problem.S, mask=inside, other=0)
+    limits = tl.load(limit + batch * problem.S + query, mask=inside, other=0)
     of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf")) * tiles.LOG2E
     deltas = tl.load(delta + row_of_head, mask=inside, other=0.0)
     at = (batch * TILES + tile) * problem.G + group
-    acc = tl.zeros([ROWS, problem.WIDTH], tl.float32)
-    for entry in tl.range(0, tl.load(count + at)):
-        place = at * problem.entries + entry
+    WIDTH: tl.constexpr = problem.WIDTH
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    parts: tl.constexpr = (problem.size + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(0, tl.load(count + at) * parts):
+        place = at * problem.entries + step // parts
         stop = tl.load(end + place)
-        token = tl.load(begin + place) + tl.arange(0, BLOCK_K)
+        token = tl.load(begin + place) + step % parts * BLOCK_K + tl.arange(0, BLOCK_K)
         k_tile = tiles.load_keys(k, batch, token, stop, group, problem, problem.D, problem.WIDTH)
         visible = tiles.visible_rows(tl.load(members + place), token, stop, limits, problem, ROWS)
         p = tiles.weights(tiles.product(q_tile, k_tile), of_row, visible, problem)
@@ -160,28 +163,28 @@ def keys_kernel(
     dk, dv,
     problem: tl.constexpr, ITEMS: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    item = tl.program_id(0).to(tl.int64)
+    item, offset = part_of_program(problem, BLOCK_K)
     of_group = item // ITEMS
     batch, group = of_group // problem.G, of_group % problem.G
     start, stop, at = tl.load(begin + item), tl.load(end + item), tl.load(slot + item)
     if start < stop:
         queries: tl.constexpr = ROWS // problem.PADDED
-        token = tl.load(first + batch * problem.slots + at) + tl.arange(0, BLOCK_K)
-        offset = tl.arange(0, BLOCK_K)
+        begins = tl.load(first + batch * problem.slots + at)
+        token = begins + offset
         last = tl.load(listed + of_group * LISTED + stop - 1)  # queries ascend, and so do their limits
-        until = tl.minimum(
-            tl.load(first + batch * problem.slots + at) + problem.size, tl.load(limit + batch * problem.S + last)
-        )
+        until = tl.minimum(begins + problem.size, tl.load(limit + batch * problem.S + last))
         k_tile = tiles.load_keys(k, batch, token, until, group, problem, problem.D, problem.WIDTH)
         v_tile = tiles.load_keys(v, batch, token, until, group, problem, problem.V, problem.V_WIDTH)
-        dk_tile = tl.zeros([BLOCK_K, problem.WIDTH], tl.float32)
-        dv_tile = tl.zeros([BLOCK_K, problem.V_WIDTH], tl.float32)
+        WIDTH: tl.constexpr = problem.WIDTH
+        dk_tile = tl.zeros([BLOCK_K, WIDTH], tl.float32)
+        V_WIDTH: tl.constexpr = problem.V_WIDTH
+        dv_tile = tl.zeros([BLOCK_K, V_WIDTH], tl.float32)
         for place in tl.range(start, stop, queries):
-            which = place + tl.arange(0, queries)
+            which = place + tl.arange(0, ROWS) // problem.PADDED
             query = tl.load(listed + of_group * LISTED + which, mask=which < stop, other=problem.S)
             row, row_of_head, inside = tiles.rows_of(batch, query, group, problem, ROWS)
             q_tile = tiles.load_rows(q, row, inside, problem.D, problem.WIDTH)
-            limits = tl.load(limit + batch * problem.S + row // problem.H % problem.S, mask=inside, other=0)
+            limits = tl.load(limit + batch * problem.S + query, mask=inside, other=0)
             of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf")) * tiles.LOG2E
             deltas = tl.load(delta + row_of_head, mask=inside, other=0.0)
             visible = token[None, :] < tl.minimum(limits, until)[:, None]
@@ -200,15 +203,22 @@ def keys_kernel(
 
 
 @triton.jit
+def part_of_program(problem: tl.constexpr, BLOCK_K: tl.constexpr):
+    """What a program is for, and those of the keys of its block that it computes."""
+    parts: tl.constexpr = (problem.size + BLOCK_K - 1) // BLOCK_K
+    program = tl.program_id(0).to(tl.int64)
+    return program // parts, (program % parts).to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)
+
+
+@triton.jit
 def sums_kernel(
     parts, first,
     total,
     problem: tl.constexpr, ITEMS: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
+    program, offset = part_of_program(problem, BLOCK_K)
     of_group, slot = program // problem.slots, program % problem.slots
     at = of_group * (problem.slots + 1) + slot
-    offset = tl.arange(0, BLOCK_K)
     inside = offset < problem.size
     acc = tl.zeros([BLOCK_K, WIDTH], tl.float32)
     for item in tl.range(tl.load(first + at), tl.load(first + at + 1)):

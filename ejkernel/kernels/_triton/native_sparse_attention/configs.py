@@ -1,7 +1,7 @@
 """Which configs the kernels of native_sparse_attention are run with.
 
-block_q is the rows of a tile, block_q / group neighbouring queries with the heads of their group; block_k is that of the
-blocks of keys, and block_d the rows of the queries that a step of the gradient of keys takes.
+block_q is the rows of a tile, block_q / group neighbouring queries with the heads of their group; block_k the keys of a
+block that a step takes; block_d the rows of gathered queries that a step of the gradient of keys takes.
 """
 
 from ejkernel.kernels._triton._launch import shared_memory_limit
@@ -9,17 +9,21 @@ from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpe
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 MOST_QUERIES = 16
-# (rows of a tile, rows of a step of the gradient of keys, warps, stages), the likeliest first. None was measured.
-CANDIDATES = (
-    (64, 64, 4, 2),
-    (32, 64, 4, 2),
-    (16, 32, 4, 2),
-    (16, 32, 2, 2),
-    (64, 64, 4, 1),
-    (128, 128, 8, 2),
-    (32, 32, 2, 1),
-    (16, 16, 4, 1),
+# (rows of a tile, keys, rows of a step of the gradient of keys, warps, stages), the likeliest first. None was measured.
+HALF = (
+    (64, 64, 64, 4, 2),
+    (32, 64, 64, 4, 2),
+    (16, 64, 32, 4, 2),
+    (16, 64, 32, 4, 1),
+    (64, 64, 64, 4, 1),
+    (128, 64, 128, 8, 2),
+    (64, 32, 64, 4, 3),
+    (32, 32, 32, 4, 2),
+    (16, 32, 16, 4, 1),
+    (16, 16, 16, 4, 1),
 )
+WIDE = tuple(config for config in HALF if config[1] <= 32)
+SINGLE = ((16, 16, 16, 8, 1), (16, 16, 16, 4, 1))
 
 
 def power_of_two(n: int) -> int:
@@ -41,16 +45,24 @@ def space(operation: str, operands: Operands, spec: NativeSparseAttentionSpec, t
     """Those of the candidates that fit into the shared memory of the target; the smallest where none does."""
     limit, heads, block = shared_memory_limit(target), _heads(operands), power_of_two(spec.block_size)
     found = []
-    for rows, step, warps, stages in CANDIDATES:
-        rows, step = (max(16, n, padded_group(heads)) for n in (rows, step))
+    for rows, keys, step, warps, stages in _candidates(operation, operands):
         rows, step = (max(16, queries_of(n, heads) * padded_group(heads)) for n in (rows, step))
-        if not operation.endswith("_bwd"):
-            step = 16
-        config = KernelConfig(rows, block, step, warps, stages, platform=Platform.TRITON, backend=Backend.GPU)
+        step = step if operation.endswith("_bwd") else 16
+        config = KernelConfig(
+            rows, min(block, keys), step, warps, stages, platform=Platform.TRITON, backend=Backend.GPU
+        )
         if config not in found:
             found.append(config)
     fitting = [config for config in found if shared_memory(operation, operands, config) <= limit]
     return fitting or [min(found, key=lambda config: shared_memory(operation, operands, config))]
+
+
+def _candidates(operation: str, operands: Operands) -> tuple[tuple[int, ...], ...]:
+    """Products of float32 are made of multiply-adds, whose operands are in registers: their tiles are small."""
+    if operands.q.dtype.itemsize == 4:
+        return SINGLE
+    features = max(operands.q.shape[3], operands.v.shape[3])
+    return WIDE if features > 128 and operation != "native_sparse_attention" else HALF
 
 
 def _heads(operands: Operands) -> int:
@@ -58,22 +70,25 @@ def _heads(operands: Operands) -> int:
 
 
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
-    """Bytes at the most: the tiles of queries and of keys that stand beside each other, and those under way."""
+    """Bytes at the most: the tiles of queries and of keys that stand beside each other, and those under way.
+
+    Weights and their gradients stand there too, on Blackwell in both layouts of their products.
+    """
     (*_, d), (*_, e), size = operands.q.shape, operands.v.shape, operands.q.dtype.itemsize
     d, e = power_of_two(d), power_of_two(e)
     moving, stages = config.block_k * (d + e), max(1, config.num_stages)
     if operation.endswith("_jvp"):
-        return size * (config.block_q * (2 * d + config.block_k) + 2 * stages * moving)
-    forward = config.block_q * (d + config.block_k) + stages * moving
-    if not operation.endswith("_bwd"):
-        return size * forward
-    rows = config.block_q * (d + e + config.block_k) + stages * moving
-    keys = moving + stages * config.block_d * (d + e) + 2 * config.block_d * config.block_k
-    return size * max(rows, keys)
+        tiles = config.block_q * (2 * d + 2 * config.block_k) + 2 * stages * moving
+    elif operation.endswith("_bwd"):
+        of_queries = config.block_q * (d + e + config.block_k) + stages * moving
+        of_keys = moving + config.block_d * (stages * (d + e) + 5 * config.block_k)
+        tiles = max(of_queries, of_keys)
+    else:
+        tiles = config.block_q * (d + config.block_k) + stages * moving
+    return size * tiles + 1024
 
 
-def least_memory(operation: str, operands: Operands, spec: NativeSparseAttentionSpec) -> int:
+def least_memory(operation: str, operands: Operands) -> int:
     """That of the smallest config there is."""
     rows = max(16, padded_group(_heads(operands)))
-    config = KernelConfig(rows, power_of_two(spec.block_size), rows, 4, 1)
-    return shared_memory(operation, operands, config)
+    return shared_memory(operation, operands, KernelConfig(rows, 16, rows, 4, 1))

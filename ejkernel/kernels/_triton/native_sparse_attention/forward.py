@@ -52,20 +52,21 @@ def forward_kernel(
     problem: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     batch, tile, group = tiles.tile_of_program(problem, TILES)
-    queries: tl.constexpr = ROWS // problem.PADDED
-    query = tile * queries + tl.arange(0, queries)
+    query = tile * (ROWS // problem.PADDED) + tl.arange(0, ROWS) // problem.PADDED
     row, row_of_head, inside = tiles.rows_of(batch, query, group, problem, ROWS)
     q_tile = tiles.load_rows(q, row, inside, problem.D, problem.WIDTH)
-    limits = tl.load(limit + batch * problem.S + row // problem.H % problem.S, mask=inside, other=0)
+    limits = tl.load(limit + batch * problem.S + query, mask=inside, other=0)
     at = (batch * TILES + tile) * problem.G + group
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, problem.V_WIDTH], tl.float32)
+    V_WIDTH: tl.constexpr = problem.V_WIDTH
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     scale: tl.constexpr = problem.scale * tiles.LOG2E
-    for entry in tl.range(0, tl.load(count + at)):
-        place = at * problem.entries + entry
+    parts: tl.constexpr = (problem.size + BLOCK_K - 1) // BLOCK_K
+    for step in tl.range(0, tl.load(count + at) * parts):
+        place = at * problem.entries + step // parts
         stop = tl.load(end + place)
-        token = tl.load(begin + place) + tl.arange(0, BLOCK_K)
+        token = tl.load(begin + place) + step % parts * BLOCK_K + tl.arange(0, BLOCK_K)
         k_tile = tiles.load_keys(k, batch, token, stop, group, problem, problem.D, problem.WIDTH)
         v_tile = tiles.load_keys(v, batch, token, stop, group, problem, problem.V, problem.V_WIDTH)
         visible = tiles.visible_rows(tl.load(members + place), token, stop, limits, problem, ROWS)

@@ -142,7 +142,7 @@ def unions_of(lists: Lists, problem: Problem, rows: int) -> Unions:
     """The unions of tiles of so many rows."""
     queries = queries_of(rows, problem.heads)
     tiles = -(-problem.S // queries)
-    (b, s, g, n), behind = lists.slots.shape, tiles * queries - problem.S
+    (b, _, g, n), behind = lists.slots.shape, tiles * queries - problem.S
     slots = jnp.pad(lists.slots, ((0, 0), (0, behind), (0, 0), (0, 0)), constant_values=NONE)
     limit = jnp.pad(lists.limit, ((0, 0), (0, behind)))
     of_tile = lambda a: jnp.moveaxis(a.reshape(b, tiles, queries, g, n), 3, 2).reshape(b, tiles, g, queries * n)

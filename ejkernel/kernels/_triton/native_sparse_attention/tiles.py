@@ -17,14 +17,13 @@ def tile_of_program(problem: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def rows_of(batch, query, group, problem: tl.constexpr, ROWS: tl.constexpr):
-    """Of queries [ROWS / PADDED] the number of each row among [b,s,h] and among [b,h,s], and which rows there are."""
-    head = tl.arange(0, problem.PADDED)[None, :]
-    token = query[:, None].to(tl.int64)
-    inside = (head < problem.heads) & (token < problem.S)
+    """Of the query of each row [ROWS] the number of the row among [b,s,h] and among [b,h,s], and whether it is one."""
+    head = tl.arange(0, ROWS) % problem.PADDED
+    inside = (head < problem.heads) & (query < problem.S)
     of_group = group * problem.heads + head
-    by_token = (batch * problem.S + token) * problem.H + of_group
-    by_head = (batch * problem.H + of_group) * problem.S + token
-    return tl.reshape(by_token, [ROWS]), tl.reshape(by_head, [ROWS]), tl.reshape(inside, [ROWS])
+    by_token = (batch * problem.S + query) * problem.H + of_group
+    by_head = (batch * problem.H + of_group) * problem.S + query
+    return by_token, by_head, inside
 
 
 @triton.jit
@@ -76,7 +75,5 @@ def weights(product, lse, visible, problem: tl.constexpr):
 @triton.jit
 def visible_rows(members, token, end, limit, problem: tl.constexpr, ROWS: tl.constexpr):
     """Which rows of a tile see which of the keys: those of the queries that list the block, up to their own limit."""
-    queries: tl.constexpr = ROWS // problem.PADDED
     listed = (members >> (tl.arange(0, ROWS) // problem.PADDED)) & 1
-    tl.static_assert(queries <= 32)
     return (listed == 1)[:, None] & (token[None, :] < tl.minimum(limit, end)[:, None])
