@@ -142,6 +142,39 @@ def compared(operands, moved, cotangents, spec, config):
     )
 
 
+@pytest.mark.parametrize("block", (24, 8))
+@pytest.mark.parametrize("causal", (False, True))
+def test_of_logits_near_1e12(causal, block):
+    """Of which float32 keeps every 65536th number: lse is off by more than an exponent may be.
+
+    A query has all of its weight on one key: o = v there, dv is a sum of do, and nothing moves with q and k.
+    """
+    q, k, v, do = (normal(2, 24, 2, 32, seed=n).astype(np.float32) for n in range(4))
+    x = Operands(q := np.float32(1e6) * q, k := np.float32(1e6) * k, v)
+    spec, config = FlashAttentionSpec(causal=causal, softmax_scale=0.3), KernelConfig(block_q=block, block_k=block)
+
+    @jax.jit
+    def run(x, do):
+        outputs = flash_attention(*x, spec=spec, config=config)
+        tangents = flash_attention_jvp(x, outputs, only(q=x.q, v=do), spec=spec, config=config)
+        wrt = ("q", "k", "v")
+        return (
+            outputs.o,
+            tangents.o,
+            flash_attention_bwd(x, outputs, Outputs(do, None), wrt=wrt, spec=spec, config=config),
+        )
+
+    s = np.einsum("bshd,bthd->bhst", q.astype(float), k.astype(float))
+    p = np.eye(24)[np.where(np.tri(24, dtype=bool) | (not causal), s, -np.inf).argmax(-1)]
+    o, moved, (dq, dk, dv) = run(x, do)
+    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    close(o, np.einsum("bhst,bthe->bshe", p, v))
+    close(dv, np.einsum("bhst,bshe->bthe", p, do))
+    assert np.isfinite(moved).all()
+    rounding = 1e-6 * 0.3 * np.abs(np.einsum("bshe,bthe->bhst", do, v)).max()
+    assert np.abs(dq).max() <= rounding * np.abs(k).max() and np.abs(dk).max() <= rounding * np.abs(q).max()
+
+
 @pytest.mark.parametrize("name", [*FEATURES, *COMBINED])
 def test_equals_the_formula_in_float64(name):
     operands, spec = case(name)

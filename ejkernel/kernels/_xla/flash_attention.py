@@ -7,7 +7,8 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
 The decomposition visits the tiles of the logits that causal and window leave. In the forward, a tile gives the largest
 logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged (Milakov and
-Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse; their tiles add up:
+Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for its rounding,
+which they find as in the forward; then their tiles add up:
 
     δ = Σ_e do·o − dlse         ds = p (κ Σ_e do·v − δ)         dσ = −Σ_i exp(σ − lse_i) δ_i
     dz = ds (1 − (s / softcap)²)
@@ -47,6 +48,17 @@ from ._attention import (
     unfold_rows,
 )
 from ._batch import one_by_one
+from ._softmax import (
+    Softmax,
+    at_least_lowest,
+    excess_and_mean,
+    lse_of,
+    merged,
+    not_zero,
+    of_nothing,
+    of_rows,
+    relative_to_lse,
+)
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -68,22 +80,14 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, s.dtype)
         s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], sinks.shape[-1]))], axis=-1)
-    m = lax.stop_gradient(_floored(s.max(-1, keepdims=True, initial=-np.inf)))
+    m = lax.stop_gradient(at_least_lowest(s.max(-1, keepdims=True, initial=-np.inf)))
     weights = jnp.exp(s - m)
     l = weights.sum(-1, keepdims=True)
-    p = (weights / _not_zero(l))[..., : x.k.shape[2]]
-    return _outputs(over_columns(dropped(p, x, spec), x.v), _lse(m, l), operands.q.dtype)
+    p = (weights / not_zero(l))[..., : x.k.shape[2]]
+    return _outputs(over_columns(dropped(p, x, spec), x.v), lse_of(m, l), operands.q.dtype)
 
 
 # --- Forward ---------------------------------------------------------------------------------------------------------
-
-
-class _Softmax(NamedTuple):
-    """Of some of the logits of each row: the largest, and relative to it the sum of exp and the weighted values."""
-
-    m: Array
-    l: Array
-    o: Array | float
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
@@ -107,27 +111,19 @@ def forward(spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     def of_tile(x):
         x, _, _, s, *_ = _logits(x, spec)
         m = over_row(lax.reduce_max, s)
-        m = lax.stop_gradient(_floored(m) if attention.hides(x) else m)
+        m = lax.stop_gradient(at_least_lowest(m) if attention.hides(x) else m)
         p = lax.exp(lax.sub(s, m))
-        return _Softmax(m, over_row(lax.reduce_sum, p), over_columns(dropped(p, x, spec), x.v))
+        return Softmax(m, over_row(lax.reduce_sum, p), over_columns(dropped(p, x, spec), x.v))
 
-    lowest, of_rows = jnp.finfo(dtype).min, partial(_of_rows, x, dtype)
-    nothing = lambda: _Softmax(of_rows(1, lowest), of_rows(1), of_rows(x.v.shape[-1]))
-    softmax = grid.sweep(of_tile, (x,), _merged, nothing)
+    softmax = grid.sweep(of_tile, (x,), merged, partial(of_nothing, x, dtype, x.v.shape[-1]))
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, dtype)
-        m = lax.stop_gradient(_floored(sinks.max(-1, keepdims=True)))
-        softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
+        m = lax.stop_gradient(at_least_lowest(sinks.max(-1, keepdims=True)))
+        softmax = merged(softmax, Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
     m, l, o = tiles.trim(softmax, grid)
     if attention.hides(x) or grid.shape[1] == 0:
-        return _outputs(lax.div(o, _not_zero(l)), _lse(m, l), x.q.dtype)
+        return _outputs(lax.div(o, not_zero(l)), lse_of(m, l), x.q.dtype)
     return _outputs(lax.div(o, l), lax.add(m, lax.log(l)), x.q.dtype)
-
-
-def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
-    m = jnp.maximum(a.m, b.m)
-    shrink_a, shrink_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
-    return _Softmax(m, a.l * shrink_a + b.l * shrink_b, a.o * shrink_a + b.o * shrink_b)
 
 
 # --- Tangent and backward --------------------------------------------------------------------------------------------
@@ -172,13 +168,13 @@ def flash_attention_jvp(
 def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     """The tangents of o and lse, given the operands that are cut into the tiles of a grid."""
     dx = tiles.pad(attention.fold(tangents, x.q.shape[1]), grid.padding)
-    lse = lax.stop_gradient(_floored(_fold_outputs(outputs, x, grid).lse))
+    lse = lax.stop_gradient(at_least_lowest(_fold_outputs(outputs, x, grid).lse))
 
     def sums(x, dx, rows):
         logits = _logits(x, spec)
-        p = _weights(logits.s, rows)
+        m, p = relative_to_lse(logits.s, rows.lse)
         ds = _logits_tangent(logits, dx, spec)
-        return {"l": over_row(lax.reduce_sum, p), "dlse": over_row(lax.reduce_sum, lax.mul(p, ds))}
+        return Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(p, ds)))
 
     def change(x, dx, rows):
         logits = _logits(x, spec)
@@ -186,14 +182,13 @@ def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: F
         do = over_columns(p * (_logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_dead(dx, logits.living).v)}
 
-    of_rows = partial(_of_rows, x, lse.dtype)
-    totals = grid.sweep(sums, (x, dx, _Rows(lse)), _added, lambda: {"l": of_rows(1), "dlse": of_rows(1)})
-    excess = _excess(totals["l"], x, lse)
-    dlse = totals["dlse"] * jnp.exp(-excess)
+    totals = grid.sweep(sums, (x, dx, _Rows(lse)), merged, partial(of_nothing, x, lse.dtype, 1))
+    excess, dlse = excess_and_mean(totals, x, lse)
     if dx.sinks is not None:
         dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = _Rows(lse, excess, dlse=dlse)
-    do = grid.sweep(change, (x, dx, rows), _added, lambda: {"do": of_rows(x.v.shape[-1])})["do"]
+    nothing = lambda: {"do": of_rows(x, lse.dtype, x.v.shape[-1])}
+    do = grid.sweep(change, (x, dx, rows), _added, nothing)["do"]
     return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=x.q.dtype)
 
 
@@ -254,8 +249,8 @@ def backward(
 
     totals = tiles.trim(grid.sweep(gradients, (x, rows), _added, nothing), grid) if shapes else {}
     if "sinks" in wrt:
-        of_rows = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
-        totals["dsinks"] = attention.sum_to(of_rows.sum(3, keepdims=True), x.sinks.shape)
+        dsinks = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
+        totals["dsinks"] = attention.sum_to(dsinks.sum(3, keepdims=True), x.sinks.shape)
     for name in {"q", "k", "softmax_scale"}.intersection(wrt):
         totals["d" + name] = scaled(totals["d" + name], spec.softmax_scale)
     columns = partial(unfold_columns, groups=x.k.shape[1])
@@ -273,19 +268,16 @@ def _rows_of_backward(
     lse = _fold_outputs(outputs, x, grid).lse
     sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
     do, dlse = (attention.zero_where_dead(sees, a) for a in _fold_outputs(cotangents, x, grid))
-    do, lse = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(_floored(lse))
+    do, lse = of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(at_least_lowest(lse))
 
     def sums(x, rows):
         x, _, _, s, living, _ = _logits(x, spec)
-        p = _weights(s, rows)
+        m, p = relative_to_lse(s, rows.lse)
         dp = over_features(attention.zero_where_dead(living.rows, rows.do), x.v)
-        delta = over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp))
-        return {"l": over_row(lax.reduce_sum, p), "delta": delta}
+        return Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp)))
 
-    nothing = lambda: {"l": _of_rows(x, lse.dtype, 1), "delta": _of_rows(x, lse.dtype, 1)}
-    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), _added, nothing)
-    excess = _excess(totals["l"], x, lse)
-    delta = lax.mul(totals["delta"], lax.exp(lax.neg(excess)))
+    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), merged, partial(of_nothing, x, lse.dtype, 1))
+    excess, delta = excess_and_mean(totals, x, lse)
     return _Rows(lse, excess, delta if dlse is None else lax.sub(delta, dlse), do)
 
 
@@ -325,7 +317,13 @@ def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits
             s = attention.where(seen, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
         tanh = jnp.tanh(s / spec.softcap)
         s, slope = spec.softcap * tanh, 1 - tanh**2
-    return _Logits(x, raw, slope, s if seen is None else attention.where(seen, s, -np.inf), living, seen)
+    if seen is not None:
+        s = attention.where(seen, s, -np.inf)
+    elif x.bias is None:
+        # No logit is below the lowest number. It keeps XLA, where it computes s again, from not rounding q·k · scale
+        # before it subtracts another number from it, and exp(s − m) of the largest s from being far from 1.
+        s = at_least_lowest(s)
+    return _Logits(x, raw, slope, s, living, seen)
 
 
 def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
@@ -343,9 +341,8 @@ def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Ar
 
 
 def _weights(s: Array, rows: _Rows) -> Array:
-    """p = exp(s − lse); excess, the smaller one, is subtracted last."""
-    s = lax.sub(s, rows.lse)
-    return lax.exp(s if rows.excess is None else lax.sub(s, rows.excess))
+    """p = exp(s − lse − excess); excess, the smaller one, is subtracted last."""
+    return lax.exp(lax.sub(lax.sub(s, rows.lse), rows.excess))
 
 
 def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
@@ -353,33 +350,7 @@ def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
     return jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse - excess)
 
 
-def _excess(l: Array, x: Folded, lse: Array) -> Array:
-    if x.sinks is not None:
-        l = l + jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse).sum(-1, keepdims=True)
-    return lax.log(_not_zero(l))
-
-
-def _floored(m: Array) -> Array:
-    """m, or the lowest number for −∞, where nothing was seen: then exp(s − m) is 0 and not exp(−∞ + ∞)."""
-    return lax.max(m, np.array(jnp.finfo(m.dtype).min, m.dtype))
-
-
-def _not_zero(l: Array) -> Array:
-    """l, which is 1 or more (relative to lse: 1 but for rounding), or 1/2 where nothing was seen and l is 0."""
-    return lax.max(l, np.array(0.5, l.dtype))
-
-
-def _lse(m: Array, l: Array) -> Array:
-    seen = lax.gt(l, np.zeros((), l.dtype))
-    return attention.where(seen, lax.add(m, lax.log(_not_zero(l))), -np.inf)
-
-
 # --- Between the layouts ---------------------------------------------------------------------------------------------
-
-
-def _of_rows(x: Folded, dtype: Any, width: int, value: float = 0) -> Array:
-    """[b,g,r,s,width] of one value."""
-    return lax.full((*x.q.shape[:4], width), value, dtype)
 
 
 def _fold_outputs(outputs: Outputs, x: Folded, grid: tiles.Grid) -> Outputs:
