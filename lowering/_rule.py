@@ -21,7 +21,7 @@ from ejkernel.compat import (
     without_manual_axes,
     without_sharding,
 )
-from ejkernel.errors import UnsupportedError
+from ejkernel.errors import UnsupportedError, describe
 from ejkernel.kernels._dispatch import candidates, select
 from ejkernel.kernels._registry import KernelSpec
 from ejkernel.kernels._target import lowering_for
@@ -30,7 +30,7 @@ from ejkernel.ops.utils.devices import target_of
 from ejkernel.primitives._factory import KernelPrimitive, NamedPrimitive
 from ejkernel.primitives._traced import TracedPrimitive
 from ejkernel.types import Backend, Platform, Target
-from ejkernel.xla_utils.symbolic import with_known_sizes
+from ejkernel.xla_utils.symbolic import is_symbolic, with_known_sizes
 
 from . import _stored
 from ._context import one_device, own_promotions
@@ -118,6 +118,8 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config, cho
     progress = Progress(primitive.name, target)
     body = body_of(primitive, operands, results, spec, config, target, chooser.platform, progress)
     mesh = primitive.split(named)[1] or explicit_mesh(ctx)
+    if mesh or is_partly_manual(ctx):
+        _refuse_symbolic(primitive, named)
     # Of a `shard_map` that takes empty arrays alone, which are constants to it, XLA makes no program.
     if mesh and not any(0 in aval.shape for aval in ctx.avals_in):
         run = explicit(primitive, body, named, results, spec, mesh)
@@ -144,6 +146,18 @@ def _refuse_tpu_kernel(primitive, named, spec, config, target, platform) -> None
         raise UnsupportedError(
             f"{primitive.name}: a TPU kernel cannot be partitioned automatically; use a mesh with Explicit axes "
             "(the default of jax.make_mesh, with jax.set_mesh), or call it inside jax.shard_map"
+        )
+
+
+def _refuse_symbolic(primitive, named) -> None:
+    """JAX gives no sizes to what stands inside a `shard_map` when it loads an artifact: it fails, or crashes.
+
+    So does plain JAX there, with `jnp.ones(x.shape)` or a `scan` (seen on 0.11.2).
+    """
+    if any(map(is_symbolic, named.values())):
+        raise UnsupportedError(
+            f"{primitive.name}: sizes are symbolic inside jax.shard_map or over Explicit axes, where JAX cannot give "
+            f"them numbers when it loads what was exported; export it for sizes that are known {describe(**named)}"
         )
 
 

@@ -1,6 +1,7 @@
 """`jax.export` carries an operation and its gradient to other processes and platforms in one artifact."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from cases import (
     CASES,
@@ -14,7 +15,9 @@ from cases import (
     pullback,
 )
 from jax.export import DisabledSafetyCheck, deserialize, export, symbolic_shape
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import ejkernel
 
 PLATFORMS = ("cpu", "cuda", "tpu")
 # JAX guarantees no compatibility of Triton's calls over versions, and wants to be told that one does without.
@@ -92,3 +95,14 @@ def test_gradient_of_what_was_exported_for_every_size(case):
     cotangents = case.cotangents(arrays)
     found = gradient(sent(case.call, types(case), vjp_order=1), case.differentiable)(arrays, cotangents)
     assert_close(found, oracle(case, gradient)(arrays, cotangents))
+
+
+@pytest.mark.parametrize("is_manual", (False, True), ids=("explicit", "shard_map"))
+def test_symbolic_sizes_over_a_mesh_are_refused(is_manual):
+    """JAX crashes when it loads such an artifact."""
+    mesh, split = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,)), PartitionSpec("x")
+    f = lambda q: ejkernel.lax.flash_attention(q, q, q, causal=True)
+    f = jax.shard_map(f, mesh=mesh, in_specs=split, out_specs=split) if is_manual else f
+    q = jax.ShapeDtypeStruct((*symbolic_shape("4*b"), 16, 2, 8), jnp.float32, sharding=NamedSharding(mesh, split))
+    with pytest.raises(ejkernel.UnsupportedError, match=r"^flash_attention: sizes are symbolic"):
+        export(jax.jit(f))(q)
