@@ -209,9 +209,15 @@ def _onto_latents(da: Array, w: Array) -> Array:
 
 
 def _onto_projection(latent: Array, da: Array, w: Array) -> Array:
-    """Σ_t latent [b,t,c] · da [b,t,h,n] -> [b?,c,h,n], as w is: over the batch too if that shares the projection."""
+    """Σ_t latent [b,t,c] · da [b,t,h,n] -> [b?,c,h,n], as w is: over the batch too if that shares the projection.
+
+    The product that JAX makes when it transposes `_projected`, da first: on a CPU, XLA sums some products the other way
+    round one term after the other, and errs twice as much.
+    """
     axes, _ = _named(w)
-    return _product(f"btc,bthn->{axes}", latent.astype(da.dtype), da).reshape(w.shape)
+    transposed = axes.replace("c", "") + "c"
+    dw = _product(f"bthn,btc->{transposed}", da, latent.astype(da.dtype))
+    return jnp.moveaxis(dw, -1, -3).reshape(w.shape)
 
 
 def _named(w: Array) -> tuple[str, Array]:
