@@ -155,4 +155,39 @@ FAILURES = (
         mesh=("shard_map", {"n": "y"}),
         api="modules",
     ),
+    # A second derivative that was transposed last rounded to float16 what it then summed, of which some overflowed.
+    Call(
+        "gla",
+        sizes={"s": 31, "h": 3, "g": 3, "d": 3, "e": 3, "m": 6, "n": 5},
+        operands={"q": "1 s h d", "k": "1 s g d", "v": "1 s g e", "gk": "1 s h d", "cu_seqlens": "m"},
+        options={"softmax_scale": 1.0, "reverse": True, "return_state": True},
+        dtype="float16",
+        dtypes={"cu_seqlens": "uint32", "gk": "call"},
+        derivative="vjp_of_vjp",
+        wrt=("gk", "k", "q", "v"),
+        maps=(
+            {"q": 0, "k": -1, "cu_seqlens": -1, "gk": 0},
+            {"v": -1, "cu_seqlens": 0, "gk": 0, "tangents": 0},
+        ),
+        jit=True,
+        values="huge",
+        poison=True,
+        seed=1196,
+    ),
+    # The gradient of an operand that all examples share is a sum of theirs, of which some overflow in float16; of the
+    # formula the sum was taken in float64.
+    Call(
+        "gla",
+        sizes={"b": 1, "s": 2, "h": 3, "g": 3, "d": 16, "e": 3},
+        operands={"q": "b s h d", "k": "b s g d", "v": "b s g e", "gk": "b s h d"},
+        options={"return_state": True},
+        dtype="float16",
+        derivative="vjp_of_vjp",
+        wrt=("gk", "k"),
+        maps=({"k": -1, "gk": 0, "q": 0}, {"v": 0, "q": 0}),
+        outside=True,
+        jit=True,
+        values="huge",
+        seed=1,
+    ),
 )

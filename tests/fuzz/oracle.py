@@ -1,7 +1,7 @@
 """What the results of a call must be, in float64, and what its formula makes of them in the dtype of the call."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,7 @@ def expected(call: Call, neighbour: int = 0, eps: float | None = None, flushed: 
             args = moved(call, (moving(call, x), u, t), neighbour, eps)
             for part, found in zip(both, run(facts, *args, rng=rng), strict=True):
                 part[at] = jax.tree.map(np.asarray, found)
-    return tuple(_joined(call, part) for part in both)
+    return _joined(call, both[0]), _joined(call, both[1], _in_its_dtype)
 
 
 def of_example(call: Call, example: tuple[int, ...], flushed: bool = False) -> tuple:
@@ -119,23 +119,32 @@ def moved(call: Call, args: Any, neighbour: int, eps: float | None) -> Any:
     return jax.tree.map(near, args)
 
 
-def _joined(call: Call, parts: np.ndarray) -> Any:
-    """Stacked; a gradient that is taken outside of the maps is summed over those that do not map its operand."""
+def _joined(call: Call, parts: np.ndarray, rounded: Callable = lambda call, name, gradient: gradient) -> Any:
+    """Stacked; a gradient that is taken outside of the maps is summed over those that do not map its operand, rounded
+    before it is: each example has the gradient of its own operand, which is one of the dtype of that.
+    """
     whole = stacked(parts)
     if not call.outside or call.derivative == "none":
         return whole
+    gathered = lambda of: {n: _gathered(call, n, rounded(call, n, a)) for n, a in of.items()}
     if SAME.get(call.derivative, call.derivative) == "vjp":
-        return whole[0], {n: _gathered(call, n, a) for n, a in whole[1].items()}
+        return whole[0], gathered(whole[1])
     if SAME.get(call.derivative, call.derivative) == "jvp_of_vjp":
-        return {n: _gathered(call, n, a) for n, a in whole.items()}
+        return gathered(whole)
     return whole
+
+
+def _in_its_dtype(call: Call, name: str, gradient: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return gradient.astype(call.type(name)).astype(np.float64)
 
 
 def _gathered(call: Call, name: str, gradient: np.ndarray) -> np.ndarray:
     """From [outer, inner, …] to where the operand has these axes: summed over the maps that it has no axis of."""
     levels = len(call.maps)
     mapped = [level for level in range(levels) if call.is_mapped(name, level)]
-    gradient = gradient.sum(tuple(levels - 1 - level for level in range(levels) if level not in mapped))
+    with np.errstate(invalid="ignore"):  # of a formula that overflows
+        gradient = gradient.sum(tuple(levels - 1 - level for level in range(levels) if level not in mapped))
     order = list(range(len(mapped), gradient.ndim))
     for place, level in enumerate(mapped):  # the inner one first, as the axes were made
         order.insert(0 if call.axis(name, level) == 0 else len(order), len(mapped) - 1 - place)

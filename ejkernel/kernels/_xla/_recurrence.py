@@ -306,7 +306,8 @@ def recurrence_jvp(
     """The tangents of o and the final state; a tangent of None is zero."""
     moving = {name: t for name, t in tangents._asdict().items() if t is not None}
     f = partial(_outputs_of, primals, spec, config)
-    return jax.jvp(f, ({name: getattr(primals, name) for name in moving},), (moving,))[1]
+    o, final_state = jax.jvp(f, ({name: getattr(primals, name) for name in moving},), (moving,))[1]
+    return Outputs(o.astype(primals.q.dtype), final_state)
 
 
 @configured_by(heuristic, space)
@@ -329,14 +330,21 @@ def recurrence_bwd(
 
     def weighed(moving):
         pairs = zip(_outputs_of(primals, spec, config, moving), cotangents, strict=True)
-        return sum((x.astype(dtype) * ct.astype(dtype)).sum() for x, ct in pairs if ct is not None)
+        return sum((x * ct.astype(dtype)).sum() for x, ct in pairs if ct is not None)
 
     gradients = jax.grad(weighed)({name: getattr(primals, name) for name in wrt})
     return tuple(gradients[name] for name in wrt)
 
 
 def _outputs_of(operands: Operands, spec: RecurrenceSpec, config: KernelConfig, moving: dict[str, Array]) -> Outputs:
-    return recurrence(*operands._replace(**moving), spec=spec, config=config)
+    """The outputs in the dtype of statistics, as functions of the operands that move.
+
+    Nothing is rounded on the way: a second derivative that is transposed last would round to the dtype of q what is
+    summed with other terms, and where these are large and cancel, float16 overflows though the sum does not.
+    """
+    dtype, x = statistics_dtype(operands.q.dtype), operands._replace(**moving)
+    wide = {name: a.astype(dtype) for name, a in x._asdict().items() if a is not None and name != "spans"}
+    return recurrence(*x._replace(**wide), spec=spec, config=config)
 
 
 def register(operation: str) -> None:
