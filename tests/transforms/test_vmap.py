@@ -46,19 +46,25 @@ def along(derivative):
 
 
 @each_case
-@pytest.mark.parametrize("axis", (0, -1))
-def test_vmap(case, axis):
+def test_vmap(case):
+    check_mappings(case, few_mappings, axis=0)
+
+
+@each(CASES, rest=(pytest.mark.slow,))
+def test_vmap_of_the_last_axis(case):
+    check_mappings(case, each_and_all, axis=-1)
+
+
+def check_mappings(case, choose, axis):
     examples = [case.arrays(seed) for seed in range(COUNT)]
-    for mapped in (few_mappings if axis == 0 else each_and_all)(tuple(examples[0])):
+    for mapped in choose(tuple(examples[0])):
         check(case.call, oracle(case), examples, mapped, axis)
 
 
 @pytest.mark.slow
 @each_case
 def test_vmap_of_every_choice(case):
-    examples = [case.arrays(seed) for seed in range(COUNT)]
-    for mapped in mappings(tuple(examples[0])):
-        check(case.call, oracle(case), examples, mapped, 0)
+    check_mappings(case, mappings, axis=0)
 
 
 @each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
