@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -234,3 +235,16 @@ def test_groups_are_judged_and_timed(name, mode, monkeypatch):
     wrong = lambda *a, **k: 1.1 * getattr(ejkernel.modules, name)(*a, **k)
     monkeypatch.setattr(benchmark, name, wrong)
     assert benchmark.case(small, mode, arguments)[0].status == "wrong"
+
+
+# --- Records
+
+
+def test_every_record_says_what_it_is_evidence_for():
+    """The index names each file, and no other; so do the documents, which take their figures from them."""
+    root = Path(__file__).parents[1]
+    records = {path.name for path in (root / "benchmarks/results").iterdir()} - {"README.md"}
+    names = lambda page: set(re.findall(r"[a-z_0-9]+-[a-z0-9-]*\d{8}[0-9-]*\.(?:json|txt)", page.read_text()))
+    assert names(root / "benchmarks/results/README.md") == records
+    pages = [root / "README.md", *(root / "benchmarks").glob("*.md"), *(root / "docs").glob("*.md")]
+    assert set().union(*map(names, pages)) <= records
