@@ -7,8 +7,8 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
 The decomposition computes the tiles of the logits that causal and window leave. In the forward, a tile gives the
 largest logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged
-(Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for
-its rounding, which they find as in the forward; then their tiles add up:
+(Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for its rounding,
+which they find as in the forward; then their tiles add up:
 
     δ = Σ_e do·o − dlse         ds = p (κ Σ_e do·v − δ)         dσ = −Σ_i exp(σ − lse_i) δ_i
     dz = ds (1 − (s / softcap)²)
@@ -48,7 +48,17 @@ from ._attention import (
     unfold_rows,
 )
 from ._batch import one_by_one
-from ._logits import floored, logits_of, logits_tangent
+from ._softmax import (
+    Softmax,
+    at_least_lowest,
+    excess_and_mean,
+    lse_of,
+    merged,
+    not_zero,
+    of_nothing,
+    of_rows,
+    relative_to_lse,
+)
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -66,28 +76,18 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
     Takes memory for all the logits. Differentiable to any order.
     """
     operands = Operands(*operands)
-    x, _, _, s, *_ = logits_of(attention.folded(operands, spec), spec, operands.q.dtype)
+    x, _, _, s, *_ = _logits(attention.folded(operands, spec), spec, operands.q.dtype)
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, s.dtype)
         s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], sinks.shape[-1]))], axis=-1)
-    m = lax.stop_gradient(floored(s.max(-1, keepdims=True, initial=-np.inf)))
+    m = lax.stop_gradient(at_least_lowest(s.max(-1, keepdims=True, initial=-np.inf)))
     weights = jnp.exp(s - m)
     l = weights.sum(-1, keepdims=True)
-    p = (weights / _not_zero(l))[..., : x.k.shape[2]]
-    return _outputs(over_columns(dropped(p, x, spec), x.v), _lse(m, l), operands.q.dtype)
+    p = (weights / not_zero(l))[..., : x.k.shape[2]]
+    return _outputs(over_columns(dropped(p, x, spec), x.v), lse_of(m, l), operands.q.dtype)
 
 
 # --- Forward ---------------------------------------------------------------------------------------------------------
-
-
-class _Softmax(NamedTuple):
-    """Of some of the logits of each row: m, the largest or near it, and relative to it the sum l of exp(s − m) and the
-    sum o of what these weigh, values in the forward.
-    """
-
-    m: Array
-    l: Array
-    o: Array | float
 
 
 @kernel_registry.register("flash_attention", Platform.XLA, Backend.ANY)
@@ -109,33 +109,21 @@ def forward(spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     dtype = attention.statistics_dtype(x.q.dtype)
 
     def of_tile(x):
-        x, _, _, s, *_ = logits_of(x, spec)
+        x, _, _, s, *_ = _logits(x, spec)
         m = over_row(lax.reduce_max, s)
-        m = lax.stop_gradient(floored(m) if attention.hides(x) else m)
+        m = lax.stop_gradient(at_least_lowest(m) if attention.hides(x) else m)
         p = lax.exp(lax.sub(s, m))
-        return _Softmax(m, over_row(lax.reduce_sum, p), over_columns(dropped(p, x, spec), x.v))
+        return Softmax(m, over_row(lax.reduce_sum, p), over_columns(dropped(p, x, spec), x.v))
 
-    softmax = grid.sweep(of_tile, (x,), _merged, partial(_nothing, x, dtype, x.v.shape[-1]))
+    softmax = grid.sweep(of_tile, (x,), merged, partial(of_nothing, x, dtype, x.v.shape[-1]))
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, dtype)
-        m = lax.stop_gradient(floored(sinks.max(-1, keepdims=True)))
-        softmax = _merged(softmax, _Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
+        m = lax.stop_gradient(at_least_lowest(sinks.max(-1, keepdims=True)))
+        softmax = merged(softmax, Softmax(m, jnp.exp(sinks - m).sum(-1, keepdims=True), 0.0))
     m, l, o = tiles.trim(softmax, grid)
     if attention.hides(x) or grid.shape[1] == 0:
-        return _outputs(lax.div(o, _not_zero(l)), _lse(m, l), x.q.dtype)
+        return _outputs(lax.div(o, not_zero(l)), lse_of(m, l), x.q.dtype)
     return _outputs(lax.div(o, l), lax.add(m, lax.log(l)), x.q.dtype)
-
-
-def _merged(a: _Softmax, b: _Softmax) -> _Softmax:
-    m = jnp.maximum(a.m, b.m)
-    shrink_a, shrink_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
-    return _Softmax(m, a.l * shrink_a + b.l * shrink_b, a.o * shrink_a + b.o * shrink_b)
-
-
-def _nothing(x: Folded, dtype: Any, width: int) -> _Softmax:
-    """Of no logits: what `_merged` leaves others as they are with."""
-    of_rows = partial(_of_rows, x, dtype)
-    return _Softmax(of_rows(1, jnp.finfo(dtype).min), of_rows(1), of_rows(width))
 
 
 # --- Tangent and backward --------------------------------------------------------------------------------------------
@@ -180,26 +168,26 @@ def flash_attention_jvp(
 def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     """The tangents of o and lse, given the operands that are cut into the tiles of a grid."""
     dx = tiles.pad(attention.fold(tangents, x.q.shape[1]), grid.padding)
-    lse = lax.stop_gradient(floored(_fold_outputs(outputs, x, grid).lse))
+    lse = lax.stop_gradient(at_least_lowest(_fold_outputs(outputs, x, grid).lse))
 
     def sums(x, dx, rows):
-        logits = logits_of(x, spec)
-        m, p = _relative_to_lse(logits.s, rows.lse)
-        ds = logits_tangent(logits, dx, spec)
-        return _Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(p, ds)))
+        logits = _logits(x, spec)
+        m, p = relative_to_lse(logits.s, rows.lse)
+        ds = _logits_tangent(logits, dx, spec)
+        return Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(p, ds)))
 
     def change(x, dx, rows):
-        logits = logits_of(x, spec)
+        logits = _logits(x, spec)
         p = dropped(_weights(logits.s, rows), x, spec)
-        do = over_columns(p * (logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
+        do = over_columns(p * (_logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_fully_masked(dx, logits.living).v)}
 
-    totals = grid.sweep(sums, (x, dx, _Rows(lse)), _merged, partial(_nothing, x, lse.dtype, 1))
-    excess, dlse = _excess_and_mean(totals, x, lse)
+    totals = grid.sweep(sums, (x, dx, _Rows(lse)), merged, partial(of_nothing, x, lse.dtype, 1))
+    excess, dlse = excess_and_mean(totals, x, lse)
     if dx.sinks is not None:
         dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = _Rows(lse, excess, dlse=dlse)
-    nothing = lambda: {"do": _of_rows(x, lse.dtype, x.v.shape[-1])}
+    nothing = lambda: {"do": of_rows(x, lse.dtype, x.v.shape[-1])}
     do = grid.sweep(change, (x, dx, rows), _added, nothing)["do"]
     return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=x.q.dtype)
 
@@ -243,7 +231,7 @@ def backward(
     nothing = lambda: {name: lax.full(shape, 0, rows.lse.dtype) for name, shape in shapes.items()}
 
     def gradients(x, rows):
-        x, raw, slope, s, living, _ = logits_of(x, spec)
+        x, raw, slope, s, living, _ = _logits(x, spec)
         do, delta = (attention.zero_where_masked(living.rows, a) for a in (rows.do, rows.delta))
         p = _weights(s, rows)
         after_dropout = dropped(p, x, spec)
@@ -261,8 +249,8 @@ def backward(
 
     totals = tiles.trim(grid.sweep(gradients, (x, rows), _added, nothing), grid) if shapes else {}
     if "sinks" in wrt:
-        of_rows = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
-        totals["dsinks"] = attention.sum_to(of_rows.sum(3, keepdims=True), x.sinks.shape)
+        dsinks = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
+        totals["dsinks"] = attention.sum_to(dsinks.sum(3, keepdims=True), x.sinks.shape)
     for name in {"q", "k", "softmax_scale"}.intersection(wrt):
         totals["d" + name] = scaled(totals["d" + name], spec.softmax_scale)
     columns = partial(unfold_columns, groups=x.k.shape[1])
@@ -280,16 +268,16 @@ def _rows_of_backward(
     lse = _fold_outputs(outputs, x, grid).lse
     sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
     do, dlse = (attention.zero_where_masked(sees, a) for a in _fold_outputs(cotangents, x, grid))
-    do, lse = _of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(floored(lse))
+    do, lse = of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(at_least_lowest(lse))
 
     def sums(x, rows):
-        x, _, _, s, living, _ = logits_of(x, spec)
-        m, p = _relative_to_lse(s, rows.lse)
+        x, _, _, s, living, _ = _logits(x, spec)
+        m, p = relative_to_lse(s, rows.lse)
         dp = over_features(attention.zero_where_masked(living.rows, rows.do), x.v)
-        return _Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp)))
+        return Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp)))
 
-    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), _merged, partial(_nothing, x, lse.dtype, 1))
-    excess, delta = _excess_and_mean(totals, x, lse)
+    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), merged, partial(of_nothing, x, lse.dtype, 1))
+    excess, delta = excess_and_mean(totals, x, lse)
     return _Rows(lse, excess, delta if dlse is None else lax.sub(delta, dlse), do)
 
 
@@ -300,24 +288,69 @@ def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
 # --- The parts of the formula ----------------------------------------------------------------------------------------
 
 
+class _Logits(NamedTuple):
+    """The logits, and what they are made of.
+
+    Attributes:
+        x: the operands, with fully masked rows and columns of 0.
+        raw: q·k.
+        slope: ds/dz, None without softcap.
+        s: the logits, −∞ where they are masked.
+        living: which rows and columns are not fully masked.
+        visible: which logits count, None where all do.
+    """
+
+    x: Folded
+    raw: Array
+    slope: Array | None
+    s: Array
+    living: attention.Living
+    visible: Array | None
+
+
+def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits:
+    """The logits from q·k in the dtype `product`, that of statistics if None."""
+    visible = attention.visible(x)
+    living = attention.alive(x, visible)
+    x, dtype = attention.zero_fully_masked(x, living), attention.statistics_dtype(x.q.dtype)
+    raw = lax.convert_element_type(over_features(x.q, x.k, product), dtype)
+    s, slope = scaled(raw, spec.softmax_scale), None
+    if x.softmax_scale is not None:
+        s = s * x.softmax_scale.astype(dtype)
+    if x.bias is not None:
+        s = s + x.bias.astype(dtype)
+    if spec.softcap is not None:
+        if x.bias is not None and visible is not None:
+            s = attention.where(visible, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
+        tanh = jnp.tanh(s / spec.softcap)
+        s, slope = spec.softcap * tanh, 1 - tanh**2
+    if visible is not None:
+        s = attention.where(visible, s, -np.inf)
+    elif x.bias is None:
+        # No logit is below the lowest number. It keeps XLA, where it computes s again, from not rounding q·k · scale
+        # before it subtracts another number from it, and exp(s − m) of the largest s from being far from 1.
+        s = at_least_lowest(s)
+    return _Logits(x, raw, slope, s, living, visible)
+
+
+def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
+    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz; where it is masked it may be any number, but not NaN."""
+    x, dx, dtype = logits.x, attention.zero_fully_masked(dx, logits.living), logits.s.dtype
+    products = [] if dx.q is None else [over_features(dx.q, x.k)]
+    products += [] if dx.k is None else [over_features(x.q, dx.k)]
+    scale = 1 if x.softmax_scale is None else x.softmax_scale.astype(dtype)
+    terms = [sum(products) * spec.softmax_scale * scale] if products else []
+    if dx.softmax_scale is not None:
+        terms.append(logits.raw * spec.softmax_scale * dx.softmax_scale.astype(dtype))
+    if dx.bias is not None:
+        bias = dx.bias if logits.visible is None else jnp.where(logits.visible, dx.bias, 0)
+        terms.append(bias.astype(dtype))
+    return sum(terms, jnp.zeros_like(logits.s)) * (1 if logits.slope is None else logits.slope)
+
+
 def _weights(s: Array, rows: _Rows) -> Array:
     """p = exp(s − lse − excess); excess, the smaller one, is subtracted last."""
     return lax.exp(lax.sub(lax.sub(s, rows.lse), rows.excess))
-
-
-def _relative_to_lse(s: Array, lse: Array) -> tuple[Array, Array]:
-    """m [b,g,r,s,1] and exp(s − lse − m), which have a finite sum.
-
-    m is 0, but where lse is off by more than float32 may be given as an exponent. Of logits near 10⁹ it keeps every
-    64th number, and products that are summed in another order than those of the forward are above lse by as much.
-    """
-    s = lax.sub(s, lse)
-    largest = lax.stop_gradient(over_row(lax.reduce_max, s))
-    m = attention.where(lax.gt(lax.abs(largest), np.array(_LARGE_EXPONENT, s.dtype)), floored(largest), 0)
-    return m, lax.exp(lax.sub(s, m))
-
-
-_LARGE_EXPONENT = 20.0
 
 
 def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
@@ -325,31 +358,7 @@ def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
     return jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse - excess)
 
 
-def _excess_and_mean(totals: _Softmax, x: Folded, lse: Array) -> tuple[Array, Array]:
-    """The excess of rows, and the mean by their weights of what is summed in the totals."""
-    if x.sinks is not None:
-        m, p = _relative_to_lse(attention.sinks_of_rows(x, lse.dtype), lse)
-        totals = _merged(totals, _Softmax(m, p.sum(-1, keepdims=True), 0.0))
-    l = attention.where(lax.gt(totals.l, np.zeros((), lse.dtype)), totals.l, 1)
-    return lax.add(totals.m, lax.log(l)), lax.div(totals.o, l)
-
-
-def _not_zero(l: Array) -> Array:
-    """l, which is 1 or more, or 1/2 where nothing was visible and l is 0."""
-    return lax.max(l, np.array(0.5, l.dtype))
-
-
-def _lse(m: Array, l: Array) -> Array:
-    any_visible = lax.gt(l, np.zeros((), l.dtype))
-    return attention.where(any_visible, lax.add(m, lax.log(_not_zero(l))), -np.inf)
-
-
 # --- Between the layouts ---------------------------------------------------------------------------------------------
-
-
-def _of_rows(x: Folded, dtype: Any, width: int, value: float = 0) -> Array:
-    """[b,g,r,s,width] of one value."""
-    return lax.full((*x.q.shape[:4], width), value, dtype)
 
 
 def _fold_outputs(outputs: Outputs, x: Folded, grid: tiles.Grid) -> Outputs:

@@ -52,7 +52,7 @@ _tier = Tier(
     Outputs,
     Platform.TRITON,
     Backend.GPU,
-    priority=100,
+    priority=-1,  # below XLA's: they have run in the interpreter, and not yet on a GPU
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
     excess=_launch.excess,
