@@ -7,8 +7,8 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
 The decomposition computes the tiles of the logits that causal and window leave. In the forward, a tile gives the
 largest logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged
-(Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for its rounding,
-which they find as in the forward; then their tiles add up:
+(Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for
+its rounding, which they find as in the forward; then their tiles add up:
 
     δ = Σ_e do·o − dlse         ds = p (κ Σ_e do·v − δ)         dσ = −Σ_i exp(σ − lse_i) δ_i
     dz = ds (1 − (s / softcap)²)

@@ -3,6 +3,7 @@
 What stands here imports no Pallas; the kernel is imported when it is first needed.
 """
 
+import math
 from dataclasses import replace
 
 from jax import Array
@@ -24,6 +25,7 @@ BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 6
 SMALLEST_PAGE = 16
 # Fewer tokens leave most of a tile empty.
 LEAST_TOKENS = 64
+UNTRIED = "a window, a softcap or sinks, with which the kernel has not run on a GPU"
 ABSENT = ("k_scale", "v_scale", "draft_mask")
 
 
@@ -55,7 +57,10 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return f"a scale of {spec.softmax_scale:g} over a softcap of {softcap:g}, which is more than float32 holds"
     if q.shape[1] < LEAST_TOKENS:
         return f"a step of {q.shape[1]} tokens; the tiles of the kernel are for {LEAST_TOKENS} or more"
-    return None
+    sequences, heads = operands.block_tables.shape[1], q.shape[2] // kv.shape[3]
+    if (rows := math.ceil(q.shape[1] / sequences) * heads) <= _paged.LARGEST_DECODE_TILE:
+        return f"{rows} queries and heads of an average sequence share a key; the tile of a decode has them"
+    return UNTRIED if spec.window or spec.softcap or operands.sinks is not None else None
 
 
 def pages_per_block(page: int, block_k: int) -> int:
