@@ -18,6 +18,7 @@ if "ejkernel.lowering" not in sys.modules:
         raise ImportError(f"ejkernel: {_beside.parent} is missing; copy the whole repository and `pip install -e .` it")
 
 from . import block_masks, checkpoint_policies, kernels, lax, lowering, modules, ops
+from ._absent import name_what_is_absent as _name_what_is_absent
 from ._explain import explain
 from ._export import export_checks
 from .errors import ConfigMissError, EjkernelRuntimeError, UnsupportedError
@@ -36,3 +37,17 @@ __all__ = [
     "modules",
     "ops",
 ]
+
+_name_what_is_absent()
+
+
+def __getattr__(name: str) -> str:
+    """`__version__`, that of the package as it is installed; looked up when it is asked for."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata
+
+    try:
+        return metadata.version("ejkernel")
+    except metadata.PackageNotFoundError:  # on PYTHONPATH, and not installed
+        return "0+not.installed"

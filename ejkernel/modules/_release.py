@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ..errors import shown, type_error, value_error
+from ..kernels._registry import kernel_registry
 from ..types import MaskInfo, Window
 from ._public_function import OWN_PARAMETERS
 from ._release_table import FORMS, Form
@@ -81,6 +82,7 @@ def either(present: Present, made_of: Any = None) -> Present:
     order = f"with the positional arguments {', '.join(form.arrays)}"
     told = TRANSLATIONS[name].__doc__.strip()
     call.__doc__ = f"{present.__doc__}\nIn the form of ejkernel 0.0.78, {order}: {told}\n\n{_said(form)}\n"
+    kernel_registry.register_operation(name, call)
     return call
 
 
@@ -135,9 +137,11 @@ def _allowed(allows, value) -> bool:
 
 
 def is_in_release_form(operation: str, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call names what only the form of 0.0.78 has, gives one of its configs, or arrays of its shapes."""
+    """Whether a call has names, configs, positional arguments or shapes that only the form of 0.0.78 has."""
     form = FORMS[operation]
     if not form.marks.isdisjoint(kwargs) or isinstance(kwargs.get("cfg"), BaseOperationConfig):
+        return True
+    if form.by_position is not None and len(args) > form.by_position:
         return True
     call = {**dict(zip(form.arrays, args, strict=False)), **kwargs}
     return (

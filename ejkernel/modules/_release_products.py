@@ -13,9 +13,12 @@ from ._release import Present, arrays_of, entries_of, run, translates
 
 @translates
 def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """lhs and rhs of two float dtypes are brought to the one that holds both, as `jnp.matmul` does. `existing_out` is
-    added to every row. With `group_offset` the rows of lhs are those of the groups that rhs has, from its first on.
-    `rhs_bias` [E, 1, N] is added to the rows of each group; rhs_scale may be [E, 1, 1, N]."""
+    """lhs and rhs of two float dtypes are brought to the one that holds both, as `jnp.matmul` does. `rhs_bias`, which
+    is [E, 1, N], is added to the rows of each group; rhs_scale may be [E, 1, 1, N].
+
+    A call is in this form, too, where it gives group_offset or existing_out by position. Here existing_out is added to
+    every row, and with group_offset the rows of lhs are those of the groups that rhs has, from its first on.
+    """
     lhs, rhs, sizes, existing, scale, bias = arrays_of(
         call, "lhs", "rhs", "group_sizes", "existing_out", "rhs_scale", "rhs_bias"
     )

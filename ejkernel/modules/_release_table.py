@@ -35,6 +35,7 @@ class Form:
         chosen_here: keywords that are taken with every value, since they say how.
         marks: keywords that no other call of the modules API has: a call that names one is in this form.
         is_told_by: whether a call is in this form by its arrays, by name.
+        by_position: a call that gives more arrays than so many by their position is in this form.
         has_mesh: whether it takes platform, cfg, mesh, in_specs and out_specs.
     """
 
@@ -45,6 +46,7 @@ class Form:
     chosen_here: tuple[str, ...] = ()
     marks: frozenset[str] = frozenset()
     is_told_by: Callable[[Mapping[str, Any]], bool] = lambda call: False
+    by_position: int | None = None
     has_mesh: bool = True
 
     @property
@@ -196,11 +198,8 @@ FORMS: dict[str, Form] = {
         only=dict(precision=_PRECISION, out_shard_callback=_none("constrain the result, which is returned")),
         chosen_here=("interpret", "do_padding", "use_v2", "use_v3"),
         marks=frozenset(("rhs_bias", "precision", "out_shard_callback", "interpret", "do_padding", "use_v2", "use_v3")),
-        is_told_by=lambda call: (
-            any(call.get(name) is not None for name in ("existing_out", "group_offset"))
-            or _rank(call, "rhs_scale") == 4
-            or _two_float_dtypes(call)
-        ),
+        is_told_by=lambda call: _rank(call, "rhs_scale") == 4 or _two_float_dtypes(call),
+        by_position=3,
     ),
     "mean_pooling": Form(
         ("x", "cu_seqlens"), required=1, options=dict(chunk_size=32), is_told_by=lambda call: _rank(call, "x") == 4

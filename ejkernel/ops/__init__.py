@@ -11,6 +11,7 @@ from .core.kernel import Invocation, Kernel
 from .core.types import Cfg, Out
 from .execution.batch import pmap_with_config, vmap_with_config
 from .execution.executor import ConfigChooser, Executor, autotune_recorded, default_executor
+from .execution.forward_only import forward_autotune_only
 from .execution.tuning import Autotuner, Tuner, autotune, benchmark
 from .recording import load_invocations, save_invocations
 from .registry import get_invocations, record_invocation, recording
@@ -51,6 +52,7 @@ __all__ = [
     "device_kind",
     "extract_labels_from_hlo_text",
     "find_labels_in_lowered",
+    "forward_autotune_only",
     "from_json",
     "get_device_platform",
     "get_invocations",

@@ -10,12 +10,13 @@ _HERE = Path(__file__).resolve().parents[3]
 
 def provenance() -> dict[str, str]:
     """The date, the version of the library, and the commit where it runs in a checkout."""
-    found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "version": _version()}
+    found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "version": installed_version()}
     return found if (commit := commit_of(_HERE)) is None else found | {"commit": commit}
 
 
 @functools.cache
-def _version() -> str:
+def installed_version() -> str:
+    """The version of the library as it is installed."""
     try:
         return importlib.metadata.version("ejkernel")
     except importlib.metadata.PackageNotFoundError:  # on PYTHONPATH, and not installed

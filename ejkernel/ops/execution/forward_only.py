@@ -1,0 +1,14 @@
+"""A context of programs that say they tune for inference."""
+
+import contextlib
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def forward_autotune_only() -> Iterator[None]:
+    """Within this context the config of an operation is chosen by the time of its forward alone.
+
+    So it is everywhere in this library: a forward is measured for itself, and a backward where a gradient is asked for.
+    The context is here for programs that ask for it, and changes nothing.
+    """
+    yield
