@@ -1,9 +1,9 @@
 """Native sparse attention beside flash-linear-attention: `python benchmarks/native_sparse_attention.py --shapes 16k`.
 
 `16k` and its like are the selected branch with given lists: own block, first block and random ones in between, others
-for each query or, in `16k-near`, the same for 16 queries in a row. They are judged against float64, gradients of the
-full size too. `16k-whole` is the compressed and the selected branch with the choice of the blocks; not everybody
-chooses the same, so that a result has but to be finite.
+for each query or, in `16k-near`, the same for 16 queries in a row. They are judged against float64, gradients of full
+size too. `16k-whole` is the compressed and the selected branch with the choice of the blocks; not everybody chooses the
+same, so that a result has but to be finite.
 
 `--configs` measures the selected branch with every config of the heuristics, too.
 """
