@@ -100,7 +100,8 @@ def _configured(shape: AttentionShape, mode: str, given: Inputs) -> list[Contend
     (forward, *_), configs = (space(name, x, spec, target) for name in ("flash_attention", _OPERATION[mode]))
 
     def contender(config: KernelConfig) -> Contender:
-        made = cache(lambda: _compiled(jax.jit(partial(_call, mode, spec, forward, config)), (x, *given[1:3])))
+        arrays = x, given.tangents, given.cotangent
+        made = cache(lambda: _compiled(jax.jit(partial(_call, mode, spec, forward, config)), arrays))
         name = f"{config.block_q} x {config.block_k}, {config.num_stages} stages"
         return Contender(name, lambda: _prepare(*made()), ours=True, warm=made)
 
