@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...errors import value_error
+from ...errors import shown, value_error
 from ...primitives._batching import reshape_axes
 from ...primitives._sharding import explicit_axes
 from ...types.config import LARGEST_SIZE
@@ -21,21 +21,21 @@ from ._arguments import array, int32, require_cuts, require_dtype, require_rank,
 
 def check_heads(operation: str, q: Any, k: Any) -> None:
     """q [b,s,h,d] and k [b,t,g,d] of one float dtype, h a multiple of g."""
-    shown = dict(q=q, k=k)
-    require_rank(operation, 4, "batch, length, heads, features", **shown)
-    require_dtype(operation, np.floating, "a float type", **shown)
-    require_same_dtype(operation, **shown)
-    for name, x in shown.items():
+    both = dict(q=q, k=k)
+    require_rank(operation, 4, "batch, length, heads, features", **both)
+    require_dtype(operation, np.floating, "a float type", **both)
+    require_same_dtype(operation, **both)
+    for name, x in both.items():
         if 0 in x.shape[2:]:
             rule = f"{name} has {x.shape[2]} heads of {x.shape[3]} features; neither may be 0"
-            raise value_error(operation, rule, **shown)
+            raise value_error(operation, rule, **both)
     for of, axis in (("batch", 0), ("features", 3)):
         if k.shape[axis] != q.shape[axis]:
             rule = f"k has {of} {k.shape[axis]} but q has {q.shape[axis]}; they must be equal"
-            raise value_error(operation, rule, **shown)
+            raise value_error(operation, rule, **both)
     if q.shape[2] % k.shape[2]:
         rule = "query heads must be a multiple of key/value heads"
-        raise value_error(operation, f"k has {k.shape[2]} heads but q has {q.shape[2]}; {rule}", **shown)
+        raise value_error(operation, f"k has {k.shape[2]} heads but q has {q.shape[2]}; {rule}", **both)
 
 
 def cuts_of(operation: str, cu_seqlens: Any, q: Any, k: Any) -> Array | None:
@@ -57,7 +57,7 @@ def size_of(operation: str, name: str, x: Any) -> int:
     """A static positive size."""
     found = size_or_none(operation, name, x)
     if found is None or found > LARGEST_SIZE:
-        raise value_error(operation, f"{name} is {x}; it must be a positive int of 32 bits")
+        raise value_error(operation, f"{name} is {shown(x)}; it must be a positive int of 32 bits")
     return found
 
 
