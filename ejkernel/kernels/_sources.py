@@ -14,6 +14,8 @@ PACKAGE = Path(__file__).parents[1]
 
 # What brings a kernel to where it runs: neither what a kernel does nor how fast it is depends on it.
 _MACHINERY = {"_dispatch.py", "_registry.py", "_sources.py", "_tier.py"}
+# Packages of implementations, which an import of one of them does not mean.
+_FOLDERS = {"_xla", "_triton", "_pallas", "gpu", "tpu", "_cuda"}
 _IMPORT = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 
@@ -70,4 +72,6 @@ def _file(parts: tuple[str, ...]) -> Path | None:
     if parts[:2] not in (("ejkernel", "kernels"), ("ejkernel", "xla_utils")) or len(parts) < 3:
         return None
     file = PACKAGE.joinpath(*parts[1:]).with_suffix(".py")
+    if parts[-1] not in _FOLDERS and not file.is_file():
+        file = PACKAGE.joinpath(*parts[1:], "__init__.py")
     return file if file.name not in _MACHINERY and file.is_file() else None

@@ -132,7 +132,7 @@ def test_what_is_no_config_is_refused_by_the_executor(q, bad):
     ("config", "says"),
     [
         (KernelConfig(), "config is a KernelConfig; it must be a RaggedPageAttentionConfig"),
-        (dict(block_q=8), "config has no field block_q; the fields are ['backend', 'pages_per_block', 'platform', "),
+        (dict(block_q=8), "config has no field block_q; the fields are ['backend', 'keys_per_block', 'num_splits', "),
         (dict(pages_per_block=0), "config.pages_per_block is 0; it must be a positive int"),
     ],
     ids=["another class", "another field", "a size"],

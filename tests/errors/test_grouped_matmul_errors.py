@@ -60,7 +60,6 @@ WRONG = {
     "narrow": (dict(lhs=array_of(jnp.float8_e4m3fn, 24, 8)), TypeError, "it must be a float type: float16, bfloat16"),
     "existing_out": (dict(existing_out=f32(24, 8)), ValueError, "existing_out must be (24, 12), rows of lhs and"),
     "scale": (dict(rhs_scale=f32(12)), ValueError, "rhs_scale must be a scalar, [4] or [4, 12]", "rhs_scale: f32[12]"),
-    "rhs unlike lhs": (dict(rhs=bf16(4, 8, 12)), TypeError, "rhs is bfloat16 but lhs is float32; it must be that or"),
     "integers": (dict(lhs=i8(24, 8)), TypeError, "lhs has dtype int8; it must be a float type"),
     "float sizes": (dict(group_sizes=f32(4)), TypeError, "group_sizes has dtype float32; it must be an integer type"),
     "float offset": (dict(group_offset=f32()), TypeError, "group_offset has dtype float32; it must be an integer type"),
@@ -98,3 +97,9 @@ def test_what_is_wrong_is_told(function, changed, error, says):
     assert message.startswith("grouped_matmul"), message
     assert all(part in message for part in says), message
     assert len(message) < 400 and "\n" not in message, message
+
+
+def test_operands_of_two_float_types_are_those_of_the_modules_api_alone():
+    """It promotes them, as tests/modules/test_release_form.py has it."""
+    with pytest.raises(TypeError, match="grouped_matmul: rhs is bfloat16 but lhs is float32; it must be that or"):
+        jax.eval_shape(ejkernel.lax.grouped_matmul, **{**GOOD, "rhs": bf16(4, 8, 12)})

@@ -10,6 +10,18 @@ from ejkernel.types import Backend, Platform
 BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
 
 
+# A file that the implementations of an operation in a folder are made of, where it is not their own `configs.py`.
+OF_PAGES = ("page_attention", "ragged_decode_attention", "ragged_page_attention", "ragged_page_attention_v3")
+MADE_WITH = {
+    **{("_triton", name): "_paged/attend.py" for name in OF_PAGES},
+    **{("_pallas/tpu", name): "_paged/kernel.py" for name in OF_PAGES},
+    **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
+    **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},
+}
+# Operations whose implementations call those of another.
+MADE_OF = dict.fromkeys(("blocksparse_attention", "flash_mla", *OF_PAGES), "flash_attention")
+
+
 def names(files):
     return {str(path.relative_to(PACKAGE)) for path in files}
 
@@ -26,13 +38,16 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
     assert f"kernels/_xla/{algorithm}.py" in files
     for platform, folder in ((Platform.TRITON, "_triton"), (Platform.PALLAS, f"_pallas/{backend}")):
         shared = f"kernels/{folder}/_launch.py"
-        made_with = {"page_attention": "_paged/attend.py", "flash_mla": "flash_attention/configs.py"}
-        own = made_with.get(algorithm, f"{algorithm}/configs.py")
+        own = MADE_WITH.get((folder, algorithm), f"{algorithm}/configs.py")
         wanted = {f"kernels/{folder}/{own}", *([shared] if (PACKAGE / shared).exists() else [])}
         assert wanted <= files if platform in platforms else not any(f"kernels/{folder}/" in file for file in files)
-    made_of = {algorithm, "flash_attention"} if name in ("blocksparse_attention", "flash_mla") else {algorithm}
-    others = {"flash_attention", "grouped_matmul", "mean_pooling", "_recurrence"} - made_of
+    others = {"flash_attention", "grouped_matmul", "mean_pooling", "_recurrence"} - {algorithm, MADE_OF.get(name)}
     assert not any(f"/{other}/" in file or f"/{other}." in file for file in files for other in others)
+
+
+def test_what_a_package_says_of_itself_belongs_to_who_imports_it():
+    files = names(source_files("ragged_page_attention_v3", Backend.GPU))
+    assert {"kernels/_triton/_paged/__init__.py", "kernels/_pallas/gpu/ragged_page_attention/forward.py"} <= files
 
 
 def test_files_of_another_backend_and_the_registry_are_left_out():

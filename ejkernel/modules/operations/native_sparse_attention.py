@@ -242,9 +242,9 @@ class NativeSparseAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Two of four blocks, which are given."""
-        q, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (32, 2))
-        return dict(q=q, k=kv, v=kv, block_indices=jax.ShapeDtypeStruct((1, 256, 2, 2), jnp.int32))
+        """The two blocks there are, which are given."""
+        q, kv = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.bfloat16) for heads in (16, 1))
+        return dict(q=q, k=kv, v=kv, block_indices=jax.ShapeDtypeStruct((1, 128, 1, 2), jnp.int32))
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
