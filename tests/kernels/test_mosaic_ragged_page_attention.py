@@ -102,7 +102,7 @@ def test_few_tokens_are_decoded():
         ("a scale of -0.1", dict(softmax_scale=-0.1), {}),
         ("a softcap of 200", dict(softcap=200.0), {}),
         ("a step of 48 tokens", {}, dict(tokens=48)),
-        ("40 queries and heads", {}, dict(tokens=100, sequences=10)),
+        ("40 queries × heads", {}, dict(tokens=100, sequences=10)),
         ("has not run on a GPU", dict(window=300), {}),
         ("has not run on a GPU", {}, dict(sinks=jax.ShapeDtypeStruct((1, 8, 1), jnp.float32))),
     ],

@@ -59,7 +59,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return f"a step of {q.shape[1]} tokens; the tiles of the kernel are for {LEAST_TOKENS} or more"
     sequences, heads = operands.block_tables.shape[1], q.shape[2] // kv.shape[3]
     if (rows := math.ceil(q.shape[1] / sequences) * heads) <= _paged.LARGEST_DECODE_TILE:
-        return f"{rows} queries and heads of an average sequence share a key; the tile of a decode has them"
+        return f"{rows} queries × heads of an average sequence fit one tile of the decode kernel"
     return UNTRIED if spec.window or spec.softcap or operands.sinks is not None else None
 
 
