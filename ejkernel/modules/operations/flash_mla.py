@@ -154,9 +154,9 @@ class FlashMLA(FlashAttention):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Two heads of 64 + 32 features, and latents of 128."""
-        shapes = dict(q=(1, 256, 2, 96), kv_latent=(1, 256, 128), k_rope=(1, 256, 32), w_kc=(128, 2, 64))
-        shapes |= dict(w_vc=(128, 2, 64))
+        """Two heads of 128 + 64 features, and latents of 128."""
+        shapes = dict(q=(1, 256, 2, 192), kv_latent=(1, 256, 128), k_rope=(1, 256, 64), w_kc=(128, 2, 128))
+        shapes |= dict(w_vc=(128, 2, 128))
         made = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
         return dict(made, causal=True, return_lse=True)
 

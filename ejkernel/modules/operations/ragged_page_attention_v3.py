@@ -142,9 +142,9 @@ class RaggedPageAttentionV3(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences that share 64 tokens and have four pages of 16 each."""
+        """Four sequences that share 192 tokens and have four pages of 16 each."""
         array = jax.ShapeDtypeStruct
-        q, kv, pages = (array(shape, jnp.bfloat16) for shape in ((64, 2, 128), (64, 1, 128), (16, 16, 2, 128)))
+        q, kv, pages = (array(shape, jnp.bfloat16) for shape in ((192, 2, 128), (192, 1, 128), (16, 16, 2, 128)))
         tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))
         return dict(q=q, k=kv, v=kv, kv_pages=pages, **{name: array(of, jnp.int32) for name, of in tables.items()})
 
