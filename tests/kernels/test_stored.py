@@ -129,7 +129,8 @@ def test_a_stored_kernel_has_its_label(files, made):
 
 
 def test_what_a_user_registers_is_not_stored(files, made, monkeypatch):
-    entry = kernel_registry.find("flash_attention", "triton", "gpu").implementation
+    found = kernel_registry.list_implementations("flash_attention")
+    entry = [of.implementation for of in found if of.platform == "triton"][-1]  # those before it take few queries
     monkeypatch.setattr(getattr(entry, "implementation", entry), "__module__", "mine")
     assert "triton_kernel_call_ffi" in lowered().as_text() and not made and not files()
 

@@ -55,14 +55,14 @@ OPTIONS = {}, dict(window=9), dict(softcap=2.0), dict(softmax_scale=-0.3), dict(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("drafts", (0, pytest.param(3, marks=pytest.mark.slow), 40))
+@pytest.mark.parametrize("drafts", (0, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 40))))
 def test_options(options, drafts, interpreted):
     for config in CONFIGS:
         check(step() | (dict(draft_mask=tree(drafts)) if drafts else {}), config=config, **options)
 
 
 @pytest.mark.parametrize("h", (1, 3, pytest.param(80, marks=pytest.mark.slow)))
-@pytest.mark.parametrize("sinks", (1, 2))
+@pytest.mark.parametrize("sinks", (pytest.param(1, marks=pytest.mark.slow), 2))
 def test_heads_and_sinks(h, sinks, interpreted):
     """Sinks count once, in whatever part."""
     check(step(h) | dict(sinks=jnp.asarray(np.random.default_rng(1).standard_normal((h, sinks)), jnp.float32)))
@@ -74,7 +74,9 @@ def test_features(latent, rope, interpreted):
 
 
 @pytest.mark.parametrize("pages", ("float32", "float8_e4m3fn", "int8"))
-@pytest.mark.parametrize("shape", (None, (), (P, PAGE, 1)), ids=str)
+@pytest.mark.parametrize(
+    "shape", (*(pytest.param(of, marks=pytest.mark.slow) for of in (None, ())), (P, PAGE, 1)), ids=str
+)
 def test_quantised_pages(pages, shape, interpreted):
     x = step(pages=pages)
     if shape is not None:

@@ -44,7 +44,7 @@ def check(case, config, monkeypatch):
 
 
 @pytest.mark.parametrize("case", GIVEN, ids=str)
-@pytest.mark.parametrize("rows, item", ((16, 512), (32, 4)), ids=("whole", "items"))
+@pytest.mark.parametrize("rows, item", (pytest.param(16, 512, marks=pytest.mark.slow), (32, 4)), ids=("whole", "items"))
 def test_in_the_interpreter(case, rows, item, monkeypatch):
     """A block whose queries are one item, and one of which several are added up."""
     monkeypatch.setattr(problem, "ITEM", item)

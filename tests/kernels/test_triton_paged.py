@@ -44,7 +44,17 @@ def check(operation, x, spec, **config):
     assert_close(*computed(operation, x, spec, **config), 2e-6)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=f"{case.operation}-{case.name}") for case in OF_PAGES])
+# The interpreter takes seconds a case.
+ALWAYS = ("window_softcap_sinks", "int8", "drafts")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{case.operation}-{case.name}", marks=[] if case.name in ALWAYS else pytest.mark.slow)
+        for case in OF_PAGES
+    ],
+)
 def test_cases(case):
     x, spec, _ = prepared(case)
     check(case.operation, without_plan(x), spec)
@@ -89,7 +99,13 @@ def check_call(operation, x, plan=None, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, dict(window=7), dict(softcap=1.0, num_splits=1), dict(batch_invariant=True)],
+    [
+        dict(window=7),
+        *(
+            pytest.param(of, marks=pytest.mark.slow)
+            for of in ({}, dict(softcap=1.0, num_splits=1), dict(batch_invariant=True))
+        ),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("drafts", (0, 3))
@@ -102,16 +118,16 @@ def test_many_heads_share_a_key():
     check_call("ragged_page_attention", ragged((9, 2), (20, 30), h=6, g=2))
 
 
-@pytest.mark.parametrize("workers", (1, 7, 40))
-@pytest.mark.parametrize("options", [{}, dict(window=9)], ids=str)
+@pytest.mark.parametrize("workers", (7, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 40))))
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.slow), dict(window=9)], ids=str)
 def test_a_plan_divides_a_decode(workers, options):
     x = decode_step()
     of = dict(page_size=x["k_pages"].shape[1], workers=workers, **options)
     check_call("page_attention", x, ejkernel.lax.page_plan(x["context_lens"], **of), **options)
 
 
-@pytest.mark.parametrize("workers", (3, 40))
-@pytest.mark.parametrize("tokens_per_item", (1, 4))
+@pytest.mark.parametrize("workers", (3, pytest.param(40, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("tokens_per_item", (pytest.param(1, marks=pytest.mark.slow), 4))
 def test_a_plan_divides_a_step(workers, tokens_per_item):
     x = ragged((1, 3, 9, 1, 4), (33, 17, 30, 40, 4))
     plan = ejkernel.lax.page_plan(
