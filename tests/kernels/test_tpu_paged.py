@@ -16,7 +16,7 @@ from ejkernel.types.page_attention import PageAttentionConfig
 from ejkernel.types.ragged_decode_attention import RaggedDecodeAttentionConfig
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
-from . import test_xla_ragged_page_attention as mixed
+from . import paged as mixed
 from .paged import DTYPES, attended, decode_defined, decode_step, wide
 from .tpu_interpreter import interpreted
 
@@ -163,7 +163,7 @@ def test_ragged_decode_attention(sizes, options):
 
 def step(h=6, g=2, d=16, dtype="float32", pages="same", sinks=False, scales=None, drafts=0):
     """A prefill, a decode, a sequence without tokens, one that is longer in the step than as a whole, and rubbish."""
-    x, rng = mixed.step(h, g, d, dtype, dtype if pages == "same" else pages), np.random.default_rng(1)
+    x, rng = mixed.ragged_step(h, g, d, dtype, dtype if pages == "same" else pages), np.random.default_rng(1)
     n, j = x["block_tables"].shape
     pool = x["kv_pages"][jnp.asarray(rng.integers(0, len(x["kv_pages"]), n * j))]
     x |= dict(kv_pages=pool, block_tables=jnp.asarray(rng.permutation(n * j).reshape(n, j), jnp.int32))
@@ -178,12 +178,12 @@ def step(h=6, g=2, d=16, dtype="float32", pages="same", sinks=False, scales=None
 
 def rubbish(x):
     """NaN in slots that nobody sees and in queries of no sequence; any numbers in tables that say nothing."""
-    (n, j), there = x["block_tables"].shape, np.arange(mixed.CONTEXTS.__len__()) < mixed.COUNT
-    contexts = np.where(there, mixed.CONTEXTS, 0)[:, None]
+    (n, j), there = x["block_tables"].shape, np.arange(len(mixed.RAGGED_CONTEXTS)) < mixed.COUNT
+    contexts = np.where(there, mixed.RAGGED_CONTEXTS, 0)[:, None]
     used = np.zeros((n * j, PAGE), bool)
     used[np.asarray(x["block_tables"]).reshape(-1)] = (np.arange(j * PAGE) < contexts).reshape(n * j, PAGE)
     is_float = jnp.issubdtype(x["kv_pages"].dtype, jnp.floating)
-    tokens = np.arange(mixed.TOKENS) < sum(mixed.LENGTHS[: mixed.COUNT])
+    tokens = np.arange(mixed.TOKENS) < sum(mixed.RAGGED_LENGTHS[: mixed.COUNT])
     return x | dict(
         q=jnp.where(tokens[:, None, None], x["q"], jnp.nan),
         kv_pages=jnp.where(used[..., None, None], x["kv_pages"], jnp.nan if is_float else 99),
@@ -209,7 +209,7 @@ def rubbish(x):
 )
 def test_ragged_page_attention(sizes, config, options):
     x = step(**sizes)
-    wanted = mixed.defined(x, **{name: option for name, option in options.items() if name != "batch_invariant"})
+    wanted = mixed.ragged_defined(x, **{name: option for name, option in options.items() if name != "batch_invariant"})
     config = RaggedPageAttentionConfig(*config)
     check("ragged_page_attention", rubbish(x), config, wanted, x, return_lse=True, **options)
 
@@ -219,7 +219,7 @@ def test_ragged_page_attention(sizes, config, options):
 def test_any_number_of_sequences(count):
     """None too, and tables that say nothing of those that are not there."""
     x = step() | dict(num_seqs=jnp.array([count]))
-    wanted = mixed.defined(x)
+    wanted = mixed.ragged_defined(x)
     check("ragged_page_attention", x, RaggedPageAttentionConfig(8, 3), wanted, return_lse=True)
 
 
@@ -249,7 +249,7 @@ def test_ragged_page_attention_v3(sizes, config, options):
     formula = kernel_registry.find("ragged_page_attention_v3", "xla").implementation
     operands, spec = prepared("ragged_page_attention_v3", x, **options)
     pool = formula(*operands, spec=spec).new_pages[0].reshape(x["kv_pages"].shape)
-    exact = mixed.defined({n: a for n, a in x.items() if n not in ("k", "v")} | dict(kv_pages=pool), **options)
+    exact = mixed.ragged_defined({n: a for n, a in x.items() if n not in ("k", "v")} | dict(kv_pages=pool), **options)
     config = RaggedPageAttentionConfig(*config)
     found = check("ragged_page_attention_v3", x, config, exact, return_lse=True, **options)
     bits = lambda a: np.asarray(a).reshape(-1).view(np.uint8)
@@ -320,11 +320,11 @@ def test_batch_invariant():
         assert config.queries_per_block == 1
         return interpreted(lambda *a: implementation(*a, spec=spec, config=config))(*operands)
 
-    found, starts = run(x), np.cumsum([0, *mixed.LENGTHS])
+    found, starts = run(x), np.cumsum([0, *mixed.RAGGED_LENGTHS])
     for n in (0, 4):
         own = slice(starts[n], starts[n + 1])
         tables = {name: x[name][n : n + 1] for name in ("context_lens", "block_tables")}
-        start = dict(query_start_loc=jnp.array([0, mixed.LENGTHS[n]]), num_seqs=jnp.array([1]))
+        start = dict(query_start_loc=jnp.array([0, mixed.RAGGED_LENGTHS[n]]), num_seqs=jnp.array([1]))
         alone = run(x | tables | start | dict(q=x["q"][own]))
         for one, of_all in zip(alone, found, strict=True):
             np.testing.assert_array_equal(one, of_all[:, own])
@@ -341,7 +341,7 @@ def test_batch_invariant():
 )
 def test_what_is_refused(operation, change, reason):
     """With the reason, so that XLA takes the call."""
-    x = decode_step(h=4) if operation == "page_attention" else mixed.step()
+    x = decode_step(h=4) if operation == "page_attention" else mixed.ragged_step()
     options = {name: option for name, option in change.items() if isinstance(option, int)}
     for name, to in change.items():
         if isinstance(to, str):

@@ -38,8 +38,9 @@ def test_the_library_picks_it():
 @pytest.mark.parametrize("suffix", ("", "_jvp", "_bwd"))
 def test_calls_and_configs_are_those_of_flash_attention(suffix):
     x, spec = deepseek()
-    of, attention = (
-        kernel_registry.find(n + suffix, "triton").implementation for n in ("flash_mla", "flash_attention")
+    of, attention = (  # the last of them: those before it take few queries
+        [e.implementation for e in kernel_registry.list_implementations(n + suffix) if e.platform == "triton"][-1]
+        for n in ("flash_mla", "flash_attention")
     )
     expanded = x.shapes(x.q.dtype)
     assert expanded.k.shape == (1, 512, 4, 192) and expanded.v.shape == (1, 512, 4, 128)
