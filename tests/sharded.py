@@ -13,12 +13,12 @@ BATCH = {"b": "x"}
 each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 
 
-def each_call(cases, transforms, rest=()):
-    """Each case and the transforms of it by name, but no derivative of what has none; `rest` are marks as in `each`.
+def each_call(cases, transforms):
+    """Each case and the transforms of it by name, but no derivative of what has none.
 
-    The first case of each kind of operation is in the core of the tests.
+    The first case of each kind of operation, of which the rules are, is in the core of the tests; the others are slow.
     """
-    marks = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
+    marks = lambda case: core_of_kind(case, cases) or pytest.mark.slow
     calls = [
         pytest.param(case, f, id=f"{case}-{name}", marks=marks(case))
         for case in cases

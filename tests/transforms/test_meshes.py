@@ -26,7 +26,7 @@ from sharded import (
 import ejkernel
 
 TRANSFORMS = {"eval": None, "grad": gradient, "jvp": tangent}
-each_transform_of_each = each_call(CASES, TRANSFORMS, rest=pytest.mark.slow)
+each_transform_of_each = each_call(CASES, TRANSFORMS)
 LOCAL = [case for case in CASES if case.local]
 
 
@@ -100,7 +100,7 @@ def test_auto_parts_of_unequal_size(case, transform):
 # --- Several meshes ---------------------------------------------------------------------------------------------------
 
 
-@each_call(LOCAL, TRANSFORMS, rest=pytest.mark.slow)
+@each_call(LOCAL, TRANSFORMS)
 @pytest.mark.parametrize("shape", ((1, 1), (4, 2)), ids=("one device", "eight devices"))
 @pytest.mark.parametrize("check_vma", (True, False), ids=("checked", "unchecked"))
 def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
