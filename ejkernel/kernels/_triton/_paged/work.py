@@ -43,7 +43,7 @@ def row_of_program(unit, context_lens, starts, num_seqs, problem: tl.constexpr, 
 def context_of(context_lens, batch, sequence, problem: tl.constexpr):
     """How many keys a sequence has; all of its page where nothing says."""
     if context_lens is None:
-        return problem.page
+        return tl.full([], problem.page, tl.int32)
     else:
         return tl.load(context_lens + batch * problem.N + sequence)
 
