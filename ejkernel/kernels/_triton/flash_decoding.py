@@ -29,7 +29,7 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     (_, queries, heads, _), groups = operands.q.shape, operands.k.shape[2]
     if (rows := queries * (heads // max(groups, 1))) > _paged.LARGEST_DECODE_TILE:
         return f"{rows} queries and heads share a key; the kernels of few queries take {_paged.LARGEST_DECODE_TILE}"
-    return _paged.refusal(_cache_spec(spec), target, _shapes(operands))
+    return _paged.refusal(target, _shapes(operands))
 
 
 def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:

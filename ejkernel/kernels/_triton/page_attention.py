@@ -13,7 +13,7 @@ from . import _launch, _paged
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
-    return _paged.refusal(spec, target, _shapes(operands))
+    return _paged.refusal(target, _shapes(operands))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAttentionConfig]:

@@ -16,7 +16,7 @@ from . import _launch, _paged
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
-    return _paged.refusal(spec, target, _shapes(spec, operands))
+    return _paged.refusal(target, _shapes(spec, operands))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:

@@ -81,7 +81,7 @@ class Shapes(NamedTuple):
     tables: bool = True
 
 
-def refusal(spec: CacheSpec, target: Target, x: Shapes) -> str | None:
+def refusal(target: Target, x: Shapes) -> str | None:
     """Why the kernels do not take a call on a target, or None."""
     if reason := _launch.refusal(target):
         return reason
