@@ -55,7 +55,7 @@ _tier = Tier(
     Outputs,
     Platform.TRITON,
     Backend.GPU,
-    priority=-1,  # below XLA's: they have run in the interpreter, and not yet on a GPU
+    priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
     excess=_launch.excess,
