@@ -140,14 +140,14 @@ def _formula(layer: Layer, mode: str, dense: bool, arrays, dtype) -> list[np.nda
 
 
 def _ours(qkv, mask, do, mode: str, platform: str) -> Prepared:
-    config = None if platform == "auto" else dict(platform=platform)
-    options = dict(block_size=(BLOCK, BLOCK), causal=True, config=config)
+    options = dict(block_size=(BLOCK, BLOCK), causal=True, platform=None if platform == "auto" else platform)
+    attend = lambda q, k, v, mask: ejkernel.modules.blocksparse_attention(q, k, v, block_mask=mask, **options)
 
     def forward(qkv, mask, do):
-        return (ejkernel.lax.blocksparse_attention(*qkv, mask, **options),)
+        return (attend(*qkv, mask),)
 
     def fwd_bwd(qkv, mask, do):
-        o, pull = jax.vjp(lambda *x: ejkernel.lax.blocksparse_attention(*x, mask, **options), *qkv)
+        o, pull = jax.vjp(lambda *x: attend(*x, mask), *qkv)
         return (o, *pull(do))
 
     # The block mask is an argument: of a constant, the compiler might make the lists.

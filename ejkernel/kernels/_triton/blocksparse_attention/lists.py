@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import Array, lax
+from jax import Array
 
+from ejkernel.kernels._block_lists import entries_of, longest_first
 from ejkernel.kernels._block_masks import kept_tiles
 from ejkernel.kernels._triton.flash_attention import sequence_info
 from ejkernel.kernels._triton.flash_attention.problem import broadcast_strides
@@ -59,11 +60,8 @@ def tiles_to_compute(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[in
 
 def _listed(kept: Array) -> Lists:
     """The lists of the last axis."""
-    number = lambda x: lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    entries = lax.sort(jnp.where(kept, number(kept), jnp.int32(kept.shape[-1])), is_stable=False)
     counts = kept.sum(-1, dtype=jnp.int32)
-    _, order = lax.sort((-counts, number(counts)), num_keys=2, is_stable=False)
-    return Lists(order, counts, entries)
+    return Lists(longest_first(counts), counts, entries_of(kept))
 
 
 # --- In kernels -------------------------------------------------------------------------------------------------------

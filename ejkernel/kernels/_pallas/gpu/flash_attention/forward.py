@@ -44,8 +44,18 @@ from .tiles import COLUMNS, Statistics, View
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     check("flash_attention", config)
     operands = Operands(*operands)
+    return attention(
+        operands, spec, config, mask_info_of(visibility_of(operands, spec), config.block_q, config.block_k)
+    )
+
+
+def attention(
+    operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, mask_info: MaskInfo | None
+) -> Outputs:
+    """o and lse, where mask_info says what queries see besides the band."""
     visibility, problem = visibility_of(operands, spec), problem_of(operands, spec)
-    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(operands, spec))
+    listed = mask_info is not None and mask_info.block_lists is not None
+    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(operands, spec), listed)
     if (size := plan.shared_bytes(plan.persistent)) > SHARED_BYTES:
         blocks = f"{plan.block_q} queries and {plan.block_k} keys in {plan.stages} stages"
         raise ValueError(f"flash_attention: {blocks} take {size} bytes of shared memory; there are {SHARED_BYTES}")
@@ -55,6 +65,9 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     k, v = zero_hidden_keys(visibility, operands.k if plan.e4m3 else None, operands.v)
     arrays, scales = tuple(map(whole_eights, (operands.q, k if plan.e4m3 else operands.k, v))), None
     longest_first, dtype, stages = plan.scheduler.longest_first, problem.dtype, plan.stages
+    if plan.listed:
+        blocks = jnp.broadcast_to(mask_info.block_ranges[..., 1], (problem.B, problem.H, plan.q_tiles))
+        longest_first = plan.scheduler.order(blocks.reshape(-1, plan.q_tiles))
     if plan.e4m3:
         arrays, scales = rounded(*arrays, plan.block_q, plan.block_k)
     tile_dtype = arrays[0].dtype
@@ -73,7 +86,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
             None if longest_first is None else jnp.asarray(longest_first),
             sinks,
             scales,
-            mask_info_of(visibility, plan.block_q, plan.block_k),
+            mask_info,
         ),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, -(-problem.S // 8) * 8, problem.H, problem.V), dtype),
@@ -118,7 +131,8 @@ def _kernel(
             q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in q_tiles.parts],
             view=View(batch, first + number * ROWS, mask_info),
             head=head,
-            block_range=plan.block_range(first, batch, mask_info),
+            block_range=plan.block_range(first, head, batch, mask_info),
+            block=lambda n: plan.block(n, first, head, batch, mask_info),
             start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
             units=plan.units(scales, batch, head, first),
         )
@@ -174,15 +188,17 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
 
     def one(work_tile, step):
         first, head, batch = plan.tile(work_tile, longest_first)
-        kv_head, block_range = lax.div(head, jnp.int32(plan.problem.group)), plan.block_range(first, batch, mask_info)
+        kv_head = lax.div(head, jnp.int32(plan.problem.group))
+        block_range = plan.block_range(first, head, batch, mask_info)
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         rows = pl.ds(first, plan.block_q)
         load(tiles.q, stage, lambda part: q.at[batch, rows, head, part], plan.problem.D, tiles.q_full)
 
-        def block(i, step):
+        def stream(i, step):
             stage = stage_of(step, plan.stages)
-            keys = pl.ds((block_range.end - 1 - i) * plan.block_k, plan.block_k)
+            block = plan.block(block_range.end - 1 - i, first, head, batch, mask_info)
+            keys = pl.ds(block * plan.block_k, plan.block_k)
             of_keys = lambda part: k.at[batch, keys, kv_head, part]
             of_values = lambda part: v.at[batch, kv_head, part, keys] if plan.e4m3 else v.at[batch, keys, kv_head, part]
             sync(plan.k_empty + stage, plan.warpgroups)
@@ -191,6 +207,6 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
             load(tiles.v, stage, of_values, plan.problem.V, tiles.v_full)
             return step + 1
 
-        return lax.fori_loop(0, block_range.end - block_range.begin, block, step)
+        return lax.fori_loop(0, block_range.end - block_range.begin, stream, step)
 
     lax.fori_loop(0, work_tiles, one, jnp.int32(0))

@@ -46,8 +46,8 @@ class Tile(NamedTuple):
     """The rows of a work tile that one consumer warpgroup computes.
 
     number: of the warpgroup. q: the parts of its queries in shared memory. view: where these stand, and what masks
-    them. head: of the queries. block_range: the blocks of keys that they see. start: the row maxima and sums of the
-    sinks. units: the scales in e4m3.
+    them. head: of the queries. block_range: the blocks of keys that they see, of which the n-th is block(n). start: the
+    row maxima and sums of the sinks. units: the scales in e4m3.
     """
 
     number: Array
@@ -57,6 +57,7 @@ class Tile(NamedTuple):
     block_range: BlockRanges
     start: Statistics
     units: Units | None
+    block: Callable[[Array], Array] = lambda n: n
     zero_hidden: Callable[[Array, Array], None] | None = None
 
 
@@ -119,7 +120,7 @@ def mainloop(
     acc, p, statistics = after_first(tile.block_range, compute, (acc, p, before), plan.problem)
     step += tile.block_range.end - tile.block_range.begin - 1
 
-    values_of_last = partial(_await_values, shared, tile, lambda: tile.block_range.begin)
+    values_of_last = partial(_await_values, shared, tile, lambda: tile.block(tile.block_range.begin))
 
     def with_next(acc, p, _):
         plgpu.barrier_arrive(shared.q_empty.at[stage_of(work_tile, plan.q_stages)])
@@ -214,7 +215,9 @@ def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> N
 def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, unit: Unit, plan: Plan):
     """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
     problem = plan.problem
-    ok = visible(tile.view, _block(tile, i) * plan.block_k, products.shape, problem.K % plan.block_k > 0, problem)
+    # Lists that are empty name a block behind the last one.
+    uneven = plan.listed or problem.K % plan.block_k > 0
+    ok = visible(tile.view, _block(tile, i) * plan.block_k, products.shape, uneven, problem)
     s, exponent = _log2_logits(products, unit, problem)
     p, statistics, alpha = weights(s, before, ok, exponent, unit.p_scale_log2, plan.limits)
     return plan.operand(p), statistics, alpha
@@ -228,7 +231,7 @@ def _log2_logits(products: Array, unit: Unit, problem: Problem) -> tuple[Array, 
 
 
 def _block(tile: Tile, i: Array | int) -> Array:
-    return tile.block_range.end - 1 - i
+    return tile.block(tile.block_range.end - 1 - i)
 
 
 def _unit(tile: Tile, i: Array | int) -> Unit:

@@ -1,8 +1,9 @@
-"""Who sees whom where arrays say so, in packed sequences and by segment ids, as the kernels read it.
+"""Who sees whom where arrays say so, in packed sequences, by segment ids and by block masks, as the kernels read it.
 
 A kernel holds tiles of queries (or of keys) and loads blocks of the others; rows are of what it holds, columns of what
 it loads. In a packed call a row sees one interval of columns, in which causality and the window are contained; in a
-call with segments those columns that have its id, if the band of causality and window holds them as well.
+call with segments those columns that have its id, if the band of causality and window holds them as well. With a block
+mask the blocks of a tile are those of a list, of which the full ones come first.
 """
 
 from typing import NamedTuple
@@ -17,21 +18,27 @@ PADDING_QUERY, PADDING_KEY = -1, -2
 
 
 class MaskInfo(NamedTuple):
-    """The blocks of each tile and what its rows see, int32: `intervals` in packed calls, `segment_ids` in others.
+    """The blocks of each tile and what its rows see, int32.
 
-    block_ranges [b, tiles, 4]: the `BlockRanges` of each tile. intervals: first and stop, a row sees columns from first
-    to before stop. segment_ids: of rows and of columns. Arrays of rows [b, rows] and columns [b, columns] go on to the
-    end of the last tile or block.
+    block_ranges [b?, h?, tiles, 4]: the `BlockRanges` of each tile. intervals, in packed calls: first and stop, a row
+    sees columns from first to before stop. segment_ids: of rows and of columns. Arrays of rows [b, rows] and columns
+    [b, columns] go on to the end of the last tile or block. block_lists [b?, h?, tiles, blocks], with a block mask: the
+    ranges are of places in these lists, behind whose ends stands the number of a block that is not there.
     """
 
     block_ranges: Array
     intervals: tuple[Array, Array] | None
     segment_ids: tuple[Array, Array] | None
+    block_lists: Array | None = None
 
-    def block_range(self, tile: Array, batch: Array) -> BlockRanges:
-        """In a kernel, where the arrays are refs: the blocks that a tile is computed with."""
-        batch = batch if self.block_ranges.shape[0] > 1 else 0
-        return BlockRanges(*(self.block_ranges[batch, tile, n] for n in range(len(BlockRanges._fields))))
+    def block_range(self, tile: Array, batch: Array, head: Array | int = 0) -> BlockRanges:
+        """In a kernel, where the arrays are refs: the blocks of a tile, or their places in its list."""
+        row = _same(self.block_ranges, batch, head)
+        return BlockRanges(*(self.block_ranges[*row, tile, n] for n in range(len(BlockRanges._fields))))
+
+    def block(self, n: Array, tile: Array, batch: Array, head: Array) -> Array:
+        """In a kernel: block n of a tile's range."""
+        return n if self.block_lists is None else self.block_lists[*_same(self.block_lists, batch, head), tile, n]
 
 
 def mask_info_of(visibility: Visibility, block_rows: int, block_columns: int) -> MaskInfo | None:
@@ -39,7 +46,7 @@ def mask_info_of(visibility: Visibility, block_rows: int, block_columns: int) ->
     if visibility.cu_seqlens is None and visibility.segment_ids is None:
         return None
     ranges = visibility.block_ranges(block_rows, block_columns).at_least_one(-(-visibility.kv_len // block_columns))
-    ranges = jnp.stack(ranges, -1)
+    ranges = jnp.stack(ranges, -1)[:, None]
     if visibility.cu_seqlens is not None:
         return MaskInfo(ranges, tuple(_up_to_blocks(x, block_rows, 0) for x in visibility.intervals()), None)
     rows, columns = visibility.segment_ids
@@ -60,6 +67,11 @@ def zero_fully_masked_queries(visibility: Visibility, *arrays: Array) -> tuple:
     if visibility.segment_ids is None and not visibility.masks_queries:
         return arrays
     return zero_fully_masked(visibility, *arrays)
+
+
+def _same(x: Array, batch: Array, head: Array | int) -> tuple[Array | int, Array | int]:
+    """Where what is said of a batch index and a head stands in x [b?, h?, …]."""
+    return batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0
 
 
 def _up_to_blocks(x: Array, block: int, padding: int) -> Array:

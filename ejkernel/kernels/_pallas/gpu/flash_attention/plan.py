@@ -16,7 +16,7 @@ from .configs import SHARED_BYTES, shared_bytes
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .quantized import Scales, Units
-from .tile_scheduler import L2_BYTES, PersistentTileScheduler, SingleTileScheduler
+from .tile_scheduler import L2_BYTES, ListedTileScheduler, PersistentTileScheduler, SingleTileScheduler
 from .tiles import LIMITS, RescaleLimits
 
 # Registers of a thread of a consumer and of the producer, by the number of consumer warpgroups.
@@ -28,13 +28,16 @@ PING_PONG = Q_EMPTY + 1
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its block sizes, in how many bits, and on how many multiprocessors it is scheduled."""
+    """A problem, its block sizes, in how many bits, whether lists of blocks say what is computed, and on how many
+    multiprocessors it is scheduled.
+    """
 
     problem: Problem
     block_q: int
     block_k: int
     stages: int
     e4m3: bool = False
+    listed: bool = False
     processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
@@ -90,8 +93,10 @@ class Plan:
         return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
 
     @property
-    def scheduler(self) -> PersistentTileScheduler | SingleTileScheduler:
+    def scheduler(self) -> PersistentTileScheduler | SingleTileScheduler | ListedTileScheduler:
         problem, heads = self.problem, self.problem.H * self.problem.B
+        if self.listed:
+            return ListedTileScheduler(self.q_tiles, heads, self.persistent, self.processors)
         if self.persistent:
             rising = problem.high is not None and problem.low is None
             return PersistentTileScheduler(self.q_tiles, heads, rising, self.processors)
@@ -114,10 +119,16 @@ class Plan:
         begin()
         arrive(PING_PONG + stage_of(number + 1, self.consumers), 2)
 
-    def block_range(self, first: Array, batch: Array, mask_info: MaskInfo | None) -> BlockRanges:
+    def block_range(self, first: Array, head: Array, batch: Array, mask_info: MaskInfo | None) -> BlockRanges:
         if mask_info is not None:
-            return mask_info.block_range(lax.div(first, jnp.int32(self.block_q)), batch)
+            return mask_info.block_range(lax.div(first, jnp.int32(self.block_q)), batch, head)
         return blocks_of_band(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
+
+    def block(self, n: Array, first: Array, head: Array, batch: Array, mask_info: MaskInfo | None) -> Array:
+        """Block n of that range."""
+        if mask_info is None:
+            return n
+        return mask_info.block(n, lax.div(first, jnp.int32(self.block_q)), batch, head)
 
     def units(self, scales: Scales | None, batch: Array, head: Array, first: Array) -> Units | None:
         """The scales in e4m3 of the queries from `first` on."""

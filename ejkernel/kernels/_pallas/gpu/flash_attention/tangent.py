@@ -121,7 +121,7 @@ def _kernel(
 ):  # fmt: skip
     (q_dot_tile, o_tiles), number = q_dot_and_o, lax.axis_index("warpgroup")
     first, head, batch = plan.tile(jnp.int32(0))
-    block_range = plan.block_range(first, batch, mask_info)
+    block_range = plan.block_range(first, head, batch, mask_info)
     rows_of = lambda consumer: pl.ds(first + consumer * ROWS, ROWS)
     rings = [
         Ring(groups, plan.stages, plan.k_empty + n * plan.stages, tiles, full)

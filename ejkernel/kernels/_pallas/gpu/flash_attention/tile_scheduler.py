@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ejkernel.kernels._block_lists import longest_first
+
 # Bytes of keys and values that the L2 cache holds beside q and o (50 MB, parts of which hold the same data for either
 # half of the device).
 L2_BYTES = 24 << 20
@@ -96,6 +98,67 @@ class PersistentTileScheduler:
             last = lax.rem(lax.rem(number, tiles), two) == 0
             return jnp.where(last, self.tiles - 1 - from_an_end, from_an_end), lax.div(number, tiles)
         return lax.rem(number, tiles), lax.div(number, tiles)
+
+
+@dataclass(frozen=True)
+class ListedTileScheduler:
+    """An order of work tiles that is known at run time, as their costs are, head after head.
+
+    Within a head the longest come first, in every other head last: a persistent thread block, which has every so many
+    work tiles of the order, then has long and short ones in turn. Of the last heads all are in one order, the longest
+    first, so that what is left at the end is short.
+
+    Attributes:
+        tiles: of a head.
+        heads: of all batches.
+        persistent: whether there is one thread block for each multiprocessor.
+        processors: streaming multiprocessors of the device.
+    """
+
+    tiles: int
+    heads: int
+    persistent: bool
+    processors: int
+
+    @property
+    def number(self) -> int:
+        return self.tiles * self.heads
+
+    @property
+    def blocks(self) -> int:
+        return min(self.number, self.processors) if self.persistent else self.number
+
+    @property
+    def longest_first(self) -> None:
+        return None
+
+    def order(self, costs: Array) -> Array:
+        """The work tiles, int32 [number], by their costs [heads, tiles]."""
+        last = min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
+        before = (self.heads - last) // 2 * 2
+        head = jnp.arange(before, dtype=jnp.int32)[:, None]
+        of_heads = longest_first(costs[:before])
+        of_heads = head * self.tiles + jnp.where(head % 2 == 0, of_heads, of_heads[:, ::-1])
+        of_last = before * self.tiles + longest_first(costs[before:].reshape(-1))
+        return jnp.concatenate([of_heads.reshape(-1), of_last[_back_and_forth(of_last.size, self.blocks)]])
+
+    def work_tiles(self, block: Array, order: Any) -> Array:
+        """As of `PersistentTileScheduler`."""
+        del order
+        return lax.div(self.number - 1 - block, jnp.int32(self.blocks)) + 1
+
+    def tile(self, block: Array, work_tile: Array, order: Any) -> tuple[Array, Array]:
+        """As of `PersistentTileScheduler`."""
+        number, tiles = order[work_tile * self.blocks + block], jnp.int32(self.tiles)
+        return lax.rem(number, tiles), lax.div(number, tiles)
+
+
+def _back_and_forth(number: int, row: int) -> np.ndarray:
+    """0, 1, … in rows, of which every other one runs backwards, but for one that is not whole."""
+    places = np.arange(number)
+    rows = places[: number // row * row].reshape(-1, row)
+    rows[1::2] = rows[1::2, ::-1].copy()
+    return places
 
 
 @dataclass(frozen=True)

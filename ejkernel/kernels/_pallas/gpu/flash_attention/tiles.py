@@ -100,7 +100,7 @@ def visible(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool
         low, high = (_load(x, batch, row, shape[0], PER_ROW) for x in mask_info.intervals)
         firsts.append(low)
         lasts.append(high - 1)
-    elif mask_info is not None:
+    elif mask_info is not None and mask_info.segment_ids is not None:
         of_rows, of_columns = mask_info.segment_ids
         ids = lax.broadcast_in_dim(_load(of_columns, batch, column, shape[1], PER_COLUMN), shape, [1])
         conditions.append(broadcast_rows(_load(of_rows, batch, row, shape[0], PER_ROW), ids) == ids)

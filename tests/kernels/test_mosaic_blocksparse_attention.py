@@ -1,0 +1,100 @@
+"""blocksparse_attention in Mosaic GPU, without a GPU: it lowers, and lists and orders are those of the block mask."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels._block_lists import entries_of, full_first, longest_first
+from ejkernel.kernels._pallas.gpu.blocksparse_attention import blocksparse_attention, supports
+from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import ListedTileScheduler
+from ejkernel.kernels._target import lowering_for
+from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
+from ejkernel.types import Target
+
+HOPPER = Target("cuda", "NVIDIA H200")
+SLOW = pytest.mark.slow
+
+
+def shapes(s=512, t=512, h=4, g=2, d=128, e=128, block=(128, 128), dtype=jnp.bfloat16, **others):
+    of = jax.ShapeDtypeStruct
+    blocks = -(-s // block[0]), -(-t // block[1])
+    return Operands(
+        of((1, s, h, d), dtype), of((1, t, g, d), dtype), of((1, t, g, e), dtype), of((1, h, *blocks), bool), **others
+    )
+
+
+@pytest.mark.parametrize(
+    "d, e, options",
+    [
+        (128, 128, dict(causal=True)),
+        pytest.param(64, 64, dict(window=(256, 0)), marks=SLOW),
+        pytest.param(256, 256, {}, marks=SLOW),
+        pytest.param(72, 96, dict(causal=True, softcap=20.0), marks=SLOW),
+    ],
+    ids=str,
+)
+def test_lowers(d, e, options):
+    x, spec = shapes(d=d, e=e), BlocksparseAttentionSpec(**options)
+    assert supports(spec, x, HOPPER) is None
+    f = partial(blocksparse_attention, spec=spec, config=blocksparse_attention.heuristic(spec, x, HOPPER))
+    with lowering_for(HOPPER):
+        text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize(
+    "x, spec, reason",
+    [
+        (shapes(), BlocksparseAttentionSpec(causal=True), None),
+        (shapes(block=(512, 512)), BlocksparseAttentionSpec(causal=True, block_size=(512, 512)), None),
+        (shapes(block=(64, 64)), BlocksparseAttentionSpec(block_size=(64, 64)), "blocks of (64, 64), in which"),
+        (shapes(t=520), BlocksparseAttentionSpec(), None),
+        (shapes(t=520), BlocksparseAttentionSpec(causal=True), "no tiles of these kernels fit"),
+        (shapes(), BlocksparseAttentionSpec(window=(100, 500)), "no tiles of these kernels fit"),
+        (shapes(cu_seqlens_q=jax.ShapeDtypeStruct((1, 3), jnp.int32)), BlocksparseAttentionSpec(), "cu_seqlens_q"),
+    ],
+)  # fmt: skip
+def test_what_it_takes(x, spec, reason):
+    found = supports(spec, x, HOPPER)
+    assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("n", (1, 2, 7, 129))
+def test_lists(n):
+    rng = np.random.default_rng(n)
+    kept, full = rng.random((2, 3, n)) < 0.3, rng.random((2, 3, n)) < 0.5
+    entries, (length, of_full, blocks) = jax.jit(entries_of)(kept), jax.jit(full_first)(kept, full)
+    order = longest_first(length)
+    for i in np.ndindex(2, 3):
+        full_ones, others = (np.flatnonzero(chosen[i]).tolist() for chosen in (kept & full, kept & ~full))
+        behind = [n] * int(n - kept[i].sum())
+        assert entries[i].tolist() == sorted(full_ones + others) + behind
+        assert blocks[i].tolist() == full_ones + others + behind
+        assert (length[i], of_full[i]) == (kept[i].sum(), (kept & full)[i].sum())
+    for i in range(2):
+        assert order[i].tolist() == np.lexsort((np.arange(3), -kept[i].sum(-1))).tolist()
+
+
+@pytest.mark.parametrize("tiles, heads", [(128, 16), (1024, 3), (7, 5), (33, 64)])
+@pytest.mark.parametrize("persistent", (True, False))
+def test_an_order_has_every_tile_once(tiles, heads, persistent):
+    scheduler = ListedTileScheduler(tiles, heads, persistent, processors=132)
+    costs = np.random.default_rng(0).integers(1, 100, (heads, tiles)).astype(np.int32)
+    order = np.asarray(scheduler.order(jnp.asarray(costs)))
+    assert sorted(order.tolist()) == list(range(tiles * heads))
+    block, last = jnp.int32(scheduler.blocks - 1), scheduler.work_tiles(jnp.int32(scheduler.blocks - 1), None) - 1
+    place, head = scheduler.tile(block, last, jnp.asarray(order))
+    assert head * tiles + place == order[last * scheduler.blocks + block]
+
+
+def test_thread_blocks_have_nearly_the_same_work():
+    """A causal layer of 16 heads, a quarter of whose blocks are kept: at most 8 % more than the mean."""
+    rng = np.random.default_rng(0)
+    kept = np.tril(rng.random((16, 128, 128)) < 0.25, -1) | np.eye(128, dtype=bool)
+    costs, scheduler = kept.sum(-1).astype(np.int32), ListedTileScheduler(128, 16, True, processors=132)
+    order = np.asarray(scheduler.order(jnp.asarray(costs)))
+    work = [costs.reshape(-1)[order[block :: scheduler.blocks]].sum() for block in range(scheduler.blocks)]
+    assert max(work) <= 1.08 * np.mean(work)
