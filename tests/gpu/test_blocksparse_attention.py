@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel.kernels._triton import blocksparse_attention as kernels
+from ejkernel.kernels._triton import blocksparse_attention as triton
 from ejkernel.kernels._xla._blocks import within_blocks
 
 from .attention_cases import CAUSAL, Case, check_all, derivatives, differentiable, like
@@ -19,24 +19,24 @@ from .device import TARGET
 pytestmark = pytest.mark.gpu
 
 
-def computed(x, spec, seed: int = 1, forward=kernels.blocksparse_attention):
+def computed(x, spec, seed: int = 1, kernels=triton):
     """(outputs, gradients by name, tangents) of what nobody sees holding NaN, and the cotangents and tangents."""
 
     compiled = lambda f, **how: jax.jit(partial(f, spec=spec, config=f.heuristic(spec, x, TARGET), **how))
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), seed) if name in wrt else None for name in x._fields})
     given = poisoned_in_blocks(x, spec)
-    outputs = compiled(forward)(*given)
+    outputs = compiled(kernels.blocksparse_attention)(*given)
     cotangents = like(outputs, seed + 1)
     backward = compiled(kernels.blocksparse_attention_bwd, wrt=wrt)
     gradients = backward(given, outputs, poisoned_cotangents_in_blocks(cotangents, x, spec))
-    moved = compiled(kernels.blocksparse_attention_jvp)(given, outputs, poisoned_in_blocks(x, spec, tangents))
+    moved = compiled(triton.blocksparse_attention_jvp)(given, outputs, poisoned_in_blocks(x, spec, tangents))
     return (outputs, dict(zip(wrt, gradients, strict=True)), moved), cotangents, tangents
 
 
-def compare(case: SparseCase, length: int, dtype, forward=kernels.blocksparse_attention):
+def compare(case: SparseCase, length: int, dtype, kernels=triton):
     x, spec = case.make(length, dtype)
-    results, cotangents, tangents = computed(x, spec, forward=forward)
+    results, cotangents, tangents = computed(x, spec, kernels=kernels)
     moved = tangents.attention._asdict()
     oracle, reference = (
         derivatives(within_blocks(x, spec), spec, cotangents, moved, kind) for kind in (jnp.float64, dtype)

@@ -1,6 +1,7 @@
-"""blocksparse_attention's forward in Mosaic GPU on a Hopper GPU, and Triton's derivatives of it, against float64."""
+"""blocksparse_attention in Mosaic GPU on a Hopper GPU, and Triton's tangent of it, against float64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel.kernels._pallas.gpu.blocksparse_attention import blocksparse_attention, supports
+from ejkernel.kernels._pallas.gpu import blocksparse_attention as kernels
+from ejkernel.kernels._triton import blocksparse_attention as triton
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 
 from .attention_cases import CAUSAL, Case
@@ -23,8 +25,16 @@ PLAIN = replace(LAYER, spec=FlashAttentionSpec())
 
 def check(case: SparseCase, length: int, dtype=jnp.bfloat16):
     x, spec = case.make(length, dtype)
-    assert (reason := supports(spec, x, TARGET)) is None, reason
-    compare(case, length, dtype, blocksparse_attention)
+    assert (reason := kernels.supports(spec, x, TARGET)) is None, reason
+    has_backward = kernels.supports_bwd(spec, x, TARGET) is None
+    assert has_backward or x.sinks is not None or x.q.shape[3] % 64
+    backward = kernels.blocksparse_attention_bwd if has_backward else triton.blocksparse_attention_bwd
+    compare(
+        case,
+        length,
+        dtype,
+        SimpleNamespace(blocksparse_attention=kernels.blocksparse_attention, blocksparse_attention_bwd=backward),
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)
@@ -84,7 +94,7 @@ def test_more_tiles_than_multiprocessors():
 
 def test_reruns_give_the_same_bits():
     x, spec = SparseCase(LAYER, "h", (128, 128)).make(2048, jnp.bfloat16)
-    first, second = (computed(x, spec, forward=blocksparse_attention)[0][0] for _ in range(2))
+    first, second = (computed(x, spec, kernels=kernels)[0][0] for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._block_lists import entries_of, full_first, longest_first
-from ejkernel.kernels._pallas.gpu.blocksparse_attention import blocksparse_attention, supports
+from ejkernel.kernels._pallas.gpu.blocksparse_attention import (
+    blocksparse_attention,
+    blocksparse_attention_bwd,
+    supports,
+    supports_bwd,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention.tile_scheduler import ListedTileScheduler
 from ejkernel.kernels._target import lowering_for
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
+from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import Target
 
 HOPPER = Target("cuda", "NVIDIA H200")
@@ -42,6 +48,18 @@ def test_lowers(d, e, options):
     f = partial(blocksparse_attention, spec=spec, config=blocksparse_attention.heuristic(spec, x, HOPPER))
     with lowering_for(HOPPER):
         text = jax.jit(f).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu_v2") == 1
+
+
+@pytest.mark.parametrize("d, options", [(64, dict(causal=True)), pytest.param(256, dict(softcap=20.0), marks=SLOW)])
+def test_the_backward_lowers(d, options):
+    x, spec = shapes(d=d, e=d), BlocksparseAttentionSpec(**options)
+    assert supports_bwd(spec, x, HOPPER) is None
+    config = blocksparse_attention_bwd.heuristic(spec, x, HOPPER)
+    outputs = Outputs(jax.ShapeDtypeStruct(x.q.shape, x.q.dtype), jax.ShapeDtypeStruct((1, 4, 512), jnp.float32))
+    f = partial(blocksparse_attention_bwd, wrt=("q", "k", "v"), spec=spec, config=config)
+    with lowering_for(HOPPER):
+        text = jax.jit(f).trace(x, outputs, outputs).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu_v2") == 1
 
 

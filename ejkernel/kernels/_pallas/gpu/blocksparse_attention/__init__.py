@@ -1,6 +1,6 @@
-"""blocksparse_attention on Hopper GPUs: the forward of flash_attention over lists of blocks, compiled by Mosaic GPU.
+"""blocksparse_attention on Hopper GPUs: flash_attention's forward and backward over lists of blocks, by Mosaic GPU.
 
-What stands here imports no Pallas; the kernel is imported when it is first needed. The derivatives are Triton's.
+What stands here imports no Pallas; the kernels are imported when they are first needed. The tangent is Triton's.
 """
 
 from ejkernel.kernels._tier import Tier
@@ -16,21 +16,35 @@ ABSENT = ("q_segment_ids", "kv_segment_ids", "cu_seqlens_q")
 
 def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward cannot run on these operands (arrays or shapes), or None."""
-    if reason := flash_attention.supports(spec, operands.attention, target):
-        return reason
-    for name in ABSENT:
-        if getattr(operands, name) is not None:
-            return f"{name}: it may hide keys of a block that is kept from all queries, and these may hold anything"
-    if spec.precision == "e4m3":
-        return "precision e4m3: the lists of blocks are those of bfloat16 and float16"
-    if not configs.space("blocksparse_attention", operands, spec, target):
-        return f"blocks of {spec.block_size}, in which no tiles of these kernels fit evenly"
-    return None
+    return flash_attention.supports(spec, operands.attention, target) or _reason("", spec, operands, target)
+
+
+def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward cannot run on these operands, or None."""
+    if operands.sinks is not None:
+        return "sinks: what a query without blocks has of them may be anything"
+    return flash_attention.supports_bwd(spec, operands.attention, target) or _reason("_bwd", spec, operands, target)
 
 
 def takes(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward leaves these operands to others, or None."""
     return flash_attention.takes(spec, operands.attention, target) or supports(spec, operands, target)
+
+
+def takes_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    """Why the backward leaves these operands to others, or None."""
+    return flash_attention.takes_bwd(spec, operands.attention, target) or supports_bwd(spec, operands, target)
+
+
+def _reason(suffix: str, spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    for name in ABSENT:
+        if getattr(operands, name) is not None:
+            return f"{name}: it may hide keys of a block that is kept from all queries, and these may hold anything"
+    if spec.precision == "e4m3":
+        return "precision e4m3: the lists of blocks are those of bfloat16 and float16"
+    if not configs.space("blocksparse_attention" + suffix, operands, spec, target):
+        return f"blocks of {spec.block_size}, in which no tiles of these kernels fit evenly"
+    return None
 
 
 _tier = Tier(
@@ -46,5 +60,6 @@ _tier = Tier(
 )
 
 blocksparse_attention = _tier.forward("forward", takes)
+blocksparse_attention_bwd = _tier.backward("backward", takes_bwd)
 
-_tier.register("blocksparse_attention", blocksparse_attention)
+_tier.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_bwd)

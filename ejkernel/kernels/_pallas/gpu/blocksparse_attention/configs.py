@@ -10,24 +10,34 @@ from ..flash_attention import configs as of_flash
 def space(name: str, operands: Operands, spec: BlocksparseAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     configs = of_flash.space(_of_flash(name), operands.attention, spec, target)
-    return [config for config in configs if fits(config, operands, spec)]
+    return [config for config in configs if fits(name, (config.block_q, config.block_k), operands, spec)]
 
 
-def fits(config: KernelConfig, operands: Operands, spec: BlocksparseAttentionSpec) -> bool:
-    """Whether every tile is within one block, and each key of a kept tile is seen by a query of it.
+def fits(name: str, tile: tuple[int, int], operands: Operands, spec: BlocksparseAttentionSpec) -> bool:
+    """Whether every tile is within one block, and the band ends where blocks end.
 
-    One that is not might be seen by no query at all, and hold anything: the band has to end at the edges of tiles.
+    Then every key of a kept block that is not outside of the band has a query in the block; another might have none at
+    all, and hold anything. Of the backward's tiles each query has a key, for the same reason.
     """
-    lengths, tiles = (operands.q.shape[1], operands.k.shape[1]), (config.block_q, config.block_k)
+    lengths = operands.q.shape[1], operands.k.shape[1]
+    block_q, block_k = blocks = tuple(map(min, spec.block_size, lengths))
+    if any(block < length and block % size for block, length, size in zip(blocks, lengths, tile, strict=True)):
+        return False
     visibility = visibility_of(operands.attention, spec)
-    within = all(
-        block >= length or block % tile == 0
-        for block, length, tile in zip(spec.block_size, lengths, tiles, strict=True)
-    )
-    edges = [] if visibility.high is None else [config.block_q + visibility.high]
-    edges += [] if visibility.low is None else [visibility.low]
-    steps = [config.block_q] if edges and config.block_q < lengths[0] else []
-    return within and all(edge % config.block_k == 0 for edge in edges + steps)
+    if not (band := [end for end in (visibility.low, visibility.high) if end is not None]):
+        return True
+    keys_have_queries = block_q == lengths[0] or all(n % block_k == 0 for n in (block_q, *band))
+    queries_have_keys = not name.endswith("_bwd") or all(n % tile[0] == 0 for n in (tile[1], *band))
+    return keys_have_queries and queries_have_keys
+
+
+def check(name: str, tile: tuple[int, int], operands: Operands, spec: BlocksparseAttentionSpec) -> None:
+    """Raises where tiles do not fit."""
+    if not fits(name, tile, operands, spec):
+        raise ValueError(
+            f"{name}: tiles of {tile[0]} queries and {tile[1]} keys do not fit into blocks of {spec.block_size}, "
+            f"or the window or causality ends within them"
+        )
 
 
 def refuses(operation: str, config: KernelConfig) -> str | None:

@@ -12,21 +12,25 @@ from ejkernel.types import KernelConfig
 
 from ..flash_attention.forward import attention
 from ..flash_attention.mask_info import MaskInfo
-from .configs import fits
+from .configs import check
 
 
 def blocksparse_attention(*operands: Array | None, spec: BlocksparseAttentionSpec, config: KernelConfig) -> Outputs:
-    x = Operands(*operands)
-    if not fits(config, x, spec):
-        tile = f"{config.block_q} queries and {config.block_k} keys"
-        raise ValueError(f"blocksparse_attention: tiles of {tile} do not fit into blocks of {spec.block_size} here")
-    return attention(x.attention, spec, config, mask_info_of(x, spec, (config.block_q, config.block_k)))
+    x, tile = Operands(*operands), (config.block_q, config.block_k)
+    check("blocksparse_attention", tile, x, spec)
+    return attention(x.attention, spec, config, mask_info_of(*tiles(x, spec, tile)))
 
 
-def mask_info_of(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> MaskInfo:
-    """The lists of the tiles of keys that each tile of queries attends to."""
-    some, full = (seen[:, None] for seen in visibility_of(x.attention, spec).blocks(*tile))
-    length, of_full, blocks = full_first(kept_tiles(x, spec.block_size, tile) & some, full)
+def tiles(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> tuple[Array, Array]:
+    """Which tiles have to be computed, and which of them need no mask: bool [b?,h?,rows,columns]."""
+    some, full = (shown[:, None] for shown in visibility_of(x.attention, spec).blocks(*tile))
+    some = kept_tiles(x, spec.block_size, tile) & some
+    return some, some & full
+
+
+def mask_info_of(some: Array, full: Array) -> MaskInfo:
+    """The list of each row of such tiles. A kernel has at least one step: of an empty list it is a block behind all."""
+    length, of_full, blocks = full_first(some, full)
     none = jnp.zeros_like(length)
-    ranges = BlockRanges(none, length, none, of_full).at_least_one(blocks.shape[-1])
+    ranges = BlockRanges(none, jnp.maximum(length, 1), none, of_full)
     return MaskInfo(jnp.stack(ranges, -1), None, None, blocks)

@@ -66,9 +66,23 @@ def flash_attention_bwd(
     spec: FlashAttentionSpec,
     config: KernelConfig,
 ) -> tuple[Array, ...]:
-    visibility, problem = visibility_of(primals, spec), problem_of(primals, spec)
-    plan = Plan(problem, config.block_q, config.num_stages)
+    plan = Plan(problem_of(primals, spec), config.block_q, config.num_stages)
     check("flash_attention_bwd", config, block_k=(plan.keys,))
+    mask_info = mask_info_of(visibility_of(primals, spec).transposed(), plan.keys, plan.block_q)
+    return gradients(primals, outputs, cotangents, wrt, spec, mask_info, plan)
+
+
+def gradients(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    wrt: tuple[str, ...],
+    spec: FlashAttentionSpec,
+    mask_info: MaskInfo | None,
+    plan: Plan,
+) -> tuple[Array, ...]:
+    """Those of the operands that wrt names, where mask_info says which queries see a key besides the band."""
+    visibility, problem = visibility_of(primals, spec), plan.problem
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     q, do = zero_fully_masked_queries(visibility, primals.q, do)
     k, v = zero_hidden_keys(visibility, primals.k, primals.v)
@@ -80,7 +94,6 @@ def flash_attention_bwd(
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
-    mask_info = mask_info_of(visibility.transposed(), plan.keys, plan.block_q)
     dq, dk, dv = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, plan)
     found = {"q": (dq * problem.scale).astype(problem.dtype)[:, : problem.S]}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}

@@ -41,11 +41,14 @@ FEW = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its blocks of queries, how many of them are in flight, and where this block of threads works."""
+    """A problem, its blocks of queries, how many of them are in flight, whether lists say which these are, and where
+    this block of threads works.
+    """
 
     problem: Problem
     block_q: int
     stages: int
+    listed: bool = False
     processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
@@ -98,19 +101,27 @@ class Plan:
 
     def block_range(self, mask_info: MaskInfo | None) -> BlockRanges:
         """Found again wherever it is needed: the warpgroups have no registers to remember it in."""
-        first, _, batch = self.tile()
+        first, kv_head, batch = self.tile()
         if mask_info is not None:
-            return mask_info.block_range(lax.div(first, jnp.int32(self.keys)), batch)
+            return mask_info.block_range(lax.div(first, jnp.int32(self.keys)), batch, kv_head)
         return blocks_of_band(first, self.keys, *self.problem.band(of_keys=True), self.problem.S, self.block_q)
 
     def steps(self, mask_info: MaskInfo | None) -> Array:
         """Blocks of queries of all the heads that share the keys."""
         block_range = self.block_range(mask_info)
-        return (block_range.end - block_range.begin) * self.problem.group
+        return (block_range.end - block_range.begin) * (1 if self.listed else self.problem.group)
 
     def place(self, mask_info: MaskInfo | None, step: Array) -> tuple[Array, Array]:
-        """The block of queries and the head of a step: one head of the group after the other."""
-        (_, kv_head, _), block_range = self.tile(), self.block_range(mask_info)
+        """The block of queries and the head of a step: one head of the group after the other.
+
+        A list is that of a head of k and v, and has the blocks of all heads of its group, numbered head by head.
+        """
+        first, kv_head, batch = self.tile()
+        if self.listed:
+            block = mask_info.block(step, lax.div(first, jnp.int32(self.keys)), batch, kv_head)
+            blocks = jnp.int32(-(-self.problem.S // self.block_q))
+            return lax.rem(block, blocks), kv_head * self.problem.group + lax.div(block, blocks)
+        block_range = self.block_range(mask_info)
         blocks = block_range.end - block_range.begin
         return block_range.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
 
@@ -126,7 +137,7 @@ def _compute_p(
     With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and its slope is 1 − t² of that of scale·q·k.
     """
     problem, stage, (first, _, batch) = plan.problem, stage_of(step, plan.stages), plan.tile()
-    uneven_keys = problem.K % plan.keys > 0 and mask_info is None
+    uneven_keys = problem.K % plan.keys > 0 and (mask_info is None or plan.listed)
 
     def masked(exponents, block):
         view = View(batch, first + key_block * ROWS, mask_info, of_keys=True)
@@ -142,7 +153,8 @@ def _compute_p(
         exponents = t * problem.exponent + (0 if problem.softcap is None else start)
         if uneven_keys or problem.cut:
             block_range, (block, _) = plan.block_range(mask_info), plan.place(mask_info, step)
-            whole = (block >= block_range.full_begin) & (block < block_range.full_end)
+            place = step if plan.listed else block
+            whole = (place >= block_range.full_begin) & (place < block_range.full_end)
             if uneven_keys:
                 whole &= first + plan.keys <= problem.K
             exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
