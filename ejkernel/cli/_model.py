@@ -80,15 +80,22 @@ def initialise(model: Model, key: Array) -> Parameters:
 
 
 def logits(
-    model: Model, operations: Operations, parameters: Parameters, tokens: Array, dtype: Any, states: Any = None
+    model: Model,
+    operations: Operations,
+    parameters: Parameters,
+    tokens: Array,
+    dtype: Any,
+    states: Any = None,
+    positions: Any = None,
 ) -> tuple[Array, Any]:
     """Tokens [b,s] to the logits of the next one [b,s,vocabulary] float32, and the states of gated linear layers.
 
-    The layers compute in `dtype`, and begin with the states where those are given.
+    The layers compute in `dtype`, and begin with the states where those are given. Tokens stand at `positions` [s], or
+    in order.
     """
     w = jax.tree.map(lambda x: x.astype(dtype), parameters)
     x = w["embedding"][tokens]
-    after, positions = [], jnp.arange(tokens.shape[1])
+    after, positions = [], jnp.arange(tokens.shape[1]) if positions is None else jnp.asarray(positions)
     for i, (layer, window) in enumerate(zip(w["layers"], model.windows, strict=True)):
         h = rms_norm(x, layer["attention_norm"])
         q = jnp.einsum("bsd,dhe->bshe", h, layer["query"])

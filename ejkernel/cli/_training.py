@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ._context_parallel import ContextParallel
 from ._model import Model, Operations, Parameters, cross_entropy, initialise, logits
 
 _PEAK_RATE, _WARM_UP = 3e-3, 20
@@ -33,25 +34,31 @@ def train(
     key: Array,
     dtype: Any,
     show: Callable[[int, str], None],
+    context: ContextParallel | None = None,
 ) -> Training:
-    """One step for each of `excerpts` [steps, batch, length + 1]."""
+    """One step for each of `excerpts` [steps, batch, length + 1], the sequences sharded if `context` says how."""
     total = len(excerpts)
-    loss = partial(mean_loss, model, operations, dtype)
+    positions = slice(None) if context is None else context.order
+    place = (lambda x: x) if context is None else context.sharded
+    loss = partial(_loss, model, operations, dtype, positions=None if context is None else context.order)
+    pairs = lambda tokens: (place(tokens[:, :-1][:, positions]), place(tokens[:, 1:][:, positions]))
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(parameters, first, second, done, tokens):
-        value, gradients = jax.value_and_grad(loss)(parameters, tokens)
+    def step(parameters, first, second, done, pair):
+        value, gradients = jax.value_and_grad(loss)(parameters, *pair)
         rate = _PEAK_RATE * jnp.minimum((done + 1) / _WARM_UP, 1.0) * (1 + jnp.cos(jnp.pi * done / total)) / 2
         return *adam(parameters, gradients, first, second, done + 1, rate), value
 
     parameters = initialise(model, key)
+    if context is not None:
+        parameters = context.replicated(parameters)
     first, second = (jax.tree.map(jnp.zeros_like, parameters) for _ in range(2))
     show(0, "compiling")
-    traced = step.trace(parameters, first, second, 0, excerpts[0])
+    traced = step.trace(parameters, first, second, 0, pairs(excerpts[0]))
     compiled = traced.lower().compile()
     losses = []
     for done, tokens in enumerate(excerpts):
-        parameters, first, second, value = compiled(parameters, first, second, done, tokens)
+        parameters, first, second, value = compiled(parameters, first, second, done, pairs(tokens))
         losses.append(float(value))
         show(done + 1, f"loss {np.mean(losses[-50:]):.3f}")
     return Training(np.array(losses), parameters, traced.jaxpr, compiled.as_text())
@@ -59,7 +66,15 @@ def train(
 
 def mean_loss(model: Model, operations: Operations, dtype: Any, parameters: Parameters, tokens: Array) -> Array:
     """Nats per token of excerpts [batch, length + 1]."""
-    return cross_entropy(logits(model, operations, parameters, tokens[:, :-1], dtype)[0], tokens[:, 1:])
+    return _loss(model, operations, dtype, parameters, tokens[:, :-1], tokens[:, 1:])
+
+
+def _loss(
+    model: Model, operations: Operations, dtype: Any, parameters: Parameters, tokens: Array, targets: Array,
+    positions: Any = None,
+) -> Array:  # fmt: skip
+    """Nats per token, of tokens [batch, length] at positions and of those that follow them."""
+    return cross_entropy(logits(model, operations, parameters, tokens, dtype, positions=positions)[0], targets)
 
 
 def adam(parameters, gradients, first, second, t, rate) -> tuple[Parameters, Parameters, Parameters]:

@@ -2,7 +2,8 @@
 
 The model is decoder-only (grouped-query heads, RoPE, RMSNorm, SwiGLU, a softcap, one sliding-window layer among full
 causal ones). With --mixer gla its layers are gated linear attention, and the text is written one token at a time with
-the states carried along; with --moe each layer has four experts, of which a token uses two.
+the states carried along; with --moe each layer has four experts, of which a token uses two. With --context-parallel N
+the two runs are one with every sequence sharded over N devices, which `ring_attention` attends to, and one on a device.
 
 Both runs start from the same weights and see the same text, so their losses must agree; the exit status is 1 if they do
 not. On a GPU or TPU the same command computes in bfloat16. The losses, a plot of them (with matplotlib installed) and a
@@ -22,6 +23,7 @@ import numpy as np
 
 from .. import lax, ops
 from . import _corpus
+from ._context_parallel import ContextParallel, make_cpu_devices
 from ._curves import SPAN, Tolerance, difference
 from ._equations import equations
 from ._formulas import plain_attention, plain_gla, plain_grouped_matmul
@@ -33,7 +35,7 @@ from ._training import Training, mean_loss, train
 _BATCH, _LENGTH, _SAMPLED = 2, 128, 400
 _EXPERTS = 4
 _KERNELS = Operations(lax.flash_attention, lax.gla, lax.grouped_matmul)
-_RUNS = {"ejkernel": _KERNELS, "reference": Operations(plain_attention, plain_gla, plain_grouped_matmul)}
+_FORMULAS = Operations(plain_attention, plain_gla, plain_grouped_matmul)
 # How many steps are compared one by one, by how much their losses may differ, and by how much the means over 50 steps
 # after them. A training amplifies every rounding, until in float32 a token may be sent to another expert for it, and in
 # bfloat16 any loss shows it. That is no error, but from there on the losses of single batches may be far apart; those
@@ -46,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=800, help="of training, for each of the two runs")
     parser.add_argument("--mixer", choices=("attention", "gla"), default="attention", help="how tokens are mixed")
     parser.add_argument("--moe", action="store_true", help="experts in the place of each MLP")
+    parser.add_argument(
+        "--context-parallel", type=int, default=1, metavar="N", help="devices over which each sequence is sharded"
+    )
     parser.add_argument("--out", type=Path, default=Path("ejkernel-demo"), metavar="DIR", help="where the files go")
     parser.add_argument("--seed", type=int, default=0, help="of the weights, the excerpts and the sample")
 
@@ -55,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise argparse.ArgumentError(None, f"--steps is {arguments.steps}; it must be at least 1")
     os.environ.setdefault("EJKERNEL_OPS_STAMP", "hash")  # labels tell their config
+    context = _context(arguments)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         text, held_out = _corpus.load()
@@ -70,15 +76,43 @@ def run(arguments: argparse.Namespace) -> int:
 
     key = jax.random.key(arguments.seed)
     runs = {
-        name: train(model, operations, excerpts, key, dtype, progress(name, arguments.steps, every=100))
-        for name, operations in _RUNS.items()
+        name: train(model, operations, excerpts, key, dtype, progress(name, arguments.steps, every=100), context=of)
+        for name, (operations, of) in _runs(context).items()
     }
     losses, tolerance = {name: training.losses for name, training in runs.items()}, _TOLERANCE[dtype.name]
     agree = _compare(losses, tolerance)
-    _show_program(model, runs["ejkernel"])
-    same = _show_text(model, runs["ejkernel"], held_out, dtype, arguments)
+    first = next(iter(runs.values()))
+    _show_program(model, first)
+    same = _show_text(model, first, held_out, dtype, arguments)
     _save_losses(losses, tolerance, f"trained on {device.device_kind} in {dtype}", arguments.out)
     return 0 if agree and same else 1
+
+
+def _context(arguments: argparse.Namespace) -> ContextParallel | None:
+    """How the sequences are sharded, if they are."""
+    size = arguments.context_parallel
+    if size == 1:
+        return None
+    if arguments.mixer != "attention":
+        raise argparse.ArgumentError(None, f"--context-parallel is for attention, not for --mixer {arguments.mixer}")
+    if size < 1 or _LENGTH % (2 * size):
+        rule = f"it must be at least 1, and twice of it divide the {_LENGTH} characters of a sequence"
+        raise argparse.ArgumentError(None, f"--context-parallel is {size}; {rule}")
+    make_cpu_devices(size)
+    context = ContextParallel(_LENGTH, size)
+    try:
+        print(f"sequences over {size} devices, {_LENGTH // size} characters of each on one: {context.mesh}")
+    except ValueError as error:
+        raise argparse.ArgumentError(None, f"--context-parallel: {error}") from error
+    return context
+
+
+def _runs(context: ContextParallel | None) -> dict[str, tuple[Operations, ContextParallel | None]]:
+    """What is trained: with the kernels and with the formula, or on several devices and on one."""
+    if context is None:
+        return {"ejkernel": (_KERNELS, None), "reference": (_FORMULAS, None)}
+    ring = _KERNELS._replace(flash_attention=context.attention)
+    return {f"{context.size} devices": (ring, context), "one device": (_KERNELS, None)}
 
 
 def _compare(losses: dict[str, np.ndarray], tolerance: Tolerance) -> bool:
@@ -92,7 +126,8 @@ def _compare(losses: dict[str, np.ndarray], tolerance: Tolerance) -> bool:
     if len(means):
         print(f"  of means over {SPAN} steps, later  {means.max():>8.1e}, tolerance {tolerance.of_means:g}")
     agree = bool((steps <= tolerance.of_steps).all() and (means <= tolerance.of_means).all())  # not so where one is NaN
-    print("the kernels and the formula train alike" if agree else "THE KERNELS AND THE FORMULA DO NOT AGREE")
+    these = " and ".join({"ejkernel": "the kernels", "reference": "the formula"}.get(name, name) for name in losses)
+    print(f"{these} train alike" if agree else f"{these} DO NOT AGREE".upper())
     return agree
 
 

@@ -174,6 +174,9 @@ def test_explain_takes_every_operation(capsys, call):
         ("explain mean_pooling --kv-heads 3 --array x=f32[1,2,3]", "--kv-heads needs --q"),
         ("explain flash_attention --q 1,64,4,64 --device-kind H200", "--device-kind needs --target"),
         ("demo --steps 0", "--steps is 0; it must be at least 1"),
+        ("demo --context-parallel 3", "--context-parallel is 3; it must be at least 1, and twice of it divide the 128"),
+        ("demo --context-parallel 16", "16 devices are asked for; there are 8 of cpu"),
+        ("demo --context-parallel 2 --mixer gla", "--context-parallel is for attention, not for --mixer gla"),
     ],
 )
 def test_wrong_arguments_are_told_in_one_line(capsys, arguments, message):
@@ -212,6 +215,13 @@ def test_demo_with_gated_linear_attention(capsys, tmp_path, monkeypatch):
 def test_demo_with_experts(capsys, tmp_path, monkeypatch):
     out = trained(capsys, tmp_path, monkeypatch, "--moe")
     assert "4 × flash_attention, 4 × flash_attention_bwd, 12 × grouped_matmul, 12 × grouped_matmul_bwd" in out
+
+
+def test_demo_with_sequences_over_two_devices(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "_show_text", lambda *given: True)
+    out = printed(capsys, "demo", "--context-parallel", "2", "--steps", "3", "--out", str(tmp_path))
+    assert "64 characters of each on one" in out
+    assert "2 devices and one device train alike" in out
 
 
 def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypatch):
