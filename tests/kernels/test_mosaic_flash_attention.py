@@ -1,5 +1,6 @@
 """flash_attention in Mosaic GPU, lowered for a Hopper GPU without one: every config of every shape that it takes."""
 
+import re
 from dataclasses import replace
 from itertools import product
 
@@ -19,7 +20,13 @@ from ejkernel.kernels._pallas.gpu.flash_attention import (
     supports_bwd,
     supports_jvp,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention.configs import FEATURES, SHARED_BYTES, shared_bytes, space
+from ejkernel.kernels._pallas.gpu.flash_attention.configs import (
+    FEATURES,
+    SHARED_BYTES,
+    blocks_of_keys,
+    shared_bytes,
+    space,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention.head_dims import parts_of, tile_width
 from ejkernel.kernels._pallas.gpu.flash_attention.quantized import E4M3
 from ejkernel.kernels._pallas.gpu.flash_attention.quantized import LIMITS as E4M3_LIMITS
@@ -286,7 +293,7 @@ def test_says_what_the_gradient_does_not_take():
 
 
 HEAD_DIMS = [(D, D) for D in (16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)]
-HEAD_DIMS += [(192, 128), (96, 64), (64, 128), (72, 104), (40, 72), (256, 16)]
+HEAD_DIMS += [(192, 128), (96, 64), (64, 128), (72, 104), (40, 72), (256, 16), (80, 160), (136, 136), (40, 256)]
 
 
 def of_head_dims(D: int, V: int, length: int = 640, **arrays) -> Operands:
@@ -298,6 +305,7 @@ def of_head_dims(D: int, V: int, length: int = 640, **arrays) -> Operands:
 FAST = [(24, 24), (72, 72), (80, 80), (96, 64), (160, 160), (64, 128)]
 
 
+@pytest.mark.parametrize("operation", ["flash_attention", "flash_attention_bwd"])
 @pytest.mark.parametrize(
     "D, V, sight",
     [
@@ -306,17 +314,17 @@ FAST = [(24, 24), (72, 72), (80, 80), (96, 64), (160, 160), (64, 128)]
         for sight in ("full", "causal", *SIGHTS)
     ],
 )
-def test_head_dims_lower(D, V, sight):
-    """Without a mask by every config, and where all masks meet by the likeliest. No array is padded."""
+def test_head_dims_lower(D, V, sight, operation):
+    """Without a mask by every config, and where all masks meet by the likeliest. No array of features is padded."""
     x = of_head_dims(D, V, q.shape[1] if sight in SIGHTS else 640, **SIGHTS.get(sight, {}))
     spec = FlashAttentionSpec(causal=sight != "full")
     if sight in SIGHTS:
         spec = replace(spec, window=(50, None), softcap=30.0)
-    assert supports(spec, x, HOPPER) is None
-    for config in space("flash_attention", x, spec, HOPPER)[: None if sight == "full" else 1]:
-        text = lowered(run("flash_attention", spec, config), *arguments(x))
+    assert PREDICATES[operation](spec, x, HOPPER) is None
+    for config in space(operation, x, spec, HOPPER)[: None if sight == "full" else 1]:
+        text = lowered(run(operation, spec, config), *arguments(x))
         assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
-        assert sight in SIGHTS or "stablehlo.pad" not in text
+        assert sight in SIGHTS or not re.search(r"stablehlo.pad .*xbf16>", text)
 
 
 @pytest.mark.parametrize("features", range(16, 257, 8))
@@ -337,6 +345,7 @@ def test_every_pair_of_head_dims_has_configs_that_fit():
         configs = space("flash_attention", x, spec, HOPPER)
         assert configs, (D, V)
         for c in configs:
+            assert c.block_k in blocks_of_keys(V)
             registers = tile_width(V) / 2 + c.block_k * 3 / 4
             assert shared_bytes((c.block_q, c.block_k, c.num_stages), D, V) <= SHARED_BYTES
             assert registers <= {128: 192, 192: 128}[c.block_q], (D, V, c)

@@ -56,22 +56,20 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    return supports(spec, operands, target) or _other_features(operands)
+    if wrong := supports(spec, operands, target):
+        return wrong
+    if (features := (operands.q.shape[3], operands.v.shape[3])) not in configs.FEATURES:
+        return f"q and v have {features[0]} and {features[1]} features; tangents take " + ", ".join(
+            f"{d} and {v}" for d, v in configs.FEATURES
+        )
+    return None
 
 
 def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
     if spec.deterministic or spec.batch_invariant:
         return "dq is summed in no certain order, and so not the same in every run"
-    return supports(spec, operands, target) or _other_features(operands)
-
-
-def _other_features(operands: Operands) -> str | None:
-    if (features := (operands.q.shape[3], operands.v.shape[3])) not in configs.FEATURES:
-        return f"q and v have {features[0]} and {features[1]} features; derivatives take " + ", ".join(
-            f"{d} and {v}" for d, v in configs.FEATURES
-        )
-    return None
+    return supports(spec, operands, target)
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -98,7 +96,8 @@ def takes_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> s
 
 def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward leaves these operands to others, or None."""
-    return supports_bwd(spec, operands, target) or _few_keys(spec, operands) or _small_tiles(operands)
+    wrong = supports_bwd(spec, operands, target) or _few_keys(spec, operands)
+    return wrong or _small_tiles(operands) or _padded_tiles(operands)
 
 
 def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -118,8 +117,8 @@ def _padded_tiles(operands: Operands) -> str | None:
 
 def _small_tiles(operands: Operands) -> str | None:
     (_, queries, _, features), keys = operands.q.shape, operands.k.shape[1]
-    if features == 64 and max(queries, keys) <= SHORT:
-        return f"{queries} queries and {keys} keys of 64 features, of which smaller blocks make less work"
+    if features <= 64 and max(queries, keys) <= SHORT:
+        return f"{queries} queries and {keys} keys of {features} features, of which smaller blocks make less work"
     return None
 
 

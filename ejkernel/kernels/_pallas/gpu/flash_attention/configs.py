@@ -15,9 +15,9 @@ import jax
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .head_dims import tile_width
+from .head_dims import cut_row, tile_width
 
-# The head dims of q and v for which there is a backward, a tangent, and a forward in e4m3.
+# The head dims of q and v for which there is a tangent, and a forward in e4m3.
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
 # The shared memory that a block of threads may use.
 SHARED_BYTES = 227 * 1024
@@ -44,7 +44,7 @@ CONFIGS = {
         224: ((192, 80, 2), (192, 64, 2), (128, 128, 2)),
         256: ((192, 64, 2), (128, 128, 2)),
         320: ((128, 128, 2), (192, 64, 3), (128, 80, 2)),
-        384: ((128, 112, 2), (128, 96, 2), (128, 80, 2)),
+        384: ((128, 112, 2), (128, 96, 2), (128, 80, 2), (128, 64, 2)),
         448: ((128, 96, 2), (128, 80, 2), (128, 64, 2)),
         512: ((128, 64, 2),),
     },
@@ -56,8 +56,10 @@ CONFIGS = {
     },
     "flash_attention_bwd": {
         128: ((128, 128, 2), (64, 128, 3)),
+        192: ((64, 128, 3), (64, 128, 2)),
         256: ((64, 128, 2),),
         320: ((64, 128, 2),),
+        384: ((64, 64, 2), (64, 64, 3)),
         512: ((64, 64, 2),),
     },
     "flash_attention_jvp": {
@@ -73,11 +75,14 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     del target
     D, V = operands.q.shape[3], operands.v.shape[3]
-    columns, most = _columns(D, V), _most_queries(operation, operands, spec)
+    size, most = columns(D, V), _most_queries(operation, operands, spec)
+    if operation != "flash_attention_bwd":
+        size = max(size, 2 * tile_width(V))
     kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(operands, spec) else operation
-    candidates = CONFIGS[kernel][next(size for size in CONFIGS[kernel] if columns <= size)]
+    candidates = CONFIGS[kernel][next(key for key in CONFIGS[kernel] if size <= key)]
     if kernel == "flash_attention":
         candidates = [blocks for blocks in candidates if shared_bytes(blocks, D, V) <= SHARED_BYTES]
+        candidates = [blocks for blocks in candidates if blocks[1] in blocks_of_keys(V)]
     candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
@@ -90,6 +95,12 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         )
         for block_q, block_k, stages in candidates
     ]
+
+
+def blocks_of_keys(V: int) -> tuple[int, ...]:
+    """The blocks of keys that the forward takes: products with v sum over as many keys at once as a row of v has
+    features, and a row that is cut is not narrowed for that."""
+    return tuple(block_k for block_k in TAKES["flash_attention"]["block_k"] if V % 16 == 0 or not block_k % cut_row(V))
 
 
 def in_e4m3(operands: Operands, spec: FlashAttentionSpec) -> bool:
@@ -132,9 +143,9 @@ def check(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> No
         raise ValueError(f"{operation}: {wrong}")
 
 
-def _columns(D: int, V: int) -> int:
-    """Columns of k and v beside one another; k counts as many as v at least, whose sums are in registers."""
-    return max(tile_width(D), tile_width(V)) + tile_width(V)
+def columns(D: int, V: int) -> int:
+    """Columns of k and v beside one another."""
+    return tile_width(D) + tile_width(V)
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
@@ -144,6 +155,6 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) 
         return 64 if segmented or spec.softcap is not None else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
-    columns = _columns(operands.q.shape[3], operands.v.shape[3])
-    long = next((LONG[size] for size in LONG if columns <= size), (0, 0))
+    D, V = operands.q.shape[3], operands.v.shape[3]
+    long = next((LONG[size] for size in LONG if max(columns(D, V), 2 * tile_width(V)) <= size), (0, 0))
     return 192 if operands.q.shape[1] >= long[spec.causal] else 128

@@ -23,6 +23,8 @@ from .._launch import (
     stage_of,
     sync,
 )
+from .configs import columns
+from .feature_tiles import Tiles, columns_of
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .tile_scheduler import SingleTileScheduler
@@ -51,18 +53,24 @@ class Plan:
     @property
     def wide(self) -> bool:
         """A warpgroup has no registers for dk beside dv, nor two for dk and dv of more than 64 keys."""
-        return self.problem.D + self.problem.V > 320
+        return columns(self.problem.D, self.problem.V) > 320
 
     @property
     def parts(self) -> list[slice]:
         """Of a block of queries those that are computed at once: beside dk and dv of 320 features half of them."""
-        size = FEW if 256 < self.problem.D + self.problem.V <= 320 else self.block_q
+        size = FEW if 256 < columns(self.problem.D, self.problem.V) <= 320 else self.block_q
         return [slice(begin, begin + size) for begin in range(0, self.block_q, size)]
 
     @property
-    def swizzle(self) -> int | None:
-        """Of what is multiplied: products sum over the queries of a part, see `launch.shared`."""
-        return FEW * self.problem.dtype.itemsize if len(self.parts) > 1 else None
+    def widest(self) -> int:
+        """The widest row of what is multiplied: products sum over the queries of a part, see `launch.shared`."""
+        return FEW if len(self.parts) > 1 else ROWS
+
+    @property
+    def dq_chunks(self) -> list[slice]:
+        """The features of dq that are computed and added to device memory at once."""
+        width = self.problem.D if self.problem.D <= 128 else ROWS
+        return [slice(begin, min(begin + width, self.problem.D)) for begin in range(0, self.problem.D, width)]
 
     @property
     def key_blocks(self) -> int:
@@ -137,7 +145,8 @@ def _compute_p(
         start = broadcast_columns(load_vector(streamed[2].at[stage, part], PER_COLUMN), s)
         if problem.softcap is None:
             s[...] = start
-        plgpu.wgmma(s, kv_tiles[0].at[key_block], streamed[0].at[stage, part].T)
+        for of_k, of_q in zip(kv_tiles[0].parts, streamed[0].parts, strict=True):
+            plgpu.wgmma(s, of_k.at[key_block], of_q.at[stage, part].T)
         t = logits(s[...], problem)
         exponents = t * problem.exponent + (0 if problem.softcap is None else start)
         if uneven_keys or problem.cut:
@@ -157,7 +166,14 @@ def _compute_p(
 def _issue_dp(key_block: Array | int, kv_tiles, streamed, stage: Array, part: slice, dp) -> None:
     """Issues dp − delta."""
     dp[...] = broadcast_columns(load_vector(streamed[3].at[stage, part], PER_COLUMN), dp)
-    plgpu.wgmma(dp, kv_tiles[1].at[key_block], streamed[1].at[stage, part].T)
+    for of_v, of_do in zip(kv_tiles[1].parts, streamed[1].parts, strict=True):
+        plgpu.wgmma(dp, of_v.at[key_block], of_do.at[stage, part].T)
+
+
+def _issue_gradient(acc, weights: Array, tiles: Tiles, stage: Array, part: slice, features: int, plan: Plan) -> None:
+    """Issues what a part of a step's queries adds to dv, of p and do, or to dk, of ds and q."""
+    for of_acc, tile in zip(columns_of(acc, features, plan.widest), tiles.parts, strict=True):
+        plgpu.wgmma(of_acc, weights, tile.at[stage, part])
 
 
 def _store_ds(ds: Array, key_block: Array | int, ds_tiles, ds_empty, step: Array, part: slice, plan: Plan) -> None:
@@ -196,12 +212,12 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, d
 
             def scoped(dp, key_block=key_block, part=part, p=p, p_sloped=p_sloped):
                 _issue_dp(key_block, kv_tiles, streamed, stage, part, dp)
-                plgpu.wgmma(dv, p, streamed[1].at[stage, part])
-                dp = plgpu.wgmma_accumulator_load(dp, wait_n=1)
+                _issue_gradient(dv, p, streamed[1], stage, part, plan.problem.V, plan)
+                dp = plgpu.wgmma_accumulator_load(dp, wait_n=len(streamed[1].parts))
                 return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
 
             ds = pl.run_scoped(scoped, _square(part))
-            plgpu.wgmma(dk, ds, streamed[0].at[stage, part])
+            _issue_gradient(dk, ds, streamed[0], stage, part, plan.problem.D, plan)
             _store_ds(ds, key_block, ds_tiles, ds_empty, step, part, plan)
             plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
@@ -220,7 +236,7 @@ def dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
         plgpu.barrier_wait(q_full.at[stage])
         p, p_sloped = _compute_p(plan, 0, mask_info, kv_tiles, streamed, step, part)
         plgpu.barrier_wait(do_full.at[stage])
-        plgpu.wgmma(dv, p, streamed[1].at[stage])
+        _issue_gradient(dv, p, streamed[1], stage, part, plan.problem.V, plan)
         pl.when(step > 0)(lambda: sync(P_EMPTY, 2))
         p_tile[0] = p_sloped
         arrive(P_FULL, 2)
@@ -248,7 +264,7 @@ def dk_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
 
         ds = pl.run_scoped(scoped, _square(part))
         plgpu.barrier_wait(q_full.at[stage])
-        plgpu.wgmma(dk, ds, streamed[0].at[stage])
+        _issue_gradient(dk, ds, streamed[0], stage, part, plan.problem.D, plan)
         _store_ds(ds, 0, ds_tiles, ds_empty, step, part, plan)
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)

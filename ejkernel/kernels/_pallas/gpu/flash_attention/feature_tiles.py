@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import shared
-from .head_dims import parts_of
+from .head_dims import ROW_WIDTHS, parts_of
 
 
 class Tiles(NamedTuple):
@@ -23,9 +23,13 @@ class Tiles(NamedTuple):
     copies: tuple[Any, ...]
 
 
-def views(leading: tuple[int, ...], features: int, dtype: Any, swizzle: int | None = None) -> tuple:
-    """The scratch memory of tiles [*leading, features]: both views, or one where there is one part."""
-    parts = tuple(shared((*leading, part.stop - part.start), dtype, swizzle) for part in parts_of(features))
+def views(leading: tuple[int, ...], features: int, dtype: Any, widest: int = ROW_WIDTHS[-1]) -> tuple:
+    """The scratch memory of tiles [*leading, features], of rows of `widest` numbers of 16 bits at most.
+
+    Both views, or one where there is one part.
+    """
+    widths = [part.stop - part.start for part in parts_of(features, widest)]
+    parts = tuple(shared((*leading, width), dtype, 2 * widest) for width in widths)
     if len(parts) == 1:
         return (parts,)
     rows = [plgpu.SwizzleTransform(part.shape[-1] * np.dtype(dtype).itemsize) for part in parts]
@@ -43,21 +47,30 @@ def tiles_of(refs: Any) -> Tiles:
     return Tiles(parts, *(copies or [parts]))
 
 
-def copied(features: int) -> list[pl.Slice]:
+def copied(features: int, widest: int = ROW_WIDTHS[-1]) -> list[pl.Slice]:
     """The features of an array that belong to each part, as TMA copies them: the last may end beyond the array."""
     return [
         pl.ds(_dynamic(part.start) if part.stop > features else part.start, part.stop - part.start)
-        for part in parts_of(features)
+        for part in parts_of(features, widest)
     ]
 
 
-def load(tiles: Tiles, stage: Any, source: Callable[[pl.Slice], Any], features: int, full: Any) -> None:
-    """Begins to load all parts of a tile into a stage, each of which arrives at its full barrier.
+def load_parts(
+    tiles: Tiles, stage: Any, source: Callable[[pl.Slice], Any], features: int, full: Any,
+    widest: int = ROW_WIDTHS[-1],
+) -> None:  # fmt: skip
+    """Begins to load all parts of a tile into a stage, each of which arrives at the full barrier.
 
     `source` has the array of some features.
     """
-    for part, of_part in zip(tiles.copies, copied(features), strict=True):
-        plgpu.copy_gmem_to_smem(source(of_part), part.at[stage], full.at[stage])
+    for part, of_part in zip(tiles.copies, copied(features, widest), strict=True):
+        plgpu.copy_gmem_to_smem(source(of_part), part.at[stage], full)
+
+
+def columns_of(acc: Any, features: int, widest: int = ROW_WIDTHS[-1]) -> list[Any]:
+    """The columns of an accumulator that belong to each part of a tile."""
+    parts = parts_of(features, widest)
+    return [acc] if len(parts) == 1 else [acc.at[:, columns] for columns in parts]
 
 
 def _dynamic(start: int) -> Any:

@@ -29,8 +29,8 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
-from .configs import SHARED_BYTES, check, in_e4m3
-from .feature_tiles import copied, load, tiles_of, union, views
+from .configs import SHARED_BYTES, blocks_of_keys, check, in_e4m3
+from .feature_tiles import copied, load_parts, tiles_of, union, views
 from .head_dims import parts_of
 from .mainloop import Shared, Tile, mainloop, prologue
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
@@ -42,8 +42,8 @@ from .tiles import COLUMNS, Statistics, View
 
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
-    check("flash_attention", config)
     operands = Operands(*operands)
+    check("flash_attention", config, block_k=blocks_of_keys(operands.v.shape[3]))
     visibility, problem = visibility_of(operands, spec), problem_of(operands, spec)
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(operands, spec))
     if (size := plan.shared_bytes(plan.persistent)) > SHARED_BYTES:
@@ -61,7 +61,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     q = views((plan.q_stages, plan.block_q), problem.D, tile_dtype)
     o = views((plan.consumers, ROWS), problem.V, dtype)
     k = views((stages, plan.block_k), problem.D, tile_dtype)
-    v = views((stages, plan.block_k), problem.V, tile_dtype, plan.values_swizzle)
+    v = views((stages, plan.block_k), problem.V, tile_dtype, plan.values_widest)
     if plan.e4m3:
         v = ((shared((stages, problem.V, plan.block_k), tile_dtype),),)
     q_copies, v_copies = len(parts_of(problem.D)), len(parts_of(problem.V))
@@ -178,7 +178,7 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         rows = pl.ds(first, plan.block_q)
-        load(tiles.q, stage, lambda part: q.at[batch, rows, head, part], plan.problem.D, tiles.q_full)
+        load_parts(tiles.q, stage, lambda part: q.at[batch, rows, head, part], plan.problem.D, tiles.q_full.at[stage])
 
         def block(i, step):
             stage = stage_of(step, plan.stages)
@@ -186,9 +186,9 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
             of_keys = lambda part: k.at[batch, keys, kv_head, part]
             of_values = lambda part: v.at[batch, kv_head, part, keys] if plan.e4m3 else v.at[batch, keys, kv_head, part]
             sync(plan.k_empty + stage, plan.warpgroups)
-            load(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full)
+            load_parts(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full.at[stage])
             sync(plan.v_empty + stage, plan.warpgroups)
-            load(tiles.v, stage, of_values, plan.problem.V, tiles.v_full)
+            load_parts(tiles.v, stage, of_values, plan.problem.V, tiles.v_full.at[stage])
             return step + 1
 
         return lax.fori_loop(0, block_range.end - block_range.begin, block, step)

@@ -11,17 +11,27 @@ ROW_WIDTHS = (16, 32, 64)
 LEAST, MOST = 16, 256
 
 
-def parts_of(features: int) -> tuple[slice, ...]:
-    """The columns of a tile that each part of it has."""
+def parts_of(features: int, widest: int = ROW_WIDTHS[-1]) -> tuple[slice, ...]:
+    """The columns of a tile that each part of it has, where no row is wider than `widest`."""
     if features % 16 == 0:
         return (slice(0, features),)
-    width = next((width for width in ROW_WIDTHS if features <= width), ROW_WIDTHS[-1])
+    width = next((width for width in ROW_WIDTHS if min(features, widest) <= width), ROW_WIDTHS[-1])
     return tuple(slice(start, start + width) for start in range(0, features, width))
 
 
-def tile_width(features: int) -> int:
+def tile_width(features: int, widest: int = ROW_WIDTHS[-1]) -> int:
     """Columns of a tile that holds so many features."""
-    return parts_of(features)[-1].stop
+    return parts_of(features, widest)[-1].stop
+
+
+def cut_row(features: int) -> int:
+    """The width of the rows of a head dim that is only a multiple of 8, of which the last is cut."""
+    return parts_of(features)[0].stop
+
+
+def row_width(columns: int, widest: int = ROW_WIDTHS[-1]) -> int:
+    """The width of the rows, side by side, that a part of so many columns is stored in."""
+    return next(width for width in reversed(ROW_WIDTHS) if columns % width == 0 and width <= widest)
 
 
 def refuses(features: int) -> str | None:
