@@ -227,6 +227,51 @@ def test_reruns_give_the_same_bits():
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+SIGHT = {
+    "full": dict(spec=FlashAttentionSpec()),
+    "causal": dict(spec=CAUSAL),
+    "window": dict(spec=FlashAttentionSpec(causal=True, window=(300, None))),
+    "segments": dict(segments=True, spec=CAUSAL),
+    "packed": dict(packed=True, spec=CAUSAL),
+}
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+@pytest.mark.parametrize("D, V", [(128, 128), (64, 64), (96, 96), (72, 72), (192, 128), (256, 256)])
+def test_certain_gradients(D, V, sight):
+    """More thread blocks than run at once; right, and the same bits in 20 runs, while others keep the device busy."""
+    case = Case("certain", B=2, S=0.9, H=12, G=6, D=D, V=V, **SIGHT[sight])
+    spec = replace(case.spec, deterministic=True)
+    case = replace(case, spec=spec)
+    compare_backward(case, 1600, jnp.bfloat16)
+    x, spec, cotangents, *_ = judged(case, 1600, jnp.bfloat16)
+    (config, *_) = space("flash_attention_bwd", x, spec, TARGET)
+    backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=("q", "k", "v"), spec=spec, config=config))
+    call = x, outputs(case, 1600, jnp.bfloat16), cotangents
+    first = jax.tree.map(np.asarray, backward(*call))
+    for again in [backward(*call) for _ in range(20)]:
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint16), np.asarray(b).view(np.uint16))
+
+
+def test_certain_gradients_of_more_tiles_than_multiprocessors():
+    """Of full attention they are added group after group."""
+    x, spec = Case("long", B=1, H=3, G=1, D=64, V=64).make(18000, jnp.bfloat16)
+    spec = replace(spec, deterministic=True)
+    configs = [space(name, x, spec, TARGET)[0] for name in ("flash_attention", "flash_attention_bwd")]
+    run = jax.jit(lambda x: flash_attention(*x, spec=spec, config=configs[0]))
+    call = x, run(x), Outputs(like(x.v[:, :, :1].repeat(3, 2), 5), None)
+    gradients = lambda spec: jax.jit(
+        lambda *a: flash_attention_bwd(*a, wrt=("q", "k", "v"), spec=spec, config=configs[1])
+    )
+    first, second = (jax.tree.map(np.asarray, gradients(spec)(*call)) for _ in range(2))
+    unordered = gradients(replace(spec, deterministic=False))(*call)
+    for a, b, c in zip(first, second, unordered, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+        a, c = (np.asarray(x, np.float32) for x in (a, c))
+        assert np.linalg.norm(a - c) <= 1e-2 * np.linalg.norm(c)
+
+
 @pytest.mark.parametrize("moving", ["q", "k", "v", "qk", "kv", ""], ids=lambda x: x or "sinks alone")
 @pytest.mark.parametrize("D, V", FEATURES)
 def test_tangents_of_some_operands(D, V, moving):

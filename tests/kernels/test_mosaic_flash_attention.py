@@ -286,10 +286,24 @@ def test_short_gradients_of_64_features_are_left_to_smaller_blocks():
     assert left(1024, 512, 64) is left(512, 1024, 64) is left(512, 512, 128) is None
 
 
-def test_says_what_the_gradient_does_not_take():
-    spec = FlashAttentionSpec(deterministic=True)
-    assert "order" in supports_bwd(spec, Operands(q, q, q), HOPPER)
-    assert supports(spec, Operands(q, q, q), HOPPER) is None
+def test_says_which_gradients_of_certain_bits_it_does_not_take():
+    x, packed = Operands(q, q, q), Operands(q, q, q, **SIGHTS["packed"])
+    spec, batch_invariant = FlashAttentionSpec(deterministic=True), FlashAttentionSpec(batch_invariant=True)
+    assert supports_bwd(spec, x, HOPPER) is supports_bwd(batch_invariant, x, HOPPER) is None
+    assert supports_bwd(spec, packed, HOPPER) is None
+    assert "sequences before it" in supports_bwd(batch_invariant, packed, HOPPER)
+    many = jax.ShapeDtypeStruct((1, 2**19, 4, 64), q.dtype)
+    assert "table" in supports_bwd(spec, Operands(many, many, many, **SIGHTS["packed"]), HOPPER)
+
+
+@pytest.mark.parametrize("sight", ["full", "causal", *SIGHTS])
+@pytest.mark.parametrize("D, V", [(64, 64), (72, 72), (192, 128), (256, 256)])
+def test_gradients_of_certain_bits_lower(D, V, sight):
+    x = of_head_dims(D, V, q.shape[1] if sight in SIGHTS else 640, **SIGHTS.get(sight, {}))
+    spec = FlashAttentionSpec(causal=sight != "full", deterministic=True)
+    (config, *_) = space("flash_attention_bwd", x, spec, HOPPER)
+    text = lowered(run("flash_attention_bwd", spec, config), *arguments(x))
+    assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
 HEAD_DIMS = [(D, D) for D in (16, 24, 32, 40, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)]

@@ -19,6 +19,8 @@ LEAST_KEYS = 256
 # of it.
 SHORT = 512
 SHORT_AND_PADDED = 1024
+# Pairs of queries and keys of which a certain order takes a table: 4 bytes for 64 × 64 of them.
+MOST_RANKED = 2**36
 # Of softcap: tanh is off by 1e-7 in the kernels, and logits by as much times the softcap.
 MOST_SOFTCAP = 100.0
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
@@ -67,8 +69,12 @@ def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 
 def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    if spec.deterministic or spec.batch_invariant:
-        return "dq is summed in no certain order, and so not the same in every run"
+    (_, queries, _, _), keys = operands.q.shape, operands.k.shape[1]
+    arrays = operands.cu_seqlens_q is not None or operands.q_segment_ids is not None
+    if spec.batch_invariant and operands.cu_seqlens_q is not None:
+        return "which keys and queries of a sequence are summed first depends on the sequences before it"
+    if (spec.deterministic or spec.batch_invariant) and arrays and queries * keys > MOST_RANKED:
+        return f"{queries} queries and {keys} keys, for which the table of who adds to dq when is too large"
     return supports(spec, operands, target)
 
 
@@ -137,5 +143,6 @@ _tier = Tier(
 flash_attention = _tier.forward("forward", takes)
 flash_attention_jvp = _tier.tangent("tangent", takes_jvp)
 flash_attention_bwd = _tier.backward("backward", takes_bwd)
+flash_attention_bwd.repeats_if_asked = True
 
 _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

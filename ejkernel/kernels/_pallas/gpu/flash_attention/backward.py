@@ -9,7 +9,8 @@ dk and dv, of 64 keys each, in registers, and compute every tile with keys as ro
 operands of the products that follow; with 192 and 128 features they do so for half of the queries of a step at a time,
 for want of registers. With 256 features both have the same 64 keys, one with dv and the other with dk. The third
 warpgroup is the producer; it also takes ds from shared memory, and adds ds·k to dq in device memory. In what order the
-blocks of threads get to do that is not known, so dq is not the same in every run. dk and dv are.
+blocks of threads get to do that is not known, so dq is not the same in every run, unless that is asked for
+(dq_semaphore.py). dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
 the registers of these numbers; with a softcap, which comes between, only the latter.
@@ -51,6 +52,7 @@ from .dkv_consumers import (
     dk_dv_consumer,
     dv_consumer,
 )
+from .dq_semaphore import await_rank, count_up, table_of_ranks
 from .feature_tiles import copied, load_parts, tiles_of, union, views
 from .head_dims import parts_of, row_width, tile_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
@@ -70,7 +72,7 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple[Array, ...]:
     visibility, problem = visibility_of(primals, spec), problem_of(primals, spec)
-    plan = Plan(problem, config.block_q, config.num_stages)
+    plan = Plan(problem, config.block_q, config.num_stages, spec.deterministic or spec.batch_invariant)
     check("flash_attention_bwd", config, block_k=(plan.keys,))
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     q, do = zero_fully_masked_queries(visibility, primals.q, do)
@@ -106,11 +108,14 @@ def _gradients(
     ds_row = min(row_width(part.stop - part.start, plan.widest) for part in parts_of(problem.D, plan.widest))
     dq_tile = lambda chunk: (shared((block_q, chunk.stop - chunk.start), jnp.float32, 4 * math.gcd(problem.D, 32)),)
     of_k, of_v = (len(parts_of(features, plan.widest)) for features in (problem.D, problem.V))
-    dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+    dq, dq_semaphore, ranks = jax.new_ref(jnp.zeros(q.shape, jnp.float32)), None, None
+    if plan.deterministic:
+        dq_semaphore = jax.new_ref(jnp.zeros((problem.B, problem.H, plan.blocks), jnp.int32))
+        ranks = None if mask_info is None else table_of_ranks(mask_info, plan.blocks)
     dk, dv = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
-        (q, k, v, do, start, delta, mask_info, dq),
+        (q, k, v, do, start, delta, mask_info, dq, dq_semaphore, ranks),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
@@ -135,7 +140,7 @@ def _gradients(
 
 
 def _kernel(
-    q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dk, dv, *, plan: Plan,
+    q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dq_semaphore, ranks, dk, dv, *, plan: Plan,
     kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
 ):  # fmt: skip
     number, features = lax.axis_index("warpgroup"), (plan.problem.D, plan.problem.V)
@@ -182,7 +187,16 @@ def _kernel(
         plgpu.barrier_wait(kv_full)
 
         def compute(step, _):
-            _accumulate_dq(step, kv_tiles[0], ds_tiles, ds_empty, dq_tiles, dq, plan, mask_info)
+            add = partial(_accumulate_dq, step, kv_tiles[0], ds_tiles, ds_empty, dq_tiles, dq, plan, mask_info)
+            if plan.deterministic:
+                block, head = plan.place(mask_info, step)
+                semaphore = dq_semaphore.at[batch, head, block]
+                await_rank(semaphore, plan.rank(ranks, block))
+                add()
+                plgpu.wait_smem_to_gmem(0)
+                count_up(semaphore)
+            else:
+                add()
 
             @pl.when(step + plan.stages < steps)
             def _():

@@ -149,10 +149,13 @@ def columns(D: int, V: int) -> int:
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
-    """The largest block of queries that pays; in the backward that registers suffice for, beside masks and softcap."""
+    """The largest block of queries that pays; in the backward that registers suffice for, beside masks and softcap.
+
+    In a certain order 64, so that a tile of keys adds to dq two steps after the next one.
+    """
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":
-        return 64 if segmented or spec.softcap is not None else 128
+        return 64 if segmented or spec.softcap is not None or spec.deterministic or spec.batch_invariant else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
     D, V = operands.q.shape[3], operands.v.shape[3]

@@ -24,6 +24,7 @@ from .._launch import (
     sync,
 )
 from .configs import columns
+from .dq_semaphore import MOST_IN_GROUP
 from .feature_tiles import Tiles, columns_of
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
@@ -43,12 +44,36 @@ FEW = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its blocks of queries, how many of them are in flight, and where this block of threads works."""
+    """A problem, its blocks of queries, how many of them are in flight, and where this block of threads works.
+
+    deterministic: dq is added up in a certain order (dq_semaphore.py).
+    """
 
     problem: Problem
     block_q: int
     stages: int
+    deterministic: bool = False
     processors: int = field(default_factory=lambda: gpu_target().core_count)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys of a head."""
+        return -(-self.problem.K // self.keys)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of queries of a head."""
+        return -(-self.problem.S // self.block_q)
+
+    @property
+    def circular(self) -> bool:
+        """Tiles begin with different blocks of queries, all of which they see, and come to the first after the last."""
+        return self.deterministic and not self.problem.cut
+
+    @property
+    def group(self) -> int:
+        """The tiles that wait for one another in a circle."""
+        return -(-self.tiles // -(-self.tiles // min(self.processors, MOST_IN_GROUP)))
 
     @property
     def wide(self) -> bool:
@@ -93,15 +118,28 @@ class Plan:
     def scheduler(self) -> SingleTileScheduler:
         """All tiles of a head at about the same time: their queries and dq stay in the L2 cache.
 
-        Under a causal mask the first keys have most to do.
+        Under a causal mask the first keys have most to do. In a certain order the last are the first to add to dq, and
+        the first groups of all heads come before the second ones.
         """
-        tiles, heads = -(-self.problem.K // self.keys), self.problem.G * self.problem.B
-        return SingleTileScheduler(tiles, heads, together=1, rising=False, processors=self.processors)
+        heads, tiles = self.problem.G * self.problem.B, self.tiles
+        if self.circular:
+            heads, tiles = heads * -(-tiles // self.group), self.group
+        return SingleTileScheduler(
+            tiles,
+            heads,
+            together=1,
+            rising=self.deterministic and not self.circular,
+            processors=self.processors,
+            evens_out=not self.deterministic,
+        )
 
     def tile(self) -> tuple[Array, Array, Array]:
-        """The first key, the key/value head and the batch index."""
+        """The first key, the key/value head and the batch index; of a group that is not full a key after the last."""
         place, head = self.scheduler.tile(lax.axis_index("block"))
         heads = jnp.int32(self.problem.G)
+        if self.circular:
+            of_all = heads * self.problem.B
+            place, head = lax.div(head, of_all) * self.group + place, lax.rem(head, of_all)
         return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
 
     def block_range(self, mask_info: MaskInfo | None) -> BlockRanges:
@@ -114,13 +152,39 @@ class Plan:
     def steps(self, mask_info: MaskInfo | None) -> Array:
         """Blocks of queries of all the heads that share the keys."""
         block_range = self.block_range(mask_info)
-        return (block_range.end - block_range.begin) * self.problem.group
+        steps = (block_range.end - block_range.begin) * self.problem.group
+        return jnp.where(self.tile()[0] < self.problem.K, steps, 0) if self.circular else steps
 
     def place(self, mask_info: MaskInfo | None, step: Array) -> tuple[Array, Array]:
         """The block of queries and the head of a step: one head of the group after the other."""
-        (_, kv_head, _), block_range = self.tile(), self.block_range(mask_info)
+        (first, kv_head, _), block_range = self.tile(), self.block_range(mask_info)
         blocks = block_range.end - block_range.begin
-        return block_range.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
+        block, head = block_range.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
+        if self.circular:
+            _, number, tiles = self._in_group(first)
+            block = lax.rem(block + lax.div(number * self.blocks, tiles), jnp.int32(self.blocks))
+        return block, head
+
+    def rank(self, ranks: Array | None, block: Array) -> Array:
+        """How many tiles of keys add to the dq of a block of queries before this one does (dq_semaphore.py)."""
+        first, _, batch = self.tile()
+        tile = lax.div(first, jnp.int32(self.keys))
+        if ranks is not None:
+            return ranks[batch if ranks.shape[0] > 1 else 0, tile, block]
+        if not self.circular:
+            last, high = jnp.int32(self.tiles - 1), self.problem.high
+            if high is not None:
+                last = jnp.minimum(last, lax.div((block + 1) * self.block_q - 1 + high, jnp.int32(self.keys)))
+            return last - tile
+        before, number, tiles = self._in_group(first)
+        last = lax.div((block + 1) * tiles - 1, jnp.int32(self.blocks))
+        return before + lax.rem(last - number + tiles, tiles)
+
+    def _in_group(self, first: Array) -> tuple[Array, Array, Array]:
+        """How many tiles are before the group of that with this first key; its number in the group, and of how many."""
+        tile, group = lax.div(first, jnp.int32(self.keys)), jnp.int32(self.group)
+        before = lax.div(tile, group) * group
+        return before, tile - before, jnp.minimum(group, self.tiles - before)
 
 
 # ---- The parts of a step

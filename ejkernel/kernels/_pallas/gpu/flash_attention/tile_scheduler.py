@@ -109,8 +109,9 @@ class SingleTileScheduler:
         tiles: of a head.
         heads: of all batches.
         together: heads at a time.
-        rising: later tiles are the longer ones; otherwise earlier ones are.
+        rising: later tiles are the longer ones, or are to come first anyway; otherwise earlier ones do.
         processors: streaming multiprocessors of the device.
+        evens_out: at the end more heads at a time.
     """
 
     tiles: int
@@ -118,6 +119,7 @@ class SingleTileScheduler:
     together: int
     rising: bool
     processors: int
+    evens_out: bool = True
 
     @property
     def blocks(self) -> int:
@@ -126,7 +128,7 @@ class SingleTileScheduler:
     @property
     def last(self) -> int:
         """Heads at the end: those of two waves of tiles, which take as long as the longest tile."""
-        return min(self.heads, max(self.together, -(-2 * self.processors // self.tiles)))
+        return min(self.heads, max(self.together, -(-2 * self.processors // self.tiles) if self.evens_out else 0))
 
     @property
     def longest_first(self) -> None:
