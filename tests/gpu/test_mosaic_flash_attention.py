@@ -240,14 +240,14 @@ SIGHT = {
 @pytest.mark.parametrize("D, V", [(128, 128), (64, 64), (96, 96), (72, 72), (192, 128), (256, 256)])
 def test_certain_gradients(D, V, sight):
     """More thread blocks than run at once; right, and the same bits in 20 runs, while others keep the device busy."""
-    case = Case("certain", B=2, S=0.9, H=12, G=6, D=D, V=V, **SIGHT[sight])
+    case = Case("certain", B=2, S=0.5, H=12, G=6, D=D, V=V, **SIGHT[sight])
     spec = replace(case.spec, deterministic=True)
     case = replace(case, spec=spec)
-    compare_backward(case, 1600, jnp.bfloat16)
-    x, spec, cotangents, *_ = judged(case, 1600, jnp.bfloat16)
+    compare_backward(case, 1500, jnp.bfloat16)
+    x, spec, cotangents, *_ = judged(case, 1500, jnp.bfloat16)
     (config, *_) = space("flash_attention_bwd", x, spec, TARGET)
     backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=("q", "k", "v"), spec=spec, config=config))
-    call = x, outputs(case, 1600, jnp.bfloat16), cotangents
+    call = x, outputs(case, 1500, jnp.bfloat16), cotangents
     first = jax.tree.map(np.asarray, backward(*call))
     for again in [backward(*call) for _ in range(20)]:
         for a, b in zip(first, again, strict=True):

@@ -342,14 +342,16 @@ def test_head_dims_lower(D, V, sight, operation):
 
 
 @pytest.mark.parametrize("features", range(16, 257, 8))
-def test_parts_of_a_head_dim_hold_it(features):
+@pytest.mark.parametrize("widest", [32, 64])
+@pytest.mark.parametrize("even", [False, True], ids=["", "even"])
+def test_parts_of_a_head_dim_hold_it(even, widest, features):
     """They follow one another, the columns beyond the features are less than a row, and only a row alone is cut."""
-    parts = parts_of(features)
+    parts = parts_of(features, widest, even)
     widths = [part.stop - part.start for part in parts]
     assert [part.start for part in parts] == [sum(widths[:n]) for n in range(len(parts))]
-    assert tile_width(features) == sum(widths) and parts[-1].start < features <= parts[-1].stop
-    assert all(width in (16, 32, 64) for width in widths) or features == tile_width(features)
-    assert tile_width(features) == features if features % 16 == 0 else tile_width(features) % 16 == 0
+    assert tile_width(features, widest, even) == sum(widths) and parts[-1].start < features <= parts[-1].stop
+    assert (features % 16 == 0 and widths == [features]) or all(w <= widest and w in (16, 32, 64) for w in widths)
+    assert not even or len(set(widths)) == 1
 
 
 def test_every_pair_of_head_dims_has_configs_that_fit():

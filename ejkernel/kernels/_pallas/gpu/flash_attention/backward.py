@@ -53,8 +53,8 @@ from .dkv_consumers import (
     dv_consumer,
 )
 from .dq_semaphore import await_rank, count_up, table_of_ranks
-from .feature_tiles import copied, load_parts, tiles_of, union, views
-from .head_dims import parts_of, row_width, tile_width
+from .feature_tiles import load_parts, tiles_of, union, views
+from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
 from .problem import LOG2_E, problem_of
 
@@ -72,7 +72,8 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple[Array, ...]:
     visibility, problem = visibility_of(primals, spec), problem_of(primals, spec)
-    plan = Plan(problem, config.block_q, config.num_stages, spec.deterministic or spec.batch_invariant)
+    deterministic = spec.deterministic or spec.batch_invariant
+    plan = Plan(problem, config.block_q, config.num_stages, deterministic=deterministic)
     check("flash_attention_bwd", config, block_k=(plan.keys,))
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     q, do = zero_fully_masked_queries(visibility, primals.q, do)
@@ -103,11 +104,11 @@ def _gradients(
     """dq in float32 and without the scale, dk and dv."""
     block_q, stages = plan.block_q, plan.stages
     problem = plan.problem
-    tile = lambda leading, features: union(*views(leading, features, problem.dtype, plan.widest))
+    tile = lambda leading, parts: union(*views(leading, parts, problem.dtype, plan.widest))
     # A product takes the same swizzle of both its operands: ds that of k.
-    ds_row = min(row_width(part.stop - part.start, plan.widest) for part in parts_of(problem.D, plan.widest))
+    ds_row = row_width(plan.D_parts[0].stop, plan.widest)
     dq_tile = lambda chunk: (shared((block_q, chunk.stop - chunk.start), jnp.float32, 4 * math.gcd(problem.D, 32)),)
-    of_k, of_v = (len(parts_of(features, plan.widest)) for features in (problem.D, problem.V))
+    of_k, of_v = len(plan.D_parts), len(plan.V_parts)
     dq, dq_semaphore, ranks = jax.new_ref(jnp.zeros(q.shape, jnp.float32)), None, None
     if plan.deterministic:
         dq_semaphore = jax.new_ref(jnp.zeros((problem.B, problem.H, plan.blocks), jnp.int32))
@@ -120,10 +121,10 @@ def _gradients(
         blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
         scratch=dict(
-            kv_tiles=tuple(tile((plan.key_blocks, ROWS), features) for features in (problem.D, problem.V)),
+            kv_tiles=tuple(tile((plan.key_blocks, ROWS), parts) for parts in (plan.D_parts, plan.V_parts)),
             streamed=(
-                tile((stages, block_q), problem.D),
-                tile((stages, block_q), problem.V),
+                tile((stages, block_q), plan.D_parts),
+                tile((stages, block_q), plan.V_parts),
                 plgpu.SMEM((stages, block_q), jnp.float32),
                 plgpu.SMEM((stages, block_q), jnp.float32),
             ),
@@ -151,14 +152,13 @@ def _kernel(
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plgpu.barrier_wait(kv_full)
         body = partial(of, plan, mask_info, kv_tiles, streamed, ds_tiles, p_tile, (q_full, do_full, ds_empty))
-        widths = (tile_width(features[array], plan.widest) for array in arrays)
+        widths = (kv_tiles[array].columns[-1].stop for array in arrays)
         found = pl.run_scoped(body, *(accumulator(ROWS, width) for width in widths))
         sync(DONE, WARPGROUPS)
         for gradient, array in zip(found, arrays, strict=True):
             key_block = 0 if plan.wide else number
             gradient = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
-            parts = zip(kv_tiles[array].parts, parts_of(features[array], plan.widest), strict=True)
-            for tile, of_part in parts:
+            for tile, of_part in zip(kv_tiles[array].parts, kv_tiles[array].columns, strict=True):
                 tile[key_block] = gradient[:, of_part]
         plgpu.commit_smem()
         sync(STORED, 2)
@@ -169,7 +169,7 @@ def _kernel(
         first, kv_head, batch = plan.tile()
         for key_block in range(plan.key_blocks):
             keys = pl.ds(first + key_block * ROWS, ROWS)
-            for tile, of_part in zip(tiles.copies, copied(features, plan.widest), strict=True):
+            for tile, of_part in zip(tiles.copies, tiles.copied(features), strict=True):
                 plgpu.copy_smem_to_gmem(tile.at[key_block], out.at[batch, keys, kv_head, of_part])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -180,7 +180,7 @@ def _kernel(
             keys = pl.ds(first + key_block * ROWS, ROWS)
             for array, tiles, width in zip((k, v), kv_tiles, features, strict=True):
                 source = lambda of_part, array=array, keys=keys: array.at[batch, keys, kv_head, of_part]
-                load_parts(tiles, key_block, source, width, kv_full, plan.widest)
+                load_parts(tiles, key_block, source, width, kv_full)
         load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan, mask_info)
         steps = plan.steps(mask_info)
         lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
@@ -223,9 +223,9 @@ def _load(arrays, tiles, full_barriers, plan: Plan, mask_info: MaskInfo | None, 
     q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in full_barriers)
     block, head = plan.place(mask_info, step)
     batch, rows, stage = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
-    load_parts(q_tiles, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full, plan.widest)
+    load_parts(q_tiles, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[stage], q_full)
-    load_parts(do_tiles, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full, plan.widest)
+    load_parts(do_tiles, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
     plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[stage], do_full)
 
 
@@ -262,7 +262,7 @@ def _accumulate_dq(
 def _columns_of_k(chunk: slice, plan: Plan) -> list[tuple[int, slice, slice]]:
     """For the features of a chunk, 64 at most at a time: the part of k, its columns, and which features these are."""
     found = []
-    for n, part in enumerate(parts_of(plan.problem.D, plan.widest)):
+    for n, part in enumerate(plan.D_parts):
         begin, end = max(part.start, chunk.start), min(part.stop, chunk.stop)
         for start in range(begin, end, ROWS):
             stop = min(start + ROWS, part.stop)

@@ -75,9 +75,8 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     del target
     D, V = operands.q.shape[3], operands.v.shape[3]
-    size, most = columns(D, V), _most_queries(operation, operands, spec)
-    if operation != "flash_attention_bwd":
-        size = max(size, 2 * tile_width(V))
+    size = columns_of_keys(D, V) if operation == "flash_attention_bwd" else _columns(D, V)
+    most = _most_queries(operation, operands, spec)
     kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(operands, spec) else operation
     candidates = CONFIGS[kernel][next(key for key in CONFIGS[kernel] if size <= key)]
     if kernel == "flash_attention":
@@ -143,9 +142,14 @@ def check(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> No
         raise ValueError(f"{operation}: {wrong}")
 
 
-def columns(D: int, V: int) -> int:
-    """Columns of k and v beside one another."""
-    return tile_width(D) + tile_width(V)
+def columns_of_keys(D: int, V: int) -> int:
+    """Columns of k and v beside one another in the backward."""
+    return tile_width(D, even=True) + tile_width(V)
+
+
+def _columns(D: int, V: int) -> int:
+    """Columns of k and v beside one another; k counts as many as v at least, whose sums are in registers."""
+    return max(tile_width(D), tile_width(V)) + tile_width(V)
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
@@ -159,5 +163,5 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) 
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
     D, V = operands.q.shape[3], operands.v.shape[3]
-    long = next((LONG[size] for size in LONG if max(columns(D, V), 2 * tile_width(V)) <= size), (0, 0))
+    long = next((LONG[size] for size in LONG if _columns(D, V) <= size), (0, 0))
     return 192 if operands.q.shape[1] >= long[spec.causal] else 128

@@ -23,9 +23,10 @@ from .._launch import (
     stage_of,
     sync,
 )
-from .configs import columns
+from .configs import columns_of_keys
 from .dq_semaphore import MOST_IN_GROUP
-from .feature_tiles import Tiles, columns_of
+from .feature_tiles import Tiles
+from .head_dims import parts_of
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .tile_scheduler import SingleTileScheduler
@@ -78,18 +79,27 @@ class Plan:
     @property
     def wide(self) -> bool:
         """A warpgroup has no registers for dk beside dv, nor two for dk and dv of more than 64 keys."""
-        return columns(self.problem.D, self.problem.V) > 320
+        return columns_of_keys(self.problem.D, self.problem.V) > 320
 
     @property
     def parts(self) -> list[slice]:
         """Of a block of queries those that are computed at once: beside dk and dv of 320 features half of them."""
-        size = FEW if 256 < columns(self.problem.D, self.problem.V) <= 320 else self.block_q
+        size = FEW if 256 < columns_of_keys(self.problem.D, self.problem.V) <= 320 else self.block_q
         return [slice(begin, begin + size) for begin in range(0, self.block_q, size)]
 
     @property
     def widest(self) -> int:
         """The widest row of what is multiplied: products sum over the queries of a part, see `launch.shared`."""
         return FEW if len(self.parts) > 1 else ROWS
+
+    @property
+    def D_parts(self) -> tuple[slice, ...]:
+        """Of q and k, with whose parts ds is multiplied."""
+        return parts_of(self.problem.D, self.widest, even=True)
+
+    @property
+    def V_parts(self) -> tuple[slice, ...]:
+        return parts_of(self.problem.V, self.widest)
 
     @property
     def dq_chunks(self) -> list[slice]:
@@ -234,9 +244,9 @@ def _issue_dp(key_block: Array | int, kv_tiles, streamed, stage: Array, part: sl
         plgpu.wgmma(dp, of_v.at[key_block], of_do.at[stage, part].T)
 
 
-def _issue_gradient(acc, weights: Array, tiles: Tiles, stage: Array, part: slice, features: int, plan: Plan) -> None:
+def _issue_gradient(acc, weights: Array, tiles: Tiles, stage: Array, part: slice) -> None:
     """Issues what a part of a step's queries adds to dv, of p and do, or to dk, of ds and q."""
-    for of_acc, tile in zip(columns_of(acc, features, plan.widest), tiles.parts, strict=True):
+    for of_acc, tile in zip(tiles.columns_of(acc), tiles.parts, strict=True):
         plgpu.wgmma(of_acc, weights, tile.at[stage, part])
 
 
@@ -276,12 +286,12 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, d
 
             def scoped(dp, key_block=key_block, part=part, p=p, p_sloped=p_sloped):
                 _issue_dp(key_block, kv_tiles, streamed, stage, part, dp)
-                _issue_gradient(dv, p, streamed[1], stage, part, plan.problem.V, plan)
+                _issue_gradient(dv, p, streamed[1], stage, part)
                 dp = plgpu.wgmma_accumulator_load(dp, wait_n=len(streamed[1].parts))
                 return (p_sloped.astype(jnp.float32) * dp).astype(plan.problem.dtype)
 
             ds = pl.run_scoped(scoped, _square(part))
-            _issue_gradient(dk, ds, streamed[0], stage, part, plan.problem.D, plan)
+            _issue_gradient(dk, ds, streamed[0], stage, part)
             _store_ds(ds, key_block, ds_tiles, ds_empty, step, part, plan)
             plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)
@@ -300,7 +310,7 @@ def dv_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
         plgpu.barrier_wait(q_full.at[stage])
         p, p_sloped = _compute_p(plan, 0, mask_info, kv_tiles, streamed, step, part)
         plgpu.barrier_wait(do_full.at[stage])
-        _issue_gradient(dv, p, streamed[1], stage, part, plan.problem.V, plan)
+        _issue_gradient(dv, p, streamed[1], stage, part)
         pl.when(step > 0)(lambda: sync(P_EMPTY, 2))
         p_tile[0] = p_sloped
         arrive(P_FULL, 2)
@@ -328,7 +338,7 @@ def dk_consumer(plan: Plan, mask_info: MaskInfo | None, kv_tiles, streamed, ds_t
 
         ds = pl.run_scoped(scoped, _square(part))
         plgpu.barrier_wait(q_full.at[stage])
-        _issue_gradient(dk, ds, streamed[0], stage, part, plan.problem.D, plan)
+        _issue_gradient(dk, ds, streamed[0], stage, part)
         _store_ds(ds, 0, ds_tiles, ds_empty, step, part, plan)
         plgpu.wgmma_wait(0)
         arrive(Q_EMPTY + stage, WARPGROUPS)

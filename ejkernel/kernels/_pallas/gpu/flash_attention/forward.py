@@ -30,7 +30,7 @@ from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
 from .configs import SHARED_BYTES, blocks_of_keys, check, in_e4m3
-from .feature_tiles import copied, load_parts, tiles_of, union, views
+from .feature_tiles import load_parts, tiles_of, union, views
 from .head_dims import parts_of
 from .mainloop import Shared, Tile, mainloop, prologue
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
@@ -58,13 +58,14 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
     if plan.e4m3:
         arrays, scales = rounded(*arrays, plan.block_q, plan.block_k)
     tile_dtype = arrays[0].dtype
-    q = views((plan.q_stages, plan.block_q), problem.D, tile_dtype)
-    o = views((plan.consumers, ROWS), problem.V, dtype)
-    k = views((stages, plan.block_k), problem.D, tile_dtype)
-    v = views((stages, plan.block_k), problem.V, tile_dtype, plan.values_widest)
+    D_parts, V_parts = parts_of(problem.D), parts_of(problem.V)
+    q = views((plan.q_stages, plan.block_q), D_parts, tile_dtype)
+    o = views((plan.consumers, ROWS), V_parts, dtype)
+    k = views((stages, plan.block_k), D_parts, tile_dtype)
+    v = views((stages, plan.block_k), V_parts, tile_dtype, plan.values_widest)
     if plan.e4m3:
         v = ((shared((stages, problem.V, plan.block_k), tile_dtype),),)
-    q_copies, v_copies = len(parts_of(problem.D)), len(parts_of(problem.V))
+    q_copies, v_copies = len(D_parts), len(V_parts)
     o, lse = launch(
         partial(_kernel, plan=plan),
         "flash_attention_forward",
@@ -101,7 +102,7 @@ def _kernel(
 ):  # fmt: skip
     number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles(longest_first)
     if not plan.persistent:
-        of_q = len(views((), plan.problem.D, plan.problem.dtype))
+        of_q = len(views((), parts_of(plan.problem.D), plan.problem.dtype))
         q_and_o = tuple(q_and_o)[:of_q], tuple(q_and_o)[of_q:]
     q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
     tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty)
@@ -134,14 +135,14 @@ def _kernel(
         total = jnp.where(saw, total, 1.0)
         factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
         rows_of_o = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
-        for part, columns in zip(o_tiles.parts, parts_of(plan.problem.V), strict=True):
+        for part, columns in zip(o_tiles.parts, o_tiles.columns, strict=True):
             part[number] = rows_of_o[:, columns]
         lse_tile[number] = jnp.where(
             saw, (last.maximum + (jnp.log2(total) - plan.limits.p_scale_log2)) * (1 / LOG2_E), -jnp.inf
         )
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
-        for part, features in zip(o_tiles.copies, copied(plan.problem.V), strict=True):
+        for part, features in zip(o_tiles.copies, o_tiles.copied(plan.problem.V), strict=True):
             target = o.at[batch, rows, tile.head, features]
             plgpu.copy_smem_to_gmem(part.at[number], target, commit_group=False)
         plgpu.copy_smem_to_gmem(lse_tile.at[number], lse.at[batch, tile.head, rows], commit_group=False)

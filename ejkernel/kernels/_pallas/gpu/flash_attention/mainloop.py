@@ -19,7 +19,7 @@ from .._launch import (
     stage_of,
     times_rows,
 )
-from .feature_tiles import Tiles, columns_of
+from .feature_tiles import Tiles
 from .plan import Plan
 from .problem import BlockRanges, Problem, after_first
 from .quantized import Unit, Units
@@ -205,7 +205,7 @@ def _issue_qk(qk: Any, shared: Shared, tile: Tile, q: Array | None, stage: Array
 
 
 def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> None:
-    for of_acc, of_v in zip(columns_of(acc, plan.problem.V), shared.v.parts, strict=True):
+    for of_acc, of_v in zip(shared.v.columns_of(acc), shared.v.parts, strict=True):
         plgpu.wgmma(of_acc, p, plan.values(of_v.at[stage]))
 
 
