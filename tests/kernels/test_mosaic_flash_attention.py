@@ -316,10 +316,10 @@ def of_head_dims(D: int, V: int, length: int = 640, **arrays) -> Operands:
 
 
 # A head dim of each number of parts and each swizzle, with the most frequent masks; the rest takes long.
-FAST = [(24, 24), (72, 72), (80, 80), (96, 64), (160, 160), (64, 128)]
+FAST = [(24, 24), (72, 72), (80, 80), (96, 64), (160, 160)]
 
 
-@pytest.mark.parametrize("operation", ["flash_attention", "flash_attention_bwd"])
+@pytest.mark.parametrize("operation", PREDICATES)
 @pytest.mark.parametrize(
     "D, V, sight",
     [
@@ -329,16 +329,19 @@ FAST = [(24, 24), (72, 72), (80, 80), (96, 64), (160, 160), (64, 128)]
     ],
 )
 def test_head_dims_lower(D, V, sight, operation):
-    """Without a mask by every config, and where all masks meet by the likeliest. No array of features is padded."""
+    """Without a mask by every config, and where all masks meet by the likeliest. No feature is padded."""
     x = of_head_dims(D, V, q.shape[1] if sight in SIGHTS else 640, **SIGHTS.get(sight, {}))
     spec = FlashAttentionSpec(causal=sight != "full")
     if sight in SIGHTS:
         spec = replace(spec, window=(50, None), softcap=30.0)
-    assert PREDICATES[operation](spec, x, HOPPER) is None
+    if reason := PREDICATES[operation](spec, x, HOPPER):
+        assert operation == "flash_attention_jvp" and "tangents take" in reason
+        assert D % 16 or V % 16 or (D != V and max(D / 192, V / 128) > 1)
+        return
     for config in space(operation, x, spec, HOPPER)[: None if sight == "full" else 1]:
         text = lowered(run(operation, spec, config), *arguments(x))
         assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
-        assert sight in SIGHTS or not re.search(r"stablehlo.pad .*xbf16>", text)
+        assert sight in SIGHTS or not re.search(r"stablehlo.pad .*high = \[[^]]*\b[1-9]\d*\]", text)
 
 
 @pytest.mark.parametrize("features", range(16, 257, 8))

@@ -21,6 +21,8 @@ SHORT = 512
 SHORT_AND_PADDED = 1024
 # Pairs of queries and keys of which a certain order takes a table: 4 bytes for 64 × 64 of them.
 MOST_RANKED = 2**36
+# Features of q that the tangent has registers for beside those of o (configs.MOST_BESIDE_Q).
+MOST_IN_REGISTERS = 192
 # Of softcap: tanh is off by 1e-7 in the kernels, and logits by as much times the softcap.
 MOST_SOFTCAP = 100.0
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
@@ -60,10 +62,12 @@ def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -
     """Why the tangent cannot run on these operands, or None."""
     if wrong := supports(spec, operands, target):
         return wrong
-    if (features := (operands.q.shape[3], operands.v.shape[3])) not in configs.FEATURES:
-        return f"q and v have {features[0]} and {features[1]} features; tangents take " + ", ".join(
-            f"{d} and {v}" for d, v in configs.FEATURES
-        )
+    D, V = operands.q.shape[3], operands.v.shape[3]
+    if D % 16 or V % 16:
+        return f"q and v have {D} and {V} features; tangents take multiples of 16"
+    if D != V and (D > MOST_IN_REGISTERS or V > configs.MOST_BESIDE_Q):
+        most = f"{MOST_IN_REGISTERS} and {configs.MOST_BESIDE_Q}"
+        return f"q and v have {D} and {V} features; tangents take different numbers up to {most}"
     return None
 
 

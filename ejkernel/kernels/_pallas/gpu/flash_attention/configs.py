@@ -1,9 +1,9 @@
 """Which configs the kernels of flash_attention are run with: blocks of keys, and how many of them are in flight.
 
 The forward and the tangent hold block_q queries, 64 for each warpgroup that computes, and stream blocks of keys; the
-backward holds block_k keys, 64 where there are 256 features, and streams blocks of queries. Shared memory holds
-num_stages of the blocks that stream by; in the tangent of 256 features, of which k, v and their tangents come one after
-the other, for num_stages of any of these.
+backward holds block_k keys, 64 where k and v have more than 320 features, and streams blocks of queries. Shared memory
+holds num_stages of the blocks that stream by; in the tangent of more than 128 features, of which k, v and their
+tangents come one after the other, for num_stages of any of these.
 
 A forward in e4m3 (quantized.py) has larger blocks of keys, which take half of the memory.
 """
@@ -17,8 +17,10 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .head_dims import cut_row, tile_width
 
-# The head dims of q and v for which there is a tangent, and a forward in e4m3.
+# The head dims of q and v for which there is a forward in e4m3.
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
+# Features of v up to which the tangent has registers for q, and streams k and v at once.
+MOST_BESIDE_Q = 128
 # The shared memory that a block of threads may use.
 SHARED_BYTES = 227 * 1024
 # From how many queries on 192 of them pay, without and with a causal mask: the last tile of a sequence is seldom full,
@@ -64,7 +66,7 @@ CONFIGS = {
     },
     "flash_attention_jvp": {
         128: ((128, 64, 4), (128, 64, 2)),
-        256: ((128, 64, 2),),
+        192: ((128, 64, 3), (128, 64, 2)),
         320: ((128, 64, 2),),
         512: ((128, 64, 3),),
     },
@@ -76,6 +78,8 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     del target
     D, V = operands.q.shape[3], operands.v.shape[3]
     size = columns_of_keys(D, V) if operation == "flash_attention_bwd" else _columns(D, V)
+    if operation == "flash_attention_jvp" and V > MOST_BESIDE_Q:
+        size = max(CONFIGS[operation])
     most = _most_queries(operation, operands, spec)
     kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(operands, spec) else operation
     candidates = CONFIGS[kernel][next(key for key in CONFIGS[kernel] if size <= key)]
