@@ -156,6 +156,7 @@ def _present(implementation: Callable, module: str, of: Callable, space: Callabl
     implementation.__module__, implementation.__qualname__ = module, implementation.__name__
     implementation.excess = lambda x, config: of.excess(x.shapes(x.q.dtype), config)
     configured_by(lambda *call: space(*call)[0], space, of.variants, of.refuses)(implementation)
+    implementation.repeats_if_asked = getattr(of, "repeats_if_asked", False)
     emits(*getattr(of, "custom_calls", ()))(implementation)
 
     def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:

@@ -101,13 +101,17 @@ class PrimitiveKernel(Kernel):
         return cfg
 
     def repeats(self, inv: Invocation, cfg: OperationConfig) -> bool:
-        """Whether the implementation that the config names would take the call where `deterministic` is asked for."""
+        """Whether the implementation that the config names gives the same bits in every run of this call.
+
+        It does where it would take the call if `deterministic` were asked for, unless it repeats only if that is asked.
+        """
         spec = inv.kwargs["spec"]
         if not hasattr(spec, "deterministic"):
             return True
         strict = replace(spec, deterministic=True)
         of = Dispatch(self.name, strict, inv.examined[0], inv.target, cfg.platform)
-        return any(True for _ in of.taking())
+        asked = spec.deterministic or getattr(spec, "batch_invariant", False)
+        return any(asked or not getattr(entry.implementation, "repeats_if_asked", False) for entry in of.taking())
 
     def cost(self, inv: Invocation) -> tuple[float, float] | None:
         """The flops that the operation tells, and each operand and result moved once."""

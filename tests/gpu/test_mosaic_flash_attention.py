@@ -1,5 +1,6 @@
 """flash_attention in Mosaic GPU on a Hopper GPU: every feature it takes against the formula in float64."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
@@ -110,7 +111,8 @@ PREDICATES = {
     "flash_attention_bwd": supports_bwd,
 }
 HEAD_DIMS = [*range(16, 65, 8), 72, 80, 88, 96, 104, 112, 128, 144, 160, 176, 192, 200, 224, 248, 256]
-HEAD_DIMS = [*((D, D) for D in HEAD_DIMS), (192, 128), (96, 64), (64, 128), (72, 104), (40, 72), (256, 16), (24, 256)]
+HEAD_DIMS = [*((D, D) for D in [*HEAD_DIMS, 136]), (192, 128), (96, 64), (64, 128), (72, 104), (40, 72), (256, 16)]
+HEAD_DIMS += [(24, 256), (40, 256), (80, 160), (160, 40), (256, 72)]
 
 
 def compare(case: Case, length: int, dtype):
@@ -179,6 +181,22 @@ def test_neighbouring_heads_do_not_mix(D):
         np.testing.assert_array_equal(*(np.asarray(y.o[:, :, head], np.float32) for y in (clean, poisoned_heads)))
 
 
+@pytest.mark.parametrize("D", [72, 80, 96, 136, 160])
+def test_gradients_of_neighbouring_heads_do_not_mix(D):
+    """dq is added up in no certain order."""
+    x, spec, cotangents, *_ = judged(case := Case("heads", H=3, G=3, D=D, V=D, spec=CAUSAL), 600, jnp.bfloat16)
+    poison = lambda a: a.at[:, :, 1].set(jnp.nan)
+    (config, *_) = space("flash_attention_bwd", x, spec, TARGET)
+    run = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=("q", "k", "v"), spec=spec, config=config))
+    clean, cotangents = outputs(case, 600, jnp.bfloat16), cotangents._replace(lse=None)
+    of_nan = clean._replace(o=poison(clean.o)), cotangents._replace(o=poison(cotangents.o))
+    poisoned_heads = x._replace(q=poison(x.q), k=poison(x.k), v=poison(x.v))
+    gradients = zip(run(x, clean, cotangents), run(poisoned_heads, *of_nan), strict=True)
+    for (name, (a, b)), head in itertools.product(zip("qkv", gradients, strict=True), (0, 2)):
+        a, b = (np.asarray(gradient[:, :, head], np.float32) for gradient in (a, b))
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * np.abs(a).max() if name == "q" else 0, err_msg=name)
+
+
 @pytest.mark.parametrize("D, V", [(128, 128), (192, 128), (256, 256)])
 @pytest.mark.parametrize("sight", [dict(segments=True), dict(packed=True), dict(sinks=1)], ids=lambda x: next(iter(x)))
 def test_sight_of_feature_sizes(sight, D, V):
@@ -207,6 +225,51 @@ def test_reruns_give_the_same_bits():
     first, second = (jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(x) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+SIGHT = {
+    "full": dict(spec=FlashAttentionSpec()),
+    "causal": dict(spec=CAUSAL),
+    "window": dict(S=1.0, spec=FlashAttentionSpec(causal=True, window=(300, None))),
+    "segments": dict(segments=True, spec=CAUSAL),
+    "packed": dict(packed=True, spec=CAUSAL),
+}
+
+
+@pytest.mark.parametrize("sight", SIGHT)
+@pytest.mark.parametrize("D, V", [(128, 128), (64, 64), (96, 96), (72, 72), (192, 128), (256, 256)])
+def test_certain_gradients(D, V, sight):
+    """More thread blocks than run at once; right, and the same bits in 20 runs, while others keep the device busy."""
+    case = Case("certain", H=12, G=6, D=D, V=V, **(dict(S=0.5) | SIGHT[sight]))
+    spec = replace(case.spec, deterministic=True)
+    case = replace(case, spec=spec)
+    compare_backward(case, 1500, jnp.bfloat16)
+    x, spec, cotangents, *_ = judged(case, 1500, jnp.bfloat16)
+    (config, *_) = space("flash_attention_bwd", x, spec, TARGET)
+    backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=("q", "k", "v"), spec=spec, config=config))
+    call = x, outputs(case, 1500, jnp.bfloat16), cotangents
+    first = jax.tree.map(np.asarray, backward(*call))
+    for again in [backward(*call) for _ in range(20)]:
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint16), np.asarray(b).view(np.uint16))
+
+
+def test_certain_gradients_of_more_tiles_than_multiprocessors():
+    """Of full attention they are added group after group."""
+    x, spec = Case("long", B=1, H=3, G=1, D=64, V=64).make(18000, jnp.bfloat16)
+    spec = replace(spec, deterministic=True)
+    configs = [space(name, x, spec, TARGET)[0] for name in ("flash_attention", "flash_attention_bwd")]
+    run = jax.jit(lambda x: flash_attention(*x, spec=spec, config=configs[0]))
+    call = x, run(x), Outputs(like(x.v[:, :, :1].repeat(3, 2), 5), None)
+    gradients = lambda spec: jax.jit(
+        lambda *a: flash_attention_bwd(*a, wrt=("q", "k", "v"), spec=spec, config=configs[1])
+    )
+    first, second = (jax.tree.map(np.asarray, gradients(spec)(*call)) for _ in range(2))
+    unordered = gradients(replace(spec, deterministic=False))(*call)
+    for a, b, c in zip(first, second, unordered, strict=True):
+        np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+        a, c = (np.asarray(x, np.float32) for x in (a, c))
+        assert np.linalg.norm(a - c) <= 1e-2 * np.linalg.norm(c)
 
 
 @pytest.mark.parametrize("moving", ["q", "k", "v", "qk", "kv", ""], ids=lambda x: x or "sinks alone")

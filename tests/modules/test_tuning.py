@@ -1,5 +1,7 @@
 """The built-in operations are measured like any kernel, on operands that they make, backward and tangent too."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,6 +53,10 @@ def test_a_config_has_to_repeat_where_its_implementation_takes_deterministic_cal
         entry.implementation, "supports", lambda spec, *_: "adds in any order" if spec.deterministic else None
     )
     assert not inv.kernel.repeats(inv, CONFIGS[0])
+    monkeypatch.setattr(entry.implementation, "supports", lambda *_: None)
+    monkeypatch.setattr(entry.implementation, "repeats_if_asked", True, raising=False)
+    strict = replace(inv, kwargs={**inv.kwargs, "spec": replace(inv.kwargs["spec"], deterministic=True)})
+    assert not inv.kernel.repeats(inv, CONFIGS[0]) and inv.kernel.repeats(strict, CONFIGS[0])
 
 
 def test_a_gradient_measures_no_tangent(monkeypatch):

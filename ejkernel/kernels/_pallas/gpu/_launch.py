@@ -57,15 +57,14 @@ def launch(
     )(*arrays)
 
 
-def shared(shape: tuple[int, ...], dtype: Any, swizzle: int | None = None):
+def shared(shape: tuple[int, ...], dtype: Any, widest: int = 128):
     """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it.
 
-    The swizzle is the widest that divides a row. A second operand of `rows` rows, which the product sums over, takes a
-    swizzle of as many numbers at most.
+    The swizzle is the widest that divides a row, of `widest` bytes at most. A second operand of `rows` rows, which the
+    product sums over, takes a swizzle of as many numbers at most.
     """
     size = np.dtype(dtype).itemsize
-    if swizzle is None:
-        swizzle = next(width for width in (128, 64, 32) if shape[-1] * size % width == 0)
+    swizzle = next(width for width in (128, 64, 32) if shape[-1] * size % width == 0 and width <= widest)
     tiling = plgpu.TilingTransform((8, swizzle // size))
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 

@@ -21,6 +21,8 @@ def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target)
 
 def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
+    if spec.deterministic or spec.batch_invariant:
+        return "dq is summed in no certain order, and so not the same in every run"
     if operands.sinks is not None:
         return "sinks: what a query without blocks has of them may be anything"
     return flash_attention.supports_bwd(spec, operands.attention, target) or _reason("_bwd", spec, operands, target)

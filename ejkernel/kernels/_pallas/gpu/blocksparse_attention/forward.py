@@ -10,6 +10,7 @@ from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, 
 from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import KernelConfig
 
+from ..flash_attention import configs as of_flash
 from ..flash_attention.forward import attention
 from ..flash_attention.mask_info import MaskInfo
 from .configs import check
@@ -17,6 +18,7 @@ from .configs import check
 
 def blocksparse_attention(*operands: Array | None, spec: BlocksparseAttentionSpec, config: KernelConfig) -> Outputs:
     x, tile = Operands(*operands), (config.block_q, config.block_k)
+    of_flash.check("flash_attention", config, block_k=of_flash.blocks_of_keys(x.v.shape[3]))
     check("blocksparse_attention", tile, x, spec)
     return attention(x.attention, spec, config, mask_info_of(*tiles(x, spec, tile)))
 

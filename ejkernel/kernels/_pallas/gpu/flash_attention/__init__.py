@@ -19,6 +19,10 @@ LEAST_KEYS = 256
 # of it.
 SHORT = 512
 SHORT_AND_PADDED = 1024
+# Pairs of queries and keys of which a certain order takes a table: 4 bytes for 64 × 64 of them.
+MOST_RANKED = 2**36
+# Features of q that the tangent has registers for beside those of o (configs.MOST_BESIDE_Q).
+MOST_IN_REGISTERS = 192
 # Of softcap: tanh is off by 1e-7 in the kernels, and logits by as much times the softcap.
 MOST_SOFTCAP = 100.0
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
@@ -56,22 +60,26 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    return supports(spec, operands, target) or _other_features(operands)
+    if wrong := supports(spec, operands, target):
+        return wrong
+    D, V = operands.q.shape[3], operands.v.shape[3]
+    if D % 16 or V % 16:
+        return f"q and v have {D} and {V} features; tangents take multiples of 16"
+    if D != V and (D > MOST_IN_REGISTERS or V > configs.MOST_BESIDE_Q):
+        most = f"{MOST_IN_REGISTERS} and {configs.MOST_BESIDE_Q}"
+        return f"q and v have {D} and {V} features; tangents take different numbers up to {most}"
+    return None
 
 
 def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    if spec.deterministic or spec.batch_invariant:
-        return "dq is summed in no certain order, and so not the same in every run"
-    return supports(spec, operands, target) or _other_features(operands)
-
-
-def _other_features(operands: Operands) -> str | None:
-    if (features := (operands.q.shape[3], operands.v.shape[3])) not in configs.FEATURES:
-        return f"q and v have {features[0]} and {features[1]} features; derivatives take " + ", ".join(
-            f"{d} and {v}" for d, v in configs.FEATURES
-        )
-    return None
+    (_, queries, _, _), keys = operands.q.shape, operands.k.shape[1]
+    arrays = operands.cu_seqlens_q is not None or operands.q_segment_ids is not None
+    if spec.batch_invariant and operands.cu_seqlens_q is not None:
+        return "which keys and queries of a sequence are summed first depends on the sequences before it"
+    if (spec.deterministic or spec.batch_invariant) and arrays and queries * keys > MOST_RANKED:
+        return f"{queries} queries and {keys} keys, for which the table of who adds to dq when is too large"
+    return supports(spec, operands, target)
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -98,7 +106,8 @@ def takes_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> s
 
 def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward leaves these operands to others, or None."""
-    return supports_bwd(spec, operands, target) or _few_keys(spec, operands) or _small_tiles(operands)
+    wrong = supports_bwd(spec, operands, target) or _few_keys(spec, operands)
+    return wrong or _small_tiles(operands) or _padded_tiles(operands)
 
 
 def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -118,8 +127,8 @@ def _padded_tiles(operands: Operands) -> str | None:
 
 def _small_tiles(operands: Operands) -> str | None:
     (_, queries, _, features), keys = operands.q.shape, operands.k.shape[1]
-    if features == 64 and max(queries, keys) <= SHORT:
-        return f"{queries} queries and {keys} keys of 64 features, of which smaller blocks make less work"
+    if features <= 64 and max(queries, keys) <= SHORT:
+        return f"{queries} queries and {keys} keys of {features} features, of which smaller blocks make less work"
     return None
 
 
@@ -138,5 +147,6 @@ _tier = Tier(
 flash_attention = _tier.forward("forward", takes)
 flash_attention_jvp = _tier.tangent("tangent", takes_jvp)
 flash_attention_bwd = _tier.backward("backward", takes_bwd)
+flash_attention_bwd.repeats_if_asked = True
 
 _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

@@ -9,13 +9,15 @@ dk and dv, of 64 keys each, in registers, and compute every tile with keys as ro
 operands of the products that follow; with 192 and 128 features they do so for half of the queries of a step at a time,
 for want of registers. With 256 features both have the same 64 keys, one with dv and the other with dk. The third
 warpgroup is the producer; it also takes ds from shared memory, and adds ds·k to dq in device memory. In what order the
-blocks of threads get to do that is not known, so dq is not the same in every run. dk and dv are.
+blocks of threads get to do that is not known, so dq is not the same in every run, unless that is asked for
+(dq_semaphore.py). dk and dv are.
 
 The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
 the registers of these numbers; with a softcap, which comes between, only the latter.
 """
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -50,6 +52,9 @@ from .dkv_consumers import (
     dk_dv_consumer,
     dv_consumer,
 )
+from .dq_semaphore import await_rank, count_up, table_of_ranks
+from .feature_tiles import load_parts, tiles_of, union, views
+from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
 from .problem import LOG2_E, problem_of
 
@@ -66,7 +71,8 @@ def flash_attention_bwd(
     spec: FlashAttentionSpec,
     config: KernelConfig,
 ) -> tuple[Array, ...]:
-    plan = Plan(problem_of(primals, spec), config.block_q, config.num_stages)
+    deterministic = spec.deterministic or spec.batch_invariant
+    plan = Plan(problem_of(primals, spec), config.block_q, config.num_stages, deterministic=deterministic)
     check("flash_attention_bwd", config, block_k=(plan.keys,))
     mask_info = mask_info_of(visibility_of(primals, spec).transposed(), plan.keys, plan.block_q)
     return gradients(primals, outputs, cotangents, wrt, spec, mask_info, plan)
@@ -110,29 +116,37 @@ def _gradients(
 ):
     """dq in float32 and without the scale, dk and dv."""
     block_q, stages = plan.block_q, plan.stages
-    tile = lambda *shape: shared(shape, plan.problem.dtype, plan.swizzle)
-    dq = jax.new_ref(jnp.zeros(q.shape, jnp.float32))
+    problem = plan.problem
+    tile = lambda leading, parts: union(*views(leading, parts, problem.dtype, plan.widest))
+    # A product takes the same swizzle of both its operands: ds that of k.
+    ds_row = row_width(plan.D_parts[0].stop, plan.widest)
+    dq_tile = lambda chunk: (shared((block_q, chunk.stop - chunk.start), jnp.float32, 4 * math.gcd(problem.D, 32)),)
+    of_k, of_v = len(plan.D_parts), len(plan.V_parts)
+    dq, dq_semaphore, ranks = jax.new_ref(jnp.zeros(q.shape, jnp.float32)), None, None
+    if plan.deterministic:
+        dq_semaphore = jax.new_ref(jnp.zeros((problem.B, problem.H, plan.blocks), jnp.int32))
+        ranks = None if mask_info is None else table_of_ranks(mask_info, plan.blocks)
     dk, dv = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
-        (q, k, v, do, start, delta, mask_info, dq),
+        (q, k, v, do, start, delta, mask_info, dq, dq_semaphore, ranks),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
         scratch=dict(
-            kv_tiles=(tile(plan.key_blocks, ROWS, k.shape[3]), tile(plan.key_blocks, ROWS, v.shape[3])),
+            kv_tiles=tuple(tile((plan.key_blocks, ROWS), parts) for parts in (plan.D_parts, plan.V_parts)),
             streamed=(
-                tile(stages, block_q, q.shape[3]),
-                tile(stages, block_q, do.shape[3]),
+                tile((stages, block_q), plan.D_parts),
+                tile((stages, block_q), plan.V_parts),
                 plgpu.SMEM((stages, block_q), jnp.float32),
                 plgpu.SMEM((stages, block_q), jnp.float32),
             ),
-            ds_tiles=tile(plan.ds_stages, plan.key_blocks, ROWS, block_q),
-            p_tile=tile(1, ROWS, block_q) if plan.wide else None,
-            dq_tile=shared((block_q, q.shape[3] if q.shape[3] <= 128 else ROWS), jnp.float32),
-            kv_full=plgpu.Barrier(num_arrivals=2 * plan.key_blocks),
-            q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-            do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
+            ds_tiles=shared((plan.ds_stages, plan.key_blocks, ROWS, block_q), problem.dtype, 2 * ds_row),
+            p_tile=shared((1, ROWS, block_q), problem.dtype) if plan.wide else None,
+            dq_tiles=union(*map(dq_tile, {chunk.stop - chunk.start: chunk for chunk in plan.dq_chunks}.values())),
+            kv_full=plgpu.Barrier(num_arrivals=plan.key_blocks * (of_k + of_v)),
+            q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=of_k + 1),
+            do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=of_v + 1),
             ds_empty=plgpu.Barrier(num_barriers=plan.ds_stages),
         ),
     )
@@ -140,46 +154,62 @@ def _gradients(
 
 
 def _kernel(
-    q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dk, dv, *, plan: Plan,
-    kv_tiles, streamed, ds_tiles, p_tile, dq_tile, kv_full, q_full, do_full, ds_empty,
+    q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dq_semaphore, ranks, dk, dv, *, plan: Plan,
+    kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
 ):  # fmt: skip
-    number = lax.axis_index("warpgroup")
+    number, features = lax.axis_index("warpgroup"), (plan.problem.D, plan.problem.V)
+    kv_tiles, streamed = tuple(map(tiles_of, kv_tiles)), (*map(tiles_of, streamed[:2]), *streamed[2:])
 
     def consume(of: Callable, *arrays: int):
         """Accumulates dk or dv or both, and stores them by way of the tiles of k and v."""
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         plgpu.barrier_wait(kv_full)
         body = partial(of, plan, mask_info, kv_tiles, streamed, ds_tiles, p_tile, (q_full, do_full, ds_empty))
-        found = pl.run_scoped(body, *(accumulator(ROWS, kv_tiles[array].shape[-1]) for array in arrays))
+        widths = (kv_tiles[array].columns[-1].stop for array in arrays)
+        found = pl.run_scoped(body, *(accumulator(ROWS, width) for width in widths))
         sync(DONE, WARPGROUPS)
         for gradient, array in zip(found, arrays, strict=True):
             key_block = 0 if plan.wide else number
-            kv_tiles[array][key_block] = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
+            gradient = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
+            for tile, of_part in zip(kv_tiles[array].parts, kv_tiles[array].columns, strict=True):
+                tile[key_block] = gradient[:, of_part]
         plgpu.commit_smem()
         sync(STORED, 2)
-        pl.when(number == 0)(lambda: store(kv_tiles[0], dk))
-        pl.when(number == 1)(lambda: store(kv_tiles[1], dv))
+        pl.when(number == 0)(lambda: store(kv_tiles[0], dk, features[0]))
+        pl.when(number == 1)(lambda: store(kv_tiles[1], dv, features[1]))
 
-    def store(tile, out):
+    def store(tiles, out, features):
         first, kv_head, batch = plan.tile()
         for key_block in range(plan.key_blocks):
-            plgpu.copy_smem_to_gmem(tile.at[key_block], out.at[batch, pl.ds(first + key_block * ROWS, ROWS), kv_head])
+            keys = pl.ds(first + key_block * ROWS, ROWS)
+            for tile, of_part in zip(tiles.copies, tiles.copied(features), strict=True):
+                plgpu.copy_smem_to_gmem(tile.at[key_block], out.at[batch, keys, kv_head, of_part])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def produce():
         plgpu.set_max_registers(DQ_REGISTERS, action="decrease")
         first, kv_head, batch = plan.tile()
         for key_block in range(plan.key_blocks):
-            at = batch, pl.ds(first + key_block * ROWS, ROWS), kv_head
-            for array, tile in zip((k, v), kv_tiles, strict=True):
-                plgpu.copy_gmem_to_smem(array.at[at], tile.at[key_block], kv_full)
+            keys = pl.ds(first + key_block * ROWS, ROWS)
+            for array, tiles, width in zip((k, v), kv_tiles, features, strict=True):
+                source = lambda of_part, array=array, keys=keys: array.at[batch, keys, kv_head, of_part]
+                load_parts(tiles, key_block, source, width, kv_full)
         load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan, mask_info)
         steps = plan.steps(mask_info)
         lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
         plgpu.barrier_wait(kv_full)
 
         def compute(step, _):
-            _accumulate_dq(step, kv_tiles[0], ds_tiles, ds_empty, dq_tile, dq, plan, mask_info)
+            add = partial(_accumulate_dq, step, kv_tiles[0], ds_tiles, ds_empty, dq_tiles, dq, plan, mask_info)
+            if plan.deterministic:
+                block, head = plan.place(mask_info, step)
+                semaphore = dq_semaphore.at[batch, head, block]
+                await_rank(semaphore, plan.rank(ranks, block))
+                add()
+                plgpu.wait_smem_to_gmem(0)
+                count_up(semaphore)
+            else:
+                add()
 
             @pl.when(step + plan.stages < steps)
             def _():
@@ -202,39 +232,52 @@ def _roles(plan: Plan) -> tuple:
 
 def _load(arrays, tiles, full_barriers, plan: Plan, mask_info: MaskInfo | None, step: Array) -> None:
     """Begins to load what belongs to the queries of a step."""
-    (q, do, start, delta), (q_tiles, do_tiles, start_tiles, delta_tiles) = arrays, tiles
+    (q, do, start, delta), (q_tiles, do_tiles, start_tiles, delta_tiles), problem = arrays, tiles, plan.problem
     q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in full_barriers)
     block, head = plan.place(mask_info, step)
     batch, rows, stage = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
-    plgpu.copy_gmem_to_smem(q.at[batch, rows, head], q_tiles.at[stage], q_full)
+    load_parts(q_tiles, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[stage], q_full)
-    plgpu.copy_gmem_to_smem(do.at[batch, rows, head], do_tiles.at[stage], do_full)
+    load_parts(do_tiles, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
     plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[stage], do_full)
 
 
 def _accumulate_dq(
-    step: Array, k_tile, ds_tiles, ds_empty, dq_tile, dq, plan: Plan, mask_info: MaskInfo | None
+    step: Array, k_tiles, ds_tiles, ds_empty, dq_tiles, dq, plan: Plan, mask_info: MaskInfo | None
 ) -> None:
     """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
     stage = stage_of(step, plan.ds_stages)
     block, head = plan.place(mask_info, step)
-    height, width = dq_tile.shape
     sync(plan.ds_full + stage, plan.key_blocks + 1)
-    for left in range(0, plan.problem.D, width):
-        for n, (row, column) in enumerate(itertools.product(range(0, height, ROWS), range(0, width, ROWS))):
-            rows, columns = slice(row, row + ROWS), slice(left + column, left + column + ROWS)
+    for chunk in plan.dq_chunks:
+        (dq_tile,) = (tile for (tile,) in dq_tiles if tile.shape[1] == chunk.stop - chunk.start)
+        squares = itertools.product(range(0, plan.block_q, ROWS), _columns_of_k(chunk, plan))
+        for n, (row, (part, columns, features)) in enumerate(squares):
+            rows, k_tile = slice(row, row + ROWS), k_tiles.parts[part]
 
-            def product(acc, rows=rows, columns=columns):
+            def product(acc, rows=rows, k_tile=k_tile, columns=columns):
                 for key_block in range(plan.key_blocks):
                     plgpu.wgmma(acc, ds_tiles.at[stage, key_block, :, rows].T, k_tile.at[key_block, :, columns])
                 return acc[...]
 
-            square = pl.run_scoped(product, accumulator(ROWS, ROWS))
+            square = pl.run_scoped(product, accumulator(ROWS, columns.stop - columns.start))
             if n == 0:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            dq_tile[rows, column : column + ROWS] = square
-        if left + width == plan.problem.D:
+            width = features.stop - features.start
+            dq_tile[rows, features.start - chunk.start : features.stop - chunk.start] = square[:, :width]
+        if chunk == plan.dq_chunks[-1]:
             plgpu.barrier_arrive(ds_empty.at[stage])
         plgpu.commit_smem()
-        at = plan.tile()[2], pl.ds(block * plan.block_q, height), head, slice(left, left + width)
+        at = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), head, chunk
         plgpu.copy_smem_to_gmem(dq_tile, dq.at[at], reduction_op="add")
+
+
+def _columns_of_k(chunk: slice, plan: Plan) -> list[tuple[int, slice, slice]]:
+    """For the features of a chunk, 64 at most at a time: the part of k, its columns, and which features these are."""
+    found = []
+    for n, part in enumerate(plan.D_parts):
+        begin, end = max(part.start, chunk.start), min(part.stop, chunk.stop)
+        for start in range(begin, end, ROWS):
+            stop = min(start + ROWS, part.stop)
+            found.append((n, slice(start - part.start, stop - part.start), slice(start, min(stop, end))))
+    return found

@@ -1,9 +1,9 @@
 """Which configs the kernels of flash_attention are run with: blocks of keys, and how many of them are in flight.
 
 The forward and the tangent hold block_q queries, 64 for each warpgroup that computes, and stream blocks of keys; the
-backward holds block_k keys, 64 where there are 256 features, and streams blocks of queries. Shared memory holds
-num_stages of the blocks that stream by; in the tangent of 256 features, of which k, v and their tangents come one after
-the other, for num_stages of any of these.
+backward holds block_k keys, 64 where k and v have more than 320 features, and streams blocks of queries. Shared memory
+holds num_stages of the blocks that stream by; in the tangent of more than 128 features, of which k, v and their
+tangents come one after the other, for num_stages of any of these.
 
 A forward in e4m3 (quantized.py) has larger blocks of keys, which take half of the memory.
 """
@@ -15,10 +15,12 @@ import jax
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
-from .head_dims import tile_width
+from .head_dims import cut_row, tile_width
 
-# The head dims of q and v for which there is a backward, a tangent, and a forward in e4m3.
+# The head dims of q and v for which there is a forward in e4m3.
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
+# Features of v up to which the tangent has registers for q, and streams k and v at once.
+MOST_BESIDE_Q = 128
 # The shared memory that a block of threads may use.
 SHARED_BYTES = 227 * 1024
 # From how many queries on 192 of them pay, without and with a causal mask: the last tile of a sequence is seldom full,
@@ -44,7 +46,7 @@ CONFIGS = {
         224: ((192, 80, 2), (192, 64, 2), (128, 128, 2)),
         256: ((192, 64, 2), (128, 128, 2)),
         320: ((128, 128, 2), (192, 64, 3), (128, 80, 2)),
-        384: ((128, 112, 2), (128, 96, 2), (128, 80, 2)),
+        384: ((128, 112, 2), (128, 96, 2), (128, 80, 2), (128, 64, 2)),
         448: ((128, 96, 2), (128, 80, 2), (128, 64, 2)),
         512: ((128, 64, 2),),
     },
@@ -56,13 +58,15 @@ CONFIGS = {
     },
     "flash_attention_bwd": {
         128: ((128, 128, 2), (64, 128, 3)),
+        192: ((64, 128, 3), (64, 128, 2)),
         256: ((64, 128, 2),),
         320: ((64, 128, 2),),
+        384: ((64, 64, 2), (64, 64, 3)),
         512: ((64, 64, 2),),
     },
     "flash_attention_jvp": {
         128: ((128, 64, 4), (128, 64, 2)),
-        256: ((128, 64, 2),),
+        192: ((128, 64, 3), (128, 64, 2)),
         320: ((128, 64, 2),),
         512: ((128, 64, 3),),
     },
@@ -73,11 +77,15 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
     del target
     D, V = operands.q.shape[3], operands.v.shape[3]
-    columns, most = _columns(D, V), _most_queries(operation, operands, spec)
+    size = columns_of_keys(D, V) if operation == "flash_attention_bwd" else _columns(D, V)
+    if operation == "flash_attention_jvp" and V > MOST_BESIDE_Q:
+        size = max(CONFIGS[operation])
+    most = _most_queries(operation, operands, spec)
     kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(operands, spec) else operation
-    candidates = CONFIGS[kernel][next(size for size in CONFIGS[kernel] if columns <= size)]
+    candidates = CONFIGS[kernel][next(key for key in CONFIGS[kernel] if size <= key)]
     if kernel == "flash_attention":
         candidates = [blocks for blocks in candidates if shared_bytes(blocks, D, V) <= SHARED_BYTES]
+        candidates = [blocks for blocks in candidates if blocks[1] in blocks_of_keys(V)]
     candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
@@ -90,6 +98,12 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         )
         for block_q, block_k, stages in candidates
     ]
+
+
+def blocks_of_keys(V: int) -> tuple[int, ...]:
+    """The blocks of keys that the forward takes: products with v sum over as many keys at once as a row of v has
+    features, and a row that is cut is not narrowed for that."""
+    return tuple(block_k for block_k in TAKES["flash_attention"]["block_k"] if V % 16 == 0 or not block_k % cut_row(V))
 
 
 def in_e4m3(operands: Operands, spec: FlashAttentionSpec) -> bool:
@@ -132,18 +146,26 @@ def check(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> No
         raise ValueError(f"{operation}: {wrong}")
 
 
+def columns_of_keys(D: int, V: int) -> int:
+    """Columns of k and v beside one another in the backward."""
+    return tile_width(D, even=True) + tile_width(V)
+
+
 def _columns(D: int, V: int) -> int:
     """Columns of k and v beside one another; k counts as many as v at least, whose sums are in registers."""
     return max(tile_width(D), tile_width(V)) + tile_width(V)
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
-    """The largest block of queries that pays; in the backward that registers suffice for, beside masks and softcap."""
+    """The largest block of queries that pays; in the backward that registers suffice for, beside masks and softcap.
+
+    In a certain order 64, so that a tile of keys adds to dq two steps after the next one.
+    """
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":
-        return 64 if segmented or spec.softcap is not None else 128
+        return 64 if segmented or spec.softcap is not None or spec.deterministic or spec.batch_invariant else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
-    columns = _columns(operands.q.shape[3], operands.v.shape[3])
-    long = next((LONG[size] for size in LONG if columns <= size), (0, 0))
+    D, V = operands.q.shape[3], operands.v.shape[3]
+    long = next((LONG[size] for size in LONG if _columns(D, V) <= size), (0, 0))
     return 192 if operands.q.shape[1] >= long[spec.causal] else 128

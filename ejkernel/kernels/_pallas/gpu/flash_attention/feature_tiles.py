@@ -4,7 +4,8 @@ Products with keys sum over the parts, and those with values have columns of the
 after row, which is how TMA copies it, and how products read it in tiles of 8 rows: two views of the same memory.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import shared
-from .head_dims import parts_of
+from .head_dims import ROW_WIDTHS
 
 
 class Tiles(NamedTuple):
@@ -22,14 +23,34 @@ class Tiles(NamedTuple):
     parts: tuple[Any, ...]
     copies: tuple[Any, ...]
 
+    @property
+    def columns(self) -> list[slice]:
+        """The columns of the tile that each part has."""
+        ends = list(itertools.accumulate(part.shape[-1] for part in self.parts))
+        return [slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
 
-def views(leading: tuple[int, ...], features: int, dtype: Any, swizzle: int | None = None) -> tuple:
-    """The scratch memory of tiles [*leading, features]: both views, or one where there is one part."""
-    parts = tuple(shared((*leading, part.stop - part.start), dtype, swizzle) for part in parts_of(features))
+    def columns_of(self, acc: Any) -> list[Any]:
+        """The columns of an accumulator that belong to each part."""
+        return [acc] if len(self.parts) == 1 else [acc.at[:, columns] for columns in self.columns]
+
+    def copied(self, features: int) -> list[pl.Slice]:
+        """The features of an array that belong to each part, as TMA copies them: the last may end beyond the array."""
+        return [
+            pl.ds(_dynamic(part.start) if part.stop > features else part.start, part.stop - part.start)
+            for part in self.columns
+        ]
+
+
+def views(leading: tuple[int, ...], parts: Sequence[slice], dtype: Any, widest: int = ROW_WIDTHS[-1]) -> tuple:
+    """The scratch memory of tiles [*leading, features] of these parts, in rows of `widest` numbers of 16 bits at most.
+
+    Both views, or one where there is one part.
+    """
+    of_parts = tuple(shared((*leading, part.stop - part.start), dtype, 2 * widest) for part in parts)
     if len(parts) == 1:
-        return (parts,)
-    rows = [plgpu.SwizzleTransform(part.shape[-1] * np.dtype(dtype).itemsize) for part in parts]
-    return parts, tuple(plgpu.SMEM(x.shape, dtype, transforms=(row,)) for x, row in zip(parts, rows, strict=True))
+        return (of_parts,)
+    rows = [plgpu.SwizzleTransform(part.shape[-1] * np.dtype(dtype).itemsize) for part in of_parts]
+    return of_parts, tuple(plgpu.SMEM(x.shape, dtype, transforms=(row,)) for x, row in zip(of_parts, rows, strict=True))
 
 
 def union(*views: Any) -> Any:
@@ -43,21 +64,13 @@ def tiles_of(refs: Any) -> Tiles:
     return Tiles(parts, *(copies or [parts]))
 
 
-def copied(features: int) -> list[pl.Slice]:
-    """The features of an array that belong to each part, as TMA copies them: the last may end beyond the array."""
-    return [
-        pl.ds(_dynamic(part.start) if part.stop > features else part.start, part.stop - part.start)
-        for part in parts_of(features)
-    ]
-
-
-def load(tiles: Tiles, stage: Any, source: Callable[[pl.Slice], Any], features: int, full: Any) -> None:
-    """Begins to load all parts of a tile into a stage, each of which arrives at its full barrier.
+def load_parts(tiles: Tiles, stage: Any, source: Callable[[pl.Slice], Any], features: int, full: Any) -> None:
+    """Begins to load all parts of a tile into a stage, each of which arrives at the full barrier.
 
     `source` has the array of some features.
     """
-    for part, of_part in zip(tiles.copies, copied(features), strict=True):
-        plgpu.copy_gmem_to_smem(source(of_part), part.at[stage], full.at[stage])
+    for part, of_part in zip(tiles.copies, tiles.copied(features), strict=True):
+        plgpu.copy_gmem_to_smem(source(of_part), part.at[stage], full)
 
 
 def _dynamic(start: int) -> Any:

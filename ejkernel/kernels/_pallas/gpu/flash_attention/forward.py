@@ -29,8 +29,8 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
-from .configs import SHARED_BYTES, check, in_e4m3
-from .feature_tiles import copied, load, tiles_of, union, views
+from .configs import SHARED_BYTES, blocks_of_keys, check, in_e4m3
+from .feature_tiles import load_parts, tiles_of, union, views
 from .head_dims import parts_of
 from .mainloop import Shared, Tile, mainloop, prologue
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
@@ -42,11 +42,10 @@ from .tiles import COLUMNS, Statistics, View
 
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
-    check("flash_attention", config)
     operands = Operands(*operands)
-    return attention(
-        operands, spec, config, mask_info_of(visibility_of(operands, spec), config.block_q, config.block_k)
-    )
+    check("flash_attention", config, block_k=blocks_of_keys(operands.v.shape[3]))
+    mask_info = mask_info_of(visibility_of(operands, spec), config.block_q, config.block_k)
+    return attention(operands, spec, config, mask_info)
 
 
 def attention(
@@ -71,13 +70,14 @@ def attention(
     if plan.e4m3:
         arrays, scales = rounded(*arrays, plan.block_q, plan.block_k)
     tile_dtype = arrays[0].dtype
-    q = views((plan.q_stages, plan.block_q), problem.D, tile_dtype)
-    o = views((plan.consumers, ROWS), problem.V, dtype)
-    k = views((stages, plan.block_k), problem.D, tile_dtype)
-    v = views((stages, plan.block_k), problem.V, tile_dtype, plan.values_swizzle)
+    D_parts, V_parts = parts_of(problem.D), parts_of(problem.V)
+    q = views((plan.q_stages, plan.block_q), D_parts, tile_dtype)
+    o = views((plan.consumers, ROWS), V_parts, dtype)
+    k = views((stages, plan.block_k), D_parts, tile_dtype)
+    v = views((stages, plan.block_k), V_parts, tile_dtype, plan.values_widest)
     if plan.e4m3:
         v = ((shared((stages, problem.V, plan.block_k), tile_dtype),),)
-    q_copies, v_copies = len(parts_of(problem.D)), len(parts_of(problem.V))
+    q_copies, v_copies = len(D_parts), len(V_parts)
     o, lse = launch(
         partial(_kernel, plan=plan),
         "flash_attention_forward",
@@ -114,7 +114,7 @@ def _kernel(
 ):  # fmt: skip
     number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles(longest_first)
     if not plan.persistent:
-        of_q = len(views((), plan.problem.D, plan.problem.dtype))
+        of_q = len(views((), parts_of(plan.problem.D), plan.problem.dtype))
         q_and_o = tuple(q_and_o)[:of_q], tuple(q_and_o)[of_q:]
     q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
     tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty)
@@ -148,14 +148,14 @@ def _kernel(
         total = jnp.where(saw, total, 1.0)
         factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
         rows_of_o = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
-        for part, columns in zip(o_tiles.parts, parts_of(plan.problem.V), strict=True):
+        for part, columns in zip(o_tiles.parts, o_tiles.columns, strict=True):
             part[number] = rows_of_o[:, columns]
         lse_tile[number] = jnp.where(
             saw, (last.maximum + (jnp.log2(total) - plan.limits.p_scale_log2)) * (1 / LOG2_E), -jnp.inf
         )
         plgpu.commit_smem()
         rows = pl.ds(first, ROWS)
-        for part, features in zip(o_tiles.copies, copied(plan.problem.V), strict=True):
+        for part, features in zip(o_tiles.copies, o_tiles.copied(plan.problem.V), strict=True):
             target = o.at[batch, rows, tile.head, features]
             plgpu.copy_smem_to_gmem(part.at[number], target, commit_group=False)
         plgpu.copy_smem_to_gmem(lse_tile.at[number], lse.at[batch, tile.head, rows], commit_group=False)
@@ -193,7 +193,7 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
         stage = stage_of(work_tile, plan.q_stages)
         pl.when(work_tile >= plan.q_stages)(lambda: plgpu.barrier_wait(tiles.q_empty.at[stage]))
         rows = pl.ds(first, plan.block_q)
-        load(tiles.q, stage, lambda part: q.at[batch, rows, head, part], plan.problem.D, tiles.q_full)
+        load_parts(tiles.q, stage, lambda part: q.at[batch, rows, head, part], plan.problem.D, tiles.q_full.at[stage])
 
         def stream(i, step):
             stage = stage_of(step, plan.stages)
@@ -202,9 +202,9 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
             of_keys = lambda part: k.at[batch, keys, kv_head, part]
             of_values = lambda part: v.at[batch, kv_head, part, keys] if plan.e4m3 else v.at[batch, keys, kv_head, part]
             sync(plan.k_empty + stage, plan.warpgroups)
-            load(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full)
+            load_parts(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full.at[stage])
             sync(plan.v_empty + stage, plan.warpgroups)
-            load(tiles.v, stage, of_values, plan.problem.V, tiles.v_full)
+            load_parts(tiles.v, stage, of_values, plan.problem.V, tiles.v_full.at[stage])
             return step + 1
 
         return lax.fori_loop(0, block_range.end - block_range.begin, stream, step)

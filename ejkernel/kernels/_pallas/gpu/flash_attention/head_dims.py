@@ -2,26 +2,46 @@
 
 A head dim that is a multiple of 16 is one part: rows of the widest swizzle that divides it. One below 64 is a row of
 the next width. TMA loads zeros beyond the features of an array, and stores nothing there; but of several rows side by
-side none may be cut. So a head dim above 64 that is only a multiple of 8 has parts, each one row of 64 wide, of which
-the last may be cut: 72 is 64 and 64. (With a last part of 16 or 32, products of values were wrong on an H200.)
+side none may be cut. So a head dim above 64 that is only a multiple of 8 has parts, each one row: 64 wide, and the last
+as wide as it has to be, for it is the one that is cut. 72 is 64 and 16.
+
+Each part has the swizzle of its width, which a product wants to be that of its other operand, and at most as many
+numbers as there are rows that it sums over. So where k is multiplied by ds all of its parts are even: 72 is 64 and 64.
 """
+
+import itertools
 
 # Numbers of 16 bits in a row.
 ROW_WIDTHS = (16, 32, 64)
 LEAST, MOST = 16, 256
 
 
-def parts_of(features: int) -> tuple[slice, ...]:
-    """The columns of a tile that each part of it has."""
+def parts_of(features: int, widest: int = ROW_WIDTHS[-1], even: bool = False) -> tuple[slice, ...]:
+    """The columns of a tile that each part of it has, where no row is wider than `widest`; all of a width if `even`."""
     if features % 16 == 0:
         return (slice(0, features),)
-    width = next((width for width in ROW_WIDTHS if features <= width), ROW_WIDTHS[-1])
-    return tuple(slice(start, start + width) for start in range(0, features, width))
+    widths = [min(_width(features - start), widest) for start in range(0, features, widest)]
+    ends = list(itertools.accumulate([widths[0]] * len(widths) if even else widths))
+    return tuple(slice(start, stop) for start, stop in zip([0, *ends], ends, strict=False))
 
 
-def tile_width(features: int) -> int:
+def tile_width(features: int, widest: int = ROW_WIDTHS[-1], even: bool = False) -> int:
     """Columns of a tile that holds so many features."""
-    return parts_of(features)[-1].stop
+    return parts_of(features, widest, even)[-1].stop
+
+
+def cut_row(features: int) -> int:
+    """The width of the rows of a head dim that is only a multiple of 8, of which the last is cut."""
+    return parts_of(features)[0].stop
+
+
+def row_width(columns: int, widest: int = ROW_WIDTHS[-1]) -> int:
+    """The width of the rows, side by side, that a part of so many columns is stored in."""
+    return next(width for width in reversed(ROW_WIDTHS) if columns % width == 0 and width <= widest)
+
+
+def _width(features: int) -> int:
+    return next((width for width in ROW_WIDTHS if features <= width), ROW_WIDTHS[-1])
 
 
 def refuses(features: int) -> str | None:

@@ -20,7 +20,6 @@ from .._launch import (
     times_rows,
 )
 from .feature_tiles import Tiles
-from .head_dims import parts_of
 from .plan import Plan
 from .problem import BlockRanges, Problem, after_first
 from .quantized import Unit, Units
@@ -207,8 +206,7 @@ def _issue_qk(qk: Any, shared: Shared, tile: Tile, q: Array | None, stage: Array
 
 
 def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> None:
-    for columns, of_v in zip(parts_of(plan.problem.V), shared.v.parts, strict=True):
-        of_acc = acc if len(shared.v.parts) == 1 else acc.at[:, columns]
+    for of_acc, of_v in zip(shared.v.columns_of(acc), shared.v.parts, strict=True):
         plgpu.wgmma(of_acc, p, plan.values(of_v.at[stage]))
 
 

@@ -13,6 +13,7 @@ from ejkernel.kernels._visibility import BlockRanges
 from .._launch import FIRST_BARRIER, ROWS, arrive, stage_of, sync
 from . import quantized
 from .configs import SHARED_BYTES, shared_bytes
+from .head_dims import row_width
 from .mask_info import MaskInfo
 from .problem import Problem, blocks_of_band
 from .quantized import Scales, Units
@@ -142,12 +143,9 @@ class Plan:
         return quantized.operand(p) if self.e4m3 else p.astype(self.problem.dtype)
 
     @property
-    def values_swizzle(self) -> int | None:
-        """The swizzle of v: a product sums over as many keys at a time as a swizzled row has features."""
-        if self.e4m3:
-            return None
-        size = self.problem.dtype.itemsize
-        return next(x for x in (128, 64, 32) if self.problem.V_tile * size % x == 0 and self.block_k * size % x == 0)
+    def values_widest(self) -> int:
+        """The widest row that v is stored in: a product sums over as many keys at a time as a row has features."""
+        return row_width(self.block_k)
 
     def values(self, tile: Any) -> Any:
         """A block of v as that product takes it: in e4m3 the keys are innermost."""

@@ -11,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._launch import ROWS, WGMMA, accumulator, arrive, broadcast_rows, full, opaque_copy, stage_of
 from . import plan as forward_plan
+from .configs import MOST_BESIDE_Q
 from .plan import Q_EMPTY
 from .problem import BlockRanges, after_first
 from .tiles import COLUMNS, View, logits, of_threads, visible, weights_of_lse
@@ -59,7 +60,7 @@ class Plan(forward_plan.Plan):
     @property
     def wide(self) -> bool:
         """A thread has no registers for q, nor for the weights of two blocks, beside its sums."""
-        return self.problem.V > 128
+        return self.problem.V > MOST_BESIDE_Q
 
     def rings(self, tensors: Tensors) -> list[tuple[tuple[str, ...], ...]]:
         """The groups of each ring: one of keys and one of values, or one of all where shared memory is short."""

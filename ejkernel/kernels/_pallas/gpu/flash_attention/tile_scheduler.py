@@ -172,8 +172,9 @@ class SingleTileScheduler:
         tiles: of a head.
         heads: of all batches.
         together: heads at a time.
-        rising: later tiles are the longer ones; otherwise earlier ones are.
+        rising: later tiles are the longer ones, or are to come first anyway; otherwise earlier ones do.
         processors: streaming multiprocessors of the device.
+        evens_out: at the end more heads at a time.
     """
 
     tiles: int
@@ -181,6 +182,7 @@ class SingleTileScheduler:
     together: int
     rising: bool
     processors: int
+    evens_out: bool = True
 
     @property
     def blocks(self) -> int:
@@ -189,7 +191,7 @@ class SingleTileScheduler:
     @property
     def last(self) -> int:
         """Heads at the end: those of two waves of tiles, which take as long as the longest tile."""
-        return min(self.heads, max(self.together, -(-2 * self.processors // self.tiles)))
+        return min(self.heads, max(self.together, -(-2 * self.processors // self.tiles) if self.evens_out else 0))
 
     @property
     def longest_first(self) -> None:
