@@ -90,11 +90,15 @@ def ragged(lengths, contexts, h=4, g=2, d=16, page=8, drafts=0, seed=0):
     return {name: jnp.asarray(a, jnp.float32 if a.dtype == float else None) for name, a in x.items()}
 
 
-def check_call(operation, x, plan=None, **options):
+def operands_of(operation, x, plan=None, **options):
+    """The arrays that an implementation gets for these arguments, and the spec."""
     call = OPERATIONS[operation].prepare_arguments(**x, **options)
-    operands = OPERATIONS[operation].algorithm.operands(**call.named)
-    found, wanted = computed(operation, operands._replace(plan=None if plan is None else plan[None]), call.spec)
-    assert_close(found, wanted, 2e-6)
+    return OPERATIONS[operation].algorithm.operands(**call.named)._replace(plan=plan), call.spec
+
+
+def check_call(operation, x, plan=None, **options):
+    operands, spec = operands_of(operation, x, None if plan is None else plan[None], **options)
+    check(operation, operands, spec)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,35 @@ def test_a_plan_divides_a_step(workers, tokens_per_item):
         tokens_per_item=tokens_per_item,
     )  # fmt: skip
     check_call("ragged_page_attention", x, plan)
+
+
+@pytest.mark.parametrize(
+    "splits, at_once",
+    [(3, 3), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(17, 17, marks=pytest.mark.slow)],
+)
+def test_splits_are_merged_by_the_last_program_of_a_row_or_by_others(splits, at_once, monkeypatch):
+    monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_MERGED_AT_ONCE", at_once)
+    grids = []
+    launch = lambda *x, grid, **options: (grids.append(grid), interpreter.launch(*x, grid=grid, **options))[1]
+    monkeypatch.setattr(_launch, "launch", launch)
+    x, spec = operands_of("page_attention", decode_step(h=4))
+    assert_close(*computed("page_attention", x, spec, num_splits=splits), 2e-6)
+    programs = x.q.shape[1] * x.k_pages.shape[3] * splits
+    assert grids == [programs] if splits <= at_once else [programs, x.q.shape[1] * x.q.shape[2]]
+
+
+@pytest.mark.parametrize("planned", (False, True))
+def test_whichever_program_is_the_last_merges_the_splits_in_their_order(planned, monkeypatch):
+    x = decode_step(h=4)
+    plan = ejkernel.lax.page_plan(x["context_lens"], page_size=8, workers=7)[None] if planned else None
+    operands, spec = operands_of("page_attention", x, plan)
+    found = []
+    for order in (range, lambda n: range(n)[::-1], np.random.default_rng(0).permutation):
+        monkeypatch.setattr(interpreter, "in_order", order)
+        found.append(computed("page_attention", operands, spec)[0])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_what_nobody_sees_may_be_nan():

@@ -6,25 +6,24 @@ these. It reads each key and value once:
     s_j = softcap·tanh(scale·q·k_j / softcap)
     lse = log(Σ_j exp s_j + Σ_x exp sinks_x),    o = Σ_j exp(s_j − lse) v_j
 
-Of a split it leaves o and lse without the sinks, which `merge.py` puts together. Statistics are relative to maxima in
-logits of base 2. Slots that no token of the row sees are not read; what one of them does not see is masked.
+Of a split it leaves o and lse without the sinks. The last program of a row and key/value head to do so, by a counter,
+merges them in the order of the splits; where there are many, `merge.py` does. Slots that no token of the row sees are
+not read; what one of them does not see is masked.
 """
 
 import triton
 import triton.language as tl
 
+from .softmax import LOG2E, merged, write
 from .work import item_of_plan, keys_of_row, row_of_program, split_of_keys
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def attend_kernel(
     q, k, v, context_lens, starts, num_seqs, first_keys, block_tables, sinks, k_scale, v_scale, draft_mask, plan,
-    o, lse, o_splits, lse_splits,
+    o, lse, o_splits, lse_splits, arrivals,
     problem: tl.constexpr, schedule: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % problem.G
     unit = tl.program_id(0) // problem.G
@@ -82,26 +81,29 @@ def attend_kernel(
             block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
             problem, BLOCK_K, WIDTH, V_WIDTH, MASKED=True,
         )  # fmt: skip
+    head = group * heads + row % heads
     whole: tl.constexpr = plan is None and schedule.splits == 1
     if whole or splits == 1:
-        maximum, total, acc = with_sinks(
-            maximum, total, acc, place, sinks, batch, group * heads + row % heads, in_row, problem
-        )
-        acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            o + at[:, None] * problem.V + e[None, :],
-            acc.to(o.dtype.element_ty),
-            mask=in_step[:, None] & (e < problem.V)[None, :],
-        )
-        tl.store(lse + at, maximum * LN2 + tl.log(total), mask=in_step)
+        write(o, lse, at, in_step, maximum, total, acc, place, sinks, batch, head, problem, V_WIDTH)
     if not whole:  # noqa: SIM102, since the inner condition may be known at run time alone
         if splits > 1:
             acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-            out = ((slot * schedule.tokens + of_token) * problem.H + group * heads + row % heads).to(tl.int64)
+            out = (slot.to(tl.int64) * schedule.tokens + of_token) * problem.H + head
             tl.store(
                 o_splits + out[:, None] * problem.V + e[None, :], acc, mask=in_row[:, None] & (e < problem.V)[None, :]
             )
             tl.store(lse_splits + out, maximum + tl.log2(total), mask=in_row)
+            if arrivals is not None:
+                first = slot.to(tl.int64) - split
+                # All of the program has stored before one of its threads releases it, and loads after that acquired.
+                tl.debug_barrier()
+                before = tl.atomic_add(arrivals + first * problem.G + group, 1, sem="acq_rel", scope="gpu")
+                if before == splits - 1:
+                    out = (first * schedule.tokens + of_token) * problem.H + head
+                    maximum, total, acc = merged(
+                        o_splits, lse_splits, out, in_row, splits, problem, schedule, SPLITS, V_WIDTH
+                    )
+                    write(o, lse, at, in_step, maximum, total, acc, place, sinks, batch, head, problem, V_WIDTH)
 
 
 @triton.jit
@@ -216,29 +218,6 @@ def is_drafted(draft_mask, position, batch, sequence, token, context_lens, start
         other=0,
     )
     return (new < 0)[None, :] | (told != 0)
-
-
-@triton.jit
-def with_sinks(maximum, total, acc, place, sinks, batch, head, in_row, problem: tl.constexpr):
-    """The softmax with the sinks of each row's head; none at all for a token that is in no context."""
-    count: tl.constexpr = problem.sinks
-    if count:
-        of_head = sinks + batch * problem.sinks_batch + head * count
-        highest = maximum
-        for x in tl.static_range(count):
-            highest = tl.maximum(highest, tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        alpha = tl.exp2(maximum - base)
-        total *= alpha
-        acc *= alpha[:, None]
-        for x in tl.static_range(count):
-            total += tl.exp2(tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E - base)
-        maximum = highest
-    if not problem.sinks_of_empty:
-        acc = tl.where((place >= 0)[:, None], acc, 0.0)
-        total = tl.where(place >= 0, total, 0.0)
-        maximum = tl.where(place >= 0, maximum, float("-inf"))
-    return maximum, total, acc
 
 
 @triton.jit

@@ -57,6 +57,10 @@ def item_of_plan(item, plan, context_lens, starts, problem: tl.constexpr, schedu
     page, pages = tl.load(entry + 3), tl.load(entry + 4)
     slot, split, splits = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
     sequence = tl.minimum(tl.maximum(sequence, 0), problem.N - 1)
+    # What splits leave stays within its arrays, whatever a plan says.
+    slot = tl.minimum(tl.maximum(slot, 0), 2 * schedule.items - 1)
+    split = tl.minimum(tl.maximum(split, 0), slot)
+    splits = tl.minimum(splits, 2 * schedule.items - slot + split)
     if starts is None:
         start, length = sequence * problem.length, problem.length
     else:
