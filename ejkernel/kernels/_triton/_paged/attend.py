@@ -14,7 +14,7 @@ not read; what one of them does not see is masked.
 import triton
 import triton.language as tl
 
-from .softmax import LOG2E, merged, write
+from .softmax import LOG2E, merged, write, write_padding
 from .work import item_of_plan, keys_of_row, row_of_program, split_of_keys
 
 
@@ -43,11 +43,14 @@ def attend_kernel(
         low, high = keys_of_row(batch, sequence, position, tokens, context_lens, first_keys, problem)
         low, high = tl.maximum(low, begin), tl.minimum(high, end)
         slot += batch * (2 * schedule.items)
-    if tokens == 0:
-        return
     heads: tl.constexpr = problem.H // problem.G
     row = tl.arange(0, ROWS)
     of_token = row // heads
+    if tokens == 0:
+        if schedule.padding:
+            write_padding(o, lse, batch, token + of_token, of_token, group * heads + row % heads, starts, num_seqs,
+                          problem, schedule, V_WIDTH)  # fmt: skip
+        return
     in_row = of_token < tokens
     d, e = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
     # [batch, token, head] of a row of the tile.
@@ -61,7 +64,10 @@ def attend_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     begin = low // BLOCK_K
-    end = tl.cdiv(high, BLOCK_K)
+    end = tl.where(low < high, tl.cdiv(high, BLOCK_K), begin)
+    # All slots of a dense cache, which are whole tiles.
+    every: tl.constexpr = context_lens is None and first_keys is None and problem.left is None
+    masked: tl.constexpr = not (every and not problem.causal and problem.page % BLOCK_K == 0)
     if ROWS > 64 and problem.left is None and problem.drafts == 0:
         # Tiles in front of the first token's own key are seen whole.
         full = tl.maximum(tl.minimum(high, position + 1) // BLOCK_K, begin)
@@ -79,7 +85,7 @@ def attend_kernel(
         maximum, total, acc = attend_tile(
             tile, low, high, place, batch, sequence, group, token + of_token, queries, k, v, context_lens, starts,
             block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
-            problem, BLOCK_K, WIDTH, V_WIDTH, MASKED=True,
+            problem, BLOCK_K, WIDTH, V_WIDTH, MASKED=masked,
         )  # fmt: skip
     head = group * heads + row % heads
     whole: tl.constexpr = plan is None and schedule.splits == 1
@@ -119,12 +125,13 @@ def attend_tile(
     k_scale_strides: tl.constexpr = problem.k_scale
     v_scale_strides: tl.constexpr = problem.v_scale
     position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    visible = (position >= low) & (position < high)
-    page, slot = page_and_slot(block_tables, batch, sequence, tile, position, visible, problem, BLOCK_K, MASKED)
+    # A slot that is not visible is not read: the nearest that is stands in its place.
+    held = tl.minimum(tl.maximum(position, low), high - 1) if MASKED else position
+    page, slot = page_and_slot(block_tables, batch, sequence, tile, held, problem, BLOCK_K)
     k_at = row_at(k_strides, batch, page, slot, group)[:, None] * problem.D + d[None, :]
     v_at = row_at(v_strides, batch, page, slot, group)[:, None] * problem.V + e[None, :] + problem.v_offset
-    keys = load_rows(k + k_at, visible, d < problem.D, problem.D == WIDTH, MASKED)
-    factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group, visible)
+    keys = load_rows(k + k_at, d < problem.D, problem.D == WIDTH)
+    factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group)
     s = tl.dot(queries, tl.trans(in_dtype(keys, queries)), input_precision="ieee")
     if factor is not None:
         s *= factor[None, :]
@@ -133,7 +140,7 @@ def attend_tile(
     else:
         s = problem.softcap * LOG2E * tanh(s * (problem.scale / problem.softcap))
     if MASKED:
-        visible_to = visible[None, :]
+        visible_to = (held == position)[None, :]
         if problem.causal and problem.drafts == 0:
             visible_to = visible_to & (position[None, :] <= place[:, None])
         if problem.left is not None:
@@ -148,8 +155,8 @@ def attend_tile(
     p = tl.exp2(s - base[:, None])
     alpha = tl.exp2(maximum - base)
     total = total * alpha + tl.sum(p, 1)
-    values = load_rows(v + v_at, visible, e < problem.V, problem.V == V_WIDTH, MASKED)
-    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, visible)
+    values = load_rows(v + v_at, e < problem.V, problem.V == V_WIDTH)
+    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group)
     if factor is not None:
         p *= factor[None, :]
     values = in_dtype(values, queries)
@@ -158,21 +165,16 @@ def attend_tile(
 
 
 @triton.jit
-def load_rows(at, visible, features, WHOLE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of keys or values; what is not visible is 0, whatever stands there."""
-    if MASKED:
-        return tl.load(at, mask=visible[:, None] & features[None, :], other=0.0)
-    elif WHOLE:
+def load_rows(at, features, WHOLE: tl.constexpr):
+    """A tile of keys or values."""
+    if WHOLE:
         return tl.load(at)
     else:
         return tl.load(at, mask=features[None, :], other=0.0)
 
 
 @triton.jit
-def page_and_slot(
-    block_tables, batch, sequence, tile, position, visible,
-    problem: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def page_and_slot(block_tables, batch, sequence, tile, position, problem: tl.constexpr, BLOCK_K: tl.constexpr):
     """Where the keys of a tile are; a page that is not in the pool is the nearest one that is."""
     if block_tables is None:
         return sequence, position
@@ -180,8 +182,6 @@ def page_and_slot(
         table = block_tables + (batch * problem.N + sequence).to(tl.int64) * problem.columns
         if problem.page % BLOCK_K == 0:
             page = tl.load(table + tl.minimum(tile // (problem.page // BLOCK_K), problem.columns - 1))
-        elif MASKED:
-            page = tl.load(table + position // problem.page, mask=visible, other=0)
         else:
             page = tl.load(table + position // problem.page)
         page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
@@ -196,12 +196,12 @@ def row_at(strides: tl.constexpr, batch, page, slot, group):
 
 
 @triton.jit
-def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, visible):
-    """The factors of a tile of keys or values, 0 for those that are not visible; None where there are none."""
+def scales_at(scales, strides: tl.constexpr, batch, page, slot, group):
+    """The factors of a tile of keys or values; None where there are none."""
     if scales is None:
         return
     else:
-        return tl.load(scales + row_at(strides, batch, page, slot, group), mask=visible, other=0.0)
+        return tl.load(scales + row_at(strides, batch, page, slot, group))
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import triton
 from jax import Array
 
@@ -27,6 +26,8 @@ from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
 
 EVERY = 2**31 - 1
+# Tokens of a step that is computed by the tiles of a decode alone, if those of all sequences may be decodes.
+MOST_TOKENS_OF_DECODES = 256
 # Splits of a row that the program of one of them merges: more are read faster by a program for each head.
 MOST_MERGED_AT_ONCE = 16
 # Splits that are read together, by a program for each head, and numbers of them that a thread then holds at most.
@@ -79,7 +80,7 @@ def attend(
     where these may not depend on the step. `prefill(n)` gives o and lse of all tokens but those of sequences with 1 to
     n of them in the step, in the place of the launch that is made here.
     """
-    problem, whole = _problem(x, spec, sequences, causal, sinks_of_empty), x.query_start_loc is None and x.plan is None
+    problem = _problem(x, spec, sequences, causal, sinks_of_empty)
     tokens, fixed = tiles.rows // (problem.H // problem.G), 0
     if spec.batch_invariant or _launch.is_rocm():  # splits of a plan are merged at once
         x = x._replace(plan=None)
@@ -87,35 +88,46 @@ def attend(
         fixed = _keys_per_split(problem, spec, tiles)
         splits = triton.cdiv(problem.page * max(problem.columns, 1), fixed)
     decode = Schedule(
-        rows=problem.N, tokens=tokens, search=False, least=1, most=tokens, splits=splits, keys_per_split=fixed
-    )
+        rows=problem.N, tokens=tokens, packed=False, padding=False, least=1, most=tokens, splits=splits,
+        keys_per_split=fixed,
+    )  # fmt: skip
     if x.plan is not None:
         items = x.plan.shape[1] * x.plan.shape[2]
         decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
     if prefill is not None and tokens < problem.T:
         results = _decoded(x, problem, decode, tiles, prefill(tokens))
         return results["o"], results["lse"]
-    # Every token of a sequence is computed, by the one launch or the other.
-    results = {} if whole else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
-    results = _decoded(x, problem, decode, tiles, results)
-    if x.query_start_loc is None:
-        return results["o"], results["lse"]
-    if tokens < problem.T:
+    if x.query_start_loc is not None and _is_one_launch(x, spec, problem, tokens):
+        decode = replace(decode, rows=_packed_rows(problem, tokens), packed=True, padding=True, most=EVERY)
+    # What a plan leaves out, be it of another step, is nothing rather than what was in memory.
+    nothing = {} if x.plan is None else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
+    results = _decoded(x, problem, decode, tiles, nothing)
+    if x.query_start_loc is not None and not decode.padding:
         tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v, sequences))
         tokens = tiles.rows // (problem.H // problem.G)
         rest = Schedule(
-            rows=problem.N + problem.T // tokens, tokens=tokens, search=True, least=decode.most + 1, most=EVERY,
-            splits=1, keys_per_split=0,
+            rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True, least=decode.most + 1,
+            most=EVERY, splits=1, keys_per_split=0,
         )  # fmt: skip
         results = _attend(x._replace(plan=None), problem, rest, tiles, results)
-    return results["o"], jnp.where(_is_of_a_sequence(x, problem)[..., None], results["lse"], np.float32(-np.inf))
+    return results["o"], results["lse"]
 
 
-def _is_of_a_sequence(x: Step, problem: Problem) -> Array:
-    """Of each token [b,t]."""
-    token, count = jnp.arange(problem.T, dtype=jnp.int32), jnp.clip(x.num_seqs, 0, problem.N)
-    end = jnp.take_along_axis(x.query_start_loc, count, 1)
-    return (token >= x.query_start_loc[:, :1]) & (token < end)
+def _is_one_launch(x: Step, spec: CacheSpec, problem: Problem, tokens: int) -> bool:
+    """Whether the tiles of the decode compute all sequences of a step, since most of it has to be decodes.
+
+    A sequence with more tokens than a tile has several rows. Which tile it is must not follow from the step if that is
+    to be invariant.
+    """
+    if x.plan is not None:
+        return False
+    few = min(MOST_TOKENS_OF_DECODES, problem.N * tokens) >= problem.T and not spec.batch_invariant
+    return few or tokens >= problem.T
+
+
+def _packed_rows(problem: Problem, tokens: int) -> int:
+    """How many rows of so many tokens are enough for any sequences, and for the tokens of none."""
+    return problem.N + problem.T // tokens + 1
 
 
 def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_empty: bool) -> Problem:
@@ -125,7 +137,7 @@ def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_em
         N=sequences, T=T, H=H, G=G, D=D, V=x.v.shape[-1], pages=pages, page=page,
         columns=0 if x.block_tables is None else x.block_tables.shape[2],
         length=T // sequences if x.query_start_loc is None else None,
-        causal=causal,
+        causal=causal and not (x.query_start_loc is None and sequences == T),  # one token sees all of its keys
         left=None if spec.window is None else spec.window - 1,
         scale=spec.softmax_scale, softcap=spec.softcap,
         k=strides_of(x.k.shape[:4], 1 + paired), v=strides_of(x.v.shape[:4], 1 + paired), v_offset=D * paired,

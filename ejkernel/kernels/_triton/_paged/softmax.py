@@ -6,6 +6,8 @@ Statistics are relative to maxima in logits of base 2.
 import triton
 import triton.language as tl
 
+from .work import tokens_of_sequences
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -58,6 +60,22 @@ def write(
         mask=in_step[:, None] & (e < problem.V)[None, :],
     )
     tl.store(lse + at, maximum * LN2 + tl.log(total), mask=in_step)
+
+
+@triton.jit
+def write_padding(
+    o, lse, batch, place, of_token, head, starts, num_seqs,
+    problem: tl.constexpr, schedule: tl.constexpr, V_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """0 and −∞ for rows of tokens that are of no sequence, the place-th of these."""
+    e = tl.arange(0, V_WIDTH)
+    first, last = tokens_of_sequences(starts, num_seqs, batch, problem)
+    token = tl.where(place < first, place, place - first + last)
+    there = (of_token < schedule.tokens) & (token < problem.T)
+    at = ((batch * problem.T + token) * problem.H + head).to(tl.int64)
+    nothing = tl.zeros([at.shape[0], V_WIDTH], o.dtype.element_ty)
+    tl.store(o + at[:, None] * problem.V + e[None, :], nothing, mask=there[:, None] & (e < problem.V)[None, :])
+    tl.store(lse + at, tl.full([at.shape[0]], float("-inf"), tl.float32), mask=there)
 
 
 @triton.jit
