@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, assert_close
-from kernels.paged import decode_step
+from kernels.paged import close, decode_defined, decode_step, wide
 
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
@@ -126,6 +126,32 @@ def test_tokens_of_no_sequence_have_nothing(count, most, monkeypatch):
     x = ragged((9, 0, 1, 4), (20, 8, 17, 4))
     x |= dict(query_start_loc=jnp.minimum(x["query_start_loc"] + 2, len(x["q"])), num_seqs=jnp.asarray([count]))
     check_call("ragged_page_attention", x)
+
+
+@pytest.mark.parametrize(
+    "pages, dtype, scale",
+    [
+        ("int8", "bfloat16", (20, 8, 2)),
+        ("float8_e4m3fn", "float16", (2,)),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in (("float8_e4m3fn", "bfloat16", (20, 8, 2)), ("int8", "float16", ()), ("int8", "bfloat16", None))
+        ),
+    ],
+)
+def test_pairs_of_eight_bits(pages, dtype, scale):
+    """Of a tiny and of a huge query too, and with factors of very different sizes."""
+    x, rng = decode_step(h=4, d=32, e=64, dtype=dtype, pages=pages), np.random.default_rng(1)
+    x["q"] *= jnp.asarray([1, 2.0**-12, 2.0**-3, 100, 0, 1], dtype)[:, None, None]
+    if scale is not None:
+        factors = lambda: jnp.asarray(10.0 ** rng.uniform(-4, 0, scale), jnp.float32)
+        x |= dict(k_scale=factors() / 10, v_scale=factors())
+    operands, spec = operands_of("page_attention", x)
+    found, _ = computed("page_attention", operands, spec)
+    wanted = decode_defined(x)
+    for n, (of_sequence, o) in enumerate(zip(wide(found[0][0]), wanted[0], strict=True)):
+        assert np.abs(of_sequence - o).max() <= (8e-3 if dtype == "bfloat16" else 2e-3) * np.abs(o).max(initial=0), n
+    close(found[1][0], wanted[1], 1e-5)
 
 
 def test_many_heads_share_a_key():

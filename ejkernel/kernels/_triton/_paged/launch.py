@@ -20,7 +20,16 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 
-from . import KEYS_OF_INVARIANT_SPLIT, PREFILL_SIZES, SMALLEST_TILE, Shapes, Tiles, fitting, power_of_two
+from . import (
+    KEYS_OF_INVARIANT_SPLIT,
+    LARGEST_DECODE_TILE,
+    PREFILL_SIZES,
+    SMALLEST_TILE,
+    Shapes,
+    Tiles,
+    fitting,
+    power_of_two,
+)
 from .attend import attend_kernel
 from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
@@ -170,7 +179,7 @@ def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, result
     units = x.q.shape[0] * schedule.rows
     found = _launched(
         attend_kernel, x, {}, parts, dict(o=None, lse=None, arrivals=None), units * schedule.splits * problem.G,
-        problem, schedule, tiles, **_sizes(problem, schedule, tiles),
+        problem, schedule, tiles, **_sizes(x, problem, schedule, tiles),
     )  # fmt: skip
     tables = x.context_lens, x.query_start_loc, x.num_seqs, x.sinks
     return _launched(
@@ -197,7 +206,7 @@ def _attend(
     absent = {name: None for name in ("o_splits", "lse_splits", "arrivals") if not parts}
     found = _launched(
         attend_kernel, x, results, _missing(x, problem, results) | (parts or {}), absent, programs, problem, schedule,
-        tiles, zeroed="arrivals", **_sizes(problem, schedule, tiles),
+        tiles, zeroed="arrivals", **_sizes(x, problem, schedule, tiles),
     )  # fmt: skip
     return {name: found[name] for name in ("o", "lse")}
 
@@ -214,11 +223,21 @@ def _width(features: int) -> int:
     return max(SMALLEST_TILE, power_of_two(features))
 
 
-def _sizes(problem: Problem, schedule: Schedule, tiles: Tiles) -> dict[str, int]:
+def _sizes(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles) -> dict[str, int]:
     width = _width(problem.V)
     held = max(1, _NUMBERS_PER_THREAD * 32 * tiles.warps // (tiles.rows * width))
     splits = min(held, SPLITS_PER_TILE if schedule.items else power_of_two(schedule.splits))
-    return dict(ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=width, SPLITS=splits)
+    return dict(
+        ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=width, SPLITS=splits,
+        PAIRS=_are_pairs(x, problem, tiles),
+    )  # fmt: skip
+
+
+def _are_pairs(x: Step, problem: Problem, tiles: Tiles) -> bool:
+    """Whether keys and values are read in pairs of features: of eight bits, beside queries of sixteen."""
+    powers_of_two = all(n >= 2 * SMALLEST_TILE and n == power_of_two(n) for n in (problem.D, problem.V))
+    eight_bits = x.k.dtype.itemsize == 1 and x.q.dtype.itemsize == 2
+    return eight_bits and powers_of_two and tiles.rows <= LARGEST_DECODE_TILE
 
 
 def _launched(
