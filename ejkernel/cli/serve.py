@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--pages", type=int, help="of 16 tokens, in the pool of the cache")
     limits.add_argument("--sequences", type=int, help="computed side by side")
     limits.add_argument("--drafts", type=int, default=0, help="tokens that are proposed by lookup after each one")
+    limits.add_argument("--branches", type=int, default=1, help="of the tree that they may be; 1 for a chain")
     quantised = ("int8", "float8_e4m3fn")
     limits.add_argument("--cache-dtype", choices=quantised, help="of keys and values, in place of that of the weights")
     limits.add_argument("--devices", type=int, default=1, help="by which the heads are split")
@@ -97,7 +98,7 @@ def _engine(arguments: argparse.Namespace) -> Engine:
         if len(devices) < arguments.devices:
             raise ValueError(f"--devices is {arguments.devices}; there are {len(devices)}")
         mesh = jax.make_mesh((arguments.devices,), (HEADS,), devices=devices[: arguments.devices])
-    given = {name: getattr(arguments, name) for name in ("pages", "sequences", "drafts", "cache_dtype")}
+    given = {name: getattr(arguments, name) for name in ("pages", "sequences", "drafts", "branches", "cache_dtype")}
     limits = dataclasses.replace(served.limits, **{name: x for name, x in given.items() if x is not None})
     dtype = jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     if arguments.random:
@@ -151,7 +152,7 @@ def _told(engine: Engine, prompts: Sequence[list[int]], steps: Sequence[Done]) -
         f"{len(steps)} steps with up to {max(len(done.chunks) for done in steps)} sequences, "
         f"{max(done.pages for done in steps)} pages in use at most, {engine.scheduler.preemptions} preemptions",
     ]
-    if drafts := sum(len(chunk.drafts) for chunk in chunks):
+    if drafts := sum(len(chunk.drafts.tokens) for chunk in chunks):
         accepted = sum(len(event.tokens) - 1 for done in steps for event in done.events)
         lines.append(f"{drafts} drafts, of which {accepted} were accepted")
     return "\n".join(lines)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .model import HEADS, Decoder, Weights
-from .program import Cache, Rows, Step, Tables, choose, empty_caches, forward
+from .program import MOST_DRAFTS, Cache, Rows, Step, Tables, choose, empty_caches, forward
 from .sampling import Kind, Sampling, SamplingArrays
 from .scheduler import Chunk, Request, Scheduler
 
@@ -35,6 +35,7 @@ class Limits:
         length: how many tokens a prompt and what is generated may come to.
         buckets: the sizes of a step in tokens, ascending, each with its program; the largest is the budget of a step.
         drafts: how many tokens are proposed after each that is decoded; 0 for no speculation.
+        branches: how many continuations they may be, as a tree; 1 for a chain.
         cache_dtype: of keys and values; by default that of the weights, or float8_e4m3fn or int8.
     """
 
@@ -44,6 +45,7 @@ class Limits:
     length: int = 1024
     buckets: tuple[int, ...] = (16, 64, 256)
     drafts: int = 0
+    branches: int = 1
     cache_dtype: Any = None
 
     def __post_init__(self):
@@ -58,6 +60,11 @@ class Limits:
             raise ValueError(f"limits: sequences is {self.sequences} but the largest bucket {self.buckets[-1]}; {rule}")
         if self.drafts < 0:
             raise ValueError(f"limits: drafts is {self.drafts}; it must be at least 0")
+        if self.branches < 1:
+            raise ValueError(f"limits: branches is {self.branches}; it must be at least 1")
+        if self.branches > 1 and not self.branches <= self.drafts <= MOST_DRAFTS:
+            rule = f"a tree has a token for each branch, and at most {MOST_DRAFTS}"
+            raise ValueError(f"limits: branches is {self.branches} and drafts {self.drafts}; {rule}")
 
 
 class Event(NamedTuple):
@@ -90,14 +97,19 @@ class Engine:
         dtype = weights["norm"].dtype
         cache_dtype = jnp.dtype(limits.cache_dtype or dtype)
         _check(decoder, dtype, cache_dtype, mesh)
+        if limits.branches > 1 and any(window is not None for window in decoder.windows):
+            rule = "a window counts places in the cache, which those of a tree are not"
+            raise ValueError(f"limits: branches is {limits.branches} but a layer of the decoder has a window; {rule}")
         self.decoder, self.weights, self.limits, self.mesh = decoder, weights, limits, mesh
         self.traces: Counter[Any] = Counter()  # how often the program of each bucket, or kind of sampling, was traced
-        self.scheduler = Scheduler(limits.pages, limits.page_size, limits.sequences, limits.buckets[-1], limits.drafts)
+        self.scheduler = Scheduler(
+            limits.pages, limits.page_size, limits.sequences, limits.buckets[-1], limits.drafts, limits.branches
+        )
         self._tables = Tables(limits.sequences, -(-limits.length // limits.page_size))
         self._caches = empty_caches(decoder, limits.pages, limits.page_size, cache_dtype, mesh)
         self._last = jnp.zeros(limits.sequences, jnp.int32, device=mesh and NamedSharding(mesh, P()))
         self._issued: deque[_Issued] = deque()
-        self._forward = jax.jit(self._counted_forward, donate_argnums=1)
+        self._forward = jax.jit(self._counted_forward, static_argnums=0, donate_argnums=2)
         self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
 
     def compile(self) -> None:
@@ -105,6 +117,8 @@ class Engine:
         for bucket in self.limits.buckets:
             for kind in Kind:
                 jax.block_until_ready(self._issue([], bucket, kind)[0])
+            if self.limits.branches > 1:
+                jax.block_until_ready(self._issue([], bucket, Kind.GREEDY, trees=True)[0])
 
     def submit(self, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Request:
         """Lets a prompt wait for its continuation.
@@ -154,7 +168,8 @@ class Engine:
             tokens = sum(chunk.end - chunk.start for chunk in chunks)
             bucket = next(size for size in self.limits.buckets if size >= tokens)
             kind = max((chunk.request.sampling.kind for chunk in chunks if chunk.samples), default=Kind.GREEDY)
-            sampled, first_rows = self._issue(chunks, bucket, kind)
+            trees = not all(chunk.drafts.is_chain for chunk in chunks)
+            sampled, first_rows = self._issue(chunks, bucket, kind, trees)
             for chunk in chunks:
                 chunk.request.unread += chunk.samples
             self._issued.append(_Issued(chunks, first_rows, sampled, self.scheduler.pool.used))
@@ -174,18 +189,19 @@ class Engine:
             pass
         return [request.tokens[len(request.prompt) :] for request in requests]
 
-    def _issue(self, chunks: list[Chunk], bucket: int, kind: Kind) -> tuple[Array, list[int]]:
+    def _issue(self, chunks: list[Chunk], bucket: int, kind: Kind, trees: bool = False) -> tuple[Array, list[int]]:
         rows = min(bucket, self.limits.sequences * (1 + self.limits.drafts))
         x, first_rows = self._tables.step(chunks, bucket, rows)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            self._caches, ends = self._forward(self.weights, self._caches, self._last, x)
+            self._caches, ends = self._forward(trees, self.weights, self._caches, self._last, x)
             self._last, sampled = self._choose(kind, self._last, ends, self._tables.sampling())
         sampled.copy_to_host_async()
         return sampled, first_rows
 
-    def _counted_forward(self, weights: Weights, caches: list[Cache], last: Array, x: Step) -> Any:
-        self.traces[x.tokens.shape[0]] += 1
-        return forward(self.decoder, weights, caches, last, x)
+    def _counted_forward(self, trees: bool, weights: Weights, caches: list[Cache], last: Array, x: Step) -> Any:
+        bucket = x.tokens.shape[0]
+        self.traces[("trees", bucket) if trees else bucket] += 1
+        return forward(self.decoder, weights, caches, last, x, trees)
 
     def _counted_choose(self, kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> Any:
         self.traces[kind, rows.slot.shape[0]] += 1
@@ -200,18 +216,19 @@ class Engine:
                 continue
             request.unread -= 1
             if request.finish_reason is None:
-                events.append(self._continue(request, chunk, sampled[row : row + 1 + len(chunk.drafts)]))
+                events.append(self._continue(request, chunk, sampled[row : row + 1 + len(chunk.drafts.tokens)]))
         return Done(issued.chunks, issued.pages, events)
 
     def _continue(self, request: Request, chunk: Chunk, sampled: list[int]) -> Event:
-        """Takes the drafts that are what was sampled, and the token that follows the last of these."""
-        accepted = 0
-        while accepted < len(chunk.drafts) and chunk.drafts[accepted] == sampled[accepted]:
-            accepted += 1
-        if chunk.drafts:
-            request.computed = chunk.stop + accepted
+        """Takes the drafts that are what was sampled, and the token that follows the last of these.
+
+        Of a tree its first path is where its tokens stay; others that are taken are computed again.
+        """
+        path = chunk.drafts.accepted(sampled)
+        if chunk.drafts.tokens:
+            request.computed = chunk.stop + sum(node == depth for depth, node in enumerate(path))
         new, reason = [], None
-        for token in sampled[: accepted + 1]:
+        for token in [sampled[0], *(sampled[node + 1] for node in path)]:
             new.append(token)
             request.tokens.append(token)
             if token in request.sampling.end:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .drafts import Lookup
+from .drafts import Drafts, Lookup
 from .pages import PagePool, page_key
 from .sampling import Sampling
 
@@ -66,21 +66,21 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     stop: int
-    drafts: list[int]
+    drafts: Drafts
     samples: bool  # whether the text ends at `stop`, so that the next token follows
 
     @property
     def end(self) -> int:
         """Behind the last position that is computed."""
-        return self.stop + len(self.drafts)
+        return self.stop + len(self.drafts.tokens)
 
 
 class Scheduler:
     """The requests that run, by their slots, and those that wait."""
 
-    def __init__(self, pages: int, page_size: int, slots: int, budget: int, drafts: int):
+    def __init__(self, pages: int, page_size: int, slots: int, budget: int, drafts: int, branches: int):
         self.pool = PagePool(pages)
-        self.page_size, self.budget, self.drafts = page_size, budget, drafts
+        self.page_size, self.budget, self.drafts, self.branches = page_size, budget, drafts, branches
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order of their admission
         self.preemptions = 0
@@ -114,28 +114,32 @@ class Scheduler:
     def _of_running(self) -> Iterator[Chunk]:
         """A chunk of each that runs. Of the budget a token is reserved for every one that decodes."""
         going_on = [request for request in self.running if request.left > 0]
-        reserved, left = sum(request.length - request.computed == 1 for request in going_on), self.budget
+        reserved, left = sum(map(self._decodes, going_on)), self.budget
         for request in going_on:
             if request.slot is None:
                 continue  # preempted for one before it
-            decodes = request.length - request.computed == 1
+            decodes, pending = self._decodes(request), request.length - request.computed
             reserved -= decodes
             most = left - reserved
             if most > 0 and self._has_pages(request, min(request.computed + most, request.length)):
-                drafts = min(self.drafts, most - 1, request.left - 1) if decodes else 0
+                drafts = min(self.drafts, most - pending, request.left - 1) if decodes else 0
                 chunk = self._chunk(request, most, drafts)
                 left -= chunk.end - chunk.start
                 yield chunk
 
+    def _decodes(self, request: Request) -> bool:
+        """Whether all is computed but its last token, and what was accepted of a tree but not of its first path."""
+        return request.length - request.computed <= (1 if self.branches == 1 else 1 + self.drafts)
+
     def _chunk(self, request: Request, most: int, drafts: int) -> Chunk:
         """The next tokens of a request, at most so many; and drafts, as far as there are pages for them."""
         start, stop = request.computed, min(request.computed + most, request.length)
-        proposed = request.lookup.propose(request.tokens, drafts) if drafts > 0 else []
-        if proposed:
-            missing = self._pages_of(stop + len(proposed)) - len(request.pages)
+        proposed = request.lookup.propose(request.tokens, drafts, self.branches) if drafts > 0 else Drafts([], [])
+        if proposed.tokens:
+            missing = self._pages_of(stop + len(proposed.tokens)) - len(request.pages)
             request.pages += self.pool.allocate(max(missing, 0)) or []
-            proposed = proposed[: len(request.pages) * self.page_size - stop]
-        request.computed = stop + len(proposed)
+            proposed = proposed.first(len(request.pages) * self.page_size - stop)
+        request.computed = stop + len(proposed.tokens)
         self._register(request, stop)
         return Chunk(request, start, stop, proposed, stop == request.length)
 

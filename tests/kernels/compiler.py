@@ -66,7 +66,7 @@ def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
     """The launches of a call, which is made of shapes alone; `module` is that of `launch`."""
     found = []
 
-    def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None, **constants):
+    def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None, zeroed_outputs=(), **constants):
         placed = (input_output_aliases or {}).values()
         outputs = [leaf for n, leaf in enumerate(jax.tree.leaves(out_type)) if n not in placed]
         arrays = iter([*operands, *outputs])

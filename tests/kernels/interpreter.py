@@ -11,17 +11,23 @@ from triton.runtime.jit import JITFunction
 POINTED_TO = {"bool": "int1"}
 
 
-def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None, **constants):
+def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None, zeroed_outputs=(), **constants):
     """`ejkernel.kernels._triton._launch.launch`, without a GPU."""
     leaves, tree = jax.tree.flatten(out_type)
     operands = [None if x is None else np.array(x) for x in operands]
     arrays = [x for x in operands if x is not None]
     placed = {result: arrays[operand] for operand, result in (input_output_aliases or {}).items()}
-    outputs = [placed.get(n, np.full(leaf.shape, _poison(leaf.dtype), leaf.dtype)) for n, leaf in enumerate(leaves)]
+    filled = lambda n, dtype: 0 if n in zeroed_outputs else _poison(dtype)
+    new = [np.full(leaf.shape, filled(n, leaf.dtype), leaf.dtype) for n, leaf in enumerate(leaves)]
+    outputs = [placed.get(n, x) for n, x in enumerate(new)]
     given = iter([*operands, *(x for n, x in enumerate(outputs) if n not in placed)])
     arguments = {p.name: constants[p.name] if p.name in constants else next(given) for p in kernel.params}
     run(kernel, arguments, grid)
     return tree.unflatten([jnp.asarray(x) for x in outputs])
+
+
+in_order = range
+"""The programs of a grid in the order in which they run."""
 
 
 def run(kernel, arguments: dict, grid: int):
@@ -39,7 +45,7 @@ def run(kernel, arguments: dict, grid: int):
         function = interpreted(kernel)
         converted = {name: _pointer(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
         interpreter.interpreter_builder.set_grid_dim(grid, 1, 1)
-        for program in range(grid):
+        for program in in_order(grid):
             interpreter.interpreter_builder.set_grid_idx(program, 0, 0)
             function(**converted)
     finally:
@@ -75,4 +81,4 @@ def _pointer(x: np.ndarray):
 
 def _poison(dtype):
     """What an output holds before it is written."""
-    return np.nan if jnp.issubdtype(dtype, jnp.floating) else 0
+    return np.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max // 2

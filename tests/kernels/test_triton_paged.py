@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, assert_close
-from kernels.paged import decode_step
+from kernels.paged import close, decode_defined, decode_step, wide
 
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
@@ -90,11 +90,15 @@ def ragged(lengths, contexts, h=4, g=2, d=16, page=8, drafts=0, seed=0):
     return {name: jnp.asarray(a, jnp.float32 if a.dtype == float else None) for name, a in x.items()}
 
 
-def check_call(operation, x, plan=None, **options):
+def operands_of(operation, x, plan=None, **options):
+    """The arrays that an implementation gets for these arguments, and the spec."""
     call = OPERATIONS[operation].prepare_arguments(**x, **options)
-    operands = OPERATIONS[operation].algorithm.operands(**call.named)
-    found, wanted = computed(operation, operands._replace(plan=None if plan is None else plan[None]), call.spec)
-    assert_close(found, wanted, 2e-6)
+    return OPERATIONS[operation].algorithm.operands(**call.named)._replace(plan=plan), call.spec
+
+
+def check_call(operation, x, plan=None, **options):
+    operands, spec = operands_of(operation, x, None if plan is None else plan[None], **options)
+    check(operation, operands, spec)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +116,42 @@ def check_call(operation, x, plan=None, **options):
 def test_prefills_beside_decodes(options, drafts):
     """Sequences of many tokens, of one, of few, and of none."""
     check_call("ragged_page_attention", ragged((23, 1, 4, 0, 9), (40, 17, 4, 8, 30), drafts=drafts), **options)
+
+
+@pytest.mark.parametrize("most", (0, 256))
+@pytest.mark.parametrize("count", (3, pytest.param(0, marks=pytest.mark.slow)))
+def test_tokens_of_no_sequence_have_nothing(count, most, monkeypatch):
+    """In front of the first sequence and behind the last that counts, of a step in one launch and in two."""
+    monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_TOKENS_OF_DECODES", most)
+    x = ragged((9, 0, 1, 4), (20, 8, 17, 4))
+    x |= dict(query_start_loc=jnp.minimum(x["query_start_loc"] + 2, len(x["q"])), num_seqs=jnp.asarray([count]))
+    check_call("ragged_page_attention", x)
+
+
+@pytest.mark.parametrize(
+    "pages, dtype, scale",
+    [
+        ("int8", "bfloat16", (20, 8, 2)),
+        ("float8_e4m3fn", "float16", (2,)),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in (("float8_e4m3fn", "bfloat16", (20, 8, 2)), ("int8", "float16", ()), ("int8", "bfloat16", None))
+        ),
+    ],
+)
+def test_pairs_of_eight_bits(pages, dtype, scale):
+    """Of a tiny and of a huge query too, and with factors of very different sizes."""
+    x, rng = decode_step(h=4, d=32, e=64, dtype=dtype, pages=pages), np.random.default_rng(1)
+    x["q"] *= jnp.asarray([1, 2.0**-12, 2.0**-3, 100, 0, 1], dtype)[:, None, None]
+    if scale is not None:
+        factors = lambda: jnp.asarray(10.0 ** rng.uniform(-4, 0, scale), jnp.float32)
+        x |= dict(k_scale=factors() / 10, v_scale=factors())
+    operands, spec = operands_of("page_attention", x)
+    found, _ = computed("page_attention", operands, spec)
+    wanted = decode_defined(x)
+    for n, (of_sequence, o) in enumerate(zip(wide(found[0][0]), wanted[0], strict=True)):
+        assert np.abs(of_sequence - o).max() <= (8e-3 if dtype == "bfloat16" else 2e-3) * np.abs(o).max(initial=0), n
+    close(found[1][0], wanted[1], 1e-5)
 
 
 def test_many_heads_share_a_key():
@@ -135,6 +175,35 @@ def test_a_plan_divides_a_step(workers, tokens_per_item):
         tokens_per_item=tokens_per_item,
     )  # fmt: skip
     check_call("ragged_page_attention", x, plan)
+
+
+@pytest.mark.parametrize(
+    "splits, at_once",
+    [(3, 3), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(17, 17, marks=pytest.mark.slow)],
+)
+def test_splits_are_merged_by_the_last_program_of_a_row_or_by_others(splits, at_once, monkeypatch):
+    monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_MERGED_AT_ONCE", at_once)
+    grids = []
+    launch = lambda *x, grid, **options: (grids.append(grid), interpreter.launch(*x, grid=grid, **options))[1]
+    monkeypatch.setattr(_launch, "launch", launch)
+    x, spec = operands_of("page_attention", decode_step(h=4))
+    assert_close(*computed("page_attention", x, spec, num_splits=splits), 2e-6)
+    programs = x.q.shape[1] * x.k_pages.shape[3] * splits
+    assert grids == [programs] if splits <= at_once else [programs, x.q.shape[1] * x.q.shape[2]]
+
+
+@pytest.mark.parametrize("planned", (False, True))
+def test_whichever_program_is_the_last_merges_the_splits_in_their_order(planned, monkeypatch):
+    x = decode_step(h=4)
+    plan = ejkernel.lax.page_plan(x["context_lens"], page_size=8, workers=7)[None] if planned else None
+    operands, spec = operands_of("page_attention", x, plan)
+    found = []
+    for order in (range, lambda n: range(n)[::-1], np.random.default_rng(0).permutation):
+        monkeypatch.setattr(interpreter, "in_order", order)
+        found.append(computed("page_attention", operands, spec)[0])
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_what_nobody_sees_may_be_nan():

@@ -1,5 +1,6 @@
 """However a step is put together, the text is that of whole forward passes, and every page comes back."""
 
+from dataclasses import replace
 from functools import cache
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from ejkernel import lax
-from ejkernel.serving import HEADS, Decoder, Engine, Limits, Sampling, place, random_weights
+from ejkernel.serving import HEADS, Decoder, Engine, Limits, Sampling, logits_of_text, place, random_weights
+from ejkernel.serving.drafts import Drafts, Lookup
 from ejkernel.serving.model import hidden_states, logits_of
 from ejkernel.serving.sampling import Kind
 
@@ -100,6 +102,73 @@ def test_drafts_that_are_right_save_steps(engine, plain):
     assert steps[1] < steps[0]
 
 
+@pytest.fixture(scope="module")
+def unwindowed(decoder):
+    """A decoder that sees all before it, its weights, and (prompt, count) → what it writes without a cache."""
+    whole = replace(decoder, windows=(None, None))
+    weights = random_weights(whole, jax.random.key(3))
+    of_text = jax.jit(lambda tokens: logits_of_text(whole, weights, tokens))
+
+    def continuation(prompt, count):
+        tokens = np.zeros((1, 64), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        for at in range(len(prompt), len(prompt) + count):
+            tokens[0, at] = jnp.argmax(of_text(tokens)[0, at - 1])
+        return tokens[0, len(prompt) : len(prompt) + count].tolist()
+
+    return whole, weights, continuation
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{}, dict(pages=7), pytest.param(dict(cache_dtype="int8"), marks=pytest.mark.slow)],
+    ids=["plain", "preemption", "int8"],
+)
+def test_text_of_draft_trees_is_that_without_a_cache(unwindowed, prompts, limits, monkeypatch):
+    """Trees in which the right tokens are on the first path, on another, or on both in turns."""
+    (decoder, weights, plain), rng, count, prompts = unwindowed, np.random.default_rng(0), 20, prompts[:5]
+    if "cache_dtype" in limits:  # whose text is its own
+        alone = Engine(decoder, weights, Limits(**{**LIMITS, **limits}))
+        wanted = alone.generate(prompts, Sampling(max_tokens=count))
+    else:
+        wanted = [plain(prompt, count) for prompt in prompts]
+    texts = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
+
+    def propose(self, tokens, count, branches):
+        (text,) = (text for text in texts if text[: len(tokens)] == tokens)
+        tree, node = Drafts([], []), -1
+        for token in text[len(tokens) :][: rng.integers(5)]:
+            for proposed in [(token + 1) % 64, token] if rng.random() < 0.4 else [token, (token + 1) % 64]:
+                tree.tokens.append(proposed)
+                tree.parents.append(node)
+            node = len(tree.tokens) - 2 + (tree.tokens[-1] == token)
+        return tree.first(count)
+
+    monkeypatch.setattr(Lookup, "propose", propose)
+    e = Engine(decoder, weights, Limits(**{**LIMITS, "drafts": 6, "branches": 2, **limits}))
+    requests, done = [e.submit(prompt, Sampling(max_tokens=count)) for prompt in prompts], []
+    while not e.idle:
+        done.append(e.step())
+    assert [request.tokens for request in requests] == texts and all_is_free(e)
+    assert (e.scheduler.preemptions > 0) == ("pages" in limits)
+    assert sum(len(event.tokens) - 1 for step in done if step for event in step.events) > 30  # accepted
+
+
+def test_programs_of_trees_are_compiled_beforehand_too(unwindowed):
+    e = Engine(*unwindowed[:2], Limits(**LIMITS, drafts=4, branches=2))
+    e.compile()
+    compiled = dict(e.traces)
+    assert {("trees", 8), ("trees", 16)} < set(compiled)
+    prompt = [5, 9, 33, 7, 5, 9, 2, 5, 9, 40, 5, 9] * 3
+    assert e.generate([prompt], Sampling(max_tokens=20)) == [unwindowed[2](prompt, 20)]
+    assert e.traces == compiled
+
+
+def test_trees_ask_for_a_decoder_without_windows(decoder, weights):
+    with pytest.raises(ValueError, match="branches is 2 but a layer of the decoder has a window"):
+        Engine(decoder, weights, Limits(**LIMITS, drafts=4, branches=2))
+
+
 def test_a_text_ends_after_an_end_token(engine, prompts, expected):
     e, end = engine(), expected[2][4]
     request = e.submit(prompts[2], Sampling(max_tokens=12, end=(end,)))
@@ -145,6 +214,9 @@ def test_a_request_that_can_never_fit_is_refused(engine):
         (dict(buckets=(16, 8)), "buckets is (16, 8); it must be ascending"),
         (dict(sequences=17), "sequences is 17 but the largest bucket 16"),
         (dict(drafts=-1), "drafts is -1"),
+        (dict(branches=0), "branches is 0"),
+        (dict(branches=3, drafts=2), "branches is 3 and drafts 2; a tree has a token for each branch"),
+        (dict(branches=2, drafts=32), "at most 31"),
         (dict(cache_dtype=jnp.bfloat16), "cache_dtype is bfloat16; it must be that of the weights, float32, or"),
     ],
 )

@@ -63,8 +63,20 @@ def test_pages_of_known_contents_are_the_last_to_be_given_away_and_of_these_the_
 
 def test_what_followed_the_longest_run_last_is_proposed():
     lookup = Lookup()
-    assert lookup.propose([1, 2, 3], 4) == []
-    assert lookup.propose([1, 2, 3, 9, 1, 2], 2) == [3, 9]
-    assert lookup.propose([1, 2, 3, 9, 1, 2, 4, 1, 2], 4) == [4, 1, 2]
-    assert lookup.propose([1, 2, 3, 9, 1, 2, 4, 1, 2, 3], 4) == [9, 1, 2, 4]
-    assert Lookup().propose([7], 3) == []
+    proposed = lambda *x: lookup.propose(*x).tokens
+    assert proposed([1, 2, 3], 4) == []
+    assert proposed([1, 2, 3, 9, 1, 2], 2) == [3, 9]
+    assert proposed([1, 2, 3, 9, 1, 2, 4, 1, 2], 4) == [4, 1, 2]
+    assert proposed([1, 2, 3, 9, 1, 2, 4, 1, 2, 3], 4) == [9, 1, 2, 4]
+    assert Lookup().propose([7], 3).tokens == []
+
+
+def test_what_followed_in_several_places_is_a_tree():
+    text = [1, 2, 3, 9, 7, 1, 2, 4, 8, 8, 1, 2]
+    tree = Lookup().propose(text, 4, 2)
+    assert tree == ([4, 8, 3, 9], [-1, 0, -1, 2]) and not tree.is_chain
+    assert tree.depths == [0, 1, 0, 1] and tree.ancestors == [0b1, 0b11, 0b100, 0b1100]
+    assert tree.accepted([3, 0, 0, 9, 5]) == [2, 3] and tree.accepted([4, 5, 0, 0, 0]) == [0]
+    assert tree.accepted([5, 0, 0, 0, 0]) == []
+    common = Lookup().propose([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2], 5, 2)
+    assert common == ([3, 5, 0, 4, 0], [-1, 0, 1, 0, 3])

@@ -13,6 +13,9 @@ from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from .._registry import configured_by, emits, kernel_registry, supported_if
 from . import _launch, _paged
 
+ROWS_BESIDE_PREFILLS = 32
+"""Of a tile of decodes: tokens × heads of a group."""
+
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
@@ -66,7 +69,12 @@ def attended(
 
 
 def _shapes(spec: CacheSpec, x: Operands) -> _paged.Shapes:
-    """With rows for the tokens of an average sequence, or for a single one where they may not depend on the step."""
-    sequences = x.block_tables.shape[1]
-    tokens = 1 if spec.batch_invariant else math.ceil(x.q.shape[1] / sequences)
+    """With rows for the tokens of an average sequence, or for a single one where they may not depend on the step.
+
+    Where an average sequence is more than a tile there are prefills, beside which sequences have one token or few.
+    """
+    sequences, heads = x.block_tables.shape[1], x.q.shape[2] // max(1, x.kv_pages.shape[3])
+    tokens = 1 if spec.batch_invariant else math.ceil(x.q.shape[1] / max(1, sequences))
+    if tokens * heads > _paged.LARGEST_DECODE_TILE:
+        tokens = max(1, ROWS_BESIDE_PREFILLS // max(1, heads))
     return _paged.Shapes(x.q, x.kv_pages, x.kv_pages, sequences, tokens)

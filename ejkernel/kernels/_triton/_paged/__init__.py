@@ -16,8 +16,8 @@ from ejkernel.types.target import DEFAULT_CORE_COUNT
 Config = TypeVar("Config", bound=OperationConfig)
 
 SMALLEST_TILE, LARGEST_DECODE_TILE, LARGEST_WIDTH, MOST_HEADS = 16, 64, 256, 64
-# Of the kernels of a decode, by their registers.
-MOST_RESIDENT_WARPS = 12
+# Of the kernels of a decode, by their registers, and so that each scheduler of a multiprocessor has one.
+MOST_RESIDENT_WARPS, FEWEST_RESIDENT_WARPS = 12, 4
 # Of keys and values in flight on a multiprocessor, with which the bandwidth is used.
 _SATURATING_BYTES = 100 * 1024
 # What it costs a program to begin and to end, and to merge splits by another launch, in keys read in that time.
@@ -140,9 +140,10 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
     limit, cores = _launch.shared_memory_limit(target), target.core_count or DEFAULT_CORE_COUNT
     programs = x.q.shape[0] * x.sequences * x.k.shape[3]
     fit = [of for size in DECODE_SIZES if shared_memory(x, of := decode_tiles(x, *size)) <= limit]
+    fit = [of for of in fit if _resident(x, of, limit) * of.warps >= FEWEST_RESIDENT_WARPS] or fit
     found = {}
     for order, tiles in enumerate(fit[:4]):
-        resident = min(MOST_RESIDENT_WARPS // tiles.warps, max(1, limit // shared_memory(x, tiles)))
+        resident = _resident(x, tiles, limit)
         saturating = max(1, _SATURATING_BYTES / bytes_in_flight(x, tiles))
         in_tiles = math.ceil(keys / tiles.keys)
         for splits in _splits(spec, in_tiles, tiles, most=min(resident * cores, math.ceil(keys / LEAST_KEYS))):
@@ -151,6 +152,11 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
             merge = _MERGE_KEYS + splits if splits > 1 else 0
             found[tiles, splits] = (time + merge) * (1 + order / 100)
     return sorted(found, key=found.get)[:8]
+
+
+def _resident(x: Shapes, tiles: Tiles, limit: int) -> int:
+    """Programs that a multiprocessor has at once."""
+    return min(MOST_RESIDENT_WARPS // tiles.warps, max(1, limit // shared_memory(x, tiles)))
 
 
 def _splits(spec: CacheSpec, in_tiles: int, tiles: Tiles, most: int) -> Sequence[int]:

@@ -6,25 +6,29 @@ these. It reads each key and value once:
     s_j = softcap·tanh(scale·q·k_j / softcap)
     lse = log(Σ_j exp s_j + Σ_x exp sinks_x),    o = Σ_j exp(s_j − lse) v_j
 
-Of a split it leaves o and lse without the sinks, which `merge.py` puts together. Statistics are relative to maxima in
-logits of base 2. Slots that no token of the row sees are not read; what one of them does not see is masked.
+Of a split it leaves o and lse without the sinks. The last program of a row and key/value head to do so, by a counter,
+merges them in the order of the splits; where there are many, `merge.py` does. Slots that no token of the row sees are
+not read; what one of them does not see is masked.
+
+Keys and values of eight bits are read in pairs of features, whose first and second become two tiles in float16: so a
+tile of values is transposed by the hardware, in sixteen bits, and conversions are few instructions. q is in units of a
+power of two of its row, such that float16 holds it.
 """
 
 import triton
 import triton.language as tl
 
+from .softmax import LOG2E, merged, write, write_padding
 from .work import item_of_plan, keys_of_row, row_of_program, split_of_keys
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def attend_kernel(
     q, k, v, context_lens, starts, num_seqs, first_keys, block_tables, sinks, k_scale, v_scale, draft_mask, plan,
-    o, lse, o_splits, lse_splits,
+    o, lse, o_splits, lse_splits, arrivals,
     problem: tl.constexpr, schedule: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) % problem.G
     unit = tl.program_id(0) // problem.G
@@ -44,25 +48,47 @@ def attend_kernel(
         low, high = keys_of_row(batch, sequence, position, tokens, context_lens, first_keys, problem)
         low, high = tl.maximum(low, begin), tl.minimum(high, end)
         slot += batch * (2 * schedule.items)
-    if tokens == 0:
-        return
     heads: tl.constexpr = problem.H // problem.G
     row = tl.arange(0, ROWS)
     of_token = row // heads
+    if tokens == 0:
+        if schedule.padding:
+            write_padding(o, lse, batch, token + of_token, of_token, group * heads + row % heads, starts, num_seqs,
+                          problem, schedule, V_WIDTH)  # fmt: skip
+        return
     in_row = of_token < tokens
     d, e = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
     # [batch, token, head] of a row of the tile.
     at = ((batch * problem.T + token + of_token) * problem.H + group * heads + row % heads).to(tl.int64)
     in_step = in_row & (token + of_token >= 0) & (token + of_token < problem.T)
-    queries = tl.load(
-        q + at[:, None] * problem.D + d[None, :], mask=in_step[:, None] & (d < problem.D)[None, :], other=0.0
-    )
+    # What q·k is multiplied by.
+    multiplier = problem.scale * LOG2E if problem.softcap is None else problem.scale / problem.softcap
+    if PAIRS:
+        first = q + at[:, None] * problem.D + 2 * tl.arange(0, WIDTH // 2)[None, :]
+        even = tl.load(first, mask=in_step[:, None], other=0.0).to(tl.float32)
+        odd = tl.load(first + 1, mask=in_step[:, None], other=0.0).to(tl.float32)
+        unit, per_unit = power_of_two(tl.maximum(tl.max(tl.abs(even), 1), tl.max(tl.abs(odd), 1)))
+        queries = (even * per_unit[:, None]).to(tl.float16), (odd * per_unit[:, None]).to(tl.float16)
+        multiplier *= unit
+        acc = tl.zeros([ROWS, V_WIDTH // 2], tl.float32), tl.zeros([ROWS, V_WIDTH // 2], tl.float32)
+    else:
+        queries = tl.load(
+            q + at[:, None] * problem.D + d[None, :], mask=in_step[:, None] & (d < problem.D)[None, :], other=0.0
+        )
+        acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
+    k_scale_strides: tl.constexpr = problem.k_scale
+    v_scale_strides: tl.constexpr = problem.v_scale
+    if k_scale is not None:  # noqa: SIM102, since strides are None without
+        if k_scale_strides.page == 0 and k_scale_strides.slot == 0:
+            multiplier *= tl.load(k_scale + row_at(k_scale_strides, batch, 0, 0, group))
     place = position + of_token
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     begin = low // BLOCK_K
-    end = tl.cdiv(high, BLOCK_K)
+    end = tl.where(low < high, tl.cdiv(high, BLOCK_K), begin)
+    # All slots of a dense cache, which are whole tiles.
+    every: tl.constexpr = context_lens is None and first_keys is None and problem.left is None
+    masked: tl.constexpr = not (every and not problem.causal and problem.page % BLOCK_K == 0)
     if ROWS > 64 and problem.left is None and problem.drafts == 0:
         # Tiles in front of the first token's own key are seen whole.
         full = tl.maximum(tl.minimum(high, position + 1) // BLOCK_K, begin)
@@ -72,66 +98,76 @@ def attend_kernel(
         for tile in tl.range(begin, full):
             maximum, total, acc = attend_tile(
                 tile, low, high, place, batch, sequence, group, token + of_token, queries, k, v, context_lens, starts,
-                block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
-                problem, BLOCK_K, WIDTH, V_WIDTH, MASKED=False,
+                block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+                problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=False,
             )  # fmt: skip
         begin = full
     for tile in tl.range(begin, end):
         maximum, total, acc = attend_tile(
             tile, low, high, place, batch, sequence, group, token + of_token, queries, k, v, context_lens, starts,
-            block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
-            problem, BLOCK_K, WIDTH, V_WIDTH, MASKED=True,
+            block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+            problem, BLOCK_K, WIDTH, V_WIDTH, PAIRS, MASKED=masked,
         )  # fmt: skip
+    if PAIRS:
+        acc = tl.reshape(tl.join(acc[0], acc[1]), [ROWS, V_WIDTH])
+    if v_scale is not None:  # noqa: SIM102, as above
+        if v_scale_strides.page == 0 and v_scale_strides.slot == 0:
+            acc *= tl.load(v_scale + row_at(v_scale_strides, batch, 0, 0, group))
+    head = group * heads + row % heads
     whole: tl.constexpr = plan is None and schedule.splits == 1
     if whole or splits == 1:
-        maximum, total, acc = with_sinks(
-            maximum, total, acc, place, sinks, batch, group * heads + row % heads, in_row, problem
-        )
-        acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            o + at[:, None] * problem.V + e[None, :],
-            acc.to(o.dtype.element_ty),
-            mask=in_step[:, None] & (e < problem.V)[None, :],
-        )
-        tl.store(lse + at, maximum * LN2 + tl.log(total), mask=in_step)
+        write(o, lse, at, in_step, maximum, total, acc, place, sinks, batch, head, problem, V_WIDTH)
     if not whole:  # noqa: SIM102, since the inner condition may be known at run time alone
         if splits > 1:
             acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-            out = ((slot * schedule.tokens + of_token) * problem.H + group * heads + row % heads).to(tl.int64)
+            out = (slot.to(tl.int64) * schedule.tokens + of_token) * problem.H + head
             tl.store(
                 o_splits + out[:, None] * problem.V + e[None, :], acc, mask=in_row[:, None] & (e < problem.V)[None, :]
             )
             tl.store(lse_splits + out, maximum + tl.log2(total), mask=in_row)
+            if arrivals is not None:
+                first = slot.to(tl.int64) - split
+                # All of the program has stored before one of its threads releases it, and loads after that acquired.
+                tl.debug_barrier()
+                before = tl.atomic_add(arrivals + first * problem.G + group, 1, sem="acq_rel", scope="gpu")
+                if before == splits - 1:
+                    out = (first * schedule.tokens + of_token) * problem.H + head
+                    maximum, total, acc = merged(
+                        o_splits, lse_splits, out, in_row, splits, problem, schedule, SPLITS, V_WIDTH
+                    )
+                    write(o, lse, at, in_step, maximum, total, acc, place, sinks, batch, head, problem, V_WIDTH)
 
 
 @triton.jit
 def attend_tile(
     tile, low, high, place, batch, sequence, group, token, queries, k, v, context_lens, starts,
-    block_tables, k_scale, v_scale, draft_mask, maximum, total, acc,
-    problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    block_tables, k_scale, v_scale, draft_mask, multiplier, maximum, total, acc,
+    problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The softmax so far, with the keys of one tile; without MASKED all tokens see all of them."""
-    d, e = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
     k_strides: tl.constexpr = problem.k
     v_strides: tl.constexpr = problem.v
     k_scale_strides: tl.constexpr = problem.k_scale
     v_scale_strides: tl.constexpr = problem.v_scale
     position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    visible = (position >= low) & (position < high)
-    page, slot = page_and_slot(block_tables, batch, sequence, tile, position, visible, problem, BLOCK_K, MASKED)
-    k_at = row_at(k_strides, batch, page, slot, group)[:, None] * problem.D + d[None, :]
-    v_at = row_at(v_strides, batch, page, slot, group)[:, None] * problem.V + e[None, :] + problem.v_offset
-    keys = load_rows(k + k_at, visible, d < problem.D, problem.D == WIDTH, MASKED)
-    factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group, visible)
-    s = tl.dot(queries, tl.trans(in_dtype(keys, queries)), input_precision="ieee")
+    # A slot that is not visible is not read: the nearest that is stands in its place.
+    held = tl.minimum(tl.maximum(position, low), high - 1) if MASKED else position
+    page, slot = page_and_slot(block_tables, batch, sequence, tile, held, problem, BLOCK_K)
+    row_of_k, row_of_v = row_at(k_strides, batch, page, slot, group), row_at(v_strides, batch, page, slot, group)
+    if PAIRS:
+        first, second = load_pairs(k, row_of_k, 0, problem.D)
+        s = tl.dot(queries[1], tl.trans(second), tl.dot(queries[0], tl.trans(first))) * multiplier[:, None]
+    else:
+        keys = in_dtype(load_rows(k, row_of_k, 0, problem.D, WIDTH), queries)
+        s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * multiplier
+    factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group)
     if factor is not None:
         s *= factor[None, :]
-    if problem.softcap is None:
-        s *= problem.scale * LOG2E
-    else:
-        s = problem.softcap * LOG2E * tanh(s * (problem.scale / problem.softcap))
+    if problem.softcap is not None:
+        s = problem.softcap * LOG2E * tanh(s)
     if MASKED:
-        visible_to = visible[None, :]
+        visible_to = (held == position)[None, :]
         if problem.causal and problem.drafts == 0:
             visible_to = visible_to & (position[None, :] <= place[:, None])
         if problem.left is not None:
@@ -146,31 +182,62 @@ def attend_tile(
     p = tl.exp2(s - base[:, None])
     alpha = tl.exp2(maximum - base)
     total = total * alpha + tl.sum(p, 1)
-    values = load_rows(v + v_at, visible, e < problem.V, problem.V == V_WIDTH, MASKED)
-    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, visible)
+    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group)
     if factor is not None:
         p *= factor[None, :]
-    values = in_dtype(values, queries)
-    acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
+    if PAIRS:
+        first, second = load_pairs(v, row_of_v, problem.v_offset, problem.V)
+        if factor is None:
+            p = p.to(tl.float16)
+            acc = tl.dot(p, first, acc[0] * alpha[:, None]), tl.dot(p, second, acc[1] * alpha[:, None])
+        else:
+            unit, per_unit = power_of_two(tl.max(tl.abs(p), 1))
+            p = (p * per_unit[:, None]).to(tl.float16)
+            even = acc[0] * alpha[:, None] + tl.dot(p, first) * unit[:, None]
+            acc = even, acc[1] * alpha[:, None] + tl.dot(p, second) * unit[:, None]
+    else:
+        values = in_dtype(load_rows(v, row_of_v, problem.v_offset, problem.V, V_WIDTH), queries)
+        acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
     return highest, total, acc
 
 
 @triton.jit
-def load_rows(at, visible, features, WHOLE: tl.constexpr, MASKED: tl.constexpr):
-    """A tile of keys or values; what is not visible is 0, whatever stands there."""
-    if MASKED:
-        return tl.load(at, mask=visible[:, None] & features[None, :], other=0.0)
-    elif WHOLE:
+def load_rows(x, row, offset: tl.constexpr, features: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile of keys or values."""
+    column = tl.arange(0, WIDTH)
+    at = x + row[:, None] * features + column[None, :] + offset
+    if features == WIDTH:
         return tl.load(at)
     else:
-        return tl.load(at, mask=features[None, :], other=0.0)
+        return tl.load(at, mask=(column < features)[None, :], other=0.0)
 
 
 @triton.jit
-def page_and_slot(
-    block_tables, batch, sequence, tile, position, visible,
-    problem: tl.constexpr, BLOCK_K: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr):
+    """The features of a tile of eight-bit keys or values in float16: the first of each pair, and the second."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    column = tl.arange(0, features // 2)
+    at = row[:, None] * (features // 2) + column[None, :] + offset // 2
+    pairs = tl.load(x.to(tl.pointer_type(tl.int16), bitcast=True) + at)
+    if dtype == tl.int8:
+        # 1024 + 128 + x in float16, whose last bit is 1 there.
+        first = ((pairs & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        return first, (((pairs >> 8) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+    else:
+        first = pairs.to(tl.int8).to(dtype, bitcast=True).to(tl.float16)
+        return first, (pairs >> 8).to(tl.int8).to(dtype, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def power_of_two(x):
+    """The greatest at most x, in float32's normal range, and one over it."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7F800000
+    bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
+    return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def page_and_slot(block_tables, batch, sequence, tile, position, problem: tl.constexpr, BLOCK_K: tl.constexpr):
     """Where the keys of a tile are; a page that is not in the pool is the nearest one that is."""
     if block_tables is None:
         return sequence, position
@@ -178,8 +245,6 @@ def page_and_slot(
         table = block_tables + (batch * problem.N + sequence).to(tl.int64) * problem.columns
         if problem.page % BLOCK_K == 0:
             page = tl.load(table + tl.minimum(tile // (problem.page // BLOCK_K), problem.columns - 1))
-        elif MASKED:
-            page = tl.load(table + position // problem.page, mask=visible, other=0)
         else:
             page = tl.load(table + position // problem.page)
         page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
@@ -189,17 +254,17 @@ def page_and_slot(
 @triton.jit
 def row_at(strides: tl.constexpr, batch, page, slot, group):
     """Which row of an array [batch, page, slot, group] is that of these."""
-    of_page = page.to(tl.int64) * strides.page + batch.to(tl.int64) * strides.batch + group * strides.group
+    of_page = tl.cast(page, tl.int64) * strides.page + batch.to(tl.int64) * strides.batch + group * strides.group
     return of_page + slot * strides.slot
 
 
 @triton.jit
-def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, visible):
-    """The factors of a tile of keys or values, 0 for those that are not visible; None where there are none."""
-    if scales is None:
+def scales_at(scales, strides: tl.constexpr, batch, page, slot, group):
+    """The factors of a tile of keys or values; None where they are not of its slots."""
+    if scales is None or (strides.page == 0 and strides.slot == 0):
         return
     else:
-        return tl.load(scales + row_at(strides, batch, page, slot, group), mask=visible, other=0.0)
+        return tl.load(scales + row_at(strides, batch, page, slot, group))
 
 
 @triton.jit
@@ -216,29 +281,6 @@ def is_drafted(draft_mask, position, batch, sequence, token, context_lens, start
         other=0,
     )
     return (new < 0)[None, :] | (told != 0)
-
-
-@triton.jit
-def with_sinks(maximum, total, acc, place, sinks, batch, head, in_row, problem: tl.constexpr):
-    """The softmax with the sinks of each row's head; none at all for a token that is in no context."""
-    count: tl.constexpr = problem.sinks
-    if count:
-        of_head = sinks + batch * problem.sinks_batch + head * count
-        highest = maximum
-        for x in tl.static_range(count):
-            highest = tl.maximum(highest, tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        alpha = tl.exp2(maximum - base)
-        total *= alpha
-        acc *= alpha[:, None]
-        for x in tl.static_range(count):
-            total += tl.exp2(tl.load(of_head + x, mask=in_row, other=float("-inf")) * LOG2E - base)
-        maximum = highest
-    if not problem.sinks_of_empty:
-        acc = tl.where((place >= 0)[:, None], acc, 0.0)
-        total = tl.where(place >= 0, total, 0.0)
-        maximum = tl.where(place >= 0, maximum, float("-inf"))
-    return maximum, total, acc
 
 
 @triton.jit

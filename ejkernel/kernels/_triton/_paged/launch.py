@@ -1,8 +1,9 @@
 """Attention over a cache, launch by launch: rows of few tokens, the merge of their splits, and rows of a prefill.
 
 Sequences with few tokens in the step, whose query heads of a group fit one tile together, are decoded: a row each,
-split over the keys so that all multiprocessors have work. The others have rows of a larger tile, which are not split.
-Each launch computes its own tokens, in place of what the one before it left.
+split over the keys so that all multiprocessors have work; few splits are merged in the launch that computes them. The
+others have rows of a larger tile, which are not split. Each launch computes its own tokens, in place of what the one
+before it left.
 """
 
 import warnings
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import triton
 from jax import Array
 
@@ -20,12 +20,27 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import KernelConfig
 
-from . import KEYS_OF_INVARIANT_SPLIT, PREFILL_SIZES, SMALLEST_TILE, Shapes, Tiles, fitting, power_of_two
+from . import (
+    KEYS_OF_INVARIANT_SPLIT,
+    LARGEST_DECODE_TILE,
+    PREFILL_SIZES,
+    SMALLEST_TILE,
+    Shapes,
+    Tiles,
+    fitting,
+    power_of_two,
+)
 from .attend import attend_kernel
-from .merge import SPLITS_PER_TILE, merge_kernel
+from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
 
 EVERY = 2**31 - 1
+# Tokens of a step that is computed by the tiles of a decode alone, if those of all sequences may be decodes.
+MOST_TOKENS_OF_DECODES = 256
+# Splits of a row that the program of one of them merges: more are read faster by a program for each head.
+MOST_MERGED_AT_ONCE = 16
+# Splits that are read together, by a program for each head, and numbers of them that a thread then holds at most.
+SPLITS_PER_TILE, _NUMBERS_PER_THREAD = 16, 128
 # o and lse, as far as they are computed.
 Results = dict[str, Array]
 
@@ -74,41 +89,54 @@ def attend(
     where these may not depend on the step. `prefill(n)` gives o and lse of all tokens but those of sequences with 1 to
     n of them in the step, in the place of the launch that is made here.
     """
-    problem, whole = _problem(x, spec, sequences, causal, sinks_of_empty), x.query_start_loc is None and x.plan is None
+    problem = _problem(x, spec, sequences, causal, sinks_of_empty)
     tokens, fixed = tiles.rows // (problem.H // problem.G), 0
+    if spec.batch_invariant or _launch.is_rocm():  # splits of a plan are merged at once
+        x = x._replace(plan=None)
     if spec.batch_invariant:
-        x, fixed = x._replace(plan=None), _keys_per_split(problem, spec, tiles)
+        fixed = _keys_per_split(problem, spec, tiles)
         splits = triton.cdiv(problem.page * max(problem.columns, 1), fixed)
     decode = Schedule(
-        rows=problem.N, tokens=tokens, search=False, least=1, most=tokens, splits=splits, keys_per_split=fixed
-    )
+        rows=problem.N, tokens=tokens, packed=False, padding=False, least=1, most=tokens, splits=splits,
+        keys_per_split=fixed,
+    )  # fmt: skip
     if x.plan is not None:
         items = x.plan.shape[1] * x.plan.shape[2]
         decode = replace(decode, items=items, plan_batch=0 if x.plan.shape[0] == 1 else items)
     if prefill is not None and tokens < problem.T:
         results = _decoded(x, problem, decode, tiles, prefill(tokens))
         return results["o"], results["lse"]
-    # Every token of a sequence is computed, by the one launch or the other.
-    results = {} if whole else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
-    results = _decoded(x, problem, decode, tiles, results)
-    if x.query_start_loc is None:
-        return results["o"], results["lse"]
-    if tokens < problem.T:
+    if x.query_start_loc is not None and _is_one_launch(x, spec, problem, tokens):
+        decode = replace(decode, rows=_packed_rows(problem, tokens), packed=True, padding=True, most=EVERY)
+    # What a plan leaves out, be it of another step, is nothing rather than what was in memory.
+    nothing = {} if x.plan is None else dict(o=jnp.zeros((*x.q.shape[:3], problem.V), x.q.dtype))
+    results = _decoded(x, problem, decode, tiles, nothing)
+    if x.query_start_loc is not None and not decode.padding:
         tiles = fitting(PREFILL_SIZES, Shapes(x.q, x.k, x.v, sequences))
         tokens = tiles.rows // (problem.H // problem.G)
         rest = Schedule(
-            rows=problem.N + problem.T // tokens, tokens=tokens, search=True, least=decode.most + 1, most=EVERY,
-            splits=1, keys_per_split=0,
+            rows=_packed_rows(problem, tokens), tokens=tokens, packed=True, padding=True, least=decode.most + 1,
+            most=EVERY, splits=1, keys_per_split=0,
         )  # fmt: skip
         results = _attend(x._replace(plan=None), problem, rest, tiles, results)
-    return results["o"], jnp.where(_is_of_a_sequence(x, problem)[..., None], results["lse"], np.float32(-np.inf))
+    return results["o"], results["lse"]
 
 
-def _is_of_a_sequence(x: Step, problem: Problem) -> Array:
-    """Of each token [b,t]."""
-    token, count = jnp.arange(problem.T, dtype=jnp.int32), jnp.clip(x.num_seqs, 0, problem.N)
-    end = jnp.take_along_axis(x.query_start_loc, count, 1)
-    return (token >= x.query_start_loc[:, :1]) & (token < end)
+def _is_one_launch(x: Step, spec: CacheSpec, problem: Problem, tokens: int) -> bool:
+    """Whether the tiles of the decode compute all sequences of a step, since most of it has to be decodes.
+
+    A sequence with more tokens than a tile has several rows. Which tile it is must not follow from the step if that is
+    to be invariant.
+    """
+    if x.plan is not None:
+        return False
+    few = min(MOST_TOKENS_OF_DECODES, problem.N * tokens) >= problem.T and not spec.batch_invariant
+    return few or tokens >= problem.T
+
+
+def _packed_rows(problem: Problem, tokens: int) -> int:
+    """How many rows of so many tokens are enough for any sequences, and for the tokens of none."""
+    return problem.N + problem.T // tokens + 1
 
 
 def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_empty: bool) -> Problem:
@@ -118,7 +146,7 @@ def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_em
         N=sequences, T=T, H=H, G=G, D=D, V=x.v.shape[-1], pages=pages, page=page,
         columns=0 if x.block_tables is None else x.block_tables.shape[2],
         length=T // sequences if x.query_start_loc is None else None,
-        causal=causal,
+        causal=causal and not (x.query_start_loc is None and sequences == T),  # one token sees all of its keys
         left=None if spec.window is None else spec.window - 1,
         scale=spec.softmax_scale, softcap=spec.softcap,
         k=strides_of(x.k.shape[:4], 1 + paired), v=strides_of(x.v.shape[:4], 1 + paired), v_offset=D * paired,
@@ -142,18 +170,18 @@ def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, result
     """Those of rows of few tokens, whose splits are merged."""
     if schedule.splits == 1 and x.plan is None:
         return _attend(x, problem, schedule, tiles, results)
-    units = x.q.shape[0] * (schedule.items or schedule.rows)
-    of_split = (units * (2 if schedule.items else schedule.splits), schedule.tokens, problem.H)
-    of = jax.ShapeDtypeStruct
+    slots = x.q.shape[0] * (2 * schedule.items or schedule.rows * schedule.splits)
+    of_split, of = (slots, schedule.tokens, problem.H), jax.ShapeDtypeStruct
     parts = dict(o_splits=of((*of_split, problem.V), jnp.float32), lse_splits=of(of_split, jnp.float32))
-    if schedule.items:  # some rows of which are not split
-        found = _launched(attend_kernel, x, results, _missing(x, problem, results) | parts, {}, units * problem.G,
-                          problem, schedule, tiles, **_sizes(problem, tiles))  # fmt: skip
-        results = {name: found[name] for name in ("o", "lse")}
-    else:
-        found = _launched(attend_kernel, x, {}, parts, dict(o=None, lse=None), units * schedule.splits * problem.G,
-                          problem, schedule, tiles, **_sizes(problem, tiles))  # fmt: skip
-    tables = x.context_lens, x.query_start_loc, x.num_seqs, x.sinks, x.plan
+    if x.plan is not None or _are_merged_at_once(schedule):
+        parts["arrivals"] = of((slots, problem.G), jnp.int32)
+        return _attend(x, problem, schedule, tiles, results, parts)
+    units = x.q.shape[0] * schedule.rows
+    found = _launched(
+        attend_kernel, x, {}, parts, dict(o=None, lse=None, arrivals=None), units * schedule.splits * problem.G,
+        problem, schedule, tiles, **_sizes(x, problem, schedule, tiles),
+    )  # fmt: skip
+    tables = x.context_lens, x.query_start_loc, x.num_seqs, x.sinks
     return _launched(
         merge_kernel, (*tables, found["o_splits"], found["lse_splits"]), results, _missing(x, problem, results), {},
         units * schedule.tokens * problem.H, problem, schedule, tiles._replace(warps=4, stages=1),
@@ -161,12 +189,26 @@ def _decoded(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, result
     )  # fmt: skip
 
 
-def _attend(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, results: Results) -> Results:
-    """Those of rows that are not split."""
-    return _launched(
-        attend_kernel, x, results, _missing(x, problem, results), dict(o_splits=None, lse_splits=None),
-        x.q.shape[0] * schedule.rows * problem.G, problem, schedule, tiles, **_sizes(problem, tiles),
+def _are_merged_at_once(schedule: Schedule) -> bool:
+    """Whether the last program of a row merges its splits.
+
+    On ROCm none does, for want of a GPU to run it on. Nor where splits have a fixed size, so that the order of the sum
+    does not follow from how many there may be.
+    """
+    return schedule.splits <= MOST_MERGED_AT_ONCE and not schedule.keys_per_split and not _launch.is_rocm()
+
+
+def _attend(
+    x: Step, problem: Problem, schedule: Schedule, tiles: Tiles, results: Results, parts: Results | None = None
+) -> Results:
+    """Those of rows that are not split, or whose splits are merged in the launch, by way of arrays of these types."""
+    programs = x.q.shape[0] * (schedule.items or schedule.rows * schedule.splits) * problem.G
+    absent = {name: None for name in ("o_splits", "lse_splits", "arrivals") if not parts}
+    found = _launched(
+        attend_kernel, x, results, _missing(x, problem, results) | (parts or {}), absent, programs, problem, schedule,
+        tiles, zeroed="arrivals", **_sizes(x, problem, schedule, tiles),
     )  # fmt: skip
+    return {name: found[name] for name in ("o", "lse")}
 
 
 def _missing(x: Step, problem: Problem, results: Results) -> dict[str, jax.ShapeDtypeStruct]:
@@ -181,8 +223,21 @@ def _width(features: int) -> int:
     return max(SMALLEST_TILE, power_of_two(features))
 
 
-def _sizes(problem: Problem, tiles: Tiles) -> dict[str, int]:
-    return dict(ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=_width(problem.V))
+def _sizes(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles) -> dict[str, int]:
+    width = _width(problem.V)
+    held = max(1, _NUMBERS_PER_THREAD * 32 * tiles.warps // (tiles.rows * width))
+    splits = min(held, SPLITS_PER_TILE if schedule.items else power_of_two(schedule.splits))
+    return dict(
+        ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=width, SPLITS=splits,
+        PAIRS=_are_pairs(x, problem, tiles),
+    )  # fmt: skip
+
+
+def _are_pairs(x: Step, problem: Problem, tiles: Tiles) -> bool:
+    """Whether keys and values are read in pairs of features: of eight bits, beside queries of sixteen."""
+    powers_of_two = all(n >= 2 * SMALLEST_TILE and n == power_of_two(n) for n in (problem.D, problem.V))
+    eight_bits = x.k.dtype.itemsize == 1 and x.q.dtype.itemsize == 2
+    return eight_bits and powers_of_two and tiles.rows <= LARGEST_DECODE_TILE
 
 
 def _launched(
@@ -195,9 +250,10 @@ def _launched(
     problem: Problem,
     schedule: Schedule,
     tiles: Tiles,
+    zeroed: str = "",
     **sizes: int,
 ) -> Results:
-    """The outputs of a launch by name: new ones, and those in the place of the arrays given for them.
+    """The outputs of a launch by name: new ones, of which one may be zeroed, and those in the place of given arrays.
 
     New ones come first: a launch gets the buffers of its operands, and for further parameters the first of its results.
     """
@@ -205,12 +261,13 @@ def _launched(
     first = sum(a is not None for a in operands)
     out_type = (*new.values(), *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in placed.values()))
     with warnings.catch_warnings():
-        # jax-triton would rather have a reference of JAX, which no rule of lowering can make.
-        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        # jax-triton would rather have references of JAX, which no rule of lowering can make.
+        warnings.filterwarnings("ignore", ".*_(aliases|outputs) is deprecated", DeprecationWarning)
         found = _launch.launch(
             kernel, *operands, *placed.values(), out_type=out_type, grid=grid,
             config=KernelConfig(num_warps=tiles.warps, num_stages=tiles.stages),
             input_output_aliases={first + n: len(new) + n for n in range(len(placed))},
+            zeroed_outputs=tuple(n for n, name in enumerate(new) if name == zeroed),
             problem=problem, schedule=schedule, **unwanted, **sizes,
         )  # fmt: skip
     return dict(zip((*new, *placed), found, strict=True))

@@ -75,9 +75,10 @@ class Schedule:
     A row is up to `tokens` tokens of one sequence, whose query heads of a group are packed into one tile.
 
     Attributes:
-        rows: of a batch index: one for each sequence, or with `search` one for each `tokens` tokens and sequence.
+        rows: of a batch index: one for each sequence, or as many as its tokens can need if they are packed.
         tokens: of a row at most.
-        search: whether the sequence of a row is looked up, because a sequence may have several.
+        packed: whether the rows of a sequence follow those of the one before, so that it may have several.
+        padding: whether rows that no sequence needs write what tokens of no sequence have; they have to be packed.
         least, most: only sequences of least ≤ tokens ≤ most in the step are computed.
         splits: parts that the keys of a row are cut into.
         keys_per_split: keys of a part, where it may depend on nothing else; 0 shares them out evenly.
@@ -87,7 +88,8 @@ class Schedule:
 
     rows: int
     tokens: int
-    search: bool
+    packed: bool
+    padding: bool
     least: int
     most: int
     splits: int

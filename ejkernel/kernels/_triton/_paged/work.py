@@ -8,35 +8,54 @@ import triton.language as tl
 def row_of_program(unit, context_lens, starts, num_seqs, problem: tl.constexpr, schedule: tl.constexpr):
     """The row of a program: batch, sequence, first token in the step, tokens (0 is no work), and its first position.
 
-    `unit` counts the rows of all batches.
+    `unit` counts the rows of all batches. Where rows are packed, those behind the last one that has tokens stand for
+    the tokens of no sequence, and the first token is that of these.
     """
     batch = unit // schedule.rows
     row = unit % schedule.rows
     if starts is None:
-        sequence = row
-        start = row * problem.length
-        length = problem.length
-        before = 0
-    else:
-        count = tl.minimum(tl.maximum(tl.load(num_seqs + batch), 0), problem.N)
-        sequence = row
+        position = context_of(context_lens, batch, row, problem) - problem.length
+        return batch, row, row * problem.length, problem.length, position
+    elif schedule.packed:
         of_batch = starts + batch * (problem.N + 1)
-        if schedule.search:
-            # Row r is of the last sequence n with starts[n] // tokens + n <= r, which has rows enough from there.
-            n = tl.arange(0, triton.next_power_of_2(problem.N))
-            begin = tl.load(of_batch + n, mask=n < count, other=0)
-            sequence = tl.sum(((n < count) & (begin // schedule.tokens + n <= row)).to(tl.int32)) - 1
-        inside = (sequence >= 0) & (sequence < count)
-        sequence = tl.where(inside, sequence, 0)
-        start = tl.load(of_batch + sequence)
-        length = tl.where(inside, tl.load(of_batch + sequence + 1) - start, 0)
+        count = count_of_sequences(num_seqs, batch, problem)
+        n = tl.arange(0, triton.next_power_of_2(problem.N))
+        lengths = tl.load(of_batch + n + 1, mask=n < count, other=0) - tl.load(of_batch + n, mask=n < count, other=0)
+        lengths = tl.where((lengths >= schedule.least) & (lengths <= schedule.most), lengths, 0)
+        ends = tl.cumsum(tl.cdiv(lengths, schedule.tokens), 0)
+        sequence = tl.sum((ends <= row).to(tl.int32))
+        rows = tl.max(ends, 0)
+        is_row = row < rows
+        sequence = tl.where(is_row, sequence, 0)
+        length = tl.sum(tl.where(n == sequence, lengths, 0))
+        end = tl.sum(tl.where(n == sequence, ends, 0))
+        before = (row - end + tl.cdiv(length, schedule.tokens)) * schedule.tokens
+        tokens = tl.where(is_row, tl.minimum(length - before, schedule.tokens), 0)
+        token = tl.where(is_row, tl.load(of_batch + sequence) + before, (row - rows) * schedule.tokens)
+        position = context_of(context_lens, batch, sequence, problem) - length + before
+        return batch, sequence, token, tokens, position
+    else:
+        start = tl.load(starts + batch * (problem.N + 1) + row)
+        length = tl.load(starts + batch * (problem.N + 1) + row + 1) - start
         length = tl.where((length >= schedule.least) & (length <= schedule.most), length, 0)
-        before = 0
-        if schedule.search:
-            before = (row - start // schedule.tokens - sequence) * schedule.tokens
-    tokens = tl.minimum(tl.maximum(length - before, 0), schedule.tokens)
-    context = context_of(context_lens, batch, sequence, problem)
-    return batch, sequence, start + before, tokens, context - length + before
+        length = tl.where(row < count_of_sequences(num_seqs, batch, problem), length, 0)
+        position = context_of(context_lens, batch, row, problem) - length
+        return batch, row, start, tl.minimum(length, schedule.tokens), position
+
+
+@triton.jit
+def count_of_sequences(num_seqs, batch, problem: tl.constexpr):
+    """How many sequences there are, of N at most."""
+    return tl.minimum(tl.maximum(tl.load(num_seqs + batch), 0), problem.N)
+
+
+@triton.jit
+def tokens_of_sequences(starts, num_seqs, batch, problem: tl.constexpr):
+    """The tokens first ≤ t < last of the step are those of its sequences."""
+    of_batch = starts + batch * (problem.N + 1)
+    first = tl.minimum(tl.maximum(tl.load(of_batch), 0), problem.T)
+    last = tl.load(of_batch + count_of_sequences(num_seqs, batch, problem))
+    return first, tl.minimum(tl.maximum(last, first), problem.T)
 
 
 @triton.jit
@@ -57,6 +76,10 @@ def item_of_plan(item, plan, context_lens, starts, problem: tl.constexpr, schedu
     page, pages = tl.load(entry + 3), tl.load(entry + 4)
     slot, split, splits = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
     sequence = tl.minimum(tl.maximum(sequence, 0), problem.N - 1)
+    # What splits leave stays within its arrays, whatever a plan says.
+    slot = tl.minimum(tl.maximum(slot, 0), 2 * schedule.items - 1)
+    split = tl.minimum(tl.maximum(split, 0), slot)
+    splits = tl.minimum(splits, 2 * schedule.items - slot + split)
     if starts is None:
         start, length = sequence * problem.length, problem.length
     else:

@@ -31,7 +31,8 @@ from jax import Array, lax
 from ejkernel.kernels._page_plan import ragged_rows
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._paged import SMALLEST_TILE
-from ejkernel.kernels._triton._paged.attend import LN2, LOG2E, in_dtype, tanh
+from ejkernel.kernels._triton._paged.attend import in_dtype, tanh
+from ejkernel.kernels._triton._paged.softmax import LN2, LOG2E
 from ejkernel.kernels._xla._pages import ragged_queries
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
