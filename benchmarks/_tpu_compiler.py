@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from _bundles import Issued, execute
 from jax.experimental import topologies
+
+from ._bundles import Issued, execute
 
 
 @dataclass(frozen=True)
