@@ -60,7 +60,7 @@ def test_every_operand_fills_whole_lines_of_256_bytes(batch, groups):
 
 
 @pytest.mark.parametrize("transpose_rhs", (False, True))
-def test_gradients_are_of_both_tiers(transpose_rhs):
+def test_gradients_are_of_both_kernels(transpose_rhs):
     rhs = array((4, 512, 256) if transpose_rhs else (4, 256, 512), jnp.bfloat16)
     loss = lambda *a: lax.grouped_matmul(*a, transpose_rhs=transpose_rhs).sum()
     text = lowered(jax.grad(loss, (0, 1)), array((1024, 256), jnp.bfloat16), rhs, array((4,), jnp.int32))

@@ -3,7 +3,7 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -123,7 +123,7 @@ def _small_tiles(operands: Operands) -> str | None:
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "flash_attention",
     FlashAttentionSpec,
@@ -135,8 +135,8 @@ _tier = Tier(
     refuses=configs.refuses,
 )
 
-flash_attention = _tier.forward("forward", takes)
-flash_attention_jvp = _tier.tangent("tangent", takes_jvp)
-flash_attention_bwd = _tier.backward("backward", takes_bwd)
+flash_attention = _kernels.forward("forward", takes)
+flash_attention_jvp = _kernels.tangent("tangent", takes_jvp)
+flash_attention_bwd = _kernels.backward("backward", takes_bwd)
 
-_tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
+_kernels.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

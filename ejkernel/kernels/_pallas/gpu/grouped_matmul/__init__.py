@@ -4,8 +4,8 @@ The forward and the gradient of the rows, the same product with the matrices tra
 What stands here imports no Pallas; the kernel is imported when it is first needed.
 """
 
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
@@ -38,7 +38,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "grouped_matmul",
     GroupedMatmulSpec,
@@ -51,6 +51,6 @@ _tier = Tier(
     custom_calls=kernel_registry.find("grouped_matmul", Platform.TRITON, Backend.GPU).implementation.custom_calls,
 )
 
-grouped_matmul_bwd = _tier.backward("backward", supports)
+grouped_matmul_bwd = _kernels.backward("backward", supports)
 
-_tier.register("grouped_matmul", grouped_matmul_bwd)
+_kernels.register("grouped_matmul", grouped_matmul_bwd)

@@ -1,12 +1,12 @@
 """The kernels of an algorithm on one platform: a forward, a tangent and a backward, imported when first needed.
 
-    _tier = Tier(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.TRITON, Backend.GPU, 100)
+    _kernels = KernelTrio(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.TRITON, Backend.GPU, 100)
 
-    flash_attention = _tier.forward("forward", supports)
-    flash_attention_jvp = _tier.tangent("tangent", supports)
-    flash_attention_bwd = _tier.backward("backward", supports_bwd)
+    flash_attention = _kernels.forward("forward", supports)
+    flash_attention_jvp = _kernels.tangent("tangent", supports)
+    flash_attention_bwd = _kernels.backward("backward", supports_bwd)
 
-    _tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
+    _kernels.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
 
 The package has a module for each of the three with a function of that name, and `configs` with
 `space(name, operands, spec, target)`: the configs that may be best for a call, the likeliest first. A config may
@@ -29,7 +29,7 @@ Predicate = Callable[[Any, Any, Target], str | None]
 
 
 @dataclass(frozen=True)
-class Tier:
+class KernelTrio:
     """Where the three kernels are, what they take, and how they are registered.
 
     Attributes:
