@@ -94,11 +94,15 @@ def _modes(shape: Shape) -> list[str]:
 def measured(shape: Shape, mode: str, dtype: jnp.dtype, case: Case, repeats: int) -> list[Row]:
     """The rows of one call in one mode, which are printed."""
     unit = shape.unit(mode)
+
+    def judged(results: Sequence[Any]) -> float:
+        return case.judge()(results)  # which takes its time, and is made when there are results
+
     rows = measure(
         str(shape),
         mode,
         case.contenders,
-        lambda results: case.judge()(results),
+        judged,
         bounds=(case.largest_error or LARGEST_ERROR[mode], _LARGEST_OF_A_RIVAL),
         work=shape.work(mode),
         yardstick=yardstick(None if unit == TBYTES else dtype.name),

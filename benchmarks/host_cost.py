@@ -60,6 +60,7 @@ def least(contenders: list[Callable[[], Any]], rounds: int, calls: int, *, cold:
 
 
 def arrays() -> list[jax.Array]:
+    """q, k and v."""
     return [jax.random.normal(jax.random.key(i), SHAPE) for i in range(3)]
 
 

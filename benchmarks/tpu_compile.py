@@ -1,5 +1,6 @@
-"""Every TPU kernel with every config that may be chosen for it, through the compilers of TPUs that are not there:
-`python -m benchmarks.tpu_compile --generations v5e,v6e --operations gla`.
+"""Every TPU kernel with every config through the compilers of TPUs: `python -m benchmarks.tpu_compile`.
+
+`--generations v5e,v6e --operations gla` compiles for some of them, which are not there.
 
 Of each operation the forward, the backward and the tangent, for each named shape and each config of its space. What a
 compiler is given depends on features, options and blocks, but not on how many sequences or heads there are: of the
@@ -49,6 +50,7 @@ class Program:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles all programs and keeps what came of each; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", default=",".join(GENERATIONS))
     parser.add_argument("--operations", default=",".join(OPERATIONS_WITH_TRIOS))

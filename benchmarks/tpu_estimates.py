@@ -79,6 +79,7 @@ class Call:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Estimates all cases and keeps them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", default="v5e,v6e", help=f"of {', '.join(GENERATIONS)}")
     parser.add_argument("--shapes", default=",".join(ATTENTION_SHAPES))

@@ -79,6 +79,7 @@ def beside_jax(repeats: int) -> list[Row]:
 
 
 def causal(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention with its causal option."""
     option = "is_causal" if attention is jax.nn.dot_product_attention else "causal"
     return lambda q, k, v: attention(q, k, v, **{option: True})
 

@@ -1,6 +1,6 @@
 """The kernels of an algorithm on one platform: a forward, a tangent and a backward, imported when first needed.
 
-    _kernels = KernelTrio(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.TRITON, Backend.GPU, 100)
+    _kernels = KernelTrio(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, …, Backend.GPU, 100)
 
     flash_attention = _kernels.forward("forward", supports)
     flash_attention_jvp = _kernels.tangent("tangent", supports)

@@ -46,7 +46,7 @@ class Limits:
     drafts: int = 0
     cache_dtype: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = dict(pages=self.pages, page_size=self.page_size, sequences=self.sequences, length=self.length)
         for name, size in sizes.items():
             if size < 1:
@@ -86,7 +86,7 @@ class _Issued(NamedTuple):
 class Engine:
     """A model with a cache, that continues many requests at once. One thread at a time may use it."""
 
-    def __init__(self, decoder: Decoder, weights: Weights, limits: Limits, mesh: Mesh | None = None):
+    def __init__(self, decoder: Decoder, weights: Weights, limits: Limits, mesh: Mesh | None = None) -> None:
         dtype = weights["norm"].dtype
         cache_dtype = jnp.dtype(limits.cache_dtype or dtype)
         _check(decoder, dtype, cache_dtype, mesh)
