@@ -8,6 +8,7 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
+from .._internals import moved
 from . import configs, head_dims
 
 HOPPER = 90
@@ -30,6 +31,8 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernels are for compute capability 9.0, not {target.capability}"
+    if reason := moved():
+        return reason
     if operands.q.dtype.name not in ("bfloat16", "float16"):
         return f"q is {operands.q.dtype}; the kernels take bfloat16 and float16"
     if 0 in operands.q.shape or 0 in operands.k.shape:

@@ -9,6 +9,7 @@ from ejkernel.kernels._registry import kernel_registry
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
+from .._internals import moved
 from . import configs
 
 HOPPER = 90
@@ -23,6 +24,8 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernel is for compute capability 9.0, not {target.capability}"
+    if reason := moved():
+        return reason
     if lhs.dtype.name not in ("bfloat16", "float16") or rhs.dtype != lhs.dtype:
         return f"lhs is {lhs.dtype} and rhs {rhs.dtype}; the kernel takes bfloat16 or float16, the same for both"
     if 0 in lhs.shape or lhs.shape[1] % 8:
