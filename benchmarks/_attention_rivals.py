@@ -1,90 +1,67 @@
-"""Who computes attention beside this library: each contender prepares one call of a case, or says why it cannot."""
+"""Who computes attention beside this library: each contender prepares one call, or says why it cannot."""
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _attention import Inputs, call
-from _harness import Batch, Contender, Prepared, Unavailable, queued
-from _process import asked
 from jax import Array
 
-from ejkernel.cli._equations import equations
 from ejkernel.kernels._xla.flash_attention import reference
 from ejkernel.modules import flash_attention
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 from ejkernel.types import AttentionShape
 
+from . import _vllm
+from ._attention import heads_first, without_others
+from ._contenders import Inputs, imported, of_jax, of_ours, of_torch, torch_batch, torch_on_gpu
+from ._harness import Batch, Contender, Prepared, Unavailable
+from ._process import asked
+
 
 def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:
     """Ours on each platform ("auto" for the choice of the library), then the rivals."""
-
-    def of_jax(name: str, attention: Callable[[], Callable[..., Array]], ours: bool = False) -> Contender:
-        made = cache(lambda: _compiled(*_call(attention(), mode, given)))
-        # To compile the backward alone its forward has to run, which is not for several at once.
-        return Contender(name, lambda: _prepare(*made()), ours, warm=made if mode != "bwd" else Contender.warm)
-
+    of_jax_ = lambda name, function: of_jax(name, function, mode, given)
     release = cache(lambda: _published(shape, mode, given))
     return [
-        *(of_jax(f"ejkernel {name}", partial(_ours, shape, given, name), ours=True) for name in platforms),
-        of_jax("plain formula", lambda: _formula(shape, given)),
-        of_jax("jax.nn xla", lambda: _jax_nn(shape, "xla")),
-        of_jax("jax.nn cudnn", lambda: _jax_nn(shape, "cudnn")),
-        of_jax("tokamax mosaic", lambda: _tokamax(shape, "mosaic")),
-        of_jax("tokamax triton", lambda: _tokamax(shape, "triton")),
-        of_jax("jax attention_mgpu", lambda: _attention_mgpu(shape, mode, given)),
-        Contender("torch cudnn", lambda: _torch(shape, mode, given, "CUDNN_ATTENTION")),
-        Contender("torch flash", lambda: _torch(shape, mode, given, "FLASH_ATTENTION")),
+        *of_ours("flash_attention", platforms, partial(_ours, shape), mode, given),
+        of_jax_("plain formula", lambda: _formula(shape)),
+        of_jax_("jax.nn xla", lambda: _jax_nn(shape, "xla")),
+        of_jax_("jax.nn cudnn", lambda: _jax_nn(shape, "cudnn")),
+        of_jax_("tokamax mosaic", lambda: _tokamax(shape, "mosaic")),
+        of_jax_("tokamax triton", lambda: _tokamax(shape, "triton")),
+        of_jax_("jax attention_mgpu", lambda: _attention_mgpu(shape, mode, given)),
+        of_torch("torch cudnn", lambda: _torch(shape, "CUDNN_ATTENTION"), mode, given),
+        of_torch("torch flash", lambda: _torch(shape, "FLASH_ATTENTION"), mode, given),
         Contender("torch jvp_flash", lambda: _jvp_flash_attention(shape, mode, given)),
+        of_torch("FlashAttention-3", lambda: _flash_attention_3(shape, mode), mode, given),
         Contender("ejkernel of PyPI", release, warm=release),
         Contender("ejkernel before", lambda: _earlier(shape, mode, given)),
     ]
 
 
-def _call(attention: Callable[..., Array], mode: str, given: Inputs) -> tuple[Callable[..., tuple], tuple]:
-    """The jitted call and its arguments; the backward alone takes the residuals of a forward that ran before."""
-    x, dx, do = given.operands, given.tangents, given.cotangent
-    if mode == "bwd":
-        return jax.jit(lambda pull, do: pull(do)), (jax.jit(lambda *x: jax.vjp(attention, *x)[1])(*x), do)
-    return jax.jit(call(attention, mode)), (x, dx, do)
-
-
-def _compiled(function: Callable[..., tuple], arguments: tuple) -> tuple[Callable[..., tuple], tuple, str]:
-    """The call as a program, its arguments, and the configs of ours in it."""
-    traced = function.trace(*arguments)
-    ran = equations(traced.jaxpr, "flash_attention")
-    detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
-    return traced.lower().compile(), arguments, detail
-
-
-def _prepare(program: Callable[..., tuple], arguments: tuple, detail: str) -> Prepared:
-    """Runs a program."""
-    return Prepared(jax.block_until_ready(program(*arguments)), queued(program, *arguments), detail)
-
-
-def _ours(shape: AttentionShape, given: Inputs, platform: str) -> Callable[..., Array]:
-    return lambda q, k, v: flash_attention(
+def _ours(shape: AttentionShape, platform: str | None) -> Callable[..., Array]:
+    return lambda q, k, v, sinks=None: flash_attention(
         q,
         k,
         v,
         causal=shape.causal,
         sliding_window=shape.window,
         logits_soft_cap=shape.softcap,
-        softmax_aux=given.sinks,
-        platform=None if platform == "auto" else platform,
+        softmax_aux=sinks,
+        platform=platform,
     )
 
 
-def _formula(shape: AttentionShape, given: Inputs) -> Callable[..., Array]:
+def _formula(shape: AttentionShape) -> Callable[..., Array]:
     """What a user would write, with all the logits in memory."""
     spec = FlashAttentionSpec(**shape.options, softmax_scale=shape.head_dim**-0.5)
-    sinks = None if given.sinks is None else given.sinks[None]
-    return lambda q, k, v: reference(q, k, v, None, None, None, None, sinks, spec=spec).o
+    of_batch = lambda sinks: None if sinks is None else sinks[None]
+    return lambda q, k, v, sinks=None: reference(q, k, v, *[None] * 4, of_batch(sinks), spec=spec).o
 
 
 def _jax_nn(shape: AttentionShape, implementation: str) -> Callable[..., Array]:
@@ -92,7 +69,7 @@ def _jax_nn(shape: AttentionShape, implementation: str) -> Callable[..., Array]:
     if implementation == "cudnn" and jax.default_backend() != "gpu":
         raise Unavailable("cuDNN needs an NVIDIA GPU")
     window = None if shape.window == (None, None) else _bounded(shape)
-    return lambda q, k, v: jax.nn.dot_product_attention(
+    return lambda q, k, v, **others: jax.nn.dot_product_attention(
         q, k, v, is_causal=shape.causal, local_window_size=window, implementation=implementation
     )
 
@@ -101,12 +78,9 @@ def _tokamax(shape: AttentionShape, implementation: str) -> Callable[..., Array]
     _refuse(shape, "tokamax", "sinks")
     if jax.default_backend() == "cpu":
         raise Unavailable(f"tokamax {implementation} needs an accelerator")
-    try:
-        import tokamax
-    except ImportError as error:
-        raise Unavailable(f"tokamax cannot be imported: {error}") from error
+    tokamax = imported("tokamax")
     window = None if shape.window == (None, None) else _bounded(shape)
-    return lambda q, k, v: tokamax.dot_product_attention(
+    return lambda q, k, v, **others: tokamax.dot_product_attention(
         q,
         k,
         v,
@@ -126,10 +100,7 @@ def _attention_mgpu(shape: AttentionShape, mode: str, given: Inputs) -> Callable
         raise Unavailable("attention_mgpu keeps its tiles in float16, and takes no other arrays")
     if mode != "fwd" and (shape.causal or mode == "jvp"):
         raise Unavailable("attention_mgpu has a gradient without causality alone")
-    try:
-        from jax.experimental.pallas.ops.gpu import attention_mgpu
-    except ImportError as error:
-        raise Unavailable(f"attention_mgpu cannot be imported: {error}") from error
+    attention_mgpu = imported("jax.experimental.pallas.ops.gpu.attention_mgpu")
     block = 128 if shape.head_dim <= 128 else 64
     config = attention_mgpu.TuningConfig(
         block_q=64,
@@ -143,46 +114,41 @@ def _attention_mgpu(shape: AttentionShape, mode: str, given: Inputs) -> Callable
         block_kv_dq=64,
     )
     scaled = lambda q: (q * (shape.head_dim**-0.5)).astype(q.dtype)
-    return lambda q, k, v: attention_mgpu.attention(scaled(q), k, v, config)
+    return without_others(lambda q, k, v: attention_mgpu.attention(scaled(q), k, v, config))
 
 
-def _torch(shape: AttentionShape, mode: str, given: Inputs, backend: str) -> Prepared:
+def _torch(shape: AttentionShape, backend: str) -> Callable[..., Any]:
     _refuse(shape, "torch SDPA", "softcap", "sinks")
     if shape.window != (None, None):
         raise Unavailable("torch SDPA has no window")
-    if mode == "jvp":
-        raise Unavailable("torch SDPA has no forward mode")
-    try:
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError as error:
-        raise Unavailable(f"torch cannot be imported: {error}") from error
-    on_gpu = jax.default_backend() == "gpu"
-    if on_gpu and not torch.cuda.is_available():
-        raise Unavailable("this torch sees no GPU")
-    if not on_gpu and backend.startswith("CUDNN"):
-        raise Unavailable("cuDNN needs an NVIDIA GPU")
-    x = [_turned(torch.from_dlpack(x)).requires_grad_(mode != "fwd") for x in given.operands]
-    do = _turned(torch.from_dlpack(given.cotangent))
+    attention, torch = imported("torch.nn.attention"), torch_on_gpu()
 
-    def forward():
-        with sdpa_kernel(getattr(SDPBackend, backend)):
-            return torch.nn.functional.scaled_dot_product_attention(
-                *x, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        with attention.sdpa_kernel(getattr(attention.SDPBackend, backend)):
+            o = torch.nn.functional.scaled_dot_product_attention(
+                *map(heads_first, (q, k, v)), is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads
             )
+        return heads_first(o)
 
-    def fwd_bwd():
-        o = forward()
-        return (o, *torch.autograd.grad(o, x, do))
+    return forward
 
-    saved = forward() if mode == "bwd" else None
-    once = {
-        "fwd": lambda: (forward(),),
-        "bwd": lambda: torch.autograd.grad(saved, x, do, retain_graph=True),
-        "fwd_bwd": fwd_bwd,
-    }[mode]
 
-    return Prepared([_turned(x) for x in once()], _torch_batch(once))
+def _flash_attention_3(shape: AttentionShape, mode: str) -> Callable[..., Any]:
+    _refuse(shape, "FlashAttention-3, as it is called here,", "softcap", "sinks")
+    if mode != "fwd" or shape.window != (None, None):
+        raise Unavailable("FlashAttention-3 of vLLM's wheel is here for its forward without windows")
+    torch = torch_on_gpu()
+    attend = _vllm.flash_attention_3()
+    ends = lambda length: torch.arange(0, (shape.batch + 1) * length, length, dtype=torch.int32, device="cuda")
+    cu = dict(cu_q=ends(shape.seq_q), cu_k=ends(shape.seq_k), max_q=shape.seq_q, max_k=shape.seq_k)
+    options = dict(scale=shape.head_dim**-0.5, causal=shape.causal)
+
+    def forward(q: Any, k: Any, v: Any) -> Any:
+        with torch.no_grad():
+            o = attend(*(x.flatten(0, 1) for x in (q, k, v)), **cu, **options)
+        return o.unflatten(0, (shape.batch, shape.seq_q))
+
+    return forward
 
 
 def _jvp_flash_attention(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
@@ -192,20 +158,14 @@ def _jvp_flash_attention(shape: AttentionShape, mode: str, given: Inputs) -> Pre
         raise Unavailable("jvp_flash_attention is here for its forward mode")
     if shape.window != (None, None) or shape.heads != shape.kv_heads or shape.head_dim != shape.value_dim:
         raise Unavailable("jvp_flash_attention has no window, no shared heads and no value size of its own")
-    try:
-        import torch
-        from jvp_flash_attention.jvp_attention import JVPAttn
-    except ImportError as error:
-        raise Unavailable(f"jvp_flash_attention cannot be imported: {error}") from error
-    if not torch.cuda.is_available():
-        raise Unavailable("jvp_flash_attention needs a GPU that torch sees")
-    x = [_turned(torch.from_dlpack(x)).contiguous() for x in (*given.operands, *given.tangents)]
+    torch, jvp = torch_on_gpu(), imported("jvp_flash_attention.jvp_attention").JVPAttn
+    x = [heads_first(torch.from_dlpack(x)).contiguous() for x in (*given.operands, *given.tangents)]
 
-    def once():
-        out = JVPAttn.forward(*x, causal=shape.causal)
+    def once() -> tuple:
+        out = jvp.forward(*x, causal=shape.causal)
         return out[0], out[1][0]
 
-    return Prepared([_turned(x) for x in once()], _torch_batch(once))
+    return Prepared([heads_first(x) for x in once()], torch_batch(once))
 
 
 def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
@@ -214,10 +174,9 @@ def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
     if mode != "fwd" or shape.head_dim != shape.value_dim or given.cotangent.dtype != jnp.bfloat16:
         raise Unavailable("the release on PyPI is here for its forward in bfloat16, with values as wide as keys")
     window = None if shape.window == (None, None) else _bounded(shape)
-    ask = partial(asked, "_release.py", "EJKERNEL_RELEASE")
+    ask = partial(asked, "_release", "EJKERNEL_RELEASE")
     with tempfile.TemporaryDirectory() as folder:
-        for name, x in zip("qkv", given.operands, strict=True):
-            np.save(f"{folder}/{name}.npy", np.asarray(x).view(np.uint16))
+        _left(folder, dict(zip("qkv", given.operands, strict=True)))
         request = {"folder": folder, "causal": shape.causal, "window": window}
         config = ask(request | {"calls": 0})["config"]
         o = np.load(f"{folder}/o.npy").view(jnp.bfloat16)
@@ -226,12 +185,23 @@ def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
 
 def _earlier(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
     """This library as it was, from the folder that EJKERNEL_BEFORE names (see _earlier.py)."""
-    request = {"layer": asdict(shape), "mode": mode, "dtype": given.cotangent.dtype.name}
-    ask = partial(asked, "_earlier.py", "EJKERNEL_BEFORE")
+    request = {"options": shape.options, "mode": mode, "dtype": given.cotangent.dtype.name}
+    ask = partial(asked, "_earlier", "EJKERNEL_BEFORE")
+    arrays = dict(zip("qkv", given.operands, strict=True)) | {"do": given.cotangent} | dict(given.others)
+    arrays |= {f"{name}_dot": x for name, x in zip("qkv", given.tangents, strict=True)}
     with tempfile.TemporaryDirectory() as folder:
-        answer = ask(request | {"folder": folder})
-        results = [np.load(f"{folder}/{n}.npy") for n in range(answer["results"])]
+        _left(folder, arrays)
+        request["folder"] = folder
+        answer = ask(request | {"calls": 0})
+        results = [np.load(f"{folder}/result{n}.npy") for n in range(answer["results"])]
     return Prepared(results, _elsewhere(ask, request), answer["detail"])
+
+
+def _left(folder: str, arrays: dict[str, Array]) -> None:
+    """Files for another process; numpy has no bfloat16."""
+    for name, x in arrays.items():
+        values = np.asarray(x)
+        np.save(Path(folder) / f"{name}.npy", values.view(np.uint16) if x.dtype == jnp.bfloat16 else values)
 
 
 def _elsewhere(ask: Callable[[dict], dict], request: dict) -> Batch:
@@ -239,23 +209,6 @@ def _elsewhere(ask: Callable[[dict], dict], request: dict) -> Batch:
 
     def batch(calls: int) -> None:
         ask(request | {"calls": calls})
-
-    return batch
-
-
-def _turned(x: Any) -> Any:
-    """[b,s,h,d] to [b,h,s,d], and back."""
-    return x.transpose(1, 2)
-
-
-def _torch_batch(once: Callable[[], Any]) -> Batch:
-    import torch
-
-    def batch(calls: int) -> None:
-        for _ in range(calls):
-            once()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
 
     return batch
 

@@ -1,16 +1,11 @@
 """Benchmarks that have bars to meet: a row for each, what is printed of them, and what is kept."""
 
-import datetime
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jax
-from _harness import result_file
-
-from ejkernel.cli.info import versions
+from ._harness import result_file, save_record
 
 
 @dataclass(frozen=True)
@@ -41,16 +36,13 @@ def conclude(benchmark: str, rows: Sequence[Row], convention: str, out: Path) ->
         over = "" if row.met else "  over the bar"
         print(f"{row.name:<38}{f'{row.ours:.1f} {row.unit}':>12}{rival:>12}{ratio:>8}{bar:>9}{over}")
     file = result_file(benchmark, out)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": jax.devices()[0].device_kind,
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "versions": versions(),
-        "convention": convention,
-        "rows": [asdict(row) | {"met": row.met} for row in rows],
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    host = dict(cores=os.cpu_count(), load=os.getloadavg())
+    save_record(
+        file,
+        f"{benchmark}, which has bars to meet",
+        convention,
+        **host,
+        rows=[asdict(row) | {"met": row.met} for row in rows],
+    )
     print(f"kept in {file}")
     return int(not all(row.met for row in rows))

@@ -22,8 +22,10 @@ _GRANULE_BYTES = 32
 
 @dataclass(frozen=True)
 class Issued:
-    """What a kernel issued: bundles, bytes copied from and to HBM, instructions by functional unit, and how many of
-    these a bundle can hold."""
+    """What a kernel issued.
+
+    Bundles, bytes copied from and to HBM, instructions by functional unit, and how many of these a bundle can hold.
+    """
 
     bundles: int
     copied: int
@@ -32,8 +34,11 @@ class Issued:
 
 
 def execute(program: str, utilization: str, tables: Sequence[np.ndarray], delay: int) -> Issued:
-    """Runs the text of a final program; `utilization` is the text beside it, `tables` its first operands, which
-    it copies to scalar memory, and `delay` how many bundles after a branch are issued before it is taken."""
+    """Runs the text of a final program.
+
+    `utilization` is the text beside it, `tables` its first operands, which it copies to scalar memory, and `delay` how
+    many bundles after a branch are issued before it is taken.
+    """
     code = _read(program, delay)
     runs, copied = _run(code, tables)
     capacity, used = _read_utilization(utilization)
@@ -61,8 +66,10 @@ def _read_utilization(text: str) -> tuple[dict[str, int], np.ndarray]:
 
 @dataclass(frozen=True)
 class _Code:
-    """Bundles as lists of instructions; the [first, last) bundles of each block; where a block branches to if
-    anywhere, as (block, condition)."""
+    """Bundles as lists of instructions, and the blocks that they make.
+
+    Of each block the [first, last) bundles, and where it branches to if anywhere, as (block, condition).
+    """
 
     bundles: list[list[str]]
     blocks: list[tuple[int, int]]
@@ -159,7 +166,7 @@ class _Translator:
     operands, the phi is the one that came last.
     """
 
-    def __init__(self, code: _Code):
+    def __init__(self, code: _Code) -> None:
         self.names, self.phis, self.spaces = set(), {}, {}
         for instruction in itertools.chain(*code.bundles):
             if match := re.match(r"%(\w+) = sphi (.*)", instruction):

@@ -1,47 +1,56 @@
-"""This library as it was: a process that calls it on a layer in a mode, with the same arrays as we do.
+"""This library as it was: a process that calls its flash_attention in a mode, on arrays which it finds as files.
 
-The first request for a layer has a folder, where the results are left; others say how many calls are to be made.
+The first request for a folder leaves the results there; `calls` says how many more calls are to be made.
 """
 
-import json
+import importlib
 import os
 import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, os.path.abspath(os.environ["EJKERNEL_BEFORE"]))
-from _attention import inputs
-from _attention_rivals import contenders
-from _harness import Prepared
-from _process import serve
+ejkernel = importlib.import_module("ejkernel")
 
-import ejkernel
-from ejkernel.types import AttentionShape
+from ._contenders import Inputs, of_jax
+from ._harness import Prepared
+from ._process import serve
 
 if not Path(ejkernel.__file__).is_relative_to(sys.path[0]):
     raise ImportError(f"EJKERNEL_BEFORE={sys.path[0]} holds no ejkernel; the one that is found is {ejkernel.__file__}")
 
 
 @lru_cache(maxsize=1)
-def prepared(layer: str, mode: str, dtype: str) -> Prepared:
-    """The call of our own kind."""
-    fields = json.loads(layer)
-    shape = AttentionShape(**fields | {"window": tuple(fields["window"])})
-    (ours, *_) = contenders(shape, mode, inputs(shape, jnp.dtype(dtype)), ["auto"])
-    return ours.prepare()
+def prepared(folder: str, mode: str, dtype: str, causal: bool, window: tuple, softcap: float | None) -> Prepared:
+    """The call, whose results are left in the folder."""
+    arrays = {file.stem: _array(np.load(file), dtype) for file in Path(folder).glob("*.npy")}
+    tangents = tuple(arrays[f"{name}_dot"] for name in "qkv")
+    others = {"sinks": arrays["sinks"]} if "sinks" in arrays else {}
+    given = Inputs(tuple(arrays[name] for name in "qkv"), arrays["do"], tangents, others)
+    attention = lambda q, k, v, **sinks: ejkernel.lax.flash_attention(
+        q, k, v, **sinks, causal=causal, window=window, softcap=softcap
+    )
+    ran = of_jax("before", lambda: attention, mode, given, "flash_attention").prepare()
+    for n, x in enumerate(ran.results):
+        np.save(f"{folder}/result{n}.npy", np.asarray(x).astype(np.float32))
+    return ran
+
+
+def _array(x: np.ndarray, dtype: str) -> jax.Array:
+    return jnp.asarray(x.view(jnp.bfloat16) if dtype == "bfloat16" and x.dtype == np.uint16 else x)
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """What the call is made of, and of how many results."""
-    ran = prepared(json.dumps(request["layer"]), request["mode"], request["dtype"])
-    if "folder" in request:
-        for n, x in enumerate(ran.results):
-            np.save(f"{request['folder']}/{n}.npy", np.asarray(x).astype(np.float32))
-    else:
+    options = request["options"]
+    window = tuple(options["window"])
+    ran = prepared(request["folder"], request["mode"], request["dtype"], options["causal"], window, options["softcap"])
+    if request["calls"]:
         ran.batch(request["calls"])
     return {"detail": ran.detail, "results": len(ran.results)}
 

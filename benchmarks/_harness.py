@@ -118,8 +118,11 @@ def measure(
     work: float,
     yardstick: Probe,
     repeats: int,
+    chained: int = 1,
 ) -> list[Row]:
     """A row for each contender. `bounds` are the largest errors that ours and that a rival may have and be timed.
+
+    `work` and the times are those of one call, of which a contender makes `chained` at a time.
 
     The yardstick, what rates are given as shares of, is interleaved with them: the clock of a device that is short of
     power is another when it has rested.
@@ -138,7 +141,8 @@ def measure(
         if isinstance(seconds, Exception):
             rows[name] = _failed(rows[name], seconds)
             continue
-        low, median, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
+        low, median, high = (x / chained for x in quartiles)
         rows[name] = replace(
             rows[name],
             milliseconds=median * 1e3,
@@ -189,18 +193,18 @@ def _line(text: str) -> str:
 def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[float] | Exception]:
     """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with.
 
-    A turn is a batch that is not timed, then one that is: the clock of a device that is short of power is what the
-    contender before has left. Every other round goes backwards for what is left of that.
+    In a round a contender has a batch that is not timed, then one that is: the clock of a device that is short of power
+    is what the contender before has left. Every other round goes backwards for what is left of that.
     """
     found: dict[str, Any] = {name: [] for name in batches}
     calls = {}
-    for turn in range(-2, repeats):  # the first round loads the programs, the second says how many calls fill a batch
-        for name, batch in list(batches.items())[:: -1 if turn % 2 else 1]:
+    for round_ in range(-2, repeats):  # the first round loads the programs, the second says how many calls fill a batch
+        for name, batch in list(batches.items())[:: -1 if round_ % 2 else 1]:
             if isinstance(found[name], Exception):
                 continue
             count = calls.get(name, 1)
             try:
-                if turn >= 0:
+                if round_ >= 0:
                     batch(count)
                 began = time.perf_counter()
                 batch(count)
@@ -208,7 +212,7 @@ def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[fl
                 found[name] = error
                 continue
             seconds = (time.perf_counter() - began) / count
-            if turn < 0:
+            if round_ < 0:
                 calls[name] = max(1, min(_MOST_CALLS, math.ceil(_BATCH_SECONDS / seconds)))
             else:
                 found[name].append(seconds)
@@ -267,21 +271,32 @@ def result_file(benchmark: str, out: Path = RESULTS) -> Path:
     return out / f"{benchmark}-{kind}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
 
 
-def save(file: Path, rows: Sequence[Row], ceilings: Ceilings, convention: str) -> None:
+def save(file: Path, rows: Sequence[Row], ceilings: Ceilings, evidence: str, convention: str) -> None:
     """Writes the rows so far with the device, the versions and the date."""
-    device = jax.devices()[0]
+    state = dict(platform=jax.devices()[0].platform, state=_device_state(), ceilings=asdict(ceilings))
+    save_record(file, evidence, convention, **state, rows=[asdict(row) for row in rows])
+
+
+def save_record(
+    file: Path, evidence: str, convention: str, *, device: str | None = None, rows: Sequence[Any], **more: Any
+) -> None:
+    """Writes a record as all of them are.
+
+    It says where, when and with what it was measured, what it is evidence for, how its numbers count, and its rows.
+    """
     record = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device.device_kind,
-        "platform": device.platform,
-        "state": _device_state(),
-        "versions": versions("torch", "tokamax"),
+        "device": device or jax.devices()[0].device_kind,
+        "versions": versions("torch", "tokamax", "libtpu"),
+        "evidence": evidence,
         "convention": convention,
-        "ceilings": asdict(ceilings),
-        "rows": [asdict(row) for row in rows],
+        **more,
+        "rows": rows,
     }
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1) + "\n")
+    beside = file.with_suffix(".part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    beside.replace(file)
 
 
 def _device_state() -> str | None:

@@ -13,13 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from _harness import Unavailable
+from ._harness import Unavailable
 
 _ONE_REQUEST = threading.Lock()
 
 
 def asked(program: str, variable: str, request: dict[str, Any]) -> dict[str, Any]:
-    """The answer of a program of this folder, one request at a time; `variable` names the folder of that version."""
+    """The answer of a module of this package, one request at a time; `variable` names the folder of that version."""
     if variable not in os.environ:
         raise Unavailable(f"{variable} names no folder that holds it and what it imports")
     with _ONE_REQUEST:
@@ -38,10 +38,11 @@ def asked(program: str, variable: str, request: dict[str, Any]) -> dict[str, Any
 @cache
 def _started(program: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name(program))],
+        [sys.executable, "-m", f"{__package__}.{program}"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        cwd=Path(__file__).parents[1],
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )
 

@@ -1,72 +1,56 @@
-"""What benchmarks of the linear recurrence share: the work of a call, the formula as referee, inputs, and the rivals.
+"""What benchmarks of operations over the linear recurrence share: inputs, the formula as referee, and the rivals.
 
-FLOPs of the forward: 4·B·S·H·K·V, the state written once and read once at each token; forward and backward 3.5 times
-that (the state again, its cotangent, and the gradients of q, k and v). What a contender computes beyond it is its own.
-A step, one token from a state to the next, has no such work: its bytes count, the state read once and written once.
+flash-linear-attention tries its configs when it is called first.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Contender, Prepared, Unavailable, queued
 from jax import Array
 
 from ejkernel import modules
-from ejkernel.cli._equations import equations
 from ejkernel.modules._operation import OPERATIONS
-from ejkernel.types import KernelConfig, RecurrenceShape
+from ejkernel.types import KernelConfig
+from ejkernel.types.shapes._recurrence import RecurrenceShape
 
-WORK = {"fwd": 1.0, "fwd_bwd": 3.5}
-CONVENTION = "forward 4·B·S·H·K·V FLOPs; fwd_bwd 3.5 ×; step: 8·B·H·K·V bytes, of the bandwidth of a copy"
+from . import _referee
+from ._contenders import Inputs, arrays_of, call, imported, normal, of_ours, of_torch, torch_on_gpu
+from ._driver import Case
+from ._harness import Contender, Gate
 
-
-def modes(shape: RecurrenceShape) -> tuple[str, ...]:
-    """How a shape is measured: a single token is a step of decoding."""
-    return ("step",) if shape.seq == 1 else tuple(WORK)
-
-
-def work(shape: RecurrenceShape, mode: str) -> float:
-    """FLOPs of a call, or bytes of a step, by the convention above."""
-    state = shape.batch * shape.heads * shape.key_dim * shape.value_dim
-    return 8 * state if mode == "step" else WORK[mode] * 4 * state * shape.seq
+# The largest error of ours, in units of that of rounding the exact result; in float32 sums err more.
+_OURS, _IN_FLOAT32 = 3.0, 30.0
+_FLA_MODULES = {"gla": "gla", "lightning_attention": "simple_gla", "recurrent": "retention"}
+"""Of an operation: the module of fla.ops. Retention brings its decays with it."""
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Random arrays of one case: q, k, v, the gate and the state by name, and the cotangent of o."""
+def case(shape: RecurrenceShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
+    """One layer in one mode."""
+    given = inputs(shape, mode, dtype)
+    largest = _OURS if dtype == jnp.bfloat16 else _IN_FLOAT32
+    return Case(contenders(shape, mode, given, platforms), cache(partial(gate, shape, mode, given)), largest)
 
-    operands: dict[str, Array]
-    cotangent: Array
+
+def names(shape: RecurrenceShape) -> tuple[str, ...]:
+    """The operands by argument: the state is one of a step."""
+    return (*shape.sizes, *["initial_state"] * (shape.seq == 1))
 
 
+@lru_cache(maxsize=1)
 def inputs(shape: RecurrenceShape, mode: str, dtype: Any) -> Inputs:
     """Standard normal arrays; gates are log σ of such."""
-    keys = iter(jax.random.split(jax.random.key(0), 8))
-    normal = lambda size: jax.random.normal(next(keys), size, jnp.float32)
-    arrays = {name: normal(size) for name, size in shape.sizes.items()}
+    arrays = arrays_of(shape, dtype)
     if "gk" in arrays:
-        arrays["gk"] = jax.nn.log_sigmoid(arrays["gk"])
-    arrays = {name: x.astype(dtype) for name, x in arrays.items()}
-    cotangent = normal((*shape.sizes["q"][:3], shape.value_dim)).astype(dtype)
+        arrays["gk"] = jax.nn.log_sigmoid(arrays["gk"].astype(jnp.float32)).astype(dtype)
+    keys = jax.random.split(jax.random.key(1))
     if mode == "step":
-        arrays["initial_state"] = normal((shape.batch, shape.heads, shape.key_dim, shape.value_dim))
-    return Inputs(arrays, cotangent)
-
-
-def call(f: Callable[..., Any], mode: str) -> Callable[..., list]:
-    """From f(operands) to a function of (operands, cotangent): the results of a mode, gradients by their names."""
-
-    def fwd_bwd(x, do):
-        o, pull = jax.vjp(f, x)
-        gradients = pull(do)[0]
-        return [o, *(gradients[name] for name in sorted(x))]
-
-    return {"fwd": lambda x, do: [f(x)], "fwd_bwd": fwd_bwd, "step": lambda x, do: list(f(x))}[mode]
+        state = (shape.batch, shape.heads, shape.key_dim, shape.value_dim)
+        arrays["initial_state"] = normal(keys[0], state, jnp.float32)
+    return Inputs(tuple(arrays.values()), normal(keys[1], shape.sizes["v"], dtype))
 
 
 def decays(shape: RecurrenceShape) -> Array | None:
@@ -85,111 +69,52 @@ def options(shape: RecurrenceShape, mode: str) -> dict[str, Any]:
     return chosen | ({"g_gamma": decays(shape)} if shape.operation == "recurrent" else {})
 
 
-# --- The referee
-
-
-def gate(shape: RecurrenceShape, mode: str, given: Inputs) -> Callable[[Sequence[Any]], float]:
+def gate(shape: RecurrenceShape, mode: str, given: Inputs) -> Gate:
     """Judges a call at its full length, in the first sequence and the last head.
 
-    The error of a result is its relative distance to the formula in float64, computed in chunks; the unit, that of the
-    exact result rounded to the dtype of the inputs; the worst of all results counts.
+    The unit of an error is that of rounding the exact result, which is computed in chunks in float64.
     """
     chunks = KernelConfig(64, 16 if shape.operation == "gla" else 64, platform="xla")
     last = {} if (of_heads := decays(shape)) is None else {"g_gamma": np.asarray(of_heads[-1:], np.float64)}
+    chosen = {**options(shape, mode), **last}
+    f = lambda *x: OPERATIONS[shape.operation].call(**dict(zip(names(shape), x, strict=True)), **chosen, config=chunks)
+    state = (shape.heads, shape.key_dim, shape.value_dim)
+    is_state = lambda x: shape.seq == 1 and tuple(x.shape[1:]) == state
+    part = lambda x: x[:1, -1:] if is_state(x) else x[:1, :, -1:]
 
-    def f(x):
-        return OPERATIONS[shape.operation].call(**x, **{**options(shape, mode), **last}, config=chunks)
+    @cache
+    def exact() -> list[np.ndarray]:
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            wide = [jnp.asarray(np.asarray(part(x)), jnp.float64) for x in (*given.operands, given.cotangent)]
+            *x, do = wide
+            return [np.asarray(x) for x in jax.jit(call(f, mode))(tuple(x), (), do)]
 
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        operands = {n: _part(x, n == "initial_state") for n, x in given.operands.items()}
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), (operands, _part(given.cotangent)))
-        exact = [np.asarray(x) for x in jax.jit(call(f, mode))(*wide)]
-    units = [_distance(np.asarray(jnp.asarray(x, given.cotangent.dtype), np.float64), x) for x in exact]
-
-    def error(results: Sequence[Any]) -> float:
-        parts = [_part(x, mode == "step" and i == 1) for i, x in enumerate(results)]
-        found = [_distance(x, y) for x, y in zip(parts, exact, strict=True)]
-        return float(np.max(np.divide(found, units)))  # NaN where one is
-
-    return error
-
-
-def _part(x: Any, is_state: bool = False) -> np.ndarray:
-    """The first sequence and last head of an array of JAX or of torch, as float64 numbers of the host."""
-    x = x[:1, -1:] if is_state else x[:1, :, -1:]
-    return x.detach().double().cpu().numpy() if hasattr(x, "detach") else np.asarray(x).astype(np.float64)
-
-
-def _distance(x: np.ndarray, y: np.ndarray) -> float:
-    return float(np.linalg.norm(x - y) / np.linalg.norm(y))
-
-
-# --- The contenders
+    rounded = lambda dtype: [np.asarray(jnp.asarray(x, dtype), np.float64) for x in exact()]
+    formula = lambda dtype: exact() if dtype == np.float64 else rounded(dtype)
+    return _referee.gate(lambda results: list(map(part, results)), formula, given.cotangent.dtype)
 
 
 def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:
     """Ours on each platform ("auto" for the choice of the library), then flash-linear-attention's kernels."""
-    theirs = RIVALS[shape.operation, "step" if mode == "step" else "chunks"]
-    return [
-        *(_ours(shape, mode, given, name) for name in platforms),
-        *(Contender(f"fla {name}", partial(_fla, shape, mode, given, module, name)) for module, name in theirs),
-    ]
-
-
-def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Contender:
-    function = getattr(modules, shape.operation)
     renamed = OPERATIONS[shape.operation].renamed
-    chosen = dict(options(shape, mode), platform=None if platform == "auto" else platform)
-    f = lambda x: function(**{renamed.get(name, name): a for name, a in x.items()}, **chosen)
-    function, arguments = jax.jit(call(f, mode)), (given.operands, given.cotangent)
 
-    def prepare() -> Prepared:
-        ran = equations(function.trace(*arguments).jaxpr, shape.operation)
-        detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
-        return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
+    def ours(platform: str | None) -> Callable[..., Any]:
+        called = [renamed.get(name, name) for name in names(shape)]
+        chosen = dict(options(shape, mode), platform=platform)
+        return lambda *x: getattr(modules, shape.operation)(**dict(zip(called, x, strict=True)), **chosen)
 
-    return Contender(f"ejkernel {platform}", prepare, ours=True, warm=prepare)
+    theirs = [of_torch(rival, partial(_fla, shape, mode, rival), mode, given) for rival in shape.rivals]
+    return [*of_ours(shape.operation, platforms, ours, mode, given), *theirs]
 
 
-RIVALS = {
-    ("gla", "chunks"): [("gla", "chunk_gla")],
-    ("gla", "step"): [("gla", "fused_recurrent_gla")],
-    ("lightning_attention", "chunks"): [("simple_gla", "chunk_simple_gla")],
-    ("lightning_attention", "step"): [("simple_gla", "fused_recurrent_simple_gla")],
-    ("recurrent", "chunks"): [("retention", "chunk_retention")],
-    ("recurrent", "step"): [("retention", "fused_recurrent_retention")],
-}
-"""Of an operation: modules of fla.ops and their functions. Retention brings its decays with it."""
-
-
-def _fla(shape: RecurrenceShape, mode: str, given: Inputs, module: str, name: str) -> Prepared:
-    if jax.default_backend() != "gpu":
-        raise Unavailable("flash-linear-attention needs a GPU")
-    try:
-        import torch
-
-        function = getattr(__import__(f"fla.ops.{module}", fromlist=[name]), name)
-    except ImportError as error:
-        raise Unavailable(f"flash-linear-attention cannot be imported: {error}") from error
-    if not torch.cuda.is_available():
-        raise Unavailable("this torch sees no GPU")
-    x = {name: torch.from_dlpack(a).requires_grad_(mode == "fwd_bwd") for name, a in given.operands.items()}
-    called = {"gk": "g"} if name == "chunk_gla" else {}
-    operands = {called.get(name, name): a for name, a in x.items()}
-    do = torch.from_dlpack(given.cotangent)
+def _fla(shape: RecurrenceShape, mode: str, rival: str) -> Callable[..., Any]:
+    torch, module, name = torch_on_gpu(), _FLA_MODULES[shape.operation], rival.removeprefix("fla ")
+    function = getattr(imported(f"fla.ops.{module}"), name)
+    called = [{"gk": "g"}.get(n, n) if name == "chunk_gla" else n for n in names(shape)]
     chosen = {"g_gamma": torch.from_dlpack(decays(shape))} if module == "simple_gla" else {}
-    forward = lambda: function(**operands, **chosen, output_final_state=mode == "step")
 
-    def fwd_bwd():
-        o = forward()[0]
-        return [o, *torch.autograd.grad(o, [x[name] for name in sorted(given.operands)], do)]
+    def forward(*x: Any) -> Any:
+        results = function(**dict(zip(called, x, strict=True)), **chosen, output_final_state=mode == "step")
+        return results if mode == "step" else results[0]
 
-    once = {"fwd": lambda: [forward()[0]], "fwd_bwd": fwd_bwd, "step": lambda: list(forward())}[mode]
-
-    def batch(calls: int) -> None:
-        for _ in range(calls):
-            once()
-        torch.cuda.synchronize()
-
-    once()  # tries configs, some of which add to what those before them have left
-    return Prepared(once(), batch)
+    return forward

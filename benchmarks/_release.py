@@ -15,7 +15,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _process import serve
+
+from ._process import serve
 
 sys.path.insert(0, os.environ["EJKERNEL_RELEASE"])
 release = importlib.import_module("ejkernel.kernels._triton.flash_attention")

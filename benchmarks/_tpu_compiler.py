@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from _bundles import Issued, execute
 from jax.experimental import topologies
+
+from ._bundles import Issued, execute
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def device(generation: str) -> Any:
 class Compiler:
     """libtpu, told to write final programs to a folder. One for a process: it reads its flags when it is loaded."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         jax.config.update("jax_platforms", "cpu")
         flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=.*final_.*"

@@ -1,67 +1,40 @@
-"""Flash attention beside its rivals: `python benchmarks/flash_attention.py --device gpu --modes fwd,fwd_bwd,jvp`.
+"""flash_attention beside its rivals, which are in `_attention_rivals`."""
 
-Every contender is judged against the formula in float64 before it is timed. Programs are compiled before, those of
-some cases side by side. The release on PyPI takes part if EJKERNEL_RELEASE names a folder that holds it and what it
-imports, and this library as it was if EJKERNEL_BEFORE does (`pip install --target`), each in a process of its own. The
-table, and the record of it under benchmarks/results/, give the median time of a call, TFLOP/s, the share of the rate of
-matrix products interleaved with it, and how many times faster than the best rival it is.
-"""
-
-import argparse
-import os
-import sys
+from collections.abc import Sequence
 from functools import cache, partial
-
-# torch needs memory on the same GPU.
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+from typing import Any
 
 import jax.numpy as jnp
-from _attention import CONVENTION, WORK, gate, inputs, operations
-from _attention_rivals import contenders
-from _cases import Case, chosen, parser, run, started
+from jax import Array
 
-from ejkernel.types import ATTENTION_SHAPES, AttentionShape
+from ejkernel.types import AttentionShape
+from ejkernel.types.visible import band
 
-# The largest error of ours, of ours in derivatives, and of a rival, in units of that of the formula in the same dtype.
-_FORWARD, _DERIVATIVE, _RIVAL = 2.0, 3.0, 10.0
-_ON_CPU = "llama3-8b@1x512,gpt-oss-local@1x512,bert-large@1x512"
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measures all cases and saves them; 1 if an implementation of this library failed or was wrong."""
-    arguments = _arguments(argv)
-    dtype, shapes = started(arguments, ATTENTION_SHAPES, _ON_CPU)
-    dtype = jnp.dtype(arguments.dtype or dtype)
-    return run("flash_attention", [case for s in shapes for case in _cases(s, dtype, arguments)], CONVENTION, arguments)
+from . import _referee
+from ._attention import first_group, inputs
+from ._attention_rivals import contenders
+from ._contenders import Inputs
+from ._driver import Case
+from ._harness import Gate
 
 
-def _cases(shape: AttentionShape, dtype: jnp.dtype, arguments: argparse.Namespace) -> list[Case]:
-    """A case for each mode, on the same arrays."""
+def case(shape: AttentionShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
+    """One call in one mode."""
     given = inputs(shape, dtype)
-    wanted = lambda contender: contender.ours or arguments.rivals is None or contender.name in arguments.rivals
-    return [
-        Case(
-            shape,
-            mode,
-            dtype,
-            list(filter(wanted, contenders(shape, mode, given, arguments.platforms))),
-            cache(partial(gate, shape, mode, given)),
-            bounds=(_FORWARD if mode == "fwd" else _DERIVATIVE, _RIVAL),
-            work=operations(shape, mode),
-        )
-        for mode in arguments.modes
-    ]
+    return Case(contenders(shape, mode, given, platforms), cache(partial(gate, shape, mode, given)))
 
 
-def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    ours = parser(__doc__, ATTENTION_SHAPES)
-    ours.add_argument("--modes", type=chosen("mode", WORK), default=["fwd", "fwd_bwd", "jvp"], help=", ".join(WORK))
-    ours.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="float32 on a CPU, bfloat16 elsewhere"
-    )
-    ours.add_argument("--rivals", type=lambda text: text.split(","), help="e.g. 'jax.nn cudnn,torch cudnn'; or all")
-    return ours.parse_args(argv)
+def gate(shape: AttentionShape, mode: str, given: Inputs) -> Gate:
+    """Judges the first head by the formula."""
+    sinks = given.others.get("sinks")
+    options = dict(scale=shape.head_dim**-0.5, softcap=shape.softcap)
+    options |= {} if sinks is None else dict(sinks=first_group(sinks, shape.kv_heads))
+    left, right = band(shape.causal, shape.window)
+    columns = jnp.arange(shape.seq_k)
 
+    def visible(i: Array) -> Array:
+        at = i + shape.seq_k - shape.seq_q
+        return (True if left is None else columns >= at - left) & (True if right is None else columns <= at + right)
 
-if __name__ == "__main__":
-    sys.exit(main())
+    formula = lambda q, k, v: _referee.attention(q, k[:, 0], v[:, 0], visible, **options)
+    return _referee.gate_of_a_head(mode, given, shape.kv_heads, formula)

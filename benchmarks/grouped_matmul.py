@@ -1,64 +1,54 @@
-"""Grouped matrix products beside their rivals: `python benchmarks/grouped_matmul.py --modes fwd fwd_bwd`.
+"""grouped_matmul beside its rivals, on uneven groups of which one is empty."""
 
-Groups are uneven, and one is empty. Every contender is judged against the formula in float64 before it is timed, in the
-largest group, the smallest and the empty one. The table gives the median time of a call, TFLOP/s, the share of the rate
-of matrix products measured in the same run, and how many times faster than the best rival it is.
-"""
-
-import sys
-from functools import cache
-
-from _packed import MODES, gate, imported, of_jax, of_torch, run, torch_on_gpu  # isort: skip (sets what JAX reads)
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from _harness import Contender, Unavailable, measure, yardstick
+from jax import Array
 
 from ejkernel.modules import grouped_matmul
-from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES, GroupedMatmulShape
+from ejkernel.types.shapes.grouped_matmul import GroupedMatmulShape
 
-CONVENTION = "FLOPs: forward 2·rows·features·columns, backward twice that"
-_FORWARD, _DERIVATIVE, _RIVAL = 2.0, 3.0, 10.0
+from . import _referee
+from ._contenders import Inputs, arrays_of, imported, normal, of_jax, of_ours, of_torch, torch_on_gpu
+from ._driver import Case
+from ._harness import Contender, Gate, Unavailable
+
 _ROWS = 256  # of each group that are judged, and of its matrix
 _EXPANDED = 2 * 2**30  # bytes; with more the compiler tries kernels for minutes, and finds that memory does not suffice
 
 
-def case(shape: GroupedMatmulShape, mode: str, arguments) -> list:
-    """The rows of one shape and mode."""
-    dtype = jnp.dtype("bfloat16")
-    keys = jax.random.split(jax.random.key(0), 3)
-    normal = lambda key, size: jax.random.normal(key, size, jnp.float32).astype(dtype)
-    arrays = normal(keys[0], shape.sizes["lhs"]), normal(keys[1], shape.sizes["rhs"])
-    do, sizes = normal(keys[2], (shape.rows, shape.columns)), shape.group_sizes()
-    judge = cache(lambda: _gate(mode, arrays, do, sizes))
-    return measure(
-        str(shape),
-        mode,
-        _contenders(mode, arrays, do, sizes, arguments.platforms),
-        lambda results: judge()(results),
-        bounds=(_FORWARD if mode == "fwd" else _DERIVATIVE, _RIVAL),
-        work=MODES[mode] * 2 * shape.rows * shape.features * shape.columns,
-        yardstick=yardstick(dtype.name),
-        repeats=arguments.repeats,
-    )
+def case(shape: GroupedMatmulShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
+    """One layer in one mode."""
+    given, sizes = _inputs(shape, dtype), shape.group_sizes()
+    return Case(_contenders(mode, given, sizes, platforms), cache(partial(_gate, mode, given, sizes)))
 
 
-def _gate(mode: str, arrays: tuple, do: jax.Array, sizes: np.ndarray):
+@lru_cache(maxsize=1)
+def _inputs(shape: GroupedMatmulShape, dtype: Any) -> Inputs:
+    arrays = arrays_of(shape, dtype)
+    operands = arrays.pop("lhs"), arrays.pop("rhs")
+    return Inputs(operands, normal(jax.random.key(1), (shape.rows, shape.columns), dtype), others=arrays)
+
+
+def _gate(mode: str, given: Inputs, sizes: np.ndarray) -> Gate:
     """Judges o, dlhs and drhs where the largest group, the smallest and the empty one are, as far as _ROWS go."""
+    arrays, do = given.operands, given.cotangent
     starts = np.cumsum(sizes) - sizes
     groups = (int(sizes.argmax()), int(np.where(sizes > 0, sizes, sizes.max()).argmin()), int(sizes.argmin()))
     few = [slice(starts[g], starts[g] + min(sizes[g], _ROWS)) for g in groups]
 
-    def of_mode(o, dlhs, drhs):
+    def of_mode(o: list, dlhs: list, drhs: list) -> list:
         return {"fwd": o, "bwd": dlhs + drhs, "fwd_bwd": o + dlhs + drhs}[mode]
 
-    def parts(results):
+    def parts(results: Sequence[Any]) -> list:
         found = dict(zip({"fwd": "o", "bwd": "lr", "fwd_bwd": "olr"}[mode], results, strict=True))
         rows = lambda name: [found[name][part] for part in few] if name in found else []
         return of_mode(rows("o"), rows("l"), [found["r"][g][:_ROWS] for g in groups] if "r" in found else [])
 
-    def formula(dtype):
+    def formula(dtype: Any) -> list[np.ndarray]:
         wide = np.float64 if dtype == np.float64 else np.float32
         number = lambda x: np.asarray(x).astype(wide)
         product = lambda x, y: (number(x) @ number(y)).astype(dtype).astype(np.float64)
@@ -69,56 +59,47 @@ def _gate(mode: str, arrays: tuple, do: jax.Array, sizes: np.ndarray):
             [product(lhs[part, :_ROWS].T, do[part]) for part in whole] if mode != "fwd" else [],
         )
 
-    return gate(parts, formula, do.dtype)
+    return _referee.gate(parts, formula, do.dtype)
 
 
-def _contenders(mode: str, arrays: tuple, do: jax.Array, sizes: np.ndarray, platforms: list[str]) -> list[Contender]:
+def _contenders(mode: str, given: Inputs, sizes: np.ndarray, platforms: Sequence[str]) -> list[Contender]:
     """Ours on each platform ("auto" for the choice of the library), then the rivals."""
-    group_sizes = jnp.asarray(sizes)
 
-    def ours(platform):
-        platform = None if platform == "auto" else platform
-        function = lambda lhs, rhs: grouped_matmul(
+    def ours(platform: str | None) -> Callable[..., Array]:
+        return lambda lhs, rhs, group_sizes: grouped_matmul(
             lhs, rhs, group_sizes, preferred_element_type=lhs.dtype, platform=platform
         )
-        return of_jax(function, arrays, do, mode, "grouped_matmul")
 
-    def ragged_dot():
-        expanded = sizes.size * arrays[0].nbytes
+    def ragged_dot() -> Callable[..., Array]:
+        expanded = sizes.size * given.operands[0].nbytes
         if expanded > _EXPANDED:
             raise Unavailable(f"it brings lhs to [rows, groups, features], {expanded / 2**30:.0f} GiB")
-        function = lambda lhs, rhs: jax.lax.ragged_dot(lhs, rhs, group_sizes, preferred_element_type=lhs.dtype)
-        return of_jax(function, arrays, do, mode)
+        return lambda lhs, rhs, group_sizes: jax.lax.ragged_dot(lhs, rhs, group_sizes, preferred_element_type=lhs.dtype)
 
-    def tokamax():
+    def tokamax() -> Callable[..., Array]:
         if mode != "fwd":
             raise Unavailable(
                 "its gradients erred 25 times as much as the formula on such groups, of which one is empty"
             )
         dot = imported("tokamax").ragged_dot
-        function = lambda lhs, rhs: dot(lhs, rhs, group_sizes, preferred_element_type=lhs.dtype)
-        return of_jax(function, arrays, do, mode)
+        return lambda lhs, rhs, group_sizes: dot(lhs, rhs, group_sizes, preferred_element_type=lhs.dtype)
 
-    def mosaic():
+    def mosaic() -> Callable[..., Array]:
         if mode != "fwd":
             raise Unavailable("it has no gradients")
         dot = imported("jax.experimental.pallas.ops.gpu.ragged_dot_mgpu").ragged_dot
         blocks = dict(block_m=128, block_n=128, block_k=64, max_concurrent_steps=4, grid_block_n=8)
-        return of_jax(lambda lhs, rhs: dot(lhs, rhs, group_sizes=group_sizes, **blocks), arrays, do, mode)
+        return lambda lhs, rhs, group_sizes: dot(lhs, rhs, group_sizes=group_sizes, **blocks)
 
-    def torch_grouped():
+    def torch_grouped() -> Callable[..., Any]:
         torch = torch_on_gpu()
         offsets = torch.tensor(np.cumsum(sizes), dtype=torch.int32, device="cuda")
-        return of_torch(lambda lhs, rhs: torch._grouped_mm(lhs, rhs, offs=offsets), arrays, do, mode)
+        return lambda lhs, rhs: torch._grouped_mm(lhs, rhs, offs=offsets)
 
     return [
-        *(Contender(f"ejkernel {name}", lambda name=name: ours(name), ours=True) for name in platforms),
-        Contender("jax.lax.ragged_dot", ragged_dot),
-        Contender("tokamax", tokamax),
-        Contender("jax pallas mosaic", mosaic),
-        Contender("torch._grouped_mm", torch_grouped),
+        *of_ours("grouped_matmul", platforms, ours, mode, given),
+        of_jax("jax.lax.ragged_dot", ragged_dot, mode, given),
+        of_jax("tokamax", tokamax, mode, given),
+        of_jax("jax pallas mosaic", mosaic, mode, given),
+        of_torch("torch._grouped_mm", torch_grouped, mode, given),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(run("grouped_matmul", __doc__, GROUPED_MATMUL_SHAPES, case, CONVENTION, "TFLOP/s"))

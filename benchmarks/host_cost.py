@@ -1,4 +1,4 @@
-"""What a call costs the host, beside `jax.nn.dot_product_attention`: `python benchmarks/host_cost.py`.
+"""What a call costs the host, beside `jax.nn.dot_product_attention`: `python -m benchmarks.host_cost`.
 
 On the CPU and with arrays so small that nothing else counts: the way of an eager and of a jitted call to the device, a
 cache hit of the Executor, and tracing and lowering of the forward and of the gradient. A time is the least over rounds
@@ -21,12 +21,13 @@ os.environ["EJKERNEL_CACHE_DIR"] = tempfile.mkdtemp()
 
 import jax
 import jax.numpy as jnp
-from _bars import Row, conclude
-from _harness import RESULTS
 
 from ejkernel.lax import flash_attention
 from ejkernel.modules import FlashAttention
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
+
+from ._bars import Row, conclude
+from ._harness import RESULTS
 
 SHAPE = (1, 16, 2, 16)
 
@@ -59,6 +60,7 @@ def least(contenders: list[Callable[[], Any]], rounds: int, calls: int, *, cold:
 
 
 def arrays() -> list[jax.Array]:
+    """q, k and v."""
     return [jax.random.normal(jax.random.key(i), SHAPE) for i in range(3)]
 
 

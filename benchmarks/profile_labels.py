@@ -1,8 +1,7 @@
-"""Which kernels a profile of flash_attention shows, and under which labels: `python benchmarks/profile_labels.py`.
+"""Which kernels a profile of flash_attention shows, and under which labels: `python -m benchmarks.profile_labels`.
 
-Runs a forward with its gradient and a tangent once each under `jax.profiler`, and writes what ran on the device, one
-line for each kernel (its time, its name, its HLO instruction, the label of the operation), as a text file under
-benchmarks/results/.
+Runs a forward with its gradient and a tangent once each under `jax.profiler`, and keeps what ran on the device in
+benchmarks/results/, a row for each kernel: its time, its name, its HLO instruction, the label of the operation.
 """
 
 import argparse
@@ -18,28 +17,34 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_c
 
 import jax
 import jax.numpy as jnp
-from _harness import RESULTS, result_file
 
 import ejkernel
 
+from ._harness import RESULTS, result_file, save_record
+
 
 def main() -> int:
+    """Measures, prints and keeps; 1 where a label is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the excerpt")
-    file = result_file("profile_labels", parser.parse_args().out).with_suffix(".txt")
-    lines = [f"{jax.devices()[0].device_kind}, jax {jax.__version__}", *excerpt()]
-    print(*lines, sep="\n")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(lines) + "\n")
+    file, rows = result_file("profile_labels", parser.parse_args().out), excerpt()
+    for row in rows:
+        print("{program:9}{microseconds:10.1f} us  {kernel:<32} {instruction:<24} {label}".format(**row))
+    save_record(
+        file,
+        "labels that a profile holds",
+        "microseconds of each kernel of a program, which ran once under jax.profiler",
+        rows=rows,
+    )
     print(f"\nwritten: {file}")
-    return int(not all(any(f"op={kernel};" in line for line in lines) for kernel in KERNELS))
+    return int(not all(any(f"op={kernel};" in row["label"] for row in rows) for kernel in KERNELS))
 
 
 KERNELS = ("flash_attention", "flash_attention_bwd", "flash_attention_jvp")
 
 
-def excerpt() -> list[str]:
-    """A heading for each program, and a line for each kernel of it that ran on the device."""
+def excerpt() -> list[dict]:
+    """A row for each kernel that ran on the device."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = tuple(jax.random.normal(key, (1, 4096, 16, 128), jnp.bfloat16) for key in keys)
     attention = lambda q, k, v: ejkernel.lax.flash_attention(q, k, v, causal=True)
@@ -47,14 +52,14 @@ def excerpt() -> list[str]:
         "gradient": jax.jit(jax.grad(lambda *x: attention(*x).astype(jnp.float32).sum(), argnums=(0, 1, 2))),
         "tangent": jax.jit(lambda *x: jax.jvp(attention, x, x)),
     }
-    lines = []
+    rows = []
     for name, program in programs.items():
         jax.block_until_ready(program(*x))
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
                 jax.block_until_ready(program(*x))
-            lines += ["", name, *(line(event) for event in on_device(Path(folder)))]
-    return lines
+            rows += [{"program": name, **row_of(event)} for event in on_device(Path(folder))]
+    return rows
 
 
 def on_device(folder: Path) -> Iterator[dict]:
@@ -70,10 +75,11 @@ def on_device(folder: Path) -> Iterator[dict]:
             yield event
 
 
-def line(event: dict) -> str:
+def row_of(event: dict) -> dict:
+    """What a record says of one kernel."""
     arguments = event["args"]
     label = arguments.get("name") or arguments.get("tf_op") or arguments.get("long_name", "")
-    return f"{event['dur']:10.1f} us  {event['name']:<32} {arguments['hlo_op']:<24} {label}"
+    return dict(microseconds=event["dur"], kernel=event["name"], instruction=arguments["hlo_op"], label=label)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Every TPU kernel with every config that may be chosen for it, through the compilers of TPUs that are not there:
-`python benchmarks/tpu_compile.py --generations v5e,v6e --operations gla`.
+"""Every TPU kernel with every config through the compilers of TPUs: `python -m benchmarks.tpu_compile`.
+
+`--generations v5e,v6e --operations gla` compiles for some of them, which are not there.
 
 Of each operation the forward, the backward and the tangent, for each named shape and each config of its space. What a
 compiler is given depends on features, options and blocks, but not on how many sequences or heads there are: of the
@@ -9,7 +10,6 @@ record does not hold yet.
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import sys
 import time
@@ -20,22 +20,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _harness import RESULTS
-from _tpu_compiler import GENERATIONS, device
 
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.modules._operation import OPERATIONS
+from ejkernel.modules._operation import OPERATIONS, types_of_call
 from ejkernel.modules._primitive_kernel import KERNELS
-from ejkernel.types import ATTENTION_SHAPES, RECURRENCE_SHAPES, KernelConfig, Target
-from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES
-from ejkernel.types.mean_pooling import MEAN_POOLING_SHAPES
+from ejkernel.types import KernelConfig, Target
+from ejkernel.types.shapes import Shape, shapes_of
 
-OF_OPERATION = {
-    "flash_attention": ATTENTION_SHAPES,
-    "grouped_matmul": GROUPED_MATMUL_SHAPES,
-    "mean_pooling": MEAN_POOLING_SHAPES,
-    **{of: {n: s for n, s in RECURRENCE_SHAPES.items() if s.operation == of} for of in ("gla", "lightning_attention")},
-}
+from ._harness import RESULTS, save_record
+from ._tpu_compiler import GENERATIONS, device
+
+OPERATIONS_WITH_TRIOS = ("flash_attention", "grouped_matmul", "mean_pooling", "gla", "lightning_attention")
 # Of a shape, what changes no program.
 AMOUNTS = {"name", "batch", "heads", "kv_heads", "seq", "seq_q", "seq_k", "rows", "groups", "tokens", "sequences"}
 
@@ -55,14 +50,15 @@ class Program:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Compiles all programs and keeps what came of each; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", default=",".join(GENERATIONS))
-    parser.add_argument("--operations", default=",".join(OF_OPERATION))
+    parser.add_argument("--operations", default=",".join(OPERATIONS_WITH_TRIOS))
     parser.add_argument("--after", type=Path, help="a record, which is completed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(argv)
     file = chosen.after or chosen.out / f"tpu_compile-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
-    known = json.loads(file.read_text())["programs"] if chosen.after else {}
+    known = {row["program"]: row["outcome"] for row in json.loads(file.read_text())["rows"]} if chosen.after else {}
     jax.config.update("jax_platforms", "cpu")
     for program in programs(chosen.generations.split(","), chosen.operations.split(",")):
         if str(program) not in known:
@@ -78,7 +74,7 @@ def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[
     """One for each distinct program; of a call, the heuristic's choice first."""
     found = {}
     for operation in operations:
-        for name, shape in OF_OPERATION[operation].items():
+        for name, shape in shapes_of(operation).items():
             x, spec = call(operation, shape)
             algorithm = OPERATIONS[operation].algorithm
             for primitive in (algorithm.forward, algorithm.backward, algorithm.tangent):
@@ -93,18 +89,12 @@ def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[
     return iter(found.values())
 
 
-def call(operation: str, shape: Any) -> tuple[Any, Any]:
+def call(operation: str, shape: Shape) -> tuple[Any, Any]:
     """Operands without contents, in bfloat16, and the spec."""
-    specs = []
-
-    def prepared(arrays):
-        call = OPERATIONS[operation].prepare_arguments(**arrays, **getattr(shape, "options", {}))
-        specs.append(call.spec)
-        return OPERATIONS[operation].algorithm.operands(**call.named)
-
-    dtype = lambda name: jnp.int32 if name in ("group_sizes", "cu_seqlens") else jnp.bfloat16
-    arrays = {name: jax.ShapeDtypeStruct(size, dtype(name)) for name, size in shape.sizes.items()}
-    return jax.eval_shape(prepared, arrays), specs[0]
+    algorithm = OPERATIONS[operation].algorithm
+    named, spec = types_of_call(operation, **shape.arguments("bfloat16"))
+    types = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in named.items()}
+    return algorithm.operands(**types), spec
 
 
 def outcome(program: Program) -> float | str:
@@ -120,7 +110,7 @@ def outcome(program: Program) -> float | str:
 def compiled(program: Program) -> Any:
     """The executable."""
     operation = KERNELS[program.primitive].algorithm.name
-    x, spec = call(operation, OF_OPERATION[operation][program.shape])
+    x, spec = call(operation, shapes_of(operation)[program.shape])
     return compiled_call(program.generation, program.primitive, x, spec, program.config)
 
 
@@ -144,11 +134,14 @@ def compiled_call(generation: str, primitive: str, x: Any, spec: Any, config: Ke
 
 
 def _save(file: Path, known: dict[str, float | str]) -> None:
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-    record = {"what": "seconds that the compiler took, or what it said", "versions": versions, "programs": known}
-    beside = file.with_suffix(".part")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    beside.replace(file)
+    rows = [dict(program=name, outcome=said) for name, said in known.items()]
+    save_record(
+        file,
+        "which configs the compilers of TPUs take",
+        "seconds that the compiler took, or what it said",
+        device="compilers of TPUs alone",
+        rows=rows,
+    )
 
 
 if __name__ == "__main__":

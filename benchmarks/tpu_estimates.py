@@ -1,4 +1,4 @@
-"""Flash attention on TPUs that are not there, an estimate: `python benchmarks/tpu_estimates.py --generations v5e,v6e`.
+"""Flash attention on TPUs that are not there, an estimate: `python -m benchmarks.tpu_estimates --generations v5e,v6e`.
 
 Not a measurement. The compiler's `cost_analysis()` does not see inside Mosaic kernels (it repeats the `cost_estimate`
 that a kernel was given, and without one says next to nothing), but the programs that it makes can be read: `_bundles`
@@ -10,8 +10,6 @@ all that a matrix unit may wait for: where a rate comes near the peak of a chip,
 
 import argparse
 import datetime
-import importlib.metadata
-import json
 import math
 import sys
 import tempfile
@@ -24,9 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _attention import operations
-from _harness import RESULTS
-from _tpu_compiler import GENERATIONS, Compiler
 from jax.experimental.pallas.ops.tpu import flash_attention as flash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -37,6 +32,9 @@ from ejkernel.kernels._pallas.tpu.flash_attention.problem import plan
 from ejkernel.kernels._pallas.tpu.flash_attention.schedule import mask_info_of, schedule_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape, Target
+
+from ._harness import RESULTS, save_record
+from ._tpu_compiler import GENERATIONS, Compiler
 
 MODES = "fwd", "bwd", "jvp"
 UNITS = "MATMUL", "VALU", "VLOAD", "VSTORE"
@@ -81,6 +79,7 @@ class Call:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Estimates all cases and keeps them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", default="v5e,v6e", help=f"of {', '.join(GENERATIONS)}")
     parser.add_argument("--shapes", default=",".join(ATTENTION_SHAPES))
@@ -135,7 +134,7 @@ def _estimated(compiler: Compiler, row: Row, shape: AttentionShape, call: Call) 
         detail=call.detail,
         milliseconds=seconds * 1e3,
         bound="copies" if sum(copying) > sum(computing) else "bundles",
-        teraflops=operations(shape, row.mode) / seconds / 1e12,
+        teraflops=shape.work(row.mode) / seconds / 1e12,
         bundles=bundles,
         busy={unit: round(n / bundles, 3) for unit, n in slots.items()},
     )
@@ -265,10 +264,10 @@ def _fitting(choices: Sequence[tuple[int, ...]], shape: AttentionShape) -> list[
 
 
 def _save(file: Path, rows: Sequence[Row]) -> None:
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
-    record = {"what": "estimates from compiled programs; nothing ran", "versions": versions}
-    record |= {"generations": {name: asdict(chip) for name, chip in GENERATIONS.items()}}
-    file.write_text(json.dumps(record | {"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    generations = {name: asdict(chip) for name, chip in GENERATIONS.items()}
+    evidence, convention = "estimates of flash_attention on TPUs", "estimates from compiled programs; nothing ran"
+    more = dict(generations=generations, rows=list(map(asdict, rows)))
+    save_record(file, evidence, convention, device="TPUs that are not there", **more)
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:

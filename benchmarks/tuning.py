@@ -1,13 +1,12 @@
-"""How near the tuner comes to the best config: `python benchmarks/tuning.py --shapes llama3-8b,h16-d64`.
+"""How near the tuner comes to the best config: `python -m benchmarks.tuning --shapes llama3-8b,h16-d64`.
 
-For each shape, and each of forward and backward, the tuner searches the config space as it does for users. Then every
-config of the space is timed at length, interleaved with the others. The time of the config that was found, and that of
-the heuristic one, over that of the best are the table and the record under benchmarks/results/.
+For each named call of any operation, and each of its forward, backward and, if asked for, tangent, the tuner searches
+the config space as it does for users. Then every config of the space is timed at length, interleaved with the others.
+The time of the config that was found, and that of the heuristic one, over that of the best are the table; the record in
+benchmarks/results/ has the times of all configs. `--platform triton` does it for the kernels of that platform.
 """
 
 import argparse
-import datetime
-import json
 import os
 import statistics
 import sys
@@ -18,67 +17,63 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from _harness import RESULTS, interleaved, queued, result_file
 
-import ejkernel
-from ejkernel.cli.info import versions
-from ejkernel.ops import Invocation, Tuner, policy_override
+from ejkernel.cli.tune import calls_of_shape
+from ejkernel.ops import Invocation, Tuner
 from ejkernel.ops.utils.serialization import pack
 from ejkernel.ops.utils.shared_file import SharedFile
-from ejkernel.types import ATTENTION_SHAPES, AttentionShape
+from ejkernel.types import Platform
+from ejkernel.types.shapes import shape_named
+
+from ._harness import RESULTS, interleaved, queued, result_file, save_record
 
 # The config that is found may take this much longer than the best one.
 BAR = 1.03
+EVIDENCE = "what the tuner finds beside every config"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of one call: how many configs were timed, and milliseconds of the best, the found and the heuristic one."""
+    """Of one call: milliseconds of the best config, of the found and the heuristic one, and of all by their names."""
 
     shape: str
     operation: str
-    configs: int
     best: float
     found: float
     heuristic: float
     best_config: str
     found_config: str
+    configs: dict[str, float]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures all shapes and saves them; 1 where the tuner missed the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="llama3-8b,h16-d64", help=f"of {', '.join(ATTENTION_SHAPES)}")
-    parser.add_argument("--operations", default="flash_attention,flash_attention_bwd", help="also flash_attention_jvp")
+    parser.add_argument("--shapes", default="llama3-8b,h16-d64", help="names in ejkernel/types/shapes")
+    parser.add_argument("--tangents", action="store_true", help="measure them, too")
+    parser.add_argument("--platform", choices=list(map(str, Platform)), help="of the kernels, if not to be chosen")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=15, help="batches of each config")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     parser.add_argument("--table", type=Path, help="a table that the configs which are found are added to")
     arguments = parser.parse_args(argv)
     rows, file = [], result_file("tuning", arguments.out)
+    convention = f"milliseconds of a call, median of {arguments.repeats} batches, interleaved"
     print(f"{'':<44}{'configs':>8}{'best':>10}{'found':>10}{'heuristic':>10}")
     for name in arguments.shapes.split(","):
-        for inv in calls(ATTENTION_SHAPES[name], jnp.dtype(arguments.dtype)):
-            if inv.kernel.name in arguments.operations.split(","):
+        for inv in calls_of_shape(*shape_named(name), arguments.dtype, arguments.platform):
+            if arguments.tangents or not inv.kernel.name.endswith("_jvp"):
                 found = Tuner().fastest(inv.kernel, inv)
                 if arguments.table:
                     SharedFile(arguments.table).add({inv.kernel.key_builder(inv): pack(found)})
                 rows.append(row := measured(name, inv, found, arguments.repeats))
                 ratios = f"{row.found / row.best:>9.3f}×{row.heuristic / row.best:>9.3f}×"
-                print(f"{f'{name} {row.operation}':<44}{row.configs:>8}{row.best:>7.3f} ms{ratios}", flush=True)
-                save(file, rows, arguments.repeats)
+                print(f"{f'{name} {row.operation}':<44}{len(row.configs):>8}{row.best:>7.3f} ms{ratios}", flush=True)
+                save_record(
+                    file, "what the tuner finds beside every config", convention, rows=[asdict(row) for row in rows]
+                )
     print(f"written: {file}")
     return int(any(row.found > BAR * row.best for row in rows))
-
-
-def calls(shape: AttentionShape, dtype: Any) -> list[Invocation]:
-    """The calls that a gradient of this attention makes."""
-    arrays = {n: jax.ShapeDtypeStruct(s, jnp.float32 if n == "sinks" else dtype) for n, s in shape.sizes.items()}
-    attention = lambda x: ejkernel.lax.flash_attention(**x, **shape.options).astype(jnp.float32).sum()
-    with ejkernel.ops.recording() as recorded, policy_override(autotune=False):
-        jax.eval_shape(jax.grad(attention), arrays)
-    return [Invocation(*call) for of in recorded.values() for call in of.values()]
 
 
 def measured(name: str, inv: Invocation, found: Any, repeats: int) -> Row:
@@ -94,7 +89,8 @@ def measured(name: str, inv: Invocation, found: Any, repeats: int) -> Row:
     times = interleaved({config: queued(run, *args) for config, run in programs.items() if run}, repeats)
     ms = {config: statistics.median(of) * 1e3 for config, of in times.items() if not isinstance(of, Exception)}
     best = min(ms, key=ms.get)
-    return Row(name, kernel.name, len(ms), ms[best], ms[found], ms[heuristic], repr(best), repr(found))
+    times = {repr(config): milliseconds for config, milliseconds in ms.items()}
+    return Row(name, kernel.name, ms[best], ms[found], ms[heuristic], repr(best), repr(found), times)
 
 
 def program(kernel: Any, args: tuple, kwargs: dict[str, Any], config: Any) -> Callable[..., Any] | None:
@@ -104,19 +100,6 @@ def program(kernel: Any, args: tuple, kwargs: dict[str, Any], config: Any) -> Ca
     except Exception as error:
         print(f"  {config}: {str(error).splitlines()[0][:100]}")
         return None
-
-
-def save(file: Path, rows: list[Row], repeats: int) -> None:
-    """Writes the rows so far."""
-    record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": jax.devices()[0].device_kind,
-        "versions": versions(),
-        "convention": f"milliseconds of a call, median of {repeats} batches, interleaved",
-        "rows": [asdict(row) for row in rows],
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The XLA implementation of flash_attention on a CPU: `python benchmarks/xla_cpu.py`, on a machine that is idle.
+"""The XLA implementation of flash_attention on a CPU: `python -m benchmarks.xla_cpu`, on a machine that is idle.
 
 What blocks outside of causal and window bounds save, the memory of the gradient, and forward and gradient beside
 `jax.nn.dot_product_attention`, the contenders of a row interleaved. Prints a table, keeps a record, and exits with 1
@@ -17,10 +17,11 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["EJKERNEL_CACHE_DIR"] = tempfile.mkdtemp()
 
 import jax
-from _bars import Row, conclude
-from _harness import RESULTS, interleaved, queued
 
 from ejkernel.lax import flash_attention
+
+from ._bars import Row, conclude
+from ._harness import RESULTS, interleaved, queued
 
 HEADS, HEAD_DIM, MIB = 8, 64, 2**20
 
@@ -78,6 +79,7 @@ def beside_jax(repeats: int) -> list[Row]:
 
 
 def causal(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention with its causal option."""
     option = "is_causal" if attention is jax.nn.dot_product_attention else "causal"
     return lambda q, k, v: attention(q, k, v, **{option: True})
 

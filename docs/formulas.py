@@ -60,7 +60,7 @@ def _escaped(text: str) -> str:
 
 
 def latex(formula: str) -> str:
-    """A line of a formula in LaTeX: of `s_ij = cap · tanh(s_ij)`, `s_{ij} = \\mathrm{cap} \\cdot \\tanh (s_{ij})`."""
+    r"""A line of a formula in LaTeX: of `s_ij = cap · tanh(s_ij)`, `s_{ij} = \mathrm{cap} \cdot \tanh (s_{ij})`."""
     tex = "".join(map(_token, _TOKEN.findall(formula)))
     return re.sub(r"(?<=\}) (?=\\mathrm|\w)|(?<=[\w ]) (?=\\mathrm)", r"\\ ", tex)
 

@@ -1,11 +1,12 @@
 """Draws timeline.svg, the kernels of one gradient in a trace, from a record: `python docs/timeline.py`."""
 
+import json
 import re
 from itertools import accumulate
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "benchmarks/results/profile_labels-nvidia-h200-20261121-194515.txt"
+RECORD = ROOT / "benchmarks/results/profile_labels-nvidia-h200-20261121-194515.json"
 PAGE = ROOT / "docs/timeline.svg"
 COLORS = {"flash_attention": "#4c78a8", "flash_attention_bwd": "#e45756", "": "#9d9d9d"}
 WIDTH, ROW, MARGIN = 720, 24, 8
@@ -13,14 +14,15 @@ WIDTH, ROW, MARGIN = 720, 24, 8
 
 def page() -> str:
     """The text of timeline.svg: one row for each kernel, in the order of its start, as if they followed each other."""
-    gradient = RECORD.read_text().split("\n\n")[1]
-    kernels = re.findall(r"^ *([\d.]+) us +(\S+) .*?(?:ejkernel\[op=(\w+);.*)?$", gradient, re.M)
-    times = [float(time) for time, _, _ in kernels]
+    rows = [row for row in json.loads(RECORD.read_text())["rows"] if row["program"] == "gradient"]
+    labelled = lambda row: re.search(r"ejkernel\[op=(\w+);", row["label"])
+    kernels = [(row["kernel"], found[1] if (found := labelled(row)) else "") for row in rows]
+    times = [row["microseconds"] for row in rows]
     scale = (WIDTH - 2 * MARGIN) / sum(times)
     rows = zip(kernels, times, (end - time for end, time in zip(accumulate(times), times, strict=True)), strict=True)
     drawn = "".join(
         _row(i, name, op, MARGIN + scale * start, scale * time, time)
-        for i, ((_, name, op), time, start) in enumerate(rows)
+        for i, ((name, op), time, start) in enumerate(rows)
     )
     height = len(kernels) * ROW + 2 * MARGIN
     box, font = f'viewBox="0 0 {WIDTH} {height}"', 'font-family="monospace" font-size="12"'

@@ -86,8 +86,9 @@ def vertical_slash(
     slash: Integer[Array, "*batch_and_heads diagonals"],
     block_size: BlockSize = (128, 128),
 ) -> Bool[Array, "*batch_and_heads q_blocks kv_blocks"]:
-    """The keys `vertical`, and the diagonals i' − j = `slash`, of each head (MInference, arXiv 2407.02490). Both may be
-    traced; a number that is no key, or no diagonal, keeps nothing.
+    """The keys `vertical`, and the diagonals i' − j = `slash`, of each head (MInference, arXiv 2407.02490).
+
+    Both may be traced; a number that is no key, or no diagonal, keeps nothing.
     """
     block_q, block_k = _within(S, K, "vertical_slash", block_size)
     rows, columns = -(-S // block_q), -(-K // block_k)

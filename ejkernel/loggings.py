@@ -7,7 +7,7 @@ from typing import Any
 class Logger(logging.LoggerAdapter):
     """A logger with `info_once`, `warning_once`, …: a message at most once in a process, with the same arguments."""
 
-    def __init__(self, logger: logging.Logger):
+    def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
         self._said: set[tuple[int, str]] = set()
 

@@ -1,13 +1,8 @@
 """The reader of TPU programs counts what a program issues: here one that is short enough to count by hand."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import numpy as np
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
-bundles = importlib.import_module("_bundles")
+from benchmarks import _bundles as bundles
 
 # Four iterations of a loop; the region in the middle is left out where the table has a 0. A branch has two delay slots.
 PROGRAM = """

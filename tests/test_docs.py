@@ -29,7 +29,7 @@ def test_a_page_links_to_pages_that_are_there(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("name", ("tables", "performance", "timeline"))
+@pytest.mark.parametrize("name", ("tables", "timeline"))
 def test_a_generated_page_is_current(name):
     """`python docs/NAME.py` writes it."""
     if name == "tables" and (reason := pages.lacking()):

@@ -58,7 +58,7 @@ class Outcome:
 class Check:
     """The example call of an operation for a target, of which this process has a device."""
 
-    def __init__(self, operation: str, target: Target):
+    def __init__(self, operation: str, target: Target) -> None:
         self.operation, self.target = operation, target
         self._programs: dict[tuple[str, str], Program | Exception] = {}
 

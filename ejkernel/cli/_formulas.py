@@ -14,7 +14,7 @@ def plain_attention(q: Array, k: Array, v: Array, *, causal: bool, window: int |
     s = jnp.einsum("bigrd,bjgd->bgrij", q, k, preferred_element_type=jnp.float32) / math.sqrt(dim)
     s = softcap * jnp.tanh(s / softcap)
     distance = jnp.arange(length)[:, None] - jnp.arange(length)
-    visible = (distance >= 0) & (distance < (window or length)) if causal else distance == distance
+    visible = (distance >= 0) & (distance < (window or length)) if causal else jnp.ones_like(distance, bool)
     p = jax.nn.softmax(jnp.where(visible, s, -jnp.inf), -1).astype(v.dtype)
     return jnp.einsum("bgrij,bjge->bigre", p, v).reshape(batch, length, heads, dim)
 

@@ -78,7 +78,7 @@ def _loss(
 
 
 def adam(parameters, gradients, first, second, t, rate) -> tuple[Parameters, Parameters, Parameters]:
-    """The parameters and both moments after step t = 1, 2, …
+    """The parameters and both moments after step t = 1, 2, ….
 
     m = β₁ m + (1 − β₁) g,    v = β₂ v + (1 − β₂) g²,    w = w − rate · m / (1 − β₁ᵗ) / (√(v / (1 − β₂ᵗ)) + ε)
     """

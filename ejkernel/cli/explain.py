@@ -6,6 +6,10 @@ Nothing is computed; the exit status is 1 if nothing can run. An operand that ha
 type, an option by its value:
 
     ejkernel explain flash_attention --q 1,64,4,64 --array mask=bool[64,64] --option deterministic=True
+
+Or the whole call is that of a layer by its name (`ejkernel tune --help` lists them), to which options may be added:
+
+    ejkernel explain grouped_matmul --model mixtral-8x7b-up --target tpu
 """
 
 import argparse
@@ -18,6 +22,7 @@ import jax.numpy as jnp
 
 from .._explain import explain
 from ..types import Platform, Target
+from ..types.shapes import shapes_of
 
 _LONG = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
 
@@ -25,6 +30,7 @@ _LONG = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The operation, the arrays of an attention call, its options, and where it would run."""
     parser.add_argument("operation", help="e.g. flash_attention")
+    parser.add_argument("--model", metavar="NAME", help="a layer of a model, with arrays of --dtype")
     arrays = parser.add_argument_group("arrays")
     arrays.add_argument("--q", type=_sizes, metavar="B,S,H,D", help="queries; k and v follow from them")
     arrays.add_argument("--kv-heads", type=_positive, metavar="G", help="as many as query heads if not given")
@@ -54,13 +60,23 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device_kind and not arguments.target:
         raise argparse.ArgumentError(None, "--device-kind needs --target")
     target = Target(arguments.target, arguments.device_kind) if arguments.target else None
-    given = {**_attention(arguments), **dict(arguments.array), **dict(arguments.option)}
+    given = {**_model(arguments), **_attention(arguments), **dict(arguments.array), **dict(arguments.option)}
     try:
         found = explain(arguments.operation, target=target, platform=arguments.platform, **given)
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentError(None, str(error)) from error
     print(found)
     return 0 if found.runs else 1
+
+
+def _model(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of the named layer."""
+    if arguments.model is None:
+        return {}
+    if arguments.model not in (known := shapes_of(arguments.operation)):
+        named = f"it has {', '.join(known)}" if known else "it has no named layers"
+        raise argparse.ArgumentError(None, f"{arguments.operation} has no layer {arguments.model}; {named}")
+    return known[arguments.model].arguments(arguments.dtype)
 
 
 def _attention(arguments: argparse.Namespace) -> dict[str, Any]:

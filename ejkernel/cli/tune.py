@@ -1,4 +1,4 @@
-"""Measures the configs of calls and keeps the fastest: of recorded calls, or of a model's attention.
+"""Measures the configs of calls and keeps the fastest: of recorded calls, or of a layer of a model.
 
     EJKERNEL_OPS_RECORD=calls.json python train.py && ejkernel tune --recorded calls.json
     ejkernel tune --model llama3-8b --sizes 4x4096,1x32768 --out llama3.json
@@ -14,21 +14,23 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .. import lax
 from ..errors import short_type
-from ..lax import flash_attention
+from ..modules._operation import OPERATIONS
 from ..modules._primitive_kernel import PrimitiveKernel
 from ..ops import Invocation, PersistentCache, Tuner, load_invocations, merge_tables, policy_override, recording
 from ..ops.config.persistent import entry_of
 from ..ops.registry import Calls
 from ..ops.utils.operands import is_array
 from ..ops.utils.shared_file import SharedFile
-from ..types import ATTENTION_SHAPES, AttentionShape
+from ..types.shapes import Shape, measured_operations, shape_named, shapes_of
 from ._progress import progress
 from ._table import print_table
 
@@ -39,11 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to tune, which of it, and where the configs go."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--recorded", nargs="+", type=Path, metavar="FILE", help="files of EJKERNEL_OPS_RECORD")
-    what.add_argument("--model", choices=ATTENTION_SHAPES, metavar="NAME", help=f"one of {', '.join(ATTENTION_SHAPES)}")
+    names = [name for operation in measured_operations() for name in shapes_of(operation)]
+    listed = ", ".join(names).replace("%", "%%")
+    what.add_argument("--model", choices=names, metavar="NAME", help=f"one of {listed}")
     what.add_argument("--merge", nargs="+", type=Path, metavar="TABLE", help="measure nothing, only merge tables")
     model = parser.add_argument_group("with --model")
     model.add_argument(
-        "--sizes", type=_sizes, metavar="BxS,…", help="batches and lengths; three around its own if not given"
+        "--sizes",
+        type=_sizes,
+        metavar="BxS,…",
+        help="batches and lengths, where a layer has any; three around its own",
     )
     model.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of its arrays")
     recorded = parser.add_argument_group("with --recorded")
@@ -97,10 +104,9 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 def _calls(arguments: argparse.Namespace) -> list[Invocation]:
     if arguments.model:
-        shape = ATTENTION_SHAPES[arguments.model]
-        return [
-            inv for size in arguments.sizes or _around(shape) for inv in _of_attention(shape.at(*size), arguments.dtype)
-        ]
+        operation, shape = shape_named(arguments.model)
+        shapes = [shape.at(*size) for size in _sizes_of(arguments, shape)] or [shape]
+        return [inv for shape in shapes for inv in calls_of_shape(operation, shape, arguments.dtype)]
     for module in arguments.modules:
         importlib.import_module(module)
     calls: dict[tuple[str, str], Invocation] = {}
@@ -113,18 +119,33 @@ def _invocations(calls: Mapping[str, Calls]) -> list[Invocation]:
     return [Invocation(*call) for of_operation in calls.values() for call in of_operation.values()]
 
 
-def _around(shape: AttentionShape) -> list[tuple[int, int]]:
-    """Its own batch and length, and half and double the length at about the same number of tokens."""
-    batch, length = shape.batch, shape.seq_q
-    return [(batch, length), (2 * batch, length // 2), (max(batch // 2, 1), 2 * length)]
+def _sizes_of(arguments: argparse.Namespace, shape: Shape) -> list[tuple[int, int]]:
+    """Those asked for; or its own batch and length, and half and double the length at about as many tokens."""
+    batch, length = getattr(shape, "batch", None), getattr(shape, "seq_q", getattr(shape, "seq", None))
+    if batch is None:
+        if arguments.sizes:
+            raise ValueError(f"{shape.name} has no batch and length that --sizes could change")
+        return []
+    return arguments.sizes or [(batch, length), (2 * batch, length // 2), (max(batch // 2, 1), 2 * length)]
 
 
-def _of_attention(shape: AttentionShape, dtype: str) -> list[Invocation]:
-    """The calls that a gradient of this attention makes: forward, tangent and backward."""
-    wide = {"sinks": jnp.float32}
-    arrays = {name: jax.ShapeDtypeStruct(size, wide.get(name, dtype)) for name, size in shape.sizes.items()}
+def calls_of_shape(operation: str, shape: Shape, dtype: str, platform: str | None = None) -> list[Invocation]:
+    """The calls that a gradient of this makes, forward, tangent and backward; a forward where there is none.
+
+    They are for the kernels of a platform ("triton", …), or for those that the library chooses.
+    """
+    arguments = shape.arguments(dtype)
+    call = partial(getattr(lax, operation), config=None if platform is None else dict(platform=platform))
+    inexact = {name for name in OPERATIONS[operation].algorithm.differentiable if name in arguments}
+    arrays = {name: x for name, x in arguments.items() if name in shape.sizes}
+    wrt = {name: x for name, x in arrays.items() if name in inexact}
+    rest = {name: x for name, x in arrays.items() if name not in inexact}
+
+    def total(wrt: Mapping[str, Any], rest: Mapping[str, Any]) -> Any:
+        return call(**wrt, **rest, **shape.options).astype(jnp.float32).sum()
+
     with recording() as calls, _heuristics():
-        jax.eval_shape(jax.grad(lambda x: flash_attention(**x, **shape.options).astype(jnp.float32).sum()), arrays)
+        jax.eval_shape(jax.grad(total) if wrt else total, wrt, rest)
     return _invocations(calls)
 
 

@@ -61,14 +61,14 @@ class Operation(Kernel):
     renamed: ClassVar[Mapping[str, str]] = {}
     retyped: ClassVar[Mapping[str, Any]] = {}
 
-    def __init_subclass__(cls, **how: Any):
+    def __init_subclass__(cls, **how: Any) -> None:
         super().__init_subclass__(**how)
         for primitive in cls.algorithm.primitives:
             KERNELS[primitive.name] = named_kernels[primitive.name] = PrimitiveKernel(primitive, cls)
         cls.prepare_arguments.__qualname__ = cls.algorithm.name  # as which Python names it to who forgets an argument
         OPERATIONS[cls.algorithm.name] = cls
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(name=self.algorithm.name)
 
     @classmethod

@@ -29,7 +29,7 @@ from ..xla_utils.symbolic import with_known_sizes
 class PrimitiveKernel(Kernel):
     """The kernel over one primitive: heuristics and config space are those of its implementations."""
 
-    def __init__(self, primitive: KernelPrimitive, operation: type[Kernel]):
+    def __init__(self, primitive: KernelPrimitive, operation: type[Kernel]) -> None:
         super().__init__(name=primitive.name)
         self.primitive, self.operation, self.algorithm = primitive, operation, operation.algorithm
 

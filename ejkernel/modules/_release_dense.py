@@ -20,7 +20,8 @@ from ._release_visibility import dense, lax_band, specs_of_masks, visibility_of
 @translates
 def flash_attention(flash: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
     """`mask_info` says who sees whom, besides causal and sliding_window; `block_tables` [B, pages] where k and v, pools
-    [P, page, G, D], have the keys of each batch element, which are gathered; packed sequences may be [1, T, H, D]."""
+    [P, page, G, D], have the keys of each batch element, which are gathered; packed sequences may be [1, T, H, D].
+    """
     if call["block_tables"] is not None:
         call, specs = _of_pages(call, specs)
     if call["cum_seqlens_q"] is not None or call["cum_seqlens_k"] is not None:

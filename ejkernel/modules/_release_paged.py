@@ -51,7 +51,8 @@ _OPTIONS = ("softmax_scale", "logits_soft_cap", "sliding_window")
 def ragged_page_attention_v3(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
     """block_tables may be flat, [N · pages of a sequence]; num_seqs may be a distribution [3], of which the last number
     is that of sequences; kv_pages may be [P, page, ⌈2G / packing⌉, packing, features that are padded]. softmax_scale is
-    1 if left out, and D**-0.5 if None. Gives (o, kv_pages)."""
+    1 if left out, and D**-0.5 if None. Gives (o, kv_pages).
+    """
     q, k, v, pool = arrays_of(call, "q", "k", "v", "kv_pages")
     (_, heads, features), groups = q.shape, k.shape[1]
     pages = pool.reshape(*pool.shape[:2], -1, pool.shape[-1])

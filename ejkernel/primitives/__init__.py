@@ -1,0 +1,1 @@
+"""The primitives: what an operation is for JAX, with its rules, and no code of a kernel."""

@@ -47,7 +47,7 @@ class NamedPrimitive(ABC):
         primitive: the primitive of JAX.
     """
 
-    def __init__(self, name: str, results: Sequence[str] = (), linear: str | None = None):
+    def __init__(self, name: str, results: Sequence[str] = (), linear: str | None = None) -> None:
         self.name, self.results, self.linear = name, tuple(results), linear
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
@@ -107,7 +107,7 @@ class KernelPrimitive(NamedPrimitive):
         linear: str | None = None,
         arguments: Callable[[Mapping[str, Any], Sequence[str]], tuple[tuple, dict]],
         operands: Callable[[Mapping[str, Any]], Any],
-    ):
+    ) -> None:
         self.table, self.layout = table, layout
         self.like, self.dtypes = dict(like or {}), dtypes
         self.arguments, self.operands = arguments, operands

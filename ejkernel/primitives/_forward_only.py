@@ -44,7 +44,7 @@ class ForwardOnly:
         instead: str,
         layout: Layout = Layout(),
         in_place: Mapping[str, str] | None = None,
-    ):
+    ) -> None:
         self.name, self.operands, self.outputs, self.instead = name, operands, outputs, instead
         self.in_place = dict(in_place or {})
         of = lambda named: operands(*map(named.get, operands._fields))

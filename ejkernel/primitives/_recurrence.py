@@ -1,4 +1,6 @@
-"""The linear recurrence that recurrent, gla and lightning_attention have in common: a state of [d, e] numbers a head,
+"""The linear recurrence that recurrent, gla and lightning_attention have in common.
+
+With a state of [d, e] numbers a head,
 
     h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
 

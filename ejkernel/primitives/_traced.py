@@ -39,7 +39,7 @@ class TracedPrimitive(NamedPrimitive):
         types: the same without a platform, for results of the same types that are easier to come by.
     """
 
-    def __init__(self, name: str, function: Callable, types: Callable, linear: str | None = None):
+    def __init__(self, name: str, function: Callable, types: Callable, linear: str | None = None) -> None:
         self.function, self.types = function, types
         super().__init__(name, linear=linear)
         if linear is not None:

@@ -44,7 +44,7 @@ class WiredTrio:
         backward: NamedPrimitive,
         residuals: tuple[str, ...] = (),
         linear: tuple[tuple[str, ...], ...] = (),
-    ):
+    ) -> None:
         self.name, self.residuals, self.linear = name, residuals, linear
         self.forward, self.tangent, self.backward = forward, tangent, backward
         self.primitives = (forward, tangent, backward)
@@ -122,7 +122,7 @@ class WiredTrio:
         return [out[n.removesuffix(suffix) + COTANGENT] if n in wanted else None for n in named]
 
     @staticmethod
-    def _derived(primitive, arrays, spec, chooser, results):
+    def _derived(primitive, arrays, spec, chooser, results) -> list[Any]:
         """The results of the tangent or backward, with the config that is chosen for it."""
         config = chooser.config(primitive, arrays, spec, results)
         return primitive.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
@@ -145,7 +145,7 @@ class Trio(WiredTrio):
 
     def __init__(
         self, name, operands, outputs, table, differentiable, dtypes, layout=Layout(), residuals=None, linear=()
-    ):
+    ) -> None:
         self.operands, self.outputs, self.differentiable = operands, outputs, tuple(differentiable)
         residuals = outputs._fields if residuals is None else tuple(residuals)
         dotted = {n + TANGENT: table[n] for n in (*self.differentiable, *outputs._fields)}

@@ -44,7 +44,7 @@ _NEUTRAL = {
 class Refused(Exception):
     """A request that is answered by an error."""
 
-    def __init__(self, status: int, message: str, param: str | None = None):
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param = status, message, param
 
@@ -69,7 +69,7 @@ class Wanted:
 class Completions:
     """The application: a worker, and the name that its model is known by."""
 
-    def __init__(self, worker: Worker, model: str, most_bytes: int = MOST_BYTES):
+    def __init__(self, worker: Worker, model: str, most_bytes: int = MOST_BYTES) -> None:
         self.worker, self.model, self.most_bytes = worker, model, most_bytes
         self.created = int(time.time())
 
@@ -209,7 +209,7 @@ class Completions:
 class _Stream(StreamingResponse):
     """Server-sent events. However it ends, by a client that hangs up too, the request is cancelled."""
 
-    def __init__(self, events: AsyncIterator[str], cancel: Any):
+    def __init__(self, events: AsyncIterator[str], cancel: Any) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
         self._cancel = cancel
 

@@ -48,7 +48,7 @@ class Limits:
     branches: int = 1
     cache_dtype: Any = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = dict(pages=self.pages, page_size=self.page_size, sequences=self.sequences, length=self.length)
         for name, size in sizes.items():
             if size < 1:
@@ -93,7 +93,7 @@ class _Issued(NamedTuple):
 class Engine:
     """A model with a cache, that continues many requests at once. One thread at a time may use it."""
 
-    def __init__(self, decoder: Decoder, weights: Weights, limits: Limits, mesh: Mesh | None = None):
+    def __init__(self, decoder: Decoder, weights: Weights, limits: Limits, mesh: Mesh | None = None) -> None:
         dtype = weights["norm"].dtype
         cache_dtype = jnp.dtype(limits.cache_dtype or dtype)
         _check(decoder, dtype, cache_dtype, mesh)

@@ -21,7 +21,7 @@ def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
 class PagePool:
     """Reference counts of the pages, and where to find those of known contents."""
 
-    def __init__(self, pages: int):
+    def __init__(self, pages: int) -> None:
         self.references = [0] * pages
         self._free = OrderedDict.fromkeys(range(pages))  # the next to be given first
         self._pages: dict[bytes, int] = {}

@@ -170,7 +170,7 @@ def _quantised(x: Array) -> tuple[Array, Array]:
 class Tables:
     """The arrays of all slots on the host, of which a step takes a copy."""
 
-    def __init__(self, slots: int, pages_of_sequence: int):
+    def __init__(self, slots: int, pages_of_sequence: int) -> None:
         self._block_tables = np.zeros((slots, pages_of_sequence), np.int32)
         self._sampling = SamplingArrays(
             np.zeros(slots, np.float32),

@@ -45,7 +45,7 @@ class Sampling:
     seed: int = 0
     end: tuple[int, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         bounds = {
             "max_tokens": (self.max_tokens >= 1, "at least 1"),
             "temperature": (0 <= self.temperature < math.inf, "at least 0, and finite"),

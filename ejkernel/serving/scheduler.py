@@ -46,7 +46,7 @@ class Request:
     finish_reason: str | None = None
     lookup: Lookup = field(default_factory=Lookup)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
 
     @property
@@ -78,7 +78,7 @@ class Chunk(NamedTuple):
 class Scheduler:
     """The requests that run, by their slots, and those that wait."""
 
-    def __init__(self, pages: int, page_size: int, slots: int, budget: int, drafts: int, branches: int):
+    def __init__(self, pages: int, page_size: int, slots: int, budget: int, drafts: int, branches: int) -> None:
         self.pool = PagePool(pages)
         self.page_size, self.budget, self.drafts, self.branches = page_size, budget, drafts, branches
         self.waiting: deque[Request] = deque()

@@ -36,7 +36,7 @@ class Ticket:
 class Worker:
     """Steps an engine while there is anything to do, and sleeps otherwise. At most `most` requests are in it."""
 
-    def __init__(self, engine: Engine, most: int):
+    def __init__(self, engine: Engine, most: int) -> None:
         self.engine, self.most = engine, most
         self.failure: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

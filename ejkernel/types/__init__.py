@@ -16,13 +16,13 @@ from .arguments import (
 from .config import BwdParams, FwdParams, KernelConfig, OperationConfig, checked_config
 from .enums import Backend, Platform
 from .mask_info import MaskInfo
-from .recurrence_shapes import RECURRENCE_SHAPES, RecurrenceShape
-from .shapes import ATTENTION_SHAPES, AttentionShape, band, visible_pairs
+from .shapes.flash_attention import SHAPES as ATTENTION_SHAPES
+from .shapes.flash_attention import AttentionShape
 from .target import Target
+from .visible import band, visible_pairs
 
 __all__ = [
     "ATTENTION_SHAPES",
-    "RECURRENCE_SHAPES",
     "AttentionShape",
     "Backend",
     "BlockMask",
@@ -37,7 +37,6 @@ __all__ = [
     "MaskInfo",
     "OperationConfig",
     "Platform",
-    "RecurrenceShape",
     "RecurrentState",
     "Scale",
     "ShortRepr",

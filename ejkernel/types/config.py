@@ -16,7 +16,9 @@ _ANY_INT = {"any int": True}
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class OperationConfig(ShortRepr):
-    """What every config says. An operation whose kernels are told something else has a class of its own:
+    """What every config says.
+
+    An operation whose kernels are told something else has a class of its own:
 
         @dataclass(frozen=True, repr=False)
         class PageConfig(OperationConfig):

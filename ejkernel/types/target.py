@@ -52,7 +52,7 @@ class Target:
     compute_capability: int | None = None
     core_count: int | None = field(default=None, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.platform != "cuda":
             return
         kind = self.device_kind

@@ -1,0 +1,1 @@
+"""Pieces in plain JAX that several operations use."""

@@ -110,7 +110,8 @@ class Call:
 
     def unread(self, what: str) -> dict[Any, dict[tuple[int, ...], np.ndarray]]:
         """Where nobody reads the "operands", "cotangents" or "tangents": by name, and by the index of what is shared by
-        the examples that have it in common."""
+        the examples that have it in common.
+        """
         where: dict[Any, dict[tuple, np.ndarray]] = {}
         for example in self.examples().ravel():
             x = self.arrays(example)

@@ -1,5 +1,6 @@
 """Runs a traced program by NumPy, one equation after the other: nothing is compiled, which is most of what a formula of
-a few small arrays costs, and no code of XLA stands on both sides of a comparison."""
+a few small arrays costs, and no code of XLA stands on both sides of a comparison.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -69,7 +69,8 @@ def _compiled(operation: str, options: tuple, derivative: str, wrt: tuple, dtype
 
 def expected(call: Call, neighbour: int = 0, eps: float | None = None, flushed: bool = False) -> tuple[Any, Any]:
     """(exact, rounded) results of all examples, stacked as the call stacks them; of the call whose numbers are moved
-    by up to one unit of their last place, or by eps, for another neighbour than 0, or whose subnormal ones are 0."""
+    by up to one unit of their last place, or by eps, for another neighbour than 0, or whose subnormal ones are 0.
+    """
     options = tuple((n, x) for n, x in call.options.items() if n != "config")
     derivative = SAME.get(call.derivative, call.derivative)
     run = _compiled(call.operation, options, derivative, call.wrt, call.dtype)

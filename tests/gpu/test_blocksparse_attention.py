@@ -21,7 +21,6 @@ pytestmark = pytest.mark.gpu
 
 def computed(x, spec, seed: int = 1, kernels=triton):
     """(outputs, gradients by name, tangents) of what nobody sees holding NaN, and the cotangents and tangents."""
-
     compiled = lambda f, **how: jax.jit(partial(f, spec=spec, config=f.heuristic(spec, x, TARGET), **how))
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), seed) if name in wrt else None for name in x._fields})

@@ -52,7 +52,8 @@ def defined(x, window=None, num_splits=None, **options):
 
 def poisoned(x):
     """The arguments with a pool of which every sequence has its own pages, and the same with NaN in what nobody sees:
-    slots past the contexts, tokens of no sequence, and any numbers in the tables past their contexts."""
+    slots past the contexts, tokens of no sequence, and any numbers in the tables past their contexts.
+    """
     n, (_, page, width) = len(CONTEXTS), x["pages"].shape
     pool = np.random.default_rng(0).standard_normal((n * J, page, width))
     x = x | dict(block_tables=jnp.arange(n * J, dtype=jnp.int32).reshape(n, J))

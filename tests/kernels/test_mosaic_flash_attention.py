@@ -73,6 +73,8 @@ def arguments(x: Operands):
 CALLS = {name: call(shape) for name, shape in ATTENTION_SHAPES.items()}
 PREDICATES = {"flash_attention": supports, "flash_attention_jvp": supports_jvp, "flash_attention_bwd": supports_bwd}
 # Of shapes whose programs differ in sizes alone, the first.
+# Head dims that are no powers of two, but for that of latents which are expanded.
+is_between = lambda name, x: x.q.shape[3] not in (64, 128, 256) and name != "deepseek-v3"
 UNLIKE = list({(x.q.shape[3], x.v.shape[3], spec): name for name, (x, spec) in reversed(CALLS.items())}.values())
 CONFIGS = [
     pytest.param(
@@ -80,7 +82,7 @@ CONFIGS = [
         name,
         config,
         id=f"{operation}, {name}, {config.block_q}x{config.block_k}x{config.num_stages}",
-        marks=[pytest.mark.slow] if place or name not in UNLIKE else [],
+        marks=[pytest.mark.slow] if place or name not in UNLIKE or is_between(name, x) else [],
     )
     for operation, predicate in PREDICATES.items()
     for name, (x, spec) in CALLS.items()

@@ -11,7 +11,7 @@ from ejkernel import lax
 from ejkernel.kernels._pallas.gpu.grouped_matmul import grouped_matmul_bwd, supports
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Target
-from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES
+from ejkernel.types.shapes import shapes_of
 
 HOPPER = Target("cuda", "NVIDIA H200")
 array = jax.ShapeDtypeStruct
@@ -26,7 +26,7 @@ def lowered(function, *arguments) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-SHAPES = list(GROUPED_MATMUL_SHAPES.values())
+SHAPES = list(shapes_of("grouped_matmul").values())
 CONFIGS = [
     pytest.param(shape, config, id=f"{shape.name}-{config.block_k}x{config.num_stages}")
     for shape in SHAPES
@@ -60,7 +60,7 @@ def test_every_operand_fills_whole_lines_of_256_bytes(batch, groups):
 
 
 @pytest.mark.parametrize("transpose_rhs", (False, True))
-def test_gradients_are_of_both_tiers(transpose_rhs):
+def test_gradients_are_of_both_kernels(transpose_rhs):
     rhs = array((4, 512, 256) if transpose_rhs else (4, 256, 512), jnp.bfloat16)
     loss = lambda *a: lax.grouped_matmul(*a, transpose_rhs=transpose_rhs).sum()
     text = lowered(jax.grad(loss, (0, 1)), array((1024, 256), jnp.bfloat16), rhs, array((4,), jnp.int32))
@@ -68,7 +68,7 @@ def test_gradients_are_of_both_tiers(transpose_rhs):
     assert text.count("@triton_kernel_call_ffi") == 1, "the gradient of the rows; nobody asks for the result"
 
 
-SMALL = GROUPED_MATMUL_SHAPES["qwen3-30b-up"]
+SMALL = shapes_of("grouped_matmul")["qwen3-30b-up"]
 REFUSED = {
     "compute capability 9.0": (call(SMALL), Target("cuda", "NVIDIA A100")),
     "bfloat16": (call(SMALL, lhs=array((1, SMALL.rows, SMALL.features), jnp.float32)), HOPPER),

@@ -1,12 +1,8 @@
 """The TPU kernels pass the real TPU compiler, for every generation, within its memories.
 
 What the compiler takes for all configs of all named shapes is hours; a normal run has the heuristics' choice for a
-few shapes on each generation, and a few calls with the rarer operands; `benchmarks/tpu_compile.py` keeps a record.
+few shapes on each generation, and a few calls with the rarer operands; `benchmarks.tpu_compile` keeps a record.
 """
-
-import importlib
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import ejkernel
+from benchmarks import tpu_compile as programs
 from ejkernel.kernels._pallas.tpu.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
 from ejkernel.kernels._pallas.tpu.flash_attention.launch import VMEM_BYTES
 from ejkernel.types import ATTENTION_SHAPES
@@ -22,9 +19,6 @@ from tests.gpu.attention_cases import CASES
 from .tpu_compiler import TARGETS, compiled, device
 
 pytest.importorskip("libtpu")
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-programs = importlib.import_module("tpu_compile")
 
 IMPLEMENTATIONS = {f.__name__: f for f in (flash_attention, flash_attention_bwd, flash_attention_jvp)}
 # What a normal run compiles: shapes with the heuristics' configs, and calls of the list of cases.
@@ -53,7 +47,7 @@ QUICK_CASES = {
 def parameters():
     """Of every program, whether a normal run has it."""
     calls = set()
-    for program in programs.programs(list(TARGETS), list(programs.OF_OPERATION)):
+    for program in programs.programs(list(TARGETS), list(programs.OPERATIONS_WITH_TRIOS)):
         call = (program.generation, program.primitive, program.shape)
         quick = call in QUICK_SHAPES and call not in calls
         calls.add(call)

@@ -54,7 +54,9 @@ def test_files_of_another_backend_and_the_registry_are_left_out():
     files = names(source_files("flash_attention", Backend.GPU))
     assert {"kernels/_triton/flash_attention/forward.py", "kernels/_visibility.py"} <= files
     assert not any("/tpu/" in file for file in files)
-    assert files.isdisjoint({"kernels/_registry.py", "kernels/_dispatch.py", "kernels/_tier.py", "types/config.py"})
+    assert files.isdisjoint(
+        {"kernels/_registry.py", "kernels/_dispatch.py", "kernels/_kernel_trio.py", "types/config.py"}
+    )
 
 
 def test_imports_are_followed_however_they_are_written(tmp_path, monkeypatch):

@@ -42,8 +42,6 @@ FORMS = {form for forms in BANISHED for form in forms.split(", ")}
 NO_NAMES = {"seen", "_seen"}  # visible
 # `math.floor`, `ast.walk`.
 ATTRIBUTES = {"floor", "walk"}
-# The name of `kernels/_tier.py`, which files below import.
-TIER = {"Tier", "_tier"}
 
 
 def sources() -> list[Path]:
@@ -74,7 +72,7 @@ def _found(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _banished(name: str) -> set[str]:
-    return set() if name in TIER else FORMS & words_of(name)
+    return FORMS & words_of(name)
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -107,4 +105,4 @@ def test_a_word_that_is_put_back_is_found(source):
 
 def test_words_that_contain_others_are_written():
     assert not found("import frameworks  # rooflines and interfaces are reachable; a query is seen\n")
-    assert not found("_tier = Tier(math.floor(placeholders))\n")
+    assert not found("x = math.floor(placeholders)\n")

@@ -1,0 +1,1 @@
+"""The built-in operations: a file each, with its arguments, its docstring and its checks."""

@@ -52,7 +52,9 @@ def refusal(strategy: str, problem: Problem) -> str | None:
 
 
 def choose(problem: Problem, ceilings: Ceilings | None = None) -> tuple[str, str]:
-    """The strategy of "auto" and the reason. Of those that take the call:
+    """The strategy of "auto" and the reason.
+
+    Of those that take the call:
 
     1. ring, where a hop computes for as long as it sends, since that is hidden and takes the least memory; and where
        a window leaves it half of the hops or fewer;

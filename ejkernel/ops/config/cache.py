@@ -26,7 +26,7 @@ class ConfigCache:
         generation: the number of times that a config was put.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.generation = 0
         self._configs: dict[str, Any] = {}
         self._answered_by_others: set[str] = set()

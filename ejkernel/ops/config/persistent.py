@@ -20,7 +20,7 @@ class PersistentCache:
         path: the directory; `~` is expanded. None: `$EJKERNEL_CACHE_DIR`, else `~/.cache/ejkernel`, as it is when used.
     """
 
-    def __init__(self, path: str | os.PathLike | None = None):
+    def __init__(self, path: str | os.PathLike | None = None) -> None:
         if path is not None and not isinstance(path, str | os.PathLike):
             raise TypeError(f"PersistentCache: path is a {type(path).__name__}; it must be a directory's path or None")
         self._path = path

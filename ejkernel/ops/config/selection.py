@@ -89,7 +89,7 @@ class ConfigSelectorChain(Generic[Cfg]):
         tables: Sequence[PersistentCache] = (),
         autotune: bool | None = None,
         on_event: Callable[[str, str, str, Cfg | None], Any] | None = None,
-    ):
+    ) -> None:
         if policy is not None and autotune is not None:
             raise ValueError("ConfigSelectorChain: give policy or autotune, not both")
         self.cache = ConfigCache() if cache is None else cache
@@ -251,7 +251,7 @@ class ConfigSelectorChain(Generic[Cfg]):
 class _LockByKey:
     """A lock for each key, so that a config is measured once while other keys are not held up."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._locks: dict[str, threading.Lock] = {}
 
     def of(self, key: str) -> threading.Lock:

@@ -1,0 +1,1 @@
+"""Kernels, their calls, and how configs are tuned."""

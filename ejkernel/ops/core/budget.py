@@ -40,7 +40,7 @@ class BudgetSpent(EjkernelRuntimeError):
 class Deadline:
     """A moment so many seconds from now, which may be infinitely many."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float) -> None:
         self._at = monotonic() + seconds
 
     @property

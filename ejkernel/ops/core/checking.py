@@ -44,7 +44,7 @@ def same_bits(result: Any, again: Any) -> bool:
 
 @jax.jit
 def _compare(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(equal where not finite, max |x − y| and max |y| where both are)"""
+    """(equal where not finite, max |x − y| and max |y| where both are)."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return (x == y).all(), jnp.float32(0), jnp.float32(1)
     finite = jnp.isfinite(x) & jnp.isfinite(y)

@@ -33,7 +33,7 @@ class Invocation(Generic[Cfg, Out]):
     metadata: Mapping[str, Any] | None = None
     target: Target = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.target is None:
             object.__setattr__(self, "target", local_target())
 
@@ -87,7 +87,7 @@ class Kernel(Generic[Cfg, Out]):
     `custom_vjp` has the gradients of `run`.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:

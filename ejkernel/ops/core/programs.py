@@ -108,7 +108,9 @@ def compiled_in_turn(
 class _Batch:
     """Programs that are lowered one after the other, and compiled at once."""
 
-    def __init__(self, lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered | None, deadline: Deadline):
+    def __init__(
+        self, lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered | None, deadline: Deadline
+    ) -> None:
         self._lower, self._deadline, self._first = lower, deadline, configs[0] if first else None
         self._until = deadline.after(_SHARE_OF_COMPILERS)
         self._given_up = threading.Event()

@@ -15,7 +15,7 @@ class Progress:
     With `EJKERNEL_LOG_AUTOTUNE=1` a line for each config instead, with its time or why it was rejected.
     """
 
-    def __init__(self, operation: str, total: int):
+    def __init__(self, operation: str, total: int) -> None:
         self._operation, self._total, self._done = operation, total, 0
         self._log = os.environ.get("EJKERNEL_LOG_AUTOTUNE", "0") not in ("", "0")
         self._shown, self._over, self._lock = False, False, threading.Lock()

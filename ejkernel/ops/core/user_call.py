@@ -90,11 +90,13 @@ def implementation(kernel: Any, platform: str | None) -> tuple[str, Callable]:
 
 
 def forward(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
+    """The results of `run` of those names."""
     leaves = dict(_results(arrays, spec, config, platform))
     return [leaves[name] for name in results]
 
 
 def tangent(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
+    """The tangents of results of those names."""
     moving = [name for name in spec.operands if name + TANGENT in arrays]
     moved = [name.removesuffix(TANGENT) for name in results]
     of_moving = lambda *values: forward(
@@ -104,12 +106,14 @@ def tangent(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, pla
 
 
 def tangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: Any) -> list[Any]:
+    """The types of tangents are those of the results."""
     return forward(arrays, [name.removesuffix(TANGENT) for name in results], spec, config)
 
 
 def cotangent(
     arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None
 ) -> list[Any]:
+    """The cotangents of operands of those names."""
     wrt = [name.removesuffix(COTANGENT) for name in results]
 
     def outputs(*values):
@@ -127,6 +131,7 @@ def cotangent(
 
 
 def cotangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: Any) -> list[Any]:
+    """The types of cotangents are those of the operands."""
     return [arrays[name.removesuffix(COTANGENT)] for name in results]
 
 

@@ -49,6 +49,7 @@ class ConfigOfForward(ShortRepr):
     platform: str = "auto"
 
     def config(self, *_: Any) -> Any:
+        """That of the forward."""
         return self.of_forward
 
 

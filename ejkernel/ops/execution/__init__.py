@@ -1,0 +1,1 @@
+"""What runs a kernel: executor, batches of recorded calls, tuning in a process group."""

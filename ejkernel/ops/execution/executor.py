@@ -28,7 +28,7 @@ class Executor(Generic[Cfg, Out]):
     executor stays with the call: it chooses for the tangents and backwards that JAX derives from it, too.
     """
 
-    def __init__(self, selector: ConfigChooser[Cfg] | None = None):
+    def __init__(self, selector: ConfigChooser[Cfg] | None = None) -> None:
         self.selector = ConfigSelectorChain() if selector is None else selector
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:

@@ -1,0 +1,1 @@
+"""Small parts of the framework: fingerprints, labels, packing, timing, files that processes share."""

@@ -44,7 +44,7 @@ def _device_target(default_device: jax.Device | str | None) -> Target:
 
 
 def device_kind() -> str:
-    """ "gpu", "tpu" or "cpu"."""
+    """What hardware this is: "gpu", "tpu" or "cpu"."""
     return str(local_target().backend)
 
 
@@ -54,6 +54,6 @@ def get_device_platform() -> str:
 
 
 def device_fingerprint(target: Target | None = None) -> str:
-    """ "gpu|NVIDIA H200": what distinguishes the devices whose measured configs are kept apart."""
+    """What distinguishes the devices whose measured configs are kept apart, as "gpu|NVIDIA H200"."""
     target = target or local_target()
     return f"{target.backend}|{target.device_kind or target.platform}"

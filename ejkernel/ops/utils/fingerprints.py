@@ -138,7 +138,7 @@ def source_fingerprint(*sources: type | types.FunctionType | types.ModuleType) -
 
 @functools.cache
 def versions_fingerprint() -> str:
-    """ "jax 0.11.2, jaxlib 0.11.2, triton 3.6.0"; a package that is not installed is left out."""
+    """As "jax 0.11.2, jaxlib 0.11.2, triton 3.6.0"; a package that is not installed is left out."""
     found = []
     for package in ("jax", "jaxlib", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,5 +1,6 @@
-"""Configs as JSON and back: frozen dataclasses of numbers, strings, enums, dtypes, tuples, and such dataclasses in
-turn.
+"""Configs as JSON and back.
+
+They are frozen dataclasses of numbers, strings, enums, dtypes, tuples, and such dataclasses in turn.
 
 `to_json` and `from_json` are for a reader that knows the class. `pack` and `unpack` carry the name of the class along,
 for files and labels that hold configs of many classes. A name is only ever looked up among classes that this process

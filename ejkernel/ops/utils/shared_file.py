@@ -53,7 +53,7 @@ def read_entries(path: str | os.PathLike, kind: str = "configs") -> dict[str, An
 class SharedFile:
     """One file, and what of it is in memory: what was last read, and what could not be written."""
 
-    def __init__(self, path: str | os.PathLike, kind: str = "configs"):
+    def __init__(self, path: str | os.PathLike, kind: str = "configs") -> None:
         self.path, self._kind = os.path.expanduser(path), kind
         self._entries: dict[str, Any] = {}
         self._unwritten: dict[str, Any] = {}

@@ -33,8 +33,11 @@ def batches(
 
 
 def _seconds(fn: Callable[[], Any], calls: int) -> float:
-    """Of calls that the device runs one after the other. Of their results only the last is kept: many, each in
-    memory of its own, would make other demands on the caches than a program does."""
+    """Of calls that the device runs one after the other.
+
+    Of their results only the last is kept: many, each in memory of its own, would make other demands on the caches than
+    a program does.
+    """
     start = time.perf_counter()
     for _ in range(calls):
         result = fn()

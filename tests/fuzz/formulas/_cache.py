@@ -6,7 +6,8 @@ import numpy as np
 
 def attention(q, keys, values, x, facts, options, rounded):
     """o [T,H,V] and lse [T,H] of q [T,H,D] over keys [T,J,G,D] and values [T,J,G,V], of which `visible` [T,J] are
-    seen; queries that are not `inside` [T] see nothing, no sinks either."""
+    seen; queries that are not `inside` [T] see nothing, no sinks either.
+    """
     H, D = q.shape[1:]
     keys, values = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (keys, values))
     scale = options.get("softmax_scale")

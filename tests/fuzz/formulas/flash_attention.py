@@ -69,7 +69,8 @@ def places(cuts, tokens):
 
 def kept(seed, shape, rate, cuts=None):
     """Whether dropout keeps a weight [B, H, S, K]: a word of Philox at (j, i, h, b), which in a packed call counts
-    sequences and places in them, is at least rate·2³²."""
+    sequences and places in them, is at least rate·2³².
+    """
     B, H, S, K = shape
     n, i, j = np.zeros(S, int), np.arange(S), np.arange(K)
     if cuts is not None:

@@ -62,7 +62,8 @@ def facts(call, x):
 
 def sensitivity(call, x):
     """The relative error of decays in a 16-bit call: differences of sums of a chunk's log decays in float32, of which
-    matrix units keep 22 bits. A decay of exp(−128) is 0."""
+    matrix units keep 22 bits. A decay of exp(−128) is 0.
+    """
     if call.type("q").itemsize != 2:
         return 0.0
     gates = [np.maximum(x[name].astype(np.float64), -128) for name in ("g", "gk", "gv") if name in x and x[name].size]

@@ -163,7 +163,8 @@ def sensitivity(call, x):
 
 def magnitude(call, x, u, t):
     """About how large the terms are that a number of each derivative is a sum of. They may cancel: of a query with one
-    key the gradient is 0, as a difference of two products."""
+    key the gradient is 0, as a difference of two products.
+    """
     size = lambda a, axis=-1: (
         0.0 if a is None or a.size == 0 else float(np.sqrt((a.astype(np.float64) ** 2).sum(axis).mean()))
     )

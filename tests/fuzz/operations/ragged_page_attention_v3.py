@@ -41,7 +41,8 @@ def values(call, name, rng, shape):
 
 def _places(call, x):
     """Of each token its sequence (−1: none), position, and the places of the positions of its sequence; of each
-    sequence how many positions it has."""
+    sequence how many positions it has.
+    """
     size, starts = call.sizes, x["query_start_loc"].astype(np.int64)
     count, token = int(np.reshape(x["num_seqs"], ())), np.arange(size["t"])
     sequence = np.searchsorted(starts[1:], token, side="right")

@@ -5,7 +5,7 @@ A block of threads is a few warpgroups, of which the last loads tiles from devic
 
 import inspect
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,10 +15,33 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# Rows that a warpgroup computes on: the height of a wgmma; and its threads.
-ROWS, THREADS = 64, 128
-WGMMA = plgpu.Layout.WGMMA
-PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+from ._inline import PER_COLUMN, PER_ROW, ROWS, THREADS, WGMMA, in_warp, named_barrier, opaque_barrier, opaque_copy
+
+__all__ = [
+    "FIRST_BARRIER",
+    "PER_COLUMN",
+    "PER_ROW",
+    "ROWS",
+    "THREADS",
+    "WGMMA",
+    "accumulator",
+    "arrive",
+    "broadcast_columns",
+    "broadcast_rows",
+    "full",
+    "in_warp",
+    "indices",
+    "launch",
+    "load_vector",
+    "opaque_barrier",
+    "opaque_copy",
+    "shared",
+    "stage_of",
+    "sync",
+    "times_rows",
+    "whole_eights",
+]
+
 # Of the 16 named barriers Mosaic GPU uses those below this.
 FIRST_BARRIER = 4
 
@@ -99,24 +122,6 @@ def broadcast_columns(columns: Array, like: Array) -> Array:
     return lax.broadcast_in_dim(columns, like.shape, [1])
 
 
-def in_warp(conditions: Array, layout) -> Array:
-    """Whether one of the conditions that the threads of this warp have is true."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
-    of_all = plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT)
-
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=of_all)
-    def emit(_, conditions):
-        i32 = ir.IntegerType.get_signless(32)
-        each = [vector.extract(x, [], [i]) for x in conditions.registers.flat for i in range(x.type.shape[0])]
-        text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
-        some = llvm.inline_asm(i32, [arith.extui(i32, reduce(arith.ori, each))], text, "=r,r", has_side_effects=True)
-        return type(conditions).splat(some, (), is_signed=True)
-
-    return emit(conditions) != 0
-
-
 def times_rows(tile: Array, factors: Array) -> Array:
     """A tile times a factor for each row; a warp passes over it where all its factors are 1."""
     return lax.cond(in_warp(factors != 1, PER_ROW), lambda: tile * broadcast_rows(factors, tile), lambda: tile)
@@ -138,62 +143,9 @@ def stage_of(step: Array, stages: int) -> Array:
 
 def arrive(barrier: int | Array, warpgroups: int) -> None:
     """Counts this warpgroup in, and goes on."""
-    _bar("arrive", barrier, warpgroups)
+    named_barrier("arrive", barrier, warpgroups)
 
 
 def sync(barrier: int | Array, warpgroups: int) -> None:
     """Waits until `warpgroups` have come to the barrier, this one among them."""
-    _bar("sync", barrier, warpgroups)
-
-
-def _bar(operation: str, barrier: int | Array, warpgroups: int) -> None:
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))
-    def emit(_, number):
-        void = ir.Type.parse("!llvm.void")
-        text = f"bar.{operation} $0, {warpgroups * THREADS};"
-        llvm.inline_asm(void, [number.registers[()]], text, "r", has_side_effects=True)
-
-    emit(jnp.int32(barrier))
-
-
-# ---- What ptxas cannot see through
-
-
-def opaque_barrier(weights: Array) -> None:
-    """A no-op `bar.warp.sync` whose mask depends on all weights: keeps ptxas from hoisting the next product over them.
-
-    There are no registers for both at once. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
-    not know: the index of a thread block along an axis of one.
-    """
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,))
-    def emit(_, weights):
-        void, i32 = ir.Type.parse("!llvm.void"), ir.IntegerType.get_signless(32)
-        word = ir.VectorType.get((1,), i32)
-        words = [vector.extract(vector.bitcast(word, x), [], [0]) for x in weights.registers.flat]
-        text = "{ .reg .b32 x; mov.u32 x, %ctaid.z; and.b32 x, x, $0; not.b32 x, x; bar.warp.sync x; }"
-        llvm.inline_asm(void, [reduce(arith.ori, words)], text, "r", has_side_effects=True)
-
-    emit(weights)
-
-
-def opaque_copy(number: Array | int) -> Array:
-    """A copy of a number that ptxas cannot see through: what depends on it is computed again, not kept in registers."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WG_SPLAT,),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
-    )
-    def emit(_, number):
-        i32 = ir.IntegerType.get_signless(32)
-        copy = llvm.inline_asm(i32, [number.registers[()]], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
-        return type(number)(_registers=np.array(copy, object), _layout=number.layout, _is_signed=True)
-
-    return emit(jnp.int32(number))
+    named_barrier("sync", barrier, warpgroups)

@@ -3,7 +3,7 @@
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, Platform, Target
@@ -30,7 +30,7 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "recurrence",
     RecurrenceSpec,
@@ -44,11 +44,11 @@ _tier = Tier(
     excess=_launch.excess,
 )
 
-recurrence = _tier.forward("forward", supports, ("fused_chunks", "chunks", "steps"))
-recurrence_jvp = _tier.tangent("tangent", supports, ("chunks",))
-recurrence_bwd = _tier.backward("gradients", supports, ("chunks",))
+recurrence = _kernels.forward("forward", supports, ("fused_chunks", "chunks", "steps"))
+recurrence_jvp = _kernels.tangent("tangent", supports, ("chunks",))
+recurrence_bwd = _kernels.backward("gradients", supports, ("chunks",))
 
 
 def register(operation: str) -> None:
     """Registers them for an operation of this family."""
-    _tier.register(operation, recurrence, recurrence_jvp, recurrence_bwd)
+    _kernels.register(operation, recurrence, recurrence_jvp, recurrence_bwd)

@@ -3,7 +3,7 @@
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch, flash_attention
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
@@ -36,7 +36,7 @@ def _reason(spec: BlocksparseAttentionSpec, operands: Operands) -> str | None:
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "blocksparse_attention",
     BlocksparseAttentionSpec,
@@ -50,8 +50,8 @@ _tier = Tier(
     excess=_launch.excess,
 )
 
-blocksparse_attention = _tier.forward("forward", supports)
-blocksparse_attention_jvp = _tier.tangent("tangent", supports_jvp)
-blocksparse_attention_bwd = _tier.backward("backward", supports_bwd)
+blocksparse_attention = _kernels.forward("forward", supports)
+blocksparse_attention_jvp = _kernels.tangent("tangent", supports_jvp)
+blocksparse_attention_bwd = _kernels.backward("backward", supports_bwd)
 
-_tier.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd)
+_kernels.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd)

@@ -3,7 +3,7 @@
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -41,7 +41,7 @@ def _reason(operation: str, operands: Operands, target: Target) -> str | None:
     return _launch.memory_refusal(tiles_memory(operation, operands, *SMALLEST), target)
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "flash_attention",
     FlashAttentionSpec,
@@ -55,8 +55,8 @@ _tier = Tier(
     excess=_launch.excess,
 )
 
-flash_attention = _tier.forward("forward", supports)
-flash_attention_jvp = _tier.tangent("tangent", supports_jvp)
-flash_attention_bwd = _tier.backward("backward", supports_bwd)
+flash_attention = _kernels.forward("forward", supports)
+flash_attention_jvp = _kernels.tangent("tangent", supports_jvp)
+flash_attention_bwd = _kernels.backward("backward", supports_bwd)
 
-_tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
+_kernels.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

@@ -3,7 +3,7 @@
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -22,7 +22,7 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     return _launch.memory_refusal(tiles_memory(*SMALLEST), target)
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "mean_pooling",
     MeanPoolingSpec,
@@ -36,8 +36,8 @@ _tier = Tier(
     excess=_launch.excess,
 )
 
-mean_pooling = _tier.forward("kernels", supports)
-mean_pooling_jvp = _tier.tangent("kernels", supports)
-mean_pooling_bwd = _tier.backward("kernels", supports)
+mean_pooling = _kernels.forward("kernels", supports)
+mean_pooling_jvp = _kernels.tangent("kernels", supports)
+mean_pooling_bwd = _kernels.backward("kernels", supports)
 
-_tier.register("mean_pooling", mean_pooling, mean_pooling_jvp, mean_pooling_bwd)
+_kernels.register("mean_pooling", mean_pooling, mean_pooling_jvp, mean_pooling_bwd)

@@ -3,7 +3,7 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed. The tangent is Triton's.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -49,7 +49,7 @@ def _reason(suffix: str, spec: BlocksparseAttentionSpec, operands: Operands, tar
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "blocksparse_attention",
     BlocksparseAttentionSpec,
@@ -61,7 +61,7 @@ _tier = Tier(
     refuses=configs.refuses,
 )
 
-blocksparse_attention = _tier.forward("forward", takes)
-blocksparse_attention_bwd = _tier.backward("backward", takes_bwd)
+blocksparse_attention = _kernels.forward("forward", takes)
+blocksparse_attention_bwd = _kernels.backward("backward", takes_bwd)
 
-_tier.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_bwd)
+_kernels.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_bwd)

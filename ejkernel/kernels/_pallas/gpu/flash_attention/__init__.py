@@ -3,11 +3,12 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
+from .._internals import moved
 from . import configs, head_dims
 
 HOPPER = 90
@@ -34,6 +35,8 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernels are for compute capability 9.0, not {target.capability}"
+    if reason := moved():
+        return reason
     if operands.q.dtype.name not in ("bfloat16", "float16"):
         return f"q is {operands.q.dtype}; the kernels take bfloat16 and float16"
     if 0 in operands.q.shape or 0 in operands.k.shape:
@@ -132,7 +135,7 @@ def _small_tiles(operands: Operands) -> str | None:
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "flash_attention",
     FlashAttentionSpec,
@@ -144,9 +147,9 @@ _tier = Tier(
     refuses=configs.refuses,
 )
 
-flash_attention = _tier.forward("forward", takes)
-flash_attention_jvp = _tier.tangent("tangent", takes_jvp)
-flash_attention_bwd = _tier.backward("backward", takes_bwd)
+flash_attention = _kernels.forward("forward", takes)
+flash_attention_jvp = _kernels.tangent("tangent", takes_jvp)
+flash_attention_bwd = _kernels.backward("backward", takes_bwd)
 flash_attention_bwd.repeats_if_asked = True
 
-_tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
+_kernels.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

@@ -10,6 +10,7 @@ from jax import Array, lax
 from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._visibility import BlockRanges
 
+from .._inline import e4m3_operand
 from .._launch import FIRST_BARRIER, ROWS, arrive, stage_of, sync
 from . import quantized
 from .configs import SHARED_BYTES, shared_bytes
@@ -140,7 +141,7 @@ class Plan:
 
     def operand(self, p: Array) -> Array:
         """The weights as the product with v takes them."""
-        return quantized.operand(p) if self.e4m3 else p.astype(self.problem.dtype)
+        return e4m3_operand(p) if self.e4m3 else p.astype(self.problem.dtype)
 
     @property
     def values_widest(self) -> int:

@@ -14,11 +14,8 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import WGMMA
 from .tiles import Float16Limits, RescaleLimits
 
 E4M3 = jnp.float8_e4m3fn
@@ -30,8 +27,6 @@ LEAST = -60
 LIMITS = RescaleLimits(
     p_scale_log2=4, rescale_threshold=4, row_sum_limit=GREATEST, float16=Float16Limits(maximum=2044.0, least=-4)
 )
-# Keys that change places among themselves.
-KEYS = 16
 
 
 class Scales(NamedTuple):
@@ -85,33 +80,3 @@ class Units(NamedTuple):
     def of(self, block: Array) -> Unit:
         here = (*self.head, block)
         return Unit(self.queries * self.scales.keys[here], self.scales.p_scales_log2[here])
-
-
-def operand(p: Array) -> Array:
-    """The weights, float32 or float16, in e4m3 as the first operand of a product, with its keys in their order."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
-
-    layout = plgpu.Layout.WGMMA_8BIT
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(p.shape, E4M3, layout))
-    def emit(_, p):
-        i32, four = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
-        to = layout.to_mgpu()
-        registers = np.empty(to.registers_shape(p.shape), object)
-        single = ir.VectorType.get((1,), i32)
-        if isinstance(p.mlir_dtype, ir.F16Type):
-            numbers = lambda pair: [vector.extract(vector.bitcast(single, pair), [], [0])]
-            source, low, high, constraints = "f16x2", "$1", "$2", "=r,r,r"
-        else:
-            numbers = lambda pair: [vector.extract(pair, [], [i]) for i in range(2)]
-            source, low, high, constraints = "f32", "$2, $1", "$4, $3", "=r,f,f,f,f"
-        round_pair = f"cvt.rn.satfinite.e4m3x2.{source}"
-        text = f"{{ .reg .b16 lo, hi; {round_pair} lo, {low}; {round_pair} hi, {high}; mov.b32 $0, {{lo, hi}}; }}"
-        for n, quad in enumerate(p.registers.reshape(p.shape[1] // KEYS, 2, -1)):
-            for row, (first, second) in enumerate(zip(*quad, strict=True)):
-                word = llvm.inline_asm(i32, numbers(first) + numbers(second), text, constraints)
-                registers.reshape(p.shape[1] // KEYS, -1)[n, row] = vector.bitcast(four, vector.broadcast(single, word))
-        return type(p)(_registers=registers, _layout=to, _is_signed=None)
-
-    return emit(p)

@@ -15,8 +15,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .._inline import e4m3_operand
 from .._launch import ROWS, WGMMA, launch, load_vector, shared
-from .quantized import E4M3, Scales, greatest_of, operand, scales_of, unit_of
+from .quantized import E4M3, Scales, greatest_of, scales_of, unit_of
 
 # What the tensor memory accelerator wants the keys of v to be a multiple of.
 ALIGNED = 128
@@ -73,7 +74,7 @@ def _round(source: Any, tile: Any, result: Any, target: Any, full: Any, most: fl
     unit = unit_of(reduce(jnp.maximum, [jnp.abs(numbers(part)).max(axis=1) for part in parts]).max(), most)
     for part in parts:
         x = numbers(part) * (1 / unit)
-        result[part] = operand(x) if of_v else x.astype(E4M3)
+        result[part] = e4m3_operand(x) if of_v else x.astype(E4M3)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(result, target)
     plgpu.wait_smem_to_gmem(0)

@@ -6,17 +6,15 @@ from functools import reduce
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._launch import PER_COLUMN, PER_ROW, WGMMA, broadcast_rows, in_warp, load_vector
+from .._inline import COLUMNS as COLUMNS  # which is asked for here
+from .._inline import compare_columns, in_warp, of_threads, powers_of_pairs
+from .._launch import PER_COLUMN, PER_ROW, WGMMA, broadcast_rows, load_vector
 from .mask_info import MaskInfo
 from .problem import LOG2_E, Problem
-
-# A thread has two numbers of every so many columns.
-COLUMNS = 8
 
 
 class Statistics(NamedTuple):
@@ -114,35 +112,10 @@ def visible(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool
     if low is not None:
         firsts.append(rows + low)
     if firsts:
-        conditions.append(_columns("sge", reduce(jnp.maximum, firsts) - column, shape))
+        conditions.append(compare_columns("sge", reduce(jnp.maximum, firsts) - column, shape))
     if lasts:
-        conditions.append(_columns("sle", reduce(jnp.minimum, lasts) - column, shape))
+        conditions.append(compare_columns("sle", reduce(jnp.minimum, lasts) - column, shape))
     return reduce(operator.and_, conditions) if conditions else None
-
-
-def _columns(comparison: str, limits: Array, shape: tuple[int, int]) -> Array:
-    """Where columns, numbered from 0, compare so with the bound of a row. A thread compares with constants."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
-    @plgpu.inline_mgpu(arg_types=(PER_ROW,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, WGMMA))
-    def emit(_, limits):
-        i32, predicate = ir.IntegerType.get_signless(32), arith.CmpIPredicate[comparison]
-        constant = lambda n: arith.constant(i32, n)
-        text = "{ .reg .b32 x; mov.u32 x, %laneid; and.b32 x, x, 3; add.u32 $0, x, x; }"
-        first = llvm.inline_asm(i32, [], text, "=r")
-        limits = limits.broadcast_in_dim(shape, (0,), WGMMA.to_mgpu())
-        of_rows = limits.registers.reshape(shape[1] // COLUMNS, -1)[0]
-        of_rows = [arith.subi(vector.extract(x, [], [0]), first) for x in of_rows]
-        registers = np.empty((shape[1] // COLUMNS, len(of_rows)), object)
-        for (n, row), _ in np.ndenumerate(registers):
-            pair = [arith.cmpi(predicate, constant(n * COLUMNS + i), of_rows[row]) for i in range(2)]
-            registers[n, row] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
-        return type(limits)(
-            _registers=registers.reshape(limits.registers.shape), _layout=limits.layout, _is_signed=False
-        )
-
-    return emit(limits)
 
 
 def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
@@ -218,50 +191,12 @@ def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
     """
     if s.dtype == jnp.float32:
         return jnp.exp2(s * exponent - broadcast_rows(base, s))
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA, plgpu.Layout.WG_SPLAT, PER_ROW), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, WGMMA)
-    )
-    def emit(_, s, exponent, base):
-        i32 = ir.IntegerType.get_signless(32)
-        word, pairs = ir.VectorType.get((1,), i32), ir.Type.parse("!llvm.struct<(i32, i32)>")
-        text = "{ .reg .b16 x; cvt.rn.f16.f32 x, $1; mov.b32 $0, {x, x}; }"
-        exponent = llvm.inline_asm(i32, [exponent.registers[()]], text, "=r,f")
-        text = (
-            "{ .reg .b32 b; .reg .b16 x, y; cvt.rn.f16x2.f32 b, $3, $2; neg.f16x2 b, b; "
-            "mov.b32 {x, y}, b; mov.b32 $0, {x, x}; mov.b32 $1, {y, y}; }"
-        )
-        bases = llvm.inline_asm(pairs, [vector.extract(x, [], [0]) for x in base.registers.flat], text, "=r,=r,f,f")
-        of_rows = [llvm.extractvalue(i32, bases, [i]) for i in range(2)]
-        registers = np.empty((s.shape[1] // COLUMNS, len(of_rows)), object)
-        for (n, row), x in np.ndenumerate(s.registers.reshape(registers.shape)):
-            pair = vector.extract(vector.bitcast(word, x), [], [0])
-            text = "{ .reg .b32 t; fma.rn.f16x2 t, $1, $2, $3; ex2.approx.f16x2 $0, t; }"
-            pair = llvm.inline_asm(i32, [pair, exponent, of_rows[row]], text, "=r,r,r,r")
-            registers[n, row] = vector.bitcast(x.type, vector.broadcast(word, pair))
-        return type(s)(_registers=registers.reshape(s.registers.shape), _layout=s.layout, _is_signed=None)
-
-    return emit(s, jnp.float32(exponent), base)
+    return powers_of_pairs(s, jnp.float32(exponent), base)
 
 
 def _unscaled(sums: Array, p_scale_log2: Array | int, limits: RescaleLimits) -> Array:
     """Sums of weights that have a scale of their own, in the scale of the limits."""
     return sums if isinstance(p_scale_log2, int) else sums * jnp.exp2(limits.p_scale_log2 - p_scale_log2)
-
-
-def of_threads(x: Array) -> Array:
-    """[rows, COLUMNS] float32: the sums of the numbers of a row that a thread has."""
-    from jaxlib.mlir.dialects import arith
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
-    def emit(_, x):
-        sums = [reduce(arith.addf, row) for row in x.registers.reshape(x.shape[1] // COLUMNS, -1).T]
-        registers = np.array(sums, object).reshape(x.layout.registers_shape((x.shape[0], COLUMNS)))
-        return type(x)(_registers=registers, _layout=x.layout, _is_signed=None)
-
-    return emit(x).astype(jnp.float32)
 
 
 def _beyond(sums: Array, maximum: Array, p_scale_log2: Array | int, limits: RescaleLimits) -> Array:

@@ -4,11 +4,12 @@ The forward and the gradient of the rows, the same product with the matrices tra
 What stands here imports no Pallas; the kernel is imported when it is first needed.
 """
 
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
+from .._internals import moved
 from . import configs
 
 HOPPER = 90
@@ -23,6 +24,8 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernel is for compute capability 9.0, not {target.capability}"
+    if reason := moved():
+        return reason
     if lhs.dtype.name not in ("bfloat16", "float16") or rhs.dtype != lhs.dtype:
         return f"lhs is {lhs.dtype} and rhs {rhs.dtype}; the kernel takes bfloat16 or float16, the same for both"
     if 0 in lhs.shape or lhs.shape[1] % 8:
@@ -38,7 +41,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "grouped_matmul",
     GroupedMatmulSpec,
@@ -51,6 +54,6 @@ _tier = Tier(
     custom_calls=kernel_registry.find("grouped_matmul", Platform.TRITON, Backend.GPU).implementation.custom_calls,
 )
 
-grouped_matmul_bwd = _tier.backward("backward", supports)
+grouped_matmul_bwd = _kernels.backward("backward", supports)
 
-_tier.register("grouped_matmul", grouped_matmul_bwd)
+_kernels.register("grouped_matmul", grouped_matmul_bwd)

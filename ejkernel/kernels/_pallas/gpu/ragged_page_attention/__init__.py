@@ -16,6 +16,7 @@ from ejkernel.primitives.ragged_page_attention import Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
+from .._internals import moved
 from ..flash_attention import HOPPER, MOST_SOFTCAP
 
 # By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
@@ -35,6 +36,8 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernels are for compute capability 9.0, not {target.capability}"
+    if reason := moved():
+        return reason
     q, kv = operands.q, operands.kv_pages
     if q.dtype.name not in ("bfloat16", "float16") or kv.dtype != q.dtype:
         return f"q is {q.dtype} and pages {kv.dtype}; the kernel takes bfloat16 and float16, of both the same"

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
 
+from .._inline import TILE_COLUMNS, store_rows, zero_rows
 from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync
 from ..flash_attention.feature_tiles import Tiles, tiles_of
 from ..flash_attention.mainloop import Shared, Tile, mainloop, prologue
@@ -27,7 +28,6 @@ from ..flash_attention.plan import PING_PONG, REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
 from . import BLOCKS
-from .memory import TILE_COLUMNS, store_rows, zero_rows
 from .plan import PagedPlan
 from .work import most_tiles, work_tiles
 

@@ -3,8 +3,8 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
-from ejkernel.kernels._tier import Tier
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ejkernel.types import Backend, Platform, Target
 
@@ -31,7 +31,7 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "recurrence",
     RecurrenceSpec,
@@ -43,11 +43,11 @@ _tier = Tier(
     refuses=refuses,
 )
 
-recurrence = _tier.forward("kernels", supports)
-recurrence_jvp = _tier.tangent("kernels", supports)
-recurrence_bwd = _tier.backward("kernels", supports)
+recurrence = _kernels.forward("kernels", supports)
+recurrence_jvp = _kernels.tangent("kernels", supports)
+recurrence_bwd = _kernels.backward("kernels", supports)
 
 
 def register(operation: str) -> None:
     """Registers them for an operation of this family."""
-    _tier.register(operation, recurrence, recurrence_jvp, recurrence_bwd)
+    _kernels.register(operation, recurrence, recurrence_jvp, recurrence_bwd)

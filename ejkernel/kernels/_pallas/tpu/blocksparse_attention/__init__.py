@@ -3,8 +3,8 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import flash_attention
-from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -33,7 +33,7 @@ def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Tar
     return supports(spec, operands, target)
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "blocksparse_attention",
     BlocksparseAttentionSpec,
@@ -44,8 +44,8 @@ _tier = Tier(
     priority=100,
 )
 
-blocksparse_attention = _tier.forward("kernels", supports)
-blocksparse_attention_jvp = _tier.tangent("kernels", supports)
-blocksparse_attention_bwd = _tier.backward("kernels", supports_bwd, ("split",))
+blocksparse_attention = _kernels.forward("kernels", supports)
+blocksparse_attention_jvp = _kernels.tangent("kernels", supports)
+blocksparse_attention_bwd = _kernels.backward("kernels", supports_bwd, ("split",))
 
-_tier.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd)
+_kernels.register("blocksparse_attention", blocksparse_attention, blocksparse_attention_jvp, blocksparse_attention_bwd)

@@ -3,7 +3,7 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
@@ -33,12 +33,12 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__, "flash_attention", FlashAttentionSpec, Operands, Outputs, Platform.PALLAS, Backend.TPU, priority=100
 )
 
-flash_attention = _tier.forward("forward", supports)
-flash_attention_jvp = _tier.tangent("tangent", supports)
-flash_attention_bwd = _tier.backward("backward", supports, ("split",))
+flash_attention = _kernels.forward("forward", supports)
+flash_attention_jvp = _kernels.tangent("tangent", supports)
+flash_attention_bwd = _kernels.backward("backward", supports, ("split",))
 
-_tier.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)
+_kernels.register("flash_attention", flash_attention, flash_attention_jvp, flash_attention_bwd)

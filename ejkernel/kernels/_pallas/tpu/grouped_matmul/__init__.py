@@ -4,8 +4,8 @@ What stands here imports no Pallas; the kernels are imported when they are first
 """
 
 from ejkernel.kernels._grouped_matmul import scale_varies_alone
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
-from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
@@ -38,7 +38,7 @@ def supports_bwd(spec: GroupedMatmulSpec, operands: Operands, target: Target) ->
     return scale_varies_alone(operands) or supports(spec, operands, target)
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "grouped_matmul",
     GroupedMatmulSpec,
@@ -50,8 +50,8 @@ _tier = Tier(
     refuses=refuses,
 )
 
-grouped_matmul = _tier.forward("forward", supports)
-grouped_matmul_jvp = _tier.tangent("forward", supports)
-grouped_matmul_bwd = _tier.backward("backward", supports_bwd)
+grouped_matmul = _kernels.forward("forward", supports)
+grouped_matmul_jvp = _kernels.tangent("forward", supports)
+grouped_matmul_bwd = _kernels.backward("backward", supports_bwd)
 
-_tier.register("grouped_matmul", grouped_matmul, grouped_matmul_jvp, grouped_matmul_bwd)
+_kernels.register("grouped_matmul", grouped_matmul, grouped_matmul_jvp, grouped_matmul_bwd)

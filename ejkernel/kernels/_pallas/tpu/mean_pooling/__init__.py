@@ -3,8 +3,8 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._pallas.tpu import SMEM_BYTES, refuses
-from ejkernel.kernels._tier import Tier
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
@@ -26,7 +26,7 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "mean_pooling",
     MeanPoolingSpec,
@@ -38,8 +38,8 @@ _tier = Tier(
     refuses=refuses,
 )
 
-mean_pooling = _tier.forward("kernels", supports)
-mean_pooling_jvp = _tier.tangent("kernels", supports)
-mean_pooling_bwd = _tier.backward("kernels", supports)
+mean_pooling = _kernels.forward("kernels", supports)
+mean_pooling_jvp = _kernels.tangent("kernels", supports)
+mean_pooling_bwd = _kernels.backward("kernels", supports)
 
-_tier.register("mean_pooling", mean_pooling, mean_pooling_jvp, mean_pooling_bwd)
+_kernels.register("mean_pooling", mean_pooling, mean_pooling_jvp, mean_pooling_bwd)

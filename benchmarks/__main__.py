@@ -1,0 +1,7 @@
+"""`python -m benchmarks OPERATION`."""
+
+import sys
+
+from ._driver import main
+
+sys.exit(main())

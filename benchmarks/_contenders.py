@@ -1,0 +1,174 @@
+"""Contenders of both worlds: functions of JAX and of torch on the same arrays, in every mode."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.cli._equations import equations
+
+from ._harness import Contender, Prepared, Unavailable, queued
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The arrays of one call.
+
+    Attributes:
+        operands: by position, what a backward differentiates.
+        cotangent: of the result.
+        tangents: of the operands, for a tangent.
+        others: those without derivatives by name: functions have them as keywords.
+    """
+
+    operands: tuple[Array, ...]
+    cotangent: Array | None = None
+    tangents: tuple[Array, ...] = ()
+    others: Mapping[str, Array] = field(default_factory=dict)
+
+
+def arrays_of(shape: Any, dtype: Any, seed: int = 0) -> dict[str, Array]:
+    """The arrays of a call by name: standard normal, but for those whose values the call says."""
+    indices, keys = shape.indices(), iter(jax.random.split(jax.random.key(seed), len(shape.sizes)))
+
+    def values(name: str, size: tuple[int, ...]) -> Array:
+        key = next(keys)
+        return jnp.asarray(indices[name]) if name in indices else normal(key, size, shape.dtypes.get(name, dtype))
+
+    return {name: values(name, size) for name, size in shape.sizes.items()}
+
+
+def normal(key: Array, size: Sequence[int], dtype: Any) -> Array:
+    """Standard normal numbers, drawn in float32."""
+    return jax.random.normal(key, size, jnp.float32).astype(dtype)
+
+
+def call(function: Function, mode: str) -> Callable[..., tuple]:
+    """From function(*operands) to a function of (operands, tangents, cotangent): the results of a mode."""
+
+    def bwd(x: tuple, dx: tuple, do: Array) -> tuple:
+        return jax.vjp(function, *x)[1](do)
+
+    def fwd_bwd(x: tuple, dx: tuple, do: Array) -> tuple:
+        o, pull = jax.vjp(function, *x)
+        return (o, *pull(do))
+
+    return {
+        "fwd": lambda x, dx, do: (function(*x),),
+        "step": lambda x, dx, do: tuple(function(*x)),
+        "bwd": bwd,
+        "fwd_bwd": fwd_bwd,
+        "jvp": lambda x, dx, do: jax.jvp(function, x, dx),
+    }[mode]
+
+
+def of_jax(
+    name: str, function: Callable[[], Function], mode: str, given: Inputs, operation: str = "", ours: bool = False
+) -> Contender:
+    """`function()(*operands, **others)` in a mode; `operation` is the one whose configs are told.
+
+    To compile the backward alone its forward has to run, which is not for several at once.
+    """
+    made = cache(lambda: _compiled(*_program(function(), mode, given), operation))
+
+    def prepare() -> Prepared:
+        program, arguments, detail = made()
+        return Prepared(jax.block_until_ready(program(*arguments)), queued(program, *arguments), detail)
+
+    return Contender(name, prepare, ours, warm=made if mode != "bwd" else Contender.warm)
+
+
+def of_ours(
+    operation: str, platforms: Sequence[str], function: Callable[[str | None], Function], mode: str, given: Inputs
+) -> list[Contender]:
+    """`function(platform)` on each of the platforms, None for "auto", the choice of the library."""
+
+    def contender(platform: str) -> Contender:
+        chosen = None if platform == "auto" else platform
+        return of_jax(f"ejkernel {platform}", lambda: function(chosen), mode, given, operation, ours=True)
+
+    return list(map(contender, platforms))
+
+
+def _program(function: Function, mode: str, given: Inputs) -> tuple[Function, tuple]:
+    """The jitted call and its arguments; the backward alone takes the residuals of a forward that ran before.
+
+    All arrays are arguments: of a constant, the compiler might compute what depends on it alone.
+    """
+    x, others = given.operands, dict(given.others)
+    with_others = lambda others: lambda *x: function(*x, **others)
+    if mode == "bwd":
+        pull = jax.jit(lambda x, others: jax.vjp(with_others(others), *x)[1])(x, others)
+        return jax.jit(lambda pull, do: pull(do)), (pull, given.cotangent)
+    run = jax.jit(lambda x, dx, do, others: call(with_others(others), mode)(x, dx, do))
+    return run, (x, given.tangents, given.cotangent, others)
+
+
+def _compiled(function: Function, arguments: tuple, operation: str) -> tuple[Function, tuple, str]:
+    """The call as a program, its arguments, and the configs of ours in it."""
+    traced = function.trace(*arguments)
+    ran = equations(traced.jaxpr, operation) if operation else []
+    detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
+    return traced.lower().compile(), arguments, detail
+
+
+def of_torch(name: str, function: Callable[[], Function], mode: str, given: Inputs) -> Contender:
+    """`function()(*operands)` of torch in a mode, on the memory of the arrays of JAX."""
+    return Contender(name, lambda: _torch(function(), mode, given))
+
+
+def _torch(function: Function, mode: str, given: Inputs) -> Prepared:
+    torch = torch_on_gpu()
+    if mode == "jvp":
+        raise Unavailable("it has no forward mode")
+    x = [torch.from_dlpack(x).requires_grad_(mode in ("bwd", "fwd_bwd")) for x in given.operands]
+    do = None if given.cotangent is None else torch.from_dlpack(given.cotangent)
+
+    def fwd_bwd() -> tuple:
+        o = function(*x)
+        return (o, *torch.autograd.grad(o, x, do))
+
+    saved = function(*x) if mode == "bwd" else None
+    once = {
+        "fwd": lambda: (function(*x),),
+        "step": lambda: tuple(function(*x)),
+        "bwd": lambda: torch.autograd.grad(saved, x, do, retain_graph=True),
+        "fwd_bwd": fwd_bwd,
+    }[mode]
+    once()  # tries configs, where a rival does, some of which add to what those before them have left
+    return Prepared(once(), torch_batch(once))
+
+
+def torch_batch(once: Callable[[], Any]) -> Callable[[int], None]:
+    """Queues that many calls of torch and waits once."""
+    import torch
+
+    def batch(calls: int) -> None:
+        for _ in range(calls):
+            once()
+        torch.cuda.synchronize()
+
+    return batch
+
+
+def torch_on_gpu() -> Any:
+    """The module."""
+    torch = imported("torch")
+    if jax.default_backend() != "gpu" or not torch.cuda.is_available():
+        raise Unavailable("torch and JAX do not share a GPU here")
+    return torch
+
+
+def imported(name: str) -> Any:
+    """A module, or why the contender does not take part."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Unavailable(f"{name} cannot be imported: {error}") from error

@@ -1,0 +1,5 @@
+"""gla beside flash-linear-attention."""
+
+from ._recurrence import case
+
+__all__ = ["case"]

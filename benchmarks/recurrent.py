@@ -1,0 +1,5 @@
+"""recurrent beside flash-linear-attention."""
+
+from ._recurrence import case
+
+__all__ = ["case"]

@@ -1,0 +1,37 @@
+"""What an editor knows of the public API: pyright takes the right calls of tests/typed, and finds all wrong ones.
+
+The functions of `ejkernel.modules` take calls in two forms, so that a type checker knows their results alone.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyright")
+ROOT = Path(__file__).resolve().parents[2]
+WRONG, RIGHT = ROOT / "tests/typed/wrong.py", ROOT / "tests/typed/right.py"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[Path, set[int]]:
+    """The lines of each file on which pyright has an error."""
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson", str(RIGHT), str(WRONG)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    if ran.returncode not in (0, 1):  # 1: there are errors
+        pytest.skip(f"pyright does not start here: {ran.stderr.strip()[-200:]}")
+    lines = {RIGHT: set(), WRONG: set()}
+    for error in json.loads(ran.stdout)["generalDiagnostics"]:
+        lines[Path(error["file"])].add(error["range"]["start"]["line"] + 1)
+    return lines
+
+
+def test_right_calls_have_no_error(found):
+    assert found[RIGHT] == set()
+
+
+def test_every_wrong_call_has_one(found):
+    marked = {n for n, line in enumerate(WRONG.read_text().splitlines(), 1) if "# wrong:" in line}
+    assert len(marked) > 10 and found[WRONG] == marked
