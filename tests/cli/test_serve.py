@@ -12,6 +12,7 @@ from ejkernel.callib import Ceilings
 from ejkernel.cli import _served, serve
 from ejkernel.cli._replay import Replay, StepRecord, arrivals, bytes_moved_by, lengths, replay, summary
 from ejkernel.serving import Decoder, Done, Engine, Limits, random_weights
+from ejkernel.serving.drafts import Drafts
 from ejkernel.serving.scheduler import Chunk
 
 SMALL = _served.Served(
@@ -78,6 +79,7 @@ def test_the_demo_s_model_is_trained_to_what_is_served():
     [
         ("--model llama-1b", "there are no weights of llama-1b here; --random draws some"),
         ("--random --pages 0", "pages is 0"),
+        ("--random --drafts 2 --branches 3", "branches is 3 and drafts 2"),
         ("--random --devices 99", "--devices is 99; there are 8"),
         ("--random --devices 0", "--devices is 0; it must be at least 1"),
         ("--random --max-tokens 0", "max_tokens is 0"),
@@ -131,7 +133,8 @@ def test_bytes_are_those_of_the_weights_and_of_what_is_visible():
     engine = SimpleNamespace(decoder=decoder, weights=weights, limits=SMALL.limits)
     engine.cache_bytes = 2 * 64 * 16 * 2 * 2 * 8 * 4  # layers, pages, slots, keys and values, heads, features, float32
     of_weights = 4 * (sum(x.size for x in jax.tree.leaves(weights)) - 128 * 32)
-    chunks = [Chunk(None, 29, 30, [], True), Chunk(None, 0, 3, [], False)]
+    none = Drafts([], [])
+    chunks = [Chunk(None, 29, 30, none, True), Chunk(None, 0, 3, none, False)]
     visible = (6 + 1) + 30 + 3 + 3
     assert bytes_moved_by(engine)(Done(chunks, 4, [])) == of_weights + visible * 2 * 2 * 8 * 4
 
