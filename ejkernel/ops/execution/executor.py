@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol
 from ..config.cache import ConfigCache
 from ..config.persistent import PersistentCache
 from ..config.selection import ConfigSelectorChain
-from ..config.tables import shipped_tables
+from ..config.tables import SHIPPED
 from ..core.kernel import Invocation, Kernel
 from ..core.types import Cfg, Out
 from ..recording import record_if_asked
@@ -57,7 +57,7 @@ def default_executor() -> Executor:
     It keeps configs in memory and on disk, knows the tables that are shipped, and does on a miss what
     `EJKERNEL_AUTOTUNE_POLICY` says at the time.
     """
-    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), tables=shipped_tables))
+    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), tables=(SHIPPED,)))
 
 
 def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | None = None) -> dict[tuple[str, str], Any]:
