@@ -5,8 +5,8 @@ returns; `spec`, what is computed; `config`, how; and `chooser`, which gives con
 
 There are two kinds. A `KernelPrimitive` has a table of axes, from which follow shapes, shardings and vmap, and it is
 lowered to an implementation of the registry, by `lowering.register`. A `TracedPrimitive` (`_traced.py`) stands for a
-function of a user's, from whose trace they follow, its lowering too. Three primitives make a differentiable operation (`_trio.py`), one makes one without a
-derivative (`_forward_only.py`).
+function of a user's, from whose trace they follow, its lowering too. Three primitives make a differentiable operation
+(`_trio.py`), one makes one without a derivative (`_forward_only.py`).
 """
 
 from abc import ABC, abstractmethod

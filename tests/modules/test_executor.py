@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import DIFFERENTIABLE, PLAIN, each, first_of_each
+from cases import CASES, PLAIN, each, first_of_each, with_primitives
 
 import ejkernel
 from ejkernel.errors import UnsupportedError
@@ -19,7 +19,8 @@ from ejkernel.ops import (
     label_fields,
 )
 
-each_operation = each(first_of_each(DIFFERENTIABLE), first=())
+OURS = with_primitives(CASES)
+each_operation = each(first_of_each([case for case in OURS if case.differentiable]), first=())
 
 
 def platforms_of(operation: str) -> set[str]:
@@ -89,9 +90,12 @@ def test_two_executors_are_two_programs(no_default):
     assert heard[0] == heard[1] != []
 
 
-@each([case for case in first_of_each(DIFFERENTIABLE) if "triton" in platforms_of(case.operation)], first=())
+@each([case for case in first_of_each(OURS) if "triton" in platforms_of(case.operation)], first=())
 def test_a_platform_that_is_elsewhere(case):
-    """`platform=` is for the device that a program is lowered for, which need not be the one where it is traced."""
+    """`platform=` is for the device that a program is lowered for, which need not be the one where it is traced.
+
+    The gradient is of that platform too, where there is one.
+    """
     pytest.importorskip("jax_triton")
     operation = OPERATIONS[case.operation]
     example = {operation.renamed.get(name, name): x for name, x in operation.example().items()}
@@ -106,9 +110,10 @@ def test_a_platform_that_is_elsewhere(case):
         return sum(map(total, jax.tree.leaves(call(**moving, **arrays, **options, platform="triton"))))
 
     total = lambda x: jnp.sum(x.astype(jnp.float32))
-    traced = jax.jit(jax.grad(loss)).trace(moving, arrays)
+    is_differentiable = operation.algorithm.differentiable
+    traced = jax.jit(jax.grad(loss) if is_differentiable else loss).trace(moving, arrays)
     labels = [label_fields(label) for label in find_labels_in_lowered(traced.lower(lowering_platforms=("cuda",)))]
-    assert f"{case.operation}_bwd" in {label["op"] for label in labels}
+    assert case.operation + ("_bwd" if is_differentiable else "") in {label["op"] for label in labels}
     assert {label["impl"] for label in labels} == {"triton"}
     with pytest.raises(UnsupportedError, match="no implementation on cpu"):
         traced.lower(lowering_platforms=("cpu",))
