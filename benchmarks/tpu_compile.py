@@ -26,16 +26,9 @@ from _tpu_compiler import GENERATIONS, device
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.modules._primitive_kernel import KERNELS
-from ejkernel.types import ATTENTION_SHAPES, RECURRENCE_SHAPES, KernelConfig, Target
-from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES
-from ejkernel.types.mean_pooling import MEAN_POOLING_SHAPES
+from ejkernel.types import KernelConfig, Target
 
-OF_OPERATION = {
-    "flash_attention": ATTENTION_SHAPES,
-    "grouped_matmul": GROUPED_MATMUL_SHAPES,
-    "mean_pooling": MEAN_POOLING_SHAPES,
-    **{of: {n: s for n, s in RECURRENCE_SHAPES.items() if s.operation == of} for of in ("gla", "lightning_attention")},
-}
+OF_OPERATION = {name: operation.shapes for name, operation in OPERATIONS.items() if operation.shapes}
 # Of a shape, what changes no program.
 AMOUNTS = {"name", "batch", "heads", "kv_heads", "seq", "seq_q", "seq_k", "rows", "groups", "tokens", "sequences"}
 

@@ -58,6 +58,6 @@ def test_a_recorded_call_that_cannot_be_measured_takes_no_other_along(arrays, mo
     monkeypatch.setattr(selector, "measure", lambda kernel, inv: selector.cache.put(kernel.key_builder(inv), "tuned"))
     inv = invocation(arrays)
     wrong, right = ((inv.kernel, args, inv.kwargs) for args in (inv.args[:1], inv.args))
-    with pytest.raises(EjkernelRuntimeError, match="^1 of 2 recorded calls cannot be measured\n  flash_attention: "):
+    with pytest.raises(EjkernelRuntimeError, match=r"^1 of 2 recorded calls cannot be measured\n  flash_attention: "):
         autotune_recorded({"flash_attention": {"wrong": wrong, "right": right}}, Executor(selector))
     assert len(selector.cache) == 1

@@ -11,6 +11,7 @@ from ...errors import value_error
 from ...ops.utils.operands import random_like
 from ...primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ...primitives._trio import Trio
+from ...types import RECURRENCE_SHAPES, RecurrenceShape
 from .._operation import Prepared
 from ._arguments import (
     align,
@@ -157,6 +158,11 @@ def _scaled(name: str, q, scale, spans):
             q = jnp.where(inside[:, None, None], q, jnp.zeros((), q.dtype))
         return (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
     return q, static_scale(name, scale, np.promote_types(q.dtype, np.float32))
+
+
+def shapes_of(operation: str) -> dict[str, RecurrenceShape]:
+    """The layers of real models that are of one operation of this family, by name."""
+    return {name: shape for name, shape in RECURRENCE_SHAPES.items() if shape.operation == operation}
 
 
 class Recurrence:

@@ -1,7 +1,7 @@
 """blocksparse_attention as an operation: from the public arguments to the operands and spec of the primitive."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,7 @@ class BlocksparseAttention(FlashAttention):
 
     algorithm = algorithm
     prepare_arguments = staticmethod(blocksparse_attention_arguments)
+    shapes: ClassVar = {}  # those of flash_attention lack operands
 
     @classmethod
     def example(cls) -> dict[str, Any]:

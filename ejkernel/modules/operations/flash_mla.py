@@ -150,6 +150,7 @@ class FlashMLA(FlashAttention):
 
     algorithm = algorithm
     prepare_arguments = staticmethod(flash_mla_arguments)
+    shapes: ClassVar = {}  # those of flash_attention lack operands
     renamed: ClassVar = {n: new for n, new in FlashAttention.renamed.items() if not n.startswith("cu_seqlens")}
 
     @classmethod

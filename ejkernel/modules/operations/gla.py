@@ -8,7 +8,7 @@ from ...primitives.gla import gla as algorithm
 from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._arguments import array
-from ._recurrence import Recurrence, prepare
+from ._recurrence import Recurrence, prepare, shapes_of
 
 
 def gla_arguments(
@@ -75,6 +75,7 @@ class GLA(Recurrence, Operation):
     algorithm = algorithm
     prepare_arguments = staticmethod(gla_arguments)
     renamed: ClassVar = {"gk": "g"}
+    shapes: ClassVar = shapes_of("gla")
 
     @classmethod
     def example(cls) -> dict[str, Any]:

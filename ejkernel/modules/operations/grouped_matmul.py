@@ -1,7 +1,7 @@
 """grouped_matmul as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from ...errors import shown, type_error, value_error
 from ...ops.utils.operands import is_array, random_like
 from ...primitives.grouped_matmul import GroupedMatmulSpec, Operands
 from ...primitives.grouped_matmul import grouped_matmul as algorithm
+from ...types.grouped_matmul import GROUPED_MATMUL_SHAPES
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_dtype, require_known, require_rank, static_bool
 
@@ -184,6 +185,7 @@ class GroupedMatmul(Operation):
 
     algorithm = algorithm
     prepare_arguments = staticmethod(grouped_matmul_arguments)
+    shapes: ClassVar = GROUPED_MATMUL_SHAPES
 
     @classmethod
     def example(cls) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """lightning_attention as an operation: the linear recurrence with one constant decay for each head of a layer."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ from ...primitives.lightning_attention import lightning_attention as algorithm
 from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
 from ._arguments import array, require_known
-from ._recurrence import Recurrence, prepare
+from ._recurrence import Recurrence, prepare, shapes_of
 
 NAME = algorithm.name
 
@@ -103,6 +103,7 @@ class LightningAttention(Recurrence, Operation):
 
     algorithm = algorithm
     prepare_arguments = staticmethod(lightning_attention_arguments)
+    shapes: ClassVar = shapes_of("lightning_attention")
 
     @classmethod
     def example(cls) -> dict[str, Any]:

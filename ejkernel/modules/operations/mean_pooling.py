@@ -1,7 +1,7 @@
 """mean_pooling as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from ...ops.utils.operands import random_like
 from ...primitives.mean_pooling import MeanPoolingSpec, Operands
 from ...primitives.mean_pooling import mean_pooling as algorithm
 from ...types import CuSeqlens
+from ...types.mean_pooling import MEAN_POOLING_SHAPES
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank, size_or_none
 
@@ -68,6 +69,7 @@ class MeanPooling(Operation):
 
     algorithm = algorithm
     prepare_arguments = staticmethod(mean_pooling_arguments)
+    shapes: ClassVar = MEAN_POOLING_SHAPES
 
     @classmethod
     def example(cls) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """recurrent as an operation: the linear recurrence with any of its decays."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jaxtyping import Array, Float
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from ...primitives.recurrent import recurrent as algorithm
 from ...types import CuSeqlens, RecurrentState, Scale
 from .._operation import Operation, Prepared
-from ._recurrence import Recurrence, prepare
+from ._recurrence import Recurrence, prepare, shapes_of
 
 
 def recurrent_arguments(
@@ -84,6 +84,7 @@ class Recurrent(Recurrence, Operation):
 
     algorithm = algorithm
     prepare_arguments = staticmethod(recurrent_arguments)
+    shapes: ClassVar = shapes_of("recurrent")
 
     @classmethod
     def example(cls) -> dict[str, Any]:
