@@ -119,11 +119,24 @@ def test_a_platform_that_is_elsewhere(case):
         traced.lower(lowering_platforms=("cpu",))
 
 
+def test_an_executor_without_a_cache_on_disk_writes_no_file(tmp_path, monkeypatch):
+    """Not for the backward either, for which no other executor is asked."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    with pytest.warns(DeprecationWarning):
+        executor = ejkernel.modules.create_default_executor(None, enable_autotuning=False)
+    loss, moving = loss_of(executor, PLAIN["mean_pooling"])
+    jax.grad(loss)(moving)
+    assert not list(tmp_path.iterdir())
+
+
 @each_operation
 def test_implementations_are_asked_once_while_a_call_is_traced(case, monkeypatch):
-    """Heuristics, the space of configs, and the check of a config look at the same answers."""
+    """Heuristics, the space of configs, and the check of a config look at the same answers; operands are packed once."""
+    primitive, packed = case.algorithm.forward, []
+    pack = primitive.operands
+    monkeypatch.setattr(primitive, "operands", lambda named: packed.append(named) or pack(named))
     asked, reason = [], _dispatch._reason
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "autotune")
     monkeypatch.setattr(_dispatch, "_reason", lambda entry, *call: asked.append(entry) or reason(entry, *call))
     jax.eval_shape(case.call, case.arrays())
-    assert 0 < len(asked) == len(set(asked))
+    assert 0 < len(asked) == len(set(asked)) and len(packed) == 1

@@ -7,6 +7,7 @@ import pytest
 
 from ejkernel import EjkernelRuntimeError, lax
 from ejkernel.modules import FlashAttention
+from ejkernel.modules._operation import OPERATIONS
 from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, autotune_recorded
 
@@ -33,6 +34,17 @@ def test_configs_are_those_of_the_forward(arrays, of):
         np.testing.assert_allclose(
             lax.flash_attention(*arrays, causal=True, softcap=5.0, config=config), wanted, rtol=1e-5, atol=1e-6
         )
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_answers_for_its_configs(operation):
+    """As an invocation is recorded: the kernel object, under the names of the modules API."""
+    kernel = OPERATIONS[operation]()
+    example = {kernel.renamed.get(name, name): x for name, x in kernel.example().items()}
+    inv = Invocation(kernel, (), example)
+    assert {type(config) for config in (kernel.heuristic_cfg(inv), *kernel.config_space(inv))} == {kernel.config_class}
+    call = kernel.canonical(inv)
+    assert (call.kernel.name, call.kernel.op_id) == (operation, kernel.op_id)
 
 
 def test_a_recorded_call_is_measured_under_the_key_that_calls_ask_for(arrays, monkeypatch):
