@@ -2,16 +2,15 @@
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _attention import Inputs, call
+from _attention import Inputs, call, inputs
 from _harness import Batch, Contender, Prepared, Unavailable, queued
-from _process import asked
+from _process import asked, batch_elsewhere, earlier
 from jax import Array
 
 from ejkernel.cli._equations import equations
@@ -42,8 +41,15 @@ def contenders(shape: AttentionShape, mode: str, given: Inputs, platforms: Seque
         Contender("torch flash", lambda: _torch(shape, mode, given, "FLASH_ATTENTION")),
         Contender("torch jvp_flash", lambda: _jvp_flash_attention(shape, mode, given)),
         Contender("ejkernel of PyPI", release, warm=release),
-        Contender("ejkernel before", lambda: _earlier(shape, mode, given)),
+        earlier("_attention_rivals", shape, mode, given.cotangent.dtype),
     ]
+
+
+def of_fields(fields: dict[str, Any], mode: str, dtype: str) -> Prepared:
+    """Our call of the layer with these fields."""
+    shape = AttentionShape(**fields | {"window": tuple(fields["window"])})
+    ours, *_ = contenders(shape, mode, inputs(shape, jnp.dtype(dtype)), ["auto"])
+    return ours.prepare()
 
 
 def _call(attention: Callable[..., Array], mode: str, given: Inputs) -> tuple[Callable[..., tuple], tuple]:
@@ -221,26 +227,7 @@ def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
         request = {"folder": folder, "causal": shape.causal, "window": window}
         config = ask(request | {"calls": 0})["config"]
         o = np.load(f"{folder}/o.npy").view(jnp.bfloat16)
-    return Prepared((o,), _elsewhere(ask, request), config)
-
-
-def _earlier(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
-    """This library as it was, from the folder that EJKERNEL_BEFORE names (see _earlier.py)."""
-    request = {"layer": asdict(shape), "mode": mode, "dtype": given.cotangent.dtype.name}
-    ask = partial(asked, "_earlier.py", "EJKERNEL_BEFORE")
-    with tempfile.TemporaryDirectory() as folder:
-        answer = ask(request | {"folder": folder})
-        results = [np.load(f"{folder}/{n}.npy") for n in range(answer["results"])]
-    return Prepared(results, _elsewhere(ask, request), answer["detail"])
-
-
-def _elsewhere(ask: Callable[[dict], dict], request: dict) -> Batch:
-    """Calls in the process that is asked."""
-
-    def batch(calls: int) -> None:
-        ask(request | {"calls": calls})
-
-    return batch
+    return Prepared((o,), batch_elsewhere(ask, request), config)
 
 
 def _turned(x: Any) -> Any:

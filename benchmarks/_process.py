@@ -7,13 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
-from functools import cache
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from _harness import Unavailable
+import jax.numpy as jnp
+import numpy as np
+from _harness import Batch, Contender, Prepared, Unavailable
 
 _ONE_REQUEST = threading.Lock()
 
@@ -33,6 +37,29 @@ def asked(program: str, variable: str, request: dict[str, Any]) -> dict[str, Any
     if "error" in answer:
         raise RuntimeError(answer["error"])
     return answer
+
+
+def batch_elsewhere(ask: Callable[[dict[str, Any]], Any], request: dict[str, Any]) -> Batch:
+    """Calls in the process that is asked."""
+
+    def batch(calls: int) -> None:
+        ask(request | {"calls": calls})
+
+    return batch
+
+
+def earlier(benchmark: str, shape: Any, mode: str, dtype: Any) -> Contender:
+    """This library as it was, from the folder that EJKERNEL_BEFORE names: `of_fields` of a benchmark (_earlier.py)."""
+
+    def prepare() -> Prepared:
+        request = {"benchmark": benchmark, "layer": asdict(shape), "mode": mode, "dtype": jnp.dtype(dtype).name}
+        ask = partial(asked, "_earlier.py", "EJKERNEL_BEFORE")
+        with tempfile.TemporaryDirectory() as folder:
+            answer = ask(request | {"folder": folder})
+            results = [np.load(f"{folder}/{n}.npy") for n in range(answer["results"])]
+        return Prepared(results, batch_elsewhere(ask, request), answer["detail"])
+
+    return Contender("ejkernel before", prepare)
 
 
 @cache

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _harness import Contender, Prepared, Unavailable, queued
+from _process import earlier
 from jax import Array
 
 from ejkernel import modules
@@ -133,7 +134,14 @@ def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequ
     return [
         *(_ours(shape, mode, given, name) for name in platforms),
         *(Contender(f"fla {name}", partial(_fla, shape, mode, given, module, name)) for module, name in theirs),
+        earlier("_recurrence", shape, mode, given.cotangent.dtype),
     ]
+
+
+def of_fields(fields: dict[str, Any], mode: str, dtype: str) -> Prepared:
+    """Our call of the layer with these fields."""
+    shape = RecurrenceShape(**fields)
+    return _ours(shape, mode, inputs(shape, mode, jnp.dtype(dtype)), "auto").prepare()
 
 
 def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Contender:
@@ -141,12 +149,12 @@ def _ours(shape: RecurrenceShape, mode: str, given: Inputs, platform: str) -> Co
     renamed = OPERATIONS[shape.operation].renamed
     chosen = dict(options(shape, mode), platform=None if platform == "auto" else platform)
     f = lambda x: function(**{renamed.get(name, name): a for name, a in x.items()}, **chosen)
-    function, arguments = jax.jit(call(f, mode)), (given.operands, given.cotangent)
+    run, arguments = jax.jit(call(f, mode)), (given.operands, given.cotangent)
 
     def prepare() -> Prepared:
-        ran = equations(function.trace(*arguments).jaxpr, shape.operation)
+        ran = equations(run.trace(*arguments).jaxpr, shape.operation)
         detail = "; ".join(f"{equation.primitive.name}: {equation.params['config']}" for equation in ran)
-        return Prepared(jax.block_until_ready(function(*arguments)), queued(function, *arguments), detail)
+        return Prepared(jax.block_until_ready(run(*arguments)), queued(run, *arguments), detail)
 
     return Contender(f"ejkernel {platform}", prepare, ours=True, warm=prepare)
 

@@ -7,13 +7,15 @@ of matrix products measured in the same run, and how many times faster than the 
 
 import sys
 from functools import cache
+from typing import Any
 
 from _packed import MODES, gate, imported, of_jax, of_torch, run, torch_on_gpu  # isort: skip (sets what JAX reads)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Contender, Unavailable, measure, yardstick
+from _harness import Contender, Prepared, Unavailable, measure, yardstick
+from _process import earlier
 
 from ejkernel.modules import grouped_matmul
 from ejkernel.types.grouped_matmul import GROUPED_MATMUL_SHAPES, GroupedMatmulShape
@@ -26,22 +28,32 @@ _EXPANDED = 2 * 2**30  # bytes; with more the compiler tries kernels for minutes
 
 def case(shape: GroupedMatmulShape, mode: str, arguments) -> list:
     """The rows of one shape and mode."""
-    dtype = jnp.dtype("bfloat16")
-    keys = jax.random.split(jax.random.key(0), 3)
-    normal = lambda key, size: jax.random.normal(key, size, jnp.float32).astype(dtype)
-    arrays = normal(keys[0], shape.sizes["lhs"]), normal(keys[1], shape.sizes["rhs"])
-    do, sizes = normal(keys[2], (shape.rows, shape.columns)), shape.group_sizes()
+    arrays, do, sizes = _inputs(shape)
     judge = cache(lambda: _gate(mode, arrays, do, sizes))
     return measure(
         str(shape),
         mode,
-        _contenders(mode, arrays, do, sizes, arguments.platforms),
+        [*_contenders(mode, arrays, do, sizes, arguments.platforms), earlier("grouped_matmul", shape, mode, do.dtype)],
         lambda results: judge()(results),
         bounds=(_FORWARD if mode == "fwd" else _DERIVATIVE, _RIVAL),
         work=MODES[mode] * 2 * shape.rows * shape.features * shape.columns,
-        yardstick=yardstick(dtype.name),
+        yardstick=yardstick(do.dtype.name),
         repeats=arguments.repeats,
     )
+
+
+def of_fields(fields: dict[str, Any], mode: str, dtype: str) -> Prepared:
+    """Our call of the layer with these fields."""
+    ours, *_ = _contenders(mode, *_inputs(GroupedMatmulShape(**fields), dtype), ["auto"])
+    return ours.prepare()
+
+
+def _inputs(shape: GroupedMatmulShape, dtype: str = "bfloat16") -> tuple[tuple, jax.Array, np.ndarray]:
+    """lhs and rhs, the cotangent of the product, and the sizes of the groups."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    normal = lambda key, size: jax.random.normal(key, size, jnp.float32).astype(dtype)
+    arrays = normal(keys[0], shape.sizes["lhs"]), normal(keys[1], shape.sizes["rhs"])
+    return arrays, normal(keys[2], (shape.rows, shape.columns)), shape.group_sizes()
 
 
 def _gate(mode: str, arrays: tuple, do: jax.Array, sizes: np.ndarray):

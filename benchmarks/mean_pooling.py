@@ -6,13 +6,15 @@ TB/s, the share of the copy bandwidth measured in the same run, and how many tim
 
 import sys
 from functools import cache
+from typing import Any
 
 from _packed import gate, imported, of_jax, of_torch, run, torch_on_gpu  # isort: skip (sets what JAX reads)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _harness import Contender, Unavailable, measure, yardstick
+from _harness import Contender, Prepared, Unavailable, measure, yardstick
+from _process import earlier
 
 from ejkernel.modules import mean_pooling
 from ejkernel.types.mean_pooling import MEAN_POOLING_SHAPES, MeanPoolingShape
@@ -26,20 +28,32 @@ _HEAD = 128  # features of a head, where a rival wants heads
 
 def case(shape: MeanPoolingShape, mode: str, arguments) -> list:
     """The rows of one shape and mode."""
-    keys = jax.random.split(jax.random.key(0))
-    normal = lambda key, *size: jax.random.normal(key, size, jnp.float32).astype(jnp.bfloat16)
-    x, do = normal(keys[0], shape.tokens, shape.features), normal(keys[1], shape.sequences, shape.features)
+    x, do = _inputs(shape)
     judge = cache(lambda: _gate(shape, mode, x, do))
     return measure(
         str(shape),
         mode,
-        _contenders(shape, mode, x, do, arguments.platforms),
+        [*_contenders(shape, mode, x, do, arguments.platforms), earlier("mean_pooling", shape, mode, x.dtype)],
         lambda results: judge()(results),
         bounds=(_OURS, _RIVAL),
         work=_PASSES[mode] * x.size * x.dtype.itemsize,
         yardstick=yardstick(None),
         repeats=arguments.repeats,
     )
+
+
+def of_fields(fields: dict[str, Any], mode: str, dtype: str) -> Prepared:
+    """Our call of the layer with these fields."""
+    shape = MeanPoolingShape(**fields)
+    ours, *_ = _contenders(shape, mode, *_inputs(shape, dtype), ["auto"])
+    return ours.prepare()
+
+
+def _inputs(shape: MeanPoolingShape, dtype: str = "bfloat16") -> tuple[jax.Array, jax.Array]:
+    """x and the cotangent of the means."""
+    keys = jax.random.split(jax.random.key(0))
+    normal = lambda key, *size: jax.random.normal(key, size, jnp.float32).astype(dtype)
+    return normal(keys[0], shape.tokens, shape.features), normal(keys[1], shape.sequences, shape.features)
 
 
 def _gate(shape: MeanPoolingShape, mode: str, x: jax.Array, do: jax.Array):

@@ -4,7 +4,7 @@ import importlib
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ import pytest
 import ejkernel
 from ejkernel import callib
 from ejkernel.callib.ceilings import Probe
-from ejkernel.types import ATTENTION_SHAPES, AttentionShape
+from ejkernel.types import ATTENTION_SHAPES, RECURRENCE_SHAPES, AttentionShape
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 harness, attention, rivals, entry = map(
@@ -213,6 +213,38 @@ def test_gradients_of_a_recurrence_come_by_name():
     """A rival returns them in an order of its own."""
     call = importlib.import_module("_recurrence").call(lambda x: x["v"] * x["k"] ** 2, "fwd_bwd")
     assert call({"v": 2.0, "k": 3.0}, 1.0) == [18.0, 12.0, 9.0]
+
+
+# --- This library as it was
+
+
+def small_layers():
+    """Benchmarks with a layer, a mode and a dtype for each."""
+    grouped, pooling = (
+        importlib.import_module(f"ejkernel.types.{name}") for name in ("grouped_matmul", "mean_pooling")
+    )
+    yield "grouped_matmul", grouped.GroupedMatmulShape("small", 256, 64, 96, 4), "fwd_bwd", "bfloat16"
+    yield "mean_pooling", pooling.MeanPoolingShape("small", 256, 128, 4), "bwd", "bfloat16"
+    yield "_recurrence", RECURRENCE_SHAPES["gla-h16-d128"].at(1, 64), "fwd_bwd", "float32"
+    yield "_attention_rivals", ATTENTION_SHAPES["h16-d64"].at(1, 32), "jvp", "float32"
+
+
+@pytest.mark.parametrize(("benchmark", "layer", "mode", "dtype"), list(small_layers()))
+def test_our_call_of_a_layer_is_made_of_its_fields(benchmark, layer, mode, dtype):
+    prepared = importlib.import_module(benchmark).of_fields(asdict(layer), mode, dtype)
+    assert "platform=xla" in prepared.detail and all(np.isfinite(x).all() for x in prepared.results)
+    prepared.batch(1)
+
+
+@pytest.mark.slow
+def test_it_computes_the_same_in_a_process_of_its_own(monkeypatch):
+    monkeypatch.setenv("EJKERNEL_BEFORE", str(Path(__file__).parents[1]))
+    for benchmark, layer, mode, dtype in small_layers():
+        before = importlib.import_module("_process").earlier(benchmark, layer, mode, dtype).prepare()
+        now = importlib.import_module(benchmark).of_fields(asdict(layer), mode, dtype)
+        assert before.detail == now.detail
+        for x, y in zip(before.results, now.results, strict=True):
+            np.testing.assert_array_equal(x, np.asarray(y, np.float32))
 
 
 # --- Operations over groups of rows

@@ -131,7 +131,7 @@ def test_an_executor_without_a_cache_on_disk_writes_no_file(tmp_path, monkeypatc
 
 @each_operation
 def test_implementations_are_asked_once_while_a_call_is_traced(case, monkeypatch):
-    """Heuristics, the space of configs, and the check of a config look at the same answers; operands are packed once."""
+    """Heuristics, the space of configs and the check of a config look at the same answers; operands are packed once."""
     primitive, packed = case.algorithm.forward, []
     pack = primitive.operands
     monkeypatch.setattr(primitive, "operands", lambda named: packed.append(named) or pack(named))
