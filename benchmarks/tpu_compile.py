@@ -24,13 +24,12 @@ import jax.numpy as jnp
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._operation import OPERATIONS, types_of_call
 from ejkernel.modules._primitive_kernel import KERNELS
-from ejkernel.types import KernelConfig, Target
-from ejkernel.types.shapes import Shape, shapes_of
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types.shapes import Shape, measured_operations, shapes_of
 
 from ._harness import RESULTS, save_record
 from ._tpu_compiler import GENERATIONS, device
 
-OPERATIONS_WITH_TRIOS = ("flash_attention", "grouped_matmul", "mean_pooling", "gla", "lightning_attention")
 # Of a shape, what changes no program.
 AMOUNTS = {"name", "batch", "heads", "kv_heads", "seq", "seq_q", "seq_k", "rows", "groups", "tokens", "sequences"}
 
@@ -53,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compiles all programs and keeps what came of each; 1 where one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", default=",".join(GENERATIONS))
-    parser.add_argument("--operations", default=",".join(OPERATIONS_WITH_TRIOS))
+    parser.add_argument("--operations", default=",".join(measured_on_tpus()))
     parser.add_argument("--after", type=Path, help="a record, which is completed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     chosen = parser.parse_args(argv)
@@ -68,6 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = [name for name, said in known.items() if isinstance(said, str)]
     print(*failed, f"{len(known)} programs, {len(failed)} failed, written: {file}", sep="\n")
     return 1 if failed else 0
+
+
+def measured_on_tpus() -> list[str]:
+    """The operations with named calls whose three primitives have a kernel for TPUs."""
+
+    def has_kernel(primitive: str) -> bool:
+        of_tpu = Platform.PALLAS, Backend.TPU
+        return any((x.platform, x.backend) == of_tpu for x in kernel_registry.list_implementations(primitive))
+
+    of_trio = lambda operation: [operation, f"{operation}_jvp", f"{operation}_bwd"]
+    return [operation for operation in measured_operations() if all(map(has_kernel, of_trio(operation)))]
 
 
 def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[Program]:

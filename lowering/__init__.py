@@ -1,12 +1,17 @@
-"""The MLIR lowerings of every kernel primitive, per platform.
+"""The MLIR lowerings of the primitives of kernels, per platform: `register` is called with each that is defined."""
 
-Importing this registers them, for the primitives that are defined and for those to come.
-"""
-
-from ejkernel.primitives._factory import on_definition
+from ejkernel.primitives._factory import KernelPrimitive
 
 from . import cpu, cuda, rocm, tpu
 from ._rule import register_derivative
 
-for _register in (cpu.register, cuda.register, rocm.register, tpu.register, register_derivative):
-    on_definition(_register)
+
+def register(primitive: KernelPrimitive) -> None:
+    """Lowers a primitive, for whatever platform, to an implementation of its name in the registry.
+
+    One that is linear gets the derivative of its XLA implementation, which second order takes.
+    """
+    for platform in (cpu, cuda, rocm, tpu):
+        platform.register(primitive)
+    if primitive.linear is not None:
+        register_derivative(primitive)

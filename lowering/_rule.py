@@ -27,8 +27,7 @@ from ejkernel.kernels._registry import KernelSpec
 from ejkernel.kernels._target import lowering_for
 from ejkernel.ops import labelled
 from ejkernel.ops.utils.devices import target_of
-from ejkernel.primitives._factory import KernelPrimitive, NamedPrimitive
-from ejkernel.primitives._traced import TracedPrimitive
+from ejkernel.primitives._factory import KernelPrimitive
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.xla_utils.symbolic import is_symbolic, with_known_sizes
 
@@ -36,19 +35,16 @@ from . import _stored
 from ._context import one_device, own_promotions
 from ._failures import Progress, named_when_compiled
 from ._partition import automatic, explicit
-from ._traced import lower_traced
 
 
-def register(primitive: NamedPrimitive, platform: str) -> None:
+def register(primitive: KernelPrimitive, platform: str) -> None:
     """Registers the rule of `primitive` for one platform of JAX."""
-    rule = lower_traced if isinstance(primitive, TracedPrimitive) else _lower
-    mlir.register_lowering(primitive.primitive, partial(rule, primitive, platform), platform=platform)
+    mlir.register_lowering(primitive.primitive, partial(_lower, primitive, platform), platform=platform)
 
 
-def register_derivative(primitive: NamedPrimitive) -> None:
+def register_derivative(primitive: KernelPrimitive) -> None:
     """Gives a tangent or backward primitive the jvp of its XLA implementation: second order and beyond."""
-    if isinstance(primitive, KernelPrimitive) and primitive.linear is not None:
-        ad.primitive_jvps[primitive.primitive] = partial(_derived_jvp, primitive)
+    ad.primitive_jvps[primitive.primitive] = partial(_derived_jvp, primitive)
 
 
 def body_of(

@@ -76,7 +76,7 @@ def placed(case, args, split, mesh):
 
 def rest(case):
     """The axes other than the batch that may be split, heads say, over the other axis of the mesh."""
-    return {letter: "y" for letter in case.algorithm.forward.layout.split if letter != "b"}
+    return {letter: "y" for letter in case.split if letter != "b"}
 
 
 def both(case):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from beartype import BeartypeConf, beartype
-from cases import CASES, call_with, each_operation, features_of
+from cases import CASES, call_with, each, each_operation, features_of, first_of_each, with_primitives
 from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError, jaxtyped
 
@@ -120,7 +120,7 @@ def test_every_feature_has_the_types_it_should(operation, feature):
     assert jax.tree.leaves(shapes(getattr(lax, operation), case.arrays(dtype=dtype), **case.options))
 
 
-@each_operation
+@each(first_of_each(with_primitives(CASES)))
 def test_the_modules_api_has_the_types_it_should(case):
     renamed = OPERATIONS[case.operation].renamed
     named = lambda given: {renamed.get(name, name): x for name, x in given.items()}

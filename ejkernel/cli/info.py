@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..kernels._registry import kernel_registry
 from ..modules._primitive_kernel import KERNELS
-from ..ops.config.tables import shipped_tables
+from ..ops.config.tables import SHIPPED
 from ..ops.utils.fingerprints import versions_fingerprint
 from ..ops.utils.shared_file import read_entries
 from ..types import Target
@@ -39,13 +39,12 @@ def _registered(algorithm: str) -> str:
 
 
 def _tuned() -> dict[str, str]:
-    """Of each table that is shipped, how many configs it has, and how many of those are of the kernels here."""
+    """Of each file that is shipped, how many configs it has, and how many of those are of the kernels here."""
     sources = {kernel.source_fingerprint(target) for kernel in KERNELS.values() for target in map(Target, _PLATFORMS)}
     here = {f"|source {source}|{versions_fingerprint()}" for source in sources}
     found = {}
-    for table in shipped_tables:
-        for file in sorted(Path(table.path_of("any device")).parent.glob("*.json")):
-            keys = read_entries(file)
-            fitting = sum(any(key.endswith(end) for end in here) for key in keys)
-            found[file.stem] = f"{len(keys)} configs, {fitting} of what is installed here"
+    for file in sorted(Path(SHIPPED.path_of("any device")).parent.glob("*.json")):
+        keys = read_entries(file)
+        fitting = sum(any(key.endswith(end) for end in here) for key in keys)
+        found[file.stem] = f"{len(keys)} configs, {fitting} of what is installed here"
     return found

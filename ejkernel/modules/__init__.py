@@ -3,10 +3,6 @@
 They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
 """
 
-import pathlib
-
-from ..ops import PersistentCache as _PersistentCache
-from ..ops.config.tables import shipped_tables as _shipped_tables
 from . import _release_dense as _release_dense  # the three register their translations
 from . import _release_paged as _release_paged
 from . import _release_products as _release_products
@@ -62,9 +58,6 @@ multi_latent_ragged_page_attention_v2 = _release(
 ragged_page_attention_v2 = _release("ragged_page_attention_v2", ragged_page_attention)
 scaled_dot_product_attention = _release("scaled_dot_product_attention", flash_attention)
 unified_attention = _release("unified_attention", ragged_page_attention)
-
-# tuned/gpu_NVIDIA_H200.json, say: the file of a cache directory in which the device was measured.
-_shipped_tables.append(_PersistentCache(pathlib.Path(__file__).parent / "tuned"))
 
 __all__ = [
     "GLA",

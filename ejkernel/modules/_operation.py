@@ -13,13 +13,14 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 
 from ..errors import type_error
+from ..lowering import register as register_lowering
 from ..ops import Invocation, Kernel, default_executor
-from ..ops.recording import named_kernels
+from ..ops.core.kernel import KERNELS
 from ..ops.utils.operands import abstract, is_array, random_like
 from ..primitives._forward_only import ForwardOnly
 from ..primitives._trio import Trio
 from ..types import KernelConfig, OperationConfig
-from ._primitive_kernel import KERNELS, PrimitiveKernel
+from ._primitive_kernel import PrimitiveKernel
 from .operations._arguments import config_of, platform_of
 
 Result = TypeVar("Result", covariant=True)
@@ -64,7 +65,8 @@ class Operation(Kernel):
     def __init_subclass__(cls, **how: Any) -> None:
         super().__init_subclass__(**how)
         for primitive in cls.algorithm.primitives:
-            KERNELS[primitive.name] = named_kernels[primitive.name] = PrimitiveKernel(primitive, cls)
+            register_lowering(primitive)
+            KERNELS[primitive.name] = PrimitiveKernel(primitive, cls)
         cls.prepare_arguments.__qualname__ = cls.algorithm.name  # as which Python names it to who forgets an argument
         OPERATIONS[cls.algorithm.name] = cls
 

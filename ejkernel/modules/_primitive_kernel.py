@@ -19,6 +19,7 @@ from ..kernels._dispatch import Dispatch
 from ..kernels._registry import config_refusal, kernel_registry
 from ..kernels._sources import files_of, fingerprint
 from ..ops import Executor, Invocation, Kernel, default_executor, policy_override
+from ..ops.core.kernel import KERNELS
 from ..ops.utils.devices import local_target
 from ..ops.utils.operands import random_like
 from ..primitives._factory import KernelPrimitive
@@ -207,10 +208,6 @@ class ExecutorOfForward(ShortRepr):
         given = None if is_tangent else self.backward
         with policy_override(autotune=False) if is_tangent else contextlib.nullcontext():
             return (self.executor or default_executor()).choose(inv.kernel, inv, given)
-
-
-KERNELS: dict[str, PrimitiveKernel] = {}
-"""The kernel over each primitive, by the name of that."""
 
 
 @functools.cache

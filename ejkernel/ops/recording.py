@@ -15,15 +15,12 @@ from typing import Any
 
 import jax
 
-from .core.kernel import Invocation, Kernel
+from .core.kernel import KERNELS, Invocation, Kernel
 from .registry import Calls, get_invocations, overheard, record_invocation, recorded_devices
 from .utils.operands import is_array
 from .utils.packing import pack_tree, unpack_tree
 from .utils.serialization import class_name, class_named
 from .utils.shared_file import SharedFile, read_entries
-
-named_kernels: dict[str, Kernel] = {}
-"""The kernels that a file names; the layer above adds the built-in ones."""
 
 
 def record_if_asked(inv: Invocation) -> None:
@@ -101,7 +98,7 @@ def _left_out(path: str | os.PathLike, operation: str | None, error: Exception) 
 
 
 def _pack_kernel(kernel: Kernel) -> dict[str, Any]:
-    if named_kernels.get(kernel.name) is kernel:
+    if KERNELS.get(kernel.name) is kernel:
         return {"name": kernel.name}
     if any(map(is_array, jax.tree.leaves(vars(kernel)))):
         raise TypeError("the kernel holds arrays")
@@ -111,9 +108,9 @@ def _pack_kernel(kernel: Kernel) -> dict[str, Any]:
 def _unpack_kernel(packed: dict[str, Any]) -> Kernel:
     """A kernel that equals the one that was packed. Of a user's class no code is run, not even its constructor."""
     if "name" in packed:
-        if packed["name"] not in named_kernels:
+        if packed["name"] not in KERNELS:
             raise ValueError(f"there is no built-in kernel {packed['name']}")
-        return named_kernels[packed["name"]]
+        return KERNELS[packed["name"]]
     cls = class_named(packed["class"])
     if cls is None or not issubclass(cls, Kernel):
         raise ValueError(f"the kernel {packed['class']} is not imported here")

@@ -4,9 +4,9 @@ A primitive has five parameters: `operands`, the names of the arrays it is bound
 returns; `spec`, what is computed; `config`, how; and `chooser`, which gives configs to those that JAX derives from it.
 
 There are two kinds. A `KernelPrimitive` has a table of axes, from which follow shapes, shardings and vmap, and it is
-lowered to an implementation of the registry. A `TracedPrimitive` (`_traced.py`) stands for a function of a user's, from
-whose trace they follow. Three primitives make a differentiable operation (`_trio.py`), one makes one without a
-derivative (`_forward_only.py`).
+lowered to an implementation of the registry, by `lowering.register`. A `TracedPrimitive` (`_traced.py`) stands for a
+function of a user's, from whose trace they follow, its lowering too. Three primitives make a differentiable operation
+(`_trio.py`), one makes one without a derivative (`_forward_only.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -54,7 +54,6 @@ class NamedPrimitive(ABC):
         self.primitive.def_impl(partial(xla.apply_primitive, self.primitive))
         self.primitive.def_abstract_eval(self._abstract_eval)
         batching.primitive_batchers[self.primitive] = self._batch
-        _define(self)
 
     def bind(
         self,
@@ -176,18 +175,4 @@ class KernelPrimitive(NamedPrimitive):
 
 
 PRIMITIVES: dict[str, KernelPrimitive] = {}
-_defined: list[NamedPrimitive] = []
-_hooks: list[Callable[[NamedPrimitive], None]] = []
-
-
-def on_definition(hook: Callable[[NamedPrimitive], None]) -> None:
-    """Calls `hook` with every primitive, those that are defined already and those to come."""
-    _hooks.append(hook)
-    for primitive in _defined:
-        hook(primitive)
-
-
-def _define(primitive: NamedPrimitive) -> None:
-    _defined.append(primitive)
-    for hook in _hooks:
-        hook(primitive)
+"""Those with a table of axes, by name."""

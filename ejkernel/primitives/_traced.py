@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad
+from jax.interpreters import ad, mlir
 
 from ._factory import COTANGENT, TANGENT, NamedPrimitive
 
@@ -44,6 +44,8 @@ class TracedPrimitive(NamedPrimitive):
         super().__init__(name, linear=linear)
         if linear is not None:
             ad.primitive_jvps[self.primitive] = self._jvp
+        for platform in ("cpu", "cuda", "rocm", "tpu"):
+            mlir.register_lowering(self.primitive, partial(self._lower, platform), platform=platform)
 
     def over_levels(
         self, function: Callable[[Mapping[str, Any]], Sequence[Any]], operands: Sequence[str], results, levels
@@ -65,6 +67,12 @@ class TracedPrimitive(NamedPrimitive):
         arrays = dict(zip(operands, args, strict=True))
         out = self.bind(arrays, spec=spec.mapped(level), config=config, chooser=chooser, results=results)
         return list(out.values()), [0] * len(out)
+
+    def _lower(self, platform, ctx, *args, operands, results, spec, config, chooser):
+        function = partial(self.function, results=results, spec=spec, config=config, platform=platform)
+        return mlir.lower_fun(self.over_levels(function, operands, results, spec.levels), multiple_results=True)(
+            ctx, *args
+        )
 
     def _jvp(self, primals, tangents, *, operands, results, spec, config, chooser):
         function = partial(self.function, results=results, spec=spec, config=config, platform=None)

@@ -7,8 +7,8 @@
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
 it is linear. So `grad` costs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its
 transpose binds `x_jvp` again: the three close under transposition. The jvps of `x_jvp` and `x_bwd`, which give Hessians
-and everything beyond, are those of their XLA implementations, which `lowering` brings (`on_definition`), or of the
-functions that they stand for.
+and everything beyond, are those of their XLA implementations, which `lowering.register` brings, or of the functions
+that they stand for.
 """
 
 from collections.abc import Mapping

@@ -41,12 +41,18 @@ __all__ = [
     "pullback",
     "tangent",
     "together",
+    "with_primitives",
 ]
 
 CASES: tuple[Case, ...] = tuple(case for file in FILES for case in file.CASES)
 FAMILIES: tuple[Case, ...] = tuple(case for file in FILES for case in file.FAMILIES)
 DIFFERENTIABLE = tuple(case for case in CASES if case.differentiable)
-FORWARD_ONLY = tuple(case for case in CASES if not case.differentiable)
+FORWARD_ONLY = tuple(case for case in CASES if not case.is_composed and not case.differentiable)
+
+
+def with_primitives(cases: Sequence[Case]) -> list[Case]:
+    """Those of operations that have primitives, and are not composed of others: for tests of what primitives bring."""
+    return [case for case in cases if not case.is_composed]
 
 
 def each(
@@ -77,8 +83,9 @@ def first_of_each(cases: Sequence[Case]) -> list[Case]:
 
 
 def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
-    """The first case of each kind of operation: those with derivatives, forward only, and in place."""
-    kind = lambda case: (bool(case.differentiable), bool(getattr(case.algorithm, "in_place", None)))
+    """The first case of each kind of operation: those with derivatives, forward only, in place, and composed ones."""
+    in_place = lambda case: not case.is_composed and bool(getattr(case.algorithm, "in_place", None))
+    kind = lambda case: (case.is_composed, bool(case.differentiable), in_place(case))
     return list({kind(case): case for case in cases[::-1]}.values())
 
 

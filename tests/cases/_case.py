@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
+from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import OPERATIONS
 
 Values = Callable[[np.random.Generator, tuple[int, ...]], Any]
@@ -48,6 +49,8 @@ class Case:
         local: whether a part of the arrays gives that part of the results by itself; dropout also asks for the place.
         tiny: sizes for tests whose cost is the square of the input's size; None where the case cannot be so small.
         split_with: a letter that is split with another one, as keys and values in turn are with their heads.
+        composed_formula: of an operation that is composed of others, its formula under the same arguments.
+        composed_split: the letters that it can be split along. Of other operations the primitives know both.
     """
 
     operation: str
@@ -59,6 +62,8 @@ class Case:
     local: bool = True
     tiny: Mapping[str, int] | None = None
     split_with: Mapping[str, str] = field(default_factory=dict)
+    composed_formula: Callable[..., Any] | None = None
+    composed_split: tuple[str, ...] = ()
 
     def __post_init__(self):
         as_operand = lambda x: Operand(x) if isinstance(x, str) else x
@@ -68,7 +73,12 @@ class Case:
         return f"{self.operation}-{self.name}"
 
     @property
+    def is_composed(self) -> bool:
+        return self.operation in COMPOSED
+
+    @property
     def algorithm(self) -> Any:
+        """The primitives, of an operation that has some."""
         return OPERATIONS[self.operation].algorithm
 
     @property
@@ -82,7 +92,13 @@ class Case:
     @property
     def differentiable(self) -> tuple[str, ...]:
         """The operands of the call that have tangents: quantised ones have none."""
-        return tuple(name for name in self.algorithm.differentiable if name in self.operands and self._is_float(name))
+        names = self.operands if self.is_composed else self.algorithm.differentiable
+        return tuple(name for name in names if name in self.operands and self._is_float(name))
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The letters of axes that devices can split."""
+        return self.composed_split if self.is_composed else self.algorithm.forward.layout.split
 
     def _is_float(self, name: str) -> bool:
         x = self.operands[name]
@@ -109,6 +125,8 @@ class Case:
 
     def formula(self, arrays: Mapping[str, Any]) -> list[Any]:
         """The results of the reference, the formula that every implementation must give."""
+        if self.is_composed:
+            return jax.tree.leaves(self.composed_formula(**arrays, **self.options))
         call = OPERATIONS[self.operation].prepare_arguments(**arrays, **self.options)
         outputs = self.reference(*self.algorithm.operands(**call.named), spec=call.spec)
         return jax.tree.leaves(call.finish(outputs._asdict()))

@@ -57,7 +57,7 @@ def test_info_counts_the_tuned_configs_that_fit(capsys, monkeypatch, tmp_path):
     key = kernel.key_builder(kernel.invocation(dict(q=x, k=x, v=x), FlashAttentionSpec()))
     for stored in (key, key.replace("source ", "source of another time ")):
         table.put(stored, KernelConfig(), "gpu|NVIDIA H200")
-    monkeypatch.setattr(info, "shipped_tables", [table])
+    monkeypatch.setattr(info, "SHIPPED", table)
     assert "gpu_NVIDIA_H200  2 configs, 1 of what is installed here" in printed(capsys, "info")
 
 

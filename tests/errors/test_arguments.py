@@ -15,7 +15,7 @@ import pytest
 
 import ejkernel
 from ejkernel.modules._operation import OPERATIONS
-from tests.cases import CASES, assert_close
+from tests.cases import CASES, assert_close, with_primitives
 from tests.cases._oracle import in_float64
 
 OF_OUR_OWN = (TypeError, ValueError, NotImplementedError)
@@ -154,7 +154,7 @@ def parameters(operation, kind):
 def calls(names_of):
     """(case, name of an argument, whether to compute): a normal run traces the first case that has the argument."""
     found, seen = [], set()
-    for case in CASES:
+    for case in with_primitives(CASES):
         for name in names_of(case):
             first = (case.operation, name) not in seen
             seen.add((case.operation, name))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import each_case
+from cases import CASES, each, with_primitives
 from shown import Config, Shown, executor, ones
 from shown import key_of as key_of_shown
 
@@ -260,7 +260,7 @@ def write(cache, key, fields):
 # --- What the library proposes
 
 
-@each_case
+@each(with_primitives(CASES))
 def test_what_implementations_propose_is_right(case):
     """Every config of every space, on every platform, has nothing against it."""
     pytest.importorskip("triton")

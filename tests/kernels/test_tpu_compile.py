@@ -47,7 +47,7 @@ QUICK_CASES = {
 def parameters():
     """Of every program, whether a normal run has it."""
     calls = set()
-    for program in programs.programs(list(TARGETS), list(programs.OPERATIONS_WITH_TRIOS)):
+    for program in programs.programs(list(TARGETS), programs.measured_on_tpus()):
         call = (program.generation, program.primitive, program.shape)
         quick = call in QUICK_SHAPES and call not in calls
         calls.add(call)

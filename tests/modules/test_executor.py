@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import DIFFERENTIABLE, PLAIN, each, first_of_each
+from cases import CASES, PLAIN, each, first_of_each, with_primitives
 
 import ejkernel
 from ejkernel.errors import UnsupportedError
@@ -19,7 +19,8 @@ from ejkernel.ops import (
     label_fields,
 )
 
-each_operation = each(first_of_each(DIFFERENTIABLE), first=())
+OURS = with_primitives(CASES)
+each_operation = each(first_of_each([case for case in OURS if case.differentiable]), first=())
 
 
 def platforms_of(operation: str) -> set[str]:
@@ -89,9 +90,12 @@ def test_two_executors_are_two_programs(no_default):
     assert heard[0] == heard[1] != []
 
 
-@each([case for case in first_of_each(DIFFERENTIABLE) if "triton" in platforms_of(case.operation)], first=())
+@each([case for case in first_of_each(OURS) if "triton" in platforms_of(case.operation)], first=())
 def test_a_platform_that_is_elsewhere(case):
-    """`platform=` is for the device that a program is lowered for, which need not be the one where it is traced."""
+    """`platform=` is for the device that a program is lowered for, which need not be the one where it is traced.
+
+    The gradient is of that platform too, where there is one.
+    """
     pytest.importorskip("jax_triton")
     operation = OPERATIONS[case.operation]
     example = {operation.renamed.get(name, name): x for name, x in operation.example().items()}
@@ -106,19 +110,33 @@ def test_a_platform_that_is_elsewhere(case):
         return sum(map(total, jax.tree.leaves(call(**moving, **arrays, **options, platform="triton"))))
 
     total = lambda x: jnp.sum(x.astype(jnp.float32))
-    traced = jax.jit(jax.grad(loss)).trace(moving, arrays)
+    is_differentiable = operation.algorithm.differentiable
+    traced = jax.jit(jax.grad(loss) if is_differentiable else loss).trace(moving, arrays)
     labels = [label_fields(label) for label in find_labels_in_lowered(traced.lower(lowering_platforms=("cuda",)))]
-    assert f"{case.operation}_bwd" in {label["op"] for label in labels}
+    assert case.operation + ("_bwd" if is_differentiable else "") in {label["op"] for label in labels}
     assert {label["impl"] for label in labels} == {"triton"}
     with pytest.raises(UnsupportedError, match="no implementation on cpu"):
         traced.lower(lowering_platforms=("cpu",))
 
 
+def test_an_executor_without_a_cache_on_disk_writes_no_file(tmp_path, monkeypatch):
+    """Not for the backward either, for which no other executor is asked."""
+    monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
+    with pytest.warns(DeprecationWarning):
+        executor = ejkernel.modules.create_default_executor(None, enable_autotuning=False)
+    loss, moving = loss_of(executor, PLAIN["mean_pooling"])
+    jax.grad(loss)(moving)
+    assert not list(tmp_path.iterdir())
+
+
 @each_operation
 def test_implementations_are_asked_once_while_a_call_is_traced(case, monkeypatch):
-    """Heuristics, the space of configs, and the check of a config look at the same answers."""
+    """Heuristics, the space of configs and the check of a config look at the same answers; operands are packed once."""
+    primitive, packed = case.algorithm.forward, []
+    pack = primitive.operands
+    monkeypatch.setattr(primitive, "operands", lambda named: packed.append(named) or pack(named))
     asked, reason = [], _dispatch._reason
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "autotune")
     monkeypatch.setattr(_dispatch, "_reason", lambda entry, *call: asked.append(entry) or reason(entry, *call))
     jax.eval_shape(case.call, case.arrays())
-    assert 0 < len(asked) == len(set(asked))
+    assert 0 < len(asked) == len(set(asked)) and len(packed) == 1

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel import lax
+from ejkernel import EjkernelRuntimeError, lax
 from ejkernel.modules import FlashAttention
+from ejkernel.modules._operation import OPERATIONS
 from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, autotune_recorded
 
@@ -35,6 +36,17 @@ def test_configs_are_those_of_the_forward(arrays, of):
         )
 
 
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_operation_answers_for_its_configs(operation):
+    """As an invocation is recorded: the kernel object, under the names of the modules API."""
+    kernel = OPERATIONS[operation]()
+    example = {kernel.renamed.get(name, name): x for name, x in kernel.example().items()}
+    inv = Invocation(kernel, (), example)
+    assert {type(config) for config in (kernel.heuristic_cfg(inv), *kernel.config_space(inv))} == {kernel.config_class}
+    call = kernel.canonical(inv)
+    assert (call.kernel.name, call.kernel.op_id) == (operation, kernel.op_id)
+
+
 def test_a_recorded_call_is_measured_under_the_key_that_calls_ask_for(arrays, monkeypatch):
     """Recorded as the guide does it: the kernel object, and an invocation of it."""
     measured = []
@@ -51,3 +63,13 @@ def test_a_recorded_call_is_measured_under_the_key_that_calls_ask_for(arrays, mo
     chain = ConfigSelectorChain(cache=ConfigCache(), on_event=lambda event, operation, key, config: seen.append(key))
     Executor(chain)(FlashAttention(), *arrays, causal=True, logits_soft_cap=5.0)
     assert measured == seen[:1]
+
+
+def test_a_recorded_call_that_cannot_be_measured_takes_no_other_along(arrays, monkeypatch):
+    selector = ConfigSelectorChain(cache=ConfigCache())
+    monkeypatch.setattr(selector, "measure", lambda kernel, inv: selector.cache.put(kernel.key_builder(inv), "tuned"))
+    inv = invocation(arrays)
+    wrong, right = ((inv.kernel, args, inv.kwargs) for args in (inv.args[:1], inv.args))
+    with pytest.raises(EjkernelRuntimeError, match=r"^1 of 2 recorded calls cannot be measured\n  flash_attention: "):
+        autotune_recorded({"flash_attention": {"wrong": wrong, "right": right}}, Executor(selector))
+    assert len(selector.cache) == 1

@@ -1,16 +1,19 @@
 """The modules API on a mesh: the numbers of the whole call; what is wrong with specs that fit no array or axis."""
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, assert_close, each, each_case, each_operation, first_of_each
+from cases import assert_close, each, first_of_each, with_primitives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import both, each_type, mesh_of, rest
 
 import ejkernel
 from ejkernel.modules._operation import OPERATIONS
+
+CASES = with_primitives(cases.CASES)
 
 
 def call(x, in_specs, **arrays):
@@ -87,7 +90,7 @@ def test_the_gradient_is_that_of_the_whole(case):
     assert_close(found, jax.grad(loss(lambda of: call_of(case, of)))(moving))
 
 
-@each_case
+@each(CASES)
 @each_type
 def test_an_axis_that_must_be_whole(case, types):
     """A device would take its part for all there is."""
@@ -98,7 +101,7 @@ def test_an_axis_that_must_be_whole(case, types):
             assert f"over 'y'; it must be whole: {case.algorithm.forward.layout.advice}" in str(error.value)
 
 
-@each_operation
+@each(first_of_each(CASES))
 def test_an_axis_that_must_be_whole_over_one_device(case):
     """So it is whole."""
     mesh, results = mesh_of(AxisType.Auto, shape=(4, 1)), [P("y") for _ in case.results]

@@ -30,7 +30,7 @@ from ejkernel.ops import (
     recording,
     save_invocations,
 )
-from ejkernel.ops.config.tables import shipped_tables
+from ejkernel.ops.config.tables import SHIPPED
 from ejkernel.ops.utils.packing import pack_tree, unpack_tree
 
 
@@ -293,7 +293,7 @@ def test_a_stale_shipped_table_is_passed_over(tmp_path, monkeypatch):
 
 def test_the_tables_of_the_library_stand_in_its_modules():
     directory = os.path.join(os.path.dirname(ejkernel.modules.__file__), "tuned")
-    assert [os.path.dirname(table.path_of("gpu|NVIDIA H200")) for table in shipped_tables] == [directory]
-    assert default_executor().selector.tables is shipped_tables
-    for name in os.listdir(directory) if os.path.isdir(directory) else ():
+    assert os.path.dirname(SHIPPED.path_of("gpu|NVIDIA H200")) == directory
+    assert default_executor().selector.tables == (SHIPPED,)
+    for name in os.listdir(directory):
         load_table(os.path.join(directory, name))

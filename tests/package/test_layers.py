@@ -1,7 +1,8 @@
-"""A package imports only from layers below its own, no two import each other, and one file uses private JAX."""
+"""A package imports only from layers below its own, no modules import each other, and one file uses private JAX."""
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,9 +31,9 @@ def sources() -> Iterator[tuple[str, Path]]:
             yield ".".join((*above, *path.relative_to(ROOT).with_suffix("").parts)), path
 
 
-def imports(name: str, path: Path) -> Iterator[str]:
-    """The full names that a module imports, at any depth of its code."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(name: str, path: Path, with_functions: bool = True) -> Iterator[str]:
+    """The full names that a module imports, at any depth of its code, or when it is imported itself."""
+    for node in nodes(ast.parse(path.read_text()), with_functions):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -41,6 +42,23 @@ def imports(name: str, path: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and node.attr == "_src":
             yield ast.unparse(node)
+
+
+def nodes(tree: ast.AST, with_functions: bool) -> Iterator[ast.AST]:
+    """What stands in a tree, the bodies of functions or without them."""
+    yield tree
+    if with_functions or not isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for child in ast.iter_child_nodes(tree):
+            yield from nodes(child, with_functions)
+
+
+def module(name: str, modules: dict[str, Path]) -> str | None:
+    """The module that `name` (itself, or something in it) is of."""
+    while name:
+        if found := next((of for of in (name, f"{name}.__init__") if of in modules), None):
+            return found
+        name = name.rpartition(".")[0]
+    return None
 
 
 def package(name: str) -> str:
@@ -67,6 +85,16 @@ def test_every_layer_imports_only_layers_below():
         if layer(name) != TOP and layer(target) <= layer(name)
     ]
     assert upward == []
+
+
+def test_no_modules_import_each_other():
+    """Directly or by others, while they are imported. A function may import what there is when it is called."""
+    modules = dict(sources())
+    graph = {
+        name: {module(target, modules) for target in imports(name, path, with_functions=False)} - {None, name}
+        for name, path in modules.items()
+    }
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)  # a circle is an error that names it
 
 
 def test_no_two_folders_of_kernels_import_each_other():

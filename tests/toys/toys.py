@@ -1,8 +1,9 @@
-"""Operations of another package than this, one of each kind that has primitives: what it takes to add them.
+"""Operations of another package than this, one of each kind: what it takes to add them.
 
 toy_wave      differentiable    o = sin(rate · x) · w, with a config of its own
 toy_lookup    forward only      o = x[at]
 toy_append    in place          cache[at] = x, and the sum of what is there now
+toy_beat      composed          o = sin(x) · w + sin(rate · x) · w
 """
 
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float, Integer
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.lax._native import native
+from ejkernel.modules._composed import composed
 from ejkernel.modules._operation import Operation, Prepared
 from ejkernel.modules._public_function import public_function
 from ejkernel.modules.operations._arguments import align, array, require_dtype, require_rank, static_number
@@ -238,3 +240,17 @@ for name, implementation in IMPLEMENTATIONS.items():
 for operation in (ToyWave, ToyLookup, ToyAppend):
     setattr(ejkernel.lax, operation.algorithm.name, native(operation))
     setattr(ejkernel.modules, operation.algorithm.name, public_function(operation))
+
+
+# --- toy_beat ---------------------------------------------------------------------------------------------------------
+
+
+@composed
+def toy_beat(
+    x: Float[Array, "batch length features"], w: Float[Array, "batch features"], *, rate: float = 1.0
+) -> Float[Array, "batch length features"]:
+    """Two waves of each feature, of which one is slower: o = sin(x) · w + sin(rate · x) · w."""
+    return ejkernel.lax.toy_wave(x, w) + ejkernel.lax.toy_wave(x, w, rate=rate)
+
+
+ejkernel.lax.toy_beat = ejkernel.modules.toy_beat = toy_beat

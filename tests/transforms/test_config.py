@@ -4,19 +4,19 @@ from dataclasses import fields
 
 import jax
 import pytest
-from cases import CASES, assert_close, each, each_operation, gradient, oracle, tangent
+from cases import CASES, assert_close, each, first_of_each, gradient, oracle, tangent, with_primitives
 
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.ops import find_labels_in_lowered
 
 
-@each(CASES, rest=(pytest.mark.slow,))
+@each(with_primitives(CASES), rest=(pytest.mark.slow,))
 def test_blocks(case):
     """Blocks that divide the axes."""
     check(case, (4, 4))
 
 
-@each(CASES, first=(), rest=(pytest.mark.slow,))
+@each(with_primitives(CASES), first=(), rest=(pytest.mark.slow,))
 @pytest.mark.parametrize("blocks", ((8, 3), (1, 128)), ids=str)
 def test_odd_blocks(case, blocks):
     """Blocks that do not divide the axes, and that are larger than them."""
@@ -42,7 +42,7 @@ def check(case, blocks):
     assert_close(found, oracle(case, gradient)(arrays, cotangents))
 
 
-@each_operation
+@each(first_of_each(with_primitives(CASES)))
 def test_a_config_for_the_target_names_the_implementation(case):
     """As when it was measured to be faster than one of higher priority."""
     config = config_class(case)(platform="xla", backend="gpu")

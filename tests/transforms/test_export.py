@@ -58,7 +58,7 @@ def test_gradient_of_what_was_exported(case):
 def test_export_from_a_mesh(case):
     """The artifact is for as many devices, and each computes its part."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    specs = case.specs({letter: "x" if letter == "b" else "y" for letter in case.algorithm.forward.layout.split})
+    specs = case.specs({letter: "x" if letter == "b" else "y" for letter in case.split})
     arrays = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in case.arrays().items()}
     found = sent(case.call, arrays)(arrays)
     assert_close(found, oracle(case)(case.arrays()))
@@ -70,8 +70,10 @@ def test_export_from_a_mesh(case):
 
 def types(case):
     """The types of the arrays of a case, where batch and lengths are symbolic; the first operand is [b, tokens, …]."""
-    _, tokens, *_ = next(iter(case.algorithm.forward.table.values()))
-    lengths = {*"bst", tokens.letter} - {*(case.algorithm.forward.layout.group or ())}
+    lengths = {*"bst"}
+    if not case.is_composed:
+        _, tokens, *_ = next(iter(case.algorithm.forward.table.values()))
+        lengths = (lengths | {tokens.letter}) - {*(case.algorithm.forward.layout.group or ())}
     letters = sorted({letter for x in case.operands.values() for letter in x.axes.split()} & lengths)
     sizes = dict(zip(letters, symbolic_shape(", ".join(letters)), strict=True))
     size = lambda letter, n: sizes.get(letter, n)

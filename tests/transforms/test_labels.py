@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from cases import DIFFERENTIABLE, each, each_operation, first_of_each, pullback, tangent
+from cases import DIFFERENTIABLE, each, each_operation, first_of_each, pullback, tangent, with_primitives
 from programs import equations
 
 import ejkernel
@@ -17,7 +17,7 @@ def traced(case, transform):
     return jax.jit(transform(case.call, case.differentiable)).trace(arrays, direction)
 
 
-@each(first_of_each(DIFFERENTIABLE))
+@each(first_of_each(with_primitives(DIFFERENTIABLE)))
 @pytest.mark.parametrize("transform, suffix", [(pullback, "_bwd"), (tangent, "_jvp")], ids=("grad", "jvp"))
 def test_labels(case, transform, suffix, monkeypatch):
     """One label for each kernel, with the config that its equation has."""
@@ -38,10 +38,13 @@ def test_labels(case, transform, suffix, monkeypatch):
 @each_operation
 @pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
 def test_the_label_names_what_was_explained(case, platform):
-    """On whatever platform a program is lowered for, devices of which need not be here."""
+    """On whatever platform a program is lowered for, devices of which need not be here. A composed one has parts."""
     explained = ejkernel.explain(case.operation, target=platform, **case.arrays(), **case.options)
-    runs = next(entry.platform for entry, reason in explained.candidates if reason is None)
+    parts = explained.parts if case.is_composed else (explained,)
     labels = find_labels_in_lowered(traced(case, pullback).lower(lowering_platforms=(platform,)))
-    assert f"ejkernel[op={case.operation};impl={runs}]" in labels
+    for part in parts:
+        runs = next(entry.platform for entry, reason in part.candidates if reason is None)
+        assert f"ejkernel[op={part.operation};impl={runs}]" in labels
     kinds = ("", "_bwd") if case.differentiable else ("",)
-    assert {label.split(";")[0] for label in labels} == {f"ejkernel[op={case.operation}{kind}" for kind in kinds}
+    operations = {f"ejkernel[op={part.operation}{kind}" for part in parts for kind in kinds}
+    assert {label.split(";")[0] for label in labels} == operations

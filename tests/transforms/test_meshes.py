@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, DIFFERENTIABLE, assert_close, each_by_kind, first_of_each, gradient, oracle, tangent
+from cases import (
+    CASES,
+    DIFFERENTIABLE,
+    assert_close,
+    each_by_kind,
+    first_of_each,
+    gradient,
+    oracle,
+    tangent,
+    with_primitives,
+)
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
@@ -15,7 +25,6 @@ from sharded import (
     both,
     call_of,
     each_call,
-    each_operation_and_transform,
     each_type,
     mesh_of,
     needed,
@@ -26,8 +35,10 @@ from sharded import (
 import ejkernel
 
 TRANSFORMS = {"eval": None, "grad": gradient, "jvp": tangent}
-each_transform_of_each = each_call(CASES, TRANSFORMS)
-LOCAL = [case for case in CASES if case.local]
+OURS = with_primitives(CASES)
+LOCAL = [case for case in OURS if case.local]
+each_transform_of_each = each_call(OURS, TRANSFORMS)
+each_operation_and_transform = each_call(first_of_each(OURS), {"eval": None, "grad": gradient})
 
 
 # --- Arrays that were made before the mesh ----------------------------------------------------------------------------
@@ -45,7 +56,7 @@ def test_arrays_from_before_the_mesh(case, types, transform):
     assert not collectives(compiled.as_text())
 
 
-@each_by_kind(first_of_each(DIFFERENTIABLE))
+@each_by_kind(first_of_each(with_primitives(DIFFERENTIABLE)))
 @each_type
 def test_arrays_from_before_the_mesh_without_jit(case, types):
     f, args = call_of(case, gradient)
@@ -79,8 +90,7 @@ def odd(case):
     """The case with sizes of which no even number is a factor."""
     repeat = case.sizes.get("h", 1) // case.sizes.get("g", 1)
     sizes = dict(b=5, g=3, h=3 * repeat, d=7, n=7)
-    split = case.algorithm.forward.layout.split
-    of_split = {letter: sizes[letter] for letter in split if case.sizes.get(letter, 1) > 1}
+    of_split = {letter: sizes[letter] for letter in case.split if case.sizes.get(letter, 1) > 1}
     return case.resized(of_split | {letter: 2 * sizes["g"] for letter in case.split_with})
 
 
@@ -125,7 +135,7 @@ def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
 # --- Outside `jit` ----------------------------------------------------------------------------------------------------
 
 
-@each_by_kind(first_of_each(CASES))
+@each_by_kind(first_of_each(OURS))
 def test_one_explicit_operand_and_others_of_no_mesh(case):
     """Each device takes its part of the others in every transform, though no `jit` and no context names devices."""
     mesh, first = mesh_of(), next(iter(case.operands))

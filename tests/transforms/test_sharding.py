@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, assert_close, curvature, each_by_kind, first_of_each, oracle
+from cases import CASES, assert_close, curvature, each_by_kind, first_of_each, oracle, with_primitives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
@@ -139,9 +139,8 @@ def test_shard_map_over_the_batch_beside_an_auto_axis(case, transform):
 
 def whole_axes(case):
     """The letters of axes that must be whole, where two devices could split them."""
-    split = case.algorithm.forward.layout.split
     letters = {axis for x in case.operands.values() for axis in x.axes.split() if axis.isalpha()} - {*case.split_with}
-    return sorted(letter for letter in letters.difference(split) if case.sizes[letter] % 2 == 0)
+    return sorted(letter for letter in letters.difference(case.split) if case.sizes[letter] % 2 == 0)
 
 
 def batched(case):
@@ -149,7 +148,7 @@ def batched(case):
     return [name for name, x in case.operands.items() if x.axes.split()[:1] == ["b"]]
 
 
-@each_by_kind(CASES, rest=(pytest.mark.slow,))
+@each_by_kind(with_primitives(CASES), rest=(pytest.mark.slow,))
 def test_explicit_axis_that_must_be_whole(case):
     """The error says which axis it is, over what it is sharded, and what to do instead."""
     for letter in whole_axes(case):
@@ -180,7 +179,7 @@ def test_auto_operands_that_disagree(case):
         assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"{first} over {spec}: ")
 
 
-@each_by_kind([case for case in CASES if len(batched(case)) > 1])
+@each_by_kind([case for case in with_primitives(CASES) if len(batched(case)) > 1])
 def test_operands_that_disagree(case):
     """The batch of one is split over one axis of the mesh, that of the others over another."""
     mesh = mesh_of(shape=(2, 4))

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-KINDS = ("toy_wave", "toy_lookup", "toy_append")
+KINDS = ("toy_wave", "toy_lookup", "toy_append", "toy_beat")
 
 
 def test_operations_of_another_package_have_all_tests(tmp_path):
@@ -45,6 +45,6 @@ def test_operations_of_another_package_have_all_tests(tmp_path):
         "test_x64",
     }
     assert all(every <= found for found in files.values()), files
-    derivatives = {"test_grad", "test_jvp", "test_transposition", "test_second_order", "test_checkpoint"}
-    assert derivatives <= files["toy_wave"]
+    derivatives = {"test_grad", "test_jvp", "test_transposition", "test_second_order"}
+    assert derivatives <= files["toy_wave"] & files["toy_beat"] and "test_checkpoint" in files["toy_wave"]
     assert "test_forward_only" in files["toy_lookup"] & files["toy_append"]

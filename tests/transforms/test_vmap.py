@@ -5,7 +5,18 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, DIFFERENTIABLE, assert_close, each, each_case, first_of_each, gradient, oracle, tangent
+from cases import (
+    CASES,
+    DIFFERENTIABLE,
+    assert_close,
+    each,
+    each_case,
+    first_of_each,
+    gradient,
+    oracle,
+    tangent,
+    with_primitives,
+)
 from programs import equations
 
 COUNT = 3
@@ -119,7 +130,7 @@ def chooses(case):
     return "block_indices" in case.algorithm.operands._fields and "block_indices" not in case.operands
 
 
-@each([case for case in DIFFERENTIABLE if case.algorithm.forward.layout.group and not chooses(case)])
+@each([case for case in with_primitives(DIFFERENTIABLE) if case.algorithm.forward.layout.group and not chooses(case)])
 def test_shared_keys_and_values_are_not_repeated(case):
     """Under mapped queries, the kernel reads keys and values that are not mapped as they are."""
     arrays = case.arrays()

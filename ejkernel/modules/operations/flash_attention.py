@@ -12,7 +12,16 @@ from jaxtyping import Array, Float, Integer
 from ...ops.utils.operands import random_like
 from ...primitives.flash_attention import FlashAttentionSpec, Operands
 from ...primitives.flash_attention import flash_attention as algorithm
-from ...types import CuSeqlens, DropoutKey, LogitsBias, LogitsMask, Scale, Sinks, Window, visible_pairs
+from ...types import (
+    CuSeqlens,
+    DropoutKey,
+    LogitsBias,
+    LogitsMask,
+    Scale,
+    Sinks,
+    Window,
+    visible_pairs,
+)
 from .._operation import Operation, Prepared
 from ._arguments import align
 from ._attention import attention_call, dropout_words, key_of_seed, results_of

@@ -8,6 +8,7 @@ never asked for, and tables of many devices may be merged into one.
 import os
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 from ejkernel.types import OperationConfig, checked_config
 
@@ -16,8 +17,8 @@ from ..utils.shared_file import SharedFile, read_entries
 from .cache import ConfigCache
 from .persistent import PersistentCache
 
-shipped_tables: list[PersistentCache] = []
-"""What comes with the library. The layers above add their directories; nothing is ever written there."""
+SHIPPED = PersistentCache(Path(__file__).parents[2] / "modules/tuned")
+"""What comes with the library, a file for each device that was measured; nothing is ever written there."""
 
 
 def load_table(path: str | os.PathLike) -> ConfigCache:

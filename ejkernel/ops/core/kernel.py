@@ -205,6 +205,10 @@ class Kernel(Generic[Cfg, Out]):
         return self.op_id
 
 
+KERNELS: dict[str, Any] = {}
+"""The kernels over the primitives of operations, by name: an operation that is defined registers them here."""
+
+
 @functools.cache
 def _source_of_class(cls: type) -> str:
     return source_fingerprint(*(base for base in cls.__mro__ if issubclass(base, Kernel) and base is not Kernel))

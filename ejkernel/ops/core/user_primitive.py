@@ -4,6 +4,7 @@ The trio x, x_jvp and x_bwd stands for the functions `forward`, `tangent` and `c
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from ejkernel.primitives._traced import TracedPrimitive
 from ejkernel.primitives._trio import WiredTrio
 from ejkernel.types import ShortRepr, Target
 
+from ..utils.labels import labelled
 from ..utils.operands import is_array
 from .user_call import Call, cotangent, cotangent_types, forward, tangent, tangent_types
 
@@ -57,10 +59,23 @@ class ConfigOfForward(ShortRepr):
 def _trio(name: str) -> WiredTrio:
     return WiredTrio(
         name,
-        TracedPrimitive(name, forward, forward),
-        TracedPrimitive(f"{name}_jvp", tangent, tangent_types, linear=TANGENT),
-        TracedPrimitive(f"{name}_bwd", cotangent, cotangent_types, linear=COTANGENT),
+        _primitive(name, forward, forward),
+        _primitive(f"{name}_jvp", tangent, tangent_types, linear=TANGENT),
+        _primitive(f"{name}_bwd", cotangent, cotangent_types, linear=COTANGENT),
     )
+
+
+def _primitive(name: str, function: Callable, types: Callable, linear: str | None = None) -> TracedPrimitive:
+    """The primitive of a function, which is lowered under a label, with the config for the platform."""
+
+    def labelled_function(arrays, results, spec, config, platform):
+        if platform is None:
+            return function(arrays, results, spec, config)
+        chosen = spec.config_on(platform, config, arrays)
+        with labelled(name, spec.implementation_on(platform), chosen):
+            return function(arrays, results, spec, chosen, platform)
+
+    return TracedPrimitive(name, labelled_function, types, linear)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,10 +4,12 @@ import functools
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol
 
+from ejkernel.errors import EjkernelRuntimeError
+
 from ..config.cache import ConfigCache
 from ..config.persistent import PersistentCache
 from ..config.selection import ConfigSelectorChain
-from ..config.tables import shipped_tables
+from ..config.tables import SHIPPED
 from ..core.kernel import Invocation, Kernel
 from ..core.types import Cfg, Out
 from ..recording import record_if_asked
@@ -57,7 +59,7 @@ def default_executor() -> Executor:
     It keeps configs in memory and on disk, knows the tables that are shipped, and does on a miss what
     `EJKERNEL_AUTOTUNE_POLICY` says at the time.
     """
-    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), tables=shipped_tables))
+    return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), tables=(SHIPPED,)))
 
 
 def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | None = None) -> dict[tuple[str, str], Any]:
@@ -67,12 +69,20 @@ def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | Non
         The configs by (operation, call). Programs that were traced with others are traced anew at their next call.
 
     Raises:
-        EjkernelRuntimeError: a call cannot be measured here, or none of its configs computes the right numbers.
+        EjkernelRuntimeError: a call cannot be measured here, or none of its configs computes the right numbers. The
+            configs of the others are stored all the same.
     """
     selector = (executor or default_executor()).selector
-    recorded = {
-        (operation, call_key): kernel.canonical(Invocation(kernel, args, kwargs))
-        for operation, calls in invocations.items()
-        for call_key, (kernel, args, kwargs) in calls.items()
-    }
-    return {call: selector.measure(inv.kernel, inv) for call, inv in recorded.items()}
+    found, failed = {}, {}
+    for operation, calls in invocations.items():
+        for call_key, (kernel, args, kwargs) in calls.items():
+            try:
+                inv = kernel.canonical(Invocation(kernel, args, kwargs))
+                found[operation, call_key] = selector.measure(inv.kernel, inv)
+            except Exception as error:  # of any kind: what is wrong with one recording takes no other along
+                failed[operation, call_key] = error
+    if failed:
+        reasons = "".join(f"\n  {operation}: {error}" for (operation, _), error in failed.items())
+        count = f"{len(failed)} of {len(failed) + len(found)} recorded calls"
+        raise EjkernelRuntimeError(f"{count} cannot be measured{reasons}") from next(iter(failed.values()))
+    return found

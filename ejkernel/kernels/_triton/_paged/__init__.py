@@ -143,7 +143,7 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
     programs = x.q.shape[0] * x.sequences * x.k.shape[3]
     fit = [of for size in DECODE_SIZES if shared_memory(x, of := decode_tiles(x, *size)) <= limit]
     fit = [of for of in fit if _resident(x, of, limit) * of.warps >= FEWEST_RESIDENT_WARPS] or fit
-    # Keys that are converted come at the rate of the conversions rather than of the memory, as if they were not narrower.
+    # Keys that are converted come at the rate of the conversions, as if they were not narrower.
     narrower = x.q.dtype.itemsize / x.k.dtype.itemsize
     if narrower > 1:
         fit = [of for of in fit if of.warps >= FEWEST_CONVERTING_WARPS] or fit
