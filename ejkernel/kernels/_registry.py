@@ -13,7 +13,6 @@ priority is taken, and among equals the one that was registered first.
 
 import functools
 import inspect
-import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,6 +23,8 @@ import jax
 
 from ejkernel.errors import EjkernelRuntimeError
 from ejkernel.types import Backend, KernelConfig, OperationConfig, Platform, checked_config
+
+from ._signatures import mismatches, parameters
 
 __all__ = [
     "Backend",
@@ -214,8 +215,8 @@ class KernelRegistry:
         if verbose:
             for spec in specs:
                 print(f"{spec.algorithm} {spec.platform}/{spec.backend}")
-                print(*(f"    {p.kind.description}: {p}" for p in _parameters(spec)), sep="\n")
-        mismatches = [mismatch for other in specs[1:] for mismatch in _mismatches(specs[0], other)]
+                print(*(f"    {p.kind.description}: {p}" for p in parameters(spec.implementation)), sep="\n")
+        mismatches = [mismatch for other in specs[1:] for mismatch in _differences(specs[0], other)]
         for mismatch in mismatches:
             warnings.warn(mismatch, UserWarning, stacklevel=2)
         return not mismatches
@@ -287,35 +288,6 @@ def _failed_below(error: Exception) -> bool:
     return isinstance(error, tuple(below))
 
 
-# --- Signatures
-
-
-def _parameters(spec: KernelSpec) -> list[inspect.Parameter]:
-    try:
-        signature = inspect.signature(spec.implementation, eval_str=True)
-    except Exception:  # an annotation that names what is imported for type checkers alone stays a string
-        signature = inspect.signature(spec.implementation)
-    return list(signature.parameters.values())
-
-
-def _mismatches(reference: KernelSpec, other: KernelSpec) -> list[str]:
-    ours, theirs = _parameters(reference), _parameters(other)
+def _differences(reference: KernelSpec, other: KernelSpec) -> list[str]:
     of, to = f"{other.algorithm}: {other.platform}/{other.backend}", f"{reference.platform}/{reference.backend}"
-    if [p.name for p in ours] != [p.name for p in theirs]:
-        return [f"{of} takes {[p.name for p in theirs]}, {to} takes {[p.name for p in ours]}"]
-    return [
-        f"{of} differs from {to} in the {what} of {a.name}: {getattr(b, what)} against {getattr(a, what)}"
-        for a, b in zip(ours, theirs, strict=True)
-        for what, equivalent in (("kind", _equal), ("default", _equal), ("annotation", _types_are_equivalent))
-        if not equivalent(getattr(a, what), getattr(b, what))
-    ]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return a is b or a == b
-
-
-def _types_are_equivalent(a: Any, b: Any) -> bool:
-    """Equal as types, or in their text without modules, quotes and spaces (a string against the type it names)."""
-    text = lambda annotation: re.sub(r"\b(\w+\.)+|['\"\s]", "", inspect.formatannotation(annotation))
-    return a == b or text(a) == text(b)
+    return mismatches(reference.implementation, other.implementation, to, of)

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1]
 """The folder of `ejkernel`."""
 
 # What brings a kernel to where it runs: neither what a kernel does nor how fast it is depends on it.
-_MACHINERY = {"_dispatch.py", "_registry.py", "_sources.py", "_kernel_trio.py"}
+_MACHINERY = {"_dispatch.py", "_registry.py", "_sources.py", "_kernel_trio.py", "_signatures.py"}
 # Packages of implementations, which an import of one of them does not mean.
 _FOLDERS = {"_xla", "_triton", "_pallas", "gpu", "tpu", "_cuda"}
 _IMPORT = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)

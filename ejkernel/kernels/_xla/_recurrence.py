@@ -29,6 +29,7 @@ from ejkernel.xla_utils.symbolic import at_most
 
 from ._attention import statistics_dtype, where
 from ._tiles import varying_like
+from ._token_chunks import chunks_of, cut, joined
 
 # --- The formula ------------------------------------------------------------------------------------------------------
 
@@ -86,76 +87,6 @@ def _initial_state(x: Operands, dtype: Any) -> Array:
     return varying_like(x, lax.full((b, n, h, d, e), 0, dtype))
 
 
-# --- Chunks of tokens -------------------------------------------------------------------------------------------------
-
-
-class _Chunks(NamedTuple):
-    """The order in which tokens are computed: chunks, each of one sequence, whose last one may not be full.
-
-    For `spans` only: token [b?,count·size], a number past the last token where there is none; begins [b?,count], the
-    sequence that begins with a chunk, n if none does; last [b?,n], the last chunk of a sequence, −1 if it is empty.
-    """
-
-    size: int
-    count: int
-    reverse: bool
-    token: Array | None = None
-    begins: Array | None = None
-    last: Array | None = None
-
-
-def _chunks(x: Operands, spec: RecurrenceSpec, size: int) -> _Chunks:
-    length = x.q.shape[1]
-    if x.spans is None:
-        return _Chunks(size, -(-length // size), spec.reverse)
-    number = x.spans.shape[1]
-    count = (length + number * (size - 1)) // size
-    return _Chunks(size, count, spec.reverse, *jax.vmap(partial(_places, size, count, length, spec.reverse))(x.spans))
-
-
-def _places(size: int, count: int, length: int, reverse: bool, spans: Array) -> tuple[Array, Array, Array]:
-    """token, begins and last of one row."""
-    first, after = spans.T
-    number = -(-(after - first) // size)
-    end = jnp.cumsum(number, dtype=np.int32)
-    chunk = jnp.arange(count, dtype=np.int32)
-    sequence = jnp.searchsorted(end, chunk, side="right").astype(np.int32)
-    at = lambda a: jnp.take(a, sequence, mode="fill", fill_value=0)[:, None]
-    place = (chunk[:, None] - at(end - number)) * size + jnp.arange(size, dtype=np.int32)[None]
-    token = at(after) - 1 - place if reverse else at(first) + place
-    nothing = length + jnp.arange(count * size, dtype=np.int32).reshape(count, size)
-    token = jnp.where(place < at(after - first), token, nothing)
-    begins = jnp.where(chunk == at(end - number)[:, 0], sequence, spans.shape[0])
-    return token.reshape(-1), begins, jnp.where(number > 0, end - 1, -1)
-
-
-def _cut(a: Array, chunks: _Chunks) -> Array:
-    """[b,s,h,…] -> [count,b,h,size,…], 0 where there is no token."""
-    size, count, reverse, token, *_ = chunks
-    if token is None:
-        a = lax.rev(a, (1,)) if reverse else a
-        a = lax.pad(a, np.array(0, a.dtype), [(0, count * size - n if i == 1 else 0, 0) for i, n in enumerate(a.shape)])
-    else:
-        token = jnp.broadcast_to(token, (a.shape[0], count * size))
-        a = jax.vmap(lambda a, token: a.at[token].get(mode="fill", fill_value=0, unique_indices=True))(a, token)
-    a = a.reshape(a.shape[0], count, size, *a.shape[2:])
-    return a.transpose(1, 0, 3, 2, *range(4, a.ndim))
-
-
-def _joined(a: Array, chunks: _Chunks, length: int) -> Array:
-    """[count,b,h,size,e] -> [b,s,h,e], 0 for tokens of no chunk."""
-    a = a.transpose(1, 0, 3, 2, 4)
-    a = a.reshape(a.shape[0], -1, *a.shape[3:])
-    if chunks.token is None:
-        a = a[:, :length]
-        return lax.rev(a, (1,)) if chunks.reverse else a
-    token = jnp.broadcast_to(chunks.token, a.shape[:2])
-    put = lambda a, token: (
-        jnp.zeros_like(a, shape=(length, *a.shape[1:])).at[token].add(a, mode="drop", unique_indices=True)
-    )
-    return jax.vmap(put)(a, token)
-
-
 # --- Forward ----------------------------------------------------------------------------------------------------------
 
 
@@ -189,9 +120,9 @@ def recurrence(
         return Outputs(varying_like(x, jnp.zeros((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype)), states)
     block = max(1, at_most(min(config.block_k, config.block_q), length))
     blocks = max(1, at_most(config.block_q // block, -(-length // block)))
-    chunks = _chunks(x, spec, block * blocks)
+    chunks = chunks_of(x, spec, block * blocks)
     tokens = (x.q, x.k, x.v, _gates_of_heads(x, dtype), x.gk, x.gv)
-    tokens = tuple(None if a is None else _cut(a, chunks) for a in tokens)
+    tokens = tuple(None if a is None else cut(a, chunks) for a in tokens)
     one_block = partial(_block, dtype, spec.softmax_scale)
 
     @jax.checkpoint
@@ -208,7 +139,7 @@ def recurrence(
 
     if x.spans is None:
         state, (o, _) = lax.scan(chunk, states[:, 0], (tokens, None, None))
-        return Outputs(_joined(o, chunks, length), state[:, None])
+        return Outputs(joined(o, chunks, length), state[:, None])
     b, n = states.shape[:2]
     of_rows = lambda a: jnp.broadcast_to(a, (b, *a.shape[1:]))
     initial = jnp.moveaxis(_taken(states, of_rows(chunks.begins)), 1, 0)
@@ -216,7 +147,7 @@ def recurrence(
     _, (o, after) = lax.scan(chunk, jnp.zeros_like(states[:, 0]), (tokens, begins, initial))
     last = of_rows(chunks.last)
     final = _taken(jnp.moveaxis(after, 0, 1), jnp.where(last < 0, chunks.count, last))
-    return Outputs(_joined(o, chunks, length), jnp.where(lax.expand_dims(last >= 0, (2, 3, 4)), final, states))
+    return Outputs(joined(o, chunks, length), jnp.where(lax.expand_dims(last >= 0, (2, 3, 4)), final, states))
 
 
 def _taken(states: Array, index: Array) -> Array:

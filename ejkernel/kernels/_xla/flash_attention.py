@@ -48,6 +48,7 @@ from ._attention import (
     unfold_rows,
 )
 from ._batch import one_by_one
+from ._logits import logits_of, logits_tangent, sink_weights, weights
 from ._softmax import (
     Softmax,
     at_least_lowest,
@@ -76,7 +77,7 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
     Takes memory for all the logits. Differentiable to any order.
     """
     operands = Operands(*operands)
-    x, _, _, s, *_ = _logits(attention.folded(operands, spec), spec, operands.q.dtype)
+    x, _, _, s, *_ = logits_of(attention.folded(operands, spec), spec, operands.q.dtype)
     if x.sinks is not None:
         sinks = attention.sinks_of_rows(x, s.dtype)
         s = jnp.concatenate([s, jnp.broadcast_to(sinks, (*s.shape[:-1], sinks.shape[-1]))], axis=-1)
@@ -109,7 +110,7 @@ def forward(spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     dtype = attention.statistics_dtype(x.q.dtype)
 
     def of_tile(x):
-        x, _, _, s, *_ = _logits(x, spec)
+        x, _, _, s, *_ = logits_of(x, spec)
         m = over_row(lax.reduce_max, s)
         m = lax.stop_gradient(at_least_lowest(m) if attention.hides(x) else m)
         p = lax.exp(lax.sub(s, m))
@@ -171,21 +172,21 @@ def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: F
     lse = lax.stop_gradient(at_least_lowest(_fold_outputs(outputs, x, grid).lse))
 
     def sums(x, dx, rows):
-        logits = _logits(x, spec)
+        logits = logits_of(x, spec)
         m, p = relative_to_lse(logits.s, rows.lse)
-        ds = _logits_tangent(logits, dx, spec)
+        ds = logits_tangent(logits, dx, spec)
         return Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(p, ds)))
 
     def change(x, dx, rows):
-        logits = _logits(x, spec)
-        p = dropped(_weights(logits.s, rows), x, spec)
-        do = over_columns(p * (_logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
+        logits = logits_of(x, spec)
+        p = dropped(weights(logits.s, rows.lse, rows.excess), x, spec)
+        do = over_columns(p * (logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_fully_masked(dx, logits.living).v)}
 
     totals = grid.sweep(sums, (x, dx, _Rows(lse)), merged, partial(of_nothing, x, lse.dtype, 1))
     excess, dlse = excess_and_mean(totals, x, lse)
     if dx.sinks is not None:
-        dlse = dlse + (_sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
+        dlse = dlse + (sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
     rows = _Rows(lse, excess, dlse=dlse)
     nothing = lambda: {"do": of_rows(x, lse.dtype, x.v.shape[-1])}
     do = grid.sweep(change, (x, dx, rows), _added, nothing)["do"]
@@ -231,9 +232,9 @@ def backward(
     nothing = lambda: {name: lax.full(shape, 0, rows.lse.dtype) for name, shape in shapes.items()}
 
     def gradients(x, rows):
-        x, raw, slope, s, living, _ = _logits(x, spec)
+        x, raw, slope, s, living, _ = logits_of(x, spec)
         do, delta = (attention.zero_where_masked(living.rows, a) for a in (rows.do, rows.delta))
-        p = _weights(s, rows)
+        p = weights(s, rows.lse, rows.excess)
         after_dropout = dropped(p, x, spec)
         ds = lax.sub(lax.mul(after_dropout, over_features(do, x.v)), lax.mul(p, delta))
         dz = ds if slope is None else ds * slope
@@ -249,7 +250,7 @@ def backward(
 
     totals = tiles.trim(grid.sweep(gradients, (x, rows), _added, nothing), grid) if shapes else {}
     if "sinks" in wrt:
-        dsinks = -_sink_weights(x, rows.lse, rows.excess) * rows.delta
+        dsinks = -sink_weights(x, rows.lse, rows.excess) * rows.delta
         totals["dsinks"] = attention.sum_to(dsinks.sum(3, keepdims=True), x.sinks.shape)
     for name in {"q", "k", "softmax_scale"}.intersection(wrt):
         totals["d" + name] = scaled(totals["d" + name], spec.softmax_scale)
@@ -271,7 +272,7 @@ def _rows_of_backward(
     do, lse = of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(at_least_lowest(lse))
 
     def sums(x, rows):
-        x, _, _, s, living, _ = _logits(x, spec)
+        x, _, _, s, living, _ = logits_of(x, spec)
         m, p = relative_to_lse(s, rows.lse)
         dp = over_features(attention.zero_where_masked(living.rows, rows.do), x.v)
         return Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp)))
@@ -283,79 +284,6 @@ def _rows_of_backward(
 
 def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
     return {name: lax.add(a[name], b[name]) for name in a}
-
-
-# --- The parts of the formula ----------------------------------------------------------------------------------------
-
-
-class _Logits(NamedTuple):
-    """The logits, and what they are made of.
-
-    Attributes:
-        x: the operands, with fully masked rows and columns of 0.
-        raw: q·k.
-        slope: ds/dz, None without softcap.
-        s: the logits, −∞ where they are masked.
-        living: which rows and columns are not fully masked.
-        visible: which logits count, None where all do.
-    """
-
-    x: Folded
-    raw: Array
-    slope: Array | None
-    s: Array
-    living: attention.Living
-    visible: Array | None
-
-
-def _logits(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> _Logits:
-    """The logits from q·k in the dtype `product`, that of statistics if None."""
-    visible = attention.visible(x)
-    living = attention.alive(x, visible)
-    x, dtype = attention.zero_fully_masked(x, living), attention.statistics_dtype(x.q.dtype)
-    raw = lax.convert_element_type(over_features(x.q, x.k, product), dtype)
-    s, slope = scaled(raw, spec.softmax_scale), None
-    if x.softmax_scale is not None:
-        s = s * x.softmax_scale.astype(dtype)
-    if x.bias is not None:
-        s = s + x.bias.astype(dtype)
-    if spec.softcap is not None:
-        if x.bias is not None and visible is not None:
-            s = attention.where(visible, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
-        tanh = jnp.tanh(s / spec.softcap)
-        s, slope = spec.softcap * tanh, 1 - tanh**2
-    if visible is not None:
-        s = attention.where(visible, s, -np.inf)
-    elif x.bias is None:
-        # No logit is below the lowest number. It keeps XLA, where it computes s again, from not rounding q·k · scale
-        # before it subtracts another number from it, and exp(s − m) of the largest s from being far from 1.
-        s = at_least_lowest(s)
-    return _Logits(x, raw, slope, s, living, visible)
-
-
-def _logits_tangent(logits: _Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
-    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz; where it is masked it may be any number, but not NaN."""
-    x, dx, dtype = logits.x, attention.zero_fully_masked(dx, logits.living), logits.s.dtype
-    products = [] if dx.q is None else [over_features(dx.q, x.k)]
-    products += [] if dx.k is None else [over_features(x.q, dx.k)]
-    scale = 1 if x.softmax_scale is None else x.softmax_scale.astype(dtype)
-    terms = [sum(products) * spec.softmax_scale * scale] if products else []
-    if dx.softmax_scale is not None:
-        terms.append(logits.raw * spec.softmax_scale * dx.softmax_scale.astype(dtype))
-    if dx.bias is not None:
-        bias = dx.bias if logits.visible is None else jnp.where(logits.visible, dx.bias, 0)
-        terms.append(bias.astype(dtype))
-    return sum(terms, jnp.zeros_like(logits.s)) * (1 if logits.slope is None else logits.slope)
-
-
-def _weights(s: Array, rows: _Rows) -> Array:
-    """p = exp(s − lse − excess); excess, the smaller one, is subtracted last."""
-    return lax.exp(lax.sub(lax.sub(s, rows.lse), rows.excess))
-
-
-def _sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
-    """exp(σ − lse) [b,g,r,s,n]."""
-    return jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse - excess)
 
 
 # --- Between the layouts ---------------------------------------------------------------------------------------------

@@ -1,0 +1,83 @@
+"""The logits of tiles of flash_attention in plain JAX, their tangents, and the weights that they give."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ejkernel.primitives.flash_attention import FlashAttentionSpec
+
+from . import _attention as attention
+from ._attention import Folded, over_features, scaled
+from ._softmax import at_least_lowest
+
+
+class Logits(NamedTuple):
+    """The logits, and what they are made of.
+
+    Attributes:
+        x: the operands, with fully masked rows and columns of 0.
+        raw: q·k.
+        slope: ds/dz, None without softcap.
+        s: the logits, −∞ where they are masked.
+        living: which rows and columns are not fully masked.
+        visible: which logits count, None where all do.
+    """
+
+    x: Folded
+    raw: Array
+    slope: Array | None
+    s: Array
+    living: attention.Living
+    visible: Array | None
+
+
+def logits_of(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> Logits:
+    """The logits from q·k in the dtype `product`, that of statistics if None."""
+    visible = attention.visible(x)
+    living = attention.alive(x, visible)
+    x, dtype = attention.zero_fully_masked(x, living), attention.statistics_dtype(x.q.dtype)
+    raw = lax.convert_element_type(over_features(x.q, x.k, product), dtype)
+    s, slope = scaled(raw, spec.softmax_scale), None
+    if x.softmax_scale is not None:
+        s = s * x.softmax_scale.astype(dtype)
+    if x.bias is not None:
+        s = s + x.bias.astype(dtype)
+    if spec.softcap is not None:
+        if x.bias is not None and visible is not None:
+            s = attention.where(visible, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
+        tanh = jnp.tanh(s / spec.softcap)
+        s, slope = spec.softcap * tanh, 1 - tanh**2
+    if visible is not None:
+        s = attention.where(visible, s, -np.inf)
+    elif x.bias is None:
+        # No logit is below the lowest number. It keeps XLA, where it computes s again, from not rounding q·k · scale
+        # before it subtracts another number from it, and exp(s − m) of the largest s from being far from 1.
+        s = at_least_lowest(s)
+    return Logits(x, raw, slope, s, living, visible)
+
+
+def logits_tangent(logits: Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
+    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz; where it is masked it may be any number, but not NaN."""
+    x, dx, dtype = logits.x, attention.zero_fully_masked(dx, logits.living), logits.s.dtype
+    products = [] if dx.q is None else [over_features(dx.q, x.k)]
+    products += [] if dx.k is None else [over_features(x.q, dx.k)]
+    scale = 1 if x.softmax_scale is None else x.softmax_scale.astype(dtype)
+    terms = [sum(products) * spec.softmax_scale * scale] if products else []
+    if dx.softmax_scale is not None:
+        terms.append(logits.raw * spec.softmax_scale * dx.softmax_scale.astype(dtype))
+    if dx.bias is not None:
+        bias = dx.bias if logits.visible is None else jnp.where(logits.visible, dx.bias, 0)
+        terms.append(bias.astype(dtype))
+    return sum(terms, jnp.zeros_like(logits.s)) * (1 if logits.slope is None else logits.slope)
+
+
+def weights(s: Array, lse: Array, excess: Array) -> Array:
+    """p = exp(s − lse − excess); excess, the smaller one, is subtracted last."""
+    return lax.exp(lax.sub(lax.sub(s, lse), excess))
+
+
+def sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
+    """exp(σ − lse) [b,g,r,s,n]."""
+    return jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse - excess)
