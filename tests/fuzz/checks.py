@@ -34,9 +34,12 @@ def strict():
 
 
 def inside_mesh(call: Call):
-    """JAX wants it where all that an Explicit axis splits goes unused, as in second derivatives of what is linear."""
-    second = call.mesh is not None and call.mesh[0] == "explicit" and call.derivative in SECOND
-    return jax.set_mesh(mesh_of(call)) if second else contextlib.nullcontext()
+    """JAX wants it where all that an Explicit axis splits goes unused, as in second derivatives of what is linear, and
+    where `jax.checkpoint` meets `jnp.zeros_like`, as in the making of a key for dropout.
+    """
+    wanted = call.derivative in SECOND or call.derivative.startswith("checkpoint")
+    is_explicit = call.mesh is not None and call.mesh[0] == "explicit"
+    return jax.set_mesh(mesh_of(call)) if wanted and is_explicit else contextlib.nullcontext()
 
 
 @dataclass

@@ -204,6 +204,16 @@ FAILURES = (
         poison=True,
         seed=771,
     ),
+    # A `jax.checkpoint` outside of jit, over Explicit axes, which JAX wants to know before it makes zeros for a key.
+    Call(
+        "flash_attention",
+        sizes={"b": 2, "s": 5, "t": 5, "d": 16, "e": 8, "h": 2, "g": 2},
+        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e", "dropout_key": ""},
+        options={"dropout_rate": 0.1},
+        derivative="checkpoint",
+        wrt=("k", "q", "v"),
+        mesh=("explicit", {"b": "x", "h": "y", "g": "y"}),
+    ),
     # The tangent of block indices, which are integers, has no numbers to be compared.
     Call(
         "native_sparse_attention",
