@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.compat import ask_ptxas_once
+
 # Rows that a warpgroup computes on: the height of a wgmma; and its threads.
 ROWS, THREADS = 64, 128
 WGMMA = plgpu.Layout.WGMMA
@@ -32,6 +34,7 @@ def launch(
     An operand may be a tree of arrays, and is one of refs then. `reduction_bytes` of shared memory are for maxima and
     sums over the rows of a tile, which several warps have.
     """
+    ask_ptxas_once()
     arrays, tree = jax.tree.flatten(operands)
 
     def body(*refs):
