@@ -55,6 +55,22 @@ def is_partly_manual(ctx: Any) -> bool:
     return bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
 
 
+def ask_ptxas_once() -> None:
+    """Lets Mosaic GPU remember which PTX the assembler of this machine takes.
+
+    It starts `ptxas --version` for each conversion of a boolean to a number, 15 times in a kernel of attention (seen on
+    0.11.2), which costs more than a tenth of the time to lower it.
+    """
+    try:
+        from jax._src.lib import mosaic_gpu
+    except ImportError:
+        return
+    extension = getattr(mosaic_gpu, "_mosaic_gpu_ext", None)
+    asked = getattr(extension, "_get_ptxas_isa_version", None)
+    if asked is not None and not hasattr(asked, "cache_info"):
+        extension._get_ptxas_isa_version = functools.cache(asked)
+
+
 def without_sharding(aval: Any) -> Any:
     """The aval of one device's part: no mesh and no manual axes in its type, so that plain code traces on it."""
     from jax._src import core

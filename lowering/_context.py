@@ -1,6 +1,7 @@
 """What holds while an implementation is traced: what is set in the program around is no rule for it."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import jax
@@ -21,3 +22,17 @@ def one_device() -> Iterator[None]:
     """The code of one device, on local arrays: there is no mesh, and nothing varies over manual axes."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), unchecked_manual_axes(), own_promotions():
         yield
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """To lower a kernel makes a million objects that live until it is done: to look for cycles among them, again and
+    again, takes a tenth of the time.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

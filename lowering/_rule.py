@@ -115,7 +115,7 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config, cho
     body = body_of(primitive, operands, results, spec, config, target, chooser.platform, progress)
     mesh = primitive.split(named)[1] or explicit_mesh(ctx)
     if mesh or is_partly_manual(ctx):
-        _refuse_symbolic(primitive, named)
+        _refuse_symbolic(primitive, named, _INSIDE_SHARD_MAP)
     # Of a `shard_map` that takes empty arrays alone, which are constants to it, XLA makes no program.
     if mesh and not any(0 in aval.shape for aval in ctx.avals_in):
         run = explicit(primitive, body, named, results, spec, mesh)
@@ -127,6 +127,7 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config, cho
             if target.platform == "tpu":
                 _refuse_tpu_kernel(primitive, local, spec, config, target, chooser.platform)
             elif not is_partly_manual(ctx):
+                _refuse_symbolic(primitive, named, "over Auto axes, of which XLA takes known ones alone")
                 named_body = named_when_compiled(body, progress)
                 run, ctx = automatic(primitive, named_body, local, results, spec), with_numbered_devices(ctx)
     with progress.failures_named(), one_device():
@@ -145,15 +146,16 @@ def _refuse_tpu_kernel(primitive, named, spec, config, target, platform) -> None
         )
 
 
-def _refuse_symbolic(primitive, named) -> None:
-    """JAX gives no sizes to what stands inside a `shard_map` when it loads an artifact: it fails, or crashes.
+# It fails, or crashes. So does plain JAX there, with `jnp.ones(x.shape)` or a `scan` (seen on 0.11.2).
+_INSIDE_SHARD_MAP = (
+    "inside jax.shard_map or over Explicit axes, where JAX cannot give them numbers when it loads what was exported"
+)
 
-    So does plain JAX there, with `jnp.ones(x.shape)` or a `scan` (seen on 0.11.2).
-    """
+
+def _refuse_symbolic(primitive, named, where: str) -> None:
     if any(map(is_symbolic, named.values())):
         raise UnsupportedError(
-            f"{primitive.name}: sizes are symbolic inside jax.shard_map or over Explicit axes, where JAX cannot give "
-            f"them numbers when it loads what was exported; export it for sizes that are known {describe(**named)}"
+            f"{primitive.name}: sizes are symbolic {where}; export it for sizes that are known {describe(**named)}"
         )
 
 

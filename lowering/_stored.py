@@ -34,7 +34,7 @@ from ejkernel.ops.utils.fingerprints import versions_fingerprint
 from ejkernel.ops.utils.shared_file import cache_directory
 from ejkernel.types import Target
 
-from ._context import one_device
+from ._context import no_garbage_collection, one_device
 
 LIMIT = 512 * 2**20
 """Bytes that the files have together at most."""
@@ -170,7 +170,7 @@ def _made(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
         return kernel.run(*arrays)
 
     run.__name__ = run.__qualname__ = kernel.name
-    with one_device():
+    with one_device(), no_garbage_collection():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         traced = jax.jit(run, keep_unused=True).trace(*types)
         module = traced.lower(lowering_platforms=(kernel.target.platform,)).compiler_ir("stablehlo")

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import DictKey
 
 from ejkernel import UnsupportedError
 
@@ -33,9 +34,12 @@ def strict():
 
 
 def inside_mesh(call: Call):
-    """JAX wants it where all that an Explicit axis splits goes unused, as in second derivatives of what is linear."""
-    second = call.mesh is not None and call.mesh[0] == "explicit" and call.derivative in SECOND
-    return jax.set_mesh(mesh_of(call)) if second else contextlib.nullcontext()
+    """JAX wants it where all that an Explicit axis splits goes unused, as in second derivatives of what is linear, and
+    where `jax.checkpoint` meets `jnp.zeros_like`, as in the making of a key for dropout.
+    """
+    wanted = call.derivative in SECOND or call.derivative.startswith("checkpoint")
+    is_explicit = call.mesh is not None and call.mesh[0] == "explicit"
+    return jax.set_mesh(mesh_of(call)) if wanted and is_explicit else contextlib.nullcontext()
 
 
 @dataclass
@@ -81,13 +85,13 @@ def is_clean(operation: str, error: Exception) -> bool:
 
 def differences(call: Call, found: Any) -> str:
     """What is wrong with the results; nothing where they are right."""
-    exact, rounded = expected(call)
+    found, exact, rounded = (jax.tree.map(as_numbers, of) for of in (found, *expected(call)))
     paths, tree = jax.tree.flatten_with_path(found)
     wanted, wanted_tree = jax.tree.flatten(exact)
     if tree != wanted_tree:
         return f"the results are {tree}, not {wanted_tree}"
     units = [unit(a, b, x.dtype) for (_, x), a, b in zip(paths, wanted, jax.tree.leaves(rounded), strict=True)]
-    units = [a + b for a, b in zip(units, error_allowance(call, wanted), strict=True)]
+    units = [a + b for a, b in zip(units, error_allowance(call, paths, wanted), strict=True)]
     said = judged(call, paths, wanted, units)
     if said:
         without = jax.tree.leaves(expected(call, flushed=True)[0])
@@ -105,17 +109,21 @@ def differences(call: Call, found: Any) -> str:
     return said
 
 
-def error_allowance(call: Call, wanted: list) -> list[float]:
+def error_allowance(call: Call, paths: list, wanted: list) -> list[float]:
     """What a result may be off by beside what its formula errs.
 
     What rounding does to exponentials, if the operation tells of its `sensitivity`. And a rounding of its terms where
     a result is 0, or all but 0, as a sum of terms that cancel: a formula may get such a 0 exactly, where the gradient
-    of one key, say, is a number less itself.
+    one key, say, is a number less itself. XLA on a CPU adds one number after the other and so rounds as often as there
+    are numbers, where NumPy adds up halves: an operation may tell how many are `summed` in the gradient of an operand.
     """
     module, examples = call.module, [of_example(call, i) for i in call.examples().ravel()]
     relative = max(module.sensitivity(call, x) for x, *_ in examples) if hasattr(module, "sensitivity") else 0.0
     sizes = [np.linalg.norm(x[np.isfinite(x)]) for x in wanted]
     allowed = [relative * size for size in sizes]
+    if hasattr(module, "summed"):
+        terms = [module.summed(call, path[-1].key) if isinstance(path[-1], DictKey) else 0 for path, _ in paths]
+        allowed = [a + 6e-8 * np.sqrt(n) * size for a, n, size in zip(allowed, terms, sizes, strict=True)]
     if call.derivative == "none" or not hasattr(module, "magnitude"):
         return allowed
     eps = 1e-15 if call.dtype == "float64" else 1.2e-7
@@ -125,6 +133,11 @@ def error_allowance(call: Call, wanted: list) -> list[float]:
         if sizes[i] < 1e-3 * whole:
             allowed[i] = 2 * max(eps, relative) * whole
     return allowed
+
+
+def as_numbers(x: np.ndarray) -> np.ndarray:
+    """x itself; zeros for the tangent of integers, whose dtype in JAX is float0."""
+    return np.zeros(x.shape, np.float32) if x.dtype == jax.dtypes.float0 else x
 
 
 def judged(call: Call, paths: list, wanted: list, units: list) -> str:

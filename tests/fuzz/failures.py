@@ -190,4 +190,38 @@ FAILURES = (
         values="huge",
         seed=1,
     ),
+    # The gradient of a bias that is one number per head, a sum of 1089 that XLA adds one after the other.
+    Call(
+        "flash_attention",
+        sizes={"b": 1, "s": 33, "t": 33, "d": 64, "e": 64, "h": 2, "g": 2},
+        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e", "bias": "1 h 1 1", "softmax_scale": ""},
+        options={"return_lse": True},
+        dtype="float16",
+        derivative="vjp",
+        wrt=("bias", "k", "q", "softmax_scale", "v"),
+        jit=True,
+        values="zero",
+        poison=True,
+        seed=771,
+    ),
+    # A `jax.checkpoint` outside of jit, over Explicit axes, which JAX wants to know before it makes zeros for a key.
+    Call(
+        "flash_attention",
+        sizes={"b": 2, "s": 5, "t": 5, "d": 16, "e": 8, "h": 2, "g": 2},
+        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e", "dropout_key": ""},
+        options={"dropout_rate": 0.1},
+        derivative="checkpoint",
+        wrt=("k", "q", "v"),
+        mesh=("explicit", {"b": "x", "h": "y", "g": "y"}),
+    ),
+    # The tangent of block indices, which are integers, has no numbers to be compared.
+    Call(
+        "native_sparse_attention",
+        sizes={"b": 1, "s": 5, "t": 5, "d": 16, "e": 16, "n": 1, "h": 1, "g": 1},
+        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e", "block_indices": "b s g n"},
+        options={"block_size": 1, "return_block_indices": True},
+        derivative="linearize",
+        wrt=("k", "q", "v"),
+        jit=True,
+    ),
 )

@@ -105,4 +105,4 @@ class Search:
         if self.log is None:
             raise error
         with self.log.open("a") as file:
-            file.write("".join(traceback.format_exception(error)[-3:]) + "\n")
+            file.write("".join(traceback.format_exception(error)[-3:]) + f"of {drawn}\n\n")

@@ -1,5 +1,6 @@
 """Lowered kernels are kept on disk: a process that finds one there neither traces nor compiles it."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 from ejkernel.lowering import _stored
+from ejkernel.lowering._context import no_garbage_collection
 
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
@@ -164,3 +166,26 @@ def test_the_runtime_of_mosaic_is_found_where_its_import_finds_it():
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     assert run("import") == run("find") != "[]\n"
+
+
+def test_a_kernel_asks_for_the_version_of_ptxas_once(files):
+    """Mosaic asks at each conversion of a boolean, of which a causal mask has some."""
+    from jax._src.lib import mosaic_gpu
+
+    from ejkernel.compat import ask_ptxas_once
+
+    ask_ptxas_once()
+    asked = mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version
+    before = asked.cache_info()
+    lowered(config=KernelConfig(platform="pallas", block_q=128, block_k=128), causal=True)
+    assert asked.cache_info().hits > before.hits and asked.cache_info().misses <= 1
+
+
+def test_no_garbage_is_collected_while_a_kernel_is_lowered(files, monkeypatch):
+    found, make = [], jax.jit
+    monkeypatch.setattr(_stored.jax, "jit", lambda *a, **k: found.append(gc.isenabled()) or make(*a, **k))
+    lowered()
+    assert False in found and gc.isenabled()
+    with pytest.raises(ZeroDivisionError), no_garbage_collection():
+        1 / 0  # noqa: B018
+    assert gc.isenabled()

@@ -14,6 +14,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention import (
 from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import CASES, check_near, differentiable, like, poisoned, poisoned_cotangents
 
+from . import large_logits
 from .tpu_interpreter import interpreted
 
 # What a normal run has time for: tiles of one chunk.
@@ -64,3 +65,10 @@ def test_in_the_interpreter(case, dtype, length, config):
     cotangents = like(jax.eval_shape(functools.partial(flash_attention, spec=spec, config=config), *x), 2)
     given = poisoned(x, spec), poisoned(x, spec, tangents), poisoned_cotangents(cotangents, x, spec)
     check_near(run(*given), x, spec, cotangents, tangents._asdict(), jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype, config", [("float32", SMALL[1]), ("bfloat16", LARGE_SPLIT[1])])
+def test_gradients_of_logits_near_1e12(dtype, config):
+    x = large_logits.operands(jnp.dtype(dtype), sinks=True)
+    run = large_logits.of_kernels(flash_attention_bwd, flash_attention_jvp, x, config=config)
+    large_logits.check(interpreted(run), x)

@@ -7,6 +7,7 @@ import pytest
 from programs import _equations
 
 from ejkernel.kernels._xla._blocks import within_blocks
+from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import CAUSAL, Case, check_near, differentiable, like
 from tests.gpu.blocksparse_cases import (
@@ -25,7 +26,7 @@ from ejkernel.kernels._triton.blocksparse_attention import (  # noqa: E402
     lists,
 )
 
-from . import interpreter  # noqa: E402
+from . import interpreter, large_logits  # noqa: E402
 
 LENGTH, B, H = 40, 2, 4
 CONFIG = KernelConfig(block_q=16, block_k=32)
@@ -101,3 +102,14 @@ def test_memory_is_that_of_the_blocks(monkeypatch):
 
     sizes = [v.aval.size for e in _equations(jax.make_jaxpr(program)(x)) for v in e.outvars]
     assert max(sizes) < 4096**2 / 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_logits_near_1e12(dtype, monkeypatch):
+    """Of blocks which are all kept."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    x = large_logits.operands(jnp.dtype(dtype), sinks=True)
+    spec = BlocksparseAttentionSpec(**vars(large_logits.SPEC) | {"block_size": (32, 32)})
+    in_blocks = lambda of: Operands(*of[:3], jnp.ones((1, 1, 2, 2), bool), sinks=of.sinks)
+    kernels = blocksparse_attention_bwd, blocksparse_attention_jvp
+    large_logits.check(large_logits.of_kernels(*kernels, x, spec, in_blocks, config=CONFIG), x)

@@ -30,7 +30,7 @@ from ejkernel.kernels._triton.flash_attention import (  # noqa: E402
     tangent,
 )
 
-from . import interpreter  # noqa: E402
+from . import interpreter, large_logits  # noqa: E402
 
 LENGTH = 40
 CONFIG = KernelConfig(block_q=16, block_k=32)
@@ -103,3 +103,10 @@ def test_a_large_softcap_is_none(monkeypatch):
     np.testing.assert_allclose(found[0].o, wanted[0].o, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[0].lse, wanted[0].lse, rtol=1e-6)
     np.testing.assert_allclose(found[2].o, wanted[2].o, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, sinks", [("float32", True), ("bfloat16", False), ("bfloat16", True)])
+def test_gradients_of_logits_near_1e12(dtype, sinks, monkeypatch):
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    x = large_logits.operands(jnp.dtype(dtype), sinks=sinks)
+    large_logits.check(large_logits.of_kernels(flash_attention_bwd, flash_attention_jvp, x, config=CONFIG), x)

@@ -3,17 +3,19 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import pytest
 from cases import CASES, assert_close
 
 from ejkernel.kernels._registry import kernel_registry
+from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
 from ejkernel.kernels._triton.native_sparse_attention import problem  # noqa: E402
 
-from . import against_xla, interpreter  # noqa: E402
+from . import against_xla, interpreter, large_logits  # noqa: E402
 
 NAME = "native_sparse_attention"
 GIVEN = [case for case in CASES if case.operation == NAME and "block_indices" in case.operands]
@@ -55,3 +57,15 @@ def test_blocks_of_several_steps(monkeypatch):
     """Of 20 keys in steps of 16, and groups of three heads in rows of four."""
     case = GIVEN[0].resized(dict(b=1, s=33, t=50, h=6, g=2, d=24, n=3))
     check(replace(case, options=dict(block_size=20)), KernelConfig(block_q=16, block_k=16, block_d=16), monkeypatch)
+
+
+@pytest.mark.parametrize("platform, dtype", [("triton", "float32"), ("triton", "bfloat16"), ("xla", "float32")])
+def test_gradients_of_logits_near_1e12(platform, dtype, monkeypatch):
+    """Of queries that have all blocks in their lists."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    x = large_logits.operands(jnp.dtype(dtype))
+    spec = NativeSparseAttentionSpec(block_size=16, softmax_scale=large_logits.SPEC.softmax_scale)
+    listed = lambda of: Operands(*of[:3], jnp.broadcast_to(jnp.arange(3, dtype=jnp.int32), (1, 40, 2, 3)))
+    kernels = implementations(platform, None if platform == "xla" else "gpu")[1:]
+    config = KernelConfig(block_q=16, block_k=16, block_d=16)
+    large_logits.check(large_logits.of_kernels(*kernels, x, spec, listed, config=config), x)

@@ -14,8 +14,8 @@ keys' rows. Along tangents:
 
     ṡ_ij = scale (q̇_i·k_j + q_i·k̇_j)          l̇se_i = Σ_j p_ij ṡ_ij          ȯ_i = Σ_j p_ij ((ṡ_ij − l̇se_i) v_j + v̇_j)
 
-Backward and tangent take the weights exp(s − lse) as shares of their sum, which is 1 but for the rounding of lse. So
-lse is a constant where these are differentiated: the change of the sum is in that sum.
+Backward and tangent have all the logits of a row at hand, and so take its weights as the forward does: lse is rounded,
+of logits near 10¹² by more than float32 may be given as an exponent.
 """
 
 from collections.abc import Callable, Sequence
@@ -100,8 +100,7 @@ def native_sparse_attention_jvp(
 ) -> Outputs:
     """The tangents of o and lse; a tangent of None is zero."""
     run = partial(_tangent, spec=spec, size=config.block_q)
-    rows, keys = (_by_row(outputs.lse), tangents.q), (tangents.k, tangents.v)
-    return _outputs(*_of_each(run, primals, rows, keys))
+    return _outputs(*_of_each(run, primals, (tangents.q,), (tangents.k, tangents.v)))
 
 
 @kernel_registry.register("native_sparse_attention_bwd", Platform.XLA, Backend.ANY)
@@ -117,13 +116,13 @@ def native_sparse_attention_bwd(
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt; a cotangent of None is zero."""
     run = partial(_backward, wrt=wrt, spec=spec, size=config.block_q)
-    rows = (_by_row(outputs.lse), cotangents.o, None if cotangents.lse is None else _by_row(cotangents.lse))
+    rows = (cotangents.o, None if cotangents.lse is None else _by_row(cotangents.lse))
     found = _of_each(run, primals, rows, ())
     back = {"q": _ungrouped, "k": _with_keys, "v": _with_keys}
     return tuple(back[name](of) for name, of in zip(wrt, found, strict=True))
 
 
-# --- One key/value head of one element: q [s,r,d], k [t,d], v [t,e], block_indices [s,n], lse [s,r] -------------------
+# --- One key/value head of one element: q [s,r,d], k [t,d], v [t,e], block_indices [s,n] ----------------------------
 
 
 def _of_each(f: Callable[..., Any], x: Operands, rows: Sequence[Array | None], keys: Sequence[Array | None]) -> Any:
@@ -174,10 +173,10 @@ def _forward(x: Operands, *, spec: NativeSparseAttentionSpec, size: int) -> tupl
     return in_chunks(chunk, (), (x.q, _lists(x, spec)), size)[1]
 
 
-def _tangent(x: Operands, lse, dq, dk, dv, *, spec: NativeSparseAttentionSpec, size: int) -> tuple[Array, Array]:
-    def chunk(_, q, lse, dq, lists):
+def _tangent(x: Operands, dq, dk, dv, *, spec: NativeSparseAttentionSpec, size: int) -> tuple[Array, Array]:
+    def chunk(_, q, dq, lists):
         near = _gathered(x, lists, spec)
-        p = _weights(q, lse, near, spec)
+        p = _weights(q, near, spec)
         ds = jnp.zeros_like(p)
         if dq is not None:
             ds += spec.softmax_scale * _product("crd,cmd->crm", _of_live(dq, near), near.k)
@@ -189,13 +188,13 @@ def _tangent(x: Operands, lse, dq, dk, dv, *, spec: NativeSparseAttentionSpec, s
             do += _over_keys(p, _rows_of(dv, near))
         return _, (do.astype(q.dtype), dlse[..., 0])
 
-    return in_chunks(chunk, (), (x.q, lse, dq, _lists(x, spec)), size)[1]
+    return in_chunks(chunk, (), (x.q, dq, _lists(x, spec)), size)[1]
 
 
-def _backward(x: Operands, lse, do, dlse, *, wrt: tuple[str, ...], spec: NativeSparseAttentionSpec, size: int):
-    def chunk(totals, q, lse, do, dlse, lists):
+def _backward(x: Operands, do, dlse, *, wrt: tuple[str, ...], spec: NativeSparseAttentionSpec, size: int):
+    def chunk(totals, q, do, dlse, lists):
         near = _gathered(x, lists, spec)
-        p = _weights(q, lse, near, spec)
+        p = _weights(q, near, spec)
         ds = jnp.zeros_like(p)
         if do is not None:
             do = _of_live(do, near)
@@ -213,8 +212,10 @@ def _backward(x: Operands, lse, do, dlse, *, wrt: tuple[str, ...], spec: NativeS
         return totals, _product("crm,cmd->crd", ds, near.k).astype(q.dtype) if "q" in wrt else None
 
     asked = {"k": x.k, "v": None if do is None else x.v}
-    totals = {n: jnp.zeros(of.shape, lse.dtype) for n, of in asked.items() if n in wrt and of is not None}
-    rows = (x.q, lse, do, dlse, _lists(x, spec))
+    totals = {
+        n: jnp.zeros(of.shape, statistics_dtype(of.dtype)) for n, of in asked.items() if n in wrt and of is not None
+    }
+    rows = (x.q, do, dlse, _lists(x, spec))
     totals, dq = in_chunks(chunk, varying_like((x, rows), totals), rows, size)
     found = {"q": dq} | {name: of.astype(x.q.dtype) for name, of in totals.items()}
     return [found[name] if name in found else jnp.zeros_like(getattr(x, name)) for name in wrt]
@@ -282,11 +283,10 @@ def _softmax(s: Array) -> tuple[Array, Array, Array]:
     return m, weights, weights.sum(-1, keepdims=True)
 
 
-def _weights(q: Array, lse: Array, near: _Near, spec: NativeSparseAttentionSpec) -> Array:
+def _weights(q: Array, near: _Near, spec: NativeSparseAttentionSpec) -> Array:
     """p [c,r,m]."""
-    lse = lax.stop_gradient(jnp.where(jnp.isfinite(lse), lse, 0))
-    weights = jnp.exp(_logits(q, near, spec) - lse[..., None])
-    return weights / _not_zero(weights.sum(-1, keepdims=True))
+    _, weights, total = _softmax(_logits(q, near, spec))
+    return weights / _not_zero(total)
 
 
 def _over_keys(p: Array, v: Array) -> Array:

@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from ...xla_utils.device_switch import device_switch
 from ._ring_layout import Band, Part, hops
 from .flash_attention import FlashAttention
 from .merge_attention import merge_attention
@@ -237,7 +238,7 @@ def _on_device(call: Ring, of_devices: list[tuple[Part, ...]], body: Callable, *
     if len(branches) == 1:
         return branches[0](*operands)
     which = jnp.asarray(np.array([distinct.index(parts) for parts in of_devices], np.int32))
-    return lax.switch(which[lax.axis_index(call.axis_name)], branches, *operands)
+    return device_switch("ring_attention", which[lax.axis_index(call.axis_name)], branches, *operands)
 
 
 def _with_rows(x: Array, rows: Array, part: Part, axis: int) -> Array:

@@ -1,5 +1,7 @@
 """Calls of flash_attention."""
 
+import math
+
 import numpy as np
 
 from ..formulas.flash_attention import formula, kept, visible
@@ -159,6 +161,12 @@ def results(call):
 def sensitivity(call, x):
     """The relative error of weights, also of those that derivatives make anew as exp(s − lse)."""
     return logits_rounded(call, x, [x["k"]])
+
+
+def summed(call, name):
+    """In the gradient of a bias, of which a number may stand for many pairs of queries and keys."""
+    pairs = math.prod(call.sizes.get(letter, 1) for letter in "bhst")
+    return pairs / max(1, math.prod(call.shape(name))) if name == "bias" else 0
 
 
 def magnitude(call, x, u, t):

@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.compat import ask_ptxas_once
+
 from ._inline import PER_COLUMN, PER_ROW, ROWS, THREADS, WGMMA, in_warp, named_barrier, opaque_barrier, opaque_copy
 
 __all__ = [
@@ -55,6 +57,7 @@ def launch(
     An operand may be a tree of arrays, and is one of refs then. `reduction_bytes` of shared memory are for maxima and
     sums over the rows of a tile, which several warps have.
     """
+    ask_ptxas_once()
     arrays, tree = jax.tree.flatten(operands)
 
     def body(*refs):

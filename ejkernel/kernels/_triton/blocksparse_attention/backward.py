@@ -26,7 +26,7 @@ import triton.language as tl
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton.flash_attention import logits, sequence_info
 from ejkernel.kernels._triton.flash_attention import tiles as flash
-from ejkernel.kernels._triton.flash_attention.problem import seen_lse, sum_to_shape
+from ejkernel.kernels._triton.flash_attention.problem import seen_lse, sum_to_shape, weights_of_sinks
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import KernelConfig
@@ -74,7 +74,7 @@ def blocksparse_attention_bwd(
     if "softmax_scale" in wrt:
         gradients["softmax_scale"] = sum_to_shape(dscale.sum(2), primals.softmax_scale.shape)
     if "sinks" in wrt:
-        weights = jnp.exp(primals.sinks[:, :, None, :] - lse[..., None])
+        weights = weights_of_sinks(primals.sinks, lse, corrected=correction is not None)
         rows = delta if correction is None else delta * correction
         gradients["sinks"] = sum_to_shape(-(weights * rows[..., None]).sum(2), primals.sinks.shape)
     return tuple(gradients[name].astype(getattr(primals, name).dtype) for name in wrt)

@@ -68,7 +68,7 @@ def rows_kernel(
     do_tile = flash.load_queries(do, first, info, problem, problem.V, BLOCK_Q, True)
     lse_rows = flash.load_rows(lse, first, i, info, problem, True, float("inf"))
     mean_rows = flash.load_rows(mean, first, rows, info, problem, True, 0.0)
-    total, _moved = logits.sinks_weights(sinks, None, lse_rows, info, problem)
+    total, _moved = logits.sinks_weights(sinks, None, lse_rows, info, problem, True)
     off = -total * mean_rows
     if count > 0:  # see tiles.py of flash_attention on loops
         coming = lists.entry(entries, 0, count)
@@ -84,7 +84,7 @@ def rows_kernel(
             dp = flash.over_features(do_tile, v_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
             p, _left, difference = logits.weights_and_differences(
-                s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, info, problem
+                s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, info, problem, True
             )
             p, difference = tiles.where_visible(
                 (p, difference), 0.0, mask_tile, start, block_range, i, j, segments, first_key, stop_key,

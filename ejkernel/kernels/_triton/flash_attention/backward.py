@@ -33,6 +33,7 @@ from .problem import (
     seen_lse,
     segment_ranges_of,
     sum_to_shape,
+    weights_of_sinks,
     zero_fully_masked_queries,
     zero_hidden_keys,
 )
@@ -76,7 +77,7 @@ def flash_attention_bwd(
     if "softmax_scale" in wrt:
         gradients["softmax_scale"] = sum_to_shape(dscale.sum(2), primals.softmax_scale.shape)
     if "sinks" in wrt:
-        weights = jnp.exp(primals.sinks[:, :, None, :] - lse[..., None])
+        weights = weights_of_sinks(primals.sinks, lse, corrected=correction is not None)
         rows = delta if correction is None else delta * correction
         gradients["sinks"] = sum_to_shape(-(weights * rows[..., None]).sum(2), primals.sinks.shape)
     return tuple(gradients[name].astype(getattr(primals, name).dtype) for name in wrt)

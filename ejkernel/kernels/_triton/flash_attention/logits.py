@@ -11,12 +11,15 @@ it is multiplied by is its correction (see rows.py).
 import triton
 import triton.language as tl
 
+from .problem import LARGEST_EXPONENT as LARGEST
 from .sequence_info import at, band
 from .tiles import joined
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911e-08)  # log₂e less its rounding to float32
 LN2 = tl.constexpr(0.6931471805599453)
+LARGEST_EXPONENT = tl.constexpr(LARGEST)
+SMALLEST_SUM = tl.constexpr(2.0**-100)  # of weights: a smaller one is that of weights which all underflow
 
 
 @triton.jit
@@ -85,20 +88,52 @@ def capped(product, scale, bias, problem: tl.constexpr):
 
 @triton.jit
 def exponential(s, row, problem: tl.constexpr):
-    """exp of the logits less a number for each row; with one multiply-add for an exponent where the scale is folded.
+    """exp of the logits less a number for each row."""
+    return power(exponent(s, row, problem), problem)
+
+
+@triton.jit
+def weights_of_lse(s, lse, problem: tl.constexpr, CORRECTED: tl.constexpr):
+    """exp(s − lse), at most 1 but for rounding: of logits near 10⁹ float32 keeps every 64th number, and those which
+    are summed in another order than in the forward may be above lse by more than float32 may be given as an exponent.
+
+    Weights that are corrected by their sum keep their ratios, up to an exponent that leaves sums finite. Others become
+    exp(−|s − lse|), which is as near to the weight, and costs nothing: −|x| is an operand of the hardware's ex2.
+    """
+    x = exponent(s, lse, problem)
+    if CORRECTED:
+        return power(tl.minimum(x, LARGEST_EXPONENT, tl.PropagateNan.ALL), problem)
+    else:
+        return power(-tl.abs(x), problem)
+
+
+@triton.jit
+def exponent(s, row, problem: tl.constexpr):
+    """The logits less a number for each row, in float32 as a natural exponent and else as one of base 2; by one
+    multiply-add where the scale is folded.
+    """
+    if problem.folded:
+        return s * (problem.scale * LOG2E) - row * LOG2E
+    elif problem.exact:
+        return s - row
+    else:
+        return (s - row) * LOG2E
+
+
+@triton.jit
+def power(x, problem: tl.constexpr):
+    """What `exponent` is one of.
 
     In float32, what the product y = x·log₂e loses in rounding is put back: exp(x) = 2^y·(1 + (x·log₂e − y)·ln 2).
     """
-    if problem.folded:
-        return tl.exp2(s * (problem.scale * LOG2E) - row * LOG2E)
-    elif problem.exact:
-        x = tl.maximum(s - row, -1000.0, tl.PropagateNan.ALL)  # of infinite differences nothing is lost
+    if problem.exact:
+        x = tl.maximum(x, -1000.0, tl.PropagateNan.ALL)  # of infinite differences nothing is lost
         y = x * LOG2E
         lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
-        power = tl.exp2(y)
-        return tl.fma(power, lost * LN2, power)
+        rounded = tl.exp2(y)
+        return tl.fma(rounded, lost * LN2, rounded)
     else:
-        return tl.exp2((s - row) * LOG2E)
+        return tl.exp2(x)
 
 
 @triton.jit
@@ -199,16 +234,19 @@ def weights_and_logit_cotangents(
     p = exp(s − lse)·correction,  p̃ = p ∘ keep/(1 − rate),  ds = (p̃ ∘ dp − p·delta) ∘ (1 − (s/softcap)²)
     """
     s = capped(product, scale, bias, problem)
-    p, left, ds = weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, info, problem)
+    p, left, ds = weights_and_differences(
+        s, dp, lse, correction, delta, dropout, i, j, info, problem, correction is not None
+    )
     if problem.softcap is not None:
         ds *= softcap_slope(s, problem)
     return p, left, ds
 
 
 @triton.jit
-def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, info, problem: tl.constexpr):
-    """p, p̃ and p̃ ∘ dp − p·delta."""
-    p = exponential(s, lse, problem)
+def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, info, problem: tl.constexpr,
+                            CORRECTED: tl.constexpr):  # fmt: skip
+    """p, p̃ and p̃ ∘ dp − p·delta, of weights that are corrected, or are to be summed for that."""
+    p = weights_of_lse(s, lse, problem, CORRECTED)
     if correction is not None:
         p *= correction
     keep = keep_factor(dropout, i, j, info, problem)
@@ -242,11 +280,11 @@ def weights_and_logit_tangents(product, s_dot, lse, scale, scale_dot, bias, bias
     s = capped(product, scale, bias, problem)
     if LOGITS_MOVE:
         s_dot = logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, info, problem)
-    return exponential(s, lse, problem), s_dot
+    return weights_of_lse(s, lse, problem, problem.exact), s_dot
 
 
 @triton.jit
-def sinks_weights(sinks, sinks_dot, lse, info, problem: tl.constexpr):
+def sinks_weights(sinks, sinks_dot, lse, info, problem: tl.constexpr, CORRECTED: tl.constexpr):
     """Of every row Σ_n exp(sink_n − lse) and Σ_n exp(sink_n − lse)·sink_dot_n."""
     total = tl.zeros([lse.shape[0]], tl.float32)
     moved = total
@@ -255,7 +293,8 @@ def sinks_weights(sinks, sinks_dot, lse, info, problem: tl.constexpr):
         n = tl.arange(0, problem.SINKS_PAD)
         start = info.batch * strides.b + info.head * strides.h
         sink = tl.load(sinks + start + n, mask=n < problem.sinks, other=float("-inf"))
-        weights = tl.exp2((sink[None, :] - lse) * LOG2E)
+        largest: tl.constexpr = LARGEST_EXPONENT if CORRECTED else 0.0
+        weights = tl.exp2(tl.minimum((sink[None, :] - lse) * LOG2E, largest, tl.PropagateNan.ALL))
         total = tl.sum(weights, 1)
         if sinks_dot is not None:
             sink_dot = tl.load(sinks_dot + start + n, mask=n < problem.sinks, other=0.0)
@@ -266,7 +305,7 @@ def sinks_weights(sinks, sinks_dot, lse, info, problem: tl.constexpr):
 @triton.jit
 def correction_of(total):
     """1 / Σ exp(s − lse) over keys and sinks; 1 of a row that sees nothing."""
-    return 1 / tl.where(total == 0, 1.0, total)
+    return 1 / tl.where(total < SMALLEST_SUM, 1.0, total)
 
 
 @triton.jit

@@ -248,6 +248,15 @@ def sum_to_shape(x, shape: tuple[int, ...]):
     return x.sum(broadcast, keepdims=True)
 
 
+# Of a weight exp(s − lse) that is divided by the sum of its row: above it a sum of them may be infinite.
+LARGEST_EXPONENT = 30.0
+
+
+def weights_of_sinks(sinks, lse, corrected: bool):
+    """exp(sink − lse) [B?, H, S, n], finite as `logits.weights_of_lse` is."""
+    return jnp.exp(jnp.minimum(sinks[:, :, None, :] - lse[..., None], LARGEST_EXPONENT if corrected else 0.0))
+
+
 def seen_lse(lse):
     """The logsumexp with +∞ for rows that see nothing, so that exp(s − lse) is 0 there rather than undefined."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)

@@ -61,7 +61,7 @@ def rows_kernel(
     do_tile = tiles.load_queries(do, first, info, problem, problem.V, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, i, info, problem, True, float("inf"))
     mean_rows = tiles.load_rows(mean, first, rows, info, problem, True, 0.0)
-    total, _moved = logits.sinks_weights(sinks, None, lse_rows, info, problem)
+    total, _moved = logits.sinks_weights(sinks, None, lse_rows, info, problem, True)
     off = -total * mean_rows
     if block_range.begin < block_range.end:  # see tiles.py on loops
         for start in tl.range(block_range.begin, block_range.end, BLOCK_K):
@@ -74,7 +74,7 @@ def rows_kernel(
             dp = tiles.over_features(do_tile, v_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
             p, _left, difference = logits.weights_and_differences(
-                s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, info, problem
+                s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, info, problem, True
             )
             p, difference = logits.where_visible(
                 (p, difference), 0.0, mask_tile, start, block_range, i, j, segments, info, problem, True

@@ -86,7 +86,7 @@ def tangent_kernel(
     q_tile = tiles.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
     q_dot_tile = tiles.load_queries(q_dot, first, info, problem, problem.D, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, rows, info, problem, True, float("inf"))
-    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], info, problem)
+    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], info, problem, problem.exact)
     sums, reference, unsettled = first_sums(lse_rows, sinks_total, moved), tl.zeros_like(moved), True
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     if block_range.begin < block_range.end:  # see tiles.py on loops

@@ -67,9 +67,12 @@ def added(p, y, total):
 
 @triton.jit
 def weights(product, lse, visible, problem: tl.constexpr):
-    """exp(s − lse) of the products of a tile, lse being of base 2; 0 where not visible."""
+    """exp(s − lse) of the products of a tile, lse being of base 2; 0 where not visible.
+
+    As exp(−|s − lse|): of logits near 10⁹ float32 keeps every 64th number, and s may be above lse by more than that.
+    """
     scale: tl.constexpr = problem.scale * LOG2E
-    return tl.exp2(tl.where(visible, product * scale - lse[:, None], float("-inf")))
+    return tl.exp2(-tl.abs(tl.where(visible, product * scale - lse[:, None], float("-inf"))))
 
 
 @triton.jit

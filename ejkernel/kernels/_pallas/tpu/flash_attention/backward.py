@@ -114,7 +114,8 @@ def backward(
         gradients["bias"] = _bias(tile, problem, mask_info, primals.bias)
     if "sinks" in wrt:
         # d/dsink of −delta-weighted softmax: the sink's weight exp(sink − lse) has no value, only a share of the row.
-        weights = problem.exp(primals.sinks[:, :, :, None] * problem.unit - lse[:, :, None])
+        sinks = primals.sinks[:, :, :, None] * problem.unit
+        weights = problem.exp_of_lse(sinks - lse[:, :, None], corrected=correction is not None)
         delta = delta if correction is None else delta * correction
         gradients["sinks"] = sum_to(-(weights * delta[:, :, None]).sum(-1), primals.sinks)
     return tuple(gradients[name] for name in wrt)

@@ -20,6 +20,10 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 
 LANES = 128
+
+# Of a weight exp(s − lse) that is divided by the sum of its row, above which a sum of them may be infinite; and the
+# smallest of such sums, below which all weights underflow.
+LARGEST_EXPONENT, SMALLEST_SUM = 30.0, 2.0**-100
 LOG2_E = float(np.log2(np.e))
 
 
@@ -82,6 +86,12 @@ class Problem:
     @property
     def exp(self) -> Callable[[jax.Array], jax.Array]:
         return jnp.exp if self.natural else jnp.exp2
+
+    def exp_of_lse(self, exponents: jax.Array, corrected: bool) -> jax.Array:
+        """`exp` of logits less lse, which are at most 0 but for rounding: of logits near 10⁹ float32 keeps every 64th
+        number. Weights that are corrected by their sum keep their ratios, up to an exponent that leaves sums finite.
+        """
+        return self.exp(jnp.minimum(exponents, LARGEST_EXPONENT if corrected else 0.0))
 
     @property
     def log(self) -> Callable[[jax.Array], jax.Array]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from .launch import launch, vmem
-from .problem import Problem, Tile
+from .problem import SMALLEST_SUM, Problem, Tile
 from .schedule import Schedule, blocks_at, step_at
 from .tiles import chunks_of, for_tile_mask, gradient_products, logits_of, mask_of, pipeline, scalar, scale_of
 
@@ -56,7 +56,7 @@ def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, sched
     def _():
         sink = jnp.zeros_like(tile.lse[...])
         if tile.sink is not None:
-            sink = problem.exp(scalar(tile.sink, b, h) - tile.lse[...])
+            sink = problem.exp_of_lse(scalar(tile.sink, b, h) - tile.lse[...], corrected=True)
         sums.weight[...] = sink
         sums.off[...] = -sink * tile.delta[...]
 
@@ -65,7 +65,7 @@ def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, sched
             qk, dp = products
             visible = mask_of(tile_mask, tile, step.minor, rows)
             logits, _ = logits_of(tile, problem, rows, qk, scale, visible)
-            p = problem.exp(logits - tile.lse[...])
+            p = problem.exp_of_lse(logits - tile.lse[...], corrected=True)
             off = p * (dp - tile.delta[...])
             if visible is not None and problem.hidden:
                 off = jnp.where(visible, off, 0)
@@ -79,6 +79,6 @@ def _kernel(table, tile: Tile, out: Tile, sums: Sums, *, problem: Problem, sched
     @pl.when(step.is_last)
     def _():
         weight = sums.weight[...]
-        correction = 1 / jnp.where(weight > 0, weight, 1)
+        correction = 1 / jnp.where(weight > SMALLEST_SUM, weight, 1)
         out.correction[...] = correction
         out.delta[...] = tile.delta[...] + sums.off[...] * correction

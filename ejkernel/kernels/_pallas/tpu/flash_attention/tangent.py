@@ -24,7 +24,18 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .launch import launch, vmem
-from .problem import Problem, Tile, arrange, arrange_differentiable, lse_in_units, per_query, plan, sink_of, split_heads
+from .problem import (
+    SMALLEST_SUM,
+    Problem,
+    Tile,
+    arrange,
+    arrange_differentiable,
+    lse_in_units,
+    per_query,
+    plan,
+    sink_of,
+    split_heads,
+)
 from .schedule import MaskInfo, Schedule, blocks_at, mask_info_of, schedule_of, step_at
 from .tiles import (
     chunks_of,
@@ -85,7 +96,8 @@ def tangent(primals: Operands, outputs: Outputs, tangents: Operands, problem: Pr
     )
     o, lse_change = split_heads(out.do, outputs.o.shape), out.lse[:, :, 0, : problem.queries]
     if tangents.sinks is not None:
-        weights = problem.exp(primals.sinks[:, :, :, None] * problem.unit - lse[:, :, None])
+        sinks = primals.sinks[:, :, :, None] * problem.unit
+        weights = problem.exp_of_lse(sinks - lse[:, :, None], corrected=False)
         sink_change = (weights * tangents.sinks[:, :, :, None]).sum(2)
         lse_change = lse_change + sink_change
         o = (o - sink_change.swapaxes(1, 2)[:, :, :, None] * outputs.o).astype(o.dtype)
@@ -104,7 +116,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
 
     def mean():
         weight = state.weight[...]
-        return jnp.where(weight > 0, state.change[...] / weight, 0)
+        return jnp.where(weight > SMALLEST_SUM, state.change[...] / weight, 0)
 
     def move(tile_mask):
         def products(rows):
@@ -119,7 +131,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
         def use(rows, products):
             visible = mask_of(tile_mask, tile, step.minor, rows)
             logits, slope = logits_of(tile, problem, rows, products[0], scale, visible)
-            p = problem.exp(logits - tile.lse[...])
+            p = problem.exp_of_lse(logits - tile.lse[...], corrected=True)
             change = _logit_change(dots, problem, rows, products, scale, slope, visible, (b, h))
             before = mean()
             state.weight[...] += jnp.sum(p, axis=0, keepdims=True)
@@ -140,8 +152,8 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
     def _():
         total = state.weight[...]
         if tile.sink is not None:
-            total += problem.exp(scalar(tile.sink, b, h) - tile.lse[...])
-        total = jnp.where(total > 0, total, 1)
+            total += problem.exp_of_lse(scalar(tile.sink, b, h) - tile.lse[...], corrected=True)
+        total = jnp.where(total > SMALLEST_SUM, total, 1)
         change = state.change[...] / total
         out.do[...] = ((state.moved[...] - (change - mean()) * state.value[...]) / total).T.astype(out.do.dtype)
         out.lse[...] = change

@@ -138,7 +138,7 @@ def gradients_of(tile: Tile, problem: Problem, rows: slice, products, scale, vis
     """
     qk, dp = products
     x, slope = logits_of(tile, problem, rows, qk, scale, visible)
-    p = problem.exp(x - tile.lse[...])
+    p = problem.exp_of_lse(x - tile.lse[...], corrected=tile.correction is not None)
     if tile.correction is not None:
         p = p * tile.correction[...]
     ds = p * (dp - tile.delta[...])
