@@ -26,8 +26,9 @@ def one_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """To lower a kernel makes a million objects that live until it is done: to look for cycles among them, again and
-    again, takes a tenth of the time.
+    """Without looking for cycles among the objects of a lowering: a million, which live until it is done.
+
+    To look for them again and again takes a tenth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

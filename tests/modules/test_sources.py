@@ -14,12 +14,15 @@ BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
 OF_PAGES = ("page_attention", "ragged_decode_attention", "ragged_page_attention", "ragged_page_attention_v3")
 MADE_WITH = {
     **{("_triton", name): "_paged/attend.py" for name in OF_PAGES},
-    **{("_pallas/tpu", name): "_paged/kernel.py" for name in OF_PAGES},
+    **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, "multi_latent_page_attention")},
     **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
     **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},
 }
 # Operations whose implementations call those of another.
-MADE_OF = dict.fromkeys(("blocksparse_attention", "flash_mla", *OF_PAGES), "flash_attention")
+MADE_OF = dict.fromkeys(
+    ("blocksparse_attention", "flash_mla", "multi_latent_page_attention", "native_sparse_attention", *OF_PAGES),
+    "flash_attention",
+)
 
 
 def names(files):

@@ -13,14 +13,15 @@ from . import _paged
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
-    return _paged.ragged_refusal(spec, target, operands, (operands.k_scale, operands.v_scale))
+    x = operands
+    return _paged.ragged_refusal(spec, target, x, x.q, x.kv_pages, (x.k_scale, x.v_scale))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
     return [
         RaggedPageAttentionConfig(*sizes, platform=Platform.PALLAS, backend=Backend.TPU)
-        for sizes in _paged.ragged_sizes(spec, operands)
+        for sizes in _paged.ragged_sizes(spec, operands, operands.q, operands.kv_pages)
     ]
 
 
@@ -36,4 +37,5 @@ def ragged_page_attention(
     from ._paged.ragged import ragged
 
     x = Operands(*operands)
-    return Outputs(*ragged(x, x.kv_pages, spec, config, "ragged_page_attention"))
+    scales = x.k_scale, x.v_scale
+    return Outputs(*ragged(x, x.q, x.kv_pages, scales, spec, config, "ragged_page_attention"))

@@ -15,14 +15,16 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
     # Two numbers of each token say where it is written.
     written = 2 * operands.q.shape[0] * operands.q.shape[1]
-    return _paged.ragged_refusal(spec, target, operands) or _paged.table_refusal(0, written)
+    return _paged.ragged_refusal(spec, target, operands, operands.q, operands.kv_pages) or _paged.table_refusal(
+        0, written
+    )
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
     return [
         RaggedPageAttentionConfig(*sizes, platform=Platform.PALLAS, backend=Backend.TPU)
-        for sizes in _paged.ragged_sizes(spec, operands)
+        for sizes in _paged.ragged_sizes(spec, operands, operands.q, operands.kv_pages)
     ]
 
 
@@ -40,4 +42,5 @@ def ragged_page_attention_v3(
 
     x = Operands(*operands)
     pages = write(x, step_of(x, x.q.shape[1], x.kv_pages.shape[2], spec), "ragged_page_attention_v3_write")
-    return Outputs(*ragged(x, pages, spec, config, "ragged_page_attention_v3"), pages)
+    found = ragged(x, x.q, pages, (None, None), spec, config, "ragged_page_attention_v3")
+    return Outputs(*found, pages)

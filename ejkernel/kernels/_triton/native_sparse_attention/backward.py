@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._native_sparse import Lists, lists_of, tokens_in_slots, unions_of
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import tiles
 from .configs import power_of_two, queries_of
-from .problem import Items, Lists, Problem, items_of, lists_of, problem_of, tokens_in_slots, unions_of
+from .problem import Items, Problem, items_of, problem_of
 
 
 def native_sparse_attention_bwd(
@@ -34,7 +35,7 @@ def native_sparse_attention_bwd(
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands named in wrt."""
     problem = problem_of(primals, spec, config.block_q)
-    lists, do = lists_of(primals, problem), cotangents.o
+    lists, do = lists_of(primals, problem.size), cotangents.o
     delta = jnp.zeros_like(outputs.lse)
     if do is not None:
         delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
@@ -59,7 +60,7 @@ def _of_queries(x: Operands, rows: tuple, lists: Lists, problem: Problem, config
         *x[:3],
         *rows,
         lists.limit,
-        *unions_of(lists, problem, config.block_q),
+        *unions_of(lists, queries, problem.size)[:4],
         out_type=jax.ShapeDtypeStruct(x.q.shape, x.q.dtype),
         grid=count * problem.G * problem.B,
         config=config,
@@ -116,9 +117,7 @@ def of_tokens(x: jax.Array, of: Operands, problem: Problem) -> jax.Array:
     x = x.reshape(problem.B, problem.G, problem.slots * problem.size, x.shape[3]).astype(of.k.dtype)
     if of.cu_seqlens is None:
         return jnp.moveaxis(x[:, :, : problem.K], 1, 2)
-    at = jax.vmap(lambda cuts: tokens_in_slots(cuts, problem))(
-        jnp.broadcast_to(of.cu_seqlens, (problem.B, of.cu_seqlens.shape[1]))
-    )
+    at = tokens_in_slots(of, problem.size)
     return jax.vmap(lambda x, at: x.at[:, at].get(mode="fill", fill_value=0))(x, at).swapaxes(1, 2)
 
 

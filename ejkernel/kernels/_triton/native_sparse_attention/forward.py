@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._native_sparse import lists_of, unions_of
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import tiles
 from .configs import queries_of
-from .problem import lists_of, problem_of, unions_of
+from .problem import problem_of
 
 
 def native_sparse_attention(
@@ -24,13 +25,13 @@ def native_sparse_attention(
     """o and lse."""
     x = Operands(*operands)
     problem = problem_of(x, spec, config.block_q)
-    lists, queries = lists_of(x, problem), queries_of(config.block_q, problem.heads)
+    lists, queries = lists_of(x, problem.size), queries_of(config.block_q, problem.heads)
     count = triton.cdiv(problem.S, queries)
     o, lse = _launch.launch(
         forward_kernel,
         *x[:3],
         lists.limit,
-        *unions_of(lists, problem, config.block_q),
+        *unions_of(lists, queries, problem.size)[:4],
         out_type=(
             jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), x.q.dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32),

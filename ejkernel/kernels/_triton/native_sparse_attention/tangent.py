@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._native_sparse import lists_of, unions_of
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from . import tiles
 from .configs import queries_of
-from .problem import lists_of, problem_of, unions_of
+from .problem import problem_of
 
 
 def native_sparse_attention_jvp(
@@ -31,7 +32,7 @@ def native_sparse_attention_jvp(
 ) -> Outputs:
     """The tangents of o and lse."""
     problem = problem_of(primals, spec, config.block_q)
-    lists, queries = lists_of(primals, problem), queries_of(config.block_q, problem.heads)
+    lists, queries = lists_of(primals, problem.size), queries_of(config.block_q, problem.heads)
     count = triton.cdiv(problem.S, queries)
     o_dot, lse_dot = _launch.launch(
         tangent_kernel,
@@ -40,7 +41,7 @@ def native_sparse_attention_jvp(
         outputs.o,
         jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse),
         lists.limit,
-        *unions_of(lists, problem, config.block_q),
+        *unions_of(lists, queries, problem.size)[:4],
         out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in outputs),
         grid=count * problem.G * problem.B,
         config=config,

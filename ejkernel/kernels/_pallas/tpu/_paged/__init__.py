@@ -24,7 +24,7 @@ BLOCK_BYTES = 40 * 2**20
 LIKELY_BYTES = 2 * 2**20
 KEYS = (512, 1024, 256, 2048, 128)
 # Tokens of a tile of a prefill, and how many rows those of a head may be.
-TOKENS = (128, 64, 32, 16)
+TOKENS = (128, 64, 32, 16, 8, 4)
 MOST_ROWS_OF_TILE = 512
 WORTH_TIMING = 3
 VECTOR_MEMORY = "a tile and two blocks of keys take more than vector memory holds"
@@ -43,14 +43,14 @@ def refusal(
     if page % SUBLANES:
         return f"pages of {page} slots; the kernel takes multiples of {SUBLANES}"
     for cache, rows in caches:
+        if rows == 1:
+            continue  # loaded as a whole, as it lies
         if (features := cache.shape[-1]) > 256 or (features > LANES and features % LANES):
             return f"{features} features; the kernel takes up to {LANES}, and {2 * LANES}"
-        if rows % (packing := 4 // cache.dtype.itemsize) and rows > 1:
+        if rows % (packing := 4 // cache.dtype.itemsize):
             return (
                 f"{rows} rows of {cache.dtype} in a slot; a word of 32 bits holds {packing}, and whole ones are loaded"
             )
-        if rows == 1 and cache.dtype.itemsize == 1:
-            return f"a single row of {cache.dtype} in a slot; a word of 32 bits holds {packing}"
     if any(scale is not None and (scale.shape[1] > 1 or scale.shape[2] > 1) for scale in scales):
         return "scales of single slots, which lie across the lanes of logits"
     if spec.num_splits is not None and spec.num_splits > 1:
@@ -65,46 +65,51 @@ def table_refusal(items: int, table: int) -> str | None:
     return None
 
 
-def ragged_refusal(spec: CacheSpec, target: Target, x: Any, scales: Sequence[Any] = ()) -> str | None:
-    """Why the kernels do not take a step with the operands x, which have queries [b,t,h,d] and kv_pages, or None."""
-    (b, t, _, _), (_, n, columns) = x.q.shape, x.block_tables.shape
-    if reason := refusal(spec, target, x.q, _of_pool(x), x.kv_pages.shape[2], scales):
+def ragged_refusal(
+    spec: CacheSpec, target: Target, x: Any, q: Any, pages: Any, scales: Sequence[Any] = (), latent: int = 0
+) -> str | None:
+    """Why the kernels do not take a step with the tables x, queries q [b,t,h,d] and pages [b?,p,s,…,d], or None."""
+    (b, t, _, _), (_, n, columns) = q.shape, x.block_tables.shape
+    if reason := refusal(spec, target, q, _of_pool(pages), pages.shape[2], scales):
         return reason
-    if not (sizes := ragged_sizes(spec, x)):
+    if not (sizes := ragged_sizes(spec, x, q, pages, latent)):
         return VECTOR_MEMORY
     least = min(tokens for tokens, _ in sizes)
     return table_refusal(b * (t if least == 1 else n + -(-t // least)), b * n * columns)
 
 
-def ragged_sizes(spec: CacheSpec, x: Any) -> list[tuple[int, int]]:
+def ragged_sizes(spec: CacheSpec, x: Any, q: Any, pages: Any, latent: int = 0) -> list[tuple[int, int]]:
     """Tokens of a tile and pages of a block that may be best for a step, the likeliest first.
 
     With `batch_invariant` a token has a tile of its own, and the step decides nothing.
     """
-    t, page, group = x.q.shape[1], x.kv_pages.shape[2], x.q.shape[2] // x.kv_pages.shape[3]
+    t, page, group = q.shape[1], pages.shape[2], q.shape[2] // _heads(_of_pool(pages), latent)
     alone = spec.batch_invariant or t <= x.context_lens.shape[1]
     sizes = (
         [1] if alone else [tokens for tokens in TOKENS if tokens == min(TOKENS) or tokens * group <= MOST_ROWS_OF_TILE]
     )
+    most = x.block_tables.shape[2] * page
     return [
         (tokens, keys // page)
         for tokens in sizes
-        for keys in keys_of_blocks(x.q, _of_pool(x), rows_of_tile(tokens, group), page, x.block_tables.shape[2] * page)
+        for keys in keys_of_blocks(q, _of_pool(pages), rows_of_tile(tokens, group), page, most, latent)
     ][:WORTH_TIMING]
 
 
-def _of_pool(x: Any) -> list[tuple[Any, int]]:
-    """Keys and values in turn."""
-    return [(x.kv_pages, 2 * x.kv_pages.shape[3])]
+def _of_pool(pages: Any) -> list[tuple[Any, int]]:
+    """The one cache of a pool: keys and values in turn, or latents, which have no axis of heads."""
+    return [(pages, math.prod(pages.shape[3:-1]))]
 
 
-def keys_of_blocks(q: Any, caches: Sequence[tuple[Any, int]], rows: int, unit: int, most: int) -> list[int]:
+def keys_of_blocks(
+    q: Any, caches: Sequence[tuple[Any, int]], rows: int, unit: int, most: int, latent: int = 0
+) -> list[int]:
     """Keys of a block that may be best for tiles of so many rows: multiples of `unit`, the likeliest first.
 
     A sequence has at most `most`. None is left where not even `unit` keys fit.
     """
     sizes = dict.fromkeys(max(1, min(keys, most) // unit) * unit for keys in KEYS)
-    fitting = [keys for keys in sizes if vector_bytes(q, caches, rows, keys) <= BLOCK_BYTES]
+    fitting = [keys for keys in sizes if vector_bytes(q, caches, rows, keys, latent) <= BLOCK_BYTES]
     likely = LIKELY_BYTES / bytes_of_key(caches)
     return sorted(fitting, key=lambda keys: abs(math.log2(max(keys, 1) / likely)))[:WORTH_TIMING]
 
@@ -114,14 +119,21 @@ def bytes_of_key(caches: Sequence[tuple[Any, int]]) -> int:
     return sum(rows * _lanes(cache.shape[-1]) * cache.dtype.itemsize for cache, rows in caches)
 
 
-def vector_bytes(q: Any, caches: Sequence[tuple[Any, int]], rows: int, keys: int) -> int:
-    """Bytes of two blocks of keys, of query tiles and their results that are copied meanwhile, of sums and logits."""
-    heads = caches[0][1] // (2 if len(caches) == 1 else 1)
-    features = [_lanes(cache.shape[-1]) for cache, _ in caches]
-    tiles = 2 * heads * rows * (q.dtype.itemsize * (features[0] + features[-1]) + 4 * LANES)
-    sums = 4 * heads * rows * (2 * LANES + features[-1])
-    by_heads = heads * keys * (features[0] + features[-1]) * q.dtype.itemsize
+def vector_bytes(q: Any, caches: Sequence[tuple[Any, int]], rows: int, keys: int, latent: int = 0) -> int:
+    """Bytes of two blocks of keys, of query tiles and their results that are copied meanwhile, of sums and logits.
+
+    With `latent` that many of the first features of a key are its value.
+    """
+    heads, d, e = _heads(caches, latent), _lanes(caches[0][0].shape[-1]), _lanes(latent or caches[-1][0].shape[-1])
+    tiles = 2 * heads * rows * (q.dtype.itemsize * (d + e) + 4 * LANES)
+    sums = 4 * heads * rows * (2 * LANES + e)
+    by_heads = heads * keys * (d if latent else d + e) * q.dtype.itemsize
     return 2 * keys * bytes_of_key(caches) + by_heads + tiles + sums + 3 * 4 * rows * keys
+
+
+def _heads(caches: Sequence[tuple[Any, int]], latent: int) -> int:
+    """Key/value heads: of one cache of keys and values in turn half as many as its rows."""
+    return caches[0][1] // (2 if len(caches) == 1 and not latent else 1)
 
 
 def rows_of_tile(tokens: int, group: int) -> int:

@@ -49,8 +49,15 @@ class Cache:
 
     @property
     def parts(self) -> list[slice]:
-        """The features, 128 by 128: no wider a row is loaded with a stride."""
+        """The features, 128 by 128, as no wider a row is loaded with a stride; of single rows all at once."""
+        if self.rows == 1:
+            return [slice(0, self.features)]
         return [slice(n, min(n + LANES, self.features)) for n in range(0, self.features, LANES)]
+
+    @property
+    def width(self) -> int:
+        """Features of a part."""
+        return self.parts[0].stop
 
     def stored(self, cache: jax.Array) -> jax.Array:
         """A cache of pages [..., slots of a page, rows, features], cut into pieces; a single row has no axis."""
@@ -60,8 +67,7 @@ class Cache:
     def buffers(self, count: int) -> Any:
         """Vector memory for so many blocks, one part of the features after the other."""
         rows = () if self.rows == 1 else (self.rows,)
-        width = min(self.features, LANES)
-        return pltpu.VMEM((count, len(self.parts), self.slots, *rows, width), self.dtype)
+        return pltpu.VMEM((count, len(self.parts), self.slots, *rows, self.width), self.dtype)
 
     def copies(self, stored: Any, buffer: Any, semaphore: Any, slot: Any, piece: Any, place: Any) -> Iterator[Any]:
         """The copies of a piece of the cache to its place in the block of a buffer."""
@@ -73,22 +79,23 @@ class Cache:
             yield pltpu.make_async_copy(source, buffer.at[slot, number, slots], semaphore.at[slot])
 
     def loader(self, buffer: Any, slot: Any, visible: Any, dtype: Any) -> Callable[[int, int], jax.Array]:
-        """`load(row, part)` → [slots, width] in `dtype`, the row of every slot; rows of one word are loaded once.
+        """`load(row, part)` → [slots, width] in `dtype`, the row of every slot. Rows of one word are loaded once.
 
         It is 0 where `visible` [slots, 1] is not.
         """
-        words = {}
+        found = {}
 
         def load(row: int, part: int) -> jax.Array:
             if self.rows == 1 or self.packing == 1:
-                found = buffer[slot, part] if self.rows == 1 else self._strided(buffer.at[slot, part], row, 1)
-                return jnp.where(visible, found.astype(jnp.float32), 0).astype(dtype)
+                if (row, part) not in found:
+                    x = buffer[slot, part] if self.rows == 1 else self._strided(buffer.at[slot, part], row, 1)
+                    found[row, part] = jnp.where(visible, x.astype(jnp.float32), 0).astype(dtype)
+                return found[row, part]
             word, place = divmod(row, self.packing)
-            if (word, part) not in words:
-                view = buffer.at[slot, part].bitcast(jnp.int32)
-                found = self._strided(view, word, self.packing)
-                words[word, part] = jnp.where(visible, found, 0)
-            return unpacked(words[word, part], place, self.dtype).astype(dtype)
+            if (word, part) not in found:
+                words = self._strided(buffer.at[slot, part].bitcast(jnp.int32), word, self.packing)
+                found[word, part] = jnp.where(visible, words, 0)
+            return unpacked(found[word, part], place, self.dtype).astype(dtype)
 
         return load
 

@@ -36,7 +36,8 @@ class Inputs(NamedTuple):
 
     Attributes:
         q: query tiles [tiles, g, m, d], sorted as by `tiles.tiles_of`.
-        caches: one of keys and values in turn, or one of each, [pieces, s, rows, features]; one row has no axis.
+        caches: one of latents, or of keys and values in turn, or one of each, [pieces, s, rows, features]; one row has
+            no axis.
         sinks: [b?, g, m, 128] float32: the logsumexp of each row's.
         drafts: [tiles, m, w] bfloat16: 1 where a row sees the new token w of its sequence, else 0.
         k_scale, v_scale: factors of keys and values [b?, g?] float32.
@@ -58,13 +59,14 @@ class Problem:
 
     Attributes:
         spec: what is computed.
-        caches: that of keys and that of values, or of both.
+        caches: that of keys and that of values, or of both, or of latents.
         group: query heads of a key/value head.
         tokens: of a tile.
         columns: pages of a row of the block tables, or pieces of a sequence where there are none.
         pages: of a pool.
         pieces: of a page.
         pool: pieces of a pool, where each batch element has its own; 0 where all have one.
+        latent: how many of the first features of a key are its value; 0 where values are stored.
     """
 
     spec: CacheSpec
@@ -75,6 +77,7 @@ class Problem:
     pages: int = 0
     pieces: int = 1
     pool: int = 0
+    latent: int = 0
 
     @property
     def keys(self) -> int:
@@ -84,7 +87,17 @@ class Problem:
     @property
     def rows_of_head(self) -> int:
         """Of a slot of the cache of keys: with one of both each head has two."""
-        return 2 if len(self.caches) == 1 else 1
+        return 2 if len(self.caches) == 1 and not self.latent else 1
+
+    @property
+    def values(self) -> int:
+        """Features of values."""
+        return self.latent or self.caches[-1].features
+
+    @property
+    def value_parts(self) -> list[slice]:
+        """The features of values, as they are loaded."""
+        return [slice(0, self.latent)] if self.latent else self.caches[-1].parts
 
 
 def heads_at_once(heads: int, rows: int) -> int:
@@ -115,7 +128,7 @@ class State(NamedTuple):
 def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
     """o [tiles, g, m, e] and lse [tiles, g, m] float32; of tokens of no item they are anything."""
     tiles, heads, rows, features = x.q.shape
-    values = problem.caches[-1].features
+    values = problem.values
     scalars = [items] if x.table is None else [items, x.table]
     of_tile = lambda i, items, *_: (item_at(items, i).tile, 0, 0, 0)
     of_lse = lambda i, items, *_: (item_at(items, i).tile, 0, 0)
@@ -123,7 +136,7 @@ def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
     in_smem, in_hbm = pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pl.ANY)
     vmem = partial(pltpu.VMEM, dtype=jnp.float32)
     sorted_by_heads = [
-        pltpu.VMEM((heads, len(cache.parts), cache.slots, min(cache.features, LANES)), x.q.dtype)
+        pltpu.VMEM((heads, len(cache.parts), cache.slots, cache.width), x.q.dtype)
         for cache in (problem.caches[0], problem.caches[-1])
     ]
     specs = Inputs(
@@ -268,6 +281,8 @@ def _accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, p
 
     of_keys = lambda g, part: loaders[0](g * problem.rows_of_head, part)
     of_values = lambda g, part: loaders[-1]((g + 1) * problem.rows_of_head - 1, part)
+    if problem.latent:
+        of_values = lambda g, part: of_keys(g, part)[:, : problem.latent]
     if state.keys is None:
         for g in range(heads):
             of_head(g, partial(of_keys, g), partial(of_values, g))
@@ -301,7 +316,7 @@ def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visib
     total = state.total[g, :, :1] * rescale + jnp.sum(weights, axis=1, keepdims=True)
     state.maximum[g] = jnp.broadcast_to(maximum, (rows, LANES))
     state.total[g] = jnp.broadcast_to(total, (rows, LANES))
-    for n, part in enumerate(problem.caches[-1].parts):
+    for n, part in enumerate(problem.value_parts):
         product = contract(weights.astype(q.dtype), values(n), (1, 0))
         state.weighted[g, :, part] = state.weighted[g, :, part] * rescale + product
 

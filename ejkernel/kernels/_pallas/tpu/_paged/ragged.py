@@ -14,7 +14,6 @@ from jax import Array
 
 from ejkernel.kernels._xla._pages import places, seen_until
 from ejkernel.primitives._pages import CacheSpec
-from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
 from .._work_list import count_of, item_at, most_work_items, work_list
 from . import piece_of
@@ -22,6 +21,8 @@ from .cache import Cache
 from .kernel import Inputs, Problem, attend
 from .tiles import tile_of_sinks, tiles_of, tiles_of_drafts, tokens_of
 from .work import listed
+
+Scales = tuple[Array | None, Array | None]
 
 
 class Step(NamedTuple):
@@ -72,27 +73,41 @@ def step_of(x: Any, tokens: int, size: int, spec: CacheSpec) -> Step:
     return jax.vmap(of_batch)(x.context_lens, x.query_start_loc, x.num_seqs)
 
 
-def ragged(x: Any, pages: Array, spec: CacheSpec, config: RaggedPageAttentionConfig, name: str) -> tuple[Array, Array]:
-    """o [b,t,h,d] and lse [b,t,h] of queries x.q over the pages [b?,p,s,g,2,d], by the tables of x."""
-    (_, t, h, d), (_, count, size, g, _, _) = x.q.shape, pages.shape
-    columns = x.block_tables.shape[2]
+def ragged(
+    x: Any, q: Array, pages: Array, scales: Scales, spec: CacheSpec, config: Any, name: str, latent: int = 0
+) -> tuple[Array, Array]:
+    """o [b,t,h,e] and lse [b,t,h] of a step of queries over pages.
+
+    Args:
+        x: the tables of the step, sinks and drafts.
+        q: [b,t,h,d].
+        pages: [b?,p,s,g,2,d], keys and values in turn, or with `latent` [b?,p,s,d].
+        scales: of keys and of values [b?,1,1,g?] float32; None without.
+        spec: what is computed.
+        config: that has `queries_per_block` and `pages_per_block`.
+        name: of the kernels.
+        latent: how many of the first features of a key are its value; 0 where values are stored.
+    """
+    pages = pages.reshape(*pages.shape[:3], -1, pages.shape[-1])
+    (_, t, h, d), (_, count, size, rows, _) = q.shape, pages.shape
+    columns, g = x.block_tables.shape[2], 1 if latent else rows // 2
     step = step_of(x, t, size, spec)
     piece = piece_of(size)
-    cache = Cache(piece, config.pages_per_block * (size // piece), 2 * g, d, pages.dtype)
+    cache = Cache(piece, config.pages_per_block * (size // piece), rows, d, pages.dtype)
     pool = count * (size // piece) if pages.shape[0] > 1 else 0
-    stored, table = (cache.stored(pages.reshape(*pages.shape[:3], 2 * g, d)),), x.block_tables.reshape(-1)
-    scale = lambda name: None if getattr(x, name, None) is None else getattr(x, name)[:, 0, 0]
+    stored, table = (cache.stored(pages),), x.block_tables.reshape(-1)
+    scales = [None if scale is None else scale[:, 0, 0] for scale in scales]
 
     def over(queries: Queries, tokens: int, kind: str, **fields: Any) -> list[Array]:
         """o and lse of queries [n,h,d] in tiles of so many tokens, by the fields of their work items."""
         q, drafts = queries.q, tiles_of_drafts(queries.drafts, h // g, tokens)
-        problem = Problem(spec, (cache,), h // g, tokens, columns, count, size // piece, pool)
+        problem = Problem(spec, (cache,), h // g, tokens, columns, count, size // piece, pool, latent)
         items = listed(problem.keys, **fields)
         tile = tiles_of(q, g, tokens), stored, tile_of_sinks(x.sinks, g, tokens), drafts
-        given = Inputs(*tile, scale("k_scale"), scale("v_scale"), table)
+        given = Inputs(*tile, *scales, table)
         return [tokens_of(a, q.shape[0], h // g, tokens) for a in attend(items, given, problem, f"{name}_{kind}")]
 
-    queries, tokens = Queries(x.q, getattr(x, "draft_mask", None)), config.queries_per_block
+    queries, tokens = Queries(q, getattr(x, "draft_mask", None)), config.queries_per_block
     found = _each_alone(queries, step, over) if tokens == 1 else _in_tiles(queries, step, tokens, over)
     valid = step.valid[..., None]
     return jnp.where(valid[..., None], found[0], 0), jnp.where(valid, found[1], -jnp.inf)
