@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 ABSENT: dict[str, tuple[str, ...]] = {
     "ejkernel.modules": (
-        "gated_delta_rule",
         "ragged_gated_delta_rule",
         "ragged_page_attention_v3_turboquant",
         "state_space_v1",

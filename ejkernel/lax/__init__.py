@@ -7,6 +7,7 @@ from .block_mask_of import block_mask_of
 from .blocksparse_attention import blocksparse_attention
 from .flash_attention import flash_attention
 from .flash_mla import flash_mla
+from .gated_delta_rule import gated_delta_rule
 from .gla import gla
 from .grouped_matmul import grouped_matmul
 from .lightning_attention import lightning_attention
@@ -29,6 +30,7 @@ __all__ = [
     "blocksparse_attention",
     "flash_attention",
     "flash_mla",
+    "gated_delta_rule",
     "gla",
     "grouped_matmul",
     "lightning_attention",

@@ -7,9 +7,10 @@ import pathlib
 
 from ..ops import PersistentCache as _PersistentCache
 from ..ops.config.tables import shipped_tables as _shipped_tables
-from . import _release_dense as _release_dense  # the three register their translations
+from . import _release_dense as _release_dense  # the four register their translations
 from . import _release_paged as _release_paged
 from . import _release_products as _release_products
+from . import _release_recurrent as _release_recurrent
 from ._public_function import public_function as _function
 from ._release import either as _either
 from ._release import release_function as _release
@@ -19,6 +20,7 @@ from .operations.blocksparse_attention import BlocksparseAttention
 from .operations.configs import GroupedMatmulConfig, UnifiedAttentionConfig
 from .operations.flash_attention import FlashAttention
 from .operations.flash_mla import FlashMLA
+from .operations.gated_delta_rule import GatedDeltaRule
 from .operations.gla import GLA
 from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
@@ -39,6 +41,7 @@ from .operations.ring_order import ring_order
 flash_attention = _either(_function(FlashAttention))
 blocksparse_attention = _either(_function(BlocksparseAttention), flash_attention)
 flash_mla = _function(FlashMLA)
+gated_delta_rule = _either(_function(GatedDeltaRule))
 gla = _function(GLA)
 grouped_matmul = _either(_function(GroupedMatmul))
 lightning_attention = _function(LightningAttention)
@@ -71,6 +74,7 @@ __all__ = [
     "BlocksparseAttention",
     "FlashAttention",
     "FlashMLA",
+    "GatedDeltaRule",
     "GroupedMatmul",
     "GroupedMatmulConfig",
     "KernelConfig",
@@ -92,6 +96,7 @@ __all__ = [
     "detect_platform",
     "flash_attention",
     "flash_mla",
+    "gated_delta_rule",
     "gla",
     "grouped_matmul",
     "lightning_attention",

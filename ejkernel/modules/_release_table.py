@@ -201,6 +201,13 @@ FORMS: dict[str, Form] = {
         is_told_by=lambda call: _rank(call, "rhs_scale") == 4 or _two_float_dtypes(call),
         by_position=3,
     ),
+    "gated_delta_rule": Form(
+        ("q", "k", "v", "beta", "g", "initial_state"),
+        required=4,
+        options=dict(use_qk_l2norm=True, return_state=False),
+        chosen_here=("use_chunked", "autotune_chunk_candidates"),
+        marks=frozenset(("use_chunked", "autotune_chunk_candidates")),
+    ),
     "mean_pooling": Form(
         ("x", "cu_seqlens"), required=1, options=dict(chunk_size=32), is_told_by=lambda call: _rank(call, "x") == 4
     ),

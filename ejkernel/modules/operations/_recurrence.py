@@ -25,6 +25,8 @@ from ._arguments import (
     static_scale,
 )
 
+_OF_STATE = "heads, features of k, features of v"
+
 
 def prepare(
     algorithm: Trio,
@@ -48,12 +50,9 @@ def prepare(
     _check_tokens(name, q, k, v)
     batch, length, heads, d = q.shape
     dtype = np.promote_types(q.dtype, np.float32)  # of statistics; by numpy's table, as that of jax may refuse
-    spans = _spans(name, cu_seqlens, q)
-    sequences = batch if spans is None else spans.shape[1]
-    state = (sequences, heads, d, v.shape[-1])
-    of_states = f"({'batch' if spans is None else 'sequences'}, heads, features of k, features of v)"
-    initial_state = _float_operand(name, "initial_state", initial_state, state, of_states)
-    g_gamma = _float_operand(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
+    spans = spans_of(name, cu_seqlens, q)
+    initial_state = states_of(name, initial_state, q, (heads, d, v.shape[-1]), spans)
+    g_gamma = float_operand(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
     result, traced = q.dtype, isinstance(softmax_scale, jax.Array | jax.core.Tracer)
     if traced and q.dtype == jnp.float16:  # which holds q times a scale only where that is near 1
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -62,17 +61,13 @@ def prepare(
         q,
         k,
         v,
-        g=_float_operand(name, "g", g, (batch, length, heads), "one number for each token and head of q"),
-        gk=_float_operand(name, "gk", gk, q.shape, "the shape of q"),
-        gv=_float_operand(
+        g=float_operand(name, "g", g, (batch, length, heads), "one number for each token and head of q"),
+        gk=float_operand(name, "gk", gk, q.shape, "the shape of q"),
+        gv=float_operand(
             name, "gv", gv, (batch, length, heads, v.shape[-1]), "features of v for each token and head of q"
         ),
         g_gamma=None if g_gamma is None else g_gamma.astype(dtype)[None],
-        initial_state=None
-        if initial_state is None
-        else initial_state.astype(dtype)[:, None]
-        if spans is None
-        else initial_state.astype(dtype)[None],
+        initial_state=initial_state,
         spans=spans,
     )
     return_state = static_bool(name, "return_state", return_state)
@@ -113,7 +108,7 @@ def _check_tokens(name: str, q, k, v) -> None:
         )
 
 
-def _float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
+def float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
     """The operand `of` as a float array of that shape, or None where it is absent."""
     if x is None:
         return None
@@ -124,7 +119,18 @@ def _float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
     return x
 
 
-def _spans(name: str, cu_seqlens, q):
+def states_of(name: str, given: Any, q: Any, shape: tuple[int, ...], spans: Any, axes: str = _OF_STATE) -> Any:
+    """initial_state [batch, 1, …] or [1, sequences, …] in the dtype of statistics, None where it is absent."""
+    sequences = q.shape[0] if spans is None else spans.shape[1]
+    meaning = f"({'batch' if spans is None else 'sequences'}, {axes})"
+    given = float_operand(name, "initial_state", given, (sequences, *shape), meaning)
+    if given is None:
+        return None
+    given = given.astype(np.promote_types(q.dtype, np.float32))
+    return given[:, None] if spans is None else given[None]
+
+
+def spans_of(name: str, cu_seqlens, q):
     """[1, n, 2]: where each sequence begins and ends, within the tokens that there are."""
     if cu_seqlens is None:
         return None
