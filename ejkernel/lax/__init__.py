@@ -19,11 +19,14 @@ from .native_sparse_blocks import native_sparse_blocks
 from .page_attention import page_attention
 from .page_plan import page_plan
 from .ragged_decode_attention import ragged_decode_attention
+from .ragged_gated_delta_rule import ragged_gated_delta_rule
 from .ragged_page_attention import ragged_page_attention
 from .ragged_page_attention_v3 import ragged_page_attention_v3
 from .recurrent import recurrent
 from .ring_attention import ring_attention
 from .ring_order import ring_order
+from .state_space_v1 import state_space_v1
+from .state_space_v2 import state_space_v2
 
 __all__ = [
     "block_mask_of",
@@ -42,9 +45,12 @@ __all__ = [
     "page_attention",
     "page_plan",
     "ragged_decode_attention",
+    "ragged_gated_delta_rule",
     "ragged_page_attention",
     "ragged_page_attention_v3",
     "recurrent",
     "ring_attention",
     "ring_order",
+    "state_space_v1",
+    "state_space_v2",
 ]

@@ -32,11 +32,14 @@ from .operations.native_sparse_blocks import NativeSparseBlocks
 from .operations.page_attention import PageAttention
 from .operations.page_plan import page_plan
 from .operations.ragged_decode_attention import RaggedDecodeAttention
+from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
 from .operations.ragged_page_attention import RaggedPageAttention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
 from .operations.ring_attention import ring_attention as _ring_attention
 from .operations.ring_order import ring_order
+from .operations.state_space_v1 import StateSpaceV1
+from .operations.state_space_v2 import StateSpaceV2
 
 flash_attention = _either(_function(FlashAttention))
 blocksparse_attention = _either(_function(BlocksparseAttention), flash_attention)
@@ -51,10 +54,13 @@ native_sparse_attention = _function(NativeSparseAttention)
 native_sparse_blocks = _function(NativeSparseBlocks)
 page_attention = _function(PageAttention)
 ragged_decode_attention = _either(_function(RaggedDecodeAttention))
+ragged_gated_delta_rule = _either(_function(RaggedGatedDeltaRule))
 ragged_page_attention = _function(RaggedPageAttention)
 ragged_page_attention_v3 = _either(_function(RaggedPageAttentionV3))
 recurrent = _function(Recurrent)
 ring_attention = _either(_ring_attention, (_ring_attention, flash_attention))
+state_space_v1 = _either(_function(StateSpaceV1))
+state_space_v2 = _either(_function(StateSpaceV2))
 
 # In the form of ejkernel 0.0.78 alone.
 attention = _release("attention", flash_attention, tuple)
@@ -85,9 +91,12 @@ __all__ = [
     "NativeSparseBlocks",
     "PageAttention",
     "RaggedDecodeAttention",
+    "RaggedGatedDeltaRule",
     "RaggedPageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
+    "StateSpaceV1",
+    "StateSpaceV2",
     "UnifiedAttentionConfig",
     "attention",
     "block_mask_of",
@@ -110,6 +119,7 @@ __all__ = [
     "page_attention",
     "page_plan",
     "ragged_decode_attention",
+    "ragged_gated_delta_rule",
     "ragged_page_attention",
     "ragged_page_attention_v2",
     "ragged_page_attention_v3",
@@ -117,5 +127,7 @@ __all__ = [
     "ring_attention",
     "ring_order",
     "scaled_dot_product_attention",
+    "state_space_v1",
+    "state_space_v2",
     "unified_attention",
 ]

@@ -103,7 +103,7 @@ def recurrence(
         return Outputs(varying_like(x, jnp.zeros((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype)), states)
     block = max(1, at_most(min(config.block_k, config.block_q), length))
     blocks = max(1, at_most(config.block_q // block, -(-length // block)))
-    one_block = partial(_block, dtype, spec.softmax_scale)
+    one_block = partial(block_of_tokens, dtype, spec.softmax_scale)
 
     def chunk(state, tokens):
         if blocks == 1:
@@ -124,16 +124,19 @@ def _divided(tokens: tuple, blocks: int) -> tuple:
     )
 
 
-def _block(dtype: Any, scale: float, state: Array, tokens: tuple) -> tuple[Array, Array]:
+def block_of_tokens(dtype: Any, scale: float, state: Array, tokens: tuple) -> tuple[Array, Array]:
     """The state [b,h,d,e] after a block, and o [b,h,c,e]; the equations stand at the head of this file."""
     q, k, v, *gates = tokens
-    heads = q.shape[1]
-    q = q.astype(dtype) * scale
-    k, v = (jnp.repeat(a.astype(dtype), heads // a.shape[1], axis=1) for a in (k, v))
+    of_heads = lambda a: jnp.repeat(a, state.shape[1] // a.shape[1], axis=1)
+    q, k, v = q.astype(dtype) * scale, k.astype(dtype), of_heads(v.astype(dtype))
+    if q.shape[1] != k.shape[1]:
+        k = of_heads(k)
     of_head, of_key, of_value = (decay_of(gate, dtype) for gate in gates)
     if of_key.between is None:
-        weights = _product("bhid,bhjd->bhij", q, k)
+        weights = of_heads(_product("bhid,bhjd->bhij", q, k))
+        q, k = of_heads(q), of_heads(k)
     else:
+        q, k = of_heads(q), of_heads(k)
         weights = (q[:, :, :, None] * k[:, :, None] * of_key.between).sum(-1)
     weights = times(weights, of_head.between)
     weights = where(np.tri(q.shape[2], dtype=bool)[None, None], weights, 0)

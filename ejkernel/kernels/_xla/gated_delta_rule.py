@@ -8,8 +8,8 @@ Put into each other, the rows u of a chunk are the solution of a system with a u
 
     (I + L) U = diag(β) (V − diag(exp P) K h),    L_ij = β_i exp(D_ij) k_i·k_j for j < i
 
-of which the paper's W and U are (I + L)⁻¹ diag(β exp P) K and (I + L)⁻¹ diag(β) V: it is solved for both at once, by
-substitution, as a product of powers of L overflows where keys are alike. Then, with all rows at once,
+of which the paper's W and U are (I + L)⁻¹ diag(β exp P) K and (I + L)⁻¹ diag(β) V: here both are multiplied at once.
+The inverse is made of inverses of blocks, as a sum of powers of L overflows where keys are alike. Then,
 
     O = scale · (diag(exp P) Q h + (Q Kᵀ ∘ exp D, for j ≤ i) U),    h' = exp(P_c) h + (diag(exp D_c) K)ᵀ U
 
@@ -74,8 +74,8 @@ def _initial_state(x: Operands, dtype: Any) -> Array:
 
 
 def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is a chunk."""
-    return KernelConfig(block_q=64)
+    """block_q is a chunk. On a CPU a short one computes less; elsewhere a long one keeps more of the device at work."""
+    return KernelConfig(block_q=32 if target.platform == "cpu" else 64)
 
 
 def space(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> list[KernelConfig]:
@@ -119,10 +119,43 @@ def of_chunk(dtype: Any, spec: GatedDeltaRuleSpec, state: Array, tokens: tuple) 
     q, k = of_heads(q * spec.softmax_scale), of_heads(k)
     held = times(_product("bhid,bhde->bhie", k, state), decay.since)
     lower = where(np.tri(c, k=-1, dtype=bool)[None, None], beta * among_keys, 0)
-    u = lax.linalg.triangular_solve(lower, beta * (v - held), left_side=True, lower=True, unit_diagonal=True)
+    u = _product("bhij,bhje->bhie", unit_lower_inverse(lower), beta * (v - held))
     o = times(_product("bhid,bhde->bhie", q, state), decay.since) + _product("bhij,bhje->bhie", weights, u)
     state = state if decay.total is None else state * lax.expand_dims(decay.total, (2, 3))
     return state + _product("bhjd,bhje->bhde", times(k, decay.until), u), o
+
+
+@jax.custom_jvp
+def unit_lower_inverse(lower: Array) -> Array:
+    """(I + L)⁻¹ of a strictly lower triangular L [b,h,c,c], by the inverses of its diagonal blocks, from size 1 on:
+
+        [A 0; C B]⁻¹ = [A⁻¹ 0; −B⁻¹ C A⁻¹ B⁻¹]
+
+    Every factor is the inverse of a part of the matrix, so that nothing grows beyond what the result has. To some XLA
+    backends a triangular solve is a loop over rows, and slower than everything else here.
+    """
+    c = lower.shape[-1]
+    size = 1 << max(0, c - 1).bit_length()
+    lower = lax.pad(lower, np.array(0, lower.dtype), [(0, 0, 0)] * 2 + [(0, size - c, 0)] * 2)
+    inverse = lax.full_like(lower, 1, shape=(*lower.shape[:3], 1, 1))  # [b,h,blocks,n,n]
+    n = 1
+    while n < size:
+        count = size // (2 * n)
+        blocks = lower.reshape(*lower.shape[:2], count, 2 * n, count, 2 * n)
+        below = jnp.moveaxis(jnp.diagonal(blocks[:, :, :, n:, :, :n], axis1=2, axis2=4), -1, 2)
+        first, second = inverse[:, :, 0::2], inverse[:, :, 1::2]
+        below = -_product("bhxij,bhxjk->bhxik", _product("bhxij,bhxjk->bhxik", second, below), first)
+        above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
+        inverse, n = jnp.concatenate([above, jnp.concatenate([below, second], -1)], -2), 2 * n
+    return inverse[:, :, 0, :c, :c]
+
+
+@unit_lower_inverse.defjvp
+def _inverse_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+    """With T = (I + L)⁻¹, T (I + L) = I gives dT = −T dL T."""
+    inverse = unit_lower_inverse(*primals)
+    change = _product("bhij,bhjk->bhik", _product("bhij,bhjk->bhik", inverse, *tangents), inverse)
+    return inverse, -change
 
 
 def _product(axes: str, a: Array, b: Array) -> Array:

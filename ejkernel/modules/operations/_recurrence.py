@@ -130,7 +130,7 @@ def states_of(name: str, given: Any, q: Any, shape: tuple[int, ...], spans: Any,
     return given[:, None] if spans is None else given[None]
 
 
-def spans_of(name: str, cu_seqlens, q):
+def spans_of(name: str, cu_seqlens, q, of: str = "q"):
     """[1, n, 2]: where each sequence begins and ends, within the tokens that there are."""
     if cu_seqlens is None:
         return None
@@ -138,7 +138,9 @@ def spans_of(name: str, cu_seqlens, q):
     require_cuts(name, cu_seqlens=cu_seqlens)
     if q.shape[0] != 1:
         raise value_error(
-            name, f"q has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences", q=q
+            name,
+            f"{of} has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences",
+            **{of: q},
         )
     ends = int32(cu_seqlens).clip(0, q.shape[1])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
@@ -165,6 +167,15 @@ def _scaled(name: str, q, scale, spans):
     return q, static_scale(name, scale, np.promote_types(q.dtype, np.float32))
 
 
+def synthetic_spans(operands: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """The spans of sequences of unequal lengths, where a call has any."""
+    if "spans" not in operands:
+        return {}
+    shape = operands["spans"].shape
+    ends = np.round(tokens * np.linspace(0, 1, shape[1] + 1) ** 1.5).astype(np.int32)
+    return {"spans": jnp.broadcast_to(jnp.stack([ends[:-1], ends[1:]], axis=-1), shape)}
+
+
 class Recurrence:
     """What tuning, benchmarks and the doctor ask of an operation of this family."""
 
@@ -181,11 +192,7 @@ class Recurrence:
         for name in values.keys() & {"g", "gk", "gv", "g_gamma"}:
             wide = values[name].astype(jnp.float32)
             values[name] = (jax.nn.log_sigmoid(wide) / 16).astype(values[name].dtype)
-        if "spans" in operands:
-            x, tokens = operands["spans"], operands["q"].shape[1]
-            ends = np.round(tokens * np.linspace(0, 1, x.shape[1] + 1) ** 1.5).astype(np.int32)
-            values["spans"] = jnp.broadcast_to(jnp.stack([ends[:-1], ends[1:]], axis=-1), x.shape)
-        return values
+        return values | synthetic_spans(operands, operands["q"].shape[1])
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: RecurrenceSpec) -> float:
