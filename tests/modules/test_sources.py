@@ -19,7 +19,9 @@ MADE_WITH = {
     **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},
 }
 # Operations whose implementations call those of another.
-MADE_OF = dict.fromkeys(("blocksparse_attention", "flash_mla", *OF_PAGES), "flash_attention")
+MADE_OF = dict.fromkeys(("blocksparse_attention", "flash_mla", *OF_PAGES), "flash_attention") | {
+    "state_space_v2": "_recurrence"
+}
 
 
 def names(files):

@@ -33,7 +33,6 @@ def tangent_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
     The spec is `default` where a call has none.
     """
 
-    @partial(jax.jit, static_argnames=("spec", "config"))
     def tangent(
         primals: Any, outputs: Any, tangents: Any, *, spec: Any = default, config: KernelConfig = KernelConfig()
     ) -> Any:
@@ -42,7 +41,7 @@ def tangent_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
         found = jax.jvp(f, ({name: getattr(primals, name) for name in moving},), (moving,))[1]
         return found._replace(o=found.o.astype(primals[0].dtype))
 
-    return tangent
+    return _as_of(forward, tangent, "_jvp")
 
 
 def backward_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
@@ -53,7 +52,6 @@ def backward_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]
     that of an argument does.
     """
 
-    @partial(jax.jit, static_argnames=("wrt", "spec", "config"))
     def backward(
         primals: Any,
         outputs: Any,
@@ -72,7 +70,14 @@ def backward_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]
         gradients = jax.grad(weighed)({name: getattr(primals, name) for name in wrt})
         return tuple(gradients[name] for name in wrt)
 
-    return backward
+    return _as_of(forward, backward, "_bwd")
+
+
+def _as_of(forward: Callable[..., Any], derivative: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+    """The derivative as a function of the forward's file, of which configs that are measured depend."""
+    name = forward.__name__ + suffix
+    derivative.__module__, derivative.__name__, derivative.__qualname__ = forward.__module__, name, name
+    return jax.jit(derivative, static_argnames=("wrt", "spec", "config") if suffix == "_bwd" else ("spec", "config"))
 
 
 def _outputs_of(forward: Callable[..., Any], operands: Any, spec: Any, config: Any, moving: dict[str, Array]) -> Any:

@@ -25,6 +25,7 @@ from ._arguments import (
     static_scale,
 )
 
+XLA_ALONE = "kernels for GPUs and TPUs come later"
 _OF_STATE = "heads, features of k, features of v"
 
 

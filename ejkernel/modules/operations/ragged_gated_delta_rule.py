@@ -15,6 +15,7 @@ from ...primitives.ragged_gated_delta_rule import Operands
 from ...primitives.ragged_gated_delta_rule import ragged_gated_delta_rule as primitives
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank
+from ._recurrence import XLA_ALONE
 from .gated_delta_rule import check_tokens, gates_of, spec_of
 
 NAME = primitives.name
@@ -99,6 +100,7 @@ class RaggedGatedDeltaRule(Operation):
     """A step of serving with the gated delta rule: `ejkernel.lax.ragged_gated_delta_rule` as a kernel object."""
 
     algorithm = primitives
+    outlook = XLA_ALONE
     prepare_arguments = staticmethod(ragged_gated_delta_rule_arguments)
 
     @classmethod
