@@ -35,6 +35,7 @@ def test_gated_delta_rule_over_a_mesh():
         **dict(mesh=jax.make_mesh((2,), ("tp",)), platform=None, out_specs=(heads, P(None, "tp"))),
         in_specs=(heads, heads, heads, heads, heads, P(None, "tp")),
     )
+    o, state = np.asarray(o), np.asarray(state)
     for b, head in np.ndindex(2, 2):
         exact = np.asarray(h[b, head], np.float64)
         for t in range(5):

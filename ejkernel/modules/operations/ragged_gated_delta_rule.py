@@ -13,6 +13,7 @@ from ...ops.utils.operands import random_like
 from ...primitives.gated_delta_rule import GatedDeltaRuleSpec
 from ...primitives.ragged_gated_delta_rule import Operands
 from ...primitives.ragged_gated_delta_rule import ragged_gated_delta_rule as primitives
+from ...types import CuSeqlens
 from .._operation import Operation, Prepared
 from ._arguments import align, array, int32, require_cuts, require_dtype, require_rank
 from ._recurrence import XLA_ALONE
@@ -28,7 +29,7 @@ def ragged_gated_delta_rule_arguments(
     beta: Float[Array, "tokens q_heads"],
     g: Float[Array, "tokens q_heads"] | None,
     states: Float[Array, "slots q_heads head_dim v_head_dim"],
-    query_start_loc: Integer[Array, " sequences+1"],
+    query_start_loc: CuSeqlens,
     state_indices: Integer[Array, " sequences"],
     *,
     softmax_scale: float | None = None,
