@@ -22,7 +22,7 @@ def register(
     operation: str, forward: Callable[..., Any], tangent: Callable[..., Any], backward: Callable[..., Any]
 ) -> None:
     """Registers the three as the implementation of an operation in XLA; their configs are those of the forward."""
-    configured = configured_by(forward.heuristic, forward.space)
+    configured = configured_by(forward.heuristic, forward.space, forward.variants)
     for suffix, implementation in (("", forward), ("_jvp", configured(tangent)), ("_bwd", configured(backward))):
         kernel_registry.register(operation + suffix, Platform.XLA, Backend.ANY)(implementation)
 
