@@ -3,6 +3,7 @@
 Whoever calls one is told. A name that the library has comes before this table.
 """
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -10,30 +11,36 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 ABSENT: dict[str, tuple[str, ...]] = {
-    "ejkernel.modules": (
-        "gated_delta_rule",
-        "ragged_gated_delta_rule",
-        "ragged_page_attention_v3_turboquant",
-        "state_space_v1",
-        "state_space_v2",
-    ),
+    "ejkernel.modules": ("ragged_page_attention_v3_turboquant",),
     "ejkernel.modules.operations": ("quantized_matmul",),
     "ejkernel.modules.operations.ragged_page_attention_v2_turboquant": ("ragged_page_attention_v2_turboquant",),
     "ejkernel.quantization": ("dequantize", "prepack_quantized_weights", "quantize"),
     "ejkernel.quantization.turboquant.codebook": ("solve_lloyd_max",),
     "ejkernel.quantization.turboquant.matrices": ("generate_projection_matrix", "generate_rotation_matrix"),
-    "ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface": ("_decode_path",),
-    "ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd": ("_ragged_gdr_chunked_prefill",),
+}
+
+# Names that 0.0.78 has in modules of its kernels, and what they are here.
+ELSEWHERE: dict[tuple[str, str], tuple[str, str]] = {
+    ("ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface", "_decode_path"): (
+        "ejkernel.modules._release_recurrent",
+        "gated_delta_rule_decode",
+    ),
+    ("ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd", "_ragged_gdr_chunked_prefill"): (
+        "ejkernel.modules._release_recurrent",
+        "gated_delta_rule_prefill",
+    ),
 }
 
 
 def name_what_is_absent() -> None:
-    """Makes the modules and names of the table that there are not."""
+    """Makes the modules and names of the tables that there are not."""
     for module, names in ABSENT.items():
         found = _module(module)
         for name in names:
             if not hasattr(found, name):
                 setattr(found, name, _absent(name))
+    for (module, name), (place, here) in ELSEWHERE.items():
+        setattr(_module(module), name, getattr(importlib.import_module(place), here))
 
 
 def _module(name: str) -> ModuleType:
@@ -42,9 +49,11 @@ def _module(name: str) -> ModuleType:
         return sys.modules[name]
     package, _, last = name.rpartition(".")
     parent = _module(package)
-    if importlib.util.find_spec(name) is not None:
+    if hasattr(parent, "__path__") and importlib.util.find_spec(name) is not None:
         return importlib.import_module(name)
-    made = sys.modules[name] = ModuleType(name, "Names of ejkernel 0.0.78 that this library has no operation for.")
+    made = sys.modules[name] = ModuleType(
+        name, "Names of ejkernel 0.0.78 that this library has elsewhere, or has no operation for."
+    )
     made.__path__ = []
     setattr(parent, last, made)
     return made

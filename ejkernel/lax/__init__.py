@@ -7,6 +7,7 @@ from .block_mask_of import block_mask_of
 from .blocksparse_attention import blocksparse_attention
 from .flash_attention import flash_attention
 from .flash_mla import flash_mla
+from .gated_delta_rule import gated_delta_rule
 from .gla import gla
 from .grouped_matmul import grouped_matmul
 from .lightning_attention import lightning_attention
@@ -18,17 +19,21 @@ from .native_sparse_blocks import native_sparse_blocks
 from .page_attention import page_attention
 from .page_plan import page_plan
 from .ragged_decode_attention import ragged_decode_attention
+from .ragged_gated_delta_rule import ragged_gated_delta_rule
 from .ragged_page_attention import ragged_page_attention
 from .ragged_page_attention_v3 import ragged_page_attention_v3
 from .recurrent import recurrent
 from .ring_attention import ring_attention
 from .ring_order import ring_order
+from .state_space_v1 import state_space_v1
+from .state_space_v2 import state_space_v2
 
 __all__ = [
     "block_mask_of",
     "blocksparse_attention",
     "flash_attention",
     "flash_mla",
+    "gated_delta_rule",
     "gla",
     "grouped_matmul",
     "lightning_attention",
@@ -40,9 +45,12 @@ __all__ = [
     "page_attention",
     "page_plan",
     "ragged_decode_attention",
+    "ragged_gated_delta_rule",
     "ragged_page_attention",
     "ragged_page_attention_v3",
     "recurrent",
     "ring_attention",
     "ring_order",
+    "state_space_v1",
+    "state_space_v2",
 ]

@@ -3,9 +3,10 @@
 They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
 """
 
-from . import _release_dense as _release_dense  # the three register their translations
+from . import _release_dense as _release_dense  # the four register their translations
 from . import _release_paged as _release_paged
 from . import _release_products as _release_products
+from . import _release_recurrent as _release_recurrent
 from ._public_function import public_function as _function
 from ._release import either as _either
 from ._release import release_function as _release
@@ -15,6 +16,7 @@ from .operations.blocksparse_attention import BlocksparseAttention
 from .operations.configs import GroupedMatmulConfig, UnifiedAttentionConfig
 from .operations.flash_attention import FlashAttention
 from .operations.flash_mla import FlashMLA
+from .operations.gated_delta_rule import GatedDeltaRule
 from .operations.gla import GLA
 from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
@@ -26,15 +28,19 @@ from .operations.native_sparse_blocks import NativeSparseBlocks
 from .operations.page_attention import PageAttention
 from .operations.page_plan import page_plan
 from .operations.ragged_decode_attention import RaggedDecodeAttention
+from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
 from .operations.ragged_page_attention import RaggedPageAttention
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
 from .operations.recurrent import Recurrent
 from .operations.ring_attention import ring_attention as _ring_attention
 from .operations.ring_order import ring_order
+from .operations.state_space_v1 import StateSpaceV1
+from .operations.state_space_v2 import StateSpaceV2
 
 flash_attention = _either(_function(FlashAttention))
 blocksparse_attention = _either(_function(BlocksparseAttention), flash_attention)
 flash_mla = _function(FlashMLA)
+gated_delta_rule = _either(_function(GatedDeltaRule))
 gla = _function(GLA)
 grouped_matmul = _either(_function(GroupedMatmul))
 lightning_attention = _function(LightningAttention)
@@ -44,10 +50,13 @@ native_sparse_attention = _function(NativeSparseAttention)
 native_sparse_blocks = _function(NativeSparseBlocks)
 page_attention = _function(PageAttention)
 ragged_decode_attention = _either(_function(RaggedDecodeAttention))
+ragged_gated_delta_rule = _either(_function(RaggedGatedDeltaRule))
 ragged_page_attention = _function(RaggedPageAttention)
 ragged_page_attention_v3 = _either(_function(RaggedPageAttentionV3))
 recurrent = _function(Recurrent)
 ring_attention = _either(_ring_attention, (_ring_attention, flash_attention))
+state_space_v1 = _either(_function(StateSpaceV1))
+state_space_v2 = _either(_function(StateSpaceV2))
 
 # In the form of ejkernel 0.0.78 alone.
 attention = _release("attention", flash_attention, tuple)
@@ -64,6 +73,7 @@ __all__ = [
     "BlocksparseAttention",
     "FlashAttention",
     "FlashMLA",
+    "GatedDeltaRule",
     "GroupedMatmul",
     "GroupedMatmulConfig",
     "KernelConfig",
@@ -74,9 +84,12 @@ __all__ = [
     "NativeSparseBlocks",
     "PageAttention",
     "RaggedDecodeAttention",
+    "RaggedGatedDeltaRule",
     "RaggedPageAttention",
     "RaggedPageAttentionV3",
     "Recurrent",
+    "StateSpaceV1",
+    "StateSpaceV2",
     "UnifiedAttentionConfig",
     "attention",
     "block_mask_of",
@@ -85,6 +98,7 @@ __all__ = [
     "detect_platform",
     "flash_attention",
     "flash_mla",
+    "gated_delta_rule",
     "gla",
     "grouped_matmul",
     "lightning_attention",
@@ -98,6 +112,7 @@ __all__ = [
     "page_attention",
     "page_plan",
     "ragged_decode_attention",
+    "ragged_gated_delta_rule",
     "ragged_page_attention",
     "ragged_page_attention_v2",
     "ragged_page_attention_v3",
@@ -105,5 +120,7 @@ __all__ = [
     "ring_attention",
     "ring_order",
     "scaled_dot_product_attention",
+    "state_space_v1",
+    "state_space_v2",
     "unified_attention",
 ]

@@ -54,6 +54,7 @@ class Operation(Kernel):
             those of the lax API.
         renamed: lax name → modules name, where the modules API has another one.
         retyped: lax name → type in the modules' API, where `convert` takes another one.
+        outlook: what it does not have yet, which `explain` adds to its answer.
     """
 
     algorithm: ClassVar[Trio | ForwardOnly]
@@ -61,6 +62,7 @@ class Operation(Kernel):
     prepare_arguments: ClassVar[Callable[..., Prepared[Any]]]
     renamed: ClassVar[Mapping[str, str]] = {}
     retyped: ClassVar[Mapping[str, Any]] = {}
+    outlook: ClassVar[str] = ""
 
     def __init_subclass__(cls, **how: Any) -> None:
         super().__init_subclass__(**how)

@@ -74,7 +74,7 @@ def either(present: Present, made_of: Any = None) -> Present:
 
     signature = inspect.signature(present)
     more = [p for n, p in in_release_form.__signature__.parameters.items() if n not in signature.parameters]
-    more = [p.replace(kind=p.KEYWORD_ONLY) for p in more]
+    more = [_left_out(p).replace(kind=p.KEYWORD_ONLY) for p in more]
     call.__name__ = call.__qualname__ = name
     call.__module__ = "ejkernel.modules"
     call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *more])
@@ -84,6 +84,13 @@ def either(present: Present, made_of: Any = None) -> Present:
     call.__doc__ = f"{present.__doc__}\nIn the form of ejkernel 0.0.78, {order}: {told}\n\n{_said(form)}\n"
     kernel_registry.register_operation(name, call)
     return call
+
+
+def _left_out(parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter as one that a call may leave out, as calls that are not in the form of 0.0.78 do."""
+    if parameter.default is not inspect.Parameter.empty:
+        return parameter
+    return parameter.replace(default=None, annotation=parameter.annotation | None)
 
 
 def _signature(form: Form, result: Any) -> inspect.Signature:

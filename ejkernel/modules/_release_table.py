@@ -201,6 +201,33 @@ FORMS: dict[str, Form] = {
         is_told_by=lambda call: _rank(call, "rhs_scale") == 4 or _two_float_dtypes(call),
         by_position=3,
     ),
+    "gated_delta_rule": Form(
+        ("q", "k", "v", "beta", "g", "initial_state"),
+        required=4,
+        options=dict(use_qk_l2norm=True, return_state=False),
+        chosen_here=("use_chunked", "autotune_chunk_candidates"),
+        marks=frozenset(("use_chunked", "autotune_chunk_candidates")),
+    ),
+    "ragged_gated_delta_rule": Form(
+        ("query", "key", "value", "beta", "decay", "recurrent_state", "query_start_loc", "state_indices"),
+        required=4,
+        options=dict(use_qk_l2norm=True),
+        chosen_here=("chunk_size",),
+        marks=frozenset(("query", "key", "value", "decay", "recurrent_state", "chunk_size")),
+    ),
+    "state_space_v1": Form(
+        ("x", "A", "B", "C", "D", "dt", "gate", "initial_state", "conv_state"),
+        required=6,
+        options=dict(act_fn=None),
+        marks=frozenset(("gate", "conv_state", "act_fn")),
+    ),
+    "state_space_v2": Form(
+        ("x", "A", "B", "C", "D", "dt", "gate", "initial_state", "conv_state"),
+        required=6,
+        options=dict(n_groups=None, act_fn=None, use_gated_rmsnorm=False, rmsnorm_eps=1e-5),
+        chosen_here=("precision",),
+        marks=frozenset(("gate", "conv_state", "act_fn", "n_groups", "use_gated_rmsnorm", "rmsnorm_eps", "precision")),
+    ),
     "mean_pooling": Form(
         ("x", "cu_seqlens"), required=1, options=dict(chunk_size=32), is_told_by=lambda call: _rank(call, "x") == 4
     ),

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from ._case import Case
 from ._feature import Feature
-from ._recurrence import gate
 
 FOLDER = importlib.import_module(__package__).__path__
 FILES = [
@@ -37,9 +36,9 @@ def call_with(operation: str, names: tuple[str, ...]) -> tuple[Case, str]:
         dtype = feature.dtype or dtype
     if "cu_seqlens" in operands and "initial_state" in operands:
         operands["initial_state"], shape["n"] = "n h d e", shape["m"] - 1
-    for name, axes in (("g", "1 s h"), ("gk", "1 s h d"), ("gv", "1 s h e")):
+    for name in ("g", "gk", "gv"):
         if "cu_seqlens" in operands and name in operands:
-            operands[name] = gate(axes)
+            operands[name] = replace(operands[name], axes=operands[name].axes.replace("b", "1"))
     return replace(plain, name="-".join(names) or "plain", sizes=shape, operands=operands, options=options), dtype
 
 

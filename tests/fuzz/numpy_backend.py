@@ -140,6 +140,7 @@ ELEMENTWISE = {
     "min": np.minimum,
     "abs": np.abs,
     "sign": np.sign,
+    "sqrt": np.sqrt,
     "square": np.square,
     "one_minus_square": lambda x: 1 - x * x,
     "eq": np.equal,

@@ -1,7 +1,8 @@
 """gla in XLA: one of the family in `_recurrence`."""
 
-from ._recurrence import reference, register
+from ._differentiated import register
+from ._recurrence import recurrence, recurrence_bwd, recurrence_jvp, reference
 
 __all__ = ["reference"]
 
-register("gla")
+register("gla", recurrence, recurrence_jvp, recurrence_bwd)

@@ -1,7 +1,8 @@
 """lightning_attention in XLA: one of the family in `_recurrence`."""
 
-from ._recurrence import reference, register
+from ._differentiated import register
+from ._recurrence import recurrence, recurrence_bwd, recurrence_jvp, reference
 
 __all__ = ["reference"]
 
-register("lightning_attention")
+register("lightning_attention", recurrence, recurrence_jvp, recurrence_bwd)

@@ -25,6 +25,9 @@ from ._arguments import (
     static_scale,
 )
 
+XLA_ALONE = "kernels for GPUs and TPUs come later"
+_OF_STATE = "heads, features of k, features of v"
+
 
 def prepare(
     algorithm: Trio,
@@ -48,12 +51,9 @@ def prepare(
     _check_tokens(name, q, k, v)
     batch, length, heads, d = q.shape
     dtype = np.promote_types(q.dtype, np.float32)  # of statistics; by numpy's table, as that of jax may refuse
-    spans = _spans(name, cu_seqlens, q)
-    sequences = batch if spans is None else spans.shape[1]
-    state = (sequences, heads, d, v.shape[-1])
-    of_states = f"({'batch' if spans is None else 'sequences'}, heads, features of k, features of v)"
-    initial_state = _float_operand(name, "initial_state", initial_state, state, of_states)
-    g_gamma = _float_operand(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
+    spans = spans_of(name, cu_seqlens, q)
+    initial_state = states_of(name, initial_state, q, (heads, d, v.shape[-1]), spans)
+    g_gamma = float_operand(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
     result, traced = q.dtype, isinstance(softmax_scale, jax.Array | jax.core.Tracer)
     if traced and q.dtype == jnp.float16:  # which holds q times a scale only where that is near 1
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
@@ -62,17 +62,13 @@ def prepare(
         q,
         k,
         v,
-        g=_float_operand(name, "g", g, (batch, length, heads), "one number for each token and head of q"),
-        gk=_float_operand(name, "gk", gk, q.shape, "the shape of q"),
-        gv=_float_operand(
+        g=float_operand(name, "g", g, (batch, length, heads), "one number for each token and head of q"),
+        gk=float_operand(name, "gk", gk, q.shape, "the shape of q"),
+        gv=float_operand(
             name, "gv", gv, (batch, length, heads, v.shape[-1]), "features of v for each token and head of q"
         ),
         g_gamma=None if g_gamma is None else g_gamma.astype(dtype)[None],
-        initial_state=None
-        if initial_state is None
-        else initial_state.astype(dtype)[:, None]
-        if spans is None
-        else initial_state.astype(dtype)[None],
+        initial_state=initial_state,
         spans=spans,
     )
     return_state = static_bool(name, "return_state", return_state)
@@ -113,7 +109,7 @@ def _check_tokens(name: str, q, k, v) -> None:
         )
 
 
-def _float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
+def float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
     """The operand `of` as a float array of that shape, or None where it is absent."""
     if x is None:
         return None
@@ -124,7 +120,18 @@ def _float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
     return x
 
 
-def _spans(name: str, cu_seqlens, q):
+def states_of(name: str, given: Any, q: Any, shape: tuple[int, ...], spans: Any, axes: str = _OF_STATE) -> Any:
+    """initial_state [batch, 1, …] or [1, sequences, …] in the dtype of statistics, None where it is absent."""
+    sequences = q.shape[0] if spans is None else spans.shape[1]
+    meaning = f"({'batch' if spans is None else 'sequences'}, {axes})"
+    given = float_operand(name, "initial_state", given, (sequences, *shape), meaning)
+    if given is None:
+        return None
+    given = given.astype(np.promote_types(q.dtype, np.float32))
+    return given[:, None] if spans is None else given[None]
+
+
+def spans_of(name: str, cu_seqlens, q, of: str = "q"):
     """[1, n, 2]: where each sequence begins and ends, within the tokens that there are."""
     if cu_seqlens is None:
         return None
@@ -132,7 +139,9 @@ def _spans(name: str, cu_seqlens, q):
     require_cuts(name, cu_seqlens=cu_seqlens)
     if q.shape[0] != 1:
         raise value_error(
-            name, f"q has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences", q=q
+            name,
+            f"{of} has batch {q.shape[0]}; it must be 1 since cu_seqlens divides its tokens into sequences",
+            **{of: q},
         )
     ends = int32(cu_seqlens).clip(0, q.shape[1])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
@@ -159,6 +168,15 @@ def _scaled(name: str, q, scale, spans):
     return q, static_scale(name, scale, np.promote_types(q.dtype, np.float32))
 
 
+def synthetic_spans(operands: Mapping[str, Any], tokens: int) -> dict[str, Any]:
+    """The spans of sequences of unequal lengths, where a call has any."""
+    if "spans" not in operands:
+        return {}
+    shape = operands["spans"].shape
+    ends = np.round(tokens * np.linspace(0, 1, shape[1] + 1) ** 1.5).astype(np.int32)
+    return {"spans": jnp.broadcast_to(jnp.stack([ends[:-1], ends[1:]], axis=-1), shape)}
+
+
 class Recurrence:
     """What tuning, benchmarks and the doctor ask of an operation of this family."""
 
@@ -175,11 +193,7 @@ class Recurrence:
         for name in values.keys() & {"g", "gk", "gv", "g_gamma"}:
             wide = values[name].astype(jnp.float32)
             values[name] = (jax.nn.log_sigmoid(wide) / 16).astype(values[name].dtype)
-        if "spans" in operands:
-            x, tokens = operands["spans"], operands["q"].shape[1]
-            ends = np.round(tokens * np.linspace(0, 1, x.shape[1] + 1) ** 1.5).astype(np.int32)
-            values["spans"] = jnp.broadcast_to(jnp.stack([ends[:-1], ends[1:]], axis=-1), x.shape)
-        return values
+        return values | synthetic_spans(operands, operands["q"].shape[1])
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: RecurrenceSpec) -> float:

@@ -171,7 +171,7 @@ class MultiLatentRaggedPageAttentionV2Config(BaseOperationConfig):
 
 @dataclass(frozen=True)
 class GatedDeltaRuleConfig(BaseOperationConfig):
-    """Of gated_delta_rule, of which this library has no operation."""
+    """Of gated_delta_rule."""
 
     chunk_size: int = 64
 

@@ -3,7 +3,7 @@
 What stands here imports no Pallas; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._tier import Tier
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
@@ -63,7 +63,7 @@ def _reason(operation: str, spec: NativeSparseAttentionSpec, operands: Operands,
     return None
 
 
-_tier = Tier(
+_kernels = KernelTrio(
     __name__,
     "native_sparse_attention",
     NativeSparseAttentionSpec,
@@ -75,10 +75,10 @@ _tier = Tier(
     refuses=refuses,
 )
 
-native_sparse_attention = _tier.forward("forward", supports)
-native_sparse_attention_jvp = _tier.tangent("tangent", supports_jvp)
-native_sparse_attention_bwd = _tier.backward("backward", supports_bwd)
+native_sparse_attention = _kernels.forward("forward", supports)
+native_sparse_attention_jvp = _kernels.tangent("tangent", supports_jvp)
+native_sparse_attention_bwd = _kernels.backward("backward", supports_bwd)
 
-_tier.register(
+_kernels.register(
     "native_sparse_attention", native_sparse_attention, native_sparse_attention_jvp, native_sparse_attention_bwd
 )

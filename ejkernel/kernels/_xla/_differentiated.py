@@ -1,0 +1,92 @@
+"""The tangent and the backward of an operation by JAX's differentiation of its forward in XLA.
+
+For a forward whose derivatives need no more memory than it does itself: one that recomputes what is within a chunk. Its
+first operand is of the dtype of its first output; the others are of the dtype of statistics.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.kernels._registry import configured_by, kernel_registry
+from ejkernel.types import Backend, KernelConfig, Platform
+
+from ._attention import statistics_dtype
+
+
+def register(
+    operation: str, forward: Callable[..., Any], tangent: Callable[..., Any], backward: Callable[..., Any]
+) -> None:
+    """Registers the three as the implementation of an operation in XLA; their configs are those of the forward."""
+    configured = configured_by(forward.heuristic, forward.space, forward.variants)
+    for suffix, implementation in (("", forward), ("_jvp", configured(tangent)), ("_bwd", configured(backward))):
+        kernel_registry.register(operation + suffix, Platform.XLA, Backend.ANY)(implementation)
+
+
+def tangent_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
+    """(primals, outputs, tangents, spec, config) → the tangents of the outputs; a tangent of None is zero.
+
+    The spec is `default` where a call has none.
+    """
+
+    def tangent(
+        primals: Any, outputs: Any, tangents: Any, *, spec: Any = default, config: KernelConfig = KernelConfig()
+    ) -> Any:
+        moving = {name: t for name, t in tangents._asdict().items() if t is not None}
+        f = partial(_outputs_of, forward, primals, spec, config)
+        found = jax.jvp(f, ({name: getattr(primals, name) for name in moving},), (moving,))[1]
+        return found._replace(o=found.o.astype(primals[0].dtype))
+
+    return _as_of(forward, tangent, "_jvp")
+
+
+def backward_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
+    """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands named in wrt.
+
+    A cotangent of None is zero. They are the gradient of Σ outputs ∘ cotangents, as `jax.vjp` compares their types: in
+    a `shard_map` inside another, the type of what is computed does not tell any more over which axes it varies, while
+    that of an argument does.
+    """
+
+    def backward(
+        primals: Any,
+        outputs: Any,
+        cotangents: Any,
+        *,
+        wrt: tuple[str, ...],
+        spec: Any = default,
+        config: KernelConfig = KernelConfig(),
+    ) -> tuple[Array, ...]:
+        dtype = statistics_dtype(primals[0].dtype)
+
+        def weighed(moving):
+            pairs = zip(_outputs_of(forward, primals, spec, config, moving), cotangents, strict=True)
+            return sum((x * ct.astype(dtype)).sum() for x, ct in pairs if ct is not None)
+
+        gradients = jax.grad(weighed)({name: getattr(primals, name) for name in wrt})
+        return tuple(gradients[name] for name in wrt)
+
+    return _as_of(forward, backward, "_bwd")
+
+
+def _as_of(forward: Callable[..., Any], derivative: Callable[..., Any], suffix: str) -> Callable[..., Any]:
+    """The derivative as a function of the forward's file, of which configs that are measured depend."""
+    name = forward.__name__ + suffix
+    derivative.__module__, derivative.__name__, derivative.__qualname__ = forward.__module__, name, name
+    return jax.jit(derivative, static_argnames=("wrt", "spec", "config") if suffix == "_bwd" else ("spec", "config"))
+
+
+def _outputs_of(forward: Callable[..., Any], operands: Any, spec: Any, config: Any, moving: dict[str, Array]) -> Any:
+    """The outputs in the dtype of statistics, as functions of the operands that move.
+
+    Nothing is rounded on the way: a second derivative that is transposed last would round to the dtype of q what is
+    summed with other terms, and where these are large and cancel, float16 overflows though the sum does not.
+    """
+    dtype, x = statistics_dtype(operands[0].dtype), operands._replace(**moving)
+    is_float = lambda a: a is not None and jnp.issubdtype(a.dtype, jnp.floating)
+    wide = {name: a.astype(dtype) for name, a in x._asdict().items() if is_float(a)}
+    return forward(*x._replace(**wide), spec=spec, config=config)

@@ -1,0 +1,106 @@
+"""The gated delta rule over a step's tokens in XLA: sequences of one token all at once, the others chunk by chunk.
+
+The equations are those of `gated_delta_rule`. A loop has as many chunks as the longer sequences of the step need, none
+in a step of decoding.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ejkernel.kernels._registry import configured_by, kernel_registry
+from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec
+from ejkernel.primitives.ragged_gated_delta_rule import Operands, Outputs
+from ejkernel.types import Backend, KernelConfig, Platform
+from ejkernel.xla_utils.symbolic import at_most
+
+from . import gated_delta_rule as dense
+from ._attention import statistics_dtype
+from ._pages import over_batch
+from ._sequence_chunks import chunks_of
+from ._tiles import varying_like
+
+
+def reference(*operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRuleSpec()) -> Outputs:
+    """The formula of `gated_delta_rule`, from the states of the pool."""
+
+    def step(x: Operands) -> Outputs:
+        first, after, slot = _sequences(x)
+        initial = x.states.at[slot].get(mode="fill", fill_value=0)[None]
+        tokens = (x.q, x.k, x.v, x.beta, x.g)
+        tokens = (None if a is None else a[None] for a in tokens)
+        o, final = dense.reference(*tokens, initial, jnp.stack([first, after], -1)[None], spec=spec)
+        slot = jnp.where(after > first, slot, x.states.shape[0])
+        return Outputs(o[0], x.states.at[slot].set(final[0].astype(x.states.dtype), mode="drop"))
+
+    return over_batch(step, Operands(*operands))
+
+
+def _sequences(x: Operands) -> tuple[Array, Array, Array]:
+    """The first token of each sequence, the one after its last, and its place in the pool; past the pool for none."""
+    cuts, states = x.query_start_loc.clip(0, x.q.shape[0]), x.states.shape[0]
+    is_place = (x.state_indices >= 0) & (x.state_indices < states)
+    return cuts[:-1], cuts[1:], jnp.where(is_place, x.state_indices, states)
+
+
+@kernel_registry.register("ragged_gated_delta_rule", Platform.XLA, Backend.ANY)
+@configured_by(dense.heuristic, dense.space)
+def ragged_gated_delta_rule(
+    *operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRuleSpec(), config: KernelConfig = KernelConfig()
+) -> Outputs:
+    """o, and the pool with the states after the step."""
+    return over_batch(partial(_step, spec=spec, config=config), Operands(*operands))
+
+
+def _step(x: Operands, spec: GatedDeltaRuleSpec, config: KernelConfig) -> Outputs:
+    o = varying_like(x, jnp.zeros(x.v.shape, x.q.dtype))
+    if x.v.size == 0:
+        return Outputs(o, x.states)
+    first, after, slot = _sequences(x)
+    is_one = after - first == 1
+    o, pool = _decoded(x, spec, jnp.where(is_one, first, x.q.shape[0]), slot, o)
+    spans = jnp.stack([first, jnp.where(is_one, first, after)], -1)
+    return Outputs(*_prefilled(x, spec, config, spans, slot, o, pool))
+
+
+def _tokens(x: Operands, at: Array) -> tuple:
+    """Those tokens as a chunk, [1,h,c,…] of at [c]; 0 past the last."""
+    of = lambda a: jnp.moveaxis(a.at[at].get(mode="fill", fill_value=0), 0, 1)[None]
+    return tuple(None if a is None else of(a) for a in (x.q, x.k, x.v, x.beta, x.g))
+
+
+def _decoded(x: Operands, spec: GatedDeltaRuleSpec, token: Array, slot: Array, o: Array) -> tuple[Array, Array]:
+    """o and the pool after the sequences of one token; token [n] is past the last for the others."""
+    dtype, count = statistics_dtype(x.q.dtype), x.states.shape[0]
+    each = tuple(None if a is None else jnp.swapaxes(a, 0, 2) for a in _tokens(x, token))  # [n,h,1,…]: chunks of one
+    state = x.states.at[slot].get(mode="fill", fill_value=0).astype(dtype)
+    state, of_tokens = dense.of_chunk(dtype, spec, state, each)
+    slot = jnp.where(token < x.q.shape[0], slot, count)
+    pool = x.states.at[slot].set(state.astype(x.states.dtype), mode="drop")
+    return o.at[token].set(of_tokens[:, :, 0].astype(o.dtype), mode="drop"), pool
+
+
+def _prefilled(
+    x: Operands, spec: GatedDeltaRuleSpec, config: KernelConfig, spans: Array, slot: Array, o: Array, pool: Array
+) -> tuple[Array, Array]:
+    """o and the pool after the sequences of spans [n,2]. A sequence's state is written after each of its chunks."""
+    dtype, sequences = statistics_dtype(x.q.dtype), spans.shape[0]
+    size = max(1, at_most(config.block_q, x.q.shape[0]))
+    chunks = chunks_of(spans[None], x.q.shape[0], size)
+    tokens, begins = chunks.token[0].reshape(-1, size), chunks.begins[0]
+
+    def chunk(i, carry):
+        o, pool, state, place = carry
+        sequence, at = begins[i], tokens[i]
+        place = jnp.where(sequence < sequences, slot.at[sequence].get(mode="clip"), place)
+        initial = pool.at[place].get(mode="fill", fill_value=0).astype(dtype)[None]
+        state = jnp.where(sequence < sequences, initial, state)
+        state, of_chunk = dense.of_chunk(dtype, spec, state, _tokens(x, at))
+        o = o.at[at].set(jnp.moveaxis(of_chunk[0], 1, 0).astype(o.dtype), mode="drop")
+        return o, pool.at[place].set(state[0].astype(pool.dtype), mode="drop"), state, place
+
+    nothing = jnp.zeros((1, *pool.shape[1:]), dtype), jnp.array(pool.shape[0], np.int32)
+    start = (o, pool, *varying_like(x, nothing))
+    return lax.fori_loop(np.int32(0), chunks.last.max() + 1, chunk, start)[:2]

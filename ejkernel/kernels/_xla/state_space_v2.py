@@ -1,0 +1,92 @@
+"""Mamba-2's state space in XLA: the linear recurrence of `_recurrence`, whose queries are C, keys B and values dt · x.
+
+    h_t = exp(dt_t · A) · h_{t−1} + dt_t · x_t B_tᵀ,    y_t = h_t C_t + D · x_t
+
+is that of a decay g_t = dt_t · A of each head, its state transposed. A chunk is two products of matrices with masks of
+decays between them (state space duality); C·B is computed once for the heads that share them.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from ejkernel.kernels._registry import configured_by
+from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
+from ejkernel.types import KernelConfig, Target
+from ejkernel.xla_utils.symbolic import at_most
+
+from ._attention import statistics_dtype
+from ._differentiated import backward_of, register, tangent_of
+from ._recurrence import block_of_tokens
+from ._sequence_chunks import initial_states, over_chunks, over_tokens
+from ._tiles import varying_like
+
+
+def reference(*operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec()) -> Outputs:
+    """The formula: one step for each token, in float32 or, where the inputs are, in float64."""
+    x = Operands(*operands)
+    dtype = statistics_dtype(x.x.dtype)
+    A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
+
+    def step(h, of_token):
+        u, dt, B, C = of_token
+        h = h * jnp.exp(dt * A)[..., None, None] + (dt[..., None] * u)[..., None] * B[:, :, None]
+        y = (h * C[:, :, None]).sum(-1)
+        return h, y if D is None else y + D[..., None] * u
+
+    B, C = (jnp.repeat(a.astype(dtype), x.x.shape[2] // a.shape[2], axis=2) for a in (x.B, x.C))
+    o, final_state = over_tokens(step, _initial_state(x), (x.x.astype(dtype), x.dt.astype(dtype), B, C), x.spans)
+    return Outputs(o.astype(x.x.dtype), final_state)
+
+
+def _initial_state(x: Operands) -> Array:
+    """[b,n,h,e,d]."""
+    state = (*x.x.shape[2:], x.B.shape[3])
+    return initial_states(x, x.initial_state, state, x.spans, statistics_dtype(x.x.dtype))
+
+
+# --- Chunks -----------------------------------------------------------------------------------------------------------
+
+
+def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> KernelConfig:
+    """block_q is a chunk."""
+    return KernelConfig(block_q=64)
+
+
+def space(spec: StateSpaceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
+    """Longer chunks keep less and compute more. On a CPU only the heuristic one."""
+    if target.platform == "cpu":
+        return [heuristic(spec, operands, target)]
+    return [KernelConfig(block_q=block_q) for block_q in (64, 128, 256)]
+
+
+@configured_by(heuristic, space)
+@partial(jax.jit, static_argnames=("spec", "config"))
+def state_space_v2(
+    *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: KernelConfig = KernelConfig()
+) -> Outputs:
+    """y and the final state, chunk by chunk."""
+    x = Operands(*operands)
+    dtype, states = statistics_dtype(x.x.dtype), _initial_state(x)
+    if x.x.size == 0:  # no token, so that nothing leads from one state to another
+        return Outputs(varying_like(x, jnp.zeros(x.x.shape, x.x.dtype)), states)
+    A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
+
+    def chunk(state, tokens):
+        u, dt, B, C = (a.astype(dtype) for a in tokens)
+        gates = (dt * A[:, :, None], None, None)
+        state, y = block_of_tokens(dtype, 1.0, state, (C, B, u * dt[..., None], *gates))
+        y = y if D is None else y + D[:, :, None, None] * u
+        return state, y.astype(x.x.dtype)
+
+    size = max(1, at_most(config.block_q, x.x.shape[1]))
+    o, final = over_chunks(chunk, jnp.swapaxes(states, -1, -2), (x.x, x.dt, x.B, x.C), x.spans, size)
+    return Outputs(o, jnp.swapaxes(final, -1, -2))
+
+
+state_space_v2_jvp = tangent_of(state_space_v2, StateSpaceSpec())
+state_space_v2_bwd = backward_of(state_space_v2, StateSpaceSpec())
+
+register("state_space_v2", state_space_v2, state_space_v2_jvp, state_space_v2_bwd)

@@ -1,0 +1,91 @@
+"""Linear recurrences in the form of ejkernel 0.0.78: the gated delta rule and the state spaces of Mamba."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..errors import value_error
+from ._release import Present, arrays_of, run, translates
+from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
+
+step_of_recurrence = RaggedGatedDeltaRule.call
+
+
+@translates
+def gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """query, key, value, beta, decay and initial_state, by position. A sequence is computed in chunks and a token at
+    once, whatever use_chunked says: both are the same function. The state is float32.
+    """
+    names = ("q", "k", "v", "beta", "g", "initial_state", "use_qk_l2norm", "return_state")
+    return run(present, call, {name: call[name] for name in names}, specs)
+
+
+@translates
+def ragged_gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """The arrays by these names. Gives (o, recurrent_state)."""
+    names = {"query": "q", "key": "k", "value": "v", "decay": "g", "recurrent_state": "states"}
+    of = ("query", "key", "value", "beta", "decay", "recurrent_state", "query_start_loc", "state_indices")
+    arguments = {names.get(name, name): call[name] for name in of}
+    specs = {names.get(name, name): spec for name, spec in specs.items()}
+    if arguments["g"] is None:
+        arguments["g"] = jnp.zeros_like(call["beta"])
+    return run(present, call, arguments | dict(use_qk_l2norm=call["use_qk_l2norm"]), specs)
+
+
+def gated_delta_rule_decode(q, k, v, beta, g, states, state_indices, use_qk_l2norm) -> tuple[jax.Array, jax.Array]:
+    """(o, states) of one token for each sequence, as a function of 0.0.78's kernels has it."""
+    cuts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    return step_of_recurrence(q, k, v, beta, g, states, cuts, state_indices, use_qk_l2norm=use_qk_l2norm)
+
+
+def gated_delta_rule_prefill(
+    q, k, v, beta, g, states, query_start_loc, state_indices, chunk_size, use_qk_l2norm, compute_dtype=None
+) -> tuple[jax.Array, jax.Array]:
+    """(states, o) of packed sequences, as a function of 0.0.78's kernels has it; products here are float32."""
+    del chunk_size, compute_dtype
+    o, states = step_of_recurrence(
+        q, k, v, beta, g, states, query_start_loc, state_indices, use_qk_l2norm=use_qk_l2norm
+    )
+    return states, o
+
+
+@translates
+def state_space_v1(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """y is multiplied by act_fn(gate), which is silu if not given. Gives (y, the final state, conv_state as it is)."""
+    y, state = _run(present, call, specs)
+    return _gated(y, call), state, call["conv_state"]
+
+
+@translates
+def state_space_v2(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """y [B, S, H · P] is multiplied by act_fn(gate), which is silu if not given, after a norm over all its features if
+    use_gated_rmsnorm. Gives (y, the final state, conv_state as it is).
+    """
+    x, B, gate = arrays_of(call, "x", "B", "gate")
+    if call["n_groups"] not in (None, B.shape[2]):
+        raise value_error("state_space_v2", f"n_groups is {call['n_groups']}, but B has {B.shape[2]}", B=B)
+    y, state = _run(present, call, specs)
+    y = y.reshape(*y.shape[:2], -1)
+    if gate is not None and call["use_gated_rmsnorm"]:
+        wide = y.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + call["rmsnorm_eps"])
+        y = _gated(wide, {**call, "gate": gate.astype(jnp.float32)}).astype(x.dtype)
+    else:
+        y = _gated(y, call)
+    return y, state, call["conv_state"]
+
+
+def _run(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    names = ("x", "A", "B", "C", "D", "dt", "initial_state")
+    if call["mesh"] is not None:
+        raise value_error(present.__name__, "a mesh is given; call it inside jax.shard_map")
+    return run(present, call, {name: call[name] for name in names} | dict(return_state=True), specs)
+
+
+def _gated(y: jax.Array, call: dict[str, Any]) -> jax.Array:
+    """y · act_fn(gate)."""
+    if call["gate"] is None:
+        return y
+    act_fn = jax.nn.silu if call["act_fn"] is None else call["act_fn"]
+    return y * act_fn(jnp.asarray(call["gate"])).astype(y.dtype)
