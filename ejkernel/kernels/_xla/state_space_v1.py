@@ -55,7 +55,7 @@ def _initial_state(x: Operands) -> Array:
 def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> KernelConfig:
     """block_q is a chunk, block_k how many of its tokens are one step of a loop."""
     if target.platform == "cpu":
-        return KernelConfig(block_q=32, block_k=4)
+        return KernelConfig(block_q=32, block_k=8)
     return KernelConfig(block_q=64, algorithm=ASSOCIATIVE)
 
 
