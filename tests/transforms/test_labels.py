@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from cases import DIFFERENTIABLE, each, each_operation, first_of_each, pullback, tangent
+from cases import CASES, DIFFERENTIABLE, each, each_by_kind, first_of_each, pullback, tangent
 from programs import equations
 
 import ejkernel
@@ -35,7 +35,7 @@ def test_labels(case, transform, suffix, monkeypatch):
         assert [labels_to_configs([label])[label] for label in sorted(labels)] == configs
 
 
-@each_operation
+@each_by_kind(first_of_each(CASES))
 @pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
 def test_the_label_names_what_was_explained(case, platform):
     """On whatever platform a program is lowered for, devices of which need not be here."""

@@ -45,12 +45,18 @@ def along(derivative):
     return lambda x: derivative({name: a for name, a in x.items() if name != "direction"}, x["direction"])
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_vmap(case):
     check_mappings(case, few_mappings, axis=0)
 
 
-@each(CASES, rest=(pytest.mark.slow,))
+@each([case for case in CASES if case not in IN_FULL], first=())
+def test_vmap_of_all(case):
+    """Each operand by itself is mapped in another case of the operation, and here at night."""
+    check_mappings(case, lambda names: [names], axis=0)
+
+
+@each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_the_last_axis(case):
     check_mappings(case, each_and_all, axis=-1)
 
