@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from cases import DIFFERENTIABLE, assert_close, each, each_differentiable, oracle, tangent
+from cases import DIFFERENTIABLE, assert_close, each_by_kind, each_differentiable, oracle, tangent
 
 
 @each_differentiable
@@ -10,7 +10,7 @@ def test_jvp(case):
     check(case, [case.differentiable])
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_jvp_along_each_operand(case):
     check(case, [(name,) for name in case.differentiable])
 
@@ -23,7 +23,7 @@ def check(case, directions):
         assert_close(found, oracle(case, tangent)(arrays, zeros), what=f"along {wrt}: ")
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_linearize(case):
     """The tangent map may be kept and called later, as often as one likes."""
     arrays, wrt = case.arrays(), case.differentiable

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from cases import CASES, DIFFERENTIABLE, each, each_by_kind, first_of_each, pullback, tangent
+from cases import CASES, DIFFERENTIABLE, each_by_kind, first_of_each, pullback, tangent
 from programs import equations
 
 import ejkernel
@@ -17,7 +17,7 @@ def traced(case, transform):
     return jax.jit(transform(case.call, case.differentiable)).trace(arrays, direction)
 
 
-@each(first_of_each(DIFFERENTIABLE))
+@each_by_kind(first_of_each(DIFFERENTIABLE))
 @pytest.mark.parametrize("transform, suffix", [(pullback, "_bwd"), (tangent, "_jvp")], ids=("grad", "jvp"))
 def test_labels(case, transform, suffix, monkeypatch):
     """One label for each kernel, with the config that its equation has."""

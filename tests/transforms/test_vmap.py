@@ -5,7 +5,18 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CASES, DIFFERENTIABLE, assert_close, each, each_case, first_of_each, gradient, oracle, tangent
+from cases import (
+    CASES,
+    DIFFERENTIABLE,
+    assert_close,
+    each,
+    each_by_kind,
+    each_case,
+    first_of_each,
+    gradient,
+    oracle,
+    tangent,
+)
 from programs import equations
 
 COUNT = 3
@@ -73,7 +84,7 @@ def test_vmap_of_every_choice(case):
     check_mappings(case, mappings, axis=0)
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_vmap_of_grad(case):
     examples = [{**(x := case.arrays(seed)), "direction": case.cotangents(x, seed)} for seed in range(COUNT)]
     check_derivative(case, gradient, examples)
