@@ -65,9 +65,17 @@ def test_every_shape_is_under_its_name_and_has_whole_groups():
 
 # --- The gate
 
+HALF_AT_NIGHT = [(mode, "bfloat16") for mode in list(attention.WORK)[1:]]
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", attention.WORK)
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        pytest.param(mode, dtype, marks=pytest.mark.slow if (mode, dtype) in HALF_AT_NIGHT else ())
+        for mode in attention.WORK
+        for dtype in ("float32", "bfloat16")
+    ],
+)
 def test_the_gate_passes_what_is_right_and_stops_what_is_not(mode, dtype):
     given = attention.inputs(SMALL, jnp.dtype(dtype))
     judge = attention.gate(SMALL, mode, given)
