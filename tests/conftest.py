@@ -3,9 +3,13 @@
 import gc
 import itertools
 import os
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault(
+    "JAX_TRACEBACK_FILTERING", "off"
+)  # else JAX takes 70 ms to make an error that a test expects short
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_force_host_platform_device_count=8",
@@ -31,7 +35,7 @@ def own_environment(tmp_path, monkeypatch):
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
+        pytest.skip("no GPU")
 
 
 # XLA keeps every program in memory mappings of its own, of which Linux gives a process 65,530; then it crashes.
@@ -43,3 +47,35 @@ def pytest_runtest_teardown(item):
     if next(_tests) % 10 == 0 and MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+# What a run spent, file by file, in seconds of CPU: other than those of a clock, they are the same on a busy machine.
+CLOSING_LIST, WORTH_IT = 10, 30.0
+SPENT = pytest.StashKey[float]()
+
+
+def _cpu() -> float:
+    """Of this process and of those that it has started and waited for."""
+    return sum(os.times()[:4])
+
+
+def pytest_collection_finish(session):
+    session.config.stash[SPENT] = _cpu()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    del call
+    report, stash, now = (yield), item.config.stash, _cpu()
+    report.cpu_seconds, stash[SPENT] = now - stash[SPENT], now
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    spent: Counter = Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        spent[getattr(report, "nodeid", "").split("::")[0]] += getattr(report, "cpu_seconds", 0.0)
+    if (total := spent.total()) >= WORTH_IT:
+        terminalreporter.section(f"{total:.0f} s of CPU in tests, of which the files that take most")
+        for file, seconds in spent.most_common(CLOSING_LIST):
+            terminalreporter.write_line(f"{seconds:7.1f} s {seconds / total:4.0%}  {file}")

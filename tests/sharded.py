@@ -31,18 +31,24 @@ def each_call(cases, transforms):
 each_operation_and_transform = each_call(first_of_each(CASES), {"eval": None, "grad": gradient})
 
 
-def each_program(cases, rest=()):
+def each_program(cases, rest=(), second=()):
     """Evaluates and differentiates each case, and differentiates twice the first one of each operation.
 
     The former two of the first one of each kind are in the core of the tests; other cases have the marks of `rest`.
+    Second derivatives, which take the most, have the marks of `second` where no case before is of that kind.
     """
+    marks_of_second = lambda case: () if core_of_kind(case, cases) else second
     of = {"eval": None, "grad": gradient}
     programs = [
         pytest.param(
             case,
             transform,
             id=f"{case}-{name}",
-            marks=rest if not is_first else [] if transform is curvature else core_of_kind(case, cases),
+            marks=rest
+            if not is_first
+            else marks_of_second(case)
+            if transform is curvature
+            else core_of_kind(case, cases),
         )
         for case in cases
         for is_first in [case in first_of_each(cases)]

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 import ejkernel
 from ejkernel.xla_utils.philox import philox_4x32
 
-pytestmark = pytest.mark.core
-
 B, S, T, H, G, D = 4, 8, 16, 4, 2, 8
 RATE = 0.4
 
@@ -42,6 +40,7 @@ def by_the_formula(key, batch=B):
     return np.asarray(words[0] >= np.uint32(round(RATE * 2**32)))
 
 
+@pytest.mark.core
 def test_kept_are_what_the_formula_says():
     q, k = queries_and_keys()
     for seed in (0, 1):
@@ -105,6 +104,7 @@ def test_packed_is_as_padded():
         assert not found[..., keys:].any()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("algorithm", ("rbg", "unsafe_rbg", "words of its own"))
 def test_keys_of_other_algorithms(algorithm):
     """All of their words count: each of a few keys, split or folded from one or not, keeps another set."""
@@ -127,6 +127,7 @@ def test_keys_of_other_algorithms(algorithm):
     np.testing.assert_array_equal(mapped, found)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("algorithm", ("threefry2x32", "rbg"))
 def test_words_of_a_key(algorithm):
     """They are taken for the key, as by `jax.random`."""

@@ -13,8 +13,17 @@ import ejkernel
 from ejkernel import block_masks, lax, modules
 
 SIZES = ((40, 40, (8, 8)), (37, 50, (8, 16)), (20, 64, (7, 5)), (60, 30, (16, 8)), (5, 9, (128, 128)))
-each_size = pytest.mark.parametrize(("S", "K", "block_size"), SIZES)
-pytestmark = pytest.mark.core
+WINDOWS = (5, (3, 2), (None, 1), (0, None))
+CORE, SLOW = pytest.mark.core, pytest.mark.slow
+each_size = pytest.mark.parametrize(
+    ("S", "K", "block_size"), [pytest.param(*size, marks=CORE if size == SIZES[0] else ()) for size in SIZES]
+)
+# Every size, and every window, is run on every change; the other pairs of them at night.
+BANDS = [
+    pytest.param(*size, window, marks=CORE if n == m == 0 else () if m == n % len(WINDOWS) else SLOW)
+    for n, size in enumerate(SIZES)
+    for m, window in enumerate(WINDOWS)
+]
 
 
 def blocks_of(pairs, block_size):
@@ -31,8 +40,7 @@ def places(S, K):
     return np.arange(S)[:, None] + K - S, np.arange(K)[None]
 
 
-@each_size
-@pytest.mark.parametrize("window", (5, (3, 2), (None, 1), (0, None)))
+@pytest.mark.parametrize(("S", "K", "block_size", "window"), BANDS)
 def test_bands(S, K, block_size, window):
     i, j = places(S, K)
     np.testing.assert_array_equal(block_masks.causal(S, K, block_size), blocks_of(j <= i, block_size))
@@ -44,6 +52,7 @@ def test_bands(S, K, block_size, window):
     np.testing.assert_array_equal(found, blocks_of(seen | (j < 3) | (i < 3), block_size))
 
 
+@CORE
 def test_strided():
     """By hand: five blocks, the query's own one and every third."""
     kept = np.array([[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1]], bool)
@@ -74,6 +83,7 @@ def test_vertical_slash(S, K, block_size):
     np.testing.assert_array_equal(found, blocks_of(pairs, block_size))
 
 
+@CORE
 def test_top_k():
     scores = jnp.array([[[3.0, 1.0, 2.0, 0.0], [1.0, -jnp.inf, -jnp.inf, -jnp.inf]]])
     found = jax.jit(partial(block_masks.top_k, k=2))(scores)
@@ -93,6 +103,7 @@ def test_of_a_function(S, K, block_size):
     np.testing.assert_array_equal(first, blocks_of(np.broadcast_to(np.arange(K) < 3, (S, K)), block_size))
 
 
+@CORE
 def test_of_a_function_of_heads_and_of_traced_arrays():
     def run(widths):
         return lax.block_mask_of(lambda i, j: abs(i - j) <= widths[:, None, None], 40, 30, (8, 8))
@@ -107,6 +118,7 @@ def test_of_no_token():
     assert lax.block_mask_of(lambda i, j: i >= j, 0, 30, (8, 8)).shape == (0, 4)
 
 
+@CORE
 def test_nothing_is_of_the_size_of_all_pairs():
     program = str(jax.make_jaxpr(lambda: lax.block_mask_of(lambda i, j: i >= j, 2**17, 2**17))())
     sizes = [math.prod(map(int, shape.split(","))) for shape in re.findall(r"\b(?:bool|[a-z]\d+)\[([\d,]+)\]", program)]
@@ -134,6 +146,7 @@ def test_both_apis_and_explain_know_it():
     assert ejkernel.explain("block_mask_of", lambda i, j: i >= j, 16, 16).runs
 
 
+@CORE
 def test_a_causal_block_mask_leaves_causal_attention_as_it_is():
     q, k, v = (jax.random.normal(jax.random.key(n), (1, 40, 2, 8)) for n in range(3))
     mask = block_masks.causal(40, 40, (8, 8))

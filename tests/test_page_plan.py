@@ -1,6 +1,6 @@
 """A plan has every key of every token once, in items that are no larger than their share, whatever the lengths are."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,14 @@ def wanted(options, ragged):
 
 
 def plan_of(options, ragged):
+    """The plan, made once for all tests of it."""
+    return made_once(tuple(options.items()), ragged)
+
+
+@cache
+def made_once(options, ragged):
     more = dict(query_start_loc=STARTS, num_tokens=TOKENS) if ragged else {}
-    return lax.page_plan(np.array(CONTEXTS), **more, page_size=PAGE, **options)
+    return jax.jit(lambda *x: lax.page_plan(*x, page_size=PAGE, **more, **dict(options)))(np.array(CONTEXTS))
 
 
 CASES = [(options, False) for options in OPTIONS] + [(a | b, True) for a in OPTIONS for b in RAGGED]

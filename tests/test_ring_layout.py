@@ -12,7 +12,6 @@ from ejkernel.modules.operations._ring_layout import LAYOUTS, hops, parts_of
 from ejkernel.modules.operations._ring_strategy import Problem, bytes_sent, choose, refusal
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-pytestmark = pytest.mark.core
 
 
 def of_device(length, size, layout, device):

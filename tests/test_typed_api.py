@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from beartype import BeartypeConf, beartype
-from cases import CASES, call_with, each, each_operation, features_of, first_of_each, with_primitives
+from cases import CASES, call_with, each, each_case, each_operation, features_of, first_of_each, with_primitives
 from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError, jaxtyped
 
@@ -108,8 +108,7 @@ def shapes(function, arrays, **options):
 FEATURES = [(operation, name) for operation in OPERATIONS for name in features_of(operation)]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("case", CASES, ids=str)
+@each_case
 def test_calls_and_results_have_the_types_they_should(case):
     assert jax.tree.leaves(shapes(getattr(lax, case.operation), case.arrays(), **case.options))
 

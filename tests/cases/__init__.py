@@ -13,7 +13,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)  # another package brings cas
 
 from ._case import Case, Operand
 from ._features import FILES, PLAIN, call_with, features_of, pairs, together
-from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, oracle, pullback, tangent
+from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, jitted, oracle, pullback, tangent
 
 __all__ = [
     "CASES",
@@ -36,6 +36,7 @@ __all__ = [
     "features_of",
     "first_of_each",
     "gradient",
+    "jitted",
     "oracle",
     "pairs",
     "pullback",

@@ -90,6 +90,12 @@ class Case:
         return kernel_registry.find(self.operation, "xla").implementation
 
     @property
+    def program(self) -> tuple[Any, ...]:
+        """What is compiled for the call: equal where calls differ in their values alone."""
+        operands = tuple((name, x.axes) for name, x in self.operands.items())
+        return self.operation, tuple(sorted(self.sizes.items())), operands, repr(self.options), self.differentiable
+
+    @property
     def differentiable(self) -> tuple[str, ...]:
         """The operands of the call that have tangents: quantised ones have none."""
         names = self.operands if self.is_composed else self.algorithm.differentiable

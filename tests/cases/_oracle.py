@@ -60,11 +60,23 @@ def curvature_by_reverse(f: Callable, wrt: Sequence[str]) -> Callable:
 # --- The oracle -------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def oracle(case: Case, transform: Callable | None = None, wrt: tuple[str, ...] | None = None) -> Callable[..., Any]:
     """The formula of a case, or a transform of it, on the same arrays in float64."""
-    f = case.formula if transform is None else transform(case.formula, wrt or case.differentiable)
-    return in_float64(jax.jit(f))
+    return in_float64(jitted(case, Case.formula, transform, wrt))
+
+
+_jitted: dict[Any, Callable] = {}
+
+
+def jitted(
+    case: Case, of: Callable, transform: Callable | None = None, wrt: tuple[str, ...] | None = None
+) -> Callable[..., Any]:
+    """`Case.call` or `Case.formula` of a case, or a transform of it, compiled once for all of the same program."""
+    key = case.program, of, transform, wrt
+    if key not in _jitted:
+        f = functools.partial(of, case)
+        _jitted[key] = jax.jit(f if transform is None else transform(f, wrt or case.differentiable))
+    return _jitted[key]
 
 
 def in_float64(f: Callable[..., Any]) -> Callable[..., Any]:

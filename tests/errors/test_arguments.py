@@ -85,7 +85,8 @@ def instead_of(x):
         yield "numpy", np.asarray(x)
         yield "big endian", np.asarray(x).astype(np.asarray(x).dtype.newbyteorder(">"))
         for dtype in DTYPES:
-            yield dtype, x.astype(dtype)
+            with np.errstate(invalid="ignore", over="ignore"):
+                yield dtype, jnp.asarray(np.asarray(x).astype(jnp.dtype(dtype)))
         for dtype in WIDE:
             yield f"{dtype} of numpy", np.asarray(x).astype(dtype)
     yield from shapes_of(x)

@@ -31,8 +31,6 @@ from ejkernel.ops import (
 )
 from ejkernel.types import BwdParams, FwdParams, KernelConfig, Target, checked_config
 
-pytestmark = pytest.mark.core
-
 # (fields, error, what it says)
 WRONG = {
     "negative": (dict(block_q=-4), ValueError, "config.block_q is -4; it must be a positive int"),

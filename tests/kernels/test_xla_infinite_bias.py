@@ -10,8 +10,6 @@ from cases import assert_close, curvature, curvature_by_reverse, gradient, pullb
 
 import ejkernel
 
-pytestmark = pytest.mark.core
-
 B, S, T, H, G, D = 2, 24, 48, 4, 2, 8  # whole tiles: without padding no logit is hidden but by the bias
 SMALL = dict(block_q=8, block_k=16)
 ROWS, COLUMNS = np.arange(S)[:, None], np.arange(T)

@@ -19,7 +19,6 @@ def check(x, tolerance=1e-6, config=None, **options):
         close(one, wanted, tolerance)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "options",
     [

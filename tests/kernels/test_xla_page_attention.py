@@ -21,7 +21,6 @@ def check(x, tolerance=1e-6, config=None, **options):
         close(found, wanted, tolerance)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "options",
     [

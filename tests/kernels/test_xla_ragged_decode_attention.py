@@ -35,7 +35,6 @@ def check(x, tolerance=1e-6, config=None, window=None, num_splits=None, **option
         close(one, np.stack(exact), tolerance)
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "options",
     [

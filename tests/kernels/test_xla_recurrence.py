@@ -13,8 +13,6 @@ import ejkernel
 from ejkernel.kernels._xla._recurrence import recurrence, recurrence_bwd, recurrence_jvp, reference
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
 
-pytestmark = pytest.mark.core
-
 
 def normal(*shape, seed=0, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)

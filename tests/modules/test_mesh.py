@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_close, each, first_of_each, with_primitives
+from cases import assert_close, each_by_kind, first_of_each, with_primitives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import both, each_type, mesh_of, rest
@@ -74,14 +74,14 @@ def letters_of_whole_axes(case):
 
 
 # A result in the place of what all devices share is none.
-@each([case for case in CASES if case.local or case.differentiable], rest=(pytest.mark.slow,))
+@each_by_kind([case for case in CASES if case.local or case.differentiable], rest=(pytest.mark.slow,))
 @each_type
 def test_the_numbers_are_those_of_the_whole(case, types):
     """Those of dropout and of the decays of heads too, which depend on what a device does not have."""
     assert_close(over(mesh_of(types), case, both(case))(), call_of(case))
 
 
-@each([case for case in first_of_each(CASES) if case.differentiable])
+@each_by_kind([case for case in first_of_each(CASES) if case.differentiable])
 def test_the_gradient_is_that_of_the_whole(case):
     arrays = case.arrays()
     moving = {name: arrays[name] for name in case.differentiable}
@@ -90,7 +90,7 @@ def test_the_gradient_is_that_of_the_whole(case):
     assert_close(found, jax.grad(loss(lambda of: call_of(case, of)))(moving))
 
 
-@each(CASES)
+@each_by_kind(CASES)
 @each_type
 def test_an_axis_that_must_be_whole(case, types):
     """A device would take its part for all there is."""
@@ -101,7 +101,7 @@ def test_an_axis_that_must_be_whole(case, types):
             assert f"over 'y'; it must be whole: {case.algorithm.forward.layout.advice}" in str(error.value)
 
 
-@each(first_of_each(CASES))
+@each_by_kind(first_of_each(CASES))
 def test_an_axis_that_must_be_whole_over_one_device(case):
     """So it is whole."""
     mesh, results = mesh_of(AxisType.Auto, shape=(4, 1)), [P("y") for _ in case.results]

@@ -29,7 +29,6 @@ def names(files):
     return {str(path.relative_to(PACKAGE)) for path in files}
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operation", sorted(KERNELS))
 def test_an_edit_of_a_kernel_is_seen(operation, backend):

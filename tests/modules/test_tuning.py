@@ -37,6 +37,8 @@ CALLS = {
     | {name: of_type(5, dtype=jnp.int32) for name in ("cu_seqlens_q", "cu_seqlens_k")},
 }
 
+ALWAYS = (("masked", ""), ("packed", "_jvp"), ("masked", "_bwd"), ("packed", "_bwd"))
+
 
 def invocation(arrays):
     """The call as it is recorded: types, no values."""
@@ -96,9 +98,13 @@ def derived(inv, suffix):
 
 
 @pytest.mark.parametrize(
-    "call", [pytest.param(n, marks=() if n in ("masked", "packed") else pytest.mark.slow) for n in CALLS]
+    ("call", "suffix"),
+    [
+        pytest.param(call, suffix, marks=() if (call, suffix) in ALWAYS else pytest.mark.slow)
+        for call in CALLS
+        for suffix in ("", "_jvp", "_bwd")
+    ],
 )
-@pytest.mark.parametrize("suffix", ["", "_jvp", "_bwd"])
 def test_a_config_is_found_by_measuring(call, suffix):
     inv = derived(invocation(CALLS[call]), suffix)
     assert ops.Tuner(warmup=1, iters=1).fastest(inv.kernel, inv, CONFIGS) in CONFIGS

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import DIFFERENTIABLE, assert_close, each, first_of_each, oracle, pullback, with_primitives
+from cases import DIFFERENTIABLE, assert_close, each, each_by_kind, first_of_each, oracle, pullback, with_primitives
 from programs import equations, scopes
 
 from ejkernel import checkpoint_policies
@@ -24,7 +24,7 @@ def check_count(case, f, times, *args):
     return compiled(*args)
 
 
-@each(with_primitives(DIFFERENTIABLE), rest=(pytest.mark.slow,))
+@each_by_kind(with_primitives(DIFFERENTIABLE), rest=(pytest.mark.slow,))
 @pytest.mark.parametrize("policy, times", [(None, 2), (checkpoint_policies.save_kernels, 1)], ids=("none", "kernels"))
 def test_checkpoint(case, policy, times):
     arrays = case.arrays()

@@ -10,14 +10,14 @@ from ejkernel.modules._operation import OPERATIONS
 from ejkernel.ops import find_labels_in_lowered
 
 
-@each(with_primitives(CASES), rest=(pytest.mark.slow,))
+@each(with_primitives(CASES), first=(), rest=(pytest.mark.slow,))
 def test_blocks(case):
     """Blocks that divide the axes."""
     check(case, (4, 4))
 
 
 @each(with_primitives(CASES), first=(), rest=(pytest.mark.slow,))
-@pytest.mark.parametrize("blocks", ((8, 3), (1, 128)), ids=str)
+@pytest.mark.parametrize("blocks", ((8, 3), pytest.param((1, 128), marks=pytest.mark.slow)), ids=str)
 def test_odd_blocks(case, blocks):
     """Blocks that do not divide the axes, and that are larger than them."""
     check(case, blocks)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, FAMILIES, each, gradient, oracle
+from cases import CASES, FAMILIES, Case, each, gradient, jitted, oracle
 
 each_dtype = pytest.mark.parametrize(
     "dtype", (jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)), ids=lambda x: x.__name__
@@ -18,8 +18,8 @@ each_dtype = pytest.mark.parametrize(
 def check(case, dtype, transform, factor):
     arrays = case.arrays(dtype=dtype)
     args = (arrays,) if transform is None else (arrays, case.cotangents(arrays))
-    of = lambda f: jax.jit(f if transform is None else transform(f, case.differentiable))
-    found, formula, exact = of(case.call)(*args), of(case.formula)(*args), oracle(case, transform)(*args)
+    of = lambda f: jitted(case, f, transform)(*args)
+    found, formula, exact = of(Case.call), of(Case.formula), oracle(case, transform)(*args)
     for (path, x), y, z in zip(jax.tree.leaves_with_path(found), *map(jax.tree.leaves, (formula, exact)), strict=True):
         rounded = jnp.asarray(z, x.dtype)
         error, allowed = distance(x, z), factor * max(distance(y, z), distance(rounded, z))

@@ -8,7 +8,7 @@ from cases import (
     DIFFERENTIABLE,
     assert_close,
     each,
-    each_operation,
+    each_by_kind,
     first_of_each,
     gradient,
     oracle,
@@ -46,7 +46,7 @@ def test_export_of_the_gradient(case):
     assert_close(found, oracle(case, pullback)(arrays, cotangents))
 
 
-@each(first_of_each(DIFFERENTIABLE))
+@each_by_kind(first_of_each(DIFFERENTIABLE))
 def test_gradient_of_what_was_exported(case):
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
@@ -54,7 +54,7 @@ def test_gradient_of_what_was_exported(case):
     assert_close(found, oracle(case, gradient)(arrays, cotangents))
 
 
-@each_operation
+@each_by_kind(first_of_each(CASES))
 def test_export_from_a_mesh(case):
     """The artifact is for as many devices, and each computes its part."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
@@ -83,7 +83,7 @@ def types(case):
     }
 
 
-@each(CASES, rest=(pytest.mark.slow,))
+@each_by_kind(CASES, rest=(pytest.mark.slow,))
 def test_export_for_every_size(case):
     call = sent(case.call, types(case))
     cases = [case.resized(dict(b=2 * case.sizes["b"])), case] if "b" in case.sizes else [case]

@@ -11,7 +11,7 @@ from cases import FORWARD_ONLY, assert_close, each, oracle
 from jax.sharding import AxisType, NamedSharding
 from sharded import rest
 
-each_forward_only = each(FORWARD_ONLY)
+each_forward_only = each(FORWARD_ONLY, rest=(pytest.mark.slow,))
 IN_PLACE = [case for case in FORWARD_ONLY if case.algorithm.in_place]
 
 

@@ -25,7 +25,7 @@ def test_grad(case):
     assert_close(found, oracle(case, gradient)(arrays, cotangents))
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each(DIFFERENTIABLE, first=(), rest=(pytest.mark.slow,))
 def test_grad_of_each_result(case):
     """The cotangent of one result alone: the others' are symbolic zeros."""
     arrays = case.arrays()
@@ -36,7 +36,7 @@ def test_grad_of_each_result(case):
         assert_close(found, oracle(case, gradient)(arrays, alone), what=f"of result {i}: ")
 
 
-@each_differentiable
+@each(DIFFERENTIABLE, first=(), rest=(pytest.mark.slow,))
 def test_duality(case):
     """⟨u, J·t⟩ = ⟨Jᵀ·u, t⟩."""
     arrays, t = case.arrays(), case.tangents()

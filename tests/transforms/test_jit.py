@@ -4,10 +4,11 @@ from functools import partial
 
 import jax
 import numpy as np
-from cases import Operand, each_case
+import pytest
+from cases import CASES, Operand, each, each_case
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_jit(case):
     arrays, traced = case.arrays(), []
 

@@ -1,19 +1,29 @@
 """Tangents are those of the formula, along each operand and along all of them."""
 
 import jax
-from cases import assert_close, each_differentiable, oracle, tangent
+import pytest
+from cases import DIFFERENTIABLE, assert_close, each_by_kind, each_differentiable, oracle, tangent
 
 
 @each_differentiable
 def test_jvp(case):
+    check(case, [case.differentiable])
+
+
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+def test_jvp_along_each_operand(case):
+    check(case, [(name,) for name in case.differentiable])
+
+
+def check(case, directions):
     arrays, tangents = case.arrays(), case.tangents()
-    for wrt in (case.differentiable, *((name,) for name in case.differentiable)):
+    for wrt in directions:
         found = tangent(case.call, wrt)(arrays, tangents)
         zeros = {n: t if n in wrt else t * 0 for n, t in tangents.items()}
         assert_close(found, oracle(case, tangent)(arrays, zeros), what=f"along {wrt}: ")
 
 
-@each_differentiable
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_linearize(case):
     """The tangent map may be kept and called later, as often as one likes."""
     arrays, wrt = case.arrays(), case.differentiable

@@ -2,7 +2,15 @@
 
 import jax
 import pytest
-from cases import DIFFERENTIABLE, each, each_operation, first_of_each, pullback, tangent, with_primitives
+from cases import (
+    CASES,
+    DIFFERENTIABLE,
+    each_by_kind,
+    first_of_each,
+    pullback,
+    tangent,
+    with_primitives,
+)
 from programs import equations
 
 import ejkernel
@@ -17,7 +25,7 @@ def traced(case, transform):
     return jax.jit(transform(case.call, case.differentiable)).trace(arrays, direction)
 
 
-@each(first_of_each(with_primitives(DIFFERENTIABLE)))
+@each_by_kind(first_of_each(with_primitives(DIFFERENTIABLE)))
 @pytest.mark.parametrize("transform, suffix", [(pullback, "_bwd"), (tangent, "_jvp")], ids=("grad", "jvp"))
 def test_labels(case, transform, suffix, monkeypatch):
     """One label for each kernel, with the config that its equation has."""
@@ -35,7 +43,7 @@ def test_labels(case, transform, suffix, monkeypatch):
         assert [labels_to_configs([label])[label] for label in sorted(labels)] == configs
 
 
-@each_operation
+@each_by_kind(first_of_each(CASES))
 @pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
 def test_the_label_names_what_was_explained(case, platform):
     """On whatever platform a program is lowered for, devices of which need not be here. A composed one has parts."""

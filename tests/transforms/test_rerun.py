@@ -6,12 +6,12 @@ import pytest
 from cases import DIFFERENTIABLE, FORWARD_ONLY, each, pullback, tangent
 
 
-@each(FORWARD_ONLY, rest=(pytest.mark.slow,))
+@each(FORWARD_ONLY, first=(), rest=(pytest.mark.slow,))
 def test_rerun_of_a_forward(case):
     check(case.call, case.arrays())
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each(DIFFERENTIABLE, first=(), rest=(pytest.mark.slow,))
 @pytest.mark.parametrize("transform", (pullback, tangent), ids=("grad", "jvp"))
 def test_rerun(case, transform):
     arrays = case.arrays()

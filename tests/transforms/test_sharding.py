@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, assert_close, curvature, each_by_kind, first_of_each, oracle, with_primitives
+from cases import CASES, assert_close, curvature, each_by_kind, first_of_each, gradient, oracle, with_primitives
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import collectives
@@ -20,6 +20,7 @@ from sharded import (
     both,
     call_of,
     check,
+    each_call,
     each_operation_and_transform,
     each_program,
     each_type,
@@ -36,18 +37,18 @@ def test_explicit(case, transform):
     assert check(case, transform, both(case), mesh_of(AxisType.Explicit)) == needed(case, both(case), transform)
 
 
-@each_program(CASES, rest=(pytest.mark.slow,))
+@each_program(CASES, rest=(pytest.mark.slow,), second=(pytest.mark.slow,))
 def test_auto(case, transform):
     """Second derivatives are plain JAX, which XLA may sum in more steps than one; it must not gather anything."""
     found, minimum = check(case, transform, both(case), mesh_of(AxisType.Auto)), needed(case, both(case), transform)
     assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
 
 
-@each_by_kind(first_of_each(CASES))
+@each_call(first_of_each(CASES), {"eval": None})
 @each_type
 @pytest.mark.parametrize("split", (lambda case: BATCH, rest), ids=("batch", "rest"))
-def test_one_split(case, types, split):
-    assert check(case, None, split(case), mesh_of(types)) == Counter()
+def test_one_split(case, transform, types, split):
+    assert check(case, transform, split(case), mesh_of(types)) == Counter()
 
 
 @each_operation_and_transform
@@ -88,13 +89,13 @@ def test_under_set_mesh(case, types, transform):
 LOCAL = [case for case in CASES if case.local]
 
 
-@each_program(LOCAL, rest=(pytest.mark.slow,))
+@each_program(LOCAL, rest=(pytest.mark.slow,), second=(pytest.mark.slow,))
 def test_shard_map(case, transform):
     """Each device calls the operation on its part, and `shard_map` sums the gradients of what they share."""
     check_shard_map(case, transform, check_vma=True)
 
 
-@each_program(first_of_each(LOCAL))
+@each_call(first_of_each(LOCAL), {"eval": None, "grad": gradient, "curvature": curvature})
 def test_shard_map_that_does_not_check_what_varies(case, transform):
     check_shard_map(case, transform, check_vma=False)
 
@@ -160,23 +161,23 @@ def test_explicit_axis_that_must_be_whole(case):
         assert case.algorithm.forward.layout.advice in message
 
 
-@each_by_kind(first_of_each(CASES))
-def test_auto_axis_that_must_be_whole(case):
+@each_call(first_of_each(CASES), {"eval": None})
+def test_auto_axis_that_must_be_whole(case, transform):
     """XLA gathers it, as it does for any operation that cannot be split."""
     for letter in whole_axes(case):
         (arrays,) = placed(case, (case.arrays(),), {letter: "y"}, mesh_of(AxisType.Auto))
-        assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"{letter} sharded: ")
+        assert_close(jax.jit(case.call)(arrays), oracle(case, transform)(case.arrays()), what=f"{letter} sharded: ")
 
 
-@each_by_kind(first_of_each(CASES))
-def test_auto_operands_that_disagree(case):
+@each_call(first_of_each(CASES), {"eval": None})
+def test_auto_operands_that_disagree(case, transform):
     """XLA moves what it must."""
     mesh = mesh_of(AxisType.Auto, shape=(2, 4))
     (arrays,) = placed(case, (case.arrays(),), BATCH, mesh)
     first, x = next(iter(arrays.items()))
     for spec in (P("y"), P(*[None] * (x.ndim - 2), "x")):
         arrays[first] = jax.device_put(arrays[first], NamedSharding(mesh, spec))
-        assert_close(jax.jit(case.call)(arrays), oracle(case)(case.arrays()), what=f"{first} over {spec}: ")
+        assert_close(jax.jit(case.call)(arrays), oracle(case, transform)(case.arrays()), what=f"{first} over {spec}: ")
 
 
 @each_by_kind([case for case in with_primitives(CASES) if len(batched(case)) > 1])

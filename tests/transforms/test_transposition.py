@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-from cases import DIFFERENTIABLE, assert_close, each, first_of_each, gradient, oracle, tangent
+from cases import DIFFERENTIABLE, assert_close, each, each_by_kind, first_of_each, gradient, oracle, tangent
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_gradient_in_what_made_the_cotangent(case):
     """Reverse over reverse where the operands stand still: of ½|Jᵀ·(w ∘ u)|² with respect to w."""
     arrays = case.arrays()
@@ -14,7 +14,7 @@ def test_gradient_in_what_made_the_cotangent(case):
     assert_close(found, oracle(case, gradient_of_weights)(arrays, cotangents))
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_transpose_of_a_gradient_is_the_tangent(case):
     """The pullback is linear in its cotangents: its transpose is J, as `jax.linear_transpose` has it."""
     arrays = case.arrays()

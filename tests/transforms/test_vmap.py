@@ -10,6 +10,7 @@ from cases import (
     DIFFERENTIABLE,
     assert_close,
     each,
+    each_by_kind,
     each_case,
     first_of_each,
     gradient,
@@ -56,12 +57,18 @@ def along(derivative):
     return lambda x: derivative({name: a for name, a in x.items() if name != "direction"}, x["direction"])
 
 
-@each_case
+@each(CASES, rest=(pytest.mark.slow,))
 def test_vmap(case):
     check_mappings(case, few_mappings, axis=0)
 
 
-@each(CASES, rest=(pytest.mark.slow,))
+@each([case for case in CASES if case not in IN_FULL], first=())
+def test_vmap_of_all(case):
+    """Each operand by itself is mapped in another case of the operation, and here at night."""
+    check_mappings(case, lambda names: [names], axis=0)
+
+
+@each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_the_last_axis(case):
     check_mappings(case, each_and_all, axis=-1)
 
@@ -78,7 +85,7 @@ def test_vmap_of_every_choice(case):
     check_mappings(case, mappings, axis=0)
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_vmap_of_grad(case):
     examples = [{**(x := case.arrays(seed)), "direction": case.cotangents(x, seed)} for seed in range(COUNT)]
     check_derivative(case, gradient, examples)
