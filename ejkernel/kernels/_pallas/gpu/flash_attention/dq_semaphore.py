@@ -60,7 +60,7 @@ def count_of(semaphore: Any) -> Array:
 def await_rank(semaphore: Any, count: Array, rank: Array) -> None:
     """Waits until so many tiles have added; `count` is how many had when that was last asked.
 
-    No thread reads dq, so none acquires it: TMA adds in the L2 cache, and is sent there after the count has come from it.
+    No thread reads dq, so none acquires it: TMA adds in the L2 cache, and is sent there after the count came from it.
     """
     text = """{
         .reg .pred p; .reg .b32 count;
