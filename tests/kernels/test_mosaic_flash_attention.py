@@ -299,7 +299,9 @@ def test_says_which_gradients_of_certain_bits_it_does_not_take():
 
 
 @pytest.mark.parametrize("sight", ["full", "causal", *SIGHTS])
-@pytest.mark.parametrize("D, V", [(64, 64), (72, 72), (192, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "D, V", [(72, 72), *(pytest.param(*size, marks=pytest.mark.slow) for size in ((64, 64), (192, 128), (256, 256)))]
+)
 def test_gradients_of_certain_bits_lower(D, V, sight):
     x = of_head_dims(D, V, q.shape[1] if sight in SIGHTS else 640, **SIGHTS.get(sight, {}))
     spec = FlashAttentionSpec(causal=sight != "full", deterministic=True)

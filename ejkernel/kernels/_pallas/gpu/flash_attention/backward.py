@@ -52,7 +52,7 @@ from .dkv_consumers import (
     dk_dv_consumer,
     dv_consumer,
 )
-from .dq_semaphore import await_rank, count_up, table_of_ranks
+from .dq_semaphore import await_rank, count_of, count_up, table_of_ranks
 from .feature_tiles import load_parts, tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
@@ -199,15 +199,22 @@ def _kernel(
         lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
         plgpu.barrier_wait(kv_full)
 
+        def semaphore_of(step):
+            block, head = plan.place(mask_info, step)
+            return dq_semaphore.at[batch, head, block]
+
+        def complete(step):
+            plgpu.wait_smem_to_gmem(0)
+            count_up(semaphore_of(step))
+
         def compute(step, _):
             add = partial(_accumulate_dq, step, kv_tiles[0], ds_tiles, ds_empty, dq_tiles, dq, plan, mask_info)
             if plan.deterministic:
-                block, head = plan.place(mask_info, step)
-                semaphore = dq_semaphore.at[batch, head, block]
-                await_rank(semaphore, plan.rank(ranks, block))
-                add()
-                plgpu.wait_smem_to_gmem(0)
-                count_up(semaphore)
+                count = count_of(semaphore_of(step))
+                due = lambda: await_rank(semaphore_of(step), count, plan.rank(ranks, plan.place(mask_info, step)[0]))
+                add(due, (lambda: pl.when(step > 0)(lambda: complete(step - 1))) if plan.signals_late else None)
+                if not plan.signals_late:
+                    complete(step)
             else:
                 add()
 
@@ -218,7 +225,10 @@ def _kernel(
 
         lax.fori_loop(0, steps, compute, None)
         arrive(DONE, WARPGROUPS)
-        plgpu.wait_smem_to_gmem(0)
+        if plan.deterministic and plan.signals_late:
+            pl.when(steps > 0)(lambda: complete(steps - 1))
+        else:
+            plgpu.wait_smem_to_gmem(0)
 
     roles = [partial(consume, *role) for role in _roles(plan)]
     holding = roles[0] if len(roles) == 1 else lambda: lax.cond(number == 0, *roles)
@@ -243,8 +253,9 @@ def _load(arrays, tiles, full_barriers, plan: Plan, mask_info: MaskInfo | None, 
 
 
 def _accumulate_dq(
-    step: Array, k_tiles, ds_tiles, ds_empty, dq_tiles, dq, plan: Plan, mask_info: MaskInfo | None
-) -> None:
+    step: Array, k_tiles, ds_tiles, ds_empty, dq_tiles, dq, plan: Plan, mask_info: MaskInfo | None,
+    before_addition: Callable[[], None] = lambda: None, under_first_product: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
     """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
     stage = stage_of(step, plan.ds_stages)
     block, head = plan.place(mask_info, step)
@@ -255,18 +266,24 @@ def _accumulate_dq(
         for n, (row, (part, columns, features)) in enumerate(squares):
             rows, k_tile = slice(row, row + ROWS), k_tiles.parts[part]
 
-            def product(acc, rows=rows, k_tile=k_tile, columns=columns):
+            begins = n == 0 and chunk == plan.dq_chunks[0]
+
+            def product(acc, rows=rows, k_tile=k_tile, columns=columns, begins=begins):
                 for key_block in range(plan.key_blocks):
                     plgpu.wgmma(acc, ds_tiles.at[stage, key_block, :, rows].T, k_tile.at[key_block, :, columns])
+                if begins and under_first_product is not None:
+                    under_first_product()
                 return acc[...]
 
             square = pl.run_scoped(product, accumulator(ROWS, columns.stop - columns.start))
-            if n == 0:
+            if n == 0 and not (begins and under_first_product is not None):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             width = features.stop - features.start
             dq_tile[rows, features.start - chunk.start : features.stop - chunk.start] = square[:, :width]
         if chunk == plan.dq_chunks[-1]:
             plgpu.barrier_arrive(ds_empty.at[stage])
+        if chunk == plan.dq_chunks[0]:
+            before_addition()
         plgpu.commit_smem()
         at = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), head, chunk
         plgpu.copy_smem_to_gmem(dq_tile, dq.at[at], reduction_op="add")

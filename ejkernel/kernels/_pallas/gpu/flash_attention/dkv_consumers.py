@@ -74,6 +74,11 @@ class Plan:
         return self.deterministic and not self.problem.cut
 
     @property
+    def signals_late(self) -> bool:
+        """An addition to dq is counted when the next is computed: who waits for it is two steps behind."""
+        return self.keys >= 2 * self.block_q
+
+    @property
     def group(self) -> int:
         """The tiles that wait for one another in a circle."""
         return -(-self.tiles // -(-self.tiles // min(self.processors, MOST_IN_GROUP)))
