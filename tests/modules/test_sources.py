@@ -20,7 +20,8 @@ MADE_WITH = {
 }
 # Operations whose implementations call those of another.
 MADE_OF = dict.fromkeys(
-    ("blocksparse_attention", "flash_mla", "multi_latent_page_attention", *OF_PAGES), "flash_attention"
+    ("blocksparse_attention", "flash_mla", "multi_latent_page_attention", "native_sparse_attention", *OF_PAGES),
+    "flash_attention",
 )
 
 
