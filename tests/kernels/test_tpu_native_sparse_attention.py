@@ -108,7 +108,8 @@ def test_families(name, dtype):
     for bar, *of in zip((2, 3, 2), exact, of_formula(*given), interpreted(of_kernels)(*given), strict=True):
         for wanted, formula, ours in zip(*of, strict=True):
             allowed = max(distance(formula, wanted), distance(jnp.asarray(wanted).astype(ours.dtype), wanted))
-            assert distance(ours, wanted) <= bar * allowed, (distance(ours, wanted), allowed)
+            rounding = 1e-7 * np.linalg.norm(wanted)  # of float32, which lse is in all dtypes
+            assert distance(ours, wanted) <= bar * allowed + rounding, (distance(ours, wanted), allowed)
 
 
 @slow

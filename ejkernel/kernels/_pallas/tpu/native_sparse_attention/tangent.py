@@ -6,7 +6,10 @@ With the weights p = exp(s − lse), of which the sum w is 1 but for the roundin
 
 the tangents are those of a quotient, in which lse is a constant:
 
-    l̇se = Σ_j p ṡ / w        ȯ = (Σ_j p ṡ v + Σ_j p v̇) / w − l̇se · Σ_j p v / w
+    l̇se = Σ_j p ṡ / w        ȯ = (Σ_j p (ṡ − l̇se) v + Σ_j p v̇) / w
+
+What is rounded for the matrix unit is p (ṡ − c), with c the mean Σ p ṡ / w over the keys so far. As c moves to c', what
+was summed moves by (c − c') Σ p v, and in the end c is l̇se.
 """
 
 from functools import partial
@@ -28,7 +31,7 @@ from .tiles import entries_at, keys_of, logits, rows_at, rows_in, visible_of, we
 
 
 class Sums(NamedTuple):
-    """w and Σ p ṡ [1, rows]; Σ p v and Σ p ṡ v + Σ p v̇ [features, rows]; float32."""
+    """w and Σ p ṡ [1, rows]; Σ p v and Σ p (ṡ − c) v + Σ p v̇ [features, rows]; float32."""
 
     weight: Any
     moved: Any
@@ -93,11 +96,13 @@ def _kernel(record: Record, tile: Tile, blocks, out, sums: Sums, *, problem: Pro
             s_dot += logits(k, tile.q_dot[...], problem)
         if "k" in dots:
             s_dot += logits(dots["k"], tile.q[...], problem)
-        moved = jnp.where(visible, p * s_dot, 0)
+        before = _mean(sums)
         sums.weight[...] += jnp.sum(p, axis=0, keepdims=True)
-        sums.moved[...] += jnp.sum(moved, axis=0, keepdims=True)
+        sums.moved[...] += jnp.sum(p * s_dot, axis=0, keepdims=True)
+        mean = _mean(sums)
+        centred = (p * (s_dot - mean)).astype(v.dtype)
+        sums.tangents[...] += (before - mean) * sums.values[...] + contract(v, centred, (0, 0))
         sums.values[...] += contract(v, p.astype(v.dtype), (0, 0))
-        sums.tangents[...] += contract(v, moved.astype(v.dtype), (0, 0))
         if "v" in dots:
             sums.tangents[...] += contract(dots["v"], p.astype(v.dtype), (0, 0))
 
@@ -107,7 +112,11 @@ def _kernel(record: Record, tile: Tile, blocks, out, sums: Sums, *, problem: Pro
     def _():
         o, lse = out
         weight = sums.weight[...]
-        share = 1 / jnp.where(weight > 0, weight, 1)
-        moved = sums.moved[...] * share
-        o[...] = ((sums.tangents[...] - moved * sums.values[...]) * share).T.astype(o.dtype)
-        lse[...] = moved
+        o[...] = (sums.tangents[...] / jnp.where(weight > 0, weight, 1)).T.astype(o.dtype)
+        lse[...] = _mean(sums)
+
+
+def _mean(sums: Sums) -> jax.Array:
+    """Σ p ṡ / w; 0 without weights."""
+    weight = sums.weight[...]
+    return sums.moved[...] / jnp.where(weight > 0, weight, 1)
