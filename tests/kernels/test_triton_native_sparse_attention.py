@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import CASES, assert_close
 
 from ejkernel.kernels._registry import kernel_registry
+from ejkernel.kernels._xla.native_sparse_attention import reference
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 
@@ -69,3 +71,28 @@ def test_gradients_of_logits_near_1e12(platform, dtype, monkeypatch):
     kernels = implementations(platform, None if platform == "xla" else "gpu")[1:]
     config = KernelConfig(block_q=16, block_k=16, block_d=16)
     large_logits.check(large_logits.of_kernels(*kernels, x, spec, listed, config=config), x)
+
+
+def test_the_tangent_of_large_logits(monkeypatch):
+    """What is rounded to 16 bits is as small as what becomes of it: s_dot of hundreds, of which one key has all."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    rng, shape = np.random.default_rng(0), (1, 64, 2, 64)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float16)
+    lists = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (1, 64, 2, 4))
+    x, moved = Operands(30 * normal(*shape), normal(*shape), normal(*shape), lists), [normal(*shape) for _ in range(3)]
+    spec = NativeSparseAttentionSpec(block_size=16, softmax_scale=0.125)
+    forward, _, tangent = implementations("triton", "gpu")
+    config = KernelConfig(block_q=16, block_k=16, block_d=16)
+    outputs = forward(*x, spec=spec, config=config)
+    found = tangent(x, outputs, Operands(*moved, None), spec=spec, config=config)
+
+    def formula(dtype):
+        of = lambda arrays: [a.astype(dtype) for a in arrays]
+        return jax.jvp(lambda *a: reference(*a, lists, spec=spec), of(x[:3]), of(moved))[1]
+
+    rounded = formula(jnp.float16)
+    with jax.enable_x64(True):
+        exact = formula(jnp.float64)
+    for ours, theirs, wanted in zip(found, rounded, exact, strict=True):
+        error, unit = (np.linalg.norm(np.asarray(a, np.float64) - np.asarray(wanted)) for a in (ours, theirs))
+        assert error <= 3 * unit

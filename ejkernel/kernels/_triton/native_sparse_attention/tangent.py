@@ -1,10 +1,13 @@
-"""The tangent kernel: o_dot and lse_dot in one pass over the union of the blocks of a tile.
+"""The tangent kernel: o_dot and lse_dot in two passes over the union of the blocks of a tile.
 
 With the weights p = exp(s − lse), and o = p·v,
 
     s_dot = scale·(q_dot·kᵀ + q·k_dotᵀ)
     lse_dot = Σ_j p ∘ s_dot
-    o_dot = (p ∘ s_dot)·v − lse_dot·o + p·v_dot
+    o_dot = (p ∘ (s_dot − lse_dot))·v + p·v_dot
+
+p ∘ (s_dot − lse_dot) is rounded to the dtype of v, and small where p ∘ s_dot is large: lse_dot is summed first. Of a c
+that is near it, as what the first pass has summed, (p ∘ (s_dot − c))·v is off by Σ_j p ∘ (s_dot − c) times o.
 """
 
 import jax
@@ -67,32 +70,52 @@ def tangent_kernel(
     limits = tl.load(limit + batch * problem.S + query, mask=inside, other=0)
     of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf")) * tiles.LOG2E
     at = (batch * TILES + tile) * problem.G + group
-    moved = tl.zeros([ROWS], tl.float32)
+    moved, rest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     V_WIDTH: tl.constexpr = problem.V_WIDTH
     acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     parts: tl.constexpr = (problem.size + BLOCK_K - 1) // BLOCK_K
-    for step in tl.range(0, tl.load(count + at) * parts):
+    steps = tl.load(count + at) * parts
+    for step in tl.range(0, steps):
         place = at * problem.entries + step // parts
         stop = tl.load(end + place)
         token = tl.load(begin + place) + step % parts * BLOCK_K + tl.arange(0, BLOCK_K)
-        k_tile = tiles.load_keys(k, batch, token, stop, group, problem, problem.D, problem.WIDTH)
+        visible = tiles.visible_rows(tl.load(members + place), token, stop, limits, problem, ROWS)
+        p, s_dot = weights_and_logits_dot(
+            k, k_dot, q_tile, q_dot_tile, of_row, visible, batch, token, stop, group, q_dot, problem
+        )
+        moved += tl.sum(tl.where(visible, p * s_dot, 0.0), 1)
+    for step in tl.range(0, steps):
+        place = at * problem.entries + step // parts
+        stop = tl.load(end + place)
+        token = tl.load(begin + place) + step % parts * BLOCK_K + tl.arange(0, BLOCK_K)
         v_tile = tiles.load_keys(v, batch, token, stop, group, problem, problem.V, problem.V_WIDTH)
         visible = tiles.visible_rows(tl.load(members + place), token, stop, limits, problem, ROWS)
-        p = tiles.weights(tiles.product(q_tile, k_tile), of_row, visible, problem)
-        s_dot = tl.zeros_like(p)
-        if q_dot is not None:
-            s_dot += tiles.product(q_dot_tile, k_tile)
-        if k_dot is not None:
-            s_dot += tiles.product(
-                q_tile, tiles.load_keys(k_dot, batch, token, stop, group, problem, problem.D, problem.WIDTH)
-            )
-        moving = tl.where(visible, p * s_dot * problem.scale, 0.0)
-        moved += tl.sum(moving, 1)
+        p, s_dot = weights_and_logits_dot(
+            k, k_dot, q_tile, q_dot_tile, of_row, visible, batch, token, stop, group, q_dot, problem
+        )
+        moving = tl.where(visible, p * (s_dot - moved[:, None]), 0.0)
+        rest += tl.sum(moving, 1)
         acc = tiles.added(moving, v_tile, acc)
         if v_dot is not None:
             v_dot_tile = tiles.load_keys(v_dot, batch, token, stop, group, problem, problem.V, problem.V_WIDTH)
             acc = tiles.added(p, v_dot_tile, acc)
     o_tile = tiles.load_rows(o, row, inside, problem.V, problem.V_WIDTH)
-    acc -= moved[:, None] * o_tile.to(tl.float32)
-    tl.store(lse_dot + row_of_head, moved, mask=inside)
+    acc -= rest[:, None] * o_tile.to(tl.float32)
+    tl.store(lse_dot + row_of_head, moved + rest, mask=inside)
     tiles.store_rows(o_dot, acc, row, inside, problem.V, problem.V_WIDTH)
+
+
+@triton.jit
+def weights_and_logits_dot(
+    k, k_dot, q_tile, q_dot_tile, of_row, visible, batch, token, stop, group, q_dot, problem: tl.constexpr
+):
+    """p and s_dot of a tile of keys."""
+    k_tile = tiles.load_keys(k, batch, token, stop, group, problem, problem.D, problem.WIDTH)
+    p = tiles.weights(tiles.product(q_tile, k_tile), of_row, visible, problem)
+    s_dot = tl.zeros_like(p)
+    if q_dot is not None:
+        s_dot += tiles.product(q_dot_tile, k_tile)
+    if k_dot is not None:
+        k_dot_tile = tiles.load_keys(k_dot, batch, token, stop, group, problem, problem.D, problem.WIDTH)
+        s_dot += tiles.product(q_tile, k_dot_tile)
+    return p, s_dot * problem.scale
