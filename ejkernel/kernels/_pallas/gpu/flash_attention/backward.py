@@ -31,6 +31,7 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
+from .._inline import await_rank, count_of, count_up
 from .._launch import (
     ROWS,
     accumulator,
@@ -52,7 +53,7 @@ from .dkv_consumers import (
     dk_dv_consumer,
     dv_consumer,
 )
-from .dq_semaphore import await_rank, count_of, count_up, table_of_ranks
+from .dq_semaphore import table_of_ranks
 from .feature_tiles import load_parts, tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
