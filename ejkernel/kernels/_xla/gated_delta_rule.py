@@ -17,6 +17,7 @@ Everything is in float32. Derivatives are those of these equations, with a chunk
 state in which it begins: the memory of a gradient is linear in the sequence.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -137,17 +138,19 @@ def unit_lower_inverse(lower: Array) -> Array:
     c = lower.shape[-1]
     size = 1 << max(0, c - 1).bit_length()
     lower = lax.pad(lower, np.array(0, lower.dtype), [(0, 0, 0)] * 2 + [(0, size - c, 0)] * 2)
-    inverse = lax.full_like(lower, 1, shape=(*lower.shape[:3], 1, 1))  # [b,h,blocks,n,n]
+    matrices = math.prod(lower.shape[:2])
+    # All blocks are along one axis: the XLA of jaxlib 0.11 fails on some of more axes.
+    inverse = lax.full_like(lower, 1, shape=(matrices * size, 1, 1))  # [b·h·blocks,n,n]
     n = 1
     while n < size:
         count = size // (2 * n)
-        blocks = lower.reshape(*lower.shape[:2], count, 2 * n, count, 2 * n)
-        below = jnp.moveaxis(jnp.diagonal(blocks[:, :, :, n:, :, :n], axis1=2, axis2=4), -1, 2)
-        first, second = inverse[:, :, 0::2], inverse[:, :, 1::2]
-        below = -_product("bhxij,bhxjk->bhxik", _product("bhxij,bhxjk->bhxik", second, below), first)
+        blocks = lower.reshape(matrices, count, 2 * n, count, 2 * n)[:, :, n:, :, :n]
+        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=1, axis2=3), -1, 1).reshape(matrices * count, n, n)
+        first, second = jnp.moveaxis(inverse.reshape(matrices * count, 2, n, n), 1, 0)
+        below = -_product("xij,xjk->xik", _product("xij,xjk->xik", second, below), first)
         above = jnp.concatenate([first, jnp.zeros_like(first)], -1)
         inverse, n = jnp.concatenate([above, jnp.concatenate([below, second], -1)], -2), 2 * n
-    return inverse[:, :, 0, :c, :c]
+    return inverse.reshape(*lower.shape)[:, :, :c, :c]
 
 
 @unit_lower_inverse.defjvp
