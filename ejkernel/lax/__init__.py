@@ -5,6 +5,7 @@ They are named one by one for type checkers and editors; `tests/test_typed_api.p
 
 from .block_mask_of import block_mask_of
 from .blocksparse_attention import blocksparse_attention
+from .differential_attention import differential_attention
 from .flash_attention import flash_attention
 from .flash_mla import flash_mla
 from .gated_delta_rule import gated_delta_rule
@@ -31,6 +32,7 @@ from .state_space_v2 import state_space_v2
 __all__ = [
     "block_mask_of",
     "blocksparse_attention",
+    "differential_attention",
     "flash_attention",
     "flash_mla",
     "gated_delta_rule",

@@ -14,6 +14,7 @@ from .base import KernelConfig, create_default_executor, detect_platform
 from .operations.block_mask_of import block_mask_of
 from .operations.blocksparse_attention import BlocksparseAttention
 from .operations.configs import GroupedMatmulConfig, UnifiedAttentionConfig
+from .operations.differential_attention import differential_attention
 from .operations.flash_attention import FlashAttention
 from .operations.flash_mla import FlashMLA
 from .operations.gated_delta_rule import GatedDeltaRule
@@ -96,6 +97,7 @@ __all__ = [
     "blocksparse_attention",
     "create_default_executor",
     "detect_platform",
+    "differential_attention",
     "flash_attention",
     "flash_mla",
     "gated_delta_rule",

@@ -166,14 +166,19 @@ def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, 
     return operation.convert({back.get(name, name): x for name, x in bound.items()})
 
 
-@contextlib.contextmanager
-def modules_names(operation: type[Operation]) -> Iterator[None]:
+def modules_names(operation: type[Operation]) -> contextlib.AbstractContextManager[None]:
     """What is said of an argument within names it as the modules' API does."""
+    return renaming(operation.renamed)
+
+
+@contextlib.contextmanager
+def renaming(renamed: Mapping[str, str]) -> Iterator[None]:
+    """What is said of an argument within names it by its value in the mapping."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        name_of = lambda found: operation.renamed[found[0]]
-        text = re.sub(rf"\b({'|'.join(operation.renamed)})\b", name_of, str(error)) if operation.renamed else str(error)
+        name_of = lambda found: renamed[found[0]]
+        text = re.sub(rf"\b({'|'.join(renamed)})\b", name_of, str(error)) if renamed else str(error)
         if text == str(error) or type(error) not in (TypeError, ValueError):
             raise
         raise type(error)(text) from error.__cause__

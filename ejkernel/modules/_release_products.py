@@ -8,7 +8,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..errors import value_error
+from ..xla_utils.groups import group_bounds
 from ._release import Present, arrays_of, entries_of, run, translates
+from .operations._arguments import int32
 
 
 @translates
@@ -50,7 +52,8 @@ def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]
 def _bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
     """[rows, N] of [E, 1, N] or [E, N]; 0 for rows after the last group."""
     bias = bias.reshape(bias.shape[0], bias.shape[-1])
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right")
+    ends = group_bounds(int32(sizes)[None], None, bias.shape[0], rows)[0, 1:]
+    group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
     return bias.at[group].get(mode="fill", fill_value=0)
 
 

@@ -569,6 +569,18 @@ def test_grouped_matmul_with_all_that_is_added():
     close(found, grouped(lhs[3:], rhs[1:3], SIZES[1:3]))
 
 
+@pytest.mark.parametrize("sizes", ([5, 2**31 - 1, 2**31 - 1, 2**31 - 1], [2, 3, 9, 9]), ids=("32 bits", "rows"))
+def test_grouped_matmul_of_sizes_beyond_the_rows(sizes):
+    """They are cut off at the last row; their sum does not wrap around."""
+    lhs, rhs, bias = random(12, 8), random(4, 8, 5), random(4, 1, 5)
+    ends = np.minimum(np.cumsum(np.array(sizes, np.int64)), 12)
+    here = np.diff(ends, prepend=0)
+    added = np.asarray(bias)[np.repeat(np.arange(4), here), 0]
+    product = grouped(lhs, rhs, here)
+    close(modules.grouped_matmul(lhs, rhs, jnp.array(sizes, jnp.int32)), product)
+    close(modules.grouped_matmul(lhs, rhs, jnp.array(sizes, jnp.int32), rhs_bias=bias), product + added)
+
+
 def test_mean_pooling_of_heads():
     x = random(2, 7, 3, 8)
     close(modules.mean_pooling(x), np.asarray(x, np.float64).mean(1))

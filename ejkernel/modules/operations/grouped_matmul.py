@@ -44,6 +44,7 @@ def grouped_matmul_arguments(
         o_in = scale_{g(i),n} Σ_k lhs_ik rhs_{g(i),k,n},        rows after the last group: existing_out, or 0
 
     The products are added up in float32. Groups may be empty and as uneven as they like; their sizes may be traced.
+    Sizes that add up to more than M, and even to more than int32 holds, are cut off at the last row.
     Rows after the last group may hold anything, NaN too: neither results nor gradients depend on them.
     Differentiable in lhs, rhs, existing_out and rhs_scale, to any order.
 

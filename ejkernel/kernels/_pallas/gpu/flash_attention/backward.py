@@ -57,7 +57,7 @@ from .dq_semaphore import table_of_ranks
 from .feature_tiles import load_parts, tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
-from .problem import LOG2_E, problem_of
+from .problem import LOG2_E, problem_of, weights_of_sinks
 
 # Registers of a thread of the two consumer warpgroups, and of the one that loads and accumulates dq: 504 in all.
 CONSUMER_REGISTERS, DQ_REGISTERS = 216, 72
@@ -107,7 +107,7 @@ def gradients(
     if "sinks" in wrt:
         # A sink is a key without a value: its p is exp(sink − lse), and its dp is 0.
         lse = jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse)
-        dsinks = -(jnp.exp(primals.sinks[:, :, :, None] - lse[:, :, None]) * delta[:, :, None]).sum(-1)
+        dsinks = -(weights_of_sinks(primals.sinks, lse) * delta[:, :, None]).sum(-1)
         found["sinks"] = dsinks if primals.sinks.shape[0] > 1 else dsinks.sum(0, keepdims=True)
     return tuple(found[name].astype(getattr(primals, name).dtype) for name in wrt)
 

@@ -97,6 +97,14 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
     )
 
 
+def weights_of_sinks(sinks: Array, lse: Array) -> Array:
+    """exp(sink − lse) [b, h, n, rows], of lse that is +∞ where nothing is seen.
+
+    lse includes the sinks, so a weight is at most 1; but logits near 10¹² round lse by more than an exponent may be.
+    """
+    return jnp.exp(jnp.minimum(sinks[:, :, :, None] - lse[:, :, None], 0.0))
+
+
 def blocks_of_band(first: Array, block: int, low: int | None, high: int | None, length: int, step: int) -> BlockRanges:
     """The blocks of `step` y's, of `length`, that x's in [first, first + block) see, where x + low ≤ y ≤ x + high."""
     blocks = -(-length // step)

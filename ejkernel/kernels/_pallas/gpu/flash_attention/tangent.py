@@ -42,7 +42,7 @@ from .._launch import (
 from .configs import check
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .plan import PING_PONG, Q_EMPTY
-from .problem import LOG2_E, problem_of
+from .problem import LOG2_E, problem_of, weights_of_sinks
 from .tangent_rows import Plan, Ring, Rows, Tensors, accumulate, accumulate_wide
 from .tiles import View
 
@@ -70,7 +70,7 @@ def flash_attention_jvp(
     tensors = Tensors(padded(primals.q, 1, 0), *map(eights, (primals.k, v, tangents.q, tangents.k, v_dot)))
     o = eights(outputs.o)
     # Past the end, and where nothing is seen, the weights are exp(−∞).
-    lse = padded(jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse * LOG2_E), 2, jnp.inf)
+    lse = padded(jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse), 2, jnp.inf)
     of_consumers = lambda width: shared((plan.consumers, ROWS, width), problem.dtype)
     o_dot, lse_dot = launch(
         partial(_kernel, plan=plan),
@@ -78,7 +78,7 @@ def flash_attention_jvp(
         (
             tensors,
             o,
-            lse,
+            lse * LOG2_E,
             _sinks_moved(primals, lse, tangents),
             mask_info_of(visibility, plan.block_q, plan.block_k),
         ),
@@ -108,11 +108,10 @@ def _ring(plan: Plan, tensors: Tensors, groups: tuple[tuple[str, ...], ...]) -> 
 
 
 def _sinks_moved(primals: Operands, lse: Array, tangents: Operands) -> Array | None:
-    """What sinks add to Σ p·ṡ of the rows, Σ_n exp(sink_n − lse)·sink_dot_n: [b, h, rows]; `lse` is one of twos."""
+    """What sinks add to Σ p·ṡ of the rows, Σ_n exp(sink_n − lse)·sink_dot_n: [b, h, rows]."""
     if primals.sinks is None or tangents.sinks is None:
         return None
-    p = jnp.exp2(primals.sinks[:, :, :, None] * LOG2_E - lse[:, :, None])
-    return (p * tangents.sinks[:, :, :, None]).sum(2)
+    return (weights_of_sinks(primals.sinks, lse) * tangents.sinks[:, :, :, None]).sum(2)
 
 
 def _kernel(
