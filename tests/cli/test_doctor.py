@@ -133,7 +133,8 @@ def test_errors_are_in_units_of_that_of_the_formula():
 def test_every_operation_has_an_example_of_the_types_that_accelerators_are_for(operation):
     given = OPERATIONS[operation].example()
     arrays = [x for x in given.values() if hasattr(x, "shape")]
-    assert {x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)} == {jnp.dtype(jnp.bfloat16)}
+    floats = {x.dtype for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert floats - {jnp.dtype(jnp.float32)} == {jnp.dtype(jnp.bfloat16)}  # states and decays may be float32
     assert sum(x.size for x in arrays) < 2**18, list(map(short_type, arrays))
 
 

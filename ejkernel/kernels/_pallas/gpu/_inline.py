@@ -230,7 +230,7 @@ def e4m3_operand(p: Array) -> Array:
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(p.shape, jnp.float8_e4m3fn, layout))
     def emit(_, p):
-        i32, four = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), ir.Float8jnp.float8_e4m3fnFNType.get())
+        i32, four = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
         to = layout.to_mgpu()
         registers = np.empty(to.registers_shape(p.shape), object)
         single = ir.VectorType.get((1,), i32)

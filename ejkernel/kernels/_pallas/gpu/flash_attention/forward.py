@@ -200,11 +200,16 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
             block = plan.block(block_range.end - 1 - i, first, head, batch, mask_info)
             keys = pl.ds(block * plan.block_k, plan.block_k)
             of_keys = lambda part: k.at[batch, keys, kv_head, part]
-            of_values = lambda part: v.at[batch, kv_head, part, keys] if plan.e4m3 else v.at[batch, keys, kv_head, part]
             sync(plan.k_empty + stage, plan.warpgroups)
             load_parts(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full.at[stage])
             sync(plan.v_empty + stage, plan.warpgroups)
-            load_parts(tiles.v, stage, of_values, plan.problem.V, tiles.v_full.at[stage])
+            if plan.e4m3:  # of which the keys are innermost, in one part
+                plgpu.copy_gmem_to_smem(
+                    v.at[batch, kv_head, :, keys], tiles.v.parts[0].at[stage], tiles.v_full.at[stage]
+                )
+            else:
+                of_values = lambda part: v.at[batch, keys, kv_head, part]
+                load_parts(tiles.v, stage, of_values, plan.problem.V, tiles.v_full.at[stage])
             return step + 1
 
         return lax.fori_loop(0, block_range.end - block_range.begin, stream, step)
