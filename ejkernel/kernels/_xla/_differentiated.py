@@ -27,15 +27,21 @@ def register(
         kernel_registry.register(operation + suffix, Platform.XLA, Backend.ANY)(implementation)
 
 
-def tangent_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
+def tangent_of(forward: Callable[..., Any], default: Any, operands: type, outputs: type) -> Callable[..., Any]:
     """(primals, outputs, tangents, spec, config) → the tangents of the outputs; a tangent of None is zero.
 
-    The spec is `default` where a call has none.
+    The spec is `default` where a call has none; `operands` and `outputs` are types, as other implementations name them.
     """
+    Spec, Operands, Outputs = type(default), operands, outputs
 
     def tangent(
-        primals: Any, outputs: Any, tangents: Any, *, spec: Any = default, config: KernelConfig = KernelConfig()
-    ) -> Any:
+        primals: Operands,
+        outputs: Outputs,
+        tangents: Operands,
+        *,
+        spec: Spec = default,
+        config: KernelConfig = KernelConfig(),
+    ) -> Outputs:
         moving = {name: t for name, t in tangents._asdict().items() if t is not None}
         f = partial(_outputs_of, forward, primals, spec, config)
         found = jax.jvp(f, ({name: getattr(primals, name) for name in moving},), (moving,))[1]
@@ -44,21 +50,22 @@ def tangent_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
     return _as_of(forward, tangent, "_jvp")
 
 
-def backward_of(forward: Callable[..., Any], default: Any) -> Callable[..., Any]:
+def backward_of(forward: Callable[..., Any], default: Any, operands: type, outputs: type) -> Callable[..., Any]:
     """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands named in wrt.
 
     A cotangent of None is zero. They are the gradient of Σ outputs ∘ cotangents, as `jax.vjp` compares their types: in
     a `shard_map` inside another, the type of what is computed does not tell any more over which axes it varies, while
     that of an argument does.
     """
+    Spec, Operands, Outputs = type(default), operands, outputs
 
     def backward(
-        primals: Any,
-        outputs: Any,
-        cotangents: Any,
+        primals: Operands,
+        outputs: Outputs,
+        cotangents: Outputs,
         *,
         wrt: tuple[str, ...],
-        spec: Any = default,
+        spec: Spec = default,
         config: KernelConfig = KernelConfig(),
     ) -> tuple[Array, ...]:
         dtype = statistics_dtype(primals[0].dtype)

@@ -159,5 +159,5 @@ def _product(axes: str, a: Array, b: Array) -> Array:
 # --- Tangent and backward ---------------------------------------------------------------------------------------------
 
 
-recurrence_jvp = tangent_of(recurrence, RecurrenceSpec())
-recurrence_bwd = backward_of(recurrence, RecurrenceSpec())
+recurrence_jvp = tangent_of(recurrence, RecurrenceSpec(), Operands, Outputs)
+recurrence_bwd = backward_of(recurrence, RecurrenceSpec(), Operands, Outputs)

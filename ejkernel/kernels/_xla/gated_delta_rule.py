@@ -165,7 +165,7 @@ def _product(axes: str, a: Array, b: Array) -> Array:
     return jnp.einsum(axes, a, b, precision="highest")
 
 
-gated_delta_rule_jvp = tangent_of(gated_delta_rule, GatedDeltaRuleSpec())
-gated_delta_rule_bwd = backward_of(gated_delta_rule, GatedDeltaRuleSpec())
+gated_delta_rule_jvp = tangent_of(gated_delta_rule, GatedDeltaRuleSpec(), Operands, Outputs)
+gated_delta_rule_bwd = backward_of(gated_delta_rule, GatedDeltaRuleSpec(), Operands, Outputs)
 
 register("gated_delta_rule", gated_delta_rule, gated_delta_rule_jvp, gated_delta_rule_bwd)

@@ -107,7 +107,7 @@ def _by_associative_scan(A: Array, h: Array, u: Array, dt: Array, B: Array, C: A
     return states[-1], (states * C).sum(-1)
 
 
-state_space_v1_jvp = tangent_of(state_space_v1, StateSpaceSpec())
-state_space_v1_bwd = backward_of(state_space_v1, StateSpaceSpec())
+state_space_v1_jvp = tangent_of(state_space_v1, StateSpaceSpec(), Operands, Outputs)
+state_space_v1_bwd = backward_of(state_space_v1, StateSpaceSpec(), Operands, Outputs)
 
 register("state_space_v1", state_space_v1, state_space_v1_jvp, state_space_v1_bwd)

@@ -86,7 +86,7 @@ def state_space_v2(
     return Outputs(o, jnp.swapaxes(final, -1, -2))
 
 
-state_space_v2_jvp = tangent_of(state_space_v2, StateSpaceSpec())
-state_space_v2_bwd = backward_of(state_space_v2, StateSpaceSpec())
+state_space_v2_jvp = tangent_of(state_space_v2, StateSpaceSpec(), Operands, Outputs)
+state_space_v2_bwd = backward_of(state_space_v2, StateSpaceSpec(), Operands, Outputs)
 
 register("state_space_v2", state_space_v2, state_space_v2_jvp, state_space_v2_bwd)
