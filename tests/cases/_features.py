@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ._case import Case
+from ._case import Case, Operand
 from ._feature import Feature
 
 FOLDER = importlib.import_module(__package__).__path__
@@ -34,12 +34,18 @@ def call_with(operation: str, names: tuple[str, ...]) -> tuple[Case, str]:
         operands |= feature.operands
         options |= feature.options
         dtype = feature.dtype or dtype
-    if "cu_seqlens" in operands and "initial_state" in operands:
-        operands["initial_state"], shape["n"] = "n h d e", shape["m"] - 1
-    for name in ("g", "gk", "gv"):
-        if "cu_seqlens" in operands and name in operands:
-            operands[name] = replace(operands[name], axes=operands[name].axes.replace("b", "1"))
+    if "cu_seqlens" in operands:
+        shape["n"] = shape["m"] - 1
+        for name, batch in dict(initial_state="n", g="1", gk="1", gv="1").items():
+            if name in operands:
+                operands[name] = _of_batch(operands[name], batch)
     return replace(plain, name="-".join(names) or "plain", sizes=shape, operands=operands, options=options), dtype
+
+
+def _of_batch(x: Operand | str, batch: str) -> Operand:
+    """The operand with another letter, or number, for its axis b."""
+    x = Operand(x) if isinstance(x, str) else x
+    return replace(x, axes=x.axes.replace("b", batch))
 
 
 def together(operation: str, names: tuple[str, ...]) -> bool:
