@@ -24,15 +24,8 @@ def parts(operation: str) -> int:
     return PARTS or (BY_NAME[operation].SHARE if operation in BY_NAME else 1)
 
 
-# Of these the search finds what is not mended yet: gradients of A that are judged too narrowly or are not finite.
-OPEN = ("state_space_v2",)
 each_part = pytest.mark.parametrize(
-    ("operation", "part"),
-    [
-        pytest.param(operation, part, marks=pytest.mark.slow if operation in OPEN else ())
-        for operation in OPERATIONS
-        for part in range(parts(operation))
-    ],
+    ("operation", "part"), [(operation, part) for operation in OPERATIONS for part in range(parts(operation))]
 )
 
 

@@ -36,7 +36,8 @@ def prepare(
     spans = spans_of(name, cu_seqlens, x, "x")
     state = "channels, numbers of the state" if x.ndim == 3 else "heads, features, numbers of the state"
     initial_state = states_of(name, initial_state, x, (*x.shape[2:], B.shape[-1]), spans, state)
-    of_batch = lambda a: None if a is None else a[None]
+    # As wide as their gradients, which are summed over rows, those of a vmap included: a sum is rounded once.
+    of_batch = lambda a: None if a is None else a.astype(np.promote_types(x.dtype, np.float32))[None]
     arrays |= dict(A=of_batch(arrays["A"]), D=of_batch(arrays["D"]))
     filled = operands(**arrays, initial_state=initial_state, spans=spans)._asdict()
     named = align(algorithm.forward, {of: a for of, a in filled.items() if a is not None})
