@@ -53,6 +53,7 @@ FAMILIES = (
     family("large", v=lambda rng, shape: 30 * rng.standard_normal(shape)),
     family("one_hot", k=lambda rng, shape: 8 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]),
     family("long", remembering(1000), dict(s=200)),
+    family("long_uniform", remembering(1e5), dict(s=400), k=lambda rng, shape: 1 + 1e-3 * rng.standard_normal(shape)),
 )
 
 # --- For the tests of pairs of features -------------------------------------------------------------------------------
