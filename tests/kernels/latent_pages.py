@@ -28,18 +28,13 @@ def tree(drafts, seed=1):
     return jnp.asarray(np.random.default_rng(seed).random((TOKENS, drafts)) < 0.5)
 
 
-def lists(keys, x, seed=2, twice=True):
+def lists(keys, x, seed=2):
     """[TOKENS, keys] positions, some of them past the token's own or in no sequence, and some twice."""
     rng, length = np.random.default_rng(seed), J * x["pages"].shape[1]
     strange = rng.choice([-1, -(2**31), 2**31 - 1, length], (TOKENS, keys))
-    some = rng.integers(0, length // 2, (TOKENS, keys)) if twice else _permuted(rng, length, keys)
-    found = np.where(rng.random((TOKENS, keys)) < 0.2, strange, some)
+    found = np.where(rng.random((TOKENS, keys)) < 0.2, strange, rng.integers(0, length // 2, (TOKENS, keys)))
     found[3] = -1
     return jnp.asarray(found, jnp.int32)
-
-
-def _permuted(rng, length, keys):
-    return np.stack([rng.permutation(length)[:keys] for _ in range(TOKENS)])
 
 
 def defined(x, window=None, num_splits=None, **options):
