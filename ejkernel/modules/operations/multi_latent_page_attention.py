@@ -97,7 +97,7 @@ def multi_latent_page_attention_arguments(
             that divide by it, of which there is none yet: the results are the same with and without it.
         draft_mask: [T, W] bool, a tree of speculated tokens, as of `ragged_page_attention`.
         indices: [T, n] integers, for each token the positions in its own sequence of the keys that it attends to, in
-            any order. −1, and whatever the token would not see without a list (past
+            any order, as `lightning_indexer` makes them. −1, and whatever the token would not see without a list (past
             its own position or its window, a draft that is not its own), is no key. A position that stands in a list
             twice counts twice, as in the sparse prefill of FlashMLA: the sums are over the list.
         window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
