@@ -133,6 +133,17 @@ SMALL_CALLS = {
     "recurrent": small("recurrent", "retention-h16-d128", batch=1, seq=64, heads=2, key_dim=16, value_dim=16),
 }
 STEP = small("gla", "gla-h16-d128", batch=2, seq=1, heads=2, key_dim=16, value_dim=16)
+LISTS = small(
+    "multi_latent_page_attention",
+    "top2k-1k-of-32k-h128",
+    context=64,
+    heads=4,
+    tokens=12,
+    latent=32,
+    rope=16,
+    page=16,
+    top_k=60,
+)
 CALLS = [(operation, shape, mode) for operation, shape in SMALL_CALLS.items() for mode in shape.modes]
 
 
@@ -141,7 +152,7 @@ CALLS = [(operation, shape, mode) for operation, shape in SMALL_CALLS.items() fo
     [
         # The backward alone is the greater part of that with its forward.
         pytest.param(*call, id=f"{call[0]}-{call[2]}", marks=[pytest.mark.slow] * (call[2] == "bwd"))
-        for call in [*CALLS, ("gla", STEP, "step")]
+        for call in [*CALLS, ("gla", STEP, "step"), ("multi_latent_page_attention", LISTS, "fwd")]
     ],
 )
 def test_ours_passes_the_gate_which_stops_what_is_wrong(operation, shape, mode):

@@ -12,6 +12,7 @@ from .gated_delta_rule import gated_delta_rule
 from .gla import gla
 from .grouped_matmul import grouped_matmul
 from .lightning_attention import lightning_attention
+from .lightning_indexer import lightning_indexer
 from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
 from .multi_latent_page_attention import multi_latent_page_attention
@@ -39,6 +40,7 @@ __all__ = [
     "gla",
     "grouped_matmul",
     "lightning_attention",
+    "lightning_indexer",
     "mean_pooling",
     "merge_attention",
     "multi_latent_page_attention",

@@ -21,6 +21,7 @@ from .operations.gated_delta_rule import GatedDeltaRule
 from .operations.gla import GLA
 from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
+from .operations.lightning_indexer import lightning_indexer
 from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
 from .operations.multi_latent_page_attention import MultiLatentPageAttention
@@ -104,6 +105,7 @@ __all__ = [
     "gla",
     "grouped_matmul",
     "lightning_attention",
+    "lightning_indexer",
     "mean_pooling",
     "merge_attention",
     "multi_latent_page_attention",

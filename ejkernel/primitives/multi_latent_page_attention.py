@@ -2,7 +2,7 @@
 
     b batch · t tokens of the step · h query heads · c features of a latent · d of its rotary part · f = c + d of both
     n sequences · m = n + 1 · p pages · s slots of a page · j pages of a sequence · w drafts
-    l rows of a plan, i work items for each
+    l rows of a plan, i work items for each · k keys that a token names
 
 The primitive's own batch axis is what `vmap` maps: the public operation has none. An axis `b?` may have size 1 and is
 then the same for all, so that a pool of pages that is not mapped is not repeated. Heads may be split over devices, each
@@ -23,7 +23,7 @@ class Operands(NamedTuple):
 
     q_latent [b,t,h,c] and q_rope [b,t,h,d] of one dtype; pages [b?,p,s,f] of that, float8_e4m3fn or int8; context_lens
     [b,n], block_tables [b,n,j], query_start_loc [b,m] and num_seqs [b,1] int32; sinks [b?,h,x] and k_scale [b?,p?,s?,1]
-    float32; plan [b?,l,i,8] int32; draft_mask [b,t,w] bool.
+    float32; plan [b?,l,i,8] int32; draft_mask [b,t,w] bool; indices [b,t,k] int32.
     """
 
     q_latent: Any
@@ -37,6 +37,7 @@ class Operands(NamedTuple):
     k_scale: Any = None
     plan: Any = None
     draft_mask: Any = None
+    indices: Any = None
 
 
 class Outputs(NamedTuple):
@@ -62,6 +63,7 @@ multi_latent_page_attention = ForwardOnly(
         "k_scale": axes("b? p? s? 1"),
         "plan": axes("b? l i 8"),
         "draft_mask": axes("b t w"),
+        "indices": axes("b t k"),
         "o": axes("b t h c"),
         "lse": axes("b t h"),
     },

@@ -4,12 +4,20 @@ The tables fit together whichever of them is of which seed: sequences share page
 size is known. Of f = c + d features of a slot c are the latent.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from . import ragged_page_attention as ragged
 from ._case import Case, Operand
 from ._feature import DTYPES, operand, option, plain, sized
 from .page_attention import no_work, positive, small_integers
+
+
+def key_lists(rng, shape):
+    """Positions of keys, some of them twice, past the token's own, or of no key."""
+    return rng.integers(-2, 16, shape).astype(np.int32)
+
 
 SIZES = dict(t=10, h=4, c=12, d=4, f=16, p=10, z=4, n=4, m=5, j=4, w=3, one=1)
 TABLES = {n: x for n, x in ragged.OPERANDS.items() if n not in ("q", "kv_pages")}
@@ -33,6 +41,21 @@ CASES = (
         window=6,
         return_lse=True,
     ),
+    case("lists", dict(k=7), dict(indices=Operand("t k", key_lists)), return_lse=True),
+    case(
+        "lists_with_everything",
+        dict(k=5, x=2),
+        dict(
+            indices=Operand("t k", key_lists),
+            draft_mask=Operand("t w", ragged.tree),
+            pages=Operand("p z f", small_integers),
+            k_scale=Operand("p z one", positive),
+            sinks="h x",
+        ),
+        window=9,
+        softcap=2.0,
+        num_splits=2,
+    ),
 )
 
 
@@ -47,18 +70,30 @@ def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(),
     return case(name, {**of.sizes, "c": 48, "d": 16, "f": 64}, tables | arrays, return_lse=True)
 
 
+def listed(name, family):
+    """The same with 24 keys for each token."""
+    return replace(
+        family,
+        name=name,
+        sizes={**family.sizes, "k": 24},
+        operands={**family.operands, "indices": Operand("t k", lambda rng, shape: rng.integers(0, 60, shape))},
+    )
+
+
 FAMILIES = (
     family("normal"),
     family("large", lambda rng, shape: 30 * rng.standard_normal(shape)),
     family("one_hot", lambda rng, shape: 8 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]),
     family("long_uniform", lambda rng, shape: 1 + 1e-3 * rng.standard_normal(shape), dict(z=128, p=64, j=16), 2000),
+    listed("lists", family("normal")),
+    listed("large_lists", family("large", lambda rng, shape: 30 * rng.standard_normal(shape))),
 )
 
 # --- For the tests of pairs of features -------------------------------------------------------------------------------
 
 PLAIN = plain(
     "multi_latent_page_attention",
-    dict(t=64, h=4, c=128, d=64, f=192, p=10, z=16, n=4, m=5, j=4, one=1, x=2, w=3, l=5, i=2),
+    dict(t=64, h=4, c=128, d=64, f=192, p=10, z=16, n=4, m=5, j=4, one=1, x=2, w=3, l=5, i=2, k=24),
     OPERANDS,
 )
 
@@ -70,6 +105,7 @@ FEATURES = DTYPES | {
     "sinks": operand("sinks", sinks="h"),
     "several sinks": operand("sinks", sinks="h x"),
     "drafts": operand(draft_mask=Operand("t w", ragged.tree)),
+    "lists of keys": operand(indices=Operand("t k", key_lists)),
     "plan": operand(plan=Operand("l i 8", no_work)),
     "window": option("window", window=20),
     "window to the left": option("window", window=(20, None)),

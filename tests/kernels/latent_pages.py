@@ -28,6 +28,15 @@ def tree(drafts, seed=1):
     return jnp.asarray(np.random.default_rng(seed).random((TOKENS, drafts)) < 0.5)
 
 
+def lists(keys, x, seed=2):
+    """[TOKENS, keys] positions, some of them past the token's own or in no sequence, and some twice."""
+    rng, length = np.random.default_rng(seed), J * x["pages"].shape[1]
+    strange = rng.choice([-1, -(2**31), 2**31 - 1, length], (TOKENS, keys))
+    found = np.where(rng.random((TOKENS, keys)) < 0.2, strange, rng.integers(0, length // 2, (TOKENS, keys)))
+    found[3] = -1
+    return jnp.asarray(found, jnp.int32)
+
+
 def defined(x, window=None, num_splits=None, **options):
     """o and lse by the definition."""
     q = np.concatenate([np.asarray(x["q_latent"]), np.asarray(x["q_rope"])], axis=-1)
@@ -46,6 +55,10 @@ def defined(x, window=None, num_splits=None, **options):
                 told = [new for new in np.flatnonzero(x["draft_mask"][token]) if new < end - begin]
                 seen = (j < cached) | np.isin(j, cached + np.array(told, int))
             seen &= j > position - (window or len(keys))
+            if "indices" in x:
+                named = np.asarray(x["indices"][token])
+                named = named[(named >= 0) & (named < len(keys))]
+                seen = named[seen[named]]
             o[token], lse[token] = attended(q[token], keys, keys[..., :latent], seen, x.get("sinks"), **options)
     return o, lse
 
@@ -67,3 +80,18 @@ def poisoned(x):
         **{name: jnp.where(inside, x[name], jnp.nan) for name in ("q_latent", "q_rope")},
     )
     return x, x | with_nan
+
+
+def unnamed(indices):
+    """The arguments with a pool of which every sequence has its own pages and these lists, and the same with NaN in all
+    that no list names.
+    """
+    x, _ = poisoned(step())
+    x |= dict(indices=indices)
+    page, starts, contexts = x["pages"].shape[1], np.asarray(x["query_start_loc"]), np.asarray(x["context_lens"])
+    is_named = np.zeros((len(CONTEXTS), J * page), bool)
+    for n in range(COUNT):
+        for token in range(starts[n], starts[n + 1]):
+            named = np.asarray(indices[token])
+            is_named[n, named[(named >= 0) & (named <= contexts[n] - starts[n + 1] + token)]] = True
+    return x, x | dict(pages=jnp.where(is_named.reshape(-1, page, 1), x["pages"], jnp.nan))

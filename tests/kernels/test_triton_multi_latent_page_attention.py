@@ -19,7 +19,7 @@ from ejkernel.kernels._target import lowering_for  # noqa: E402
 from ejkernel.kernels._triton import _launch  # noqa: E402
 
 from . import compiler, interpreter  # noqa: E402
-from .latent_pages import LENGTHS, PAGE, P, defined, poisoned, step, tree  # noqa: E402
+from .latent_pages import LENGTHS, PAGE, TOKENS, P, defined, lists, poisoned, step, tree, unnamed  # noqa: E402
 from .paged import close  # noqa: E402
 from .test_triton_compile import KINDS  # noqa: E402
 
@@ -133,6 +133,66 @@ def test_the_batch_does_not_decide_the_config():
     assert len(spaces[0]) == 1 and spaces[0] == spaces[1] == spaces[2]
 
 
+# --- Lists of keys ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("drafts", (0, pytest.param(3, marks=pytest.mark.slow)))
+def test_lists_of_keys(options, drafts, interpreted):
+    x = step()
+    x |= dict(indices=lists(37, x)) | (dict(draft_mask=tree(drafts)) if drafts else {})
+    for config in CONFIGS:
+        check(x, config=config, **options)
+
+
+@pytest.mark.parametrize("h", (1, 3, pytest.param(80, marks=pytest.mark.slow)))
+def test_lists_of_quantised_keys_with_sinks(h, interpreted):
+    x, rng = step(h, pages="int8"), np.random.default_rng(2)
+    x |= dict(indices=lists(21, x), sinks=jnp.asarray(rng.standard_normal((h, 2)), jnp.float32))
+    for shape in ((), (P, PAGE, 1)):
+        check(x | dict(k_scale=jnp.asarray(rng.uniform(0.1, 0.5, shape), jnp.float32)))
+
+
+@pytest.mark.parametrize("config", CONFIGS[1::2], ids=str)
+def test_what_no_list_names_may_be_nan(config, interpreted):
+    x, with_nan = unnamed(lists(5, step()))
+    jax.tree.map(np.testing.assert_array_equal, run(with_nan, config), run(x, config))
+
+
+def test_an_empty_list_gives_zero_and_no_weight(interpreted):
+    for config in CONFIGS:
+        o, lse = run(step() | dict(indices=jnp.full((TOKENS, 3), -1)), config)
+        assert (o == 0).all() and (lse == -jnp.inf).all()
+
+
+def test_lists_are_batch_invariant(interpreted):
+    """A token has the same bits alone, and with all others."""
+    x, starts = step(2), np.cumsum([0, *LENGTHS])
+    x |= dict(indices=lists(37, x))
+    found = run(x, batch_invariant=True)
+    for n, begin in ((0, 4), (1, 9)):
+        own, length = slice(begin, starts[n + 1]), starts[n + 1] - begin
+        alone = {name: x[name][n : n + 1] for name in ("context_lens", "block_tables")}
+        alone |= {name: x[name][own] for name in ("q_latent", "q_rope", "indices")}
+        alone |= dict(query_start_loc=jnp.array([0, length]), num_seqs=jnp.int32(1))
+        for one, of_all in zip(run(x | alone, batch_invariant=True), found, strict=True):
+            np.testing.assert_array_equal(one, of_all[own])
+
+
+def test_a_batch_of_lists_that_shares_the_pool(interpreted):
+    steps = [step(seed=seed) for seed in (0, 1)]
+    calls = [
+        OPERATIONS[NAME].prepare_arguments(**x, indices=lists(21, x, seed=seed), return_lse=True)
+        for seed, x in enumerate(steps)
+    ]
+    both = {n: jnp.concatenate([call.named[n] for call in calls]) for n in calls[0].named}
+    both["pages"] = calls[0].named["pages"]
+    found = IMPLEMENTATION(*Operands(**both), spec=calls[0].spec, config=CONFIGS[1])
+    for n, call in enumerate(calls):
+        wanted = IMPLEMENTATION(*Operands(**call.named | dict(pages=both["pages"])), spec=call.spec, config=CONFIGS[1])
+        jax.tree.map(lambda a, b, n=n: np.testing.assert_array_equal(a[n], b[0]), found, wanted)
+
+
 # --- What it compiles to ----------------------------------------------------------------------------------------------
 
 
@@ -150,6 +210,8 @@ EVERYTHING = dict(
     k_scale=jax.ShapeDtypeStruct((1, 8192, 64, 1), "float32"),
     draft_mask=jax.ShapeDtypeStruct((1, 512, 8), "bool"),
 )
+LISTS = dict(indices=jax.ShapeDtypeStruct((1, 128, 2048), "int32"))
+LISTS_OF_PREFILL = dict(indices=jax.ShapeDtypeStruct((1, 4096, 2048), "int32"))
 CALLS = {
     "h16": decode(16),
     "h64": decode(64),
@@ -158,9 +220,13 @@ CALLS = {
     "h128, e4m3": decode(128, pages="float8_e4m3fn"),
     "h16, int8": decode(16, pages="int8"),
     "h128, everything": decode(128, 512, **EVERYTHING),
+    "h16, lists": decode(16, **LISTS),
+    "h128, lists": decode(128, **LISTS),
+    "h128, lists of a prefill": decode(128, 4096, **LISTS_OF_PREFILL),
+    "h128, lists, e4m3": decode(128, pages="float8_e4m3fn", **LISTS),
     "h16, float32": decode(16, pages="float32", dtype="float32"),
 }
-ALWAYS = ("sm_90", "h16"), ("sm_90", "h128"), ("sm_120", "h64")
+ALWAYS = ("sm_90", "h16"), ("sm_90", "h128"), ("sm_120", "h64"), ("sm_90", "h128, lists")
 NVIDIA = [name for name in KINDS if name.startswith("sm_")]
 
 

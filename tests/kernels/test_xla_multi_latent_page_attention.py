@@ -9,7 +9,7 @@ import pytest
 
 from ejkernel.lax import flash_attention, multi_latent_page_attention
 
-from .latent_pages import COUNT, LATENT, LENGTHS, PAGE, ROPE, P, defined, poisoned, step, tree
+from .latent_pages import COUNT, LATENT, LENGTHS, PAGE, ROPE, TOKENS, P, defined, lists, poisoned, step, tree, unnamed
 from .paged import close
 
 
@@ -103,6 +103,95 @@ def test_batch_invariant():
         of_one = run(**x | alone | dict(query_start_loc=jnp.array([0, LENGTHS[n]]), num_seqs=jnp.int32(1)))
         for one, of_all in zip(of_one, found, strict=True):
             np.testing.assert_array_equal(one, of_all[own])
+
+
+# --- Lists of keys ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(window=9),
+        dict(softcap=2.0, softmax_scale=0.3),
+        dict(config=dict(queries_per_block=7, pages_per_block=1), num_splits=3, window=13),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafts", (0, 3))
+@pytest.mark.parametrize("keys", (1, 21))
+def test_lists_of_keys(options, drafts, keys):
+    x = step()
+    x |= dict(indices=lists(keys, x)) | (dict(draft_mask=tree(drafts)) if drafts else {})
+    check(x, **options)
+
+
+@pytest.mark.parametrize("pages", ("float32", "float8_e4m3fn", "int8"))
+@pytest.mark.parametrize("shape", (None, (), (P, PAGE, 1)), ids=str)
+def test_lists_of_quantised_keys_with_sinks(pages, shape):
+    x, rng = step(pages=pages), np.random.default_rng(2)
+    x |= dict(indices=lists(21, x), sinks=jnp.asarray(rng.standard_normal((4, 2)), jnp.float32))
+    if shape is not None:
+        x["k_scale"] = jnp.asarray(rng.uniform(0.1, 0.5, shape), jnp.float32)
+    check(x, tolerance=2e-6)
+
+
+def test_a_list_of_all_keys_is_attention_to_all():
+    """In any order, and with more places than keys."""
+    x = step()
+    everything = np.random.default_rng(0).permutation(np.r_[: x["block_tables"].shape[1] * PAGE, -1, 2**31 - 1])
+    of_lists = multi_latent_page_attention(**x, indices=np.tile(everything, (TOKENS, 1)), return_lse=True)
+    for one, wanted in zip(of_lists, multi_latent_page_attention(**x, return_lse=True), strict=True):
+        close(one, wanted)
+
+
+def test_an_empty_list_gives_zero_and_no_weight():
+    x = step()
+    o, lse = multi_latent_page_attention(**x, indices=jnp.full((TOKENS, 3), -1), return_lse=True)
+    assert (o == 0).all() and (lse == -jnp.inf).all()
+    sinks = jnp.arange(4.0)
+    o, lse = multi_latent_page_attention(**x, indices=jnp.full((TOKENS, 3), -1), sinks=sinks, return_lse=True)
+    assert (o == 0).all()
+    close(lse[: LENGTHS[0]], jnp.broadcast_to(sinks, (LENGTHS[0], 4)))
+
+
+@pytest.mark.parametrize("dtype, large", ((np.int16, 2**15 - 1), (np.uint32, 2**31 + 3)))
+def test_positions_of_any_integer_type(dtype, large):
+    """Large ones do not wrap around."""
+    x = step()
+    named = np.asarray(lists(21, x))
+    check(x | dict(indices=np.where(named < 0, large, named.astype(np.int64)).astype(dtype)))
+
+
+def test_what_no_list_names_may_be_nan():
+    x, with_nan = unnamed(lists(5, step()))
+    run = partial(multi_latent_page_attention, return_lse=True)
+    jax.tree.map(np.testing.assert_array_equal, run(**with_nan), run(**x))
+
+
+def test_lists_are_batch_invariant():
+    x = step()
+    x |= dict(indices=lists(21, x))
+    run, starts = jax.jit(partial(multi_latent_page_attention, return_lse=True, batch_invariant=True)), [0, 9, 10]
+    found = run(**x)
+    for n in range(2):
+        own = slice(starts[n], starts[n + 1])
+        alone = {name: x[name][n : n + 1] for name in ("context_lens", "block_tables")}
+        alone |= {name: x[name][own] for name in ("q_latent", "q_rope", "indices")}
+        alone |= dict(query_start_loc=jnp.array([0, LENGTHS[n]]), num_seqs=jnp.int32(1))
+        for one, of_all in zip(run(**x | alone), found, strict=True):
+            np.testing.assert_array_equal(one, of_all[own])
+
+
+def test_memory_of_lists_is_that_of_a_block():
+    """2048 of 65536 keys for each of 512 tokens: neither all pairs nor all named latents stand in memory."""
+    of = lambda dtype: lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    ints, floats = of(jnp.int32), of(jnp.float32)
+    arguments = floats(512, 4, 512), floats(512, 4, 64), floats(4096, 16, 576), ints(1), ints(1, 4096), ints(2)
+    compiled = jax.jit(multi_latent_page_attention).lower(*arguments, ints(1), indices=ints(512, 2048)).compile()
+    gathered, queries, named = 2 * 16 * 256 * 576 * 4, 2 * 512 * 4 * (576 + 512) * 4, 5 * 512 * 2048 * 4
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < gathered + queries + named < 512 * 65536 * 4, (temporary, gathered, queries, named)
 
 
 def test_memory_is_that_of_a_block():

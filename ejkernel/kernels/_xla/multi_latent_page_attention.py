@@ -1,7 +1,8 @@
 """multi_latent_page_attention in plain JAX: the formula, and its decomposition into blocks of tokens and of pages.
 
 A slot holds the latent of a position and its rotary part. Both together are the key of every head, and the latent is
-the value: attention of one key/value head, whose values are the first features of its keys.
+the value: attention of one key/value head, whose values are the first features of its keys. Given lists of keys, what
+is gathered is what a block of tokens names.
 """
 
 from functools import partial
@@ -17,6 +18,7 @@ from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionC
 from ejkernel.xla_utils.symbolic import is_symbolic
 
 from .._registry import Backend, Platform, configured_by, kernel_registry, supported_if
+from ._key_lists import in_lists, listed_slots
 from ._pages import Fetch, Queries, attend, dequantised, formula, of_pages, over_batch, ragged_queries
 
 
@@ -24,8 +26,7 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
     """The formula, with the logits of every token and every slot of its sequence."""
 
     def step(x: Operands) -> Outputs:
-        length = x.block_tables.shape[1] * x.pages.shape[1]
-        return Outputs(*formula(_queries(x, spec), _fetch(x), length, spec))
+        return Outputs(*formula(*_prepared(x, spec), spec))
 
     return over_batch(step, Operands(*operands))
 
@@ -61,17 +62,21 @@ def multi_latent_page_attention(
 
 def _step(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
     keys = config.pages_per_block * x.pages.shape[1]
-    return Outputs(*attend(_queries(x, spec), _fetch(x), keys, config.queries_per_block, spec))
+    queries, fetch, _ = _prepared(x, spec)
+    return Outputs(*attend(queries, fetch, keys, config.queries_per_block, spec))
 
 
-def _queries(x: Operands, spec: CacheSpec) -> Queries:
-    q = jnp.concatenate([x.q_latent, x.q_rope], axis=-1)
-    return ragged_queries(x, q, x.pages.shape[1], spec)
-
-
-def _fetch(x: Operands) -> Fetch:
-    def read(page: Array) -> tuple[Array, Array]:
-        keys = dequantised(x.pages[page][:, :, :, None], x.k_scale, page, x.q_latent.dtype)
-        return keys, keys[..., : x.q_latent.shape[-1]]
-
-    return of_pages(x.block_tables, *x.pages.shape[:2], read)
+def _prepared(x: Operands, spec: CacheSpec) -> tuple[Queries, Fetch, int]:
+    """The queries, how their keys are fetched, and how many positions there are, those of a list if it is one."""
+    q, size = jnp.concatenate([x.q_latent, x.q_rope], axis=-1), x.pages.shape[1]
+    queries = ragged_queries(x, q, size, spec)
+    keys_and_values = lambda keys: (keys, keys[..., : x.q_latent.shape[-1]])
+    if x.indices is None:
+        read = lambda page: dequantised(x.pages[page][:, :, :, None], x.k_scale, page, q.dtype)
+        fetch = of_pages(x.block_tables, *x.pages.shape[:2], lambda page: keys_and_values(read(page)))
+        return queries, fetch, x.block_tables.shape[1] * size
+    slots = listed_slots(queries, x.indices, x.block_tables, *x.pages.shape[:2])
+    pool, scale = x.pages.reshape(-1, x.pages.shape[2]), None if x.k_scale is None else x.k_scale.reshape(-1, 1, 1)
+    read = lambda slot: dequantised(pool[slot][:, :, None, None], scale, slot, q.dtype)
+    fetch = of_pages(slots, pool.shape[0], 1, lambda slot: keys_and_values(read(slot)))
+    return in_lists(queries, slots), fetch, slots.shape[1]

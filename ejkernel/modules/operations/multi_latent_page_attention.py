@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
 
 from ...errors import value_error
@@ -13,7 +14,17 @@ from ...primitives.multi_latent_page_attention import multi_latent_page_attentio
 from ...types import Sinks, Window
 from ...types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 from .._operation import Operation, Prepared
-from ._arguments import align, array, int32, require_known, require_rank, require_same_dtype, static_bool
+from ._arguments import (
+    align,
+    array,
+    array_or_none,
+    int32,
+    require_dtype,
+    require_known,
+    require_rank,
+    require_same_dtype,
+    static_bool,
+)
 from ._attention import sinks_of_heads
 from ._pages import (
     RENAMED,
@@ -42,6 +53,7 @@ def multi_latent_page_attention_arguments(
     k_scale: float | Float[Array, ""] | Float[Array, " 1"] | Float[Array, "pages page_size 1"] | None = None,
     plan: Int32[Array, "rows items 8"] | None = None,
     draft_mask: Bool[Array, "tokens drafts"] | None = None,
+    indices: Integer[Array, "tokens top_k"] | None = None,
     *,
     window: Window | None = None,
     softcap: float | None = None,
@@ -65,6 +77,9 @@ def multi_latent_page_attention_arguments(
     Position j stands in slot j % page of page block_tables[n, j // page], that of the token itself too. Forward only:
     it has no derivative. Slots past a context may hold anything, NaN too.
 
+    Given `indices` it is DeepSeek's sparse attention: the sums are over the positions j in the token's own list, of
+    those that it sees. Time follows the lengths of the lists, not the contexts; no other slot is read.
+
     Args:
         q_latent: the queries [T, H, R] of the step's tokens against latents, one sequence after the other: those of
             q [T, H, Dn] without position times the keys' projection, Σ_d q_td · w_kc[r, h, d].
@@ -81,6 +96,10 @@ def multi_latent_page_attention_arguments(
         plan: how the work is divided, from `page_plan` of these lengths. It is checked, and left to implementations
             that divide by it, of which there is none yet: the results are the same with and without it.
         draft_mask: [T, W] bool, a tree of speculated tokens, as of `ragged_page_attention`.
+        indices: [T, n] integers, for each token the positions in its own sequence of the keys that it attends to, in
+            any order, as `lightning_indexer` makes them. −1, and whatever the token would not see without a list (past
+            its own position or its window, a draft that is not its own), is no key. A position that stands in a list
+            twice counts twice, as in the sparse prefill of FlashMLA: the sums are over the list.
         window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: a static number, (R + Dr)**-0.5 by default: of the features that are multiplied here. That of a
@@ -99,7 +118,7 @@ def multi_latent_page_attention_arguments(
         NotImplementedError: a derivative is asked for.
         UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
 
-    DeepSeek-V2, arXiv 2405.04434; PagedAttention, arXiv 2309.06180.
+    DeepSeek-V2, arXiv 2405.04434; PagedAttention, arXiv 2309.06180; lists: DeepSeek-V3.2, arXiv 2512.02556.
     """
     arrays = dict(q_latent=q_latent, q_rope=q_rope, pages=pages)
     q_latent, q_rope, pages = (array(NAME, name, x) for name, x in arrays.items())
@@ -118,6 +137,7 @@ def multi_latent_page_attention_arguments(
         k_scale=scale_of_pages(NAME, "k_scale", k_scale, pages, 1, q_latent),
         plan=plan_of_step(NAME, plan, count, count + tokens),
         draft_mask=mask_of_drafts(NAME, draft_mask, tokens),
+        indices=_lists_of_keys(indices, tokens),
     )
     if softmax_scale is None:
         require_known(NAME, "the number of features, of which softmax_scale is a power,", pages.shape[2], pages=pages)
@@ -144,6 +164,18 @@ def _check_arrays(q_latent, q_rope, pages) -> None:
         raise value_error(NAME, f"pages has {pages.shape[2]} features but {both}; {rule}", **shown, pages=pages)
 
 
+def _lists_of_keys(indices, tokens: Any):
+    """Lists [tokens, keys] as [1, tokens, keys] int32; None without."""
+    indices = array_or_none(NAME, "indices", indices)
+    if indices is None:
+        return None
+    require_rank(NAME, 2, "tokens, keys of each", indices=indices)
+    require_dtype(NAME, np.integer, "an integer type", indices=indices)
+    if indices.shape[0] != tokens or indices.shape[1] == 0:
+        raise value_error(NAME, f"indices must be [{tokens}, keys], at least one key", indices=indices)
+    return int32(indices)[None]
+
+
 class MultiLatentPageAttention(Operation):
     """Latent attention over a paged cache: `ejkernel.lax.multi_latent_page_attention` as a kernel object."""
 
@@ -164,4 +196,13 @@ class MultiLatentPageAttention(Operation):
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
-        return synthetic_step(operands, operands["q_latent"].shape[1], *operands["pages"].shape[1:3])
+        made = synthetic_step(operands, operands["q_latent"].shape[1], *operands["pages"].shape[1:3])
+        if (lists := operands.get("indices")) is not None:
+            made["indices"] = _spread(lists.shape, made["context_lens"].min())
+        return made
+
+
+def _spread(shape: tuple[int, int, int], context: Any) -> jax.Array:
+    """Lists of positions that are apart from one another, other ones for each token."""
+    batch, token, entry = (jnp.arange(size, dtype=jnp.int32) for size in shape)
+    return (104729 * (batch[:, None, None] + token[:, None]) + 7919 * entry) % context

@@ -3,11 +3,11 @@
 import numpy as np
 
 from ..formulas.multi_latent_page_attention import formula
+from . import ragged_page_attention as ragged
 from ._cache import draw_options, hidden_pages, unseen_slots
 from ._draws import along, chance, logits_rounded, pick
-from .ragged_page_attention import facts, values
 
-__all__ = ["facts", "formula", "values"]
+__all__ = ["formula"]
 
 SHARE = 1
 SPLIT = ()
@@ -30,11 +30,33 @@ def programs(draw, sizes):
         operands["k_scale"] = pick(draw, "", "1", "p z 1")
     if chance(draw, 30):
         operands["draft_mask"] = "t w"
+    if chance(draw, 30):
+        operands["indices"], size["k"] = "t k", pick(draw, 1, 3, 20, 100)
+        dtypes["indices"] = pick(draw, *["int32"] * 4, "int16")
     if chance(draw, 10):
         options["batch_invariant"] = True
     if sizes.configs and chance(draw, 20):
         options["config"] = dict(queries_per_block=pick(draw, 1, 3, 8), pages_per_block=pick(draw, 1, 2, 16))
     return operands, size, options, dtypes
+
+
+def values(call, name, rng, shape):
+    if name == "indices":
+        return rng.integers(-2, call.sizes["j"] * call.sizes["z"] + 2, shape).astype(np.int32)
+    return ragged.values(call, name, rng, shape)
+
+
+def facts(call, x):
+    """As of ragged_page_attention; given lists, also which of their places [T,k] are keys, and their positions."""
+    seen = ragged.facts(call, x)
+    if "indices" not in x:
+        return seen
+    length, indices = seen["visible"].shape[1], x["indices"].astype(np.int64)
+    positions = np.clip(indices, 0, length - 1)
+    listed = (positions == indices) & np.take_along_axis(seen["visible"], positions, 1)
+    is_named = np.zeros((len(indices), length + 1), bool)
+    np.put_along_axis(is_named, np.where(listed, positions, length), True, 1)
+    return seen | {"visible": is_named[:, :-1], "positions": positions, "listed": listed}
 
 
 def hidden(call, x):

@@ -93,21 +93,24 @@ def _of_rows(operands: Operands, rows: int) -> list[MultiLatentPageAttentionConf
 
 
 def _tokens(spec: CacheSpec, operands: Operands) -> int:
-    """Tokens of a sequence in the step, were they shared out evenly."""
-    return 1 if spec.batch_invariant else max(1, operands.q_latent.shape[1] // operands.context_lens.shape[1])
+    """Tokens of a row: those of a sequence in the step, were they shared out evenly; one, where each has a list."""
+    alone = spec.batch_invariant or operands.indices is not None
+    return 1 if alone else max(1, operands.q_latent.shape[1] // operands.context_lens.shape[1])
 
 
 def _splits(spec: CacheSpec, operands: Operands, target: Target, config: MultiLatentPageAttentionConfig) -> list[int]:
     """Into how many parts to cut: what is asked for; the same in every step, where a batch must not decide it; so many
     that all programs run at once, as near as can be."""
-    keys = operands.block_tables.shape[2] * operands.pages.shape[2]
+    lists = operands.indices
+    keys = operands.block_tables.shape[2] * operands.pages.shape[2] if lists is None else lists.shape[2]
     if spec.num_splits is not None:
         return [spec.num_splits]
     if spec.batch_invariant:
         return [min(MOST_INVARIANT_PARTS, math.ceil(keys / LEAST_KEYS_OF_INVARIANT_PART))]
     (batch, step, heads, _), sequences = operands.q_latent.shape, operands.context_lens.shape[1]
     block, tokens = rows_of(heads, config)
-    programs = batch * min(step, max(sequences, step // tokens)) * math.ceil(heads / block)
+    rows = step if lists is not None else min(step, max(sequences, step // tokens))
+    programs = batch * rows * math.ceil(heads / block)
     of_core = 1 if config.algorithm == TRANSPOSED else AT_ONCE[config.num_warps]
     at_once = of_core * (target.core_count or DEFAULT_CORE_COUNT)
     most = max(1, keys // LEAST_KEYS)

@@ -12,6 +12,9 @@ whole tiles, which begin where a tile of the cache does: of a row of one token t
 
 Statistics are relative to maxima in logits of base 2. Slots that no token of a row sees are not read.
 
+Of tokens with lists of keys each is a row, whose keys are in the places of its list: j numbers these, and a table of
+slots says where in the pool they stand. −1 is not read, and has no weight.
+
 Transposed, tiles of logits have keys as rows: Hopper's products, of 64 rows and from 8 columns on, then have the keys
 and features for these, and few heads for those.
 """
@@ -33,7 +36,8 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._paged import SMALLEST_TILE
 from ejkernel.kernels._triton._paged.attend import in_dtype, tanh
 from ejkernel.kernels._triton._paged.softmax import LN2, LOG2E
-from ejkernel.kernels._xla._pages import ragged_queries
+from ejkernel.kernels._xla._key_lists import ends_of_lists, listed_slots
+from ejkernel.kernels._xla._pages import Queries, ragged_queries
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
@@ -57,9 +61,10 @@ class Problem:
     Attributes:
         T, H, R, D: tokens of a step, heads, and features of a latent and of its rotary part.
         rows: of a step.
-        sequences: of a step.
+        sequences: of a step, of which each has a table; with lists, the tokens.
         pages, page: how many pages the pool has, and slots of each.
-        columns: pages of a sequence in its table.
+        columns: pages of a sequence in its table, or places in a list.
+        lists: whether tables are lists of slots.
         splits: parts that the keys of a row are cut into.
         draft_words: words of 32 bits that hold what a token sees of the drafts.
         scale: the factor of the logits.
@@ -77,6 +82,7 @@ class Problem:
     pages: int
     page: int
     columns: int
+    lists: bool
     splits: int
     draft_words: int
     scale: float
@@ -117,12 +123,16 @@ class Step(NamedTuple):
 
 def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
     """o [b,t,h,c] and lse [b,t,h]."""
-    (B, T, H, R), D, (_, pages, page, _) = x.q_latent.shape, x.q_rope.shape[3], x.pages.shape
+    (B, T, H, R), D, lists = x.q_latent.shape, x.q_rope.shape[3], x.indices is not None
     heads, tokens = rows_of(H, config)
-    step = _step(x, spec, 1 if spec.batch_invariant else tokens)
+    if lists:
+        step, x = _step_of_lists(x, spec)
+    else:
+        step = _step(x, spec, 1 if spec.batch_invariant else tokens)
+    (_, pages, page, _), (_, sequences, columns) = x.pages.shape, x.block_tables.shape
     splits, rows = spec.num_splits or config.num_splits, step.rows.shape[1]
     problem = Problem(
-        T, H, R, D, rows, x.context_lens.shape[1], pages, page, x.block_tables.shape[2], splits,
+        T, H, R, D, rows, sequences, pages, page, columns, lists, splits,
         0 if step.drafts is None else step.drafts.shape[2], spec.softmax_scale, spec.softcap,
         strides_of(x.pages.shape[:3]),
         0 if x.sinks is None or x.sinks.shape[0] == 1 else H,
@@ -174,8 +184,7 @@ def _step(x: Operands, spec: CacheSpec, tokens: int) -> Step:
 
     def of_batch(context_lens, block_tables, query_start_loc, num_seqs, draft_mask):
         tables = context_lens, block_tables, query_start_loc, num_seqs
-        alone = Operands(None, None, None, *tables, draft_mask=draft_mask)
-        queries = ragged_queries(alone, jnp.zeros((T, 0)), page, spec)
+        queries = _visible(T, page, tables, draft_mask, spec)
         count = jnp.clip(num_seqs[0], 0, n)
         rows = ragged_rows(context_lens, query_start_loc, count, T, page, left, tokens, drafts)
         # No more rows than tokens have any, and those come first.
@@ -189,6 +198,30 @@ def _step(x: Operands, spec: CacheSpec, tokens: int) -> Step:
         return Step(rows, queries.first, queries.stop, queries.valid, queries.cached, of_tokens, of_rows)
 
     return jax.vmap(of_batch)(x.context_lens, x.block_tables, x.query_start_loc, x.num_seqs, x.draft_mask)
+
+
+def _step_of_lists(x: Operands, spec: CacheSpec) -> tuple[Step, Operands]:
+    """Rows of one token, and operands with pages of one slot and, for tables, the lists of slots of all tokens."""
+    T, (pages, page) = x.q_latent.shape[1], x.pages.shape[1:3]
+
+    def of_batch(context_lens, block_tables, query_start_loc, num_seqs, draft_mask, indices):
+        queries = _visible(T, page, (context_lens, block_tables, query_start_loc, num_seqs), draft_mask, spec)
+        slots = listed_slots(queries, indices, block_tables, pages, page)
+        token = jnp.arange(T, dtype=jnp.int32)
+        rows = jnp.stack([token, token, queries.valid.astype(jnp.int32)], axis=1)
+        first, stop = jnp.zeros_like(queries.first), ends_of_lists(slots)
+        return Step(rows, first, stop, queries.valid, None, None, None), slots
+
+    tables = x.context_lens, x.block_tables, x.query_start_loc, x.num_seqs
+    step, slots = jax.vmap(of_batch)(*tables, x.draft_mask, x.indices)
+    one_by_one = lambda a: None if a is None else a.reshape(a.shape[0], -1, 1, a.shape[3])
+    return step, x._replace(pages=one_by_one(x.pages), k_scale=one_by_one(x.k_scale), block_tables=slots)
+
+
+def _visible(T: int, page: int, tables: tuple[Array, ...], draft_mask: Array | None, spec: CacheSpec) -> Queries:
+    """Of each token the keys that it sees, without its numbers."""
+    alone = Operands(None, None, None, *tables, draft_mask=draft_mask)
+    return ragged_queries(alone, jnp.zeros((T, 0)), page, spec)
 
 
 def in_words(bits: Array) -> Array:
@@ -249,7 +282,13 @@ def latent_kernel(
             tokens, asked = tl.expand_dims(at, KEYS), tl.expand_dims(is_token, KEYS)
             visible &= (at_key < new_from) | of_drafts(drafts, tokens, asked, at_key - new_from, problem)
             needed &= (new < 0) | of_drafts(drafts_of_row, tl.zeros_like(new) + row, new >= 0, new, problem)
-        slot = place(block_tables, batch * problem.sequences + sequence, position, needed, problem)
+        table = (batch * problem.sequences + sequence).to(tl.int64) * problem.columns
+        if problem.lists:
+            slot = tl.load(block_tables + table + position, mask=needed, other=-1).to(tl.int64)
+            needed &= slot >= 0
+            visible &= tl.expand_dims(slot >= 0, 1 - KEYS)
+        else:
+            slot = place(block_tables + table, position, needed, problem)
         start = (batch.to(tl.int64) * problem.slots.batch + slot) * (problem.R + problem.D)
         keys = in_dtype(load_rows(pages, start, needed, c, problem.R, WIDTH), latents)
         key_ropes = in_dtype(load_rows(pages, start + problem.R, needed, d, problem.D, ROPE), latents)
@@ -297,10 +336,9 @@ def load_rows(x, start, mask, column, size: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def place(block_tables, sequence, position, needed, problem: tl.constexpr):
+def place(table, position, needed, problem: tl.constexpr):
     """Which slot of the pool the keys at these positions have; a page that is not in it is the nearest one that is."""
-    at = sequence.to(tl.int64) * problem.columns + position // problem.page
-    page = tl.load(block_tables + at, mask=needed, other=0)
+    page = tl.load(table + position // problem.page, mask=needed, other=0)
     page = tl.minimum(tl.maximum(page, 0), problem.pages - 1)
     return page.to(tl.int64) * problem.page + position % problem.page
 

@@ -1,0 +1,92 @@
+"""lightning_indexer: composed of operations of JAX, with no primitive of its own."""
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int8, Int32, Integer
+
+from ...errors import type_error, value_error
+from ...kernels._xla._index_scores import Indexed, best_keys
+from .._composed import composed
+from ._arguments import array, int32, require_dtype, require_rank, size_or_none
+from ._pages import check_cache, check_tables, count_of_sequences, mask_of_drafts, scale_of_pages
+
+NAME = "lightning_indexer"
+
+
+@composed
+def lightning_indexer(
+    q: Float[Array, "tokens index_heads index_dim"],
+    weights: Float[Array, "tokens index_heads"],
+    pages: Float[Array, "pages page_size index_dim"] | Int8[Array, "pages page_size index_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    k_scale: float | Float[Array, ""] | Float[Array, " 1"] | Float[Array, "pages page_size 1"] | None = None,
+    draft_mask: Bool[Array, "tokens drafts"] | None = None,
+    *,
+    top_k: int = 2048,
+) -> Int32[Array, "tokens top_k"]:
+    """The keys that each token of a step attends to in DeepSeek's sparse attention: those of the highest index scores.
+
+    The indexer has few and narrow heads of queries, and one key for each position, which all of them share. Token t
+    scores the positions j of its sequence that it sees, its own included:
+
+        I_tj = Σ_h w_th · relu(q_th · k_j)
+
+    and lists the top_k of them, the highest first and of equal ones the earlier. `multi_latent_page_attention` takes
+    the lists as `indices`, with the same lengths, and tables of its own pool. Computed for a block of tokens at a time:
+    the scores of all never stand in memory. It has no derivative: indexers are trained on their scores. Scores are sums
+    over heads, which no device has alone: on an explicit mesh q and weights must not be split along them.
+
+    What the model makes of q and k before, as rotary embeddings, is the caller's; so is the factor of its weights,
+    which chooses nothing if it is positive and the same for all.
+
+    Args:
+        q: the indexer's queries [T, H, D] of the step's tokens, one sequence after the other.
+        weights: w [T, H], of a float dtype.
+        pages: the indexer's keys, [P, page, D] in q's dtype, float8_e4m3fn or int8, each in the slot of its position.
+        context_lens: [N] integers: the tokens of each sequence, those of the step included.
+        block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool.
+        query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
+        num_seqs: how many of the N sequences there are, [1] integers or an int.
+        k_scale: a factor of the numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
+        draft_mask: [T, W] bool, a tree of speculated tokens, as of `multi_latent_page_attention`.
+        top_k: positions of a list.
+
+    Returns:
+        indices int32 [T, top_k]; −1 where a token sees fewer keys, and for tokens of no sequence.
+
+    Raises:
+        ValueError, TypeError: shapes or dtypes do not fit; the message names operand, numbers and rule.
+
+    DeepSeek-V3.2, arXiv 2512.02556, equation 1.
+    """
+    given = dict(q=q, weights=weights, pages=pages)
+    q, weights, pages = (array(NAME, name, x) for name, x in given.items())
+    tables = dict(context_lens=context_lens, block_tables=block_tables, query_start_loc=query_start_loc)
+    tables = {name: array(NAME, name, x) for name, x in tables.items()}
+    require_rank(NAME, 3, "tokens, heads, features", q=q)
+    require_rank(NAME, 3, "pages, slots of a page, features", pages=pages)
+    require_dtype(NAME, np.floating, "a float type", weights=weights)
+    check_cache(NAME, q, pages=pages)
+    if weights.shape != q.shape[:2]:
+        raise value_error(NAME, f"weights must be {list(q.shape[:2])}, one of each head", q=q, weights=weights)
+    if pages.shape[2] != q.shape[2]:
+        rule = "they must be equal"
+        raise value_error(NAME, f"pages has {pages.shape[2]} features but q has {q.shape[2]}; {rule}", q=q, pages=pages)
+    check_tables(NAME, **tables)
+    scale, mask = scale_of_pages(NAME, "k_scale", k_scale, pages, 1, q), mask_of_drafts(NAME, draft_mask, q.shape[0])
+    step = Indexed(
+        q,
+        weights,
+        pages,
+        None if scale is None else scale[0],
+        **{name: int32(x) for name, x in tables.items()},
+        num_seqs=count_of_sequences(NAME, num_seqs, **tables)[0],
+        draft_mask=None if mask is None else mask[0],
+    )
+    count = size_or_none(NAME, "top_k", top_k)
+    if count is None:
+        raise type_error(NAME, "top_k is None; it must be an int")
+    return best_keys(jax.lax.stop_gradient(step), count)
