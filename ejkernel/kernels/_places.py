@@ -29,15 +29,21 @@ def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: A
     return Places(sequence, starts[sequence + 1] - starts[sequence], position, valid & (position >= 0))
 
 
+def slots(at: Places, block_tables: Array, pages: int, size: int) -> tuple[Array, Array]:
+    """The page, of so many with `size` slots, and its slot, where the key and value of each token belong.
+
+    One whose page is not in the pool, or not in the table, is written nowhere: its page is one past the last.
+    """
+    column = at.position // size
+    in_table = at.valid & (column < block_tables.shape[1])
+    page = block_tables[at.sequence, jnp.where(in_table, column, 0)]
+    return jnp.where(in_table & (page >= 0) & (page < pages), page, pages), at.position % size
+
+
 def written(x: Any, at: Places) -> Array:
     """The pages of the operands of ragged_page_attention_v3 with the keys and values of the tokens at these places.
 
-    Every other byte is as it was: a token whose page is not in the pool, or not in the table, is written nowhere.
+    Every other byte is as it was.
     """
-    pages, size = x.kv_pages.shape[:2]
-    column = at.position // size
-    in_table = at.valid & (column < x.block_tables.shape[1])
-    page = x.block_tables[at.sequence, jnp.where(in_table, column, 0)]
-    page = jnp.where(in_table & (page >= 0) & (page < pages), page, pages)
     new = jnp.stack([x.k, x.v], axis=2).astype(x.kv_pages.dtype)
-    return x.kv_pages.at[page, at.position % size].set(new, mode="drop")
+    return x.kv_pages.at[slots(at, x.block_tables, *x.kv_pages.shape[:2])].set(new, mode="drop")

@@ -23,7 +23,9 @@ from .page_plan import page_plan
 from .ragged_decode_attention import ragged_decode_attention
 from .ragged_gated_delta_rule import ragged_gated_delta_rule
 from .ragged_page_attention import ragged_page_attention
+from .ragged_page_attention_v2_turboquant import ragged_page_attention_v2_turboquant
 from .ragged_page_attention_v3 import ragged_page_attention_v3
+from .ragged_page_attention_v3_turboquant import ragged_page_attention_v3_turboquant
 from .recurrent import recurrent
 from .ring_attention import ring_attention
 from .ring_order import ring_order
@@ -51,7 +53,9 @@ __all__ = [
     "ragged_decode_attention",
     "ragged_gated_delta_rule",
     "ragged_page_attention",
+    "ragged_page_attention_v2_turboquant",
     "ragged_page_attention_v3",
+    "ragged_page_attention_v3_turboquant",
     "recurrent",
     "ring_attention",
     "ring_order",

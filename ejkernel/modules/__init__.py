@@ -32,7 +32,9 @@ from .operations.page_plan import page_plan
 from .operations.ragged_decode_attention import RaggedDecodeAttention
 from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
 from .operations.ragged_page_attention import RaggedPageAttention
+from .operations.ragged_page_attention_v2_turboquant import RaggedPageAttentionV2TurboQuant
 from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3
+from .operations.ragged_page_attention_v3_turboquant import RaggedPageAttentionV3TurboQuant
 from .operations.recurrent import Recurrent
 from .operations.ring_attention import ring_attention as _ring_attention
 from .operations.ring_order import ring_order
@@ -54,7 +56,9 @@ page_attention = _function(PageAttention)
 ragged_decode_attention = _either(_function(RaggedDecodeAttention))
 ragged_gated_delta_rule = _either(_function(RaggedGatedDeltaRule))
 ragged_page_attention = _function(RaggedPageAttention)
+ragged_page_attention_v2_turboquant = _either(_function(RaggedPageAttentionV2TurboQuant))
 ragged_page_attention_v3 = _either(_function(RaggedPageAttentionV3))
+ragged_page_attention_v3_turboquant = _either(_function(RaggedPageAttentionV3TurboQuant))
 recurrent = _function(Recurrent)
 ring_attention = _either(_ring_attention, (_ring_attention, flash_attention))
 state_space_v1 = _either(_function(StateSpaceV1))
@@ -88,7 +92,9 @@ __all__ = [
     "RaggedDecodeAttention",
     "RaggedGatedDeltaRule",
     "RaggedPageAttention",
+    "RaggedPageAttentionV2TurboQuant",
     "RaggedPageAttentionV3",
+    "RaggedPageAttentionV3TurboQuant",
     "Recurrent",
     "StateSpaceV1",
     "StateSpaceV2",
@@ -119,7 +125,9 @@ __all__ = [
     "ragged_gated_delta_rule",
     "ragged_page_attention",
     "ragged_page_attention_v2",
+    "ragged_page_attention_v2_turboquant",
     "ragged_page_attention_v3",
+    "ragged_page_attention_v3_turboquant",
     "recurrent",
     "ring_attention",
     "ring_order",

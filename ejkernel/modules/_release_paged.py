@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..errors import value_error
-from ..kernels._places import places
+from ..kernels._places import places, slots
 from ._release import TRANSLATIONS, Present, arrays_of, entries_of, run, sinks_of_heads, translates
+from ._release_table import FORMS
 
 
 @translates
@@ -103,6 +104,42 @@ def _of_four_axes(call: dict[str, Any], specs: dict[str, Any], axes: int) -> tup
 
 
 @translates
+def ragged_page_attention_v2_turboquant(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """A step of serving over a cache that is quantised. Of bits and qjl_dim, which the codebooks and the projection
+    have, it is held that they agree. platform="pallas", as for a TPU, is that of what there is.
+    """
+    platform = None if call["platform"] == "pallas" else call["platform"]
+    return _over_quantised("ragged_page_attention_v2_turboquant", paged, call | dict(platform=platform), specs)
+
+
+@translates
+def ragged_page_attention_v3_turboquant(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """block_tables may be flat, [N · pages of a sequence]; num_seqs may be a distribution [3], of which the last number
+    is that of sequences. Of bits and qjl_dim, which the codebooks and the projection have, it is held that they agree.
+    """
+    call |= dict(block_tables=_two_axes(call), num_seqs=_count(call["num_seqs"]))
+    return _over_quantised("ragged_page_attention_v3_turboquant", paged, call, specs)
+
+
+def _over_quantised(name: str, paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """The call with its arrays and options, where bits and qjl_dim are those of the matrices."""
+    q, pool, projection = arrays_of(call, "q", "value_norms_pages", "qjl_projection")
+    bits, rows = call["bits"], call["qjl_dim"]
+    for of, most in (("key_codebook", 1), ("value_codebook", 0)):
+        entries = call[of].shape[0]
+        if bits is not None and entries not in (2**bits, 2 ** (bits - most)):
+            wanted = " or ".join(str(2 ** (bits - n)) for n in range(most + 1))
+            raise value_error(
+                name, f"bits is {bits} but {of} has {entries} entries; it must have {wanted}", **{of: call[of]}
+            )
+    if rows is not None and rows != projection.shape[0]:
+        raise value_error(name, f"qjl_dim is {rows} but qjl_projection has {projection.shape[0]} rows", q=q)
+    arguments = {n: call[n] for n in FORMS[name].arrays} | {n: call[n] for n in _OPTIONS}
+    arguments |= dict(softmax_aux=sinks_of_heads(call["softmax_aux"], q.shape[1], pool.shape[2]))
+    return run(paged, call, arguments, specs | dict(softmax_aux=PartitionSpec(entries_of(specs, "q", 3)[1])))
+
+
+@translates
 def unified_attention(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
     """A step of serving over keys and values in two pools [P, page, G, D]: `ragged_page_attention`.
 
@@ -169,8 +206,4 @@ TRANSLATIONS["multi_latent_ragged_page_attention_v2"] = multi_latent_ragged_page
 
 def _written(pages: jax.Array, new: jax.Array, tables: jax.Array, at: Any) -> jax.Array:
     """The pages with the rows of the step's tokens; a token that has no slot in them is written nowhere."""
-    column = at.position // pages.shape[1]
-    in_table = at.valid & (column < tables.shape[1])
-    page = tables[at.sequence, jnp.where(in_table, column, 0)]
-    page = jnp.where(in_table & (page >= 0) & (page < pages.shape[0]), page, pages.shape[0])
-    return pages.at[page, at.position % pages.shape[1]].set(new.astype(pages.dtype), mode="drop")
+    return pages.at[slots(at, tables, *pages.shape[:2])].set(new.astype(pages.dtype), mode="drop")

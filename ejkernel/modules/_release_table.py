@@ -94,6 +94,10 @@ _COMPUTE_DTYPE = Only(
 _SCALE = _none("the pages of this operation have no scale")
 _BUILDER = _none("who sees whom is said by mask_info, causal and sliding_window; or give block_mask, see block_mask_of")
 
+_POOLS = ("key_indices_pages", "key_signs_pages", "key_norms_pages", "value_indices_pages", "value_norms_pages")
+_TABLES = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
+_MATRICES = ("rotation_matrix", "qjl_projection", "key_codebook", "value_codebook")
+
 _DENSE = dict(mask_info=None, causal=False, sliding_window=None, softmax_scale=None, logits_soft_cap=None)
 _PAGED = dict(softmax_scale=None, logits_soft_cap=None, sliding_window=None)
 
@@ -171,6 +175,22 @@ FORMS: dict[str, Form] = {
             or _rank(call, "kv_pages") == 5
             or getattr(call.get("num_seqs"), "shape", ()) == (3,)
         ),
+    ),
+    "ragged_page_attention_v2_turboquant": Form(
+        ("q", *_POOLS, *_TABLES, *_MATRICES, "softmax_aux"),
+        required=14,
+        options=_PAGED | dict(bits=None, qjl_dim=None),
+        only=dict(compute_dtype=_COMPUTE_DTYPE, mask_value=_MASK_VALUE),
+        chosen_here=("vmem_limit_bytes",),
+        marks=frozenset(("bits", "qjl_dim", "compute_dtype", "mask_value", "vmem_limit_bytes")),
+    ),
+    "ragged_page_attention_v3_turboquant": Form(
+        ("q", "k", "v", *_POOLS, *_TABLES, *_MATRICES, "softmax_aux"),
+        required=16,
+        options=_PAGED | dict(bits=None, qjl_dim=None),
+        chosen_here=("vmem_limit_bytes",),
+        marks=frozenset(("bits", "qjl_dim", "vmem_limit_bytes")),
+        is_told_by=lambda call: _rank(call, "block_tables") == 1 or getattr(call.get("num_seqs"), "shape", ()) == (3,),
     ),
     "unified_attention": Form(
         (

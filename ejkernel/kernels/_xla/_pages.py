@@ -22,7 +22,7 @@ from jax.export import is_symbolic_dim
 
 from ejkernel.primitives._pages import CacheSpec
 
-from .._places import places
+from .._places import Places, places
 from .._visibility import interval
 from ._attention import statistics_dtype
 
@@ -229,6 +229,16 @@ def ragged_queries(x: Any, q: Array, size: int, spec: CacheSpec) -> Queries:
     first, stop = seen_until(at.position, jnp.where(at.valid, stop, 0), spec)
     stop = jnp.minimum(stop, x.block_tables.shape[1] * size)
     return Queries(q, at.sequence, first, stop, at.valid, cached, x.draft_mask, sinks_of(x.sinks, q.shape[0]))
+
+
+def causal_queries(x: Any, q: Array, at: Places, size: int, spec: CacheSpec) -> Queries:
+    """The tokens q [t,h,d] of a step at these places, with the tables and sinks of x and pages of that size.
+
+    Each sees the keys up to its own, within the window, as far as its table holds them.
+    """
+    first, stop = seen_until(at.position, jnp.where(at.valid, at.position + 1, 0), spec)
+    stop = jnp.minimum(stop, x.block_tables.shape[1] * size)
+    return Queries(q, at.sequence, first, stop, at.valid, sinks=sinks_of(x.sinks, q.shape[0]))
 
 
 def of_pages(block_tables: Array, pages: int, size: int, read: Callable[[Array], tuple[Array, Array]]) -> Fetch:

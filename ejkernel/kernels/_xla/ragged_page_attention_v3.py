@@ -14,9 +14,9 @@ from ejkernel.primitives.ragged_page_attention_v3 import Operands, Outputs
 from ejkernel.types import Target
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
-from .._places import Places, places, written
+from .._places import places, written
 from .._registry import Backend, Platform, configured_by, kernel_registry
-from ._pages import Fetch, Queries, attend, formula, of_pages, over_batch, seen_until, sinks_of
+from ._pages import Fetch, attend, causal_queries, formula, of_pages, over_batch
 
 
 def reference(*operands, spec=CacheSpec()) -> Outputs:
@@ -25,8 +25,8 @@ def reference(*operands, spec=CacheSpec()) -> Outputs:
     def step(x: Operands) -> Outputs:
         at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
         pages = written(x, at)
-        length = x.block_tables.shape[1] * pages.shape[1]
-        return Outputs(*formula(_queries(x, at, spec), _fetch(x, pages), length, spec), pages)
+        queries, length = causal_queries(x, x.q, at, pages.shape[1], spec), x.block_tables.shape[1] * pages.shape[1]
+        return Outputs(*formula(queries, _fetch(x, pages), length, spec), pages)
 
     return over_batch(step, Operands(*operands))
 
@@ -56,15 +56,8 @@ def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Ou
     at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
     pages = written(x, at)
     keys = config.pages_per_block * pages.shape[1]
-    queries, fetch = _queries(x, at, spec), _fetch(x, pages)
+    queries, fetch = causal_queries(x, x.q, at, pages.shape[1], spec), _fetch(x, pages)
     return Outputs(*attend(queries, fetch, keys, config.queries_per_block, spec), pages)
-
-
-def _queries(x: Operands, at: Places, spec: CacheSpec) -> Queries:
-    """Each token sees the keys up to its own, within the window, as far as its table holds them."""
-    first, stop = seen_until(at.position, jnp.where(at.valid, at.position + 1, 0), spec)
-    stop = jnp.minimum(stop, x.block_tables.shape[1] * x.kv_pages.shape[1])
-    return Queries(x.q, at.sequence, first, stop, at.valid, sinks=sinks_of(x.sinks, x.q.shape[0]))
 
 
 def _fetch(x: Operands, pages: Array) -> Fetch:

@@ -56,6 +56,13 @@ def _places(call, x):
 
 
 def facts(call, x):
+    return facts_given(call, x, hidden(call, x)["kv_pages"][:, :, 0, 0])
+
+
+def facts_given(call, x, holding_nan):
+    """Of each token whether it is of a sequence, what it sees, where it is written, and the slots [P, page] that hold
+    NaN after the step, given those that are not read.
+    """
     inside, sequence, position, places, _ = _places(call, x)
     total, own = call.sizes["p"] * call.sizes["z"], places[sequence]
     j = np.arange(places.shape[1])
@@ -64,7 +71,7 @@ def facts(call, x):
     visible &= True if left is None else j >= position[:, None] - left
     at = np.where(inside, own[np.arange(len(own)), np.where(inside, position, 0)], -1)
     writes = np.arange(total)[:, None] == at
-    unread = hidden(call, x)["kv_pages"][:, :, 0, 0].ravel() if call.poison else np.zeros(total, bool)
+    unread = holding_nan.ravel() if call.poison else np.zeros(total, bool)
     return {
         "inside": inside,
         "visible": visible,
@@ -76,14 +83,19 @@ def facts(call, x):
 
 def hidden(call, x):
     """Tokens of no sequence; slots that belong to no context, or that the step writes before it reads them."""
+    tokens, slots = unread(call, x)
+    return tokens | {"kv_pages": np.broadcast_to(slots[:, :, None, None], call.shape("kv_pages"))}
+
+
+def unread(call, x):
+    """Where q, k and v are of no sequence; and the slots [P, page] that are not read."""
     inside, sequence, position, places, contexts = _places(call, x)
     used = np.zeros(call.sizes["p"] * call.sizes["z"], bool)
     for row, length in zip(places, contexts, strict=True):
         used[row[:length]] = True
     used[places[sequence, np.where(inside, position, 0)][inside]] = False
-    slots = ~used.reshape(call.sizes["p"], call.sizes["z"], 1, 1)
-    found = {name: along(~inside, 0, call.shape(name)) for name in ("q", "k", "v")}
-    return found | {"kv_pages": np.broadcast_to(slots, call.shape("kv_pages"))}
+    tokens = {name: along(~inside, 0, call.shape(name)) for name in ("q", "k", "v")}
+    return tokens, ~used.reshape(call.sizes["p"], call.sizes["z"])
 
 
 def sensitivity(call, x):

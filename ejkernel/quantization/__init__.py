@@ -1,0 +1,1 @@
+"""Quantisation of weights, keys and values."""
