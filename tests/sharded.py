@@ -5,7 +5,7 @@ from collections import Counter
 
 import jax
 import pytest
-from cases import CASES, assert_close, core_of_kind, curvature, first_of_each, gradient, oracle, tangent
+from cases import CASES, assert_close, called_alone, core_of_kind, curvature, first_of_each, gradient, oracle, tangent
 from jax.sharding import AxisType, NamedSharding
 from programs import collectives
 
@@ -29,6 +29,7 @@ def each_call(cases, transforms):
 
 
 each_operation_and_transform = each_call(first_of_each(CASES), {"eval": None, "grad": gradient})
+each_called_alone = each_call(first_of_each(called_alone(CASES)), {"eval": None, "grad": gradient})
 
 
 def each_program(cases, rest=(), second=()):
@@ -103,7 +104,8 @@ def needed(case, split, transform):
 
 
 def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=None):
-    """Numbers, and that results stay where the operands are; returns the collectives."""
+    """Numbers, and that results stay where the operands are; returns the collectives, but for the operation's own."""
+    case = case.on(mesh)
     f, args = call_of(case, transform, call)
     wanted, args = oracle(case, transform)(*args), placed(case, args, split, mesh)
     with context:
@@ -113,4 +115,10 @@ def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=N
     if transform is None:
         for x, spec in zip(found, case.result_specs(split), strict=True):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
-    return collectives(compiled.as_text())
+    return others(case, compiled)
+
+
+def others(case, compiled):
+    """The collectives of a program that are not of the kinds that the operation is made of."""
+    own = case.over.communicates if case.over else ()
+    return Counter({kind: n for kind, n in collectives(compiled.as_text()).items() if kind not in own})

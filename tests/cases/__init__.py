@@ -1,7 +1,8 @@
 """Small calls of every operation that together touch all that it does. The tests in `transforms/` run each of them.
 
 `cases/<operation>.py` defines `CASES`, `FAMILIES` for the tests of precision, and `PLAIN` and `FEATURES` for those of
-pairs of features. With its registration that is all that a new operation needs to be tested.
+pairs of features, `REFUSED` beside them where the operation has arguments that it takes from nobody. With its
+registration that is all that a new operation needs to be tested.
 """
 
 import pkgutil
@@ -12,7 +13,7 @@ import pytest
 __path__ = pkgutil.extend_path(__path__, __name__)  # another package brings cases of its operations in such a folder
 
 from ._case import Case, Operand
-from ._features import FILES, PLAIN, call_with, features_of, pairs, together
+from ._features import FILES, PLAIN, REFUSED, call_with, features_of, pairs, together
 from ._oracle import assert_close, curvature, curvature_by_reverse, gradient, jitted, oracle, pullback, tangent
 
 __all__ = [
@@ -21,10 +22,12 @@ __all__ = [
     "FAMILIES",
     "FORWARD_ONLY",
     "PLAIN",
+    "REFUSED",
     "Case",
     "Operand",
     "assert_close",
     "call_with",
+    "called_alone",
     "core_of_kind",
     "curvature",
     "curvature_by_reverse",
@@ -56,21 +59,31 @@ def with_primitives(cases: Sequence[Case]) -> list[Case]:
     return [case for case in cases if not case.is_composed]
 
 
+def called_alone(cases: Sequence[Case]) -> list[Case]:
+    """Those that are not over axes of a mesh, inside `jax.shard_map`: for tests that bring a mesh which takes these."""
+    return [case for case in cases if not case.over]
+
+
 def each(
     cases: Sequence[Case],
     first: Sequence[pytest.MarkDecorator] = (pytest.mark.core,),
     rest: Sequence[pytest.MarkDecorator] = (),
 ) -> pytest.MarkDecorator:
     """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest."""
-    marks = lambda case: first if case in first_of_each(cases) else rest
+    marks = lambda case: first if case in first_of_each(cases) else marks_of_rest(case, rest)
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
 def each_by_kind(cases: Sequence[Case], rest: Sequence[pytest.MarkDecorator] = ()) -> pytest.MarkDecorator:
     """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind."""
-    marks = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
+    marks = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else marks_of_rest(case, rest)
     params = [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", params)
+
+
+def marks_of_rest(case: Case, rest: Sequence[pytest.MarkDecorator]) -> Sequence[pytest.MarkDecorator]:
+    """The marks of a case that is not the first of its operation: slow over a mesh, for which XLA compiles longer."""
+    return (pytest.mark.slow,) if case.over else rest
 
 
 def core_of_kind(case: Case, cases: Sequence[Case]) -> Sequence[pytest.MarkDecorator]:

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import OPERATIONS
+
+from ._over import Over
 
 Values = Callable[[np.random.Generator, tuple[int, ...]], Any]
 
@@ -51,6 +53,7 @@ class Case:
         split_with: a letter that is split with another one, as keys and values in turn are with their heads.
         composed_formula: of an operation that is composed of others, its formula under the same arguments.
         composed_split: the letters that it can be split along. Of other operations the primitives know both.
+        over: the axes of a mesh that the operation is called over. A formula is then given `axis_sizes` too.
     """
 
     operation: str
@@ -64,6 +67,7 @@ class Case:
     split_with: Mapping[str, str] = field(default_factory=dict)
     composed_formula: Callable[..., Any] | None = None
     composed_split: tuple[str, ...] = ()
+    over: Over | None = None
 
     def __post_init__(self):
         as_operand = lambda x: Operand(x) if isinstance(x, str) else x
@@ -93,7 +97,8 @@ class Case:
     def program(self) -> tuple[Any, ...]:
         """What is compiled for the call: equal where calls differ in their values alone."""
         operands = tuple((name, x.axes) for name, x in self.operands.items())
-        return self.operation, tuple(sorted(self.sizes.items())), operands, repr(self.options), self.differentiable
+        sizes, mesh = tuple(sorted(self.sizes.items())), self.over and self.over.program
+        return self.operation, sizes, operands, repr(self.options), self.differentiable, mesh
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -127,12 +132,14 @@ class Case:
     def call(self, arrays: Mapping[str, Any], **options: Any) -> list[Any]:
         """The results of the operation."""
         operation = getattr(ejkernel.lax, self.operation)
-        return jax.tree.leaves(operation(**arrays, **self.options, **options))
+        call = lambda arrays: jax.tree.leaves(operation(**arrays, **self.options, **options))
+        return self.over.run(call, self.specs({}), self.result_specs({}))(dict(arrays)) if self.over else call(arrays)
 
     def formula(self, arrays: Mapping[str, Any]) -> list[Any]:
         """The results of the reference, the formula that every implementation must give."""
         if self.is_composed:
-            return jax.tree.leaves(self.composed_formula(**arrays, **self.options))
+            of_mesh = dict(axis_sizes=self.over.axis_sizes) if self.over else {}
+            return jax.tree.leaves(self.composed_formula(**arrays, **self.options, **of_mesh))
         call = OPERATIONS[self.operation].prepare_arguments(**arrays, **self.options)
         outputs = self.reference(*self.algorithm.operands(**call.named), spec=call.spec)
         return jax.tree.leaves(call.finish(outputs._asdict()))
@@ -140,8 +147,20 @@ class Case:
     def resized(self, sizes: Mapping[str, int]) -> "Case":
         return replace(self, sizes={**self.sizes, **sizes})
 
+    def on(self, mesh: Mesh) -> "Case":
+        """The case with the mesh of a test, where its operation is called over one."""
+        return replace(self, over=replace(self.over, mesh=mesh)) if self.over else self
+
+    def placed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays on the devices of the mesh that the operation is called over; themselves where there is none."""
+        return self.over.placed(arrays, self.specs({})) if self.over else dict(arrays)
+
     def spec(self, axes: str, split: Mapping[str, str]) -> PartitionSpec:
-        """How such axes are sharded where the letters are split over these mesh axes; a size of 1 cannot be split."""
+        """How such axes are sharded where the letters are split over these mesh axes; a size of 1 cannot be split.
+
+        Those over which the operation is called are split in any case.
+        """
+        split = {**split, **self.over.split} if self.over else split
         with_split = lambda axis: self.split_with.get(axis, axis)
         over = lambda axis: split.get(with_split(axis)) if self.sizes.get(with_split(axis)) != 1 else None
         return PartitionSpec(*map(over, axes.split()))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 
+from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import OPERATIONS
 
 from .calls import Call
@@ -12,7 +13,7 @@ from .operations._draws import CPU, Sizes, chance, pick
 from .transforms import DERIVATIVES, SAME
 from .values import FAMILIES
 
-SOFTMAX = ("flash_attention", "blocksparse_attention", "flash_mla", "native_sparse_attention")
+SOFTMAX = ("flash_attention", "ring_attention", "blocksparse_attention", "flash_mla", "native_sparse_attention")
 OFTEN = ("none", "none", "none", "vjp", "vjp", "vjp", "jvp", "jvp", "jvp_of_vjp")
 NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2"}  # of operands that have no derivative
 PLACES = {"b": "x"}  # on the mesh; other letters that may be split stand along y
@@ -30,11 +31,12 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
         dtype, x64 = pick(draw, dtype, "float64"), True
     call = Call(operation, size, operands, options, dtype, dtypes, x64=x64, platform=platform)
     call = _derived(draw, call)
+    is_composed = operation in COMPOSED
     if platform is None and chance(draw, 10):
         call = _over_mesh(draw, call)
     elif chance(draw, 40):
         call = _mapped(draw, call)
-    if platform is not None or (call.mesh is None and chance(draw, 20)):
+    if platform is not None or (call.mesh is None and not is_composed and chance(draw, 20)):
         call = replace(call, api="modules")
     second = SAME.get(call.derivative, call.derivative) == "jvp_of_vjp"
     eager = not second and platform is None and chance(draw, 60 if call.derivative == "none" else 10)
@@ -43,7 +45,7 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
 
 
 def _derived(draw, call: Call) -> Call:
-    if not OPERATIONS[call.operation].algorithm.differentiable:
+    if call.operation not in COMPOSED and not OPERATIONS[call.operation].algorithm.differentiable:
         return call
     derivative = "none" if getattr(call.module, "FORWARD_ONLY", False) else pick(draw, *OFTEN, *DERIVATIVES)
     movable = [name for name in call.operands if _is_differentiable(call, name)]

@@ -1,5 +1,6 @@
 """From a call to the program that is run: the operation, its derivative, its maps, and the mesh that it runs on."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -94,11 +95,15 @@ def operation(call: Call) -> Callable:
     """arrays -> list of results, by the API of the call."""
     options = dict(call.options)
 
+    function = lambda arrays: jax.tree.leaves(getattr(ejkernel.lax, call.operation)(**arrays, **options))
+    if hasattr(call.module, "OVER"):
+        function = over_mesh(call, function)
+
     def lax(arrays):
         if "dropout_key" in arrays:
             key = jax.random.wrap_key_data(jnp.stack(_words(arrays["dropout_key"])), impl="threefry2x32")
             arrays = arrays | {"dropout_key": key}
-        return jax.tree.leaves(getattr(ejkernel.lax, call.operation)(**arrays, **options))
+        return function(arrays)
 
     def modules(arrays):
         names = OPERATIONS[call.operation].renamed | {"config": "cfg"}
@@ -148,6 +153,19 @@ def arguments(call: Call) -> tuple[dict, list | None, dict | None]:
 
 
 # --- Meshes -----------------------------------------------------------------------------------------------------------
+
+
+def over_mesh(call: Call, function: Callable) -> Callable:
+    """A function of the arrays of each device as one of whole arrays."""
+    split, axes = call.module.OVER, sorted({*call.module.OVER.values()})
+    sizes = tuple(call.sizes[axis] for axis in axes)
+    mesh = jax.make_mesh(
+        sizes, axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[: math.prod(sizes)]
+    )
+    of = lambda axes: PartitionSpec(*(split.get(axis) for axis in axes.split()))
+    specs = {name: of(axes) for name, axes in call.operands.items()}
+    results = [of(axes) for axes, _ in call.module.results(call)]
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=results))
 
 
 def mesh_of(call: Call) -> Any:

@@ -47,8 +47,8 @@ def test_labels(case, transform, suffix, monkeypatch):
 @pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
 def test_the_label_names_what_was_explained(case, platform):
     """On whatever platform a program is lowered for, devices of which need not be here. A composed one has parts."""
-    explained = ejkernel.explain(case.operation, target=platform, **case.arrays(), **case.options)
-    parts = explained.parts if case.is_composed else (explained,)
+    told = explained(case, platform)
+    parts = told.parts if case.is_composed else (told,)
     labels = find_labels_in_lowered(traced(case, pullback).lower(lowering_platforms=(platform,)))
     for part in parts:
         runs = next(entry.platform for entry, reason in part.candidates if reason is None)
@@ -56,3 +56,13 @@ def test_the_label_names_what_was_explained(case, platform):
     kinds = ("", "_bwd") if case.differentiable else ("",)
     operations = {f"ejkernel[op={part.operation}{kind}" for part in parts for kind in kinds}
     assert {label.split(";")[0] for label in labels} == operations
+
+
+def explained(case, platform):
+    """What is told of the call where it is, which may be over a mesh."""
+    explain = lambda arrays: ejkernel.explain(case.operation, target=platform, **arrays, **case.options)
+    if not case.over:
+        return explain(case.arrays())
+    told = []
+    jax.eval_shape(case.over.run(lambda arrays: told.append(explain(arrays)), case.specs({}), None), case.arrays())
+    return told[0]

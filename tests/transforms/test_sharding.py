@@ -11,22 +11,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, assert_close, curvature, each_by_kind, first_of_each, gradient, oracle, with_primitives
+from cases import (
+    CASES,
+    assert_close,
+    called_alone,
+    curvature,
+    each_by_kind,
+    first_of_each,
+    gradient,
+    oracle,
+    with_primitives,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from programs import collectives
 from sharded import (
     BATCH,
     both,
     call_of,
     check,
     each_call,
+    each_called_alone,
     each_operation_and_transform,
     each_program,
     each_type,
     mesh_axes,
     mesh_of,
     needed,
+    others,
     placed,
     rest,
 )
@@ -51,7 +62,7 @@ def test_one_split(case, transform, types, split):
     assert check(case, transform, split(case), mesh_of(types)) == Counter()
 
 
-@each_operation_and_transform
+@each_called_alone
 @each_type
 def test_batch_over_two_axes_of_the_mesh(case, types, transform):
     split = {"b": ("x", "y")}
@@ -59,13 +70,12 @@ def test_batch_over_two_axes_of_the_mesh(case, types, transform):
     assert found == needed(case, split, transform)
 
 
-@each_call(first_of_each(with_primitives(CASES)), {"eval": None, "grad": gradient})
+@each_call(first_of_each(CASES), {"eval": None, "grad": gradient})
 def test_vmap_over_an_explicit_axis(case, transform):
-    """The mapped axis of an operand, or of all, is split: each device computes its part of the batch by itself.
-
-    Of primitives: gradients of plain JAX want the mesh to be set there.
-    """
-    mesh, examples = mesh_of(shape=(2, 4)), [call_of(case, transform, seed=seed)[1] for seed in range(2)]
+    """The mapped axis of an operand, or of all, is split: each device computes its part of the batch by itself."""
+    mesh = mesh_of(shape=(2, 4))
+    case = case.on(mesh)
+    examples = [call_of(case, transform, seed=seed)[1] for seed in range(2)]
     f = call_of(case, transform)[0]
     names = tuple(case.operands)
     for mapped in (names[:1], names[-1:], names):
@@ -79,7 +89,7 @@ def test_vmap_over_an_explicit_axis(case, transform):
             alone = {name: (example if name in mapped else examples[0])[0][name] for name in case.operands}
             part = jax.tree.map(lambda x, i=i: np.asarray(x)[i], found)
             assert_close(part, oracle(case, transform)(alone, *args[1:]), what=f"{mapped} mapped, example {i}: ")
-        assert collectives(compiled.as_text()) == Counter(), mapped
+        assert others(case, compiled) == Counter(), mapped
 
 
 @each_operation_and_transform
@@ -121,7 +131,7 @@ def check_shard_map(case, transform, check_vma):
     reason="jax 0.10 gathers what is split over an Explicit axis inside a shard_map over another axis",
     strict=True,
 )
-@each_operation_and_transform
+@each_called_alone
 def test_shard_map_over_the_batch(case, transform):
     """The other axis of the mesh, which splits the heads, stays Explicit inside."""
     mesh, specs, results = mesh_of(), case.specs(BATCH), case.result_specs(BATCH)
@@ -129,7 +139,7 @@ def test_shard_map_over_the_batch(case, transform):
     assert check(case, transform, both(case), mesh, call=call) == needed(case, both(case), transform)
 
 
-@each_operation_and_transform
+@each_called_alone
 def test_shard_map_over_the_batch_beside_an_auto_axis(case, transform):
     """XLA splits or gathers what the other axis of the mesh splits; the numbers stay."""
     mesh, specs, results = mesh_of(AxisType.Auto), case.specs(BATCH), case.result_specs(BATCH)
@@ -167,8 +177,10 @@ def test_explicit_axis_that_must_be_whole(case):
 @each_call(first_of_each(CASES), {"eval": None})
 def test_auto_axis_that_must_be_whole(case, transform):
     """XLA gathers it, as it does for any operation that cannot be split."""
+    mesh = mesh_of(AxisType.Auto)
+    case = case.on(mesh)
     for letter in whole_axes(case):
-        (arrays,) = placed(case, (case.arrays(),), {letter: "y"}, mesh_of(AxisType.Auto))
+        (arrays,) = placed(case, (case.arrays(),), {letter: "y"}, mesh)
         assert_close(jax.jit(case.call)(arrays), oracle(case, transform)(case.arrays()), what=f"{letter} sharded: ")
 
 
@@ -176,6 +188,7 @@ def test_auto_axis_that_must_be_whole(case, transform):
 def test_auto_operands_that_disagree(case, transform):
     """XLA moves what it must."""
     mesh = mesh_of(AxisType.Auto, shape=(2, 4))
+    case = case.on(mesh)
     (arrays,) = placed(case, (case.arrays(),), BATCH, mesh)
     first, x = next(iter(arrays.items()))
     for spec in (P("y"), P(*[None] * (x.ndim - 2), "x")):
@@ -194,7 +207,7 @@ def test_operands_that_disagree(case):
         jax.make_jaxpr(case.call)(arrays)
 
 
-@each_by_kind([case for case in first_of_each(CASES) if case.sizes.get("g", 1) > 1 and "b" in case.sizes])
+@each_by_kind([case for case in called_alone(first_of_each(CASES)) if case.sizes.get("g", 1) > 1 and "b" in case.sizes])
 def test_axes_that_disagree(case):
     """The batch of one operand and the heads of another are split over one axis of the mesh."""
     mesh = mesh_of()
@@ -203,7 +216,7 @@ def test_axes_that_disagree(case):
         jax.make_jaxpr(case.call)(arrays | {n: other[n] for n, x in case.operands.items() if "g" in x.axes.split()})
 
 
-@each_by_kind([case for case in CASES if 1 < case.sizes.get("g", 1) < 4])
+@each_by_kind([case for case in called_alone(CASES) if 1 < case.sizes.get("g", 1) < 4])
 def test_fewer_key_value_heads_than_devices(case):
     """Explicit: an error that gives both numbers. Auto: XLA gathers the heads."""
     explicit, automatic = (mesh_of(types, shape=(2, 4)) for types in (AxisType.Explicit, AxisType.Auto))

@@ -2,6 +2,8 @@
 
 SHARE                           how much of the search it gets, in parts
 SPLIT                           the letters that may be sharded
+OVER                            -> optional: the axis that splits a letter, where it is called inside `jax.shard_map`;
+                                as many devices as the sizes of a call say under the name of the axis
 DTYPES                          the dtypes of float operands that are not that of the call
 programs(draw, sizes)           -> operands, sizes, options and dtypes of a call, by hypothesis
 values(call, name, rng, shape)  -> an operand that is more than numbers of the family, or None; floats in float64

@@ -109,9 +109,13 @@ def facts(call, x):
         found["kept"] = kept(x["dropout_key"], shape, call.options["dropout_rate"], cut)
     if cut is not None:
         found["inside"] = ~tokens_past(cut[0], S)
-    if call.infinite:
-        found |= {of: np.isneginf(x[name]) for name, of in (("bias", "no_bias"), ("sinks", "no_sink")) if name in x}
-    return found
+    return found | facts_of_infinite(call, x)
+
+
+def facts_of_infinite(call, x):
+    """Where biases and sinks are −∞, in calls that have such."""
+    where = (("bias", "no_bias"), ("sinks", "no_sink")) if call.infinite else ()
+    return {of: np.isneginf(x[name]) for name, of in where if name in x}
 
 
 def _visible(call, x):
@@ -122,7 +126,7 @@ def _visible(call, x):
 
 def _seen(call, x):
     """Whether a query sees a key: [B, H, S, K] in full."""
-    return np.broadcast_to(_visible(call, x), tuple(call.sizes.get(letter, 1) for letter in "bhst"))
+    return np.broadcast_to(call.module.facts(call, x)["visible"], tuple(call.sizes.get(letter, 1) for letter in "bhst"))
 
 
 def hidden(call, x):

@@ -1,0 +1,64 @@
+"""The axes of a mesh that an operation is called over, inside `jax.shard_map`: ring attention, say."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+@dataclass(frozen=True)
+class Over:
+    """Over which axes of a mesh the arrays of a call are split where the operation is called.
+
+    Attributes:
+        split: the axis that splits a letter.
+        devices: of each of these axes, where a test brings no mesh.
+        communicates: the kinds of collectives that the operation itself is made of.
+        mesh: that of a test, which has the axes and may have others.
+    """
+
+    split: Mapping[str, str]
+    devices: Mapping[str, int]
+    communicates: tuple[str, ...]
+    mesh: Mesh | None = None
+
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """How many devices each axis has."""
+        return {name: self.mesh.shape[name] if self.mesh else size for name, size in self.devices.items()}
+
+    @property
+    def program(self) -> tuple[Any, ...]:
+        """What is compiled for the mesh."""
+        return tuple(self.split.items()), tuple(self.axis_sizes.items()), self.mesh
+
+    def run(self, call: Callable, specs: Mapping[str, PartitionSpec], results: Any) -> Callable:
+        """A function of the arrays of each device as one of the whole arrays: under `jax.jit`, as in programs."""
+        mesh = self.mesh or self._own_mesh()
+        on_devices = jax.shard_map(
+            call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names=frozenset(self.devices)
+        )
+        return jax.jit(lambda arrays: on_devices({n: _resharded(x, specs[n], mesh) for n, x in arrays.items()}))
+
+    def placed(self, arrays: Mapping[str, Any], specs: Mapping[str, PartitionSpec]) -> dict[str, Any]:
+        """The arrays on the devices of the mesh."""
+        mesh = self.mesh or self._own_mesh()
+        return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+
+    def _own_mesh(self) -> Mesh:
+        names, shape = tuple(self.devices), tuple(self.devices.values())
+        devices = jax.devices()[: math.prod(shape)]
+        return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+
+
+def _resharded(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
+    """x split as `jax.shard_map` wants it before, where axes are Explicit; how other axes split it stays."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    now = jax.typeof(x).sharding
+    others = now.spec if now.mesh.axis_names else PartitionSpec(*[None] * x.ndim)
+    wanted = PartitionSpec(*(b if a is None else a for a, b in zip(spec, others, strict=True)))
+    return jax.sharding.reshard(x, NamedSharding(mesh, wanted))

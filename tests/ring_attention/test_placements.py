@@ -1,0 +1,148 @@
+"""Where a ring is called: beside other axes, over several, in scripts, in scanned layers, in what is exported."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import assert_close
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ejkernel
+from ejkernel import lax
+
+from .calls import KEPT, LAYOUTS, QKV, STRATEGIES, local_call, mesh_of, random, sines, squares
+
+each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
+
+
+def whole(x):
+    return lax.flash_attention(**x, causal=True)
+
+
+def ring(x, **options):
+    """Of what devices have of a sequence that is split as it is."""
+    return lax.ring_attention(**x, **dict(axis_name="x", layout="contiguous", strategy="ring", causal=True) | options)
+
+
+# --- Meshes -----------------------------------------------------------------------------------------------------------
+
+
+@each_type
+@pytest.mark.parametrize("manual", ({"x", "b"}, {"x"}), ids=("all_manual", "batch_not"))
+def test_beside_a_batch_that_is_sharded(types, manual):
+    """The batch over another axis, manual or not."""
+    x, mesh = random(**QKV), jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
+    inner = P("b", "x") if "b" in manual else P(None, "x")
+    f = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=inner, out_specs=inner, axis_names=manual))
+    placed = jax.device_put(x, NamedSharding(mesh, P("b", "x")))
+    assert_close(jax.jit(jax.value_and_grad(sines(f)))(placed), jax.value_and_grad(sines(whole))(x), 2e-5)
+
+
+def test_a_sequence_over_two_axes():
+    types = (AxisType.Auto,) * 2
+    x, mesh = random(**QKV), jax.make_mesh((2, 3), ("a", "b"), devices=jax.devices()[:6], axis_types=types)
+    call, of = lambda x: ring(x, axis_name=("a", "b"), layout="striped"), P(None, ("a", "b"))
+    order, inverse = lax.ring_order(12, 6, "striped")
+    found = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=of, out_specs=of))({n: a[:, order] for n, a in x.items()})
+    assert_close(found[:, inverse], whole(x), 2e-5)
+
+
+@pytest.mark.parametrize("strategy", ("ring", pytest.param("all_gather", marks=pytest.mark.slow)))
+def test_a_shard_map_that_does_not_check_what_varies(strategy):
+    x, of, call = random(**QKV), P(None, "x"), lambda x: ring(x, strategy=strategy)
+    f = jax.shard_map(call, mesh=mesh_of(3), in_specs=of, out_specs=of, check_vma=False)
+    assert_close(jax.jit(jax.value_and_grad(sines(f)))(x), jax.value_and_grad(sines(whole))(x), 2e-5)
+
+
+# --- Scripts ----------------------------------------------------------------------------------------------------------
+
+in_script = pytest.mark.parametrize(
+    ("strategy", "layout"),
+    [
+        ("ring", "contiguous"),
+        *(
+            pytest.param(strategy, layout, marks=pytest.mark.slow)
+            for strategy in STRATEGIES
+            for layout in LAYOUTS
+            if (strategy, layout) not in (("ring", "contiguous"), ("all_gather", "striped"))
+        ),
+    ],
+)
+
+
+@each_type
+@in_script
+@pytest.mark.parametrize("run", (jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)), ids=("jit", "eager"))
+def test_arrays_from_before_the_mesh(types, strategy, layout, run):
+    """As a script has them, which sets a mesh: Explicit axes want the operands to be split, which JAX says.
+
+    Sinks are of no mesh and are used where they are found.
+    """
+    x, sinks, of = random(**QKV), random(sinks=(4,))["sinks"], P(None, "x")
+    order, inverse = lax.ring_order(12, 2, layout)
+    call = lambda x: ring(x, sinks=sinks, strategy=strategy, layout=layout)
+    with jax.set_mesh(mesh_of(2, types)):
+
+        def attention(x):
+            x = {name: a[:, order] for name, a in x.items()}
+            x = jax.sharding.reshard(x, of) if types == AxisType.Explicit else x
+            o = jax.shard_map(call, in_specs=of, out_specs=of)(x)
+            return (jax.sharding.reshard(o, P()) if types == AxisType.Explicit else o)[:, inverse]
+
+        found = run(jax.value_and_grad(sines(attention)))(x)
+    wanted = jax.value_and_grad(sines(lambda x: lax.flash_attention(**x, sinks=sinks, causal=True)))(x)
+    assert_close(found, wanted, 2e-5)
+
+
+# --- Layers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    (KEPT, *(pytest.param(x, marks=pytest.mark.slow) for x in (None, ejkernel.checkpoint_policies.save_kernels))),
+    ids=("names", "nothing", "kernels"),
+)
+def test_layers_that_are_scanned_and_checkpointed(policy):
+    x, weights = random(q=(1, 12, 2, 8))["q"], random(w=(3, 8, 24))["w"] / 4
+
+    def model(attention):
+        def layer(x, w):
+            return x + attention(dict(zip("qkv", jnp.split(x @ w, 3, -1), strict=True))), None
+
+        return lambda x, w: jnp.sin(jax.lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0])
+
+    sharded = jax.shard_map(model(ring), mesh=mesh_of(3), in_specs=(P(None, "x"), P()), out_specs=P(None, "x"))
+    gradients = lambda f: jax.jit(jax.grad(lambda x, w: f(x, w).sum(), (0, 1)))(x, weights)
+    assert_close(gradients(sharded), gradients(model(whole)), 2e-5)
+
+
+# --- Export -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_is_exported_for_each_platform_by_itself():
+    """For a GPU and a TPU too, of which `transforms/test_export.py` exports what is smaller than their tiles."""
+    f, x = local_call(2, 128, causal=True, strategy="ring")
+    export = lambda *platforms: jax.export.export(
+        jax.jit(squares(f)), platforms=platforms, disabled_checks=ejkernel.export_checks()
+    )(x)
+    with pytest.raises(ejkernel.UnsupportedError, match="export it for each platform by itself"):
+        export("cuda", "tpu")
+    assert all(export(platform).platforms == (platform,) for platform in ("cuda", "tpu"))
+
+
+def test_what_is_exported_for_all_platforms_without_a_ring():
+    """No device has a branch of its own where keys are gathered or heads exchanged."""
+    f, x = local_call(2, 128, causal=True, strategy="ulysses")
+    exported = jax.export.export(
+        jax.jit(f), platforms=("cpu", "cuda", "tpu"), disabled_checks=ejkernel.export_checks()
+    )(x)
+    assert exported.nr_devices == 2
+
+
+def test_a_symbolic_length():
+    """The length decides what the program is."""
+    call = lambda q: lax.ring_attention(q, q, q, axis_name="x", causal=True)
+    f = jax.jit(jax.shard_map(call, mesh=mesh_of(2), in_specs=P(None, "x"), out_specs=P(None, "x")))
+    q = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 2*s, 2, 8"), jnp.float32)
+    with pytest.raises(ValueError, match=r"^ring_attention: the length of q is symbolic, .*; it has to be known"):
+        jax.export.export(f)(q)

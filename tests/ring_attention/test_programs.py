@@ -1,0 +1,75 @@
+"""The programs that a ring is: what is sent, what is kept, and what is computed once."""
+
+import jax
+import pytest
+from programs import collectives, equations
+
+from .calls import KEPT, local_call, squares
+
+
+def found_collectives(f, x):
+    return dict(collectives(jax.jit(f).lower(x).compile().as_text()))
+
+
+@pytest.mark.core
+def test_collectives_of_a_ring():
+    """n − 1 permutes of k and of v; in a backward as many again, and of dk and dv."""
+    f, x = local_call(3, causal=True, strategy="ring")
+    assert found_collectives(f, x) == {"collective-permute": 4}
+    found = found_collectives(squares(f), x)
+    assert found.keys() == {"collective-permute"}
+    # XLA may find that the first hop of the backward fetches what the first of the forward was sent.
+    assert 10 <= found["collective-permute"] <= 12
+
+
+@pytest.mark.core
+def test_a_window_ends_the_ring():
+    """Of eight shards of 64 tokens a window of 65 keys meets two, and right of it one more from the other side."""
+    f, x = local_call(8, layout="contiguous", strategy="ring", window=(64, 0))
+    assert found_collectives(f, x) == {"collective-permute": 2}
+    f, x = local_call(8, layout="contiguous", strategy="ring", window=(64, 1))
+    assert found_collectives(f, x) == {"collective-permute": 4}
+
+
+def test_collectives_of_the_others():
+    f, x = local_call(2, causal=True, strategy="all_gather")
+    assert found_collectives(f, x) == {"all-gather": 2}
+    assert found_collectives(squares(f), x) == {"all-gather": 4, "reduce-scatter": 2}
+    f, x = local_call(2, causal=True, strategy="ulysses")
+    assert found_collectives(f, x).keys() == found_collectives(squares(f), x).keys() == {"all-to-all"}
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+def test_the_memory_of_a_gradient_does_not_grow_with_the_ring(layout):
+    def temporary(size):
+        f, x = local_call(size, 256, causal=True, layout=layout, strategy="ring")
+        return jax.jit(squares(f)).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(8) < 1.1 * temporary(4)
+
+
+def test_kernels_run_once_where_all_keys_are_gathered():
+    f, x = local_call(2, causal=True, layout="contiguous", strategy="all_gather")
+    program = jax.jit(squares(f)).trace(x).jaxpr
+    assert [e.primitive.name for e in equations(program, "flash_attention")].count("flash_attention") == 1
+
+
+def test_hops_in_which_nothing_is_seen_are_not_computed():
+    """Of two hops the causal contiguous ring has one program with a call and one without; zigzag halves its calls."""
+    f, x = local_call(2, causal=True, layout="contiguous", strategy="ring")
+    calls = equations(jax.make_jaxpr(f)(x), "flash_attention")
+    assert [e.invars[0].aval.shape[1] for e in calls] == [64, 64]
+    f, x = local_call(2, causal=True, layout="zigzag", strategy="ring")
+    calls = equations(jax.make_jaxpr(f)(x), "flash_attention")
+    assert [tuple(x.aval.shape[1] for x in e.invars[:2]) for e in calls] == [(64, 64), (32, 64), (64, 32)]
+
+
+def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
+    """Three hops; the backward computes each of them again in any case."""
+
+    def forwards(policy):
+        f, x = local_call(3, layout="contiguous", strategy="ring")
+        program = jax.make_jaxpr(squares(jax.checkpoint(f, policy=policy)))(x)
+        return [e.primitive.name for e in equations(program, "flash_attention")].count("flash_attention")
+
+    assert (forwards(None), forwards(KEPT)) == (9, 6)

@@ -1,0 +1,101 @@
+"""o, lse and gradients are those of the whole sequence, whatever ring, layout and strategy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, Operand, assert_close, jitted, oracle, pullback
+from cases.flash_attention import case as flash_case
+from cases.flash_attention import chance, key, scalar
+from cases.ring_attention import CASES, IDS, case, some
+
+from .calls import LAYOUTS, STRATEGIES, in_sequence
+
+LSE_AND = dict(
+    causal=dict(causal=True),
+    full=dict(),
+    window=dict(sizes=dict(n=2), operands=dict(sinks="h n"), window=(7, 3), softcap=2.0),
+    pairs=dict(operands=dict(bias="h s c", mask=Operand("b 1 s c", chance(0.7))), causal=True),
+    rows=dict(operands=dict(bias="s 1", mask=Operand("c", some)), window=(None, 2)),
+    segments=dict(operands={**IDS, "sinks": "h"}, causal=True),
+    cross=dict(sizes=dict(t=48, c=48), operands=dict(softmax_scale=Operand("", scalar)), causal=True, window=9),
+    fewer_keys=dict(sizes=dict(s=48), causal=True, window=(30, 0)),
+)
+
+
+def check(of):
+    arrays = of.arrays()
+    cotangents = of.cotangents(arrays)
+    assert_close(jitted(of, Case.call, pullback)(arrays, cotangents), oracle(of, pullback)(arrays, cotangents), 2e-5)
+
+
+@pytest.mark.parametrize("of", CASES[1:], ids=str)
+def test_each_case(of):
+    """The generated tests are of the first one, and at night of these."""
+    check(of)
+
+
+def takes(name, size, layout, strategy):
+    """Whether a strategy takes a call; `test_refusals` asks for the reasons."""
+    if strategy == "ulysses":
+        return size <= 2 and name not in ("pairs", "rows")
+    return strategy != "all_gather" or layout != "striped" or name == "full"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size", "layout", "strategy"),
+    [
+        call
+        for name in LSE_AND
+        for strategy in STRATEGIES
+        for layout in LAYOUTS
+        for size in (2, 3, 4)
+        for call in [(name, size, layout, strategy)]
+        if takes(*call)
+    ],
+)
+def test_each_ring(name, size, layout, strategy):
+    of = dict(LSE_AND[name])
+    sizes = dict(b=2, s=24, t=24, c=24, e=4) | of.pop("sizes", {})
+    check(case(name, strategy, layout, sizes, of.pop("operands", ()), size, **of))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", (1, 8))
+def test_one_device_and_eight(size, layout):
+    check(case("causal", "ring", layout, dict(b=1, s=32, t=32), (), size, causal=True))
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "strategy"),
+    [
+        (2, "zigzag", "auto"),
+        *(
+            pytest.param(*call, marks=pytest.mark.slow)
+            for call in ((1, "zigzag", "auto"), (2, "striped", "ulysses"), (2, "contiguous", "ulysses"))
+        ),
+    ],
+)
+def test_dropout_drops_what_it_drops_of_the_whole_sequence(size, layout, strategy):
+    """By way of `ring_order`, to whose order and back everything goes that has a token for each position."""
+    of = flash_case(
+        "dropout", dict(b=2, s=24, t=24, e=4), dict(dropout_key=Operand("", key)), causal=True, dropout_rate=0.3
+    )
+    args = of.arrays(), of.cotangents(of.arrays())
+    found = jax.jit(pullback(in_sequence(size, layout, strategy=strategy, **of.options), of.differentiable))(*args)
+    assert_close(found, oracle(of, pullback)(*args), 2e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy", ("ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "ulysses")))
+)
+def test_padding_that_holds_nan(strategy):
+    """Keys, values and queries of negative segments reach neither results nor gradients."""
+    of = case("segments", strategy, "zigzag", dict(b=2), IDS, causal=True)
+    clean = of.arrays()
+    padding = {"q": clean["q_segment_ids"] < 0, "k": clean["kv_segment_ids"] < 0, "v": clean["kv_segment_ids"] < 0}
+    filled = lambda value: clean | {n: jnp.where(m[..., None, None], value, clean[n]) for n, m in padding.items()}
+    f, cotangents = jitted(of, Case.call, pullback), of.cotangents(clean)
+    assert_close(f(filled(np.nan), cotangents), jax.tree.map(np.asarray, f(filled(1.0), cotangents)), 1e-6)
