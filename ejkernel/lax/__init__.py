@@ -14,6 +14,7 @@ from .grouped_matmul import grouped_matmul
 from .lightning_attention import lightning_attention
 from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
+from .merge_attention_shards import merge_attention_shards
 from .multi_latent_page_attention import multi_latent_page_attention
 from .native_sparse_attention import native_sparse_attention
 from .native_sparse_blocks import native_sparse_blocks
@@ -41,6 +42,7 @@ __all__ = [
     "lightning_attention",
     "mean_pooling",
     "merge_attention",
+    "merge_attention_shards",
     "multi_latent_page_attention",
     "native_sparse_attention",
     "native_sparse_blocks",

@@ -23,6 +23,7 @@ from .operations.grouped_matmul import GroupedMatmul
 from .operations.lightning_attention import LightningAttention
 from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
+from .operations.merge_attention_shards import merge_attention_shards
 from .operations.multi_latent_page_attention import MultiLatentPageAttention
 from .operations.native_sparse_attention import NativeSparseAttention
 from .operations.native_sparse_blocks import NativeSparseBlocks
@@ -106,6 +107,7 @@ __all__ = [
     "lightning_attention",
     "mean_pooling",
     "merge_attention",
+    "merge_attention_shards",
     "multi_latent_page_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",
