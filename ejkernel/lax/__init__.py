@@ -15,6 +15,7 @@ from .lightning_attention import lightning_attention
 from .lightning_indexer import lightning_indexer
 from .mean_pooling import mean_pooling
 from .merge_attention import merge_attention
+from .merge_attention_shards import merge_attention_shards
 from .multi_latent_page_attention import multi_latent_page_attention
 from .native_sparse_attention import native_sparse_attention
 from .native_sparse_blocks import native_sparse_blocks
@@ -45,6 +46,7 @@ __all__ = [
     "lightning_indexer",
     "mean_pooling",
     "merge_attention",
+    "merge_attention_shards",
     "multi_latent_page_attention",
     "native_sparse_attention",
     "native_sparse_blocks",

@@ -24,6 +24,7 @@ from .operations.lightning_attention import LightningAttention
 from .operations.lightning_indexer import lightning_indexer
 from .operations.mean_pooling import MeanPooling
 from .operations.merge_attention import merge_attention
+from .operations.merge_attention_shards import merge_attention_shards
 from .operations.multi_latent_page_attention import MultiLatentPageAttention
 from .operations.native_sparse_attention import NativeSparseAttention
 from .operations.native_sparse_blocks import NativeSparseBlocks
@@ -114,6 +115,7 @@ __all__ = [
     "lightning_indexer",
     "mean_pooling",
     "merge_attention",
+    "merge_attention_shards",
     "multi_latent_page_attention",
     "multi_latent_ragged_page_attention",
     "multi_latent_ragged_page_attention_v2",

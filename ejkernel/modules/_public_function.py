@@ -75,9 +75,10 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
     specs = {name: specs.get(name, PartitionSpec()) for name in arrays}
     arrays, specs = operation.place(arrays, given, _with_query_heads(operation, arrays, specs))
     rest = {name: x for name, x in given.items() if name not in arrays}
-    _check_split(operation, arrays, rest, specs, mesh)
+    of_whole = {name: x for name, x in rest.items() if name != "axis_name"}
+    _check_split(operation, arrays, of_whole, specs, mesh, rest.get("axis_name"))
     if any(0 in x.shape for x in arrays.values()):  # of a `shard_map` that reads no array XLA makes no program
-        return _constrained(run({**arrays, **rest}), out_specs, mesh)
+        return _constrained(run({**arrays, **of_whole}), out_specs, mesh)
     local = jax.shard_map(
         lambda of: run({**of, **rest}), mesh=mesh, in_specs=({n: specs[n] for n in arrays},), out_specs=out_specs
     )
@@ -104,9 +105,13 @@ def _with_query_heads(operation, arrays, specs):
     return specs | split if entry is not None else specs
 
 
-def _check_split(operation, arrays, rest, specs, mesh):
-    """Raises what Explicit axes raise where an axis is split that must be whole: a device would take a part for all."""
-    sizes = {name: size for name, size in mesh.shape.items() if size > 1}
+def _check_split(operation, arrays, rest, specs, mesh, axis_name):
+    """Raises what Explicit axes raise where an axis is split that must be whole: a device would take a part for all.
+
+    Over `axis_name` the operation itself brings the parts together.
+    """
+    brought_together = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    sizes = {name: size for name, size in mesh.shape.items() if size > 1 and name not in brought_together}
     explicit = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
     names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
     within = lambda spec: PartitionSpec(*(tuple(n for n in names(entry) if n in sizes) or None for entry in spec))

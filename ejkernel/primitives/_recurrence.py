@@ -88,6 +88,6 @@ def recurrence(name: str) -> Trio:
         TABLE,
         differentiable=("q", "k", "v", "g", "gk", "gv", "g_gamma", "initial_state"),
         dtypes=lambda dtypes, spec: {"o": dtypes["q"], "final_state": np.promote_types(dtypes["q"], np.float32)},
-        layout=Layout(advice="run it part by part, each from the state that the one before returned"),
+        layout=Layout(advice="give axis_name inside jax.shard_map"),
         residuals=(),
     )

@@ -49,5 +49,5 @@ ragged_decode_attention = ForwardOnly(
     },
     dtypes=result_dtypes,
     instead="train with flash_attention",
-    layout=Layout(advice="shard the batch or the heads, or merge parts of the keys by merge_attention"),
+    layout=Layout(advice="shard the batch or the heads, or merge shards of the keys by merge_attention_shards"),
 )

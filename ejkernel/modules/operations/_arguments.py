@@ -219,6 +219,19 @@ def block_pair(operation: str, block_size: Any) -> tuple[int, int]:
     return tuple(map(int, block_size))
 
 
+def axis_size(operation: str, axis_name: Any) -> int:
+    """The number of devices of a mesh axis, or of several, which has to be manual here."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise type_error(operation, f"axis_name is {shown(axis_name)}; it must be the name of a mesh axis, or several")
+    try:
+        return jax.lax.axis_size(axis_name)
+    except NameError:
+        raise value_error(
+            operation, f"there is no axis {shown(axis_name)} here; call it inside jax.shard_map over that axis"
+        ) from None
+
+
 def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:
     """Operands with one sharding for each axis and the same varying manual axes, as the primitive needs them."""
     return aligned(primitive.name, primitive.table, primitive.layout, vary_alike(named))

@@ -24,6 +24,7 @@ from ._arguments import (
     static_bool,
     static_scale,
 )
+from ._sequence_shards import final_states, shards_of, with_initial_states
 
 XLA_ALONE = "kernels for GPUs and TPUs come later"
 _OF_STATE = "heads, features of k, features of v"
@@ -44,14 +45,19 @@ def prepare(
     softmax_scale: Any,
     reverse: Any,
     return_state: Any,
+    axis_name: Any,
 ) -> Prepared:
     """A checked call of an operation of this family."""
     name = algorithm.name
+    reverse, return_state = static_bool(name, "reverse", reverse), static_bool(name, "return_state", return_state)
     q, k, v = (array(name, of, x) for of, x in (("q", q), ("k", k), ("v", v)))
     _check_tokens(name, q, k, v)
     batch, length, heads, d = q.shape
     dtype = np.promote_types(q.dtype, np.float32)  # of statistics; by numpy's table, as that of jax may refuse
     spans = spans_of(name, cu_seqlens, q)
+    shards = None if axis_name is None else shards_of(name, axis_name, cu_seqlens, q, reverse)
+    if spans is not None and shards is not None:
+        spans = shards.spans
     initial_state = states_of(name, initial_state, q, (heads, d, v.shape[-1]), spans)
     g_gamma = float_operand(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
     result, traced = q.dtype, isinstance(softmax_scale, jax.Array | jax.core.Tracer)
@@ -71,14 +77,17 @@ def prepare(
         initial_state=initial_state,
         spans=spans,
     )
-    return_state = static_bool(name, "return_state", return_state)
-    spec = RecurrenceSpec(softmax_scale=scale, reverse=static_bool(name, "reverse", reverse), return_state=return_state)
+    if shards is not None:
+        operands = with_initial_states(shards, operands, precise=return_state)
+    spec = RecurrenceSpec(softmax_scale=scale, reverse=reverse, return_state=return_state)
     named = align(algorithm.forward, {of: x for of, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
         o, final = Outputs(**out)
         o, final = o.astype(result), final[:, 0] if spans is None else final[0]
-        return (o, final) if return_state else o
+        if not return_state:
+            return o
+        return o, final if shards is None else final_states(shards, final)
 
     return Prepared(named, spec, finish)
 

@@ -1,5 +1,6 @@
 """merge_attention: composed of operations of JAX, with no primitive of its own."""
 
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import jax.numpy as jnp
@@ -72,19 +73,29 @@ def merge_attention(
 def _heads_last(told: bool | None, o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> bool:
     """Whether the heads are the last axis of lse; raises where the arrays do not belong together."""
     shown = dict(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
-    if o_a.ndim not in (3, 4):
-        raise value_error(NAME, f"o_a has {o_a.ndim} axes; it must be [B, S, H, V] or [T, H, V]", **shown)
+    found = heads_are_last(NAME, told, shown)
     for name, x, other in (("o_b", o_b, o_a), ("lse_b", lse_b, lse_a)):
         if x.shape != other.shape or x.dtype != other.dtype:
             raise value_error(NAME, f"{name} must be as {name[:-1]}a in shape and dtype", **shown)
-    tokens, heads = o_a.shape[-3:-1]
-    fits = {False: (*o_a.shape[:-3], heads, tokens)}
-    if o_a.ndim == 3:
+    return found
+
+
+def heads_are_last(operation: str, told: bool | None, given: Mapping[str, Array]) -> bool:
+    """Whether lse, the second array given, is [T, H] and not [H, T]; raises where it is not that of o, the first.
+
+    `told` is what the caller says, None where it leaves it to the shapes.
+    """
+    (name, o), (name_of_lse, lse), *_ = given.items()
+    if o.ndim not in (3, 4):
+        raise value_error(operation, f"{name} has {o.ndim} axes; it must be [B, S, H, V] or [T, H, V]", **given)
+    tokens, heads = o.shape[-3:-1]
+    fits = {False: (*o.shape[:-3], heads, tokens)}
+    if o.ndim == 3:
         fits[True] = (tokens, heads)
-    found = [last for last, shape in fits.items() if lse_a.shape == shape and told in (None, last)]
+    found = [last for last, shape in fits.items() if lse.shape == shape and told in (None, last)]
     if not found:
         wanted = " or ".join(str(list(shape)) for last, shape in fits.items() if told in (None, last)) or "no such lse"
-        raise value_error(NAME, f"lse_a must be {wanted}, a number for each row of o_a", **shown)
+        raise value_error(operation, f"{name_of_lse} must be {wanted}, a number for each row of {name}", **given)
     if len(found) > 1:
-        raise value_error(NAME, f"there are {heads} tokens and heads; heads_last must say how lse stands", **shown)
+        raise value_error(operation, f"there are {heads} tokens and heads; heads_last must say how lse stands", **given)
     return found[0]

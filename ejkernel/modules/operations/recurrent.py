@@ -25,6 +25,7 @@ def recurrent_arguments(
     softmax_scale: Scale | None = None,
     reverse: bool = False,
     return_state: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
 ) -> Prepared[
     Float[Array, "batch seq_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
@@ -51,6 +52,8 @@ def recurrent_arguments(
         softmax_scale: K**-0.5 by default; a number, or a traced scalar.
         reverse: time runs backwards, from the last token of each sequence to its first.
         return_state: also return the final state.
+        axis_name: inside `jax.shard_map`, the mesh axis, or axes, over which the tokens are sharded in order. Arrays
+            with tokens are those of this device; cu_seqlens and states are of the whole, the same on each device.
 
     Returns:
         o [B, S, H, V] in q's dtype, 0 for tokens past the last sequence, whose contents do not matter; with the final
@@ -76,6 +79,7 @@ def recurrent_arguments(
         softmax_scale=softmax_scale,
         reverse=reverse,
         return_state=return_state,
+        axis_name=axis_name,
     )
 
 

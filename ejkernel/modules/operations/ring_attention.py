@@ -8,12 +8,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer
 
 from ...callib import known_ceilings
-from ...errors import shown, type_error, value_error
+from ...errors import shown, value_error
 from ...ops.utils.devices import local_target
 from ...primitives.flash_attention import Operands
 from ...types import ConfigLike, CuSeqlens, DropoutKey, Scale, Sinks, Window, band
 from .._composed import composed, tell
-from ._arguments import array, config_of, require_known, static_bool, vary_alike, window_pair
+from ._arguments import array, axis_size, config_of, require_known, static_bool, vary_alike, window_pair
 from ._attention import attention_call, pairwise
 from ._ring import Ring, ring
 from ._ring_exchange import all_gather, one_device, ulysses
@@ -136,7 +136,7 @@ def ring_attention(
 
     Ring attention, arXiv 2310.01889; striped attention, 2311.09431; DeepSpeed-Ulysses, 2309.14509.
     """
-    size = _axis_size(axis_name)
+    size = axis_size(NAME, axis_name)
     check_layout(NAME, layout)
     _refuse_packed(
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k
@@ -178,19 +178,6 @@ def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str
     if why := refusal(strategy, problem):
         raise value_error(NAME, why, q=q, k=k)
     return strategy, "it was asked for"
-
-
-def _axis_size(axis_name: Any) -> int:
-    """The number of devices of a mesh axis, which has to be manual here."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise type_error(NAME, f"axis_name is {shown(axis_name)}; it must be the name of a mesh axis, or several")
-    try:
-        return jax.lax.axis_size(axis_name)
-    except NameError:
-        raise value_error(
-            NAME, f"there is no axis {shown(axis_name)} here; call it inside jax.shard_map over that axis"
-        ) from None
 
 
 def _refuse_packed(**given: Any) -> None:
