@@ -1,0 +1,36 @@
+"""Writes `recorded.json`, what the models of `models.py` give with the release that EasyDeL 0.3.0 pins.
+
+python -O tests/easydel/record.py CASE …, or all, where easydel==0.3.0, Pillow and torch are installed, and nothing of
+this library.
+"""
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import models
+
+RECORDED = Path(__file__).with_name("recorded.json")
+PACKAGES = ("easydel", "ejkernel", "jax", "flax", "numpy", "transformers")
+
+
+def rounded(found):
+    """Numbers of 9 digits, which hold a float32."""
+    if isinstance(found, float):
+        return float(f"{found:.9g}")
+    return {name: rounded(x) for name, x in found.items()} if isinstance(found, dict) else found
+
+
+def main(cases):
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {"notes": {}, "cases": {}}
+    recorded["versions"] = {name: metadata.version(name) for name in PACKAGES}
+    if recorded["versions"]["ejkernel"] != "0.0.78":
+        raise SystemExit(f"ejkernel {recorded['versions']['ejkernel']} is installed; this records ejkernel 0.0.78")
+    for case in cases or models.CASES:
+        recorded["cases"][case] = rounded(models.outcome(case))
+        RECORDED.write_text(json.dumps(recorded, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
