@@ -1,25 +1,19 @@
 """Benchmarks count the work they say they count, and time nothing whose numbers are wrong."""
 
 import importlib
-import json
-import re
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import ejkernel
-from benchmarks import _attention, _attention_rivals, _driver, flash_attention, report
+from benchmarks import _attention, _attention_rivals, _driver, flash_attention
 from benchmarks import _harness as harness
-from ejkernel import callib
-from ejkernel.callib.ceilings import Probe
 from ejkernel.modules._operation import OPERATIONS, types_of_call
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape
 from ejkernel.types.shapes import measured_operations, shape_named, shapes_of
+from tests.benchmarked import breaks
 
 SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap=5.0, sinks=1)
 NAMED = [(operation, shape) for operation in measured_operations() for shape in shapes_of(operation).values()]
@@ -196,162 +190,3 @@ def test_what_is_done_side_by_side_runs_no_contender(mode, monkeypatch):
     ours.warm()  # tells of a failure, which `warmed` leaves to the preparation
     with pytest.raises(RuntimeError):
         ours.prepare()
-
-
-def prepared(results, batch):
-    return lambda: harness.Prepared(results, batch)
-
-
-def forbidden(calls):
-    raise AssertionError("timed although its numbers are wrong")
-
-
-def unavailable():
-    raise harness.Unavailable("there is none here")
-
-
-def breaks(*_):
-    raise RuntimeError("out of\n memory")
-
-
-def measured(*contenders, repeats=3, yardstick=Probe(lambda: None, (), 1e9), chained=1):
-    given = dict(gate=lambda results: results[0], bounds=(2.0, 10.0), work=1e9, repeats=repeats)
-    return harness.measure("case", "fwd", contenders, yardstick=yardstick, chained=chained, **given)
-
-
-def test_nothing_is_timed_whose_numbers_are_wrong():
-    for error, ours in ((2.5, True), (11.0, False), (float("nan"), False)):
-        (row,) = measured(harness.Contender("wrong", prepared([error], forbidden), ours=ours))
-        assert row.status == "wrong" and row.milliseconds is None and "that of the formula" in row.reason
-
-
-def test_every_contender_has_a_row(capsys):
-    rows = measured(
-        harness.Contender("right", prepared([1.0], lambda calls: None), ours=True),
-        harness.Contender("none", unavailable),
-        harness.Contender("broken", breaks),
-        harness.Contender("breaks later", prepared([1.0], breaks)),
-    )
-    assert [row.status for row in rows] == ["timed", "unavailable", "failed", "failed"]
-    assert [row.reason for row in rows] == ["", "there is none here", *["RuntimeError: out of memory"] * 2]
-    harness.show("title", rows)
-    assert "no rival" in capsys.readouterr().out
-
-
-def test_contenders_are_interleaved_in_both_orders():
-    order = []
-    batches = {name: lambda calls, name=name: order.append((name, calls)) for name in "ab"}
-    found = harness.interleaved(batches, repeats=3)
-    assert "".join(name for name, _ in order) == "abba" + "aabb" + "bbaa" + "aabb" and [
-        len(times) for times in found.values()
-    ] == [3, 3]
-    assert order[0] == ("a", 1) and order[-1] == ("b", harness._MOST_CALLS)
-
-
-def test_the_yardstick_is_interleaved_with_the_contenders(capsys, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def takes(seconds):
-        now[0] += seconds
-
-    right = harness.Contender("right", prepared([1.0], lambda calls: takes(0.002 * calls)), ours=True)
-    (row,) = measured(right, yardstick=Probe(lambda: takes(0.001), (), 1e9))
-    assert row.of_ceiling == pytest.approx(0.5)
-    (row,) = measured(right, yardstick=Probe(lambda: takes(0.001), (), 1e9), chained=2)
-    assert row.of_ceiling == pytest.approx(1.0) and row.milliseconds == pytest.approx(1.0)
-    (row,) = measured(right, yardstick=Probe(breaks, (), 1e9))
-    assert row.status == "timed" and row.of_ceiling is None
-    harness.show("title", [row])
-    assert "unknown" in capsys.readouterr().out
-
-
-# --- The whole
-
-
-def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
-    asked = "flash_attention --device cpu --shapes gpt-oss-local@1x32,vit-large@1x24 --modes fwd --repeats 2"
-    asked += " --platforms auto,xla,triton"
-    _driver.main([*asked.split(), "--out", str(tmp_path / "results")])
-    (file,) = (tmp_path / "results").iterdir()
-    record = json.loads(file.read_text())
-    assert record["platform"] == "cpu" and record["versions"]["jax"] and record["ceilings"]["matmul"]["float32"] > 0
-    rows = {(row["case"].split(":")[0], row["contender"]): row for row in record["rows"]}
-    for name in ("gpt-oss-local", "vit-large"):
-        assert rows[name, "ejkernel auto"]["status"] == rows[name, "ejkernel xla"]["status"] == "timed"
-        assert rows[name, "jax.nn cudnn"]["status"] == "unavailable"
-    assert "no implementation on cpu" in rows["vit-large", "ejkernel triton"]["reason"]
-    assert rows["vit-large", "jax.nn xla"]["status"] == "timed"
-    assert rows["gpt-oss-local", "jax.nn xla"]["reason"] == "jax.nn.dot_product_attention has no sinks"
-    assert "vs best rival" in capsys.readouterr().out
-
-
-def test_another_version_takes_part_from_a_process_of_its_own(tmp_path, monkeypatch):
-    """Here it is this one, under the names that an installation gives it."""
-    installed = tmp_path / "before" / "ejkernel"
-    installed.mkdir(parents=True)
-    files = {file.name: file for file in Path(ejkernel.__path__[0]).iterdir()}
-    for name, file in (files | {"lowering": ejkernel.lowering.__path__[0]}).items():
-        (installed / name).symlink_to(file)
-    monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
-    monkeypatch.setenv("EJKERNEL_BEFORE", str(tmp_path / "before"))
-    asked = [
-        "flash_attention",
-        "--device",
-        "cpu",
-        "--shapes",
-        "h16-d64@1x32",
-        "--modes",
-        "fwd,fwd_bwd",
-        "--repeats",
-        "1",
-    ]
-    _driver.main([*asked, "--rivals", "ejkernel before", "--out", str(tmp_path / "results")])
-    (file,) = (tmp_path / "results").iterdir()
-    rows = [row for row in json.loads(file.read_text())["rows"] if row["contender"] == "ejkernel before"]
-    assert [row["status"] for row in rows] == ["timed", "timed"]
-    assert "flash_attention_bwd" in rows[1]["detail"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "flash_attention --shapes llama9",
-        "flash_attention --shapes llama3-8b@1",
-        "page_attention --shapes b32-4k@1x16",
-        "flash_attention --modes sideways",
-        "flash_attention --platforms metal",
-        "flash_attention --repeats 0",
-        "flash_distraction --repeats 1",
-    ],
-)
-def test_wrong_arguments_are_refused(wrong, capsys):
-    with pytest.raises(SystemExit) as raised:
-        _driver.main(wrong.split())
-    operation, _, value = wrong.split()
-    said = f"{raised.value.code} {capsys.readouterr().err}"
-    assert raised.value.code and (value in said or operation in said)
-
-
-# --- Records
-
-
-ROOT = Path(__file__).parents[1]
-
-
-@pytest.mark.parametrize("path", list(report.documents()), ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_documents_have_the_tables_of_the_records(path):
-    assert path.read_text() == report.documents()[path], "python -m benchmarks.report"
-
-
-def test_every_record_says_what_it_is_evidence_for():
-    """In one form; and a figure of a document is of a record that is there."""
-    records = {path.name: json.loads(path.read_text()) for path in report.RESULTS.iterdir() if path.suffix == ".json"}
-    assert {path.name for path in report.RESULTS.iterdir()} == records.keys() | {"README.md"}
-    for name, record in records.items():
-        assert {"date", "device", "versions", "evidence", "convention", "rows"} <= record.keys(), name
-        assert record["evidence"] and record["rows"], name
-    names = lambda page: set(re.findall(r"[a-z_0-9]+-[a-z0-9-]*\d{8}[0-9-]*\.(?:json|txt)", page.read_text()))
-    pages = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")]
-    assert set().union(*map(names, pages)) <= records.keys()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels._pallas.gpu.flash_attention.dkv_consumers import Plan
+from ejkernel.kernels._pallas.gpu.flash_attention.backward_plan import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.dq_semaphore import table_of_ranks
 from ejkernel.kernels._pallas.gpu.flash_attention.mask_info import mask_info_of
 from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of

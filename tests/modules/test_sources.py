@@ -13,7 +13,7 @@ BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
 # A file that the implementations of an operation in a folder are made of, where it is not their own `configs.py`.
 OF_PAGES = ("page_attention", "ragged_decode_attention", "ragged_page_attention", "ragged_page_attention_v3")
 MADE_WITH = {
-    **{("_triton", name): "_paged/attend.py" for name in OF_PAGES},
+    **{("_triton", name): "_paged/kernel.py" for name in OF_PAGES},
     **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, "multi_latent_page_attention")},
     **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
     **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},

@@ -1,11 +1,15 @@
 """A model of two layers with random weights, and what it writes by whole forward passes without a cache."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.serving import Decoder, logits_of_text, random_weights
+from ejkernel.serving import Decoder, Engine, Limits, logits_of_text, random_weights
+
+from .engines import LIMITS
 
 LONGEST = 64
 
@@ -46,3 +50,9 @@ def plain(decoder, weights):
 @pytest.fixture(scope="session")
 def expected(plain, prompts):
     return [plain(prompt, 12) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def engine(decoder, weights):
+    """An engine with these limits, the same in every test: each has to leave it as it was."""
+    return cache(lambda **limits: Engine(decoder, weights, Limits(**{**LIMITS, **limits})))

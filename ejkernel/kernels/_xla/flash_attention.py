@@ -21,7 +21,7 @@ its rounding, which they find as in the forward; then their tiles add up:
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,8 +37,6 @@ from . import _tiles as tiles
 from ._attention import (
     Folded,
     dropped,
-    fold_heads,
-    fold_rows,
     over_columns,
     over_features,
     over_row,
@@ -49,6 +47,7 @@ from ._attention import (
 )
 from ._batch import one_by_one
 from ._logits import logits_of, logits_tangent, sink_weights, weights
+from ._rows import Rows, fold_outputs, rows_of_backward
 from ._softmax import (
     Softmax,
     at_least_lowest,
@@ -130,24 +129,6 @@ def forward(spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
 # --- Tangent and backward --------------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
-    """What is known of the rows. excess is log(Σ_j exp(s_j − lse) + Σ_n exp(σ_n − lse)), which is 0 but for rounding.
-
-    An lse of 60 in float32 is rounded by up to 2e-6, and all the weights of its row would be wrong by as much.
-
-    p = exp(s − lse − excess) does not change with lse, since excess changes against it. So lse is a constant where this
-    is differentiated, and the change of the sum of a row comes by excess. Were it the other way round, a second
-    derivative would be the sum of two numbers that nearly cancel, one from s and one by way of lse, each of which is
-    rounded to the dtype of q and k: of logits of 36 in bfloat16 it would be off by 8 % rather than by 1 %.
-    """
-
-    lse: Array
-    excess: Array | None = None
-    delta: Array | None = None
-    do: Array | None = None
-    dlse: Array | None = None
-
-
 @kernel_registry.register("flash_attention_jvp", Platform.XLA, Backend.ANY)
 @configured_by(tiles.heuristic, tiles.space)
 @supported_if(supports)
@@ -169,7 +150,7 @@ def flash_attention_jvp(
 def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     """The tangents of o and lse, given the operands that are cut into the tiles of a grid."""
     dx = tiles.pad(attention.fold(tangents, x.q.shape[1]), grid.padding)
-    lse = lax.stop_gradient(at_least_lowest(_fold_outputs(outputs, x, grid).lse))
+    lse = lax.stop_gradient(at_least_lowest(fold_outputs(outputs, x, grid).lse))
 
     def sums(x, dx, rows):
         logits = logits_of(x, spec)
@@ -183,11 +164,11 @@ def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: F
         do = over_columns(p * (logits_tangent(logits, dx, spec) - rows.dlse), logits.x.v)
         return {"do": do if dx.v is None else do + over_columns(p, attention.zero_fully_masked(dx, logits.living).v)}
 
-    totals = grid.sweep(sums, (x, dx, _Rows(lse)), merged, partial(of_nothing, x, lse.dtype, 1))
+    totals = grid.sweep(sums, (x, dx, Rows(lse)), merged, partial(of_nothing, x, lse.dtype, 1))
     excess, dlse = excess_and_mean(totals, x, lse)
     if dx.sinks is not None:
         dlse = dlse + (sink_weights(x, lse, excess) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
-    rows = _Rows(lse, excess, dlse=dlse)
+    rows = Rows(lse, excess, dlse=dlse)
     nothing = lambda: {"do": of_rows(x, lse.dtype, x.v.shape[-1])}
     do = grid.sweep(change, (x, dx, rows), _added, nothing)["do"]
     return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=x.q.dtype)
@@ -224,7 +205,7 @@ def backward(
     grid: tiles.Grid,
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt, x being the operands that are cut into the tiles of a grid."""
-    rows = _rows_of_backward(outputs, cotangents, x, spec, grid)
+    rows = rows_of_backward(outputs, cotangents, x, spec, grid)
     (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
     shapes = {"q": x.q.shape, "k": (b, g, d, t), "v": (b, g, e, t)}
     shapes |= {name: getattr(x, name).shape for name in ("bias", "softmax_scale") if name in wrt}
@@ -263,38 +244,11 @@ def backward(
     )
 
 
-def _rows_of_backward(
-    outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: tiles.Grid
-) -> _Rows:
-    lse = _fold_outputs(outputs, x, grid).lse
-    sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
-    do, dlse = (attention.zero_where_masked(sees, a) for a in _fold_outputs(cotangents, x, grid))
-    do, lse = of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(at_least_lowest(lse))
-
-    def sums(x, rows):
-        x, _, _, s, living, _ = logits_of(x, spec)
-        m, p = relative_to_lse(s, rows.lse)
-        dp = over_features(attention.zero_where_masked(living.rows, rows.do), x.v)
-        return Softmax(m, over_row(lax.reduce_sum, p), over_row(lax.reduce_sum, lax.mul(dropped(p, x, spec), dp)))
-
-    totals = grid.sweep(sums, (x, _Rows(lse, do=do)), merged, partial(of_nothing, x, lse.dtype, 1))
-    excess, delta = excess_and_mean(totals, x, lse)
-    return _Rows(lse, excess, delta if dlse is None else lax.sub(delta, dlse), do)
-
-
 def _added(a: dict[str, Array], b: dict[str, Array]) -> dict[str, Array]:
     return {name: lax.add(a[name], b[name]) for name in a}
 
 
 # --- Between the layouts ---------------------------------------------------------------------------------------------
-
-
-def _fold_outputs(outputs: Outputs, x: Folded, grid: tiles.Grid) -> Outputs:
-    """o [b,g,r,s,e] and lse [b,g,r,s,1], padded."""
-    groups = x.q.shape[1]
-    o = None if outputs.o is None else fold_rows(outputs.o, groups)
-    lse = None if outputs.lse is None else lax.expand_dims(fold_heads(outputs.lse, groups), (4,))
-    return tiles.pad(Outputs(o, lse), grid.padding)
 
 
 def _outputs(o: Array, lse: Array, dtype: Any) -> Outputs:

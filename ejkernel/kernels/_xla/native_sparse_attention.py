@@ -20,12 +20,11 @@ of logits near 10¹² by more than float32 may be given as an exponent.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig, Target
@@ -34,6 +33,19 @@ from ejkernel.xla_utils.sequence_blocks import places
 from .._registry import Backend, Platform, configured_by, kernel_registry
 from ._attention import statistics_dtype
 from ._chunks import in_chunks
+from ._gathered_keys import (
+    gathered,
+    lists_of,
+    logits_of,
+    lse_of,
+    not_zero,
+    of_live,
+    over_keys,
+    product,
+    rows_of,
+    softmax_of,
+    weights_of,
+)
 from ._tiles import varying_like
 
 # Numbers of the keys and values that are gathered for a chunk of queries, at most.
@@ -69,9 +81,9 @@ def _reference(x: Operands, *, spec: NativeSparseAttentionSpec) -> tuple[Array, 
     visible = listed & (position >= 0) & (position < place.stop[:, None])
     k, v = (jnp.where(visible.any(0)[:, None], of, 0) for of in (x.k, x.v))
     q = jnp.where(visible.any(1)[:, None, None], x.q, 0)
-    logits = jnp.where(visible[:, None], spec.softmax_scale * _product("srd,td->srt", q, k), -jnp.inf)
-    m, weights, total = _softmax(logits)
-    return _product("srt,te->sre", (weights / _not_zero(total)).astype(v.dtype), v), _lse(m, total)[..., 0]
+    logits = jnp.where(visible[:, None], spec.softmax_scale * product("srd,td->srt", q, k), -jnp.inf)
+    m, weights, total = softmax_of(logits)
+    return product("srt,te->sre", (weights / not_zero(total)).astype(v.dtype), v), lse_of(m, total)[..., 0]
 
 
 # --- The three primitives --------------------------------------------------------------------------------------------
@@ -166,142 +178,56 @@ def _outputs(o: Array, lse: Array) -> Outputs:
 
 def _forward(x: Operands, *, spec: NativeSparseAttentionSpec, size: int) -> tuple[Array, Array]:
     def chunk(_, q, lists):
-        near = _gathered(x, lists, spec)
-        m, weights, total = _softmax(_logits(q, near, spec))
-        return _, ((_over_keys(weights, near.v) / _not_zero(total)).astype(q.dtype), _lse(m, total)[..., 0])
+        near = gathered(x, lists, spec)
+        m, weights, total = softmax_of(logits_of(q, near, spec))
+        return _, ((over_keys(weights, near.v) / not_zero(total)).astype(q.dtype), lse_of(m, total)[..., 0])
 
-    return in_chunks(chunk, (), (x.q, _lists(x, spec)), size)[1]
+    return in_chunks(chunk, (), (x.q, lists_of(x, spec)), size)[1]
 
 
 def _tangent(x: Operands, dq, dk, dv, *, spec: NativeSparseAttentionSpec, size: int) -> tuple[Array, Array]:
     def chunk(_, q, dq, lists):
-        near = _gathered(x, lists, spec)
-        p = _weights(q, near, spec)
+        near = gathered(x, lists, spec)
+        p = weights_of(q, near, spec)
         ds = jnp.zeros_like(p)
         if dq is not None:
-            ds += spec.softmax_scale * _product("crd,cmd->crm", _of_live(dq, near), near.k)
+            ds += spec.softmax_scale * product("crd,cmd->crm", of_live(dq, near), near.k)
         if dk is not None:
-            ds += spec.softmax_scale * _product("crd,cmd->crm", _of_live(q, near), _rows_of(dk, near))
+            ds += spec.softmax_scale * product("crd,cmd->crm", of_live(q, near), rows_of(dk, near))
         dlse = (p * ds).sum(-1, keepdims=True)
-        do = _over_keys(p * (ds - dlse), near.v)
+        do = over_keys(p * (ds - dlse), near.v)
         if dv is not None:
-            do += _over_keys(p, _rows_of(dv, near))
+            do += over_keys(p, rows_of(dv, near))
         return _, (do.astype(q.dtype), dlse[..., 0])
 
-    return in_chunks(chunk, (), (x.q, dq, _lists(x, spec)), size)[1]
+    return in_chunks(chunk, (), (x.q, dq, lists_of(x, spec)), size)[1]
 
 
 def _backward(x: Operands, do, dlse, *, wrt: tuple[str, ...], spec: NativeSparseAttentionSpec, size: int):
     def chunk(totals, q, do, dlse, lists):
-        near = _gathered(x, lists, spec)
-        p = _weights(q, near, spec)
+        near = gathered(x, lists, spec)
+        p = weights_of(q, near, spec)
         ds = jnp.zeros_like(p)
         if do is not None:
-            do = _of_live(do, near)
-            ds += _product("cre,cme->crm", do, near.v)
+            do = of_live(do, near)
+            ds += product("cre,cme->crm", do, near.v)
             ds -= (p * ds).sum(-1, keepdims=True)
         if dlse is not None:
-            ds += _of_live(dlse[..., None], near)
+            ds += of_live(dlse[..., None], near)
         ds = (p * ds * spec.softmax_scale).astype(q.dtype)
         of_keys = {}
         if "k" in totals:
-            of_keys["k"] = _product("crm,crd->cmd", ds, _of_live(q, near))
+            of_keys["k"] = product("crm,crd->cmd", ds, of_live(q, near))
         if "v" in totals:
-            of_keys["v"] = _product("crm,cre->cme", p.astype(q.dtype), do)
+            of_keys["v"] = product("crm,cre->cme", p.astype(q.dtype), do)
         totals = {name: totals[name].at[near.token].add(of) for name, of in of_keys.items()}
-        return totals, _product("crm,cmd->crd", ds, near.k).astype(q.dtype) if "q" in wrt else None
+        return totals, product("crm,cmd->crd", ds, near.k).astype(q.dtype) if "q" in wrt else None
 
     asked = {"k": x.k, "v": None if do is None else x.v}
     totals = {
         n: jnp.zeros(of.shape, statistics_dtype(of.dtype)) for n, of in asked.items() if n in wrt and of is not None
     }
-    rows = (x.q, do, dlse, _lists(x, spec))
+    rows = (x.q, do, dlse, lists_of(x, spec))
     totals, dq = in_chunks(chunk, varying_like((x, rows), totals), rows, size)
     found = {"q": dq} | {name: of.astype(x.q.dtype) for name, of in totals.items()}
     return [found[name] if name in found else jnp.zeros_like(getattr(x, name)) for name in wrt]
-
-
-# --- A chunk of c queries near the m keys of their blocks ------------------------------------------------------------
-
-
-class _Lists(NamedTuple):
-    """For each query: where its sequence begins, how many of its tokens it sees, and its blocks [c,n]."""
-
-    first: Array
-    stop: Array
-    blocks: Array
-
-
-class _Near(NamedTuple):
-    """The keys and values [c,m,·] of the blocks of c queries, 0 where not visible, and which tokens they are."""
-
-    k: Array
-    v: Array
-    token: Array
-    visible: Array
-
-
-def _lists(x: Operands, spec: NativeSparseAttentionSpec) -> _Lists:
-    """Blocks are −1 where they are out of range or stand in the list before."""
-    place = places(x.cu_seqlens, x.q.shape[0], x.k.shape[0])
-    n, blocks = x.block_indices.shape[1], x.block_indices
-    ok = (blocks >= 0) & (blocks < -(-x.k.shape[0] // spec.block_size))
-    earlier = jnp.asarray(np.tri(n, k=-1, dtype=bool))
-    again = ((blocks[:, :, None] == blocks[:, None]) & earlier).any(-1)
-    return _Lists(place.first, place.stop, jnp.where(ok & ~again, blocks, -1))
-
-
-def _gathered(x: Operands, lists: _Lists, spec: NativeSparseAttentionSpec) -> _Near:
-    (c, n), size = lists.blocks.shape, spec.block_size
-    position = (lists.blocks[..., None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(c, n * size)
-    visible = (position >= 0) & (position < lists.stop[:, None])
-    near = _Near(x.k, x.v, jnp.where(visible, lists.first[:, None] + position, 0), visible)
-    return near._replace(k=_rows_of(x.k, near), v=_rows_of(x.v, near))
-
-
-def _rows_of(x: Array, near: _Near) -> Array:
-    """The rows [c,m,·] of x [t,·]."""
-    if x.shape[0] == 0:
-        return jnp.zeros((*near.token.shape, x.shape[-1]), x.dtype)
-    return jnp.where(near.visible[..., None], x.at[near.token].get(mode="promise_in_bounds"), 0)
-
-
-def _of_live(x: Array, near: _Near) -> Array:
-    """x [c,r,·] of the queries, 0 of those that see no key: such may hold anything."""
-    return jnp.where(near.visible.any(-1)[:, None, None], x, 0)
-
-
-def _logits(q: Array, near: _Near, spec: NativeSparseAttentionSpec) -> Array:
-    s = spec.softmax_scale * _product("crd,cmd->crm", _of_live(q, near), near.k)
-    return jnp.where(near.visible[:, None], s, -jnp.inf)
-
-
-def _softmax(s: Array) -> tuple[Array, Array, Array]:
-    """Of each row the largest logit m, exp(s − m), and the sum of that."""
-    m = jnp.maximum(s.max(-1, keepdims=True, initial=-np.inf), jnp.finfo(s.dtype).min)
-    weights = jnp.exp(s - (m := lax.stop_gradient(m)))
-    return m, weights, weights.sum(-1, keepdims=True)
-
-
-def _weights(q: Array, near: _Near, spec: NativeSparseAttentionSpec) -> Array:
-    """p [c,r,m]."""
-    _, weights, total = _softmax(_logits(q, near, spec))
-    return weights / _not_zero(total)
-
-
-def _over_keys(p: Array, v: Array) -> Array:
-    """Σ_m p [c,r,m] · v [c,m,e] -> [c,r,e]."""
-    return _product("crm,cme->cre", p.astype(v.dtype), v)
-
-
-def _lse(m: Array, total: Array) -> Array:
-    return jnp.where(total == 0, -jnp.inf, m + jnp.log(_not_zero(total)))
-
-
-def _not_zero(total: Array) -> Array:
-    return jnp.where(total == 0, 1, total)
-
-
-def _product(axes: str, x: Array, y: Array) -> Array:
-    """In the dtype of statistics; float32 in full on every platform."""
-    return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=statistics_dtype(x.dtype))

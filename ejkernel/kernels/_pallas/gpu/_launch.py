@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.compat import ask_ptxas_once
 
-from ._inline import PER_COLUMN, PER_ROW, ROWS, THREADS, WGMMA, in_warp, named_barrier, opaque_barrier, opaque_copy
+from ._inline.barriers import in_warp, named_barrier
+from ._inline.registers import PER_COLUMN, PER_ROW, ROWS, THREADS, WGMMA, opaque_barrier, opaque_copy
 
 __all__ = [
     "FIRST_BARRIER",

@@ -30,7 +30,7 @@ from . import (
     fitting,
     power_of_two,
 )
-from .attend import attend_kernel
+from .kernel import attend_kernel
 from .merge import merge_kernel
 from .problem import Problem, Schedule, strides_of
 

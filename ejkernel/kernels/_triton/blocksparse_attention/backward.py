@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._triton.flash_attention import logits, sequence_info
+from ejkernel.kernels._triton.flash_attention import logits, masks, sequence_info
 from ejkernel.kernels._triton.flash_attention import tiles as flash
 from ejkernel.kernels._triton.flash_attention.problem import seen_lse, sum_to_shape, weights_of_sinks
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
@@ -169,7 +169,7 @@ def dk_dv_kernel(
             first_key = tiles.interval_ends(first_keys, start, i, here, problem, 0)
             stop_key = tiles.interval_ends(stop_keys, start, i, here, problem, 0)
             bias_tile = logits.biases(bias, i, j, here, problem)
-            mask_tile = logits.unmasked(mask, i, j, here, problem)
+            mask_tile = masks.unmasked(mask, i, j, here, problem)
             product = flash.over_features(k_tile, q_tile, None)
             dp = flash.over_features(v_tile, do_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
@@ -229,7 +229,7 @@ def dq_kernel(
             k_tile = tiles.load_keys(k, start, first, info, problem, problem.D, BLOCK_Q, BLOCK_K, CHECKED)
             v_tile = tiles.load_keys(v, start, first, info, problem, problem.V, BLOCK_Q, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             product = flash.over_features(q_tile, k_tile, None)
             dp = flash.over_features(do_tile, v_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(

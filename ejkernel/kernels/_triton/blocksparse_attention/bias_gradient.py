@@ -99,5 +99,5 @@ def dbias_kernel(
         total = tl.sum(total, 0, keep_dims=True)
     if strides.t == 0:
         total = tl.sum(total, 1, keep_dims=True)
-    address, inside = logits.pairs_at(dbias, i, j, of_tile, strides)
+    address, inside = sequence_info.pairs_at(dbias, i, j, of_tile, strides)
     tl.store(address, total, mask=inside)

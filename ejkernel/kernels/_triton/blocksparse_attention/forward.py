@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._triton.flash_attention import logits
+from ejkernel.kernels._triton.flash_attention import logits, masks
 from ejkernel.kernels._triton.flash_attention import tiles as flash
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
@@ -84,7 +84,7 @@ def forward_kernel(
             j = start + tl.arange(0, BLOCK_K)[None, :]
             k_tile = tiles.load_keys(k, start, first, info, problem, problem.D, BLOCK_Q, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             product = flash.over_features(q_tile, k_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
             v_tile = tiles.load_keys(v, start, first, info, problem, problem.V, BLOCK_Q, BLOCK_K, CHECKED)

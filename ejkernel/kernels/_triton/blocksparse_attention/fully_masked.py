@@ -12,7 +12,7 @@ import triton.language as tl
 from jax import Array
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._triton.flash_attention import logits, sequence_info
+from ejkernel.kernels._triton.flash_attention import masks, sequence_info
 from ejkernel.types import KernelConfig
 
 from . import lists, tiles
@@ -130,9 +130,9 @@ def pairs(mask, q_segment_ids, kv_segment_ids, first_keys, stop_keys, first, j, 
           BLOCK_Q: tl.constexpr):  # fmt: skip
     """Whether the queries from `first` on see the keys j [1, columns]."""
     i = (first + tl.arange(0, BLOCK_Q))[:, None]
-    ok = logits.visible(i, j, (q_segment_ids, kv_segment_ids), info, problem)
+    ok = masks.visible(i, j, (q_segment_ids, kv_segment_ids), info, problem)
     if mask is not None:
-        ok &= logits.unmasked(mask, i, j, info, problem)
+        ok &= masks.unmasked(mask, i, j, info, problem)
     if first_keys is not None:
         first_key = tiles.interval_ends(first_keys, first, i, info, problem, 0)
         stop_key = tiles.interval_ends(stop_keys, first, i, info, problem, 0)

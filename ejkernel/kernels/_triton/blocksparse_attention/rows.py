@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._triton.flash_attention import logits
+from ejkernel.kernels._triton.flash_attention import logits, masks
 from ejkernel.kernels._triton.flash_attention import tiles as flash
 from ejkernel.types import KernelConfig
 
@@ -79,7 +79,7 @@ def rows_kernel(
             k_tile = tiles.load_keys(k, start, first, info, problem, problem.D, BLOCK_Q, BLOCK_K, CHECKED)
             v_tile = tiles.load_keys(v, start, first, info, problem, problem.V, BLOCK_Q, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             product = flash.over_features(q_tile, k_tile, None)
             dp = flash.over_features(do_tile, v_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)

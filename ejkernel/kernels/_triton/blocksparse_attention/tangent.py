@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ejkernel.kernels._triton import _launch
-from ejkernel.kernels._triton.flash_attention import logits
+from ejkernel.kernels._triton.flash_attention import logits, masks
 from ejkernel.kernels._triton.flash_attention import tiles as flash
 from ejkernel.kernels._triton.flash_attention.configs import values_wait
 from ejkernel.kernels._triton.flash_attention.problem import seen_lse
@@ -112,7 +112,7 @@ def tangent_kernel(
                 v_tile, v_dot_tile = values(v, v_dot, start, first, info, problem, BLOCK_Q, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
             bias_dot_tile = logits.biases(bias_dot, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             k_dot_tile = tiles.load_keys(k_dot, start, first, info, problem, problem.D, BLOCK_Q, BLOCK_K, CHECKED)
             product, s_dot = flash.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
             weights = logits.weights_and_logit_tangents(

@@ -6,7 +6,7 @@ Index tensors are given as [rows, 1] and [1, columns], or the other way round wh
 import triton
 import triton.language as tl
 
-from ejkernel.kernels._triton.flash_attention import logits, sequence_info
+from ejkernel.kernels._triton.flash_attention import masks, sequence_info
 from ejkernel.kernels._triton.flash_attention.tiles import expanded, load_tile
 
 from .lists import entry
@@ -65,12 +65,12 @@ def where_visible(values, other, unmasked, start, block_range, i, j, segments, f
     All but the mask is asked in those tiles alone that may not be seen whole.
     """
     if unmasked is not None:
-        values = logits.where(unmasked, values, other)
+        values = masks.where(unmasked, values, other)
     if EDGES and (start < block_range.first_full or start > block_range.last_full):
-        ok = logits.visible(i, j, segments, info, problem)
+        ok = masks.visible(i, j, segments, info, problem)
         if first_key is not None:
             ok &= (j >= first_key) & (j < stop_key)
-        values = logits.where(ok, values, other)
+        values = masks.where(ok, values, other)
     return values
 
 

@@ -24,7 +24,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import logits, sequence_info, tiles
+from . import logits, masks, sequence_info, tiles
 from .bias_gradient import bias_gradient
 from .problem import (
     Problem,
@@ -160,13 +160,13 @@ def dk_dv_kernel(
             delta_row = tiles.load_rows(delta, start, i, here, problem, CHECKED, 0.0)
             correction_row = tiles.load_rows(correction, start, i, here, problem, CHECKED, 1.0)
             bias_tile = logits.biases(bias, i, j, here, problem)
-            mask_tile = logits.unmasked(mask, i, j, here, problem)
+            mask_tile = masks.unmasked(mask, i, j, here, problem)
             product = tiles.over_features(k_tile, q_tile, None)
             dp = tiles.over_features(v_tile, do_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
                 product, dp, lse_row, correction_row, delta_row, scale, bias_tile, dropout, i, j, here, problem
             )
-            p, left, ds = logits.where_visible(
+            p, left, ds = masks.where_visible(
                 (p, left, ds), 0.0, mask_tile, start, block_range, i, j, segments, here, problem, True
             )
             if softmax_scale is not None:
@@ -209,13 +209,13 @@ def dq_kernel(
             k_tile = tiles.load_keys(k, start, info, problem, problem.D, BLOCK_K, CHECKED)
             v_tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             p, left, ds = logits.weights_and_logit_cotangents(
                 product, dp, lse_rows, correction_rows, delta_rows, scale, bias_tile, dropout, i, j, info, problem
             )
-            p, left, ds = logits.where_visible(
+            p, left, ds = masks.where_visible(
                 (p, left, ds), 0.0, mask_tile, start, block_range, i, j, segments, info, problem, True
             )
             if dscale is not None:

@@ -11,7 +11,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
-from . import logits, sequence_info, tiles
+from . import logits, masks, sequence_info, tiles
 from .problem import Problem, tiled
 
 
@@ -90,9 +90,9 @@ def dbias_kernel(
                 )
                 if visible:
                     j = j0 + tl.arange(0, BLOCK_K)[None, :]
-                    ok = logits.visible(i, j, (q_segment_ids, kv_segment_ids), info, problem)
+                    ok = masks.visible(i, j, (q_segment_ids, kv_segment_ids), info, problem)
                     if mask is not None:
-                        ok &= logits.unmasked(mask, i, j, info, problem)
+                        ok &= masks.unmasked(mask, i, j, info, problem)
                     if tl.max(ok.to(tl.int32)) > 0:
                         k_tile = tiles.load_keys(k, j0, info, problem, problem.D, BLOCK_K, True)
                         v_tile = tiles.load_keys(v, j0, info, problem, problem.V, BLOCK_K, True)
@@ -111,5 +111,5 @@ def dbias_kernel(
         total = tl.sum(total, 0, keep_dims=True)
     if strides.t == 0:
         total = tl.sum(total, 1, keep_dims=True)
-    address, inside = logits.pairs_at(dbias, i, j, of_tile, strides)
+    address, inside = sequence_info.pairs_at(dbias, i, j, of_tile, strides)
     tl.store(address, total, mask=inside)

@@ -13,7 +13,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import logits, sequence_info, tiles
+from . import logits, masks, sequence_info, tiles
 from .problem import keys_as_segments, problem_of, segment_ranges_of, zero_hidden_keys
 
 
@@ -66,11 +66,11 @@ def forward_kernel(
             j = start + tl.arange(0, BLOCK_K)[None, :]
             k_tile = tiles.load_keys(k, start, info, problem, problem.D, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
             v_tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
-            (s,) = logits.where_visible(
+            (s,) = masks.where_visible(
                 (s,), float("-inf"), mask_tile, start, block_range, i, j, segments, info, problem, EDGES
             )
             m_new = tl.maximum(m, tl.max(s, 1))

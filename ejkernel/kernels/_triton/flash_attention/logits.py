@@ -1,4 +1,4 @@
-"""What the kernels of flash_attention compute of a tile: logits, who sees whom, weights, and their derivatives.
+"""What the kernels of flash_attention compute of a tile: logits, weights, and their derivatives.
 
 Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed: what is
 computed from them follows their shapes. See sequence_info.py.
@@ -12,31 +12,13 @@ import triton
 import triton.language as tl
 
 from .problem import LARGEST_EXPONENT as LARGEST
-from .sequence_info import at, band
-from .tiles import joined
+from .sequence_info import pairs_at
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911e-08)  # log₂e less its rounding to float32
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_EXPONENT = tl.constexpr(LARGEST)
 SMALLEST_SUM = tl.constexpr(2.0**-100)  # of weights: a smaller one is that of weights which all underflow
-
-
-@triton.jit
-def pairs_at(ptr, i, j, info, strides: tl.constexpr):
-    """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides,
-    and whether they exist. What is the same for all queries or keys is found once, along an axis of size 1.
-    """
-    address = ptr + tl.cast(info.batch, tl.int64) * strides.b + tl.cast(info.head, tl.int64) * strides.h
-    address += tl.full([1, 1], 0, tl.int32)
-    inside = tl.full([1, 1], True, tl.int1)
-    if strides.s != 0:
-        address += tl.cast(i + info.q_start, tl.int64) * strides.s
-        inside &= i < info.q_len
-    if strides.t != 0:
-        address += (j + info.k_start) * strides.t
-        inside &= j < info.k_len
-    return address, inside
 
 
 @triton.jit
@@ -48,17 +30,6 @@ def biases(bias, i, j, info, problem: tl.constexpr):
         strides: tl.constexpr = problem.bias_strides
         address, inside = pairs_at(bias, i, j, info, strides)
         return tl.load(address, mask=inside, other=0.0)
-
-
-@triton.jit
-def unmasked(mask, i, j, info, problem: tl.constexpr):
-    """Which pairs of a tile the mask does not hide; None where there is no mask."""
-    if mask is None:
-        return
-    else:
-        strides: tl.constexpr = problem.mask_strides
-        address, inside = pairs_at(mask, i, j, info, strides)
-        return tl.load(address, mask=inside, other=0) != 0
 
 
 @triton.jit
@@ -162,48 +133,6 @@ def first_statistics(sinks, info, problem: tl.constexpr, ROWS: tl.constexpr):
         m = tl.max(sink, 0)
         l = tl.sum(tl.exp2((sink - tl.where(m == float("-inf"), 0.0, m)) * LOG2E), 0)
         return tl.full([ROWS], 0.0, tl.float32) + m / problem.unit, tl.full([ROWS], 0.0, tl.float32) + l
-
-
-@triton.jit
-def visible(i, j, segments, info, problem: tl.constexpr):
-    """Whether query i sees key j, by the lengths, the band and the segment ids."""
-    q_segment_ids, kv_segment_ids = segments
-    low, high = band(info, problem)
-    ok = (i < info.q_len) & (j < info.k_len)
-    if problem.left is not None:
-        ok &= j >= i + low
-    if problem.right is not None:
-        ok &= j <= i + high
-    if q_segment_ids is not None:
-        q_segment_ids = at(q_segment_ids, info.batch, info.q_start, problem.S, 0, 1, 1)
-        kv_segment_ids = at(kv_segment_ids, info.batch, info.k_start, problem.K, 0, 1, 1)
-        q_segment = tl.load(q_segment_ids + i, mask=i < info.q_len, other=-1)
-        kv_segment = tl.load(kv_segment_ids + j, mask=j < info.k_len, other=-1)
-        ok &= (q_segment == kv_segment) & (q_segment >= 0)
-    return ok
-
-
-@triton.jit
-def where_visible(values, other, unmasked, start, block_range, i, j, segments, info, problem: tl.constexpr,
-               EDGES: tl.constexpr):  # fmt: skip
-    """The values of a tile where queries see keys, and `other` where the mask or anything else hides them.
-
-    The lengths, the band and the segments are asked in those tiles alone that may not be seen whole.
-    """
-    if unmasked is not None:
-        values = where(unmasked, values, other)
-    if EDGES and (start < block_range.first_full or start > block_range.last_full):
-        values = where(visible(i, j, segments, info, problem), values, other)
-    return values
-
-
-@triton.jit
-def where(ok, values, other):
-    """tl.where of each of the values."""
-    result = ()
-    for n in tl.static_range(len(values)):
-        result = joined(result, tl.where(ok, values[n], other))
-    return result
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import Operands
 from ejkernel.types import KernelConfig
 
-from . import logits, sequence_info, tiles
+from . import logits, masks, sequence_info, tiles
 from .problem import Problem, segment_ranges_of
 
 
@@ -69,14 +69,14 @@ def rows_kernel(
             k_tile = tiles.load_keys(k, start, info, problem, problem.D, BLOCK_K, CHECKED)
             v_tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             product = tiles.over_features(q_tile, k_tile, None)
             dp = tiles.over_features(do_tile, v_tile, None)
             s = logits.capped(product, scale, bias_tile, problem)
             p, _left, difference = logits.weights_and_differences(
                 s, dp, lse_rows, None, mean_rows[:, None], dropout, i, j, info, problem, True
             )
-            p, difference = logits.where_visible(
+            p, difference = masks.where_visible(
                 (p, difference), 0.0, mask_tile, start, block_range, i, j, segments, info, problem, True
             )
             total += tl.sum(p, 1)

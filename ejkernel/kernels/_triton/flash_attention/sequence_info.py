@@ -207,3 +207,20 @@ def of_keys(ptr, info, problem: tl.constexpr, WIDTH: tl.constexpr):
 def of_rows(ptr, info, problem: tl.constexpr):
     """The pointer to the first query of a sequence in [B, H, S]."""
     return at(ptr, info.batch, info.head, problem.H, info.q_start, problem.S, 1)
+
+
+@triton.jit
+def pairs_at(ptr, i, j, info, strides: tl.constexpr):
+    """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides,
+    and whether they exist. What is the same for all queries or keys is found once, along an axis of size 1.
+    """
+    address = ptr + tl.cast(info.batch, tl.int64) * strides.b + tl.cast(info.head, tl.int64) * strides.h
+    address += tl.full([1, 1], 0, tl.int32)
+    inside = tl.full([1, 1], True, tl.int1)
+    if strides.s != 0:
+        address += tl.cast(i + info.q_start, tl.int64) * strides.s
+        inside &= i < info.q_len
+    if strides.t != 0:
+        address += (j + info.k_start) * strides.t
+        inside &= j < info.k_len
+    return address, inside

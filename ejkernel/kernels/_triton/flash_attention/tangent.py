@@ -27,7 +27,7 @@ from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from . import logits, sequence_info, tiles
+from . import logits, masks, sequence_info, tiles
 from .configs import values_wait
 from .problem import keys_as_segments, problem_of, seen_lse, segment_ranges_of, zero_hidden_keys
 
@@ -101,14 +101,14 @@ def tangent_kernel(
                 v_tile, v_dot_tile = values(v, v_dot, start, info, problem, BLOCK_K, CHECKED)
             bias_tile = logits.biases(bias, i, j, info, problem)
             bias_dot_tile = logits.biases(bias_dot, i, j, info, problem)
-            mask_tile = logits.unmasked(mask, i, j, info, problem)
+            mask_tile = masks.unmasked(mask, i, j, info, problem)
             k_dot_tile = tiles.load_keys(k_dot, start, info, problem, problem.D, BLOCK_K, CHECKED)
             product, s_dot = tiles.over_features_and_tangent(q_tile, q_dot_tile, k_tile, k_dot_tile)
             weights = logits.weights_and_logit_tangents(
                 product, s_dot, lse_rows[:, None], scale, scale_dot, bias_tile, bias_dot_tile, info, problem,
                 LOGITS_MOVE,
             )  # fmt: skip
-            p, s_dot = logits.where_visible(
+            p, s_dot = masks.where_visible(
                 weights, 0.0, mask_tile, start, block_range, i, j, (q_segment_ids, kv_segment_ids), info, problem, EDGES
             )
             if LOGITS_MOVE and unsettled:

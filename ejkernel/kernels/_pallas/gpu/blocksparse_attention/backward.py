@@ -11,7 +11,7 @@ from ejkernel.types import KernelConfig
 
 from ..flash_attention import configs as of_flash
 from ..flash_attention.backward import gradients
-from ..flash_attention.dkv_consumers import Plan
+from ..flash_attention.backward_plan import Plan
 from ..flash_attention.mask_info import MaskInfo
 from ..flash_attention.problem import problem_of
 from .configs import check

@@ -16,51 +16,28 @@ The products begin with −lse / scale and with −delta instead of 0, which sav
 the registers of these numbers; with a softcap, which comes between, only the latter.
 """
 
-import itertools
 import math
-from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._inline import await_rank, count_of, count_up
-from .._launch import (
-    ROWS,
-    accumulator,
-    arrive,
-    launch,
-    shared,
-    stage_of,
-    sync,
-    whole_eights,
-)
+from .._launch import ROWS, launch, shared, whole_eights
+from .backward_plan import WARPGROUPS, Plan, Shared
 from .configs import check
-from .dkv_consumers import (
-    DONE,
-    Q_EMPTY,
-    STORED,
-    WARPGROUPS,
-    Plan,
-    dk_consumer,
-    dk_dv_consumer,
-    dv_consumer,
-)
+from .dkv_consumers import consume
+from .dq_producer import DqSums, produce
 from .dq_semaphore import table_of_ranks
-from .feature_tiles import load_parts, tiles_of, union, views
+from .feature_tiles import tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
 from .problem import LOG2_E, problem_of, weights_of_sinks
-
-# Registers of a thread of the two consumer warpgroups, and of the one that loads and accumulates dq: 504 in all.
-CONSUMER_REGISTERS, DQ_REGISTERS = 216, 72
 
 
 def flash_attention_bwd(
@@ -158,144 +135,13 @@ def _kernel(
     q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dq_semaphore, ranks, dk, dv, *, plan: Plan,
     kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
 ):  # fmt: skip
-    number, features = lax.axis_index("warpgroup"), (plan.problem.D, plan.problem.V)
-    kv_tiles, streamed = tuple(map(tiles_of, kv_tiles)), (*map(tiles_of, streamed[:2]), *streamed[2:])
-
-    def consume(of: Callable, *arrays: int):
-        """Accumulates dk or dv or both, and stores them by way of the tiles of k and v."""
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        plgpu.barrier_wait(kv_full)
-        body = partial(of, plan, mask_info, kv_tiles, streamed, ds_tiles, p_tile, (q_full, do_full, ds_empty))
-        widths = (kv_tiles[array].columns[-1].stop for array in arrays)
-        found = pl.run_scoped(body, *(accumulator(ROWS, width) for width in widths))
-        sync(DONE, WARPGROUPS)
-        for gradient, array in zip(found, arrays, strict=True):
-            key_block = 0 if plan.wide else number
-            gradient = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
-            for tile, of_part in zip(kv_tiles[array].parts, kv_tiles[array].columns, strict=True):
-                tile[key_block] = gradient[:, of_part]
-        plgpu.commit_smem()
-        sync(STORED, 2)
-        pl.when(number == 0)(lambda: store(kv_tiles[0], dk, features[0]))
-        pl.when(number == 1)(lambda: store(kv_tiles[1], dv, features[1]))
-
-    def store(tiles, out, features):
-        first, kv_head, batch = plan.tile()
-        for key_block in range(plan.key_blocks):
-            keys = pl.ds(first + key_block * ROWS, ROWS)
-            for tile, of_part in zip(tiles.copies, tiles.copied(features), strict=True):
-                plgpu.copy_smem_to_gmem(tile.at[key_block], out.at[batch, keys, kv_head, of_part])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    def produce():
-        plgpu.set_max_registers(DQ_REGISTERS, action="decrease")
-        first, kv_head, batch = plan.tile()
-        for key_block in range(plan.key_blocks):
-            keys = pl.ds(first + key_block * ROWS, ROWS)
-            for array, tiles, width in zip((k, v), kv_tiles, features, strict=True):
-                source = lambda of_part, array=array, keys=keys: array.at[batch, keys, kv_head, of_part]
-                load_parts(tiles, key_block, source, width, kv_full)
-        load = partial(_load, (q, do, start, delta), streamed, (q_full, do_full), plan, mask_info)
-        steps = plan.steps(mask_info)
-        lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
-        plgpu.barrier_wait(kv_full)
-
-        def semaphore_of(step):
-            block, head = plan.place(mask_info, step)
-            return dq_semaphore.at[batch, head, block]
-
-        def complete(step):
-            plgpu.wait_smem_to_gmem(0)
-            count_up(semaphore_of(step))
-
-        def compute(step, _):
-            add = partial(_accumulate_dq, step, kv_tiles[0], ds_tiles, ds_empty, dq_tiles, dq, plan, mask_info)
-            if plan.deterministic:
-                count = count_of(semaphore_of(step))
-                due = lambda: await_rank(semaphore_of(step), count, plan.rank(ranks, plan.place(mask_info, step)[0]))
-                add(due, (lambda: pl.when(step > 0)(lambda: complete(step - 1))) if plan.signals_late else None)
-                if not plan.signals_late:
-                    complete(step)
-            else:
-                add()
-
-            @pl.when(step + plan.stages < steps)
-            def _():
-                sync(Q_EMPTY + stage_of(step, plan.stages), WARPGROUPS)
-                load(step + plan.stages)
-
-        lax.fori_loop(0, steps, compute, None)
-        arrive(DONE, WARPGROUPS)
-        if plan.deterministic and plan.signals_late:
-            pl.when(steps > 0)(lambda: complete(steps - 1))
-        else:
-            plgpu.wait_smem_to_gmem(0)
-
-    roles = [partial(consume, *role) for role in _roles(plan)]
-    holding = roles[0] if len(roles) == 1 else lambda: lax.cond(number == 0, *roles)
-    lax.cond(number < 2, holding, produce)
-
-
-def _roles(plan: Plan) -> tuple:
-    """What the two consumer warpgroups compute, and gradients of which arrays: k (0) and v (1); one role is of both."""
-    return ((dv_consumer, 1), (dk_consumer, 0)) if plan.wide else ((dk_dv_consumer, 0, 1),)
-
-
-def _load(arrays, tiles, full_barriers, plan: Plan, mask_info: MaskInfo | None, step: Array) -> None:
-    """Begins to load what belongs to the queries of a step."""
-    (q, do, start, delta), (q_tiles, do_tiles, start_tiles, delta_tiles), problem = arrays, tiles, plan.problem
-    q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in full_barriers)
-    block, head = plan.place(mask_info, step)
-    batch, rows, stage = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
-    load_parts(q_tiles, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
-    plgpu.copy_gmem_to_smem(start.at[batch, head, rows], start_tiles.at[stage], q_full)
-    load_parts(do_tiles, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
-    plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], delta_tiles.at[stage], do_full)
-
-
-def _accumulate_dq(
-    step: Array, k_tiles, ds_tiles, ds_empty, dq_tiles, dq, plan: Plan, mask_info: MaskInfo | None,
-    before_addition: Callable[[], None] = lambda: None, under_first_product: Callable[[], None] | None = None,
-) -> None:  # fmt: skip
-    """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
-    stage = stage_of(step, plan.ds_stages)
-    block, head = plan.place(mask_info, step)
-    sync(plan.ds_full + stage, plan.key_blocks + 1)
-    for chunk in plan.dq_chunks:
-        (dq_tile,) = (tile for (tile,) in dq_tiles if tile.shape[1] == chunk.stop - chunk.start)
-        squares = itertools.product(range(0, plan.block_q, ROWS), _columns_of_k(chunk, plan))
-        for n, (row, (part, columns, features)) in enumerate(squares):
-            rows, k_tile = slice(row, row + ROWS), k_tiles.parts[part]
-
-            begins = n == 0 and chunk == plan.dq_chunks[0]
-
-            def product(acc, rows=rows, k_tile=k_tile, columns=columns, begins=begins):
-                for key_block in range(plan.key_blocks):
-                    plgpu.wgmma(acc, ds_tiles.at[stage, key_block, :, rows].T, k_tile.at[key_block, :, columns])
-                if begins and under_first_product is not None:
-                    under_first_product()
-                return acc[...]
-
-            square = pl.run_scoped(product, accumulator(ROWS, columns.stop - columns.start))
-            if n == 0 and not (begins and under_first_product is not None):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            width = features.stop - features.start
-            dq_tile[rows, features.start - chunk.start : features.stop - chunk.start] = square[:, :width]
-        if chunk == plan.dq_chunks[-1]:
-            plgpu.barrier_arrive(ds_empty.at[stage])
-        if chunk == plan.dq_chunks[0]:
-            before_addition()
-        plgpu.commit_smem()
-        at = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), head, chunk
-        plgpu.copy_smem_to_gmem(dq_tile, dq.at[at], reduction_op="add")
-
-
-def _columns_of_k(chunk: slice, plan: Plan) -> list[tuple[int, slice, slice]]:
-    """For the features of a chunk, 64 at most at a time: the part of k, its columns, and which features these are."""
-    found = []
-    for n, part in enumerate(plan.D_parts):
-        begin, end = max(part.start, chunk.start), min(part.stop, chunk.stop)
-        for start in range(begin, end, ROWS):
-            stop = min(start + ROWS, part.stop)
-            found.append((n, slice(start - part.start, stop - part.start), slice(start, min(stop, end))))
-    return found
+    number = lax.axis_index("warpgroup")
+    tiles = Shared(
+        *map(tiles_of, (*kv_tiles, *streamed[:2])), *streamed[2:], ds_tiles, p_tile, dq_tiles,
+        kv_full, q_full, do_full, ds_empty,
+    )  # fmt: skip
+    lax.cond(
+        number < 2,
+        lambda: consume(tiles, mask_info, dk, dv, number, plan),
+        lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, DqSums(dq, dq_semaphore, ranks), plan),
+    )

@@ -28,13 +28,13 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
+from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
 from .configs import SHARED_BYTES, blocks_of_keys, check, in_e4m3
-from .feature_tiles import load_parts, tiles_of, union, views
+from .feature_tiles import Tiles, load_parts, tiles_of, union, views
 from .head_dims import parts_of
-from .mainloop import Shared, Tile, mainloop, prologue
+from .mainloop import Shared, Tile, consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
-from .plan import PING_PONG, Q_EMPTY, REGISTERS, Plan
+from .plan import Q_EMPTY, REGISTERS, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import Scales
 from .rounding import rounded
@@ -118,67 +118,66 @@ def _kernel(
         q_and_o = tuple(q_and_o)[:of_q], tuple(q_and_o)[of_q:]
     q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
     tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty)
+    tile_of = partial(_tile_of, q_tiles, (longest_first, sinks, scales, mask_info), number, plan)
+    store = partial(_store, (o, lse), (o_tiles, lse_tile), scales, number, plan)
 
-    def tile_of(work_tile: Array) -> Tile:
-        first, head, batch = plan.tile(work_tile, longest_first)
-        maximum, total = -jnp.inf, 0.0
-        if sinks is not None:
-            sink = sinks[batch, head]
-            maximum = plan.limits.maximum(sink)
-            total = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink - maximum + plan.limits.p_scale_log2) / COLUMNS)
-        return Tile(
-            number=number,
-            q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in q_tiles.parts],
-            view=View(batch, first + number * ROWS, mask_info),
-            head=head,
-            block_range=plan.block_range(first, head, batch, mask_info),
-            block=lambda n: plan.block(n, first, head, batch, mask_info),
-            start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
-            units=plan.units(scales, batch, head, first),
-        )
-
-    def store(tile: Tile, acc: Array, last: Statistics) -> None:
-        if plan.persistent:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        elif parts_of(plan.problem.D) != parts_of(plan.problem.V) or plan.e4m3:
-            sync(Q_EMPTY, plan.consumers)  # o lies over q of the other warpgroup
-        batch, first = tile.view.batch, tile.view.row
-        total = last.total.sum(axis=1)
-        saw = total > 0
-        total = jnp.where(saw, total, 1.0)
-        factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
-        rows_of_o = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
-        for part, columns in zip(o_tiles.parts, o_tiles.columns, strict=True):
-            part[number] = rows_of_o[:, columns]
-        lse_tile[number] = jnp.where(
-            saw, (last.maximum + (jnp.log2(total) - plan.limits.p_scale_log2)) * (1 / LOG2_E), -jnp.inf
-        )
-        plgpu.commit_smem()
-        rows = pl.ds(first, ROWS)
-        for part, features in zip(o_tiles.copies, o_tiles.copied(plan.problem.V), strict=True):
-            target = o.at[batch, rows, tile.head, features]
-            plgpu.copy_smem_to_gmem(part.at[number], target, commit_group=False)
-        plgpu.copy_smem_to_gmem(lse_tile.at[number], lse.at[batch, tile.head, rows], commit_group=False)
-        plgpu.commit_smem_to_gmem_group()
-
-    def consume():
-        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
-        for stage in range(2 * plan.stages):
-            arrive(plan.k_empty + stage, plan.warpgroups)
-        pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))
-
-        def one(work_tile, carried):
-            tile = tile_of(work_tile)
-            acc, statistics, carried = mainloop(
-                tiles, tile, lambda: tile_of(work_tile + 1), work_tile, work_tiles, carried, plan
-            )
-            store(tile, acc, statistics)
-            return carried
-
-        lax.fori_loop(0, work_tiles, one, prologue(tiles, tile_of(jnp.int32(0)), plan))
+    def compute():
+        consume(tiles, tile_of, store, number, work_tiles, plan)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(number < plan.consumers, consume, lambda: _load(arrays, longest_first, tiles, work_tiles, mask_info, plan))
+    lax.cond(number < plan.consumers, compute, lambda: _load(arrays, longest_first, tiles, work_tiles, mask_info, plan))
+
+
+def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> Tile:
+    """The rows that this warpgroup has of the n-th work tile of its thread block."""
+    longest_first, sinks, scales, mask_info = arrays
+    first, head, batch = plan.tile(work_tile, longest_first)
+    maximum, total = -jnp.inf, 0.0
+    if sinks is not None:
+        sink = sinks[batch, head]
+        maximum = plan.limits.maximum(sink)
+        total = jnp.where(sink == -jnp.inf, 0.0, jnp.exp2(sink - maximum + plan.limits.p_scale_log2) / COLUMNS)
+    return Tile(
+        number=number,
+        q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in q_tiles.parts],
+        view=View(batch, first + number * ROWS, mask_info),
+        head=head,
+        block_range=plan.block_range(first, head, batch, mask_info),
+        block=lambda n: plan.block(n, first, head, batch, mask_info),
+        start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
+        units=plan.units(scales, batch, head, first),
+    )
+
+
+def _store(
+    out: tuple, tiles: tuple, scales: Scales | None, number: Array, plan: Plan,
+    work_tile: Array, tile: Tile, acc: Array, last: Statistics,
+) -> None:  # fmt: skip
+    """The epilogue: o = acc / l and lse of the rows of a warpgroup, by way of shared memory to device memory."""
+    del work_tile
+    (o, lse), (o_tiles, lse_tile) = out, tiles
+    if plan.persistent:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    elif parts_of(plan.problem.D) != parts_of(plan.problem.V) or plan.e4m3:
+        sync(Q_EMPTY, plan.consumers)  # o lies over q of the other warpgroup
+    batch, first = tile.view.batch, tile.view.row
+    total = last.total.sum(axis=1)
+    saw = total > 0
+    total = jnp.where(saw, total, 1.0)
+    factor = (1.0 if scales is None else scales.values[tile.units.head]) / total
+    rows_of_o = (acc * broadcast_rows(factor, acc)).astype(plan.problem.dtype)
+    for part, columns in zip(o_tiles.parts, o_tiles.columns, strict=True):
+        part[number] = rows_of_o[:, columns]
+    lse_tile[number] = jnp.where(
+        saw, (last.maximum + (jnp.log2(total) - plan.limits.p_scale_log2)) * (1 / LOG2_E), -jnp.inf
+    )
+    plgpu.commit_smem()
+    rows = pl.ds(first, ROWS)
+    for part, features in zip(o_tiles.copies, o_tiles.copied(plan.problem.V), strict=True):
+        target = o.at[batch, rows, tile.head, features]
+        plgpu.copy_smem_to_gmem(part.at[number], target, commit_group=False)
+    plgpu.copy_smem_to_gmem(lse_tile.at[number], lse.at[batch, tile.head, rows], commit_group=False)
+    plgpu.commit_smem_to_gmem_group()
 
 
 def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: MaskInfo | None, plan: Plan):

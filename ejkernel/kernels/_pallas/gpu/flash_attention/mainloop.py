@@ -1,4 +1,4 @@
-"""The mainloop of the consumer warpgroups of the forward."""
+"""The consumer warpgroups of the forward: prologue, mainloop and epilogue of their work tiles."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +20,7 @@ from .._launch import (
     times_rows,
 )
 from .feature_tiles import Tiles
-from .plan import Plan
+from .plan import PING_PONG, REGISTERS, Plan
 from .problem import BlockRanges, Problem, after_first
 from .quantized import Unit, Units
 from .tiles import Statistics, View, logits, updated, visible, weights
@@ -71,6 +71,33 @@ class Carry(NamedTuple):
     p: Array
     statistics: Statistics
     q: Array | None
+
+
+def consume(
+    shared: Shared,
+    tile_of: Callable[[Array], Tile],
+    store: Callable[[Array, Tile, Array, Statistics], None],
+    number: Array,
+    work_tiles: Array,
+    plan: Plan,
+) -> None:
+    """The part of a consumer warpgroup, by its number: the rows that it has of each work tile of its thread block.
+
+    `tile_of(work_tile)` are these rows, and `store(work_tile, tile, acc, statistics)` is the epilogue.
+    """
+    plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
+    for stage in range(2 * plan.stages):
+        arrive(plan.k_empty + stage, plan.warpgroups)
+    pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))
+
+    def one(work_tile, carried):
+        tile = tile_of(work_tile)
+        following = lambda: tile_of(work_tile + 1)
+        acc, statistics, carried = mainloop(shared, tile, following, work_tile, work_tiles, carried, plan)
+        store(work_tile, tile, acc, statistics)
+        return carried
+
+    lax.fori_loop(0, work_tiles, one, prologue(shared, tile_of(jnp.int32(0)), plan))
 
 
 def prologue(shared: Shared, tile: Tile, plan: Plan) -> Carry:

@@ -10,7 +10,7 @@ from jax import Array, lax
 from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._visibility import BlockRanges
 
-from .._inline import e4m3_operand
+from .._inline.registers import e4m3_operand
 from .._launch import FIRST_BARRIER, ROWS, arrive, stage_of, sync
 from . import quantized
 from .configs import SHARED_BYTES, shared_bytes

@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline import e4m3_operand
+from .._inline.registers import e4m3_operand
 from .._launch import ROWS, WGMMA, launch, load_vector, shared
 from .quantized import E4M3, Scales, greatest_of, scales_of, unit_of
 

@@ -14,6 +14,7 @@ one after the other, and the warpgroups follow one another in every product, so 
 with a tangent that is zero are left out.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ from .._launch import (
 from .configs import check
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .plan import PING_PONG, Q_EMPTY
-from .problem import LOG2_E, problem_of, weights_of_sinks
+from .problem import LOG2_E, BlockRanges, problem_of, weights_of_sinks
 from .tangent_rows import Plan, Ring, Rows, Tensors, accumulate, accumulate_wide
 from .tiles import View
 
@@ -154,29 +155,38 @@ def _kernel(
         plgpu.copy_smem_to_gmem(lse_tile.at[number], lse_dot.at[batch, head, rows_of(number)])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    def load():
-        plgpu.set_max_registers(REGISTERS[1], action="decrease")
-        for consumer in range(plan.consumers):
-            at = batch, rows_of(consumer), head
-            if plan.wide:
-                plgpu.copy_gmem_to_smem(tensors.q.at[at], q_tile.at[consumer], q_full)
-            if tensors.q_dot is not None:
-                plgpu.copy_gmem_to_smem(tensors.q_dot.at[at], q_dot_tile.at[consumer], q_full)
-            plgpu.copy_gmem_to_smem(lse.at[batch, head, rows_of(consumer)], lse_tile.at[consumer], q_full)
-
-        def block(step, _):
-            keys = pl.ds((block_range.end - 1 - step) * plan.block_k, plan.block_k)
-            at = batch, keys, lax.div(head, jnp.int32(plan.problem.group))
-            for ring in rings:
-                for group in ring.groups:
-                    stage = ring.stage(group, step)
-                    sync(ring.empty + stage, plan.warpgroups)
-                    for name, tiles in zip(group, ring.tiles, strict=True):
-                        plgpu.copy_gmem_to_smem(getattr(tensors, name).at[at], tiles.at[stage], ring.full.at[stage])
-
-        lax.fori_loop(0, block_range.end - block_range.begin, block, None)
-        sync(Q_EMPTY, plan.warpgroups)
-        for consumer in range(plan.consumers):
-            plgpu.copy_gmem_to_smem(o.at[batch, rows_of(consumer), head], o_tiles.at[consumer], o_full)
-
+    arrays, tiles, full = (tensors, o, lse), (q_tile, q_dot_tile, o_tiles, lse_tile), (q_full, o_full)
+    load = partial(_load, arrays, tiles, full, rings, block_range, (first, head, batch), plan)
     lax.cond(number < plan.consumers, consume, load)
+
+
+def _load(
+    arrays: tuple, tiles: tuple, full: tuple, rings: Sequence[Ring], block_range: BlockRanges, place: tuple, plan: Plan
+) -> None:
+    """The producer warpgroup: q, its tangent and lse of all consumers, then blocks into the rings, and o at the end."""
+    (tensors, o, lse), (q_tile, q_dot_tile, o_tiles, lse_tile), (q_full, o_full) = arrays, tiles, full
+    first, head, batch = place
+    rows_of = lambda consumer: pl.ds(first + consumer * ROWS, ROWS)
+    plgpu.set_max_registers(REGISTERS[1], action="decrease")
+    for consumer in range(plan.consumers):
+        at = batch, rows_of(consumer), head
+        if plan.wide:
+            plgpu.copy_gmem_to_smem(tensors.q.at[at], q_tile.at[consumer], q_full)
+        if tensors.q_dot is not None:
+            plgpu.copy_gmem_to_smem(tensors.q_dot.at[at], q_dot_tile.at[consumer], q_full)
+        plgpu.copy_gmem_to_smem(lse.at[batch, head, rows_of(consumer)], lse_tile.at[consumer], q_full)
+
+    def block(step, _):
+        keys = pl.ds((block_range.end - 1 - step) * plan.block_k, plan.block_k)
+        at = batch, keys, lax.div(head, jnp.int32(plan.problem.group))
+        for ring in rings:
+            for group in ring.groups:
+                stage = ring.stage(group, step)
+                sync(ring.empty + stage, plan.warpgroups)
+                for name, of_ring in zip(group, ring.tiles, strict=True):
+                    plgpu.copy_gmem_to_smem(getattr(tensors, name).at[at], of_ring.at[stage], ring.full.at[stage])
+
+    lax.fori_loop(0, block_range.end - block_range.begin, block, None)
+    sync(Q_EMPTY, plan.warpgroups)
+    for consumer in range(plan.consumers):
+        plgpu.copy_gmem_to_smem(o.at[batch, rows_of(consumer), head], o_tiles.at[consumer], o_full)

@@ -10,8 +10,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline import COLUMNS as COLUMNS  # which is asked for here
-from .._inline import compare_columns, in_warp, of_threads, powers_of_pairs
+from .._inline.barriers import in_warp
+from .._inline.registers import COLUMNS as COLUMNS  # which is asked for here
+from .._inline.registers import compare_columns, of_threads, powers_of_pairs
 from .._launch import PER_COLUMN, PER_ROW, WGMMA, broadcast_rows, load_vector
 from .mask_info import MaskInfo
 from .problem import LOG2_E, Problem

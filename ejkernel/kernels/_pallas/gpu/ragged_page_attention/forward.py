@@ -20,11 +20,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.ragged_page_attention import Operands
 
-from .._inline import TILE_COLUMNS, store_rows, zero_rows
-from .._launch import PER_ROW, ROWS, WGMMA, arrive, broadcast_rows, full, launch, shared, stage_of, sync
+from .._inline.rows import TILE_COLUMNS, store_rows, zero_rows
+from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of, sync
 from ..flash_attention.feature_tiles import Tiles, tiles_of
-from ..flash_attention.mainloop import Shared, Tile, mainloop, prologue
-from ..flash_attention.plan import PING_PONG, REGISTERS
+from ..flash_attention.mainloop import Shared, Tile, consume
+from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E, Problem
 from ..flash_attention.tiles import COLUMNS, Statistics, View
 from . import BLOCKS
@@ -105,59 +105,62 @@ def _kernel(
         q_full, k_full, v_full, q_empty,
     )  # fmt: skip
 
-    def tile_of(work_tile: Array) -> Tile:
-        of, head = plan.work_tile(work_tile, table)
-        maximum, total = -jnp.inf, 0.0
-        if sinks is not None:
-            maximum = sinks[lax.div(of.sequence, jnp.int32(plan.sequences)), head]
-            total = jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS)
-
-        def zero_hidden(stage: Array, block: Array) -> None:
-            hides, begin, end = plan.hides(of, block)
-            pl.when(hides)(lambda: zero_rows(v_tiles.at[stage], begin, end))
-
-        return Tile(
-            number=number,
-            q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
-            view=View(jnp.int32(0), of.position + number * ROWS, None),
-            head=head,
-            block_range=plan.blocks_of_keys(of),
-            start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
-            units=None,
-            zero_hidden=zero_hidden,
-        )
-
-    def store(work_tile: Array, acc: Array, last: Statistics) -> None:
-        of, head = plan.work_tile(work_tile, table)
-        first = number * ROWS
-        total = last.total.sum(axis=1)
-        saw = total > 0
-        if sinks is not None:  # which tokens in no context have none of
-            place = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + (of.position + first)
-            saw &= place >= 0
-        total = jnp.where(saw, total, 1.0)
-        rows = (acc * broadcast_rows(1 / total, acc)).astype(plan.problem.dtype)
-        of_rows = jnp.where(saw, (last.maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-        store_rows(o, lse, rows, of_rows, of.token + first, of.tokens - first, head)
-
-    def consume():
-        plgpu.set_max_registers(REGISTERS[plan.consumers][0], action="increase")
-        for stage in range(2 * plan.stages):
-            arrive(plan.k_empty + stage, plan.warpgroups)
-        pl.when(number == plan.consumers - 1)(lambda: arrive(PING_PONG, 2))
-
-        def one(work_tile, carried):
-            tile = tile_of(work_tile)
-            acc, statistics, carried = mainloop(
-                tiles, tile, lambda: tile_of(work_tile + 1), work_tile, count, carried, plan
-            )
-            store(work_tile, acc, statistics)
-            return carried
-
-        lax.fori_loop(0, count, one, prologue(tiles, tile_of(jnp.int32(0)), plan))
-
+    tile_of = partial(_tile_of, tiles, (table, sinks), number, plan)
+    store = partial(_store, (o, lse), (table, sinks), number, plan)
+    compute = lambda: consume(tiles, tile_of, store, number, count, plan)
     produce = lambda: _load(q, kv, block_tables, table, tiles, count, plan)
-    pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, consume, produce))
+    pl.when(count > 0)(lambda: lax.cond(number < plan.consumers, compute, produce))
+
+
+def _tile_of(tiles: Shared, arrays: tuple, number: Array, plan: PagedPlan, work_tile: Array) -> Tile:
+    """The rows that this warpgroup has of the n-th work tile of its thread block."""
+    table, sinks = arrays
+    of, head = plan.work_tile(work_tile, table)
+    maximum, total = -jnp.inf, 0.0
+    if sinks is not None:
+        maximum = sinks[lax.div(of.sequence, jnp.int32(plan.sequences)), head]
+        total = jnp.where(maximum == -jnp.inf, 0.0, 1.0 / COLUMNS)
+
+    def zero_hidden(stage: Array, block: Array) -> None:
+        hides, begin, end = plan.hides(of, block)
+        pl.when(hides)(lambda: zero_rows(tiles.v.copies[0].at[stage], begin, end))
+
+    return Tile(
+        number=number,
+        q=[part.at[stage_of(work_tile, plan.q_stages), pl.ds(number * ROWS, ROWS)] for part in tiles.q.parts],
+        view=View(jnp.int32(0), of.position + number * ROWS, None),
+        head=head,
+        block_range=plan.blocks_of_keys(of),
+        start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
+        units=None,
+        zero_hidden=zero_hidden,
+    )
+
+
+def _store(
+    out: tuple,
+    arrays: tuple,
+    number: Array,
+    plan: PagedPlan,
+    work_tile: Array,
+    tile: Tile,
+    acc: Array,
+    last: Statistics,
+) -> None:
+    """The epilogue: o = acc / l and lse of the rows of a warpgroup, from its registers to device memory."""
+    del tile
+    (o, lse), (table, sinks) = out, arrays
+    of, head = plan.work_tile(work_tile, table)
+    first = number * ROWS
+    total = last.total.sum(axis=1)
+    saw = total > 0
+    if sinks is not None:  # which tokens in no context have none of
+        place = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + (of.position + first)
+        saw &= place >= 0
+    total = jnp.where(saw, total, 1.0)
+    rows = (acc * broadcast_rows(1 / total, acc)).astype(plan.problem.dtype)
+    of_rows = jnp.where(saw, (last.maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+    store_rows(o, lse, rows, of_rows, of.token + first, of.tokens - first, head)
 
 
 def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPlan) -> None:

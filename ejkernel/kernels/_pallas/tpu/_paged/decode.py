@@ -7,7 +7,8 @@ from ejkernel.primitives._pages import CacheSpec
 
 from . import piece_of
 from .cache import Cache
-from .kernel import Inputs, Problem, attend
+from .kernel import attend
+from .problem import Inputs, Problem
 from .tiles import tile_of_sinks, tiles_of, tokens_of
 from .work import listed
 

@@ -18,7 +18,8 @@ from ejkernel.primitives._pages import CacheSpec
 from .._work_list import count_of, item_at, most_work_items, work_list
 from . import piece_of
 from .cache import Cache
-from .kernel import Inputs, Problem, attend
+from .kernel import attend
+from .problem import Inputs, Problem
 from .tiles import tile_of_sinks, tiles_of, tiles_of_drafts, tokens_of
 from .work import listed
 

@@ -2,14 +2,13 @@
 
     dv = Σ p·do;   dk = scale·Σ ds·q;   dq = scale·Σ ds·k;   dbias = ds
 
-where delta = Σ do·o − dlse, and dk and dv sum over the heads of a group as well. `_by_keys` holds a block of keys and
-loops over its queries, `_by_queries` the other way round. When both are wanted and dq of a group of heads fits into
-memory beside them, `_by_keys` accumulates it too, and the logits are computed once instead of twice: five products a
-tile instead of seven.
+where delta = Σ do·o − dlse, and dk and dv sum over the heads of a group as well. The kernel of key_gradients.py holds a
+block of keys and loops over its queries, the one below the other way round. When both are wanted and dq of a group of
+heads fits into memory beside them, the former accumulates it too, and the logits are computed once instead of twice:
+five products a tile instead of seven.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,9 @@ from jax.experimental import pallas as pl
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
-from .launch import block_specs, launch, vmem
+from .bias_gradient import bias_gradient
+from .key_gradients import gradients_by_keys
+from .launch import launch, vmem
 from .problem import (
     LANES,
     Problem,
@@ -105,13 +106,13 @@ def backward(
     gradients, dq = {}, None
     if wants_keys:
         by_keys = schedule_of(mask_info, by="keys", group=problem.group)
-        gradients, dq = _by_keys(tile, problem, by_keys, primals, wrt, with_dq=together)
+        gradients, dq = gradients_by_keys(tile, problem, by_keys, primals, wrt, with_dq=together)
     if wants_queries and not together:
         dq = _by_queries(tile, problem, schedule_of(mask_info, by="queries"))
     if wants_queries:
         gradients |= _scaled(split_heads(dq, primals.q.shape), problem, primals)
     if "bias" in wrt:
-        gradients["bias"] = _bias(tile, problem, mask_info, primals.bias)
+        gradients["bias"] = bias_gradient(tile, problem, mask_info, primals.bias)
     if "sinks" in wrt:
         # d/dsink of −delta-weighted softmax: the sink's weight exp(sink − lse) has no value, only a share of the row.
         sinks = primals.sinks[:, :, :, None] * problem.unit
@@ -142,104 +143,9 @@ def sum_to(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.sum(axes, keepdims=True).astype(like.dtype)
 
 
-# ---- dk, dv, and dq beside them --------------------------------------------------------------------------------------
-
-
 def dq_bytes(primals: Operands, problem: Problem) -> int:
     """Of dq for the heads of a group, in float32. It is held once: the wait for its copy is rare and short."""
     return 4 * problem.group * problem.padded_queries * round_up(primals.q.shape[3], LANES)
-
-
-def _by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands, wrt, with_dq: bool):
-    """dk and dv as wanted, by name, and Σ ds·k in float32 if it is to be accumulated too."""
-    group = problem.group
-
-    def where(b, g, step, member, table):
-        j, i = blocks_at(schedule, table, b, g, step)
-        member, i = _member(schedule, member, i)
-        return b, g * group + member, i, j
-
-    wanted = {name: getattr(tile, name) for name in ("k", "v") if name in wrt}
-    outputs = Tile(**{name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in wanted.items()})
-    specs = block_specs(outputs, problem, where)
-    if with_dq:
-        block = tile.q.shape[2] // problem.heads, problem.block_q
-        dq = jax.ShapeDtypeStruct((problem.batch, problem.heads, problem.q_blocks, *block), jnp.float32)
-        whole = pl.BlockSpec(
-            (None, group, problem.q_blocks, *block), lambda b, g, *_: (b, g, 0, 0, 0), pipeline_mode=pl.Buffered(1)
-        )
-        outputs, specs = outputs._replace(q=dq), specs._replace(q=whole)
-    out = launch(
-        functools.partial(_keys_kernel, problem=problem, schedule=schedule),
-        "flash_attention_backward" if with_dq else "flash_attention_backward_keys",
-        problem,
-        schedule,
-        (tile,),
-        outputs,
-        out_specs=specs,
-        where=where,
-        grid=(problem.batch, problem.kv_heads, schedule.steps, 1 if schedule.of_head else group),
-        scratch=Tile(**{name: vmem((problem.block_k, x.shape[2] // problem.kv_heads)) for name, x in wanted.items()}),
-        matmuls=(3 if with_dq else 2, 2),
-    )
-    gradients = {name: split_heads(getattr(out, name), getattr(primals, name).shape) for name in wanted}
-    return gradients, out.q.transpose(0, 2, 4, 1, 3).reshape(tile.q.shape) if with_dq else None
-
-
-def _member(schedule: Schedule, member, minor) -> tuple[Any, Any]:
-    """Which head of a group a step is for, and its block of queries, from the last axis of the grid or the schedule."""
-    if not schedule.of_head:
-        return member, minor
-    return jax.lax.div(minor, schedule.of_head), jax.lax.rem(minor, schedule.of_head)
-
-
-def _keys_kernel(table, tile: Tile, out: Tile, sums: Tile, *, problem: Problem, schedule: Schedule):
-    b, g, inner = pl.program_id(0), pl.program_id(1), pl.program_id(3)
-    number = pl.program_id(2)
-    step = step_at(schedule, table, b, g, number)
-    member, i = _member(schedule, inner, step.minor)
-    scale = scale_of(tile, problem, b, g * problem.group + member)
-
-    if out.q is not None:
-
-        @pl.when(number == 0)
-        def _():
-            if schedule.of_head:
-
-                @pl.loop(0, problem.group)
-                def _(member):
-                    out.q[member] = jnp.zeros_like(out.q[member])
-            else:
-                out.q[member] = jnp.zeros_like(out.q[member])
-
-    @pl.when(step.is_first & (inner == 0))
-    def _():
-        for x in jax.tree.leaves(sums):
-            x[...] = jnp.zeros_like(x)
-
-    def accumulate(tile_mask):
-        def use(rows, products):
-            visible = mask_of(tile_mask, tile, step.major, rows)
-            p, ds = gradients_of(tile, problem, rows, products, scale, visible)
-            q, do = tile.q[...], tile.do[...]
-            ds = ds.astype(q.dtype)
-            if sums.v is not None:
-                sums.v[rows] += contract(p.astype(do.dtype), do, (1, 0))
-            if sums.k is not None:
-                sums.k[rows] += scale * contract(ds, q, (1, 0))
-            if out.q is not None:
-                out.q[member, i] += contract(zero_masked_keys(tile.k[rows], problem, visible), ds, (0, 0))
-
-        pipeline(chunks_of(tile_mask, problem), problem.ahead, functools.partial(gradient_products, tile), use)
-
-    for_tile_mask(step, schedule, accumulate)
-
-    @pl.when(step.is_last & (inner == pl.num_programs(3) - 1))
-    def _():
-        if sums.k is not None:
-            out.k[...] = sums.k[...].astype(out.k.dtype)
-        if sums.v is not None:
-            out.v[...] = sums.v[...].astype(out.v.dtype)
 
 
 # ---- dq, dscale ------------------------------------------------------------------------------------------------------
@@ -285,74 +191,3 @@ def _queries_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, sc
     @pl.when(step.is_last)
     def _():
         out.q[...] = total[...].T
-
-
-# ---- dbias -----------------------------------------------------------------------------------------------------------
-
-
-def _bias(tile: Tile, problem: Problem, mask_info: MaskInfo, bias: jax.Array) -> jax.Array:
-    """ds, summed inside the kernel over the axes along which the bias was broadcast, innermost in the grid."""
-    batch, heads = (n if n > 1 else 1 for n in bias.shape[:2])
-    summed_heads = problem.heads // heads
-    # A bias of one column is not padded to a block of keys, be there one key or many.
-    one_row, one_column = bias.shape[2] < problem.queries, bias.shape[3] == 1
-    schedule = schedule_of(mask_info, by="keys" if one_row else "queries", every=True)
-
-    def where(b, h, step, member, table):
-        b, h = b + jax.lax.div(member, summed_heads), h + jax.lax.rem(member, summed_heads)
-        blocks = blocks_at(schedule, table, b, h, step)
-        return b, h, *(blocks[::-1] if one_row else blocks)
-
-    array = tile.key_bias if tile.bias is None else tile.bias
-    out = jax.ShapeDtypeStruct(array.shape, bias.dtype)
-    out = launch(
-        functools.partial(_bias_kernel, problem=problem, schedule=schedule, where=where, sums=(one_column, one_row)),
-        "flash_attention_backward_bias",
-        problem,
-        schedule,
-        (tile,),
-        Tile(key_bias=out) if tile.bias is None else Tile(bias=out),
-        where=where,
-        grid=(batch, heads, schedule.steps, problem.batch // batch * summed_heads),
-        scratch=vmem((problem.block_k, problem.block_q)),
-        matmuls=(1, 1),
-    )
-    if tile.bias is None:
-        return out.key_bias[:, :, :, : bias.shape[3]]
-    return out.bias.swapaxes(2, 3)[:, :, : bias.shape[2], : bias.shape[3]]
-
-
-def _bias_kernel(table, tile: Tile, out: Tile, total, *, problem: Problem, schedule: Schedule, where, sums):
-    one_column, one_row = sums
-    position = tuple(pl.program_id(axis) for axis in range(4))
-    b, h, _, j = where(*position, table)
-    scale = scale_of(tile, problem, b, h)
-    step, member, members = step_at(schedule, table, b, h, position[2]), position[3], pl.num_programs(3)
-    every_tile = not one_row and not one_column
-    is_first, is_last = step.is_first | every_tile, step.is_last | every_tile
-    if one_row and one_column:
-        is_first, is_last = position[2] == 0, position[2] == pl.num_programs(2) - 1
-
-    @pl.when(is_first & (member == 0))
-    def _():
-        total[...] = jnp.zeros_like(total)
-
-    def accumulate(tile_mask):
-        def use(rows, products):
-            total[rows] += gradients_of(tile, problem, rows, products, scale, mask_of(tile_mask, tile, j, rows))[1]
-
-        pipeline(chunks_of(tile_mask, problem), problem.ahead, functools.partial(gradient_products, tile), use)
-
-    for_tile_mask(step, schedule, accumulate)
-
-    @pl.when(is_last & (member == members - 1))
-    def _():
-        ds = total[...]
-        if one_column:
-            ds = ds.sum(0, keepdims=True)
-        if one_row:
-            ds = ds.sum(1, keepdims=True)
-        if out.key_bias is not None:
-            out.key_bias[...] = ds.T.astype(out.key_bias.dtype)
-        else:
-            out.bias[...] = ds.astype(out.bias.dtype)

@@ -1,0 +1,103 @@
+"""How warps and warpgroups agree, and how thread blocks wait for one another at semaphores in device memory."""
+
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.mosaic.gpu import fragmented_array, utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from .registers import SPLAT, THREADS
+
+
+def in_warp(conditions: Array, layout) -> Array:
+    """Whether one of the conditions that the threads of this warp have is true."""
+    of_all = plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=of_all)
+    def emit(_, conditions):
+        i32 = ir.IntegerType.get_signless(32)
+        each = [vector.extract(x, [], [i]) for x in conditions.registers.flat for i in range(x.type.shape[0])]
+        text = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        some = llvm.inline_asm(i32, [arith.extui(i32, reduce(arith.ori, each))], text, "=r,r", has_side_effects=True)
+        return type(conditions).splat(some, (), is_signed=True)
+
+    return emit(conditions) != 0
+
+
+def named_barrier(operation: str, barrier: int | Array, warpgroups: int) -> None:
+    """`bar.arrive` or `bar.sync`, one instruction a warp: an arrival at a barrier of Mosaic GPU is one a thread."""
+
+    @plgpu.inline_mgpu(arg_types=(SPLAT,))
+    def emit(_, number):
+        void = ir.Type.parse("!llvm.void")
+        text = f"bar.{operation} $0, {warpgroups * THREADS};"
+        llvm.inline_asm(void, [number.registers[()]], text, "r", has_side_effects=True)
+
+    emit(jnp.int32(barrier))
+
+
+# ---- Semaphores in device memory (flash_attention/dq_semaphore.py)
+
+
+def count_of(semaphore: Any) -> Array:
+    """How many tiles have added to the block of queries that a semaphore, in device memory, is of.
+
+    Nobody waits for the answer before it is looked at. All threads ask: of a warp they are one request.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT))
+    def emit(_, semaphore):
+        i32 = ir.IntegerType.get_signless(32)
+        count = _with_pointer(i32, "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l,~{memory}", semaphore)
+        return fragmented_array.FragmentedArray.splat(count, (), is_signed=True)
+
+    return emit(semaphore)
+
+
+def await_rank(semaphore: Any, count: Array, rank: Array) -> None:
+    """Waits until so many tiles have added; `count` is how many had when that was last asked.
+
+    No thread reads dq, so none acquires it: TMA adds in the L2 cache, and is sent there after the count came from it.
+    """
+    text = """{
+        .reg .pred p; .reg .b32 count;
+        mov.b32 count, $1;
+        LOOK: setp.eq.s32 p, count, $2;
+        @p bra DUE;
+        ld.relaxed.gpu.global.b32 count, [$0];
+        bra LOOK;
+        DUE: fence.proxy.async.global;
+    }"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, SPLAT))
+    def emit(_, semaphore, count, rank):
+        _with_pointer(None, text, "l,r,r,~{memory}", semaphore, count.registers[()], rank.registers[()])
+
+    emit(semaphore, jnp.int32(count), jnp.int32(rank))
+
+
+def count_up(semaphore: Any) -> None:
+    """Counts this thread block at a semaphore, whose copies to device memory are complete."""
+    text = f"""{{
+        .reg .pred p; .reg .b32 t;
+        mov.u32 t, %tid.x; and.b32 t, t, {THREADS - 1}; setp.eq.u32 p, t, 0;
+        fence.proxy.async.global;
+        @p red.release.gpu.global.add.s32 [$0], 1;
+    }}"""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def emit(_, semaphore):
+        _with_pointer(None, text, "l,~{memory}", semaphore)
+
+    emit(semaphore)
+
+
+def _with_pointer(result: Any, text: str, constraints: str, semaphore: Any, *operands: Any) -> Any:
+    """Inline assembly whose first operand is the address of a semaphore."""
+    pointer = llvm.ptrtoint(ir.IntegerType.get_signless(64), utils.memref_ptr(semaphore))
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(result, [pointer, *operands], text, constraints, has_side_effects=True)

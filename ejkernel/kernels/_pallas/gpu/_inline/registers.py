@@ -1,0 +1,147 @@
+"""What is computed on the registers of a tile, and what stays in them."""
+
+from functools import reduce
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+# Rows that a warpgroup computes on: the height of a wgmma; and its threads.
+ROWS, THREADS = 64, 128
+WGMMA, SPLAT = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
+PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
+# A thread has two numbers of every so many columns.
+COLUMNS = 8
+# Of so many keys a thread has four after q·kᵀ, which the next product wants of four in a row.
+KEYS = 16
+
+
+def fragment(like: Any, registers: np.ndarray, layout: Any = None, is_signed: bool | None = None) -> Any:
+    """A `FragmentedArray` of other registers: in the layout of `like`, unless another is given."""
+    return type(like)(_registers=registers, _layout=like.layout if layout is None else layout, _is_signed=is_signed)
+
+
+def compare_columns(comparison: str, limits: Array, shape: tuple[int, int]) -> Array:
+    """Where columns, numbered from 0, compare so with the bound of a row. A thread compares with constants."""
+
+    @plgpu.inline_mgpu(arg_types=(PER_ROW,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, WGMMA))
+    def emit(_, limits):
+        i32, predicate = ir.IntegerType.get_signless(32), arith.CmpIPredicate[comparison]
+        constant = lambda n: arith.constant(i32, n)
+        text = "{ .reg .b32 x; mov.u32 x, %laneid; and.b32 x, x, 3; add.u32 $0, x, x; }"
+        first = llvm.inline_asm(i32, [], text, "=r")
+        limits = limits.broadcast_in_dim(shape, (0,), WGMMA.to_mgpu())
+        of_rows = limits.registers.reshape(shape[1] // COLUMNS, -1)[0]
+        of_rows = [arith.subi(vector.extract(x, [], [0]), first) for x in of_rows]
+        registers = np.empty((shape[1] // COLUMNS, len(of_rows)), object)
+        for (n, row), _ in np.ndenumerate(registers):
+            pair = [arith.cmpi(predicate, constant(n * COLUMNS + i), of_rows[row]) for i in range(2)]
+            registers[n, row] = vector.from_elements(ir.VectorType.get((2,), pair[0].type), pair)
+        return fragment(limits, registers.reshape(limits.registers.shape), is_signed=False)
+
+    return emit(limits)
+
+
+def powers_of_pairs(s: Array, exponent: Array, base: Array) -> Array:
+    """2^(s·exponent − base) of float16, two numbers at once, as no operation of Pallas has it; a base for each row."""
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, SPLAT, PER_ROW), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, WGMMA))
+    def emit(_, s, exponent, base):
+        i32 = ir.IntegerType.get_signless(32)
+        word, pairs = ir.VectorType.get((1,), i32), ir.Type.parse("!llvm.struct<(i32, i32)>")
+        text = "{ .reg .b16 x; cvt.rn.f16.f32 x, $1; mov.b32 $0, {x, x}; }"
+        exponent = llvm.inline_asm(i32, [exponent.registers[()]], text, "=r,f")
+        text = (
+            "{ .reg .b32 b; .reg .b16 x, y; cvt.rn.f16x2.f32 b, $3, $2; neg.f16x2 b, b; "
+            "mov.b32 {x, y}, b; mov.b32 $0, {x, x}; mov.b32 $1, {y, y}; }"
+        )
+        bases = llvm.inline_asm(pairs, [vector.extract(x, [], [0]) for x in base.registers.flat], text, "=r,=r,f,f")
+        of_rows = [llvm.extractvalue(i32, bases, [i]) for i in range(2)]
+        registers = np.empty((s.shape[1] // COLUMNS, len(of_rows)), object)
+        for (n, row), x in np.ndenumerate(s.registers.reshape(registers.shape)):
+            pair = vector.extract(vector.bitcast(word, x), [], [0])
+            text = "{ .reg .b32 t; fma.rn.f16x2 t, $1, $2, $3; ex2.approx.f16x2 $0, t; }"
+            pair = llvm.inline_asm(i32, [pair, exponent, of_rows[row]], text, "=r,r,r,r")
+            registers[n, row] = vector.bitcast(x.type, vector.broadcast(word, pair))
+        return fragment(s, registers.reshape(s.registers.shape))
+
+    return emit(s, jnp.float32(exponent), base)
+
+
+def of_threads(x: Array) -> Array:
+    """[rows, COLUMNS] float32: the sums of the numbers of a row that a thread has."""
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
+    def emit(_, x):
+        sums = [reduce(arith.addf, row) for row in x.registers.reshape(x.shape[1] // COLUMNS, -1).T]
+        registers = np.array(sums, object).reshape(x.layout.registers_shape((x.shape[0], COLUMNS)))
+        return fragment(x, registers)
+
+    return emit(x).astype(jnp.float32)
+
+
+def e4m3_operand(p: Array) -> Array:
+    """The weights, float32 or float16, in e4m3 as the first operand of a product, with its keys in their order."""
+    layout = plgpu.Layout.WGMMA_8BIT
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(p.shape, jnp.float8_e4m3fn, layout))
+    def emit(_, p):
+        i32, four = ir.IntegerType.get_signless(32), ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+        to = layout.to_mgpu()
+        registers = np.empty(to.registers_shape(p.shape), object)
+        single = ir.VectorType.get((1,), i32)
+        if isinstance(p.mlir_dtype, ir.F16Type):
+            numbers = lambda pair: [vector.extract(vector.bitcast(single, pair), [], [0])]
+            source, low, high, constraints = "f16x2", "$1", "$2", "=r,r,r"
+        else:
+            numbers = lambda pair: [vector.extract(pair, [], [i]) for i in range(2)]
+            source, low, high, constraints = "f32", "$2, $1", "$4, $3", "=r,f,f,f,f"
+        round_pair = f"cvt.rn.satfinite.e4m3x2.{source}"
+        text = f"{{ .reg .b16 lo, hi; {round_pair} lo, {low}; {round_pair} hi, {high}; mov.b32 $0, {{lo, hi}}; }}"
+        for n, quad in enumerate(p.registers.reshape(p.shape[1] // KEYS, 2, -1)):
+            for row, (first, second) in enumerate(zip(*quad, strict=True)):
+                word = llvm.inline_asm(i32, numbers(first) + numbers(second), text, constraints)
+                registers.reshape(p.shape[1] // KEYS, -1)[n, row] = vector.bitcast(four, vector.broadcast(single, word))
+        return fragment(p, registers, layout=to)
+
+    return emit(p)
+
+
+# ---- What ptxas cannot see through
+
+
+def opaque_barrier(weights: Array) -> None:
+    """A no-op `bar.warp.sync` whose mask depends on all weights: keeps ptxas from hoisting the next product over them.
+
+    There are no registers for both at once. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
+    not know: the index of a thread block along an axis of one.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,))
+    def emit(_, weights):
+        void, i32 = ir.Type.parse("!llvm.void"), ir.IntegerType.get_signless(32)
+        word = ir.VectorType.get((1,), i32)
+        words = [vector.extract(vector.bitcast(word, x), [], [0]) for x in weights.registers.flat]
+        text = "{ .reg .b32 x; mov.u32 x, %ctaid.z; and.b32 x, x, $0; not.b32 x, x; bar.warp.sync x; }"
+        llvm.inline_asm(void, [reduce(arith.ori, words)], text, "r", has_side_effects=True)
+
+    emit(weights)
+
+
+def opaque_copy(number: Array | int) -> Array:
+    """A copy of a number that ptxas cannot see through: what depends on it is computed again, not kept in registers."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT),
+    )
+    def emit(_, number):
+        i32 = ir.IntegerType.get_signless(32)
+        copy = llvm.inline_asm(i32, [number.registers[()]], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+        return fragment(number, np.array(copy, object), is_signed=True)
+
+    return emit(jnp.int32(number))

@@ -1,0 +1,95 @@
+"""Rows of tiles, some of which are left out, in shared and in device memory."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from .registers import PER_ROW, ROWS, SPLAT, THREADS, WGMMA
+
+# Columns of 16 bits in a row of a tile that is swizzled by 128 bytes, and rows after which the swizzle repeats.
+TILE_COLUMNS, TILE_ROWS = 64, 8
+
+
+def zero_rows(tile: Any, begin: Array, end: Array) -> None:
+    """Zeros in the rows of a tile [rows, columns] that are not begin ≤ row < end, for the products of this warpgroup.
+
+    Several warpgroups may do so at once. The tile is of 16 bits in parts of 8 rows × 128 bytes, within whose rows the
+    swizzle moves 16 bytes at a time; here it only spreads the threads over the banks.
+    """
+    rows, columns = tile.shape
+    transforms = plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(128)
+    parts, part_bytes = columns // TILE_COLUMNS, TILE_ROWS * 128
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), SPLAT, SPLAT))
+    def emit(_, tile, begin, end):
+
+        stores = "\n".join(
+            f"xor.b32 a, x, {16 * chunk}; add.u32 a, a, r;\n"
+            + "\n".join(f"@p st.shared.v4.b32 [a + {part * part_bytes}], {{z, z, z, z}};" for part in range(parts))
+            for chunk in range(8)
+        )
+        text = f"""{{
+            .reg .pred p, q; .reg .b32 t, r, x, a, z;
+            mov.b32 z, 0;
+            mov.u32 t, %tid.x; and.b32 t, t, {THREADS - 1};
+            setp.lt.s32 p, t, $1; setp.ge.s32 q, t, $2; or.pred p, p, q;
+            setp.lt.s32 q, t, {rows}; and.pred p, p, q;
+            and.b32 x, t, {TILE_ROWS - 1}; shr.u32 r, t, 3;
+            mul.lo.u32 r, r, {parts * part_bytes}; add.u32 r, r, $0;
+            shl.b32 a, x, 7; add.u32 r, r, a; shl.b32 x, x, 4;
+            {stores}
+        }}"""
+        i32, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+        address = llvm.ptrtoint(i32, utils.memref_ptr(tile))
+        llvm.inline_asm(void, [address, begin.registers[()], end.registers[()]], text, "r,r,r", has_side_effects=True)
+
+    emit(tile, begin, end)
+    plgpu.commit_smem()
+
+
+def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows: Array, head: Array) -> None:
+    """o[first + n, head] = tile[n] and lse[first + n, head] = of_rows[n] for the rows 0 ≤ n < `rows` of a warpgroup.
+
+    `tile` [64, columns] is of 16 bits. A thread has two columns of every eight, which it stores from its registers.
+    """
+    (_, heads, columns), itemsize = o.shape, tile.dtype.itemsize
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), WGMMA, PER_ROW, SPLAT, SPLAT, SPLAT))
+    def emit(_, o, lse, tile, of_rows, first, rows, head):
+
+        i32, i64, void = (*map(ir.IntegerType.get_signless, (32, 64)), ir.Type.parse("!llvm.void"))
+        word = ir.VectorType.get((1,), i32)
+        first, rows, head = (x.registers[()] for x in (first, rows, head))
+        pointers = [llvm.ptrtoint(i64, utils.memref_ptr(x)) for x in (o, lse)]
+        numbers = llvm.inline_asm(
+            ir.Type.parse("!llvm.struct<(i32, i32)>"), [],
+            "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 1; and.b32 $0, $0, 48; bfe.u32 t, t, 2, 3; "
+            "or.b32 $0, $0, t; mov.u32 t, %tid.x; and.b32 $1, t, 3; }", "=r,=r",
+        )  # fmt: skip
+        row, lane = (llvm.extractvalue(i32, numbers, [i]) for i in range(2))
+        constant = lambda n, of=i32: arith.constant(of, n)
+        wide = lambda x: arith.extsi(i64, x)
+        words = tile.registers.reshape(columns // 8, 2)
+        for half, of_row in enumerate(of_rows.registers.flat):
+            n = arith.addi(row, constant(8 * half))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, n, rows)
+            at = arith.addi(arith.muli(wide(arith.addi(first, n)), constant(heads, i64)), wide(head))
+            address = arith.addi(pointers[0], arith.muli(at, constant(columns * itemsize, i64)))
+            address = arith.addi(address, wide(arith.muli(lane, constant(2 * itemsize))))
+            for part, pair in enumerate(words[:, half]):
+                bits = vector.extract(vector.bitcast(word, pair), [], [0])
+                text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.b32 [$0 + {8 * itemsize * part}], $1; }}"
+                llvm.inline_asm(void, [address, bits, arith.extui(i32, inside)], text, "l,r,r", has_side_effects=True)
+            alone = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0)))
+            number = vector.extract(of_row, [], [0])
+            text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }"
+            address = arith.addi(pointers[1], arith.muli(at, constant(4, i64)))
+            llvm.inline_asm(void, [address, number, arith.extui(i32, alone)], text, "l,f,r", has_side_effects=True)
+
+    assert tile.shape[0] == ROWS
+    emit(o, lse, tile, of_rows.astype(jnp.float32), first, rows, head)

@@ -1,0 +1,221 @@
+"""What all warpgroups of the backward know: blocks, stages, barriers, which queries come when, and what they share."""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ejkernel.kernels._target import gpu_target
+from ejkernel.kernels._visibility import BlockRanges
+
+from .._launch import FIRST_BARRIER, ROWS
+from .configs import columns_of_keys
+from .dq_semaphore import MOST_IN_GROUP
+from .feature_tiles import Tiles
+from .head_dims import parts_of
+from .mask_info import MaskInfo
+from .problem import Problem, blocks_of_band
+from .tile_scheduler import SingleTileScheduler
+
+# Two consumers of dK and dV; the third warpgroup loads, and accumulates dQ.
+WARPGROUPS = 3
+# Named barriers: k and v may be overwritten, and then have been; p is full, and empty; then the empty stages of q, and
+# the full ones of ds.
+DONE = STORED = FIRST_BARRIER
+P_FULL, P_EMPTY = DONE + 1, DONE + 2
+Q_EMPTY = P_EMPTY + 1
+# Queries that are computed at once where registers are scarce.
+FEW = 32
+
+
+class Shared(NamedTuple):
+    """What the warpgroups of a thread block share: tiles in shared memory, and the full and empty barriers of these.
+
+    k and v are stationary; q and do are streamed, and so are the numbers of their rows that products begin with: −lse /
+    scale as `start`, and −delta as `delta`. A consumer leaves ds there, and p where the other one needs it. Of dq there
+    are tiles of the widths of `Plan.dq_chunks`. That q is empty, and ds is full, is said by named barriers.
+    """
+
+    k: Tiles
+    v: Tiles
+    q: Tiles
+    do: Tiles
+    start: Any
+    delta: Any
+    ds: Any
+    p: Any
+    dq: Any
+    kv_full: Any
+    q_full: Any
+    do_full: Any
+    ds_empty: Any
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A problem, its blocks of queries, how many of them are in flight, and where this block of threads works.
+
+    deterministic: dq is added up in a certain order (dq_semaphore.py). listed: lists say which blocks of queries there
+    are.
+    """
+
+    problem: Problem
+    block_q: int
+    stages: int
+    deterministic: bool = False
+    listed: bool = False
+    processors: int = field(default_factory=lambda: gpu_target().core_count)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of keys of a head."""
+        return -(-self.problem.K // self.keys)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of queries of a head."""
+        return -(-self.problem.S // self.block_q)
+
+    @property
+    def circular(self) -> bool:
+        """Tiles begin with different blocks of queries, all of which they see, and come to the first after the last."""
+        return self.deterministic and not self.problem.cut
+
+    @property
+    def signals_late(self) -> bool:
+        """An addition to dq is counted when the next is computed: who waits for it is two steps behind."""
+        return self.keys >= 2 * self.block_q
+
+    @property
+    def group(self) -> int:
+        """The tiles that wait for one another in a circle."""
+        return -(-self.tiles // -(-self.tiles // min(self.processors, MOST_IN_GROUP)))
+
+    @property
+    def wide(self) -> bool:
+        """A warpgroup has no registers for dk beside dv, nor two for dk and dv of more than 64 keys."""
+        return columns_of_keys(self.problem.D, self.problem.V) > 320
+
+    @property
+    def parts(self) -> list[slice]:
+        """Of a block of queries those that are computed at once: beside dk and dv of 320 features half of them."""
+        size = FEW if 256 < columns_of_keys(self.problem.D, self.problem.V) <= 320 else self.block_q
+        return [slice(begin, begin + size) for begin in range(0, self.block_q, size)]
+
+    @property
+    def widest(self) -> int:
+        """The widest row of what is multiplied: products sum over the queries of a part, see `launch.shared`."""
+        return FEW if len(self.parts) > 1 else ROWS
+
+    @property
+    def D_parts(self) -> tuple[slice, ...]:
+        """Of q and k, with whose parts ds is multiplied."""
+        return parts_of(self.problem.D, self.widest, even=True)
+
+    @property
+    def V_parts(self) -> tuple[slice, ...]:
+        return parts_of(self.problem.V, self.widest)
+
+    @property
+    def dq_chunks(self) -> list[slice]:
+        """The features of dq that are computed and added to device memory at once."""
+        width = self.problem.D if self.problem.D <= 128 else ROWS
+        return [slice(begin, min(begin + width, self.problem.D)) for begin in range(0, self.problem.D, width)]
+
+    @property
+    def key_blocks(self) -> int:
+        """Blocks of 64 stationary keys."""
+        return 1 if self.wide else 2
+
+    @property
+    def keys(self) -> int:
+        return self.key_blocks * ROWS
+
+    @property
+    def ds_stages(self) -> int:
+        return 1 if self.wide else 2
+
+    @property
+    def ds_full(self) -> int:
+        return Q_EMPTY + self.stages
+
+    @property
+    def scheduler(self) -> SingleTileScheduler:
+        """All tiles of a head at about the same time: their queries and dq stay in the L2 cache.
+
+        Under a causal mask the first keys have most to do. In a certain order the last are the first to add to dq, and
+        the first groups of all heads come before the second ones.
+        """
+        heads, tiles = self.problem.G * self.problem.B, self.tiles
+        if self.circular:
+            heads, tiles = heads * -(-tiles // self.group), self.group
+        return SingleTileScheduler(
+            tiles,
+            heads,
+            together=1,
+            rising=self.deterministic and not self.circular,
+            processors=self.processors,
+            evens_out=not self.deterministic,
+        )
+
+    def tile(self) -> tuple[Array, Array, Array]:
+        """The first key, the key/value head and the batch index; of a group that is not full a key after the last."""
+        place, head = self.scheduler.tile(lax.axis_index("block"))
+        heads = jnp.int32(self.problem.G)
+        if self.circular:
+            of_all = heads * self.problem.B
+            place, head = lax.div(head, of_all) * self.group + place, lax.rem(head, of_all)
+        return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
+
+    def block_range(self, mask_info: MaskInfo | None) -> BlockRanges:
+        """Found again wherever it is needed: the warpgroups have no registers to remember it in."""
+        first, kv_head, batch = self.tile()
+        if mask_info is not None:
+            return mask_info.block_range(lax.div(first, jnp.int32(self.keys)), batch, kv_head)
+        return blocks_of_band(first, self.keys, *self.problem.band(of_keys=True), self.problem.S, self.block_q)
+
+    def steps(self, mask_info: MaskInfo | None) -> Array:
+        """Blocks of queries of all the heads that share the keys."""
+        block_range = self.block_range(mask_info)
+        steps = (block_range.end - block_range.begin) * (1 if self.listed else self.problem.group)
+        return jnp.where(self.tile()[0] < self.problem.K, steps, 0) if self.circular else steps
+
+    def place(self, mask_info: MaskInfo | None, step: Array) -> tuple[Array, Array]:
+        """The block of queries and the head of a step: one head of the group after the other.
+
+        A list is that of a head of k and v, and has the blocks of all heads of its group, numbered head by head.
+        """
+        first, kv_head, batch = self.tile()
+        if self.listed:
+            block = mask_info.block(step, lax.div(first, jnp.int32(self.keys)), batch, kv_head)
+            blocks = jnp.int32(self.blocks)
+            return lax.rem(block, blocks), kv_head * self.problem.group + lax.div(block, blocks)
+        block_range = self.block_range(mask_info)
+        blocks = block_range.end - block_range.begin
+        block, head = block_range.begin + lax.rem(step, blocks), kv_head * self.problem.group + lax.div(step, blocks)
+        if self.circular:
+            _, number, tiles = self._in_group(first)
+            block = lax.rem(block + lax.div(number * self.blocks, tiles), jnp.int32(self.blocks))
+        return block, head
+
+    def rank(self, ranks: Array | None, block: Array) -> Array:
+        """How many tiles of keys add to the dq of a block of queries before this one does (dq_semaphore.py)."""
+        first, _, batch = self.tile()
+        tile = lax.div(first, jnp.int32(self.keys))
+        if ranks is not None:
+            return ranks[batch if ranks.shape[0] > 1 else 0, tile, block]
+        if not self.circular:
+            last, high = jnp.int32(self.tiles - 1), self.problem.high
+            if high is not None:
+                last = jnp.minimum(last, lax.div((block + 1) * self.block_q - 1 + high, jnp.int32(self.keys)))
+            return last - tile
+        before, number, tiles = self._in_group(first)
+        last = lax.div((block + 1) * tiles - 1, jnp.int32(self.blocks))
+        return before + lax.rem(last - number + tiles, tiles)
+
+    def _in_group(self, first: Array) -> tuple[Array, Array, Array]:
+        """How many tiles are before the group of that with this first key; its number in the group, and of how many."""
+        tile, group = lax.div(first, jnp.int32(self.keys)), jnp.int32(self.group)
+        before = lax.div(tile, group) * group
+        return before, tile - before, jnp.minimum(group, self.tiles - before)

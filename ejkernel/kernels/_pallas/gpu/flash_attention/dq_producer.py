@@ -1,0 +1,154 @@
+"""The third warpgroup of the backward: it loads tiles for the consumers, and adds their ds·k to dq in device memory.
+
+In what order the blocks of threads get to do the latter is not known, unless that is asked for: then a semaphore of
+each block of queries says whose addition is due (dq_semaphore.py).
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from .._inline.barriers import await_rank, count_of, count_up
+from .._launch import ROWS, accumulator, arrive, stage_of, sync
+from .backward_plan import DONE, Q_EMPTY, WARPGROUPS, Plan, Shared
+from .feature_tiles import load_parts
+from .mask_info import MaskInfo
+
+# Registers of a thread: with those of the two consumers 504 in all.
+REGISTERS = 72
+
+
+class DqSums(NamedTuple):
+    """dq in device memory, float32, and its semaphores and table of ranks (dq_semaphore.py), or None."""
+
+    dq: Any
+    semaphore: Any
+    ranks: Any
+
+
+def produce(
+    stationary: tuple, streamed: tuple, tiles: Shared, mask_info: MaskInfo | None, sums: DqSums, plan: Plan
+) -> None:
+    """Loads the `stationary` k and v, and for each step what is `streamed`: q, do, start and delta; then adds to dq."""
+    plgpu.set_max_registers(REGISTERS, action="decrease")
+    first, kv_head, batch = plan.tile()
+    for key_block in range(plan.key_blocks):
+        keys = pl.ds(first + key_block * ROWS, ROWS)
+        of_arrays = zip(stationary, (tiles.k, tiles.v), (plan.problem.D, plan.problem.V), strict=True)
+        for array, of_array, width in of_arrays:
+            source = lambda of_part, array=array, keys=keys: array.at[batch, keys, kv_head, of_part]
+            load_parts(of_array, key_block, source, width, tiles.kv_full)
+    load = partial(_load, streamed, tiles, plan, mask_info)
+    steps = plan.steps(mask_info)
+    lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
+    plgpu.barrier_wait(tiles.kv_full)
+    semaphore_of = partial(_semaphore_of, sums.semaphore, batch, plan, mask_info)
+
+    def compute(step, _):
+        _add_in_order(step, tiles, sums, semaphore_of, plan, mask_info)
+
+        @pl.when(step + plan.stages < steps)
+        def _():
+            sync(Q_EMPTY + stage_of(step, plan.stages), WARPGROUPS)
+            load(step + plan.stages)
+
+    lax.fori_loop(0, steps, compute, None)
+    arrive(DONE, WARPGROUPS)
+    if plan.deterministic and plan.signals_late:
+        pl.when(steps > 0)(lambda: _complete(steps - 1, semaphore_of))
+    else:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _load(arrays: tuple, tiles: Shared, plan: Plan, mask_info: MaskInfo | None, step: Array) -> None:
+    """Begins to load what belongs to the queries of a step."""
+    (q, do, start, delta), problem = arrays, plan.problem
+    q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in (tiles.q_full, tiles.do_full))
+    block, head = plan.place(mask_info, step)
+    batch, rows, stage = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
+    load_parts(tiles.q, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
+    plgpu.copy_gmem_to_smem(start.at[batch, head, rows], tiles.start.at[stage], q_full)
+    load_parts(tiles.do, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
+    plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], tiles.delta.at[stage], do_full)
+
+
+def _add_in_order(
+    step: Array, tiles: Shared, sums: DqSums, semaphore_of: Callable, plan: Plan, mask_info: MaskInfo | None
+) -> None:
+    """Adds the ds·k of a step to dq: when that is due if the order is certain, and else at once."""
+    add = partial(_accumulate_dq, step, tiles, sums.dq, plan, mask_info)
+    if not plan.deterministic:
+        return add()
+    count = count_of(semaphore_of(step))
+    rank = lambda: plan.rank(sums.ranks, plan.place(mask_info, step)[0])
+    due = lambda: await_rank(semaphore_of(step), count, rank())
+    late = (lambda: pl.when(step > 0)(lambda: _complete(step - 1, semaphore_of))) if plan.signals_late else None
+    add(due, late)
+    if not plan.signals_late:
+        _complete(step, semaphore_of)
+
+
+def _complete(step: Array, semaphore_of: Callable) -> None:
+    """Counts the addition of a step at its semaphore when that is in device memory."""
+    plgpu.wait_smem_to_gmem(0)
+    count_up(semaphore_of(step))
+
+
+def _semaphore_of(semaphore: Any, batch: Array, plan: Plan, mask_info: MaskInfo | None, step: Array) -> Any:
+    """That of the block of queries of a step."""
+    block, head = plan.place(mask_info, step)
+    return semaphore.at[batch, head, block]
+
+
+def _accumulate_dq(
+    step: Array, tiles: Shared, dq: Any, plan: Plan, mask_info: MaskInfo | None,
+    before_addition: Callable[[], None] = lambda: None, under_first_product: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
+    stage = stage_of(step, plan.ds_stages)
+    block, head = plan.place(mask_info, step)
+    sync(plan.ds_full + stage, plan.key_blocks + 1)
+    for chunk in plan.dq_chunks:
+        (dq_tile,) = (tile for (tile,) in tiles.dq if tile.shape[1] == chunk.stop - chunk.start)
+        squares = itertools.product(range(0, plan.block_q, ROWS), _columns_of_k(chunk, plan))
+        for n, (row, (part, columns, features)) in enumerate(squares):
+            rows, k_tile = slice(row, row + ROWS), tiles.k.parts[part]
+
+            begins = n == 0 and chunk == plan.dq_chunks[0]
+
+            def product(acc, rows=rows, k_tile=k_tile, columns=columns, begins=begins):
+                for key_block in range(plan.key_blocks):
+                    plgpu.wgmma(acc, tiles.ds.at[stage, key_block, :, rows].T, k_tile.at[key_block, :, columns])
+                if begins and under_first_product is not None:
+                    under_first_product()
+                return acc[...]
+
+            square = pl.run_scoped(product, accumulator(ROWS, columns.stop - columns.start))
+            if n == 0 and not (begins and under_first_product is not None):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            width = features.stop - features.start
+            dq_tile[rows, features.start - chunk.start : features.stop - chunk.start] = square[:, :width]
+        if chunk == plan.dq_chunks[-1]:
+            plgpu.barrier_arrive(tiles.ds_empty.at[stage])
+        if chunk == plan.dq_chunks[0]:
+            before_addition()
+        plgpu.commit_smem()
+        at = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), head, chunk
+        plgpu.copy_smem_to_gmem(dq_tile, dq.at[at], reduction_op="add")
+
+
+def _columns_of_k(chunk: slice, plan: Plan) -> list[tuple[int, slice, slice]]:
+    """For the features of a chunk, 64 at most at a time: the part of k, its columns, and which features these are."""
+    found = []
+    for n, part in enumerate(plan.D_parts):
+        begin, end = max(part.start, chunk.start), min(part.stop, chunk.stop)
+        for start in range(begin, end, ROWS):
+            stop = min(start + ROWS, part.stop)
+            found.append((n, slice(start - part.start, stop - part.start), slice(start, min(stop, end))))
+    return found

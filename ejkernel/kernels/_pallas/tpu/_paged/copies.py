@@ -1,0 +1,56 @@
+"""Copies of blocks of keys and values from a cache to the buffers on the chip, and the wait for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from .problem import Problem
+from .work import WorkItem
+
+
+def for_copies(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot, act: Callable):
+    """`act(copy)` for those pieces of a block of a work item that hold keys which it sees."""
+    begin = (lax.div(item.first, problem.keys) + block) * problem.caches[0].pieces
+    start, stop = _pieces(item, block, problem)
+
+    def of_piece(place, carry):
+        column = begin + place
+        if table is None:
+            where = item.sequence * problem.columns + column
+        else:
+            page = table[item.sequence * problem.columns + lax.div(column, problem.pieces)]
+            page = jnp.clip(page, 0, problem.pages - 1)
+            where = item.batch * problem.pool + page * problem.pieces + lax.rem(column, problem.pieces)
+        for cache, stored, buffer, semaphore in zip(problem.caches, caches, buffers, semaphores, strict=True):
+            for copy in cache.copies(stored, buffer, semaphore, slot, where, place):
+                act(copy)
+        return carry
+
+    lax.fori_loop(start, stop, of_piece, 0)
+
+
+def _pieces(item: WorkItem, block, problem: Problem) -> tuple[Any, Any]:
+    """Which pieces of a block hold keys that a work item sees: start ≤ n < stop."""
+    piece, pieces = problem.caches[0].piece, problem.caches[0].pieces
+    begin = (lax.div(item.first, problem.keys) + block) * pieces
+    first, stop = lax.div(item.first, piece), lax.div(item.stop + (piece - 1), piece)
+    return jnp.maximum(first - begin, 0), jnp.minimum(stop - begin, pieces)
+
+
+def wait(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot):
+    """Until a block has been copied: a semaphore counts bytes, so a whole block is waited for at once."""
+    start, stop = _pieces(item, block, problem)
+    is_whole = stop - start == problem.caches[0].pieces
+
+    @pl.when(is_whole)
+    def _():
+        for buffer, semaphore in zip(buffers, semaphores, strict=True):
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], semaphore.at[slot]).wait()
+
+    @pl.when(jnp.logical_not(is_whole))
+    def _():
+        for_copies(caches, buffers, semaphores, table, problem, item, block, slot, lambda copy: copy.wait())

@@ -1,0 +1,151 @@
+"""The online softmax of a work item: all heads with one block of keys, and what is written after the last.
+
+Per query: maximum m, denominator l and accumulator a over the blocks so far. A block of logits s moves them to
+
+    m' = max(m, max s);   l' = l·exp(m − m') + Σ exp(s − m');   a' = a·exp(m − m') + Σ exp(s − m')·v
+
+and in the end o = a / l, lse = m + log l; sinks join both as one more logit, which has no value.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..flash_attention.tiles import MASKED, contract, tanh
+from .cache import LANES
+from .problem import Inputs, Outputs, Problem, State
+from .work import WorkItem
+
+# Rows of tiles, of several heads, that are computed without a loop.
+ROWS_AT_ONCE = 128
+
+
+def heads_at_once(heads: int, rows: int) -> int:
+    """Heads of tiles of so many rows whose code stands side by side."""
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= ROWS_AT_ONCE))
+
+
+def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, problem: Problem):
+    """The online softmax of all heads with a block of keys.
+
+    The code of a few small tiles stands side by side, for the compiler to interleave. Larger ones are computed in a
+    loop, before which keys and values are sorted by heads: what begins at a row that is not known has no stride.
+    """
+    heads, rows, _ = x.q.shape
+    begin = (lax.div(item.first, problem.keys) + block) * problem.keys
+    key = begin + lax.broadcasted_iota(jnp.int32, (problem.keys, 1), 0)
+    in_context = (key >= item.first) & (key < item.stop)
+    loaders = [
+        cache.loader(buffer, slot, in_context, x.q.dtype) for cache, buffer in zip(problem.caches, buffers, strict=True)
+    ]
+    visible = _visible(x.drafts, item, begin, rows, problem)
+
+    def of_head(g, keys, values):
+        factor = _factor(x.k_scale, item, g, problem.spec.softmax_scale)
+        _accumulate_head(x.q, state, g, keys, values, visible, factor, problem)
+
+    of_keys = lambda g, part: loaders[0](g * problem.rows_of_head, part)
+    of_values = lambda g, part: loaders[-1]((g + 1) * problem.rows_of_head - 1, part)
+    if problem.latent:
+        of_values = lambda g, part: of_keys(g, part)[:, : problem.latent]
+    if state.keys is None:
+        for g in range(heads):
+            of_head(g, partial(of_keys, g), partial(of_values, g))
+        return
+    for g in range(heads):
+        for sorted_by_heads, load in ((state.keys, of_keys), (state.values, of_values)):
+            for part in range(sorted_by_heads.shape[1]):
+                sorted_by_heads[g, part] = load(g, part)
+    count = heads_at_once(heads, rows)
+
+    def of_heads(n, carry):
+        for g in range(count):
+            g = n * count + g
+            of_head(g, lambda part, g=g: state.keys[g, part], lambda part, g=g: state.values[g, part])
+        return carry
+
+    lax.fori_loop(0, heads // count, of_heads, 0)
+
+
+def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visible, factor, problem: Problem):
+    """That of head g, whose keys and values in a part of the features the two functions load."""
+    rows, softcap = q.shape[1], problem.spec.softcap
+    products = [contract(q[g, :, part], keys(n), (1, 1)) for n, part in enumerate(problem.caches[0].parts)]
+    s = sum(products[1:], products[0]) * factor
+    if softcap is not None:
+        s = softcap * tanh(s * (1 / softcap), softcap)
+    s = jnp.where(visible, s, MASKED)
+    before = state.maximum[g, :, :1]
+    maximum = jnp.maximum(before, jnp.max(s, axis=1, keepdims=True))
+    weights, rescale = jnp.exp(s - maximum), jnp.exp(before - maximum)
+    total = state.total[g, :, :1] * rescale + jnp.sum(weights, axis=1, keepdims=True)
+    state.maximum[g] = jnp.broadcast_to(maximum, (rows, LANES))
+    state.total[g] = jnp.broadcast_to(total, (rows, LANES))
+    for n, part in enumerate(problem.value_parts):
+        product = contract(weights.astype(q.dtype), values(n), (1, 0))
+        state.weighted[g, :, part] = state.weighted[g, :, part] * rescale + product
+
+
+def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
+    """Which row sees which key of a block that begins with the key `begin`, bool [rows, keys]."""
+    shape = (rows, problem.keys)
+    key = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
+    visible = (key >= item.first) & (key < item.stop)
+    if drafts is not None:
+        width = drafts.shape[1]
+        new = begin - item.cached + lax.broadcasted_iota(jnp.int32, (problem.keys, width), 0)
+        is_draft = new == lax.broadcasted_iota(jnp.int32, (problem.keys, width), 1)
+        told = contract(drafts[...], is_draft.astype(jnp.float32).astype(drafts.dtype), (1, 1))
+        visible &= (key < item.cached) | (told > 0.5)
+    if problem.tokens == 1:
+        return visible
+    position = item.position + _token_of(lax.broadcasted_iota(jnp.int32, shape, 0), problem)
+    if drafts is None:
+        visible &= key <= position
+    return visible if problem.spec.window is None else visible & (key > position - problem.spec.window)
+
+
+def _token_of(row: jax.Array, problem: Problem) -> jax.Array:
+    """⌊row / group⌋ for rows of a tile: the vector unit divides no integers, and halves are far from rounding up."""
+    return ((row.astype(jnp.float32) + 0.5) * (1 / problem.group)).astype(jnp.int32)
+
+
+def _factor(scale, item: WorkItem, g: int, static: float):
+    """The factor of head g, [b?, g?] in scalar memory, times a static one."""
+    if scale is None:
+        return static
+    return static * scale[item.batch if scale.shape[0] > 1 else 0, g if scale.shape[1] > 1 else 0]
+
+
+def write(x: Inputs, out: Outputs, state: State, item: WorkItem, problem: Problem):
+    """o and lse of the tokens of a work item; those of others in the tile stay."""
+    heads, rows, _ = x.q.shape
+    ours = lambda axis, shape: _of_item(lax.broadcasted_iota(jnp.int32, shape, axis), item, problem)
+    for g in range(heads):
+        maximum, total = state.maximum[g, :, :1], state.total[g, :, :1]
+        weight = jnp.where(maximum > MASKED, 1.0, 0.0)
+        is_some = maximum > MASKED
+        if x.sinks is not None:
+            sink = x.sinks[g, :, :1]
+            with_sink = jnp.maximum(maximum, sink)
+            weight *= jnp.exp(maximum - with_sink)
+            total = total * weight + jnp.exp(sink - with_sink)
+            maximum, is_some = with_sink, is_some | (sink > MASKED)
+        # A fully masked row has masked logits alone, each with a weight of 1, or no block at all.
+        factor = weight * _factor(x.v_scale, item, g, 1.0) / total
+        o = jnp.where(weight > 0, state.weighted[g] * factor, 0).astype(out.o.dtype)
+        lse = jnp.where(is_some, maximum + jnp.log(total), -jnp.inf)
+        lse = jnp.broadcast_to(lse, (rows, LANES)).T[:1]
+        if problem.tokens > 1:
+            o = jnp.where(ours(0, o.shape), o.astype(jnp.float32), out.o[g].astype(jnp.float32)).astype(o.dtype)
+            lse = jnp.where(ours(1, lse.shape), lse, out.lse[g : g + 1])
+        out.o[g] = o
+        out.lse[g : g + 1] = lse
+
+
+def _of_item(row: jax.Array, item: WorkItem, problem: Problem) -> jax.Array:
+    """Whether rows of a tile are those of its tokens."""
+    return (row >= item.begin * problem.group) & (row < item.end * problem.group)

@@ -1,0 +1,68 @@
+"""A pair of configs, for a forward and its backward, is checked as one is."""
+
+import jax
+import numpy as np
+import pytest
+
+import ejkernel
+from ejkernel.modules import FlashAttention
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.types import BwdParams, FwdParams, KernelConfig
+
+Q = np.random.default_rng(0).standard_normal((1, 32, 2, 8)).astype(np.float32)
+XLA = KernelConfig(block_q=8, block_k=16, platform="xla")
+PAIRS = {
+    "configs": (XLA, KernelConfig(block_q=16, block_k=8)),
+    "mappings": (dict(block_q=8, block_k=16, platform="xla"), dict(block_q=16, block_k=8)),
+    "short forms": (FwdParams(8, 16), BwdParams(16, 8)),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_a_pair_is_for_the_forward_and_the_backward(pair, jit):
+    loss = lambda q: ejkernel.lax.flash_attention(q, Q, Q, causal=True, config=pair).sum()
+    gradient = jax.grad(loss)
+    used = {
+        equation.primitive.name: equation.params["config"] for equation in equations(jax.make_jaxpr(gradient)(Q).jaxpr)
+    }
+    blocks = {name: (config.block_q, config.block_k) for name, config in used.items()}
+    assert blocks == {"flash_attention": (8, 16), "flash_attention_bwd": (16, 8)}
+    right = jax.grad(lambda q: ejkernel.lax.flash_attention(q, Q, Q, causal=True).sum())(Q)
+    np.testing.assert_allclose((jax.jit(gradient) if jit else gradient)(Q), right, rtol=1e-5, atol=1e-6)
+
+
+def equations(jaxpr):
+    """Those of the library's primitives, of jitted functions within too."""
+    for equation in jaxpr.eqns:
+        if "config" in equation.params:
+            yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+            if hasattr(inner, "jaxpr"):
+                yield from equations(inner.jaxpr)
+
+
+WRONG_PAIRS = {
+    "three": ((XLA, XLA, XLA), "config is a tuple of 3; a pair is"),
+    "a backward of no sizes": ((XLA, KernelConfig(block_q=-1)), "config.block_q is -1"),
+    "a backward elsewhere": ((XLA, XLA), "flash_attention: the config of the backward names a platform"),
+}
+
+
+@pytest.mark.parametrize("pair, says", WRONG_PAIRS.values(), ids=WRONG_PAIRS)
+def test_a_wrong_pair_is_refused(pair, says):
+    for call in (
+        lambda: ejkernel.lax.flash_attention(Q, Q, Q, config=pair),
+        lambda: ejkernel.modules.flash_attention(Q, Q, Q, cfg=pair),
+        lambda: FlashAttention()(Q, Q, Q, cfg=pair),
+    ):
+        with pytest.raises(ValueError, match=says):
+            call()
+
+
+def test_what_has_no_gradient_takes_no_pair():
+    arrays = OPERATIONS["ragged_page_attention_v3"].example()
+    config = dict(platform="xla")
+    call = lambda arrays: ejkernel.lax.ragged_page_attention_v3(**arrays, config=(config, config))
+    with pytest.raises(ValueError, match="config is a tuple of 2; a pair is for what has a gradient"):
+        jax.eval_shape(call, arrays)

@@ -1,0 +1,37 @@
+"""Stores of configs on disk: their file, what stands in it, and other processes that use it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import shown
+from shown import TUNED
+
+from ejkernel.ops import PersistentCache
+
+DEVICE = "cpu|cpu"
+
+
+def file_in(directory):
+    (file,) = directory.glob("*.json")
+    return file
+
+
+def process(directory, script):
+    """Another process, with `cache` over the directory. The device is always given, so that it starts no backend."""
+    prelude = f"""
+        import os, random, signal, sys, time, warnings
+        sys.path.insert(0, {os.path.dirname(shown.__file__)!r})
+        from shown import Config
+        from ejkernel.ops import PersistentCache
+        warnings.simplefilter("error", UserWarning)
+        cache = PersistentCache({str(directory)!r})
+    """
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(script)])
+
+
+def stored(directory):
+    """A cache with one entry, reopened."""
+    PersistentCache(directory).put("key", TUNED)
+    return PersistentCache(directory)
