@@ -12,15 +12,15 @@ from typing import Any, NoReturn
 
 ABSENT: dict[str, tuple[str, ...]] = {
     "ejkernel.modules": ("ragged_page_attention_v3_turboquant",),
-    "ejkernel.modules.operations": ("quantized_matmul",),
     "ejkernel.modules.operations.ragged_page_attention_v2_turboquant": ("ragged_page_attention_v2_turboquant",),
-    "ejkernel.quantization": ("dequantize", "prepack_quantized_weights", "quantize"),
     "ejkernel.quantization.turboquant.codebook": ("solve_lloyd_max",),
     "ejkernel.quantization.turboquant.matrices": ("generate_projection_matrix", "generate_rotation_matrix"),
 }
 
-# Names that 0.0.78 has in modules of its kernels, and what they are here.
+# Names that 0.0.78 has in other modules than this library, and what they are here. The first is the function, which
+# `from` gives in the place of the module of that name.
 ELSEWHERE: dict[tuple[str, str], tuple[str, str]] = {
+    ("ejkernel.modules.operations", "quantized_matmul"): ("ejkernel.modules", "quantized_matmul"),
     ("ejkernel.kernels._pallas.tpu.ragged_gated_delta_rule._interface", "_decode_path"): (
         "ejkernel.modules._release_recurrent",
         "gated_delta_rule_decode",
