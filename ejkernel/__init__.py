@@ -18,7 +18,7 @@ if "ejkernel.lowering" not in sys.modules:
         raise ImportError(f"ejkernel: {_beside.parent} is missing; copy the whole repository and `pip install -e .` it")
 
 from . import block_masks, checkpoint_policies, kernels, lax, lowering, modules, ops
-from ._absent import name_what_is_absent as _name_what_is_absent
+from ._elsewhere import name_what_is_elsewhere as _name_what_is_elsewhere
 from ._explain import explain
 from ._export import export_checks
 from .errors import ConfigMissError, EjkernelRuntimeError, UnsupportedError
@@ -38,7 +38,7 @@ __all__ = [
     "ops",
 ]
 
-_name_what_is_absent()
+_name_what_is_elsewhere()
 
 
 def __getattr__(name: str) -> str:

@@ -21,6 +21,7 @@ from .native_sparse_attention import native_sparse_attention
 from .native_sparse_blocks import native_sparse_blocks
 from .page_attention import page_attention
 from .page_plan import page_plan
+from .quantized_matmul import quantized_matmul
 from .ragged_decode_attention import ragged_decode_attention
 from .ragged_gated_delta_rule import ragged_gated_delta_rule
 from .ragged_page_attention import ragged_page_attention
@@ -52,6 +53,7 @@ __all__ = [
     "native_sparse_blocks",
     "page_attention",
     "page_plan",
+    "quantized_matmul",
     "ragged_decode_attention",
     "ragged_gated_delta_rule",
     "ragged_page_attention",

@@ -30,6 +30,7 @@ from .operations.native_sparse_attention import NativeSparseAttention
 from .operations.native_sparse_blocks import NativeSparseBlocks
 from .operations.page_attention import PageAttention
 from .operations.page_plan import page_plan
+from .operations.quantized_matmul import QuantizedMatmul
 from .operations.ragged_decode_attention import RaggedDecodeAttention
 from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
 from .operations.ragged_page_attention import RaggedPageAttention
@@ -54,6 +55,7 @@ multi_latent_page_attention = _function(MultiLatentPageAttention)
 native_sparse_attention = _function(NativeSparseAttention)
 native_sparse_blocks = _function(NativeSparseBlocks)
 page_attention = _function(PageAttention)
+quantized_matmul = _either(_function(QuantizedMatmul))
 ragged_decode_attention = _either(_function(RaggedDecodeAttention))
 ragged_gated_delta_rule = _either(_function(RaggedGatedDeltaRule))
 ragged_page_attention = _function(RaggedPageAttention)
@@ -90,6 +92,7 @@ __all__ = [
     "NativeSparseAttention",
     "NativeSparseBlocks",
     "PageAttention",
+    "QuantizedMatmul",
     "RaggedDecodeAttention",
     "RaggedGatedDeltaRule",
     "RaggedPageAttention",
@@ -123,6 +126,7 @@ __all__ = [
     "native_sparse_blocks",
     "page_attention",
     "page_plan",
+    "quantized_matmul",
     "ragged_decode_attention",
     "ragged_gated_delta_rule",
     "ragged_page_attention",

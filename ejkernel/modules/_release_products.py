@@ -1,4 +1,4 @@
-"""grouped_matmul and mean_pooling in the form of ejkernel 0.0.78."""
+"""grouped_matmul, quantized_matmul and mean_pooling in the form of ejkernel 0.0.78."""
 
 from typing import Any
 
@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..errors import value_error
+from ..errors import shown, value_error
+from ..kernels._registry import Platform, kernel_registry
 from ..xla_utils.groups import group_bounds
 from ._release import Present, arrays_of, entries_of, run, translates
 from .operations._arguments import int32
@@ -63,6 +64,38 @@ def with_one_dtype(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array
         return lhs, rhs
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
     return lhs.astype(common), rhs.astype(common)
+
+
+@translates
+def quantized_matmul(product: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
+    """`axis` names the layout of the weights: "row" is transpose=False, "col" is transpose=True.
+
+    fuse, strict_fuse, allow_dense_fallback and tpu_path choose among the kernels of 0.0.78. Here no implementation
+    makes the whole of a large matrix, which is what strict_fuse asks for, so that all of them are taken; those that
+    contradict each other are refused, as there. A platform without an implementation of it is "auto".
+    """
+    _check_fusion(**{name: call[name] for name in ("fuse", "strict_fuse", "allow_dense_fallback", "tpu_path")})
+    transpose, axis, platform = call["transpose"], call["axis"], call["platform"]
+    if axis is not None and axis not in ("row", "col"):
+        raise value_error("quantized_matmul", f"axis is {shown(axis)}; it must be 'row' or 'col'")
+    known = {str(found.platform) for found in kernel_registry.list_implementations("quantized_matmul")}
+    if platform in list(Platform) and platform not in known:
+        call |= dict(platform="auto")
+    x, w, scales, zeros = arrays_of(call, "x", "w", "scales", "zeros")
+    arguments = dict(x=x, w=w, scales=scales, zeros=zeros, transpose=transpose if axis is None else axis == "col")
+    return run(product, call, arguments | {n: call[n] for n in ("group_size", "bits", "mode")}, specs)
+
+
+def _check_fusion(fuse: Any, strict_fuse: Any, allow_dense_fallback: Any, tpu_path: Any) -> None:
+    for name, x in (("fuse", fuse), ("strict_fuse", strict_fuse), ("allow_dense_fallback", allow_dense_fallback)):
+        if x not in (True, False, *(() if name == "fuse" else (None,))):
+            raise value_error("quantized_matmul", f"{name} is {shown(x)}; it must be True or False")
+    if strict_fuse and not fuse:
+        raise value_error("quantized_matmul", "strict_fuse is True but fuse is False; it needs fuse")
+    if strict_fuse and allow_dense_fallback:
+        raise value_error("quantized_matmul", "strict_fuse and allow_dense_fallback are True; one excludes the other")
+    if tpu_path not in (None, "hybrid", "packed", "predecode"):
+        raise value_error("quantized_matmul", f"tpu_path is {shown(tpu_path)}; it must be hybrid, packed or predecode")
 
 
 @translates

@@ -221,6 +221,19 @@ FORMS: dict[str, Form] = {
         is_told_by=lambda call: _rank(call, "rhs_scale") == 4 or _two_float_dtypes(call),
         by_position=3,
     ),
+    "quantized_matmul": Form(
+        ("x", "w", "scales", "zeros"),
+        required=3,
+        options=dict(transpose=False, group_size=None, bits=None, mode="affine", axis=None)
+        | dict(fuse=True, strict_fuse=None, allow_dense_fallback=None, tpu_path=None),
+        chosen_here=("use_best_config", "gemv_mode", "revsplit_k", "revsplit_k_parts"),
+        marks=frozenset(
+            (
+                *("axis", "fuse", "strict_fuse", "allow_dense_fallback", "tpu_path"),
+                *("use_best_config", "gemv_mode", "revsplit_k", "revsplit_k_parts"),
+            )
+        ),
+    ),
     "gated_delta_rule": Form(
         ("q", "k", "v", "beta", "g", "initial_state"),
         required=4,

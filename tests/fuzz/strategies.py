@@ -15,7 +15,7 @@ from .values import FAMILIES
 
 SOFTMAX = ("flash_attention", "ring_attention", "blocksparse_attention", "flash_mla", "native_sparse_attention")
 OFTEN = ("none", "none", "none", "vjp", "vjp", "vjp", "jvp", "jvp", "jvp_of_vjp")
-NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2"}  # of operands that have no derivative
+NUMBERS_OF = {"int8", "float8_e4m3fn", "float8_e5m2", "uint8", "uint32"}  # of operands that have no derivative
 PLACES = {"b": "x"}  # on the mesh; other letters that may be split stand along y
 WHOLE = {"b": (2, 4), "h": (4,), "g": (2,), "n": (8, 16), "d": (8, 16)}  # sizes that a mesh divides
 

@@ -4,10 +4,8 @@ import importlib
 import logging
 
 import jax.numpy as jnp
-import pytest
 
 from ejkernel import callib, loggings, ops
-from ejkernel._absent import ABSENT
 
 NAMES = {
     "ejkernel": ("__version__",),
@@ -66,15 +64,6 @@ def test_every_name_can_be_imported():
     for module, names in NAMES.items():
         for name in names:
             assert getattr(importlib.import_module(module), name) is not None
-
-
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in ABSENT.items() for name in names])
-def test_what_is_absent_says_so(module, name):
-    found = getattr(importlib.import_module(module), name)
-    if found.__module__ != "ejkernel._absent":
-        pytest.fail(f"{module} has {name}: take it from the table in ejkernel/_absent.py")
-    with pytest.raises(NotImplementedError, match=f"{name}: this version of ejkernel has no such operation"):
-        found(1, x=2)
 
 
 def test_ejit_is_jit():

@@ -1,0 +1,288 @@
+"""quantized_matmul in plain JAX: the formula, and its decomposition into blocks of columns.
+
+With v the value of a code, γ its group and W_rc = (v_rc − z_rγ) s_rγ, in float32 and then rounded to the dtype of x:
+
+    o  = x · W                  do → dx = do · Wᵀ
+    ȯ  = ẋ · W + x · Ẇ          Ẇ_rc = (v_rc − z_rγ) ṡ_rγ − s_rγ ż_rγ
+    dW = xᵀ · do                ds_rγ = Σ_{c∈γ} dW_rc (v_rc − z_rγ)      dz_rγ = −s_rγ Σ_{c∈γ} dW_rc
+
+and with Wᵀ in the place of W where the rows of the codes are its columns. One block after another is dequantised,
+multiplied and forgotten: W, Ẇ and dW are never there as a whole, in derivatives of any order neither.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
+from ejkernel.quantization._formats import scales_of, values_of
+from ejkernel.quantization._packing import unpacked
+from ejkernel.types import Target
+from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
+
+from .._registry import Backend, Platform, configured_by, kernel_registry
+from ._tiles import varying_like
+
+
+def reference(*operands, spec=QuantizedMatmulSpec()) -> Outputs:
+    """The formula: the whole matrix in the dtype of x, and one product. Differentiable to any order."""
+    operands = Operands(*operands)
+    matrix = _matrix(_rows_of(operands), spec, operands.x.dtype)
+    return _outputs(_dot(_plain(operands.x), matrix, spec.transpose), operands, spec)
+
+
+# --- Configs ---------------------------------------------------------------------------------------------------------
+
+
+def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> QuantizedMatmulConfig:
+    """As many columns as make 2^20 floats on a CPU, which its cache holds, and 2^25 elsewhere."""
+    features = operands.x.shape[2] * operands.x.shape[3] * operands.x.shape[4]
+    most = 2**20 if target.platform == "cpu" else 2**25
+    return QuantizedMatmulConfig(columns_per_block=max(1, most // max(1, features)))
+
+
+def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list[QuantizedMatmulConfig]:
+    """That of the heuristic: what a block costs in memory is what it is chosen by."""
+    return [heuristic(spec, operands, target)]
+
+
+# --- Implementations -------------------------------------------------------------------------------------------------
+
+
+@kernel_registry.register("quantized_matmul", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+@partial(jax.jit, static_argnames=("spec", "config"))
+def quantized_matmul(
+    *operands: Array | None,
+    spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
+    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
+) -> Outputs:
+    """o, some columns at a time."""
+    operands = Operands(*operands)
+
+    def of_block(x, block):
+        return {}, {"o": _dot(x, _matrix(block.rows, spec, x.dtype), spec.transpose)}
+
+    _, parts = _sweep(of_block, _plain(operands.x), _Block(_rows_of(operands)), spec, config)
+    return _outputs(parts["o"], operands, spec)
+
+
+@kernel_registry.register("quantized_matmul_jvp", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+@partial(jax.jit, static_argnames=("spec", "config"))
+def quantized_matmul_jvp(
+    primals: Operands,
+    outputs: Outputs,
+    tangents: Operands,
+    *,
+    spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
+    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
+) -> Outputs:
+    """The tangent of o; a tangent of None is zero."""
+    moving = _rows_of(tangents)
+
+    def of_block(xs, block):
+        x, dx = xs
+        terms = [] if dx is None else [_dot(dx, _matrix(block.rows, spec, x.dtype), spec.transpose)]
+        if block.tangents != _Rows():
+            terms.append(_dot(x, _matrix_tangent(block.rows, block.tangents, spec, x.dtype), spec.transpose))
+        return {}, {"o": sum(terms)}
+
+    xs = _plain(primals.x), None if tangents.x is None else _plain(tangents.x)
+    _, parts = _sweep(of_block, xs, _Block(_rows_of(primals), tangents=moving), spec, config)
+    return _outputs(parts["o"], primals, spec)
+
+
+@kernel_registry.register("quantized_matmul_bwd", Platform.XLA, Backend.ANY)
+@configured_by(heuristic, space)
+@partial(jax.jit, static_argnames=("wrt", "spec", "config"))
+def quantized_matmul_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
+    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
+) -> tuple[Array, ...]:
+    """The cotangents of the operands named in wrt."""
+
+    def of_block(x, block):
+        sums, parts, wide = {}, {}, _wide(x.dtype)
+        if "x" in wrt:
+            sums["x"] = _dot(block.do, _matrix(block.rows, spec, x.dtype), not spec.transpose)
+        if "scales" in wrt or "zeros" in wrt:
+            of_matrix = _in_groups(_matrix_cotangent(x, block.do, block.rows, spec), spec)
+            relative, scales = _relative(block.rows, spec, wide), scales_of(block.rows.scales, spec.format, wide)
+            found = {"scales": (of_matrix * relative).sum(-1), "zeros": -scales * of_matrix.sum(-1)}
+            parts = {name: _of_batch(found[name], block.rows, name) for name in ("scales", "zeros") if name in wrt}
+        return sums, parts
+
+    block = _Block(_rows_of(primals), do=_plain(cotangents.o))
+    sums, parts = _sweep(of_block, _plain(primals.x), block, spec, config)
+    like = {name: getattr(primals, name) for name in wrt}
+    return tuple((sums | parts)[name].astype(x.dtype).reshape(x.shape) for name, x in like.items())
+
+
+# --- Blocks of columns -----------------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """Rows of codes: words [b?, rows, groups, words of a group], scales and zeros [b?, rows, groups]."""
+
+    w: Any = None
+    scales: Any = None
+    zeros: Any = None
+
+
+class _Block(NamedTuple):
+    """What belongs to some columns: their codes, the tangents of their scales and zeros, and do [b, m, columns]."""
+
+    rows: _Rows
+    tangents: _Rows = _Rows()
+    do: Any = None
+
+
+def _rows_of(x: Operands) -> _Rows:
+    """The codes without the axes of the other layout."""
+
+    def merged(a):
+        if a is None:
+            return None
+        b, k, n, g, h, *words = a.shape
+        return a.reshape(b, k * n, g * h, *words)
+
+    return _Rows(merged(x.w), merged(x.scales), merged(x.zeros))
+
+
+def _plain(x: Array) -> Array:
+    """[b, m, features] of x, or [b, m, columns] of o."""
+    return x.reshape(*x.shape[:2], math.prod(x.shape[2:]))
+
+
+def _outputs(o: Array, x: Operands, spec: QuantizedMatmulSpec) -> Outputs:
+    """o with the axes of both layouts."""
+    columns = (x.w.shape[2], 1, 1) if spec.transpose else (1, x.w.shape[3], spec.group_size)
+    return Outputs(o.astype(x.x.dtype).reshape(*o.shape[:2], *columns))
+
+
+def _sweep(
+    of_block: Callable[..., tuple[dict, dict]],
+    x: Any,
+    whole: _Block,
+    spec: QuantizedMatmulSpec,
+    config: QuantizedMatmulConfig,
+) -> tuple[dict[str, Array], dict[str, Array]]:
+    """of_block(x, block) → (sums, parts) of every block of columns: the former added up, the latter side by side.
+
+    Derivatives keep nothing of a block but where it is: it is computed again.
+    """
+    axis, columns = (1, 1) if spec.transpose else (2, spec.group_size)
+    count = whole.rows.w.shape[axis]
+    size = max(1, min(config.columns_per_block // columns, count))
+    if size == count:
+        return of_block(x, whole)
+
+    def cut(start, size):
+        of_rows = lambda a: lax.dynamic_slice_in_dim(a, start, size, axis)
+        do = None if whole.do is None else lax.dynamic_slice_in_dim(whole.do, start * columns, size * columns, 2)
+        return _Block(*jax.tree.map(of_rows, whole[:2]), do)
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def of_cut(x, block):
+        return of_block(x, block)
+
+    def step(sums, start):
+        more, parts = of_cut(x, cut(start, size))
+        return jax.tree.map(jnp.add, sums, more), parts
+
+    nothing, _ = jax.eval_shape(lambda: of_block(x, cut(0, size)))
+    nothing = varying_like((x, whole), jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), nothing))
+    starts = np.arange(count // size, dtype=np.int32) * np.int32(size)
+    sums, parts = lax.scan(step, nothing, starts)
+    at = lambda name: 2 if name == "o" else axis
+    parts = {name: _side_by_side(a, at(name)) for name, a in parts.items()}
+    if rest := count % size:
+        more, last = of_cut(x, cut(count - rest, rest))
+        sums = jax.tree.map(jnp.add, sums, more)
+        parts = {name: jnp.concatenate((a, last[name]), at(name)) for name, a in parts.items()}
+    return sums, parts
+
+
+def _side_by_side(parts: Array, axis: int) -> Array:
+    """[n, …, s, …] as […, n · s, …], where s is at this axis of a part."""
+    parts = jnp.moveaxis(parts, 0, axis)
+    return parts.reshape(*parts.shape[:axis], parts.shape[axis] * parts.shape[axis + 1], *parts.shape[axis + 2 :])
+
+
+# --- The parts of the formula ----------------------------------------------------------------------------------------
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    return np.promote_types(dtype, np.float32)
+
+
+def _in_groups(matrix: Array, spec: QuantizedMatmulSpec) -> Array:
+    """[b?, rows, groups, codes of a group] of [b?, rows, codes]."""
+    return matrix.reshape(*matrix.shape[:2], -1, spec.group_size)
+
+
+def _relative(rows: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
+    """v − z of every code, [b?, rows, groups, codes of a group]."""
+    values = values_of(unpacked(rows.w, spec.bits), spec.format, dtype)
+    return values if rows.zeros is None else values - rows.zeros.astype(dtype)[..., None]
+
+
+def _flat(groups: Array, dtype: np.dtype) -> Array:
+    return groups.reshape(*groups.shape[:2], -1).astype(dtype)
+
+
+def _matrix(rows: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
+    """W [b?, rows, codes], in a dtype."""
+    scales = scales_of(rows.scales, spec.format, _wide(dtype))
+    return _flat(_relative(rows, spec, _wide(dtype)) * scales[..., None], dtype)
+
+
+def _matrix_tangent(rows: _Rows, tangents: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
+    """Ẇ, of the tangents that there are."""
+    wide, terms = _wide(dtype), []
+    if tangents.scales is not None:
+        terms.append(_relative(rows, spec, wide) * tangents.scales.astype(wide)[..., None])
+    if tangents.zeros is not None:
+        moved = rows.scales.astype(wide) * tangents.zeros.astype(wide)
+        terms.append(jnp.broadcast_to(-moved[..., None], (*moved.shape, spec.group_size)))
+    return _flat(sum(terms), dtype)
+
+
+def _matrix_cotangent(x: Array, do: Array, rows: _Rows, spec: QuantizedMatmulSpec) -> Array:
+    """dW [b?, rows, codes], added up over the batch where all of it has the same W."""
+    b = "b" if any(a is not None and a.shape[0] != 1 for a in rows) else ""
+    first, second = (do, x) if spec.transpose else (x, do)
+    found = _product(f"bmr,bmc->{b}rc", first, second)
+    return found if b else found[None]
+
+
+def _of_batch(found: Array, rows: _Rows, name: str) -> Array:
+    """The cotangent of the scales or zeros, added up over the batch where they are the same for all of it."""
+    return found.sum(0, keepdims=True) if getattr(rows, name).shape[0] == 1 else found
+
+
+def _dot(x: Array, matrix: Array, transpose: bool) -> Array:
+    """x [b, m, i] times a matrix [b?, i, o], or the transpose of [b?, o, i], added up in float32."""
+    b, matrix = ("", matrix[0]) if matrix.shape[0] == 1 else ("b", matrix)
+    return _product(f"bmi,{b}{'oi' if transpose else 'io'}->bmo", x, matrix)
+
+
+def _product(equation: str, x: Array, y: Array) -> Array:
+    """An einsum in the precision of x and y, added up in float32. A CPU multiplies 16 bits as float32, exactly."""
+    product = partial(jnp.einsum, equation, precision=lax.Precision.HIGHEST, preferred_element_type=_wide(x.dtype))
+    if x.dtype.itemsize > 2:
+        return product(x, y)
+    widened = lambda *factors: product(*(factor.astype(jnp.float32) for factor in factors))
+    return lax.platform_dependent(x, y, cpu=widened, default=product)

@@ -1,0 +1,220 @@
+"""The formats of quantised weights: their names, what is allowed in each, and what a code and a scale stand for.
+
+| mode | bits | values of a group | value of a code | scale of a group |
+|---|---|---|---|---|
+| affine | 1 to 8 | 16 to 1024 | (code − zero) · scale | a float; `zeros` has the zero, a float too |
+| nf4 | 4 | 16 to 1024 | NF4[code] · scale | a float, the largest magnitude of the group |
+| mxfp4 | 4 | 32 | e2m1(code) · 2^scale | uint8 that holds an int8 in two's complement |
+| mxfp8 | 8 | 32 | e4m3(code) · 2^scale | as mxfp4 |
+| nvfp4 | 4 | 16 | e2m1(code) · e4m3(scale) | uint8 that holds a float8_e4m3fn |
+| nvfp8 | 8 | 16 | e4m3(code) · e4m3(scale) | as nvfp4 |
+
+e2m1 and e4m3 are the float types of those exponent and mantissa bits (OCP microscaling formats, v1.0); e4m3 is that
+without infinities, `float8_e4m3fn`. An exponent of the OCP's e8m0, which is biased, is that of mxfp4 and mxfp8 plus
+127. NF4 are the quantiles of QLoRA, arXiv 2305.14314, appendix E. Powers of two, e2m1 and e4m3 are exact in float32.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ..errors import shown, type_error, value_error
+from ._packing import period
+
+Mode = Literal["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8"]
+
+GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
+# What each mode has. Where it has a choice, 4 bits and groups of 64 are the defaults.
+BITS: dict[str, tuple[int, ...]] = {
+    "affine": (1, 2, 3, 4, 5, 6, 7, 8),
+    "nf4": (4,),
+    "mxfp4": (4,),
+    "mxfp8": (8,),
+    "nvfp4": (4,),
+    "nvfp8": (8,),
+}
+SIZES: dict[str, tuple[int, ...]] = {
+    "affine": GROUP_SIZES,
+    "nf4": GROUP_SIZES,
+    "mxfp4": (32,),
+    "mxfp8": (32,),
+    "nvfp4": (16,),
+    "nvfp8": (16,),
+}
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LARGEST_E4M3 = 448.0
+_SMALLEST_E4M3 = 2.0**-9
+
+
+@dataclass(frozen=True)
+class Format:
+    """A mode with its bits and the number of values that share a scale."""
+
+    mode: str
+    bits: int
+    group_size: int
+
+    @property
+    def words(self) -> int:
+        """32-bit words of the codes of a group."""
+        return self.group_size * self.bits // 32
+
+    @property
+    def has_float_scales(self) -> bool:
+        return self.mode in ("affine", "nf4")
+
+    @property
+    def largest(self) -> float:
+        """The largest value of a code of mxfp and nvfp."""
+        return E2M1[-1] if self.bits == 4 else LARGEST_E4M3
+
+
+def format_of(operation: str, mode: Any, bits: Any = None, group_size: Any = None) -> Format:
+    """The format that a user asks for, with the defaults of its mode; raises where there is none."""
+    if not isinstance(mode, str) or mode not in BITS:
+        raise value_error(operation, f"mode is {shown(mode)}; it must be one of {', '.join(BITS)}")
+    bits = _one_of(operation, mode, "bits", bits, BITS[mode], default=4)
+    size = _one_of(operation, mode, "group_size", group_size, SIZES[mode], default=64)
+    if size % period(bits):
+        raise value_error(
+            operation,
+            f"group_size is {size} with {bits} bits; it must be a multiple of {period(bits)}, "
+            "so that the codes of a group fill whole words of 32 bits",
+        )
+    return Format(mode, bits, size)
+
+
+def _one_of(operation: str, mode: str, name: str, x: Any, allowed: tuple[int, ...], default: int) -> int:
+    if x is None:
+        return default if default in allowed else allowed[0]
+    if isinstance(x, bool) or not isinstance(x, int | np.integer):
+        raise type_error(operation, f"{name} is {shown(x)}; it must be an int or None")
+    if x not in allowed:
+        rule = f"one of {', '.join(map(str, allowed))}" if len(allowed) > 1 else f"{allowed[0]}"
+        raise value_error(operation, f"{name} is {shown(x)}; mode {mode} has {rule}")
+    return int(x)
+
+
+# --- What codes and scales stand for ----------------------------------------------------------------------------------
+
+
+def values_of(codes: Array, of: Format, dtype: Any) -> Array:
+    """The numbers of codes, before the scale and the zero, in a float dtype of at least 32 bits."""
+    if of.mode == "affine":
+        return codes.astype(dtype)
+    if of.mode == "nf4":
+        return _looked_up(codes, NF4, dtype)
+    if of.bits == 4:
+        return _looked_up(codes, (*E2M1, *(-x for x in E2M1)), dtype)
+    return _e4m3(codes.astype(jnp.uint8), dtype)
+
+
+def scales_of(scales: Array, of: Format, dtype: Any) -> Array:
+    """The factors of groups."""
+    if of.has_float_scales:
+        return scales.astype(dtype)
+    if of.mode.startswith("nvfp"):
+        return _e4m3(scales, dtype)
+    return jnp.ldexp(jnp.ones((), dtype), lax.bitcast_convert_type(scales, jnp.int8).astype(jnp.int32))
+
+
+def _e4m3(x: Array, dtype: Any) -> Array:
+    return lax.bitcast_convert_type(x, jnp.float8_e4m3fn).astype(dtype)
+
+
+def _looked_up(codes: Array, table: tuple[float, ...], dtype: Any) -> Array:
+    """table[codes] by selects, one bit after another: it is fused with what follows, which a gather is not."""
+    found = [jnp.asarray(x, dtype) for x in table]
+    for bit in range(len(table).bit_length() - 1):
+        is_set = (codes >> bit) & 1 == 1
+        found = [jnp.where(is_set, one, zero) for zero, one in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
+
+
+# --- The scales and codes of weights ----------------------------------------------------------------------------------
+
+
+def encoded(w: Array, of: Format, dtype: Any) -> tuple[Array, ...]:
+    """(codes, scales) of groups [..., group_size] of floats of at least 32 bits, and zeros where the mode is affine.
+
+    Float scales and zeros are of `dtype`. Each code is that of the value nearest to the weight, given the scale and the
+    zero as they are stored.
+    """
+    if of.mode == "affine":
+        return _affine(w, of, dtype)
+    largest = jnp.abs(w).max(-1)
+    if of.mode == "nf4":
+        scales = _or_one(largest.astype(dtype))
+        return _nearest_nf4(w / scales.astype(w.dtype)[..., None]), scales
+    scales = (_scales_of_nvfp if of.mode.startswith("nvfp") else _exponents)(largest / of.largest, of)
+    relative = w / scales_of(scales, of, w.dtype)[..., None]
+    return (_nearest_e2m1(relative) if of.bits == 4 else _nearest_e4m3(relative)), scales
+
+
+def _affine(w: Array, of: Format, dtype: Any) -> tuple[Array, Array, Array]:
+    """The smallest and the largest weight are those of code 0 and of the last one, but for the rounding of the zero.
+
+    A zero of p bits can be off by |w|·2^−p/scale codes, and so can the scale: the range is as much larger, or the ends
+    of a group far from 0 would be cut off. In float16 the scale is also as large as keeps the zero finite.
+    """
+    last, limits = 2**of.bits - 1, jnp.finfo(dtype)
+    most, least = float(limits.max), max(float(limits.smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
+    smallest, magnitude = w.min(-1), jnp.abs(w).max(-1)
+    margin = float(limits.eps) * magnitude
+    scales = jnp.maximum((w.max(-1) - smallest + 2 * margin) / last, 2 * magnitude / most) + least
+    scales = scales.clip(max=most).astype(dtype)
+    wide = scales.astype(w.dtype)
+    zeros = ((margin - smallest) / wide).astype(dtype)
+    codes = jnp.round(w / wide[..., None] + zeros.astype(w.dtype)[..., None]).clip(0, last)
+    return codes.astype(jnp.uint32), scales, zeros
+
+
+def _or_one(scales: Array) -> Array:
+    """1 in the place of 0: a group of zeros is divided by it."""
+    return jnp.where(scales == 0, jnp.ones((), scales.dtype), scales)
+
+
+def _exponents(scales: Array, of: Format) -> Array:
+    """The least e with scale ≤ 2^e, an int8 in a uint8."""
+    del of
+    mantissa, exponent = jnp.frexp(scales)
+    exponent = (exponent - (mantissa == 0.5)).clip(-126, 127)
+    return lax.bitcast_convert_type(exponent.astype(jnp.int8), jnp.uint8)
+
+
+def _scales_of_nvfp(scales: Array, of: Format) -> Array:
+    """The nearest e4m3 that is not 0, so that small weights keep the exponents of their codes.
+
+    Of codes of 8 bits, which lose nothing by it, the next larger one, so that the largest weight is not cut off.
+    """
+    scales = scales.clip(_SMALLEST_E4M3, LARGEST_E4M3)
+    found = lax.bitcast_convert_type(scales.astype(jnp.float8_e4m3fn), jnp.uint8)
+    return found if of.bits == 4 else found + (_e4m3(found, scales.dtype) < scales).astype(jnp.uint8)
+
+
+def _nearest_nf4(x: Array) -> Array:
+    return sum((x > (a + b) / 2).astype(jnp.uint32) for a, b in pairwise(NF4))
+
+
+def _nearest_e2m1(x: Array) -> Array:
+    """Of two that are as near the one of the even code, which float types round to."""
+    between = [(a + b) / 2 for a, b in pairwise(E2M1)]
+    magnitude = jnp.abs(x)
+    above = [magnitude > a if i % 2 == 0 else magnitude >= a for i, a in enumerate(between)]
+    return sum(is_above.astype(jnp.uint32) for is_above in above) | (jnp.signbit(x).astype(jnp.uint32) << 3)
+
+
+def _nearest_e4m3(x: Array) -> Array:
+    codes = x.clip(-LARGEST_E4M3, LARGEST_E4M3).astype(jnp.float8_e4m3fn)
+    return lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.uint32)

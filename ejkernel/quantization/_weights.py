@@ -1,0 +1,191 @@
+"""Quantised weights of whole matrices: `quantize`, `dequantize` and `prepack_quantized_weights`."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, UInt8, UInt32
+
+from ..errors import shown, type_error, value_error
+from ._formats import Format, Mode, encoded, format_of, scales_of, values_of
+from ._packing import packed, unpacked
+
+Axis = Literal["row", "col"]
+Quantized = (
+    tuple[UInt32[Array, "*rows words"], Float[Array, "*rows groups"] | UInt8[Array, "*rows groups"]]
+    | tuple[UInt32[Array, "*rows words"], Float[Array, "*rows groups"], Float[Array, "*rows groups"]]
+)
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+def quantize(
+    w: Float[Array, "*batch rows columns"],
+    /,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Mode = "affine",
+    axis: Axis = "row",
+) -> Quantized:
+    """Weights as codes of a few bits, packed into words of 32, and a scale for each group of them.
+
+    With axis "col" groups are of consecutive entries of the last axis of w [..., R, C], and the results are
+
+        codes  uint32 [..., R, C · bits / 32]    code c of a row begins at bit c · bits of its words, lowest bits first
+        scales        [..., R, C / group_size]   of mode affine and nf4 in the dtype of w, of the others uint8
+        zeros         [..., R, C / group_size]   of mode affine alone, in the dtype of w
+
+    and with "row" those of the transposed matrix: groups are of consecutive rows of w, codes are [..., C, R·bits / 32].
+    What a code and a scale stand for in each mode is in the table of `ejkernel.quantization`.
+
+    Args:
+        w: at least two axes; finite. Of nvfp4 a group may not exceed 2688, of nvfp8 200704, in magnitude.
+        group_size: entries that share a scale: of affine and nf4 a power of two from 16 to 1024 (64), of mxfp4 and
+            mxfp8 32, of nvfp4 and nvfp8 16.
+        bits: of affine 1 to 8 (4), of the others what the name says.
+        mode: affine, nf4, mxfp4, mxfp8, nvfp4 or nvfp8.
+        axis: "col" or "row".
+
+    Returns:
+        (codes, scales), and (codes, scales, zeros) in mode affine.
+
+    Raises:
+        ValueError, TypeError: the mode has no such bits or groups, or these do not divide the axis.
+    """
+    of = format_of("quantize", mode, bits, group_size)
+    w = _matrix("quantize", "w", w, FLOATS)
+    w = w.swapaxes(-1, -2) if _is_row("quantize", axis) else w
+    if w.shape[-1] % of.group_size:
+        other = "col" if axis == "row" else "row"
+        raise value_error(
+            "quantize",
+            f"group_size is {of.group_size} but axis {axis!r} of w has {w.shape[-1]} entries; it should divide them "
+            f"(axis={other!r} groups the entries of the other axis)",
+            w=w,
+        )
+    wide = w.astype(jnp.promote_types(w.dtype, jnp.float32))
+    groups = wide.reshape(*w.shape[:-1], w.shape[-1] // of.group_size, of.group_size)
+    codes, *scales = encoded(groups, of, w.dtype)
+    return packed(codes.reshape(w.shape), of.bits), *scales
+
+
+def dequantize(
+    w: UInt32[Array, "*rows words"],
+    scales: Float[Array, "*rows groups"] | UInt8[Array, "*rows groups"],
+    zeros: Float[Array, "*rows groups"] | None = None,
+    /,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Mode = "affine",
+    axis: Axis | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "*batch rows columns"]:
+    """The matrix that `quantize` made codes and scales of, within the precision of the mode.
+
+    Args:
+        w: the codes, as `quantize` returned them.
+        scales: as `quantize` returned them.
+        zeros: as `quantize` returned them, in mode affine.
+        group_size: as `quantize` was given it.
+        bits: as `quantize` was given it.
+        mode: as `quantize` was given it.
+        axis: None and "col" give the matrix in the layout of the codes, with groups along its last axis; "row" gives
+            that transposed, which is what `quantize` was given with "row".
+        dtype: of the result. It is computed in float32, or in float64.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or options do not fit.
+    """
+    of = format_of("dequantize", mode, bits, group_size)
+    is_row = axis is not None and _is_row("dequantize", axis)
+    w, scales = _matrix("dequantize", "w", w, ("uint32",)), _array("dequantize", "scales", scales)
+    zeros = None if zeros is None else _array("dequantize", "zeros", zeros)
+    check_quantized("dequantize", w, scales, zeros, of)
+    found = dequantized(w, scales, zeros, of, jnp.promote_types(dtype, jnp.float32)).astype(dtype)
+    return found.swapaxes(-1, -2) if is_row else found
+
+
+def prepack_quantized_weights(
+    w: Float[Array, "*batch rows columns"],
+    /,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Mode = "affine",
+    transpose: bool = True,
+    axis: Axis | None = None,
+) -> Quantized:
+    """`quantize` for `quantized_matmul`: of a matrix [K, N] with transpose=False, of [N, K] with transpose=True.
+
+    In both cases the codes are [K, N · bits / 32], in groups of columns of the product, which is what
+    `quantized_matmul(x, *weights)` takes. `axis` names the layout in the words of `quantize` and comes before
+    `transpose`: "row" is True, "col" is False.
+    """
+    if not isinstance(transpose, bool | np.bool_):
+        raise type_error("prepack_quantized_weights", f"transpose is {shown(transpose)}; it must be True or False")
+    return quantize(w, group_size, bits, mode, axis or ("row" if transpose else "col"))
+
+
+# --- Parts ------------------------------------------------------------------------------------------------------------
+
+
+def dequantized(w: Array, scales: Array, zeros: Array | None, of: Format, dtype: Any) -> Array:
+    """(values − zeros) · scales [..., codes] of words [..., words] and scales [..., groups], in 32 bits or more."""
+    values = values_of(unpacked(w, of.bits), of, dtype).reshape(*scales.shape, of.group_size)
+    if zeros is not None:
+        values = values - zeros.astype(dtype)[..., None]
+    return (values * scales_of(scales, of, dtype)[..., None]).reshape(*scales.shape[:-1], -1)
+
+
+def check_quantized(operation: str, w: Any, scales: Any, zeros: Any, of: Format) -> None:
+    """Raises where scales or zeros are not those of the words."""
+    named = dict(w=w, scales=scales) | ({} if zeros is None else dict(zeros=zeros))
+    _require(operation, "scales", scales, FLOATS if of.has_float_scales else ("uint8",), f" in mode {of.mode}")
+    if of.mode == "affine" and zeros is None:
+        raise value_error(operation, "zeros are missing; mode affine has one for each scale", **named)
+    if of.mode != "affine" and zeros is not None:
+        raise value_error(operation, f"zeros are given; mode {of.mode} has none", **named)
+    words = w.shape[-1]
+    if words % of.words:
+        raise value_error(
+            operation,
+            f"w has {words} words in a row but a group of {of.group_size} codes of {of.bits} bits has {of.words}; "
+            "these must divide that",
+            **named,
+        )
+    wanted = (*w.shape[:-1], words // of.words)
+    for name, x in named.items():
+        if name != "w" and tuple(x.shape) != wanted:
+            raise value_error(
+                operation,
+                f"{name} must be {list(wanted)}: one for each group of {of.group_size} codes of {of.bits} bits",
+                **named,
+            )
+    if zeros is not None:
+        _require(operation, "zeros", zeros, FLOATS)
+
+
+def _is_row(operation: str, axis: Any) -> bool:
+    if axis not in ("row", "col"):
+        raise value_error(operation, f"axis is {shown(axis)}; it must be 'row' or 'col'")
+    return axis == "row"
+
+
+def _array(operation: str, name: str, x: Any) -> Any:
+    if isinstance(x, jax.Array | np.ndarray) or hasattr(x, "__jax_array__"):
+        return jnp.asarray(x)
+    raise type_error(operation, f"{name} must be an array, not {type(x).__name__}")
+
+
+def _matrix(operation: str, name: str, x: Any, dtypes: tuple[str, ...]) -> Any:
+    x = _array(operation, name, x)
+    if x.ndim < 2:
+        raise value_error(operation, f"{name} has {x.ndim} axes; it must have at least 2: rows, columns", **{name: x})
+    _require(operation, name, x, dtypes)
+    return x
+
+
+def _require(operation: str, name: str, x: Any, dtypes: tuple[str, ...], where: str = "") -> None:
+    if x.dtype.name not in dtypes:
+        rule = f"it must be {'one of ' if len(dtypes) > 1 else ''}{', '.join(dtypes)}"
+        raise type_error(operation, f"{name} is {x.dtype}; {rule}{where}", **{name: x})
