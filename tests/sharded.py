@@ -5,7 +5,17 @@ from collections import Counter
 
 import jax
 import pytest
-from cases import CASES, assert_close, called_alone, core_of_kind, curvature, first_of_each, gradient, oracle, tangent
+from cases import (
+    CASES,
+    assert_close,
+    called_alone,
+    core_of_kind,
+    curvature,
+    first_of_each,
+    gradient,
+    oracle,
+    tangent,
+)
 from jax.sharding import AxisType, NamedSharding
 from programs import collectives
 

@@ -97,10 +97,13 @@ def first_of_each(cases: Sequence[Case]) -> list[Case]:
 
 
 def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
-    """The first case of each kind of operation: those with derivatives, forward only, in place, and composed ones."""
+    """The first case of each kind of operation: those with derivatives, forward only, in place, and composed ones.
+
+    None that is over a mesh, for which XLA compiles longer.
+    """
     in_place = lambda case: not case.is_composed and bool(getattr(case.algorithm, "in_place", None))
     kind = lambda case: (case.is_composed, bool(case.differentiable), in_place(case))
-    return list({kind(case): case for case in cases[::-1]}.values())
+    return list({kind(case): case for case in called_alone(cases)[::-1]}.values())
 
 
 each_case = each(CASES)
