@@ -69,21 +69,27 @@ def each(
     first: Sequence[pytest.MarkDecorator] = (pytest.mark.core,),
     rest: Sequence[pytest.MarkDecorator] = (),
 ) -> pytest.MarkDecorator:
-    """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest."""
-    marks = lambda case: first if case in first_of_each(cases) else marks_of_rest(case, rest)
+    """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest.
+
+    What is called over a mesh, for which XLA compiles longer, is slow, but for the first one in tests of the core, and
+    that is not in the core.
+    """
+
+    def marks(case):
+        is_first = case in first_of_each(cases)
+        if case.over:
+            return () if is_first and pytest.mark.core in first else (pytest.mark.slow,)
+        return first if is_first else rest
+
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
 def each_by_kind(cases: Sequence[Case], rest: Sequence[pytest.MarkDecorator] = ()) -> pytest.MarkDecorator:
     """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind."""
-    marks = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else marks_of_rest(case, rest)
+    alone = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
+    marks = lambda case: (pytest.mark.slow,) if case.over else alone(case)
     params = [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", params)
-
-
-def marks_of_rest(case: Case, rest: Sequence[pytest.MarkDecorator]) -> Sequence[pytest.MarkDecorator]:
-    """The marks of a case that is not the first of its operation: slow over a mesh, for which XLA compiles longer."""
-    return (pytest.mark.slow,) if case.over else rest
 
 
 def core_of_kind(case: Case, cases: Sequence[Case]) -> Sequence[pytest.MarkDecorator]:

@@ -17,7 +17,6 @@ from cases import (
     assert_close,
     called_alone,
     curvature,
-    each,
     each_by_kind,
     first_of_each,
     gradient,
@@ -141,9 +140,15 @@ def test_shard_map_over_the_batch(case, transform):
     assert check(case, transform, both(case), mesh, call=call) == needed(case, both(case), transform)
 
 
-@each(first_of_each(called_alone(DIFFERENTIABLE)), first=(pytest.mark.slow,))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.operation != "flash_attention" else [])
+        for case in first_of_each(called_alone(DIFFERENTIABLE))
+    ],
+)
 def test_second_derivative_in_a_shard_map_over_the_batch(case):
-    """It varies over the manual axis beside the Explicit one. Of ring attention `test_explicit` asks that always.
+    """It varies over the manual axis beside the Explicit one.
 
     Forward over reverse: what is kept for a transpose is split over both axes, which JAX does not lower there.
     """
