@@ -172,9 +172,10 @@ def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, confi
     target = Target("cpu")
     progress = Progress(primitive.name, target)
     body = body_of(primitive, operands, results, spec, config, target, Platform.XLA, progress)
-    # Where nothing is split, a `shard_map` over Explicit axes would only hide what varies over manual ones.
+    # Of what varies over manual axes around the call, a `shard_map` that does not check it would lose the knowledge.
     split, mesh = primitive.split(avals)
-    run = explicit(primitive, body, avals, results, spec, mesh) if split else body
+    is_inside = any(aval.manual_axis_type.varying for aval in avals.values())
+    run = explicit(primitive, body, avals, results, spec, mesh, check_vma=is_inside) if split else body
     part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
     with own_promotions():
         _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))

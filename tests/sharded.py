@@ -5,7 +5,17 @@ from collections import Counter
 
 import jax
 import pytest
-from cases import CASES, assert_close, called_alone, core_of_kind, curvature, first_of_each, gradient, oracle, tangent
+from cases import (
+    CASES,
+    assert_close,
+    called_alone,
+    core_of_kind,
+    curvature,
+    first_of_each,
+    gradient,
+    oracle,
+    tangent,
+)
 from jax.sharding import AxisType, NamedSharding
 from programs import collectives
 
@@ -36,8 +46,10 @@ def each_program(cases, rest=(), second=()):
     """Evaluates and differentiates each case, and differentiates twice the first one of each operation.
 
     The former two of the first one of each kind are in the core of the tests; other cases have the marks of `rest`.
-    Second derivatives, which take the most, have the marks of `second` where no case before is of that kind.
+    Second derivatives, which take the most, have the marks of `second` where no case before is of that kind. Of what is
+    itself called over a mesh the gradient is tested always.
     """
+    over = lambda transform: () if transform is gradient else (pytest.mark.slow,)
     marks_of_second = lambda case: () if core_of_kind(case, cases) else second
     of = {"eval": None, "grad": gradient}
     programs = [
@@ -47,6 +59,8 @@ def each_program(cases, rest=(), second=()):
             id=f"{case}-{name}",
             marks=rest
             if not is_first
+            else over(transform)
+            if case.over
             else marks_of_second(case)
             if transform is curvature
             else core_of_kind(case, cases),

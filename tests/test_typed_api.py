@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from beartype import BeartypeConf, beartype
-from cases import CASES, call_with, each, each_case, each_operation, features_of, first_of_each, with_primitives
+from cases import CASES, call_with, called_alone, each, each_operation, features_of, first_of_each, with_primitives
 from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError, jaxtyped
 
@@ -108,7 +108,7 @@ def shapes(function, arrays, **options):
 FEATURES = [(operation, name) for operation in OPERATIONS for name in features_of(operation)]
 
 
-@each_case
+@each(called_alone(CASES))
 def test_calls_and_results_have_the_types_they_should(case):
     assert jax.tree.leaves(shapes(getattr(lax, case.operation), case.arrays(), **case.options))
 
@@ -193,7 +193,7 @@ def test_an_option_of_another_type_is_refused(case):
             refuses(call, case.arrays(), name, **{**case.options, name: object()})
 
 
-@each_operation
+@each(first_of_each(called_alone(CASES)))
 def test_a_result_of_another_rank_or_dtype_is_refused(case):
     call, arrays = getattr(lax, case.operation), case.arrays()
     for wrong in (lambda x: x[None, None], lambda x: x.astype(jnp.complex64)):

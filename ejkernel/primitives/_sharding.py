@@ -141,11 +141,11 @@ def aligned(operation: str, table: Table, layout: Layout, arrays: Mapping[str, A
     moved = {n: NamedSharding(mesh, of) for n, of in wanted.items() if not same(specs[n], of, types[n].ndim)}
     if not moved:
         return dict(arrays)
-    return {**arrays, **_resharded(arrays[placed], {n: arrays[n] for n in moved}, tuple(moved.items()))}
+    return {**arrays, **resharded(arrays[placed], {n: arrays[n] for n in moved}, tuple(moved.items()))}
 
 
 @partial(jax.jit, static_argnums=2, inline=True, keep_unused=True)
-def _resharded(placed: Any, arrays: dict[str, Any], to: tuple[tuple[str, NamedSharding], ...]) -> dict[str, Any]:
+def resharded(placed: Any, arrays: dict[str, Any], to: tuple[tuple[str, NamedSharding], ...]) -> dict[str, Any]:
     """The arrays, resharded in a program that knows by `placed` on which devices: a type does not say that."""
     return {name: jax.sharding.reshard(arrays[name], sharding) for name, sharding in to}
 

@@ -69,21 +69,27 @@ def each(
     first: Sequence[pytest.MarkDecorator] = (pytest.mark.core,),
     rest: Sequence[pytest.MarkDecorator] = (),
 ) -> pytest.MarkDecorator:
-    """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest."""
-    marks = lambda case: first if case in first_of_each(cases) else marks_of_rest(case, rest)
+    """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest.
+
+    What is called over a mesh, for which XLA compiles longer, is slow, but for the first one in tests of the core, and
+    that is not in the core.
+    """
+
+    def marks(case):
+        is_first = case in first_of_each(cases)
+        if case.over:
+            return () if is_first and pytest.mark.core in first else (pytest.mark.slow,)
+        return first if is_first else rest
+
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
 def each_by_kind(cases: Sequence[Case], rest: Sequence[pytest.MarkDecorator] = ()) -> pytest.MarkDecorator:
     """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind."""
-    marks = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else marks_of_rest(case, rest)
+    alone = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
+    marks = lambda case: (pytest.mark.slow,) if case.over else alone(case)
     params = [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", params)
-
-
-def marks_of_rest(case: Case, rest: Sequence[pytest.MarkDecorator]) -> Sequence[pytest.MarkDecorator]:
-    """The marks of a case that is not the first of its operation: slow over a mesh, for which XLA compiles longer."""
-    return (pytest.mark.slow,) if case.over else rest
 
 
 def core_of_kind(case: Case, cases: Sequence[Case]) -> Sequence[pytest.MarkDecorator]:
@@ -97,10 +103,13 @@ def first_of_each(cases: Sequence[Case]) -> list[Case]:
 
 
 def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
-    """The first case of each kind of operation: those with derivatives, forward only, in place, and composed ones."""
+    """The first case of each kind of operation: those with derivatives, forward only, in place, and composed ones.
+
+    None that is over a mesh, for which XLA compiles longer.
+    """
     in_place = lambda case: not case.is_composed and bool(getattr(case.algorithm, "in_place", None))
     kind = lambda case: (case.is_composed, bool(case.differentiable), in_place(case))
-    return list({kind(case): case for case in cases[::-1]}.values())
+    return list({kind(case): case for case in called_alone(cases)[::-1]}.values())
 
 
 each_case = each(CASES)

@@ -28,7 +28,9 @@ def ring(x, **options):
 
 
 @each_type
-@pytest.mark.parametrize("manual", ({"x", "b"}, {"x"}), ids=("all_manual", "batch_not"))
+@pytest.mark.parametrize(
+    "manual", (pytest.param({"x", "b"}, marks=pytest.mark.slow), {"x"}), ids=("all_manual", "batch_not")
+)
 def test_beside_a_batch_that_is_sharded(types, manual):
     """The batch over another axis, manual or not."""
     x, mesh = random(**QKV), jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
@@ -119,6 +121,7 @@ def test_layers_that_are_scanned_and_checkpointed(policy):
 # --- Export -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_ring_is_exported_for_each_platform_by_itself():
     """For a GPU and a TPU too, of which `transforms/test_export.py` exports what is smaller than their tiles."""
     f, x = local_call(2, 128, causal=True, strategy="ring")
@@ -130,6 +133,7 @@ def test_a_ring_is_exported_for_each_platform_by_itself():
     assert all(export(platform).platforms == (platform,) for platform in ("cuda", "tpu"))
 
 
+@pytest.mark.slow
 def test_what_is_exported_for_all_platforms_without_a_ring():
     """No device has a branch of its own where keys are gathered or heads exchanged."""
     f, x = local_call(2, 128, causal=True, strategy="ulysses")

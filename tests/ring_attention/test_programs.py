@@ -39,7 +39,7 @@ def test_collectives_of_the_others():
     assert found_collectives(f, x).keys() == found_collectives(squares(f), x).keys() == {"all-to-all"}
 
 
-@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+@pytest.mark.parametrize("layout", ("contiguous", pytest.param("zigzag", marks=pytest.mark.slow)))
 def test_the_memory_of_a_gradient_does_not_grow_with_the_ring(layout):
     def temporary(size):
         f, x = local_call(size, 256, causal=True, layout=layout, strategy="ring")

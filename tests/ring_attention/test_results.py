@@ -29,7 +29,12 @@ def check(of):
     assert_close(jitted(of, Case.call, pullback)(arrays, cotangents), oracle(of, pullback)(arrays, cotangents), 2e-5)
 
 
-@pytest.mark.parametrize("of", CASES[1:], ids=str)
+ALWAYS = ("ring_striped_segments", "gathered_zigzag_window", "exchanged_zigzag_segments")
+
+
+@pytest.mark.parametrize(
+    "of", [pytest.param(of, id=str(of), marks=[] if of.name in ALWAYS else [pytest.mark.slow]) for of in CASES[1:]]
+)
 def test_each_case(of):
     """The generated tests are of the first one, and at night of these."""
     check(of)

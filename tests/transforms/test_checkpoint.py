@@ -59,6 +59,17 @@ def test_checkpoint_under_scan(case, kept):
     assert_close(found, oracle(case, pullback_of_layers)(arrays, cotangents))
 
 
+@each([case for case in first_of_each(DIFFERENTIABLE) if case.is_composed], first=())
+@pytest.mark.parametrize("policy", (None, checkpoint_policies.save_kernels), ids=("none", "kernels"))
+def test_checkpoint_of_what_is_composed(case, policy):
+    """How often the kernels of its parts run is of each operation; the numbers stay."""
+    arrays = case.arrays()
+    cotangents = case.cotangents(arrays)
+    layer = jax.checkpoint(case.call, policy=policy)
+    found = jax.jit(pullback(layer, case.differentiable))(arrays, cotangents)
+    assert_close(found, oracle(case, pullback)(arrays, cotangents))
+
+
 def test_a_policy_for_an_operation_that_does_not_exist():
     with pytest.raises(ValueError, match=r"no such operation: flash_atention; known are .*flash_attention"):
         checkpoint_policies.save_only("flash_atention")

@@ -29,7 +29,13 @@ def test_every_argument_is_in_a_feature(operation):
     assert had == set(inspect.signature(getattr(ejkernel.lax, operation)).parameters) - {"config", *REFUSED[operation]}
 
 
-@pytest.mark.parametrize("operation", PLAIN)
+# Over a mesh a program is compiled for longer.
+each_operation = pytest.mark.parametrize(
+    "operation", [pytest.param(n, marks=[pytest.mark.slow] if case.over else []) for n, case in PLAIN.items()]
+)
+
+
+@each_operation
 def test_a_pair_is_refused_by_name(operation):
     """As packed sequences are where batch_invariant is asked for: no implementation takes them, and each says why."""
     for names in pairs(operation):
@@ -39,7 +45,7 @@ def test_a_pair_is_refused_by_name(operation):
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.parametrize("operation", PLAIN)
+@each_operation
 def test_pairs_are_lowered(operation, part):
     for names in covering(operation)[part::PARTS]:
         lower(operation, names, ("cpu", "rocm", "tpu"))

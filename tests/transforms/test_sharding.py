@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cases import (
     CASES,
+    DIFFERENTIABLE,
     assert_close,
     called_alone,
     curvature,
@@ -137,6 +138,23 @@ def test_shard_map_over_the_batch(case, transform):
     mesh, specs, results = mesh_of(), case.specs(BATCH), case.result_specs(BATCH)
     call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
     assert check(case, transform, both(case), mesh, call=call) == needed(case, both(case), transform)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.slow] if case.operation != "flash_attention" else [])
+        for case in first_of_each(called_alone(DIFFERENTIABLE))
+    ],
+)
+def test_second_derivative_in_a_shard_map_over_the_batch(case):
+    """It varies over the manual axis beside the Explicit one.
+
+    Forward over reverse: what is kept for a transpose is split over both axes, which JAX does not lower there.
+    """
+    mesh, specs, results = mesh_of(), case.specs(BATCH), case.result_specs(BATCH)
+    call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
+    check(case, curvature, both(case), mesh, call=call)
 
 
 @each_called_alone

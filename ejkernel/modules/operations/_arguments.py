@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...errors import shown, type_error, value_error
 from ...primitives._factory import KernelPrimitive
-from ...primitives._sharding import aligned
+from ...primitives._sharding import aligned, explicit_axes_of, resharded
 from ...types import BwdParams, FwdParams, OperationConfig, Platform, checked_config
 from ...types.config import LARGEST_SIZE
 from ...xla_utils.symbolic import is_symbolic
@@ -251,3 +252,21 @@ def vary_alike(named: Mapping[str, Any]) -> dict[str, Any]:
         else x
         for name, x in named.items()
     }
+
+
+def on_one_mesh(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays all on the mesh of Explicit axes that one of them is on, as plain JAX needs them under `jax.vmap`.
+
+    JAX finds no mesh for what it maps over an Explicit axis, but which has the type of an array of no mesh: cotangents
+    of such an array, and what is selected by a mapped condition. As a product with ones an array is on the mesh, and
+    its cotangent is one again (seen on jax 0.11.2).
+    """
+    meshes = {name: jax.typeof(x).sharding.mesh for name, x in named.items()}
+    placed = next((name for name, mesh in meshes.items() if explicit_axes_of(mesh)), None)
+    others = [name for name, mesh in meshes.items() if placed and mesh != meshes[placed]]
+    if not others:
+        return dict(named)
+    whole = lambda x: NamedSharding(meshes[placed], PartitionSpec(*[None] * x.ndim))
+    ones = {name: jax.lax.full(named[name].shape, 1, named[name].dtype) for name in others}
+    ones = resharded(named[placed], ones, tuple((name, whole(x)) for name, x in ones.items()))
+    return {**named, **{name: jax.lax.mul(named[name], ones[name]) for name in others}}

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from ...errors import value_error
 from .._composed import composed
-from ._arguments import array, require_dtype
+from ._arguments import array, on_one_mesh, require_dtype
 
 NAME = "merge_attention"
 
@@ -51,7 +51,7 @@ def merge_attention(
     given = {name: array(NAME, name, x) for name, x in given.items()}
     require_dtype(NAME, np.floating, "a float type", **given)
     last = _heads_last(heads_last, **given)
-    o_a, lse_a, o_b, lse_b = given.values()
+    o_a, lse_a, o_b, lse_b = on_one_mesh(given).values()
     dtype = np.promote_types(lse_a.dtype, np.float32)
     a, b = lse_a.astype(dtype), lse_b.astype(dtype)
     top = jnp.maximum(a, b)
