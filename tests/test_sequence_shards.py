@@ -241,10 +241,9 @@ def of_sines(f):
 
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 @pytest.mark.parametrize("manual", ({"x", "b"}, {"x"}), ids=("all_manual", "rest_not"))
-@pytest.mark.parametrize("name", ("gla", pytest.param("lightning", marks=pytest.mark.slow)))
-def test_beside_heads_that_are_sharded(name, types, manual):
+def test_beside_heads_that_are_sharded(types, manual):
     """The heads over another axis, manual or not."""
-    of, mesh = CASES[name], jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
+    of, mesh = CASES["gla"], jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
     x = of.arrays()
     specs = {name: P(None, "b") if name == "initial_state" else P(None, "x", "b") for name in x}
     only_manual = lambda spec: P(*(axis if axis in manual else None for axis in spec))
