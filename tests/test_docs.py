@@ -29,7 +29,7 @@ def test_a_page_links_to_pages_that_are_there(page):
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("name", ("tables", "timeline"))
+@pytest.mark.parametrize("name", ("tables", "timeline", "long_context"))
 def test_a_generated_page_is_current(name):
     """`python docs/NAME.py` writes it."""
     if name == "tables" and (reason := pages.lacking()):
@@ -37,6 +37,13 @@ def test_a_generated_page_is_current(name):
     code = f"import sys; sys.path.insert(0, 'docs'); import {name}; sys.exit({name}.PAGE.read_text() != {name}.page())"
     done = subprocess.run([sys.executable, "-c", code], cwd=pages.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, f"run docs/{name}.py: {done.stderr}"
+
+
+def test_predictions_of_a_page_are_current():
+    """`python docs/long_context.py` prints them."""
+    code = "import sys; sys.path.insert(0, 'docs'); import long_context; print(long_context.table())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=pages.ROOT, capture_output=True, text=True)
+    assert done.stdout.strip() and done.stdout.strip() in (pages.ROOT / "docs/long-context.md").read_text(), done.stderr
 
 
 def test_formulas_of_docstrings_become_mathematics():

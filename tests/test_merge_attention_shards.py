@@ -147,7 +147,8 @@ def test_one_collective():
 # --- What it is besides -----------------------------------------------------------------------------------------------
 
 
-def test_derivatives_are_those_of_the_parts():
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_derivatives_are_those_of_the_parts(check_vma):
     """Attention in two halves, of which each device has one, by flash_attention, whose lse is [B, H, S]."""
     q, k, v = (normal(1, n, HEADS, D, seed=i) for i, n in enumerate((3, 8, 8)))
 
@@ -155,7 +156,8 @@ def test_derivatives_are_those_of_the_parts():
         return lax.merge_attention_shards(*lax.flash_attention(q, k, v, return_lse=True), axis_name="x")
 
     shards = P(None, "x")
-    f = jax.shard_map(local, mesh=mesh_of(2), in_specs=(P(), shards, shards), out_specs=(P(), P()))
+    specs, results = (P(), shards, shards), (P(), P())
+    f = jax.shard_map(local, mesh=mesh_of(2), in_specs=specs, out_specs=results, check_vma=check_vma)
     loss = lambda f: lambda *x: sum(jnp.sin(3 * y).sum() for y in f(*x))
     wanted = jax.grad(loss(lambda *x: lax.flash_attention(*x, return_lse=True)), (0, 1, 2))(q, k, v)
     assert_close(jax.jit(jax.grad(loss(f), (0, 1, 2)))(q, k, v), tuple(map(np.asarray, wanted)), 1e-5)

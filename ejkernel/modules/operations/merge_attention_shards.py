@@ -1,6 +1,7 @@
 """merge_attention_shards: attention over keys that are sharded over devices, from that of each device over its own."""
 
 from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import Array
 
 from ...types import Sinks
 from .._composed import composed
-from ._arguments import array, axis_size, require_dtype
+from ._arguments import array, axis_size, require_dtype, vary_alike
 from ._attention import sinks_of_heads
 from .merge_attention import Lse, Output, heads_are_last, merge_attention
 
@@ -64,13 +65,22 @@ def merge_attention_shards(
     dtype = np.promote_types(lse.dtype, np.float32)
     rows = lse if last else lse.swapaxes(-1, -2)
     rows = jnp.concatenate([o.astype(dtype), rows.astype(dtype)[..., None]], -1)
-    # Tiled: a new axis would leave Explicit axes of the mesh at the places before it (jax 0.11.2).
-    gathered = lax.all_gather(rows[None], axis_name, tiled=True, to="invarying")
-    parts = [_parts(x, last) for x in gathered]
+    parts = [_parts(x, last) for x in _of_all_devices(rows, axis_name)]
     if sinks is not None:
         parts.append(_of_sinks(sinks, last, *parts[0]))
     merged, lse = reduce(lambda a, b: merge_attention(*a, *b, heads_last=last), parts)
     return merged.astype(o.dtype), lse
+
+
+def _of_all_devices(rows: Array, axis_name: Any) -> Array:
+    """[devices,…], the same on each device.
+
+    Tiled, as a new axis would leave Explicit axes of the mesh at the places before it (jax 0.11.2). "invarying" tells
+    shard_map that it is the same on each; where that checks no such types, gradients of other devices would be missing.
+    """
+    rows, index = vary_alike({"rows": rows, "index": lax.axis_index(axis_name)}).values()
+    checked = bool(jax.typeof(index).manual_axis_type.varying)
+    return lax.all_gather(rows[None], axis_name, tiled=True, to="invarying" if checked else "varying")
 
 
 def _parts(rows: Array, last: bool) -> tuple[Array, Array]:

@@ -1,0 +1,127 @@
+"""Sequences over the GPUs of a machine: `python -m benchmarks.sequence_shards`, beside the whole of it on one.
+
+ring_attention by each strategy, causal, in zigzag, and gla and lightning_attention with `axis_name`; forward, and with
+the backward. Numbers are compared with those of one GPU first, and what is too far off is not timed. Prints the share
+of the ideal, which is the time of one GPU divided by their number, and keeps a record.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ejkernel import lax
+
+from ._harness import RESULTS, interleaved, queued, result_file, save_record
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+TOKENS = P(None, "x")
+LINE = "{layer:<30}{mode:<9}{length:>7} {milliseconds:>9.3f} ms {ideal:>5.0%} of ideal, {difference:.1e} off"
+LARGEST_DIFFERENCE = 0.02  # of the largest value, in bfloat16
+
+
+def main() -> int:
+    """Measures, prints and keeps; 1 where numbers differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=len(jax.devices()), help="how many; all by default")
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--lengths", type=int, nargs="*", default=[16384, 65536], help="of the whole sequence")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds of each contender")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    of = parser.parse_args()
+    mesh = jax.make_mesh((of.devices,), ("x",), devices=jax.devices()[: of.devices], axis_types=(AxisType.Auto,))
+    rows = []
+    for length in of.lengths:
+        for row in measured(mesh, of.batch, length, of.repeats):
+            rows.append(row)
+            print(LINE.format(**row))
+    convention = (
+        f"median of {of.repeats} rounds; batch {of.batch}, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, bfloat16, causal"
+    )
+    evidence = f"sequences over {of.devices} devices beside one"
+    save_record(file := result_file("sequence_shards", of.out), evidence, convention, devices=of.devices, rows=rows)
+    print(f"kept in {file}")
+    return int(any(row["difference"] > LARGEST_DIFFERENCE for row in rows))
+
+
+def measured(mesh: Any, batch: int, length: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each layer and mode."""
+    order = lax.ring_order(length, mesh.size, "zigzag")[0]
+    in_order = np.arange(length)
+    ring = lambda strategy: partial(lax.ring_attention, axis_name="x", causal=True, strategy=strategy)
+    strategies = {f"ring_attention, {name}": ring(name) for name in ("ring", "all_gather", "ulysses")}
+    slopes = dict(layer_idx=0, num_layers=2)
+    lightning = {"lightning_attention": partial(lax.lightning_attention, axis_name="x", **slopes)}
+    yield from _beside_one(mesh, batch, repeats, order, partial(lax.flash_attention, causal=True), strategies, 0)
+    yield from _beside_one(mesh, batch, repeats, in_order, lax.gla, {"gla": partial(lax.gla, axis_name="x")}, 1)
+    whole = partial(lax.lightning_attention, **slopes)
+    yield from _beside_one(mesh, batch, repeats, in_order, whole, lightning, 0)
+
+
+def _beside_one(
+    mesh: Any,
+    batch: int,
+    repeats: int,
+    order: np.ndarray,
+    whole: Callable[..., Any],
+    sharded: dict[str, Callable[..., Any]],
+    gates: int,
+) -> Iterator[dict[str, Any]]:
+    x = arrays(batch, len(order), gates)
+    placed = [jax.device_put(np.asarray(a)[:, order], NamedSharding(mesh, TOKENS)) for a in x]
+    specs = (TOKENS,) * len(x)
+    over = {n: jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=TOKENS) for n, f in sharded.items()}
+    for mode, transform in (("fwd", lambda f: f), ("fwd_bwd", _with_backward)):
+        alone = jax.jit(transform(whole))
+        wanted = jax.tree.leaves(alone(*x))
+        programs = {name: jax.jit(transform(f)) for name, f in over.items()}
+        off = {name: _difference(jax.tree.leaves(f(*placed)), wanted, order) for name, f in programs.items()}
+        timed = {name: queued(f, *placed) for name, f in programs.items() if off[name] <= LARGEST_DIFFERENCE}
+        found = interleaved({"one device": queued(alone, *x)} | timed, repeats)
+        times = {name: median(seconds) * 1e3 for name, seconds in found.items() if isinstance(seconds, list)}
+        for name, difference in {"one device": 0.0, **off}.items():
+            milliseconds, devices = times.get(name, float("nan")), mesh.size if name in over else 1
+            ideal = times.get("one device", float("nan")) / devices / milliseconds
+            layer = name if name in over else f"{next(iter(over)).split(',')[0]}, one device"
+            row = dict(layer=layer, mode=mode, length=len(order), milliseconds=milliseconds, ideal=ideal)
+            yield row | dict(difference=difference)
+
+
+def arrays(batch: int, length: int, gates: int) -> list[jax.Array]:
+    """q, k, v, and gates by which a state halves in about sixteen tokens."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(batch, length, heads, HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, *[HEADS] * gates)]
+    made = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=False)]
+    return [*made[:3], *(jax.nn.log_sigmoid(a) / 16 for a in made[3:])]
+
+
+def _with_backward(f: Callable[..., Any]) -> Callable[..., Any]:
+    """o and the gradients of Σ sin o."""
+
+    def run(*x):
+        o, pull = jax.vjp(f, *x)
+        return o, pull(jnp.cos(o))
+
+    return run
+
+
+def _difference(found: Sequence[Any], wanted: Sequence[Any], order: np.ndarray) -> float:
+    """The largest of all arrays, as a part of the largest value of each."""
+    wide = lambda a: np.asarray(a).astype(np.float32)
+    return max(
+        float(np.abs(wide(a) - wide(b)[:, order]).max() / np.abs(wide(b)).max())
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
