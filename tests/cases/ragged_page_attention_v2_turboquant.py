@@ -6,6 +6,8 @@ z: its size is known.
 
 import numpy as np
 
+from ejkernel.quantization.turboquant import solve_lloyd_max
+
 from ._case import Case, Operand
 from ._feature import DTYPES, operand, option, plain, sized
 from .page_attention import pages_of, positive
@@ -72,6 +74,14 @@ LENGTHS = (30, 1, 0, 29)
 WIDE = dict(t=64, d=64, i=32, e=64, w=8, z=16, p=24, k=8, v=16)
 
 
+def of_lloyd_and_max(rng, shape):
+    """The codebook of 64 features that TurboQuant has."""
+    return solve_lloyd_max(bits=shape[0].bit_length() - 1, dim=64).centroids.astype(np.float64)
+
+
+CODEBOOKS = dict(key_codebook=Operand("k", of_lloyd_and_max), value_codebook=Operand("v", of_lloyd_and_max))
+
+
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), norms=positive, sizes=(), context=60):
     """64 tokens of 4 heads, among them one that decodes, with contexts of that many."""
     sizes = WIDE | dict(sizes)
@@ -82,7 +92,7 @@ def family(name, values=lambda rng, shape: rng.standard_normal(shape), norms=pos
         block_tables=Operand("n j", pages_of(sizes["p"])),
         query_start_loc=Operand("m", lambda rng, shape: np.cumsum([0, *LENGTHS]).astype(np.int32)),
     )
-    return case(name, sizes, arrays | tables, return_lse=True)
+    return case(name, sizes, arrays | tables | CODEBOOKS, return_lse=True)
 
 
 FAMILIES = (

@@ -7,7 +7,7 @@ import numpy as np
 
 from ._case import Case, Operand
 from ._feature import DTYPES, operand, option, plain, sized
-from .ragged_page_attention_v2_turboquant import LENGTHS, MATRICES, POOLS, SIZES, TABLES, WIDE
+from .ragged_page_attention_v2_turboquant import CODEBOOKS, LENGTHS, MATRICES, POOLS, SIZES, TABLES, WIDE
 from .ragged_page_attention_v3 import block_tables
 
 SIZES = SIZES | dict(p=16)
@@ -39,7 +39,7 @@ def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(),
         context_lens=Operand("n", lambda rng, shape: np.full(shape, context, np.int32)),
         query_start_loc=Operand("m", lambda rng, shape: np.cumsum([0, *LENGTHS]).astype(np.int32)),
     )
-    return case(name, WIDE | dict(p=16) | dict(sizes), arrays | tables, return_lse=True)
+    return case(name, WIDE | dict(p=16) | dict(sizes), arrays | tables | CODEBOOKS, return_lse=True)
 
 
 FAMILIES = (

@@ -1,7 +1,7 @@
 """Attention over pages that TurboQuant has quantised: what its two operations have in common in plain JAX.
 
-⟨q, k̃⟩ is that of the rotated and projected query, made once, with what the bytes of a key stand for; and o is made of
-rotated values, so that it is rotated back once. Pages are so dequantised feature by feature, without a product.
+⟨q, k̃⟩ is taken as QJL defines it, ‖k‖ · (⟨Π·q, c⟩ + √(π/2e) · ‖r‖ · ⟨S·Π·q, s⟩): a query is rotated and projected once,
+and o is made of rotated values and rotated back once. So pages are dequantised feature by feature, without a product.
 """
 
 from typing import Any
@@ -14,8 +14,6 @@ from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 from ejkernel.xla_utils.turboquant import (
     Matrices,
     Quantised,
-    dequantised_keys,
-    dequantised_values,
     product,
     rotated_keys,
     rotated_queries,
@@ -23,7 +21,7 @@ from ejkernel.xla_utils.turboquant import (
 )
 
 from .._places import Places
-from ._pages import Fetch, attend, causal_queries, formula, of_pages
+from ._pages import Fetch, Queries, attend, causal_queries, formula, of_pages
 
 
 def heuristic(spec: CacheSpec, operands: Any, target: Target) -> RaggedPageAttentionConfig:
@@ -47,24 +45,30 @@ def pools_of(x: Any) -> Quantised:
 
 
 def attention_by_formula(x: Any, pools: Quantised, at: Places, spec: CacheSpec) -> tuple[Array, Array]:
-    """o and lse from keys and values that are dequantised first."""
-    by, size = matrices_of(x), pools.value_norms.shape[1]
-    queries = causal_queries(x, x.q, at, size, spec)
-    fetch = _fetch(x, pools, lambda page: (dequantised_keys(page, by), dequantised_values(page, by)))
-    return formula(queries, fetch, x.block_tables.shape[1] * size, spec)
+    """o and lse, with the logits of every token and every slot of its sequence."""
+    queries, fetch, size = _rotated(x, pools, at, spec)
+    return _rotated_back(x, *formula(queries, fetch, x.block_tables.shape[1] * size, spec))
 
 
 def attention(
     x: Any, pools: Quantised, at: Places, spec: CacheSpec, config: RaggedPageAttentionConfig
 ) -> tuple[Array, Array]:
-    """o and lse."""
+    """o and lse, some tokens and some pages at a time."""
+    queries, fetch, size = _rotated(x, pools, at, spec)
+    return _rotated_back(x, *attend(queries, fetch, config.pages_per_block * size, config.queries_per_block, spec))
+
+
+def _rotated(x: Any, pools: Quantised, at: Places, spec: CacheSpec) -> tuple[Queries, Fetch, int]:
+    """The queries, what fetches the keys and values that they meet, and the slots of a page."""
     by, size = matrices_of(x), pools.value_norms.shape[1]
-    queries = causal_queries(x, rotated_queries(x.q, by), at, size, spec)
-    fetch = _fetch(x, pools, lambda page: (rotated_keys(page, by), rotated_values(page, by)))
-    o, lse = attend(queries, fetch, config.pages_per_block * size, config.queries_per_block, spec)
-    return product(o, by.rotation_matrix).astype(x.q.dtype), lse
+
+    def read(page: Array) -> tuple[Array, Array]:
+        found = Quantised(*(pool[page] for pool in pools))
+        return rotated_keys(found, by), rotated_values(found, by)
+
+    fetch = of_pages(x.block_tables, *pools.value_norms.shape[:2], read)
+    return causal_queries(x, rotated_queries(x.q, by), at, size, spec), fetch, size
 
 
-def _fetch(x: Any, pools: Quantised, dequantised: Any) -> Fetch:
-    read = lambda page: dequantised(Quantised(*(pool[page] for pool in pools)))
-    return of_pages(x.block_tables, *pools.value_norms.shape[:2], read)
+def _rotated_back(x: Any, o: Array, lse: Array) -> tuple[Array, Array]:
+    return product(o, x.rotation_matrix).astype(x.q.dtype), lse
