@@ -197,8 +197,19 @@ def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any],
     out_specs = PartitionSpec() if call["out_specs"] is None else call["out_specs"]
     if isinstance(out_specs, list | tuple) and not isinstance(out_specs, PartitionSpec):
         out_specs = tuple(PartitionSpec() if spec is None else spec for spec in out_specs)
-    specs = {name: specs[name] for name in given if name in specs}
+    # Queries may be split over an axis of size 1, and the pages of their heads not: that is no difference.
+    specs = {name: _of_split_axes(specs[name], call["mesh"]) for name in given if name in specs}
+    out_specs = jax.tree.map(
+        lambda spec: _of_split_axes(spec, call["mesh"]), out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
     return present(**given, platform=platform, cfg=cfg, mesh=call["mesh"], in_specs=specs, out_specs=out_specs)
+
+
+def _of_split_axes(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
+    """A spec without axes of size 1, which split nothing."""
+    names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
+    split = lambda entry: tuple(n for n in names(entry) if n is not None and mesh.shape[n] > 1)
+    return PartitionSpec(*(split(entry) or None for entry in spec))
 
 
 def _blocks_of(cfg: BaseOperationConfig) -> Any:

@@ -42,6 +42,7 @@ FAMILIES = {
     "gemma2": ("Gemma2", dict(query_pre_attn_scalar=16, attn_logit_softcapping=20.0, **WINDOW)),
     "qwen3_moe": ("Qwen3Moe", EXPERTS),
     "gpt_oss": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW)),
+    "gpt_oss_bfloat16": ("GptOss", dict(num_local_experts=4, num_experts_per_tok=2, **WINDOW)),
     "deepseek_v2": (
         "DeepseekV2",
         dict(
@@ -80,11 +81,13 @@ STATE_SPACES = ("mamba", "mamba2")
 PAGED = ("ragged_page_attention_v2", "ragged_page_attention_v3")
 # The mechanisms that a CPU has; cudnn and cuda_flash_attn2 are sdpa there.
 DENSE = ("flash_attn2", "vanilla", "sdpa", "blocksparse", "ring", "autoregressive_decodeattn", "auto")
-MIXTURES = ("qwen3_moe", "deepseek_v2", "gpt_oss")
+# Tokens of a prompt, where not all of them: the cache that EasyDeL makes for a window is right for prompts within it.
+PROMPTS = {"mistral": 7, "gemma2": 7}
+WITHOUT_FLASH = ("deepseek_v2", "gpt_oss", "gpt_oss_bfloat16")  # with the release
 CASES = (
     *(f"llama/{mechanism}" for mechanism in (*DENSE, *PAGED)),
-    *(f"{family}/flash_attn2" for family in FAMILIES if family not in (*STATE_SPACES, *MIXTURES, "llama")),
-    *(f"{family}/vanilla" for family in MIXTURES),
+    *(f"{family}/flash_attn2" for family in FAMILIES if family not in (*STATE_SPACES, *WITHOUT_FLASH, "llama")),
+    *(f"{family}/vanilla" for family in WITHOUT_FLASH),
     *STATE_SPACES,
 )
 
@@ -130,6 +133,9 @@ def build(family, mechanism):
     cls = getattr(easydel, f"{FAMILIES[family][0]}ForCausalLM")
     config = configuration(easydel, family, mechanism)
     model = cls(config=config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nn.Rngs(0))
+    if family == "gpt_oss":
+        for layer in model.model.layers:
+            layer.mlp.dtype = jnp.float32  # which it leaves at bfloat16
     graph, parameters, rest = nn.split(model, nn.Param, ...)
     named = lambda path, x: jnp.asarray(weight(jax.tree_util.keystr(path, simple=True, separator="."), x))
     return model.mesh, graph, jax.tree_util.tree_map_with_path(named, parameters), rest
@@ -173,14 +179,15 @@ def run(family, mechanism=""):
         told("differentiated")
         options = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=VOCABULARY - 1)
         model = nn.merge(graph, parameters, rest)
-        tokens = model.generate(input_ids=ids, attention_mask=mask, generation_config=options).sequences
+        prompt = dict(input_ids=ids[:, : PROMPTS.get(family)], attention_mask=mask[:, : PROMPTS.get(family)])
+        tokens = model.generate(**prompt, generation_config=options).sequences
     told("generated")
     return dict(
         loss=float(value),
         gradient=float(np.linalg.norm(list(norms.values()))),
         logits=float(np.linalg.norm(np.asarray(logits, np.float64))),
         gradients=norms,
-        tokens=np.asarray(tokens)[:, LENGTH:].tolist(),
+        tokens=np.asarray(tokens)[:, -NEW:].tolist(),
     )
 
 

@@ -50,17 +50,26 @@ def test_the_library_runs_and_not_the_release():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_gives_what_it_gave_with_the_release(case):
+    """A case is compared with another, `as` its note says, where the release fails or is wrong; with `exact`, where
+    products are of bfloat16, it may err from that case, of float32, three times as far as the release does.
+    """
     results, stderr = found(case.split("/")[0])
     assert case in results, stderr[-3000:]
-    ours, release = results[case], CASES[case]
+    ours, recorded = results[case], CASES[case]
     assert "error" not in ours, f"{ours['error']}\n{stderr[-3000:]}"
-    # Where the release fails or is wrong, the case is compared with another, as its note says.
-    release = CASES[release["as"]] if "as" in release else release
+    release = CASES[recorded["as"]] if "as" in recorded else recorded
     assert ours["tokens"] == release["tokens"]
-    for name in ("loss", "gradient"):
-        if name in release:
-            np.testing.assert_allclose(ours[name], release[name], rtol=release.get("rtol", 1e-5))
-    assert ours.get("gradients", {}).keys() == release.get("gradients", {}).keys()
-    for name, norm in release.get("gradients", {}).items():
-        tolerance = 10 * release.get("rtol", 1e-5)
-        np.testing.assert_allclose(ours["gradients"][name], norm, rtol=tolerance, atol=1e-6, err_msg=name)
+    if "loss" not in ours:  # of the engine
+        return
+    ours, release = numbers(ours), numbers(release)
+    if "exact" in recorded:
+        exact = numbers(CASES[recorded["exact"]])
+        error = lambda of: np.linalg.norm(of / exact - 1)
+        assert error(ours) <= 3 * error(release)
+        return
+    np.testing.assert_allclose(ours, release, rtol=1e-5)
+
+
+def numbers(of):
+    """The loss, the norm of its gradient, and those of each parameter's."""
+    return np.array([of["loss"], of["gradient"], *(of["gradients"][name] for name in sorted(of["gradients"]))])

@@ -415,6 +415,17 @@ def test_ragged_page_attention_v3(packed):
     close(found, step(q, expected[:, :, ::2], expected[:, :, 1::2], table, scale=0.3))
 
 
+def test_heads_split_over_an_axis_of_size_1_and_pages_that_are_not():
+    q, k, v, table = random(TOKENS, H, D), random(TOKENS, G, D), random(TOKENS, G, D), tables()
+    pool, whole, heads = random(PAGES, PAGE, G, 2, D), P(None, None, None, None, None), P(None, "tp", None)
+    call = lambda pool, **mesh: modules.ragged_page_attention_v3(
+        q, k, v, pool, CONTEXT, table.reshape(-1), STARTS, jnp.array([1, 1, 2]), None, **mesh
+    )
+    of_mesh = dict(mesh=mesh_of(), out_specs=(heads, whole))
+    in_specs = (heads, heads, heads, whole, P(), P(), P(), P(), None)
+    jax.tree.map(np.testing.assert_array_equal, call(pool, in_specs=in_specs, **of_mesh), call(pool))
+
+
 def test_the_scale_of_ragged_page_attention_v3_is_one_if_left_out():
     q, k, v, table, pool = (
         random(TOKENS, H, D),
