@@ -13,10 +13,12 @@ from ._feature import DTYPES, Feature, operand, plain, sized
 
 @dataclass(frozen=True, eq=False)
 class Packed(Case):
-    """A case that has as many words p and columns c as its groups want."""
+    """A case with as many words p and columns c as its groups want, and groups of features as there are of these."""
 
     def resized(self, sizes):
         sizes = {**self.sizes, **sizes}
+        if self.options.get("transpose"):
+            sizes["u"] = sizes["k"] * self.sizes["u"] // self.sizes["k"]
         groups = "g" if "g" in sizes else "u"
         follow = {n: sizes[groups] * self.sizes[n] // self.sizes[groups] for n in "pc" if n in sizes}
         return replace(self, sizes=sizes | follow)

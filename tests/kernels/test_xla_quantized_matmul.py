@@ -38,7 +38,7 @@ def test_blocks_that_do_not_divide_the_columns(call, columns):
     """Seven groups in blocks of 1, 3, 6 and all, or 112 columns in blocks of 1, 48, 96 and all."""
     transpose, x, packed, dense = call
     f = lambda x, *packed: ejkernel.lax.quantized_matmul(
-        x, *packed, **OF, transpose=transpose, config=dict(columns_per_block=columns)
+        x, *packed, **OF, transpose=transpose, config=dict(block_k=columns)
     )
     close(jax.jit(f)(x, *packed), np.asarray(x, np.float64) @ dense)
     loss = lambda x, scales, zeros: (f(x, packed[0], scales, zeros) ** 2).sum()
@@ -61,7 +61,7 @@ def test_the_matrix_never_exists_as_a_whole(transpose, derivative):
         jax.ShapeDtypeStruct((2048, 256), jnp.uint32),
         *[jax.ShapeDtypeStruct((2048, 32), jnp.float32)] * 2,
     )
-    config = (dict(columns_per_block=128),) * 2  # of the forward, and of the backward
+    config = (dict(block_k=128),) * 2  # of the forward, and of the backward
     f = lambda *a: ejkernel.lax.quantized_matmul(*a, transpose=transpose, config=config)
     loss = lambda *a: (f(*a) ** 2).sum()
     second = lambda x, *a: jax.grad(lambda x: (jax.grad(loss)(x, *a) ** 2).sum())(x)

@@ -23,8 +23,7 @@ from jax import Array, lax
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
 from ejkernel.quantization._formats import scales_of, values_of
 from ejkernel.quantization._packing import unpacked
-from ejkernel.types import Target
-from ejkernel.types.quantized_matmul import QuantizedMatmulConfig
+from ejkernel.types import KernelConfig, Target
 
 from .._registry import Backend, Platform, configured_by, kernel_registry
 from ._tiles import varying_like
@@ -40,14 +39,14 @@ def reference(*operands, spec=QuantizedMatmulSpec()) -> Outputs:
 # --- Configs ---------------------------------------------------------------------------------------------------------
 
 
-def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> QuantizedMatmulConfig:
+def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> KernelConfig:
     """As many columns as make 2^20 floats on a CPU, which its cache holds, and 2^25 elsewhere."""
     features = operands.x.shape[2] * operands.x.shape[3] * operands.x.shape[4]
     most = 2**20 if target.platform == "cpu" else 2**25
-    return QuantizedMatmulConfig(columns_per_block=max(1, most // max(1, features)))
+    return KernelConfig(block_k=max(1, most // max(1, features)))
 
 
-def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list[QuantizedMatmulConfig]:
+def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list[KernelConfig]:
     """That of the heuristic: what a block costs in memory is what it is chosen by."""
     return [heuristic(spec, operands, target)]
 
@@ -61,7 +60,7 @@ def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list
 def quantized_matmul(
     *operands: Array | None,
     spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
-    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
+    config: KernelConfig = KernelConfig(),
 ) -> Outputs:
     """o, some columns at a time."""
     operands = Operands(*operands)
@@ -82,7 +81,7 @@ def quantized_matmul_jvp(
     tangents: Operands,
     *,
     spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
-    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
+    config: KernelConfig = KernelConfig(),
 ) -> Outputs:
     """The tangent of o; a tangent of None is zero."""
     moving = _rows_of(tangents)
@@ -109,7 +108,7 @@ def quantized_matmul_bwd(
     *,
     wrt: tuple[str, ...],
     spec: QuantizedMatmulSpec = QuantizedMatmulSpec(),
-    config: QuantizedMatmulConfig = QuantizedMatmulConfig(),
+    config: KernelConfig = KernelConfig(),
 ) -> tuple[Array, ...]:
     """The cotangents of the operands named in wrt."""
 
@@ -177,7 +176,7 @@ def _sweep(
     x: Any,
     whole: _Block,
     spec: QuantizedMatmulSpec,
-    config: QuantizedMatmulConfig,
+    config: KernelConfig,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
     """of_block(x, block) → (sums, parts) of every block of columns: the former added up, the latter side by side.
 
@@ -185,7 +184,7 @@ def _sweep(
     """
     axis, columns = (1, 1) if spec.transpose else (2, spec.group_size)
     count = whole.rows.w.shape[axis]
-    size = max(1, min(config.columns_per_block // columns, count))
+    size = max(1, min(config.block_k // columns, count))
     if size == count:
         return of_block(x, whole)
 

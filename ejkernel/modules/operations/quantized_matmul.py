@@ -1,7 +1,7 @@
 """quantized_matmul as an operation: from the public arguments to the operands and spec of the primitive, and back."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,6 @@ from ...primitives.quantized_matmul import Operands, QuantizedMatmulSpec
 from ...primitives.quantized_matmul import quantized_matmul as algorithm
 from ...quantization import Format, Mode, format_of
 from ...quantization._weights import check_quantized
-from ...types import OperationConfig
-from ...types.quantized_matmul import QuantizedMatmulConfig
 from .._operation import Operation, Prepared
 from ._arguments import align, array, array_or_none, require_dtype, require_known, require_rank, static_bool
 
@@ -118,7 +116,6 @@ class QuantizedMatmul(Operation):
     """A product with quantised weights: `ejkernel.lax.quantized_matmul` as a kernel object."""
 
     algorithm = algorithm
-    config_class: ClassVar[type[OperationConfig]] = QuantizedMatmulConfig
     prepare_arguments = staticmethod(quantized_matmul_arguments)
 
     @classmethod

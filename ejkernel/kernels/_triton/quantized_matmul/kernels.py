@@ -1,0 +1,191 @@
+"""The kernel of quantized_matmul: few rows times a matrix of affine codes, or times its transpose.
+
+A program has a tile of columns and a part of the contracted features, which is cut into parts where there are fewer
+tiles than keep the device busy; the sums of parts are added up in a second step, in order: every run gives the same
+bits. The words of a tile become codes by shifts along a new axis, and rows times numbers is a product of matrices.
+
+The tangent in x and the cotangent of x are products with the same matrix, and the same kernel. Those of scales and
+zeros are left to XLA.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._xla import quantized_matmul as xla
+from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
+from ejkernel.types import KernelConfig
+
+PROGRAMS_PER_CORE = 4
+LEAST_STEPS = 4
+"""Tiles of features that a part has at the least: fewer would not fill the pipeline."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The shapes of one call, as a compile-time constant.
+
+    Attributes:
+        M: rows of x.
+        R, C: rows of codes, and codes of a row.
+        bits, group: of the format.
+        over_rows: whether the rows of codes are contracted, and their columns those of the product, or the other way.
+        parts: of the contracted features.
+    """
+
+    M: int
+    R: int
+    C: int
+    bits: int
+    group: int
+    over_rows: bool
+    parts: int
+
+    @property
+    def columns(self) -> int:
+        """Of the product."""
+        return self.C if self.over_rows else self.R
+
+    @property
+    def features(self) -> int:
+        """That are contracted."""
+        return self.R if self.over_rows else self.C
+
+
+def quantized_matmul(*operands: jax.Array | None, spec: QuantizedMatmulSpec, config: KernelConfig) -> Outputs:
+    """o [b, m, n, g, j]."""
+    x = Operands(*operands)
+    return _outputs(_product(x.x, x, not spec.transpose, spec, config), x, spec)
+
+
+def quantized_matmul_jvp(
+    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: QuantizedMatmulSpec, config: KernelConfig
+) -> Outputs:
+    """The tangent of o."""
+    terms = []
+    if tangents.x is not None:
+        terms.append(_outputs(_product(tangents.x, primals, not spec.transpose, spec, config), primals, spec).o)
+    if tangents.scales is not None or tangents.zeros is not None:
+        terms.append(xla.quantized_matmul_jvp(primals, outputs, tangents._replace(x=None), spec=spec).o)
+    return Outputs(sum(terms))
+
+
+def quantized_matmul_bwd(
+    primals: Operands,
+    outputs: Outputs,
+    cotangents: Outputs,
+    *,
+    wrt: tuple[str, ...],
+    spec: QuantizedMatmulSpec,
+    config: KernelConfig,
+) -> tuple[jax.Array, ...]:
+    """The cotangents of the operands named in wrt."""
+    others = tuple(name for name in wrt if name != "x")
+    found = {}
+    if "x" in wrt:
+        found["x"] = _product(cotangents.o, primals, spec.transpose, spec, config).reshape(primals.x.shape)
+    if others:
+        of_others = xla.quantized_matmul_bwd(primals, outputs, cotangents, wrt=others, spec=spec)
+        found |= dict(zip(others, of_others, strict=True))
+    return tuple(found[name] for name in wrt)
+
+
+def _outputs(o: jax.Array, x: Operands, spec: QuantizedMatmulSpec) -> Outputs:
+    columns = (x.w.shape[2], 1, 1) if spec.transpose else (1, x.w.shape[3], spec.group_size)
+    return Outputs(o.reshape(*x.x.shape[:2], *columns))
+
+
+def _product(x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulSpec, config: KernelConfig) -> jax.Array:
+    """The rows [b, m, …] of x times the matrix of the codes, [b · m, columns] in the dtype of x."""
+    _, k, n, g, h, _ = of.w.shape
+    rows = x.shape[0] * x.shape[1]
+    shape = (rows, k * n, g * h * spec.group_size, spec.bits, spec.group_size, over_rows)
+    problem = Problem(*shape, parts=1)
+    tiles = triton.cdiv(problem.columns, config.block_k)
+    problem = Problem(*shape, parts=_parts(tiles, triton.cdiv(problem.features, config.block_d)))
+    whole = problem.parts == 1
+    o = _launch.launch(
+        product_kernel,
+        x.reshape(rows, problem.features),
+        of.w,
+        of.scales,
+        of.zeros,
+        out_type=jax.ShapeDtypeStruct((problem.parts, rows, problem.columns), x.dtype if whole else jnp.float32),
+        grid=problem.parts * tiles,
+        config=config,
+        problem=problem,
+        BLOCK_M=config.block_q,
+        BLOCK_N=config.block_k,
+        BLOCK_K=config.block_d,
+    )
+    return o[0] if whole else o.sum(0).astype(x.dtype)
+
+
+def _parts(tiles: int, steps: int) -> int:
+    """As many as keep the device busy, but of some steps each."""
+    wanted = PROGRAMS_PER_CORE * (_launch.multiprocessors() or 1) / tiles
+    return max(1, min(math.ceil(wanted), steps // LEAST_STEPS))
+
+
+@triton.jit
+def product_kernel(
+    x, w, scales, zeros,
+    o,
+    problem: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    COLUMNS: tl.constexpr = problem.columns
+    FEATURES: tl.constexpr = problem.features
+    TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    STEPS: tl.constexpr = (FEATURES + BLOCK_K - 1) // BLOCK_K
+    STEPS_OF_PART: tl.constexpr = (STEPS + problem.parts - 1) // problem.parts
+    program = tl.program_id(0)
+    column, part = program % TILES * BLOCK_N, program // TILES
+    row, feature = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in tl.range(part * STEPS_OF_PART, tl.minimum(part * STEPS_OF_PART + STEPS_OF_PART, STEPS)):
+        first = step * BLOCK_K
+        inside = (row < problem.M) & (first + feature < FEATURES)
+        rows = tl.load(x + row * FEATURES + first + feature, mask=inside, other=0.0)
+        if problem.over_rows:
+            numbers = numbers_of(w, scales, zeros, first, column, problem, BLOCK_K, BLOCK_N).to(rows.dtype)
+        else:
+            numbers = numbers_of(w, scales, zeros, column, first, problem, BLOCK_N, BLOCK_K).to(rows.dtype)
+            numbers = tl.trans(numbers)
+        total = tl.dot(rows, numbers, total, input_precision="ieee")
+    columns = column + tl.arange(0, BLOCK_N)[None, :]
+    at = (part * problem.M + row).to(tl.int64) * COLUMNS + columns
+    tl.store(o + at, total.to(o.dtype.element_ty), mask=(row < problem.M) & (columns < COLUMNS))
+
+
+@triton.jit
+def numbers_of(
+    w, scales, zeros, first_row, first_code,
+    problem: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """(code − zero) · scale of a tile of codes, [ROWS, CODES] in float32; 0 beyond the ends of the matrix."""
+    PER_WORD: tl.constexpr = 32 // problem.bits
+    WORDS: tl.constexpr = problem.C // PER_WORD
+    GROUPS: tl.constexpr = problem.C // problem.group
+    TILE_GROUPS: tl.constexpr = (CODES + problem.group - 1) // problem.group
+    row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    word = first_code // PER_WORD + tl.arange(0, CODES // PER_WORD)[None, :]
+    words = tl.load(w + row * WORDS + word, mask=(row < problem.R) & (word < WORDS), other=0)
+    shift = (tl.arange(0, PER_WORD) * problem.bits).to(tl.uint32)[None, None, :]
+    codes = (words[:, :, None] >> shift) & ((1 << problem.bits) - 1)
+    codes = tl.reshape(codes, [ROWS, CODES]).to(tl.float32)
+    group = first_code // problem.group + tl.arange(0, TILE_GROUPS)[None, :]
+    at, inside = row * GROUPS + group, (row < problem.R) & (group < GROUPS)
+    zero = of_codes(tl.load(zeros + at, mask=inside, other=0.0).to(tl.float32), ROWS, TILE_GROUPS, CODES)
+    scale = of_codes(tl.load(scales + at, mask=inside, other=0.0).to(tl.float32), ROWS, TILE_GROUPS, CODES)
+    return (codes - zero) * scale
+
+
+@triton.jit
+def of_codes(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr):
+    """[ROWS, CODES] of [ROWS, GROUPS]."""
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [ROWS, GROUPS, CODES // GROUPS]), [ROWS, CODES])
