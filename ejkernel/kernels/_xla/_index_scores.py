@@ -69,9 +69,9 @@ def best_keys(x: Indexed, count: int) -> Array:
 
         def tile(n: Array, scores: Array) -> Array:
             position = n * keys + jnp.arange(keys, dtype=jnp.int32)
-            seen = visible(of_tokens, jnp.broadcast_to(position, (at.size, keys)))
+            is_visible = visible(of_tokens, jnp.broadcast_to(position, (at.size, keys)))
             score = _scores(q, weights, _keys_of(x, request, position))
-            return scores.at[n].set(jnp.where(seen.reshape(score.shape), score, -jnp.inf))
+            return scores.at[n].set(jnp.where(is_visible.reshape(score.shape), score, -jnp.inf))
 
         nothing = jnp.full((tiles, *at.shape, keys), -np.inf, statistics_dtype(x.q.dtype))
         scores = lax.fori_loop(0, -(-of_tokens.stop.max() // keys), tile, nothing)

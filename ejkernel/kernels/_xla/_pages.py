@@ -98,7 +98,7 @@ def sinks_of(sinks: Array | None, tokens: int) -> Array | None:
 
 def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec) -> Softmax:
     """That of the keys [t,l,g,d] at these positions [t,l], with their values [t,l,g,e]."""
-    seen, (tokens, heads, features), groups = visible(x, position), x.q.shape, k.shape[2]
+    is_visible, (tokens, heads, features), groups = visible(x, position), x.q.shape, k.shape[2]
     dtype, zero = statistics_dtype(x.q.dtype), np.zeros((), k.dtype)
     q = x.q.astype(k.dtype).reshape(tokens, groups, heads // groups, features)
     s = jnp.einsum("tgrd,tlgd->tgrl", q, k, precision="highest", preferred_element_type=dtype)
@@ -106,10 +106,10 @@ def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec)
     if spec.softcap is not None:
         softcap = np.array(spec.softcap, dtype)
         s = softcap * jnp.tanh(s / softcap)
-    s = jnp.where(seen[:, None, None], s, np.array(-np.inf, dtype))
+    s = jnp.where(is_visible[:, None, None], s, np.array(-np.inf, dtype))
     m = s.max(-1)
     p = jnp.exp(s - _finite(m)[..., None])
-    v = jnp.where(seen[:, :, None, None], v, zero)
+    v = jnp.where(is_visible[:, :, None, None], v, zero)
     o = jnp.einsum("tgrl,tlge->tgre", p.astype(v.dtype), v, precision="highest", preferred_element_type=dtype)
     return Softmax(m, p.sum(-1), o)
 
