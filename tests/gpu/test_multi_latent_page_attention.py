@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.latent_pages import COUNT, LENGTHS, PAGE, P, defined, poisoned, step, tree
+from kernels.latent_pages import COUNT, LENGTHS, PAGE, P, defined, lists, poisoned, step, tree, unnamed
 from kernels.paged import close
 
 import ejkernel
@@ -99,6 +99,43 @@ def test_nobody_sees_what_is_not_of_a_context(h, drafts):
     """NaN in slots after each context and in tokens of no sequence, and any numbers in tables after them."""
     x = step(h, "bfloat16", "bfloat16", **DEEPSEEK) | (dict(draft_mask=tree(drafts)) if drafts else {})
     x, with_nan = poisoned(x)
+    call = jax.jit(run)
+    jax.tree.map(np.testing.assert_array_equal, call(**with_nan), call(**x))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("drafts", (0, 3))
+@pytest.mark.parametrize(
+    "options", [{}, dict(window=9), dict(softcap=2.0), dict(num_splits=3, window=20), dict(softmax_scale=-0.3)], ids=str
+)
+def test_lists_of_keys(dtype, drafts, options):
+    x = step(dtype=dtype, pages=dtype)
+    check(x | dict(indices=lists(37, x)) | (dict(draft_mask=tree(drafts)) if drafts else {}), **options)
+
+
+@pytest.mark.parametrize("h", (1, 3, 16, 64, 128))
+@pytest.mark.parametrize("keys", (1, 70, 1000))
+def test_lists_of_deepseek(h, keys):
+    x = step(h, dtype="bfloat16", pages="bfloat16", scale=8, **DEEPSEEK)
+    check(x | dict(indices=lists(keys, x)))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_configs_of_lists(config):
+    x = step(16, "bfloat16", "bfloat16", **DEEPSEEK)
+    check(x | dict(indices=lists(70, x)), config=dict(config, platform="triton"))
+
+
+@pytest.mark.parametrize("pages", ("float8_e4m3fn", "int8"))
+@pytest.mark.parametrize("shape", [(), (P, 64, 1)], ids=str)
+def test_lists_of_quantised_keys_with_sinks(pages, shape):
+    x, rng = step(16, "bfloat16", pages, **DEEPSEEK), np.random.default_rng(2)
+    x |= dict(k_scale=jnp.asarray(rng.uniform(0.05, 0.2, shape), jnp.float32), indices=lists(70, x))
+    check(x | dict(sinks=jnp.asarray(rng.standard_normal((16, 3)), jnp.float32)))
+
+
+def test_what_no_list_names_may_be_nan():
+    x, with_nan = unnamed(lists(5, step()))
     call = jax.jit(run)
     jax.tree.map(np.testing.assert_array_equal, call(**with_nan), call(**x))
 
