@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ._harness import result_file, save_record
+from ._records import result_file, save_record
 
 
 @dataclass(frozen=True)

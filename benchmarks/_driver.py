@@ -24,7 +24,8 @@ from ejkernel import callib
 from ejkernel.types import Platform
 from ejkernel.types.shapes import TBYTES, Shape, measured_operations, shapes_of
 
-from ._harness import RESULTS, Contender, Gate, Row, means, measure, result_file, save, show, warmed, yardstick
+from ._harness import Contender, Gate, Row, means, measure, show, warmed, yardstick
+from ._records import RESULTS, result_file, save
 
 LARGEST_ERROR = {"fwd": 2.0, "step": 3.0, "bwd": 3.0, "fwd_bwd": 3.0, "jvp": 3.0}
 """Of ours by mode, in units of that of the formula in the dtype of the inputs: what the library promises."""

@@ -1,4 +1,4 @@
-"""What all benchmarks share: first the numbers, then the time, rivals in the same run, and a record of where it was.
+"""What all benchmarks share: first the numbers, then the time, with rivals in the same run; records are in _records.py.
 
 A benchmark hands over contenders, each a function that prepares one call, and a gate that judges the results of a call.
 Those whose numbers are right are timed interleaved, a batch of queued calls each, so that what the clock of the device
@@ -6,30 +6,22 @@ does in the meantime is shared by all. Nothing is left out silently: who is unav
 that says so.
 """
 
-import datetime
-import json
 import math
 import os
-import re
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from ejkernel.callib import Ceilings
 from ejkernel.callib.ceilings import Probe, copy_probe, product_probe
-from ejkernel.cli.info import versions
 from ejkernel.errors import UnsupportedError
 
-RESULTS = Path(__file__).parent / "results"
 _BATCH_SECONDS, _MOST_CALLS = 0.03, 200
 _YARDSTICK = "yardstick"
 
@@ -230,7 +222,7 @@ def queued(function: Callable[..., Any], *arguments: Any) -> Batch:
     return batch
 
 
-# --- What is shown and what is kept
+# --- What is shown
 
 
 def show(title: str, rows: Sequence[Row], unit: str = "TFLOP/s") -> None:
@@ -263,47 +255,3 @@ def means(rows: Sequence[Row]) -> Iterator[str]:
             mean = statistics.geometric_mean(ratios.values())
             told = f"{contender}, {mode}: {mean:.3f} × the best rival in {len(ratios)} cases"
             yield f"{told}, {ratios[least]:.3f} × in {least}"
-
-
-def result_file(benchmark: str, out: Path = RESULTS) -> Path:
-    """Where the record of a run that starts now belongs."""
-    kind = re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
-    return out / f"{benchmark}-{kind}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
-
-
-def save(file: Path, rows: Sequence[Row], ceilings: Ceilings, evidence: str, convention: str) -> None:
-    """Writes the rows so far with the device, the versions and the date."""
-    state = dict(platform=jax.devices()[0].platform, state=_device_state(), ceilings=asdict(ceilings))
-    save_record(file, evidence, convention, **state, rows=[asdict(row) for row in rows])
-
-
-def save_record(
-    file: Path, evidence: str, convention: str, *, device: str | None = None, rows: Sequence[Any], **more: Any
-) -> None:
-    """Writes a record as all of them are.
-
-    It says where, when and with what it was measured, what it is evidence for, how its numbers count, and its rows.
-    """
-    record = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": device or jax.devices()[0].device_kind,
-        "versions": versions("torch", "tokamax", "libtpu"),
-        "evidence": evidence,
-        "convention": convention,
-        **more,
-        "rows": rows,
-    }
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_suffix(".part")
-    beside.write_text(json.dumps(record, indent=1) + "\n")
-    beside.replace(file)
-
-
-def _device_state() -> str | None:
-    """Clocks, power and driver of the GPUs as they are after the run; None without NVIDIA's tool."""
-    fields = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu"
-    try:
-        command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -27,7 +27,7 @@ from ejkernel.modules import FlashAttention
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor
 
 from ._bars import Row, conclude
-from ._harness import RESULTS
+from ._records import RESULTS
 
 SHAPE = (1, 16, 2, 16)
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import ejkernel
 
-from ._harness import RESULTS, result_file, save_record
+from ._records import RESULTS, result_file, save_record
 
 
 def main() -> int:

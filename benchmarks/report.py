@@ -4,19 +4,18 @@ Those are the index of the records, RESULTS.md beside this file, docs/performanc
 in README.md. `HEADLINES` says which records the last two are made of: put a new one there.
 """
 
-import json
-import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ejkernel.types.shapes import shape_named
 
+from ._records import RESULTS, Record, records
+from ._results_tables import all_results
+from ._tables import best_of, geometric_mean, table, unit_of
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks/results"
 MARKS = "<!-- benchmarks.report: begin -->\n", "<!-- benchmarks.report: end -->\n"
 HEADLINES = {
     "flash_attention": ("flash_attention-nvidia-h200-20261122-130738.json",),
@@ -27,53 +26,7 @@ HEADLINES = {
     "gla, lightning_attention, recurrent": ("recurrence-nvidia-h200-20261121-234236.json",),
 }
 """The records of README.md (the first) and docs/performance.md, by what they are of."""
-MODES = {
-    "fwd": "forward",
-    "bwd": "backward",
-    "fwd_bwd": "forward + backward",
-    "jvp": "forward and tangent",
-    "step": "step of decoding",
-}
 BARS = "h16-d128: b1 s16384 h16 d128 causal"
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Record:
-    """One file."""
-
-    name: str
-
-    @cached_property
-    def content(self) -> dict[str, Any]:
-        """What it holds."""
-        return json.loads((RESULTS / self.name).read_text())
-
-    @property
-    def rows(self) -> list[Row]:
-        """Its rows."""
-        return self.content["rows"]
-
-    @property
-    def timed(self) -> list[Row]:
-        """Those of contenders that were timed."""
-        return [row for row in self.rows if row.get("status") == "timed"]
-
-    @property
-    def measured(self) -> str:
-        """Where, when and with what."""
-        versions = ", ".join(
-            f"{name} {version}"
-            for name, version in self.content["versions"].items()
-            if version and name not in ("python", "numpy", "ejkernel")
-        )
-        return f"{self.content['device']}, {self.content['date'][:10]}: {versions}."
-
-
-def records() -> list[Record]:
-    """All of them, by name."""
-    return [Record(path.name) for path in sorted(RESULTS.glob("*.json"))]
 
 
 def documents() -> dict[Path, str]:
@@ -112,54 +65,6 @@ sweeps that scripts printed, the printed `line` and what was read of it. What fo
 | file | of what |
 |---|---|
 {lines}"""
-
-
-# --- Tables of contenders
-
-
-def best_of(rows: Sequence[Row], ours: bool, among: Callable[[str], bool] = lambda name: True) -> Row | None:
-    """The fastest of ours or of the rivals, among some."""
-    found = [row for row in rows if row["ours"] == ours and among(row["contender"])]
-    return min(found, key=lambda row: row["milliseconds"], default=None)
-
-
-def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of at least one ratio."""
-    return math.prod(ratios) ** (1 / len(ratios))
-
-
-def table(rows: Sequence[Row], unit: str) -> Iterator[str]:
-    """A line for each case: in each mode the time and rate of ours, and the best rival's time with the ratio to it."""
-    modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
-    columns = [f"{MODES[mode]}, ms | {unit} | best other | ×" for mode in modes]
-    yield f"| case | {' | '.join(columns)} |"
-    yield "|---" * (1 + 4 * len(modes)) + "|"
-    ratios: dict[str, list[float]] = {mode: [] for mode in modes}
-    for case in dict.fromkeys(row["case"] for row in rows):
-        of_mode = lambda mode, case=case: [row for row in rows if (row["case"], row["mode"]) == (case, mode)]
-        cells = [_cells(of_mode(mode), ratios[mode]) for mode in modes]
-        yield f"| {case} | {' | '.join(cells)} |"
-    if all(ratios.values()):
-        means = (f" | | | {geometric_mean(found):.2f}" for found in ratios.values())
-        yield f"| geometric mean of {', '.join(str(len(found)) for found in ratios.values())} |{' |'.join(means)} |"
-
-
-def _cells(rows: Sequence[Row], ratios: list[float]) -> str:
-    """Of one case and mode, whose ratio is added to the others; the rival's are empty where none was timed."""
-    ours, other = best_of(rows, True), best_of(rows, False)
-    if ours is None:
-        return " | | | " if other is None else f" | | {other['contender']} {other['milliseconds']:.3g} | "
-    rate = ours["rate"] / 1e12
-    mine = f"{ours['milliseconds']:.3g} | {f'{rate:.0f}' if rate >= 100 else f'{rate:.3g}'}"
-    if other is None:
-        return f"{mine} | | "
-    ratios.append(other["milliseconds"] / ours["milliseconds"])
-    return f"{mine} | {other['contender']} {other['milliseconds']:.3g} | {ratios[-1]:.2f}"
-
-
-def unit_of(record: Record) -> str:
-    """TB/s where memory is the bound."""
-    return "TB/s" if record.content["convention"].startswith(("bytes", "a chain of 8 calls; bytes")) else "TFLOP/s"
 
 
 # --- docs/performance.md
@@ -259,104 +164,6 @@ def _wrapped(text: str) -> str:
         fits = len(lines[-1]) + 1 + len(word) <= 120
         lines = [*lines[:-1], f"{lines[-1]} {word}".strip()] if fits else [*lines, word]
     return "\n".join(lines)
-
-
-# --- RESULTS.md
-
-
-def all_results() -> str:
-    """The text of RESULTS.md: a table for each record whose rows have one form."""
-    head = """\
-# Measured
-
-Generated by `python -m benchmarks.report` from the records in `results/`, whose index is there. Times are medians in
-milliseconds; "×" says how many times as long the best of the others takes, in the same process. What was tried and
-predicted, and why it came so, is in the notes beside this file. No TPU kernel has been timed.
-"""
-    sections = [section for record in records() if (section := _of_record(record))]
-    return "\n".join([head, *sections])
-
-
-def _of_record(record: Record) -> str | None:
-    tables = {
-        ("case", "mode", "contender", "status"): lambda: table(record.timed, unit_of(record)),
-        ("case", "mode", "generation", "contender"): lambda: _estimates(record.rows),
-        ("shape", "operation", "best", "found"): lambda: _tuned(record.rows),
-        ("name", "ours", "rival", "bar"): lambda: _with_bars(record.rows),
-        ("program", "outcome"): lambda: _compiled(record.rows),
-        ("shape", "operation", "config", "tflops"): lambda: _configs(record.rows),
-        ("operation", "milliseconds", "heuristic", "config"): lambda: _kept(record.rows),
-    }
-    for keys, lines in tables.items():
-        if set(keys) <= record.rows[0].keys():
-            evidence = record.content["evidence"]
-            return f"## {evidence[:1].upper()}{evidence[1:]}\n\n{record.measured} `{record.name}`\n\n" + "\n".join(
-                [*lines(), ""]
-            )
-    return None
-
-
-def _estimates(rows: Sequence[Row]) -> Iterator[str]:
-    """How many times as fast as a rival by the bundles that are issued: geometric means over layers."""
-    known = {(r["generation"], r["mode"], r["case"], r["contender"]): r["milliseconds"] for r in rows}
-    rivals = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != "ejkernel"]
-    yield f"| estimate | {' | '.join(rivals)} |"
-    yield "|---" * (1 + len(rivals)) + "|"
-    for generation, mode in dict.fromkeys((row["generation"], row["mode"]) for row in rows):
-        cells = []
-        for rival in rivals:
-            pairs = [
-                (time, known.get((generation, mode, case, "ejkernel")))
-                for (g, m, case, contender), time in known.items()
-                if (g, m, contender) == (generation, mode, rival)
-            ]
-            ratios = [theirs / ours for theirs, ours in pairs if theirs and ours]
-            cells.append(f"{geometric_mean(ratios):.2f} × ({len(ratios)})" if ratios else "")
-        yield f"| {generation}, {MODES[mode]} | {' | '.join(cells)} |"
-
-
-def _tuned(rows: Sequence[Row]) -> Iterator[str]:
-    yield "| call | best, ms | found | heuristic |"
-    yield "|---|---|---|---|"
-    for row in rows:
-        ratios = f"{row['found'] / row['best']:.3f} × | {row['heuristic'] / row['best']:.3f} ×"
-        yield f"| {row['shape']}, {row['operation']} | {row['best']:.3f} | {ratios} |"
-
-
-def _kept(rows: Sequence[Row]) -> Iterator[str]:
-    """Where the heuristics' config is more than 2 % slower than the best."""
-    slower = [row for row in rows if row["heuristic"] and row["heuristic"] > 1.02 * row["milliseconds"]]
-    yield f"{len(rows)} calls; the config of the heuristics is the best, or within 2 %, in {len(rows) - len(slower)}.\n"
-    yield "| call | best, ms | heuristic |"
-    yield "|---|---|---|"
-    for row in slower:
-        ratio = f"{row['heuristic'] / row['milliseconds']:.2f} ×"
-        yield f"| {row['operation']}: {row['call']} | {row['milliseconds']:.3f} | {ratio} |"
-
-
-def _with_bars(rows: Sequence[Row]) -> Iterator[str]:
-    yield "| cost | ours | rival | bar |"
-    yield "|---|---|---|---|"
-    for row in rows:
-        rival = "" if row["rival"] is None else f"{row['rival']:.3g} {row['unit']}"
-        bar = "" if row["bar"] is None else f"{row['bar']:g} {'×' if row['rival'] is not None else row['unit']}"
-        yield f"| {row['name']} | {row['ours']:.3g} {row['unit']} | {rival} | {bar} |"
-
-
-def _compiled(rows: Sequence[Row]) -> Iterator[str]:
-    failed = [row for row in rows if isinstance(row["outcome"], str)]
-    yield f"{len(rows) - len(failed)} of {len(rows)} programs are compiled.\n"
-    for row in failed:
-        yield f"* `{row['program']}`: {row['outcome'][:120]} …"
-
-
-def _configs(rows: Sequence[Row]) -> Iterator[str]:
-    """The fastest of ours for each call, and cuDNN."""
-    yield "| layer | kernel | config | ms | TFLOP/s |"
-    yield "|---|---|---|---|---|"
-    for row in rows:
-        cells = f"{row['config']} | {row['ms']:.3f} | {row['tflops']:.0f}"
-        yield f"| {row['shape']} | {row['operation']} | {cells} |"
 
 
 if __name__ == "__main__":

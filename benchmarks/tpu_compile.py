@@ -27,7 +27,7 @@ from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 from ejkernel.types.shapes import Shape, measured_operations, shapes_of
 
-from ._harness import RESULTS, save_record
+from ._records import RESULTS, save_record
 from ._tpu_compiler import GENERATIONS, device
 
 # Of a shape, what changes no program.

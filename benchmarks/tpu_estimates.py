@@ -33,7 +33,7 @@ from ejkernel.kernels._pallas.tpu.flash_attention.schedule import mask_info_of, 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape, Target
 
-from ._harness import RESULTS, save_record
+from ._records import RESULTS, save_record
 from ._tpu_compiler import GENERATIONS, Compiler
 
 MODES = "fwd", "bwd", "jvp"

@@ -25,7 +25,8 @@ from ejkernel.ops.utils.shared_file import SharedFile
 from ejkernel.types import Platform
 from ejkernel.types.shapes import shape_named
 
-from ._harness import RESULTS, interleaved, queued, result_file, save_record
+from ._harness import interleaved, queued
+from ._records import RESULTS, result_file, save_record
 
 # The config that is found may take this much longer than the best one.
 BAR = 1.03

@@ -21,7 +21,8 @@ import jax
 from ejkernel.lax import flash_attention
 
 from ._bars import Row, conclude
-from ._harness import RESULTS, interleaved, queued
+from ._harness import interleaved, queued
+from ._records import RESULTS
 
 HEADS, HEAD_DIM, MIB = 8, 64, 2**20
 
