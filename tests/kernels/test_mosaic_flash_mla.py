@@ -9,7 +9,7 @@ from ejkernel.kernels._dispatch import select
 from ejkernel.types import Platform
 
 from .latents import deepseek
-from .test_mosaic_flash_attention import CUSTOM_CALL, HOPPER, lowered
+from .mosaic import CUSTOM_CALL, HOPPER, lowered
 
 NAMES = ("q", "kv_latent", "k_rope", "w_kc", "w_vc")
 

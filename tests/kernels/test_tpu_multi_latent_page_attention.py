@@ -17,9 +17,10 @@ from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionC
 
 from .latent_pages import LENGTHS, PAGE, P, defined, poisoned, step, tree
 from .paged import DTYPES, wide
-from .test_tpu_paged import TARGET, check, interpreted, prepared
 from .test_tpu_paged_compile import configs, copies
 from .tpu_compiler import TARGETS, device
+from .tpu_interpreter import interpreted
+from .tpu_paged import TARGET, check, prepared
 
 NAME = "multi_latent_page_attention"
 IMPLEMENTATION = kernel_registry.find(NAME, "pallas", "tpu").implementation

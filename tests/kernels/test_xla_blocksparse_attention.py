@@ -13,16 +13,12 @@ from ejkernel.kernels._xla._blocks import cut
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 B, S, K, H, G, D, V = 2, 40, 52, 4, 2, 8, 12
 SIZES = {"even": (8, 13), "uneven": (11, 9), "small": (3, 2), "large": (30, 24)}
 TILES = {"blocks": None, "parts of blocks": dict(block_q=4, block_k=4), "several": dict(block_q=24, block_k=32)}
 LEADING = {"all": (), "heads": (H,), "batch": (B, 1), "batch and heads": (B, H)}
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def normal(*shape):

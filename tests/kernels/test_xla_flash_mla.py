@@ -11,16 +11,12 @@ import pytest
 
 import ejkernel
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 B, S, K, H, R, DN, DR, V = 2, 9, 14, 3, 6, 5, 4, 7
 NAMES = ("q", "kv_latent", "k_rope", "w_kc", "w_vc")
 SHAPES = (B, S, H, DN + DR), (B, K, R), (B, K, DR), (R, H, DN), (R, H, V)
 TILES = {"one": None, "several": (dict(block_q=4, block_k=5), dict(block_q=5, block_k=4))}
-
-
-@pytest.fixture(autouse=True)
-def x64():
-    with jax.enable_x64(True):
-        yield
 
 
 def normal(*shape):

@@ -83,12 +83,6 @@ def operation(call, q, k, v, gates, lists=None, **options):
     return ejkernel.lax.native_sparse_attention(q, k, v, *gates, block_indices=lists, **cuts, **options)
 
 
-@pytest.fixture
-def x64():
-    with jax.enable_x64(True):
-        yield
-
-
 @each_call
 def test_numbers(call, x64):
     arrays, lists = arrays_of(call)
