@@ -21,104 +21,26 @@ and features for these, and few heads for those.
 
 import functools
 import operator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
-from jax import Array, lax
+from jax import Array
 
-from ejkernel.kernels._page_plan import ragged_rows
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._paged import SMALLEST_TILE
 from ejkernel.kernels._triton._paged.attend import in_dtype, tanh
 from ejkernel.kernels._triton._paged.softmax import LN2, LOG2E
-from ejkernel.kernels._xla._key_lists import ends_of_lists, listed_slots
-from ejkernel.kernels._xla._pages import Queries, ragged_queries
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 
 from .configs import of_launch, rows_of
-
-
-@dataclass(frozen=True)
-class Strides:
-    """Elements from one to the next along the axes of an array [batch?, page?, slot?]; 0 where there is one."""
-
-    batch: int
-    page: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class Problem:
-    """The shapes of one call, and what is computed, as a compile-time constant.
-
-    Attributes:
-        T, H, R, D: tokens of a step, heads, and features of a latent and of its rotary part.
-        rows: of a step.
-        sequences: of a step, of which each has a table; with lists, the tokens.
-        pages, page: how many pages the pool has, and slots of each.
-        columns: pages of a sequence in its table, or places in a list.
-        lists: whether tables are lists of slots.
-        splits: parts that the keys of a row are cut into.
-        draft_words: words of 32 bits that hold what a token sees of the drafts.
-        scale: the factor of the logits.
-        softcap: their bound, or None.
-        slots: where a slot stands, in rows of R + D features.
-        sinks, k_scale: where the sink of a head and the factor of a slot stand, if there are any.
-    """
-
-    T: int
-    H: int
-    R: int
-    D: int
-    rows: int
-    sequences: int
-    pages: int
-    page: int
-    columns: int
-    lists: bool
-    splits: int
-    draft_words: int
-    scale: float
-    softcap: float | None
-    slots: Strides
-    sinks: int
-    k_scale: Strides | None
-
-
-def strides_of(shape: tuple[int, ...]) -> Strides:
-    """Of a dense array [batch, page, slot]."""
-    found, step = [], 1
-    for size in reversed(shape):
-        found.append(0 if size == 1 else step)
-        step *= size
-    return Strides(*reversed(found))
-
-
-class Step(NamedTuple):
-    """Who sees whom in the steps of a batch.
-
-    Attributes:
-        rows: [b,r,3] int32, of each row its sequence, its first token, and how many tokens it has, which may be 0.
-        first, stop: [b,t] int32, the keys first ≤ j < stop that a token sees, drafts aside.
-        valid: [b,t] bool, whether it is of any sequence.
-        cached: [b,t] int32, the position from which on drafts decide; None without.
-        drafts, drafts_of_row: [b,t,w] and [b,r,w] int32, bits of the drafts that a token, or one of a row, sees.
-    """
-
-    rows: Array
-    first: Array
-    stop: Array
-    valid: Array
-    cached: Array | None
-    drafts: Array | None
-    drafts_of_row: Array | None
+from .problem import Problem, strides_of
+from .rows import step_of, step_of_lists
 
 
 def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
@@ -126,9 +48,9 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
     (B, T, H, R), D, lists = x.q_latent.shape, x.q_rope.shape[3], x.indices is not None
     heads, tokens = rows_of(H, config)
     if lists:
-        step, x = _step_of_lists(x, spec)
+        step, x = step_of_lists(x, spec)
     else:
-        step = _step(x, spec, 1 if spec.batch_invariant else tokens)
+        step = step_of(x, spec, 1 if spec.batch_invariant else tokens)
     (_, pages, page, _), (_, sequences, columns) = x.pages.shape, x.block_tables.shape
     splits, rows = spec.num_splits or config.num_splits, step.rows.shape[1]
     problem = Problem(
@@ -176,61 +98,6 @@ def merged(o: Array, lse: Array, dtype: Any, in_order: bool) -> tuple[Array, Arr
     return o.astype(dtype), total + jnp.log(sum_)
 
 
-def _step(x: Operands, spec: CacheSpec, tokens: int) -> Step:
-    """With rows of up to so many tokens."""
-    T, page, n = x.q_latent.shape[1], x.pages.shape[2], x.context_lens.shape[1]
-    drafts = None if x.draft_mask is None else x.draft_mask.shape[2]
-    left = None if spec.window is None else spec.window - 1
-
-    def of_batch(context_lens, block_tables, query_start_loc, num_seqs, draft_mask):
-        tables = context_lens, block_tables, query_start_loc, num_seqs
-        queries = _visible(T, page, tables, draft_mask, spec)
-        count = jnp.clip(num_seqs[0], 0, n)
-        rows = ragged_rows(context_lens, query_start_loc, count, T, page, left, tokens, drafts)
-        # No more rows than tokens have any, and those come first.
-        rows = jnp.stack([rows.request, rows.token, rows.tokens], axis=1)[:T]
-        of_tokens, of_rows = None, None
-        if draft_mask is not None:
-            of_tokens, number = in_words(draft_mask), jnp.arange(tokens, dtype=jnp.int32)
-            places = jnp.where(number < rows[:, 2:], rows[:, 1:2] + number, T)
-            words = of_tokens.at[places].get(mode="fill", fill_value=0)
-            of_rows = lax.reduce(words, np.int32(0), lax.bitwise_or, (1,))
-        return Step(rows, queries.first, queries.stop, queries.valid, queries.cached, of_tokens, of_rows)
-
-    return jax.vmap(of_batch)(x.context_lens, x.block_tables, x.query_start_loc, x.num_seqs, x.draft_mask)
-
-
-def _step_of_lists(x: Operands, spec: CacheSpec) -> tuple[Step, Operands]:
-    """Rows of one token, and operands with pages of one slot and, for tables, the lists of slots of all tokens."""
-    T, (pages, page) = x.q_latent.shape[1], x.pages.shape[1:3]
-
-    def of_batch(context_lens, block_tables, query_start_loc, num_seqs, draft_mask, indices):
-        queries = _visible(T, page, (context_lens, block_tables, query_start_loc, num_seqs), draft_mask, spec)
-        slots = listed_slots(queries, indices, block_tables, pages, page)
-        token = jnp.arange(T, dtype=jnp.int32)
-        rows = jnp.stack([token, token, queries.valid.astype(jnp.int32)], axis=1)
-        first, stop = jnp.zeros_like(queries.first), ends_of_lists(slots)
-        return Step(rows, first, stop, queries.valid, None, None, None), slots
-
-    tables = x.context_lens, x.block_tables, x.query_start_loc, x.num_seqs
-    step, slots = jax.vmap(of_batch)(*tables, x.draft_mask, x.indices)
-    one_by_one = lambda a: None if a is None else a.reshape(a.shape[0], -1, 1, a.shape[3])
-    return step, x._replace(pages=one_by_one(x.pages), k_scale=one_by_one(x.k_scale), block_tables=slots)
-
-
-def _visible(T: int, page: int, tables: tuple[Array, ...], draft_mask: Array | None, spec: CacheSpec) -> Queries:
-    """Of each token the keys that it sees, without its numbers."""
-    alone = Operands(None, None, None, *tables, draft_mask=draft_mask)
-    return ragged_queries(alone, jnp.zeros((T, 0)), page, spec)
-
-
-def in_words(bits: Array) -> Array:
-    """[t,n] bool as words [t,⌈n/32⌉] int32, of which bit i of word w is number 32·w + i."""
-    bits = jnp.pad(bits, ((0, 0), (0, -bits.shape[1] % 32))).reshape(len(bits), -1, 32)
-    words = (bits.astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)).sum(2, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(words, jnp.int32)
-
-
 @triton.jit
 def latent_kernel(
     q_latent, q_rope, pages, block_tables, rows, first, stop, cached, drafts, drafts_of_row, sinks, k_scale,
@@ -263,8 +130,7 @@ def latent_kernel(
     begin = first_tile + part * each
     end = tl.minimum(begin + each, tl.cdiv(high, BLOCK_K))
 
-    if drafts is not None:
-        new_from = tl.load(cached + batch * problem.T + token)
+    new_from = None if drafts is None else tl.load(cached + batch * problem.T + token)
     maximum = tl.full([TOKENS * HEADS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS * HEADS], tl.float32)
     if sinks is not None:
@@ -273,50 +139,11 @@ def latent_kernel(
         total = is_first.to(tl.float32)
     acc = tl.zeros([WIDTH, TOKENS * HEADS] if TRANSPOSED else [TOKENS * HEADS, WIDTH], tl.float32)
     for tile in tl.range(begin, end):
-        position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-        at_key = tl.expand_dims(position, 1 - KEYS)
-        visible = (at_key >= tl.expand_dims(first_of, KEYS)) & (at_key < tl.expand_dims(stop_of, KEYS))
-        needed = (position >= low) & (position < high)
-        if drafts is not None:
-            new = position - new_from
-            tokens, asked = tl.expand_dims(at, KEYS), tl.expand_dims(is_token, KEYS)
-            visible &= (at_key < new_from) | of_drafts(drafts, tokens, asked, at_key - new_from, problem)
-            needed &= (new < 0) | of_drafts(drafts_of_row, tl.zeros_like(new) + row, new >= 0, new, problem)
-        table = (batch * problem.sequences + sequence).to(tl.int64) * problem.columns
-        if problem.lists:
-            slot = tl.load(block_tables + table + position, mask=needed, other=-1).to(tl.int64)
-            needed &= slot >= 0
-            visible &= tl.expand_dims(slot >= 0, 1 - KEYS)
-        else:
-            slot = place(block_tables + table, position, needed, problem)
-        start = (batch.to(tl.int64) * problem.slots.batch + slot) * (problem.R + problem.D)
-        keys = in_dtype(load_rows(pages, start, needed, c, problem.R, WIDTH), latents)
-        key_ropes = in_dtype(load_rows(pages, start + problem.R, needed, d, problem.D, ROPE), latents)
-        if TRANSPOSED:
-            s = tl.dot(keys, tl.trans(latents), input_precision="ieee")
-            s = tl.dot(key_ropes, tl.trans(ropes), s, input_precision="ieee") * problem.scale
-        else:
-            s = tl.dot(latents, tl.trans(keys), input_precision="ieee")
-            s = tl.dot(ropes, tl.trans(key_ropes), s, input_precision="ieee") * problem.scale
-        if k_scale is not None:
-            factor = tl.expand_dims(load_scales(k_scale, batch, slot, needed, problem), 1 - KEYS)
-            s *= factor
-        if problem.softcap is not None:
-            s = problem.softcap * tanh(s * (1 / problem.softcap))
-        s = tl.where(visible, s * LOG2E, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(s, KEYS))
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        p = tl.exp2(s - tl.expand_dims(base, KEYS))
-        alpha = tl.exp2(maximum - base)
-        total = total * alpha + tl.sum(p, KEYS)
-        if k_scale is not None:
-            p *= factor
-        acc *= tl.expand_dims(alpha, KEYS)
-        if TRANSPOSED:
-            acc = tl.dot(tl.trans(keys), p.to(keys.dtype), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(p.to(keys.dtype), keys, acc, input_precision="ieee")
-        maximum = highest
+        maximum, total, acc = attend_tile(
+            tile, low, high, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes, pages,
+            block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
+            problem, BLOCK_K, WIDTH, ROPE, TRANSPOSED,
+        )  # fmt: skip
     acc /= tl.expand_dims(tl.where(total == 0.0, 1.0, total), KEYS)
     if TRANSPOSED:
         acc = tl.trans(acc)
@@ -324,6 +151,60 @@ def latent_kernel(
     is_written = inside[:, None] if problem.R == WIDTH else inside[:, None] & (c < problem.R)[None, :]
     tl.store(o + out[:, None] * problem.R + c[None, :], acc.to(o.dtype.element_ty), mask=is_written)
     tl.store(lse + out, maximum * LN2 + tl.log(total), mask=inside)
+
+
+@triton.jit
+def attend_tile(
+    tile, low, high, first_of, stop_of, batch, sequence, row, at, is_token, c, d, latents, ropes, pages,
+    block_tables, new_from, drafts, drafts_of_row, k_scale, maximum, total, acc,
+    problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The softmax so far, with the keys of one tile."""
+    KEYS: tl.constexpr = 0 if TRANSPOSED else 1  # the axis of a tile of logits that they are along
+    position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    at_key = tl.expand_dims(position, 1 - KEYS)
+    visible = (at_key >= tl.expand_dims(first_of, KEYS)) & (at_key < tl.expand_dims(stop_of, KEYS))
+    needed = (position >= low) & (position < high)
+    if drafts is not None:
+        new = position - new_from
+        tokens, asked = tl.expand_dims(at, KEYS), tl.expand_dims(is_token, KEYS)
+        visible &= (at_key < new_from) | of_drafts(drafts, tokens, asked, at_key - new_from, problem)
+        needed &= (new < 0) | of_drafts(drafts_of_row, tl.zeros_like(new) + row, new >= 0, new, problem)
+    table = (batch * problem.sequences + sequence).to(tl.int64) * problem.columns
+    if problem.lists:
+        slot = tl.load(block_tables + table + position, mask=needed, other=-1).to(tl.int64)
+        needed &= slot >= 0
+        visible &= tl.expand_dims(slot >= 0, 1 - KEYS)
+    else:
+        slot = place(block_tables + table, position, needed, problem)
+    start = (batch.to(tl.int64) * problem.slots.batch + slot) * (problem.R + problem.D)
+    keys = in_dtype(load_rows(pages, start, needed, c, problem.R, WIDTH), latents)
+    key_ropes = in_dtype(load_rows(pages, start + problem.R, needed, d, problem.D, ROPE), latents)
+    if TRANSPOSED:
+        s = tl.dot(keys, tl.trans(latents), input_precision="ieee")
+        s = tl.dot(key_ropes, tl.trans(ropes), s, input_precision="ieee") * problem.scale
+    else:
+        s = tl.dot(latents, tl.trans(keys), input_precision="ieee")
+        s = tl.dot(ropes, tl.trans(key_ropes), s, input_precision="ieee") * problem.scale
+    if k_scale is not None:
+        factor = tl.expand_dims(load_scales(k_scale, batch, slot, needed, problem), 1 - KEYS)
+        s *= factor
+    if problem.softcap is not None:
+        s = problem.softcap * tanh(s * (1 / problem.softcap))
+    s = tl.where(visible, s * LOG2E, float("-inf"))
+    highest = tl.maximum(maximum, tl.max(s, KEYS))
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    p = tl.exp2(s - tl.expand_dims(base, KEYS))
+    alpha = tl.exp2(maximum - base)
+    total = total * alpha + tl.sum(p, KEYS)
+    if k_scale is not None:
+        p *= factor
+    acc *= tl.expand_dims(alpha, KEYS)
+    if TRANSPOSED:
+        acc = tl.dot(tl.trans(keys), p.to(keys.dtype), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(keys.dtype), keys, acc, input_precision="ieee")
+    return highest, total, acc
 
 
 @triton.jit
