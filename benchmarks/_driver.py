@@ -24,7 +24,7 @@ from ejkernel import callib
 from ejkernel.types import Platform
 from ejkernel.types.shapes import TBYTES, Shape, measured_operations, shapes_of
 
-from ._harness import Contender, Gate, Row, means, measure, show, warmed, yardstick
+from ._harness import Check, Contender, Row, means, measure, show, warmed, yardstick
 from ._records import RESULTS, result_file, save
 
 LARGEST_ERROR = {"fwd": 2.0, "step": 3.0, "bwd": 3.0, "fwd_bwd": 3.0, "jvp": 3.0}
@@ -38,13 +38,13 @@ class Case:
 
     Attributes:
         contenders: who takes part, in the order of the table.
-        judge: makes the gate. It is called more than once.
+        judge: makes the check. It is called more than once.
         largest_error: of ours; None for that of the mode.
         chained: calls that a contender makes at a time, one after the other.
     """
 
     contenders: Sequence[Contender]
-    judge: Callable[[], Gate]
+    judge: Callable[[], Check]
     largest_error: float | None = None
     chained: int = 1
 

@@ -1,6 +1,6 @@
 """What all benchmarks share: first the numbers, then the time, with rivals in the same run; records are in _records.py.
 
-A benchmark hands over contenders, each a function that prepares one call, and a gate that judges the results of a call.
+A benchmark hands over contenders, each a function that prepares one call, and a check of the numbers of its results.
 Those whose numbers are right are timed interleaved, a batch of queued calls each, so that what the clock of the device
 does in the meantime is shared by all. Nothing is left out silently: who is unavailable, fails or is wrong gets a row
 that says so.
@@ -85,7 +85,7 @@ class Row:
     of_ceiling: float | None = None
 
 
-Gate = Callable[[Sequence[Any]], float]
+Check = Callable[[Sequence[Any]], float]
 """From the results of a call to its error in units of that of the formula in the same precision."""
 
 
@@ -104,7 +104,7 @@ def measure(
     case: str,
     mode: str,
     contenders: Sequence[Contender],
-    gate: Gate,
+    check: Check,
     *,
     bounds: tuple[float, float],
     work: float,
@@ -122,7 +122,7 @@ def measure(
     rows, ready = {}, {}
     for contender in contenders:
         row = Row(case, mode, contender.name, contender.ours)
-        rows[contender.name], batch = _judged(row, contender, gate, bounds[0 if contender.ours else 1])
+        rows[contender.name], batch = _judged(row, contender, check, bounds[0 if contender.ours else 1])
         if batch:
             ready[contender.name] = batch
     if not ready:
@@ -157,11 +157,11 @@ def _rate(work: float, seconds: list[float] | Exception) -> float | None:
     return None if isinstance(seconds, Exception) else work / statistics.median(seconds)
 
 
-def _judged(row: Row, contender: Contender, gate: Gate, bound: float) -> tuple[Row, Batch | None]:
+def _judged(row: Row, contender: Contender, check: Check, bound: float) -> tuple[Row, Batch | None]:
     """Prepares a contender and looks at its numbers; it may be timed if there is a batch."""
     try:
         prepared = contender.prepare()
-        row = replace(row, detail=prepared.detail, error=gate(prepared.results))
+        row = replace(row, detail=prepared.detail, error=check(prepared.results))
     except (Unavailable, UnsupportedError) as reason:
         return replace(row, status="unavailable", reason=_line(str(reason))), None
     except Exception as error:

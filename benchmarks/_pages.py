@@ -17,7 +17,7 @@ import ejkernel
 
 from . import _referee
 from ._contenders import Inputs, of_ours
-from ._harness import Contender, Gate
+from ._harness import Check, Contender
 
 
 def chains(operation: str, calls: int, arrays: dict[str, Array], platforms: Sequence[str]) -> list[Contender]:
@@ -40,7 +40,7 @@ def chains(operation: str, calls: int, arrays: dict[str, Array], platforms: Sequ
     return of_ours(operation, platforms, chain, "step", given)
 
 
-def gate(q: Array, keys: Array, values: Array, last: int, scale: float, tokens: Any) -> Gate:
+def check(q: Array, keys: Array, values: Array, last: int, scale: float, tokens: Any) -> Check:
     """Judges the first output of a chain for the tokens (an index) of some sequences.
 
     q [n,t,g,r,d] are their queries, the last of `last` keys of each sequence; keys [n,k,g,d] and values [n,k,g,e].
@@ -54,7 +54,7 @@ def gate(q: Array, keys: Array, values: Array, last: int, scale: float, tokens: 
         return [jax.jit(of_all)(*(jnp.asarray(np.asarray(x), dtype) for x in (q, keys, values)))]
 
     shape = n, t, g, r, values.shape[-1]
-    return _referee.gate(lambda results: [results[0][tokens].reshape(shape)], formula, q.dtype)
+    return _referee.check(lambda results: [results[0][tokens].reshape(shape)], formula, q.dtype)
 
 
 def pages_of(pool: Array, tables: Array) -> Array:

@@ -20,7 +20,7 @@ from ejkernel.types.shapes._recurrence import RecurrenceShape
 from . import _referee
 from ._contenders import Inputs, arrays_of, call, imported, normal, of_ours, of_torch, torch_on_gpu
 from ._driver import Case
-from ._harness import Contender, Gate
+from ._harness import Check, Contender
 
 # The largest error of ours, in units of that of rounding the exact result; in float32 sums err more.
 _OURS, _IN_FLOAT32 = 3.0, 30.0
@@ -32,7 +32,7 @@ def case(shape: RecurrenceShape, mode: str, dtype: Any, platforms: Sequence[str]
     """One layer in one mode."""
     given = inputs(shape, mode, dtype)
     largest = _OURS if dtype == jnp.bfloat16 else _IN_FLOAT32
-    return Case(contenders(shape, mode, given, platforms), cache(partial(gate, shape, mode, given)), largest)
+    return Case(contenders(shape, mode, given, platforms), cache(partial(check, shape, mode, given)), largest)
 
 
 def names(shape: RecurrenceShape) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ def options(shape: RecurrenceShape, mode: str) -> dict[str, Any]:
     return chosen | ({"g_gamma": decays(shape)} if shape.operation == "recurrent" else {})
 
 
-def gate(shape: RecurrenceShape, mode: str, given: Inputs) -> Gate:
+def check(shape: RecurrenceShape, mode: str, given: Inputs) -> Check:
     """Judges a call at its full length, in the first sequence and the last head.
 
     The unit of an error is that of rounding the exact result, which is computed in chunks in float64.
@@ -91,7 +91,7 @@ def gate(shape: RecurrenceShape, mode: str, given: Inputs) -> Gate:
 
     rounded = lambda dtype: [np.asarray(jnp.asarray(x, dtype), np.float64) for x in exact()]
     formula = lambda dtype: exact() if dtype == np.float64 else rounded(dtype)
-    return _referee.gate(lambda results: list(map(part, results)), formula, given.cotangent.dtype)
+    return _referee.check(lambda results: list(map(part, results)), formula, given.cotangent.dtype)
 
 
 def contenders(shape: RecurrenceShape, mode: str, given: Inputs, platforms: Sequence[str]) -> list[Contender]:

@@ -13,13 +13,13 @@ import numpy as np
 from jax import Array
 
 from ._contenders import Inputs, call
-from ._harness import Gate
+from ._harness import Check
 
 Formula = Callable[[Any], Sequence[Any]]
 """From a dtype to results that are computed in it."""
 
 
-def gate(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dtype: Any) -> Gate:
+def check(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dtype: Any) -> Check:
     """Judges `parts` of the results by their distance to `formula(float64)`, in units of that of `formula(dtype)`."""
     # A TPU has no float64.
     with jax.default_device(jax.devices("cpu")[0] if jax.default_backend() == "tpu" else None):
@@ -35,7 +35,7 @@ def gate(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dtyp
     return error
 
 
-def gate_of_a_head(mode: str, given: Inputs, kv_heads: int, attention: Callable[..., Array]) -> Gate:
+def check_of_a_head(mode: str, given: Inputs, kv_heads: int, attention: Callable[..., Array]) -> Check:
     """Judges a call of attention at its full size, in the first sequence and key/value head with all of its queries.
 
     `attention(q, k, v)` is the formula for them, q [s,h,d], k [t,1,d] and v [t,1,e].
@@ -46,7 +46,7 @@ def gate_of_a_head(mode: str, given: Inputs, kv_heads: int, attention: Callable[
     def formula(dtype: Any) -> tuple:
         return jax.jit(call(attention, mode))(*jax.tree.map(lambda x: jnp.asarray(x, dtype), arrays))
 
-    return gate(lambda results: list(map(part, results)), formula, given.cotangent.dtype)
+    return check(lambda results: list(map(part, results)), formula, given.cotangent.dtype)
 
 
 def attention(

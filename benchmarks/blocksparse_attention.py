@@ -19,7 +19,7 @@ from . import _referee
 from ._attention import heads_first, inputs, without_others
 from ._contenders import Inputs, imported, of_jax, of_ours, of_torch, torch_on_gpu
 from ._driver import Case
-from ._harness import Contender, Gate, Prepared
+from ._harness import Check, Contender, Prepared
 
 _DENSE = "dense"
 
@@ -38,11 +38,11 @@ def case(shape: BlockSparseShape, mode: str, dtype: Any, platforms: Sequence[str
         _marked(of_jax("ejkernel, dense", lambda: dense, mode, given, "flash_attention")),
         of_torch("torch flex_attention", lambda: _flex(shape), mode, given),
     ]
-    return Case(contenders, cache(partial(_gate, shape, mode, given)))
+    return Case(contenders, cache(partial(_check, shape, mode, given)))
 
 
 def _marked(contender: Contender) -> Contender:
-    """Its results begin with a mark, by which the gate knows that they are of all blocks."""
+    """Its results begin with a mark, by which the check knows that they are of all blocks."""
 
     def prepare() -> Prepared:
         prepared = contender.prepare()
@@ -51,15 +51,15 @@ def _marked(contender: Contender) -> Contender:
     return replace(contender, prepare=prepare)
 
 
-def _gate(shape: BlockSparseShape, mode: str, given: Inputs) -> Gate:
+def _check(shape: BlockSparseShape, mode: str, given: Inputs) -> Check:
     """Judges the first head: of the dense contender by the formula without a block mask."""
     columns = jnp.arange(shape.length)
     kept = given.others["block_mask"][0]
 
-    def judge(dense: bool) -> Gate:
+    def judge(dense: bool) -> Check:
         visible = lambda i: (columns <= i) & (dense | kept[i // shape.block, columns // shape.block])
         formula = lambda q, k, v: _referee.attention(q, k[:, 0], v[:, 0], visible, scale=shape.head_dim**-0.5)
-        return _referee.gate_of_a_head(mode, given, shape.heads, formula)
+        return _referee.check_of_a_head(mode, given, shape.heads, formula)
 
     judges = judge(False), judge(True)
 

@@ -15,16 +15,16 @@ from ._attention import first_group, inputs
 from ._attention_rivals import contenders
 from ._contenders import Inputs
 from ._driver import Case
-from ._harness import Gate
+from ._harness import Check
 
 
 def case(shape: AttentionShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
     """One call in one mode."""
     given = inputs(shape, dtype)
-    return Case(contenders(shape, mode, given, platforms), cache(partial(gate, shape, mode, given)))
+    return Case(contenders(shape, mode, given, platforms), cache(partial(check, shape, mode, given)))
 
 
-def gate(shape: AttentionShape, mode: str, given: Inputs) -> Gate:
+def check(shape: AttentionShape, mode: str, given: Inputs) -> Check:
     """Judges the first head by the formula."""
     sinks = given.others.get("sinks")
     options = dict(scale=shape.head_dim**-0.5, softcap=shape.softcap)
@@ -37,4 +37,4 @@ def gate(shape: AttentionShape, mode: str, given: Inputs) -> Gate:
         return (True if left is None else columns >= at - left) & (True if right is None else columns <= at + right)
 
     formula = lambda q, k, v: _referee.attention(q, k[:, 0], v[:, 0], visible, **options)
-    return _referee.gate_of_a_head(mode, given, shape.kv_heads, formula)
+    return _referee.check_of_a_head(mode, given, shape.kv_heads, formula)

@@ -14,7 +14,7 @@ from ejkernel.types.shapes.grouped_matmul import GroupedMatmulShape
 from . import _referee
 from ._contenders import Inputs, arrays_of, imported, normal, of_jax, of_ours, of_torch, torch_on_gpu
 from ._driver import Case
-from ._harness import Contender, Gate, Unavailable
+from ._harness import Check, Contender, Unavailable
 
 _ROWS = 256  # of each group that are judged, and of its matrix
 _EXPANDED = 2 * 2**30  # bytes; with more the compiler tries kernels for minutes, and finds that memory does not suffice
@@ -23,7 +23,7 @@ _EXPANDED = 2 * 2**30  # bytes; with more the compiler tries kernels for minutes
 def case(shape: GroupedMatmulShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
     """One layer in one mode."""
     given, sizes = _inputs(shape, dtype), shape.group_sizes()
-    return Case(_contenders(mode, given, sizes, platforms), cache(partial(_gate, mode, given, sizes)))
+    return Case(_contenders(mode, given, sizes, platforms), cache(partial(_check, mode, given, sizes)))
 
 
 @lru_cache(maxsize=1)
@@ -33,7 +33,7 @@ def _inputs(shape: GroupedMatmulShape, dtype: Any) -> Inputs:
     return Inputs(operands, normal(jax.random.key(1), (shape.rows, shape.columns), dtype), others=arrays)
 
 
-def _gate(mode: str, given: Inputs, sizes: np.ndarray) -> Gate:
+def _check(mode: str, given: Inputs, sizes: np.ndarray) -> Check:
     """Judges o, dlhs and drhs where the largest group, the smallest and the empty one are, as far as _ROWS go."""
     arrays, do = given.operands, given.cotangent
     starts = np.cumsum(sizes) - sizes
@@ -59,7 +59,7 @@ def _gate(mode: str, given: Inputs, sizes: np.ndarray) -> Gate:
             [product(lhs[part, :_ROWS].T, do[part]) for part in whole] if mode != "fwd" else [],
         )
 
-    return _referee.gate(parts, formula, do.dtype)
+    return _referee.check(parts, formula, do.dtype)
 
 
 def _contenders(mode: str, given: Inputs, sizes: np.ndarray, platforms: Sequence[str]) -> list[Contender]:

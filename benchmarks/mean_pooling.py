@@ -15,7 +15,7 @@ from ejkernel.types.shapes.mean_pooling import MeanPoolingShape
 from . import _referee
 from ._contenders import Inputs, arrays_of, imported, normal, of_jax, of_ours, of_torch
 from ._driver import Case
-from ._harness import Contender, Gate, Unavailable
+from ._harness import Check, Contender, Unavailable
 
 _FEATURES = 64  # that are judged
 _HEAD = 128  # features of a head, where a rival wants heads
@@ -24,7 +24,7 @@ _HEAD = 128  # features of a head, where a rival wants heads
 def case(shape: MeanPoolingShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
     """One call in one mode."""
     given = _inputs(shape, dtype)
-    judge = cache(partial(_gate, shape, mode, given))
+    judge = cache(partial(_check, shape, mode, given))
     return Case(_contenders(shape, mode, given, platforms), judge, largest_error=3.0)
 
 
@@ -35,7 +35,7 @@ def _inputs(shape: MeanPoolingShape, dtype: Any) -> Inputs:
     return Inputs((x,), normal(jax.random.key(1), (shape.sequences, shape.features), dtype), others=arrays)
 
 
-def _gate(shape: MeanPoolingShape, mode: str, given: Inputs) -> Gate:
+def _check(shape: MeanPoolingShape, mode: str, given: Inputs) -> Check:
     """Judges the first features of every sequence and token."""
     (x,), do = given.operands, given.cotangent
     ends = shape.cu_seqlens()
@@ -49,7 +49,7 @@ def _gate(shape: MeanPoolingShape, mode: str, given: Inputs) -> Gate:
         rounded = lambda a: a.astype(dtype).astype(np.float64)
         return {"fwd": [rounded(o)], "bwd": [rounded(dx)], "fwd_bwd": [rounded(o), rounded(dx)]}[mode]
 
-    return _referee.gate(
+    return _referee.check(
         lambda results: [a.reshape(-1, shape.features)[:, :_FEATURES] for a in results], formula, x.dtype
     )
 

@@ -14,7 +14,7 @@ from ejkernel.types.shapes.multi_latent_page_attention import LatentPagesShape
 from . import _pages, _referee, _vllm
 from ._contenders import arrays_of, torch_on_gpu
 from ._driver import Case
-from ._harness import Contender, Gate, Prepared
+from ._harness import Check, Contender, Prepared
 
 _CHAIN = 8
 _JUDGED = 2  # sequences
@@ -29,11 +29,11 @@ def case(shape: LatentPagesShape, mode: str, dtype: Any, platforms: Sequence[str
         *_pages.chains("multi_latent_page_attention", _CHAIN, arrays, platforms),
         Contender("FlashMLA", lambda: (_flash_mla if shape.top_k is None else _sparse_flash_mla)(shape, arrays)),
     ]
-    judge = _gate if shape.top_k is None else _gate_of_lists
+    judge = _check if shape.top_k is None else _check_of_lists
     return Case(contenders, cache(lambda: judge(shape, arrays)), chained=_CHAIN)
 
 
-def _gate(shape: LatentPagesShape, arrays: dict[str, Array]) -> Gate:
+def _check(shape: LatentPagesShape, arrays: dict[str, Array]) -> Check:
     """Judges the first sequences; all heads share one of keys, the latents with their rotary parts."""
     judged = min(_JUDGED, shape.sequences)
     tokens = slice(judged * shape.tokens)
@@ -41,10 +41,10 @@ def _gate(shape: LatentPagesShape, arrays: dict[str, Array]) -> Gate:
     q = q.reshape(judged, shape.tokens, 1, shape.heads, -1)
     keys = _pages.pages_of(arrays["pages"], arrays["block_tables"][:judged])[:, :, None]
     scale = (shape.latent + shape.rope) ** -0.5
-    return _pages.gate(q, keys, keys[..., : shape.latent], shape.context, scale, tokens)
+    return _pages.check(q, keys, keys[..., : shape.latent], shape.context, scale, tokens)
 
 
-def _gate_of_lists(shape: LatentPagesShape, arrays: dict[str, Array]) -> Gate:
+def _check_of_lists(shape: LatentPagesShape, arrays: dict[str, Array]) -> Check:
     """Judges some tokens, by the formula over the keys of their lists."""
     count = arrays["indices"].shape[0]
     tokens = np.linspace(0, count - 1, min(_JUDGED_LISTS, count), dtype=np.int32)
@@ -52,14 +52,14 @@ def _gate_of_lists(shape: LatentPagesShape, arrays: dict[str, Array]) -> Gate:
     keys = arrays["pages"].reshape(-1, arrays["pages"].shape[2])[jnp.maximum(slots, 0)]
 
     def of_token(q: Array, keys: Array, slots: Array) -> Array:
-        seen, scale = lambda _: slots >= 0, (shape.latent + shape.rope) ** -0.5
-        return _referee.attention(q[None], keys, keys[:, : shape.latent], seen, scale=scale)[0]
+        visible, scale = lambda _: slots >= 0, (shape.latent + shape.rope) ** -0.5
+        return _referee.attention(q[None], keys, keys[:, : shape.latent], visible, scale=scale)[0]
 
     def formula(dtype: Any) -> list[Array]:
         exact = (jnp.asarray(np.asarray(x), dtype) for x in (q, keys))
         return [jax.jit(jax.vmap(of_token))(*exact, jnp.asarray(np.asarray(slots)))]
 
-    return _referee.gate(lambda results: [results[0][tokens]], formula, q.dtype)
+    return _referee.check(lambda results: [results[0][tokens]], formula, q.dtype)
 
 
 def _slots(shape: LatentPagesShape, arrays: dict[str, Array]) -> Array:

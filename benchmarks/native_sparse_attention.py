@@ -19,7 +19,7 @@ from . import _referee
 from ._attention import inputs
 from ._contenders import Inputs, imported, of_ours, of_torch, torch_on_gpu
 from ._driver import Case
-from ._harness import Gate
+from ._harness import Check
 
 
 def case(shape: NativeSparseShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
@@ -33,19 +33,19 @@ def case(shape: NativeSparseShape, mode: str, dtype: Any, platforms: Sequence[st
         *of_ours("native_sparse_attention", platforms, ours, mode, given),
         of_torch("fla", lambda: _fla(shape, given), mode, given),
     ]
-    return Case(contenders, cache(lambda: _finite if shape.whole else _gate(shape, mode, given)), largest_error=3.0)
+    return Case(contenders, cache(lambda: _finite if shape.whole else _check(shape, mode, given)), largest_error=3.0)
 
 
 def _finite(results: Sequence[Any]) -> float:
     return 0.0 if all(bool(abs(x).sum() < np.inf) for x in results) else float("nan")
 
 
-def _gate(shape: NativeSparseShape, mode: str, given: Inputs) -> Gate:
+def _check(shape: NativeSparseShape, mode: str, given: Inputs) -> Check:
     """Judges the first group of heads, by the formula over the blocks of its lists."""
     lists, block = given.others["block_indices"][0, :, 0], jnp.arange(shape.length) // shape.size
     visible = lambda i: (jnp.arange(shape.length) <= i) & (block[:, None] == lists[i]).any(-1)
     formula = lambda q, k, v: _referee.attention(q, k[:, 0], v[:, 0], visible, scale=shape.head_dim**-0.5)
-    return _referee.gate_of_a_head(mode, given, shape.kv_heads, formula)
+    return _referee.check_of_a_head(mode, given, shape.kv_heads, formula)
 
 
 def _fla(shape: NativeSparseShape, given: Inputs) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from ejkernel.types.shapes.page_attention import PageAttentionShape
 from . import _pages, _vllm
 from ._contenders import arrays_of
 from ._driver import Case
-from ._harness import Contender, Gate, Prepared
+from ._harness import Check, Contender, Prepared
 
 _CHAIN = 8
 _JUDGED = 2  # sequences
@@ -26,15 +26,15 @@ def case(shape: PageAttentionShape, mode: str, dtype: Any, platforms: Sequence[s
         *_pages.chains("page_attention", _CHAIN, arrays, platforms),
         Contender("FlashAttention-3", lambda: _flash_attention_3(shape, arrays)),
     ]
-    return Case(contenders, cache(lambda: _gate(shape, arrays)), chained=_CHAIN)
+    return Case(contenders, cache(lambda: _check(shape, arrays)), chained=_CHAIN)
 
 
-def _gate(shape: PageAttentionShape, arrays: dict[str, Array]) -> Gate:
+def _check(shape: PageAttentionShape, arrays: dict[str, Array]) -> Check:
     """Judges the first sequences."""
     judged = min(_JUDGED, shape.sequences)
     q = arrays["q"][:judged].reshape(judged, 1, shape.kv_heads, -1, shape.head_dim)
     k, v = (_pages.pages_of(arrays[name], arrays["block_tables"][:judged]) for name in ("k_pages", "v_pages"))
-    return _pages.gate(q, k, v, shape.context, shape.head_dim**-0.5, slice(judged))
+    return _pages.check(q, k, v, shape.context, shape.head_dim**-0.5, slice(judged))
 
 
 def _flash_attention_3(shape: PageAttentionShape, arrays: dict[str, Array]) -> Prepared:

@@ -68,10 +68,10 @@ def on_device(folder: Path) -> Iterator[dict]:
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     devices = {e["pid"] for e in events if e.get("name") == "process_name" and "/device:" in e["args"]["name"]}
     kernels = (e for e in events if e.get("pid") in devices and e.get("ph") == "X" and "hlo_op" in e.get("args", {}))
-    seen = set()
+    begun = set()
     for event in sorted(kernels, key=lambda event: (event["ts"], "kernel_details" not in event["args"])):
-        if event["ts"] not in seen:  # the same span stands on several lines of a trace: streams, operations, modules
-            seen.add(event["ts"])
+        if event["ts"] not in begun:  # the same span stands on several lines of a trace: streams, operations, modules
+            begun.add(event["ts"])
             yield event
 
 

@@ -95,7 +95,7 @@ def test_windows_beyond_the_lengths(far, causal):
 
 
 @pytest.mark.parametrize("window", ((T - 2, None), (None, S - 2), (T - 2, S - 2)))
-def test_windows_that_almost_reach(window):
+def test_windows_of_all_tokens_but_one(window):
     i, j = np.arange(S)[:, None] + T - S, np.arange(T)
     left, right = (10**6 if bound is None else bound for bound in window)
     mask = jnp.asarray((j >= i - left) & (j <= i + right))[None, None]

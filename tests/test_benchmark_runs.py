@@ -24,7 +24,7 @@ def unavailable():
 
 
 def measured(*contenders, repeats=3, yardstick=Probe(lambda: None, (), 1e9), chained=1):
-    given = dict(gate=lambda results: results[0], bounds=(2.0, 10.0), work=1e9, repeats=repeats)
+    given = dict(check=lambda results: results[0], bounds=(2.0, 10.0), work=1e9, repeats=repeats)
     return harness.measure("case", "fwd", contenders, yardstick=yardstick, chained=chained, **given)
 
 

@@ -149,7 +149,7 @@ CALLS = [(operation, shape, mode) for operation, shape in SMALL_CALLS.items() fo
         for call in [*CALLS, ("gla", STEP, "step"), ("multi_latent_page_attention", LISTS, "fwd")]
     ],
 )
-def test_ours_passes_the_gate_which_stops_what_is_wrong(operation, shape, mode):
+def test_ours_passes_the_check_which_stops_what_is_wrong(operation, shape, mode):
     """Ours is right and tells of its configs; with any of its results a tenth too large, or NaN, it is not."""
     case = importlib.import_module(f"benchmarks.{operation}").case(shape, mode, jnp.dtype("bfloat16"), ["auto"])
     prepared, judge = case.contenders[0].prepare(), case.judge()
@@ -169,12 +169,12 @@ def test_a_rival_of_jax_is_judged_as_ours_is():
         assert case.judge()(case.contenders[0].prepare().results) <= 10
 
 
-# --- The gate
+# --- The check of numbers
 
 
 def test_the_formula_is_judged_in_the_dtype_of_the_inputs():
     given = _attention.inputs(SMALL, jnp.dtype("bfloat16"))
-    judge = flash_attention.gate(SMALL, "fwd_bwd", given)
+    judge = flash_attention.check(SMALL, "fwd_bwd", given)
     ours, formula, *_ = _attention_rivals.contenders(SMALL, "fwd_bwd", given, ["auto"])
     assert judge(ours.prepare().results) <= 3 and judge(formula.prepare().results) <= 3
 

@@ -70,7 +70,7 @@ def test_what_is_refused_is_shown_and_is_not_wrong(capsys, one_operation):
     assert "  cute/any    none: not today\n" in out and "was called" not in out
 
 
-def test_what_nothing_reaches_is_said(capsys, one_operation):
+def test_what_no_call_takes_is_said(capsys, one_operation):
     right = kernel_registry.find("mean_pooling", "xla").implementation
 
     @kernel_registry.register("mean_pooling", Platform.XLA, "cpu", priority=500)

@@ -172,7 +172,7 @@ PACKINGS = {
     "bound as text": (dict(max_seqlen_k="8"), TypeError, "max_seqlen_k must be an int or None, not str"),
 }
 
-FACE = {
+MODULES = {
     "seed": (dict(dropout_prob=0.1, dropout_seed="7"), TypeError, "dropout_seed is '7'; it must be an integer"),
     "huge seed": (dict(dropout_prob=0.1, dropout_seed=2**70), ValueError, "dropout_seed is", "an integer of 32 bits"),
     "platform": (dict(platform="tritn"), ValueError, "platform 'tritn' is unknown; known are auto, triton, pallas"),
@@ -187,7 +187,7 @@ TABLES = (
     (lax, GOOD, OPTIONS),
     (lax, GOOD, PARTNERS),
     (lax, PACKED, PACKINGS),
-    (modules, GOOD, FACE),
+    (modules, GOOD, MODULES),
 )
 
 

@@ -114,11 +114,11 @@ WRONG_LATENT = {
 }  # fmt: skip
 
 
-def refused(operation, arguments, error, says, face):
+def refused(operation, arguments, error, says, api):
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     options = {name: x for name, x in arguments.items() if name not in arrays}
     with pytest.raises(error) as raised:
-        jax.eval_shape(lambda arrays: getattr(face, operation)(**arrays, **options), arrays)
+        jax.eval_shape(lambda arrays: getattr(api, operation)(**arrays, **options), arrays)
     message = str(raised.value)
     assert type(raised.value) is error
     assert message.startswith(operation), message

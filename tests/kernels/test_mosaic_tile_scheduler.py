@@ -50,7 +50,7 @@ def test_blocks_have_as_much_to_do(tiles, heads):
     assert load.max() <= 1.03 * load.mean()
 
 
-def test_a_few_tiles_are_dealt_out_as_well_as_can_be():
+def test_a_few_tiles_are_scheduled_as_well_as_can_be():
     """As much as the longest tile, or what a tile is more than the mean."""
     for tiles, heads in ((7, 45), (16, 35), (3, 35), (1, 1)):
         place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))

@@ -126,9 +126,11 @@ def test_what_nobody_sees_may_be_nan(call, tiles):
         "segments": dict(SEGMENTS, kv_segment_ids=np.where(hidden, 7, SEGMENTS["kv_segment_ids"])),
         "mask": dict(mask=np.broadcast_to(~hidden, (S, K))),
     }[call]
-    unseen = ~seen_by(**options).any((1, 2))
-    assert unseen.any() and not unseen.all()
-    poisoned = {n: np.where(unseen[..., None], np.nan, X[n]) if n in ("kv_latent", "k_rope") else X[n] for n in NAMES}
+    hidden_keys = ~seen_by(**options).any((1, 2))
+    assert hidden_keys.any() and not hidden_keys.all()
+    poisoned = {
+        n: np.where(hidden_keys[..., None], np.nan, X[n]) if n in ("kv_latent", "k_rope") else X[n] for n in NAMES
+    }
     t = {n: np.ones_like(x) for n, x in X.items()}
     moved = {n: np.where(np.isnan(x), np.nan, 1.0) for n, x in poisoned.items()}
 

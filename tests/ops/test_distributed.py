@@ -93,7 +93,7 @@ def both(tmp_path, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", ["Explicit", "Auto"])
-def test_two_processes_reach_the_same_configs_without_measuring(tmp_path, axes):
+def test_two_processes_have_the_same_configs_without_measuring(tmp_path, axes):
     first, second = both(tmp_path, axes)
     assert first["processes"] == second["processes"] == 2
     assert first["chosen"] == second["chosen"] and {event for event, _, _ in first["chosen"]} == {"heuristics"}

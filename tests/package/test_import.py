@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-FACES = "import ejkernel, ejkernel.lax, ejkernel.modules, ejkernel.ops, ejkernel.lowering"
+IMPORTS = "import ejkernel, ejkernel.lax, ejkernel.modules, ejkernel.ops, ejkernel.lowering"
 ACCELERATORS = {"triton", "jax_triton", "libtpu"}
 
 BLOCKED = f"""
@@ -29,7 +29,7 @@ ADDED_SECONDS = f"""
 import time
 import jax
 start = time.process_time()
-{FACES}
+{IMPORTS}
 print(time.process_time() - start)
 """
 
@@ -43,12 +43,14 @@ def output(script: str, **environment: str) -> str:
 
 @pytest.mark.core
 def test_import_needs_no_accelerator_package():
-    assert output(f"{BLOCKED}\n{FACES}\nprint('imported')") == "imported\n"
+    assert output(f"{BLOCKED}\n{IMPORTS}\nprint('imported')") == "imported\n"
 
 
 @pytest.mark.core
 def test_import_loads_no_accelerator_package():
-    script = f"import sys, jax\nbefore = set(sys.modules)\n{FACES}\nprint({ACCELERATORS} & (set(sys.modules) - before))"
+    script = (
+        f"import sys, jax\nbefore = set(sys.modules)\n{IMPORTS}\nprint({ACCELERATORS} & (set(sys.modules) - before))"
+    )
     assert output(script) == "set()\n"
 
 
@@ -61,7 +63,7 @@ def test_import_adds_little_to_that_of_jax(tmp_path):
 
 
 # In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.
-WHERE = f"{FACES}, ejkernel.lowering._rule\nprint(ejkernel.__file__, ejkernel.lowering._rule.__file__)"
+WHERE = f"{IMPORTS}, ejkernel.lowering._rule\nprint(ejkernel.__file__, ejkernel.lowering._rule.__file__)"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The library is written in the words of FlashAttention, CUTLASS, Triton and JAX: others are in no name and no text.
+"""Library and benchmarks are written in the words of FlashAttention, CUTLASS, Triton and JAX: others are in no name.
 
 A kernel engineer has to find the words that they know. CONTRIBUTING.md has the glossary.
 """
@@ -45,7 +45,7 @@ ATTRIBUTES = {"floor", "walk"}
 
 
 def sources() -> list[Path]:
-    return sorted(path for folder in ("ejkernel", "lowering") for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for folder in ("ejkernel", "lowering", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
 
 
 def words_of(name: str) -> set[str]:

@@ -111,7 +111,7 @@ def unwindowed(decoder):
     ids=["plain", "preemption", "int8"],
 )
 def test_text_of_draft_trees_is_that_without_a_cache(unwindowed, prompts, limits, monkeypatch):
-    """Trees in which the right tokens are on the first path, on another, or on both in turns."""
+    """Trees in which the right tokens are on the first path, on another, or on both alternately."""
     (decoder, weights, plain), rng, count, prompts = unwindowed, np.random.default_rng(0), 20, prompts[:5]
     if "cache_dtype" in limits:  # whose text is its own
         alone = Engine(decoder, weights, Limits(**{**LIMITS, **limits}))
