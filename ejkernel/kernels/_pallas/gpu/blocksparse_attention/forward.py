@@ -31,7 +31,10 @@ def tiles(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) ->
 
 
 def mask_info_of(some: Array, full: Array) -> MaskInfo:
-    """The list of each row of such tiles. A kernel has at least one step: of an empty list it is a block behind all."""
+    """The lists of the tiles that each row of tiles computes.
+
+    A kernel has at least one step: that of an empty list is a block behind all.
+    """
     length, of_full, blocks = full_first(some, full)
     none = jnp.zeros_like(length)
     ranges = BlockRanges(none, jnp.maximum(length, 1), none, of_full)

@@ -65,7 +65,7 @@ def gradients(
     mask_info: MaskInfo | None,
     plan: Plan,
 ) -> tuple[Array, ...]:
-    """Those of the operands that wrt names, where mask_info says which queries see a key besides the band."""
+    """The cotangents of the operands that wrt names, where mask_info says which queries see a key besides the band."""
     visibility, problem = visibility_of(primals, spec), plan.problem
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     q, do = zero_fully_masked_queries(visibility, primals.q, do)

@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def circular(self) -> bool:
-        """Tiles begin with different blocks of queries, all of which they see, and come to the first after the last."""
+        """Whether tiles see all blocks of queries and begin with different ones; after the last comes the first."""
         return self.deterministic and not self.problem.cut
 
     @property
     def signals_late(self) -> bool:
-        """An addition to dq is counted when the next is computed: who waits for it is two steps behind."""
+        """Whether an addition to dq is counted when the next is computed: who waits for it is two steps behind."""
         return self.keys >= 2 * self.block_q
 
     @property
@@ -94,12 +94,12 @@ class Plan:
 
     @property
     def wide(self) -> bool:
-        """A warpgroup has no registers for dk beside dv, nor two for dk and dv of more than 64 keys."""
+        """Whether a warpgroup has no registers for dk beside dv, so that two have dk and dv of the same 64 keys."""
         return columns_of_keys(self.problem.D, self.problem.V) > 320
 
     @property
     def parts(self) -> list[slice]:
-        """Of a block of queries those that are computed at once: beside dk and dv of 320 features half of them."""
+        """The queries of a block that are computed at once: half of them beside dk and dv of 320 features."""
         size = FEW if 256 < columns_of_keys(self.problem.D, self.problem.V) <= 320 else self.block_q
         return [slice(begin, begin + size) for begin in range(0, self.block_q, size)]
 
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def D_parts(self) -> tuple[slice, ...]:
-        """Of q and k, with whose parts ds is multiplied."""
+        """The features of each part of q and k: ds is multiplied with one part after the other."""
         return parts_of(self.problem.D, self.widest, even=True)
 
     @property
@@ -169,7 +169,7 @@ class Plan:
         return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
 
     def block_range(self, mask_info: MaskInfo | None) -> BlockRanges:
-        """Found again wherever it is needed: the warpgroups have no registers to remember it in."""
+        """The blocks of queries that see the keys; computed wherever it is needed, as there are no registers for it."""
         first, kv_head, batch = self.tile()
         if mask_info is not None:
             return mask_info.block_range(lax.div(first, jnp.int32(self.keys)), batch, kv_head)

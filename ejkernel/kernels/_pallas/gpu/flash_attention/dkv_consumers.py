@@ -144,7 +144,7 @@ def _square(part: slice):
 
 
 def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk, dv):
-    """Up to 320 features: each of two warpgroups has its own keys, and both gradients."""
+    """dk and dv of the 64 keys of this warpgroup, where k and v have 320 features at most; the other has others."""
     number = lax.axis_index("warpgroup")
 
     def compute(step, _):
@@ -175,7 +175,7 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk, dv
 
 
 def dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dv):
-    """More features: the first warpgroup computes p and dv …"""
+    """dv of the 64 keys that both warpgroups have where features are more; the other gets p in shared memory."""
     (part,) = plan.parts
 
     def compute(step, _):
@@ -195,7 +195,7 @@ def dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dv):
 
 
 def dk_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk):
-    """… and the second, of the same keys, ds and dk."""
+    """dk of the 64 keys that both warpgroups have where features are more, from the p of the other."""
     (part,), last = plan.parts, plan.steps(mask_info) - 1
 
     def compute(step, _):

@@ -101,7 +101,7 @@ def _complete(step: Array, semaphore_of: Callable) -> None:
 
 
 def _semaphore_of(semaphore: Any, batch: Array, plan: Plan, mask_info: MaskInfo | None, step: Array) -> Any:
-    """That of the block of queries of a step."""
+    """The semaphore of the block of queries of a step."""
     block, head = plan.place(mask_info, step)
     return semaphore.at[batch, head, block]
 

@@ -42,7 +42,7 @@ class MaskInfo(NamedTuple):
 
 
 def mask_info_of(visibility: Visibility, block_rows: int, block_columns: int) -> MaskInfo | None:
-    """Of rows that are queries, or keys where the visibility is transposed; None where there are no arrays."""
+    """The `MaskInfo` of rows that are queries, or keys if the visibility is transposed; None without arrays."""
     if visibility.cu_seqlens is None and visibility.segment_ids is None:
         return None
     ranges = visibility.block_ranges(block_rows, block_columns).at_least_one(-(-visibility.kv_len // block_columns))

@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def q_in_registers(self) -> bool:
-        """q stays in registers. It takes few of 64 features, and every product reads a third less of shared memory."""
+        """Whether q stays in registers: 64 features take few, and products read a third less of shared memory."""
         return max(self.problem.D_tile, self.problem.V_tile) <= 64 and not self.e4m3
 
     @property
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def bytes_of_a_key(self) -> int:
-        """With its value."""
+        """Of a key and its value in device memory."""
         return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
 
     @property
@@ -127,7 +127,7 @@ class Plan:
         return blocks_of_band(first, self.block_q, self.problem.low, self.problem.high, self.problem.K, self.block_k)
 
     def block(self, n: Array, first: Array, head: Array, batch: Array, mask_info: MaskInfo | None) -> Array:
-        """Block n of that range."""
+        """Block n of the `block_range` of these queries."""
         if mask_info is None:
             return n
         return mask_info.block(n, lax.div(first, jnp.int32(self.block_q)), batch, head)
@@ -149,5 +149,5 @@ class Plan:
         return row_width(self.block_k)
 
     def values(self, tile: Any) -> Any:
-        """A block of v as that product takes it: in e4m3 the keys are innermost."""
+        """A block of v as the product with p takes it: in e4m3 the keys are innermost."""
         return tile.T if self.e4m3 else tile

@@ -67,12 +67,12 @@ class Problem:
 
     @property
     def cut(self) -> bool:
-        """Blocks before the last may be seen in part."""
+        """Whether blocks before the last may be seen in part."""
         return self.low is not None or self.high is not None or self.packed or self.segmented
 
     @property
     def masks_queries(self) -> bool:
-        """The band hides every key from the first queries, which may hold anything."""
+        """Whether the band hides every key from the first queries, which may hold anything."""
         return self.high is not None and self.high < 0
 
     def band(self, of_keys: bool) -> tuple[int | None, int | None]:

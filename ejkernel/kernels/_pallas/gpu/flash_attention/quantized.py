@@ -44,14 +44,14 @@ class Scales(NamedTuple):
 
 
 def greatest_of(features: int) -> tuple[float, float, float]:
-    """Of q, k and v in e4m3, so that no product of a query and a key is beyond float16."""
+    """The greatest numbers of q, k and v in e4m3, such that no product of a query and a key is beyond float16."""
     q, half = 16.0, float(jnp.finfo(jnp.float16).max)
     step = 2.0 ** (math.floor(math.log2(half / (q * features))) - jnp.finfo(E4M3).nmant)
     return q, half / (q * features) // step * step, GREATEST
 
 
 def scales_of(of_q: Array, of_k: Array, of_v: Array) -> Scales:
-    """From the scales of tiles and blocks."""
+    """The `Scales` of a call, from those of its tiles and blocks."""
     greatest = of_v.max(axis=2)
     scales_log2 = jnp.round(jnp.log2(of_v / greatest[:, :, None]))
     return Scales(of_q, of_k, LIMITS.p_scale_log2 + jnp.maximum(scales_log2, LEAST), greatest)

@@ -102,7 +102,7 @@ def flash_attention_jvp(
 
 
 def _ring(plan: Plan, tensors: Tensors, groups: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
-    """For a ring the tiles, as many as a group has, and a full barrier for each stage."""
+    """The tiles of a ring, as many as a group has, and a full barrier for each of its stages."""
     (width,) = {getattr(tensors, name).shape[-1] for group in groups for name in group}
     tiles = [shared((plan.stages, plan.block_k, width), plan.problem.dtype) for _ in groups[0]]
     return tiles, plgpu.Barrier(num_barriers=plan.stages, num_arrivals=len(groups[0]))

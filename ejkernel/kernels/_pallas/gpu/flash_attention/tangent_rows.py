@@ -59,7 +59,7 @@ class Plan(forward_plan.Plan):
 
     @property
     def wide(self) -> bool:
-        """A thread has no registers for q, nor for the weights of two blocks, beside its sums."""
+        """Whether a thread has no registers for q, nor for the weights of two blocks, beside its sums."""
         return self.problem.V > MOST_BESIDE_Q
 
     def rings(self, tensors: Tensors) -> list[tuple[tuple[str, ...], ...]]:
@@ -108,7 +108,7 @@ class Rows:
 
     @property
     def moves(self) -> bool:
-        """The weights have tangents."""
+        """Whether the weights have tangents."""
         return self.q_dot is not None or self.keys_move
 
     def _ring(self, name: str) -> tuple[Ring, tuple[str, ...]] | None:
@@ -168,7 +168,7 @@ class Rows:
 
 
 def accumulate(rows: Rows) -> Sums:
-    """The products with the keys of a block are under way at once with those with the values of the block before."""
+    """The sums of rows whose q is in registers: products with keys run beside those with the values before them."""
     plan, problem = rows.plan, rows.plan.problem
     square, zeros = accumulator(ROWS, plan.block_k), full((ROWS, plan.block_k), 0.0, WGMMA)
     operands = lambda *weights: [x.astype(problem.dtype) for x in weights]
@@ -239,7 +239,7 @@ def _issue_pv(rows: Rows, acc: Any, p: Array, p_dot: Array, step: Array) -> None
 
 
 def accumulate_wide(rows: Rows) -> Sums:
-    """One product after the other, each in ping-pong."""
+    """The sums of rows for which there are few registers: one product after the other, each in ping-pong."""
     plan, problem, square = rows.plan, rows.plan.problem, accumulator(ROWS, rows.plan.block_k)
 
     def compute(step, sums, masked):

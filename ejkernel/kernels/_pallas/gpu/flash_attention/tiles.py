@@ -120,7 +120,7 @@ def visible(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool
 
 
 def _load(vectors, batch: Array, first: Array, length: int, layout) -> Array:
-    """Of vectors [b, n] in device memory a part of one."""
+    """A part of one of the vectors [b, n] in device memory."""
     batch = batch if vectors.shape[0] > 1 else 0
     return load_vector(vectors.at[batch, pl.ds(first, length)], layout, optimized=False)
 

@@ -226,7 +226,7 @@ def _mask(tile, first: Array, start: Array, end: Array) -> None:
 
 
 def _first_row(i: Array, start: Array, end: Array, plan: Plan) -> Array:
-    """Of the tile of rows of step i: the first tile of a group, then the last, then those between."""
+    """The first row of the tile of step i: steps take the first tile of a group, then the last, then those between."""
     tile = jnp.where(i == 0, 0, jnp.where(i == 1, _steps(start, end, plan) - 1, i - 1))
     return _aligned(start) + tile * plan.depth
 

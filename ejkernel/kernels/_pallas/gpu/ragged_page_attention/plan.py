@@ -36,7 +36,7 @@ class PagedPlan(Plan):
 
     @property
     def persistent(self) -> bool:
-        """Always: o is stored from registers."""
+        """Whether thread blocks have several work tiles: always, since o is stored from registers."""
         return True
 
     @property
