@@ -143,7 +143,9 @@ CASES = (
         softcap=2.0,
         tiny=dict(TINY, n=2),
     ),
-    case("gathered_striped", "all_gather", "striped", dict(b=2, t=12, c=12), dict(bias="s 1", mask=Operand("c", some))),
+    case(
+        "gathered_striped", "all_gather", "striped", dict(b=2, t=12, c=12), dict(bias="s 1", mask=Operand("1 c", some))
+    ),
     case("exchanged_zigzag_segments", "ulysses", "zigzag", dict(b=2, n=2), {**IDS, "sinks": "h n"}, causal=True),
 )
 
@@ -174,7 +176,7 @@ FEATURES = DTYPES | {
     "bias of keys": operand("bias", bias="1 c"),
     "bias of queries": operand("bias", bias="s 1"),
     "mask": operand("mask", mask=Operand("1 s c", chance(0.7))),
-    "mask of keys": operand("mask", mask=Operand("c", some)),
+    "mask of keys": operand("mask", mask=Operand("1 c", some)),
     "segments": operand(**IDS),
     "sinks": operand("sinks", sinks="h"),
     "several sinks": operand("sinks", sinks="h n"),

@@ -16,7 +16,7 @@ LSE_AND = dict(
     full=dict(),
     window=dict(sizes=dict(n=2), operands=dict(sinks="h n"), window=(7, 3), softcap=2.0),
     pairs=dict(operands=dict(bias="h s c", mask=Operand("b 1 s c", chance(0.7))), causal=True),
-    rows=dict(operands=dict(bias="s 1", mask=Operand("c", some)), window=(None, 2)),
+    rows=dict(operands=dict(bias="s 1", mask=Operand("1 c", some)), window=(None, 2)),
     segments=dict(operands={**IDS, "sinks": "h"}, causal=True),
     cross=dict(sizes=dict(t=48, c=48), operands=dict(softmax_scale=Operand("", scalar)), causal=True, window=9),
     fewer_keys=dict(sizes=dict(s=48), causal=True, window=(30, 0)),
