@@ -163,7 +163,9 @@ class Case:
         split = {**split, **self.over.split} if self.over else split
         with_split = lambda axis: self.split_with.get(axis, axis)
         over = lambda axis: split.get(with_split(axis)) if self.sizes.get(with_split(axis)) != 1 else None
-        return PartitionSpec(*map(over, axes.split()))
+        letters = axes.split()
+        # A mesh axis splits one axis of an array: of [d, d] the first.
+        return PartitionSpec(*(over(x) if x not in letters[:i] else None for i, x in enumerate(letters)))
 
     def specs(self, split: Mapping[str, str]) -> dict[str, PartitionSpec]:
         """How the arrays are sharded where the letters are split."""
