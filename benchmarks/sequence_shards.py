@@ -25,7 +25,7 @@ from ._harness import RESULTS, interleaved, queued, result_file, save_record
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOKENS = P(None, "x")
-LINE = "{layer:<30}{mode:<9}{length:>7} {milliseconds:>9.3f} ms {ideal:>5.0%} of ideal, {difference:.1e} off"
+LINE = "{layer:<32}{mode:<9}{length:>7} {milliseconds:>9.3f} ms {ideal:>5.0%} of ideal, {difference:.1e} off"
 LARGEST_DIFFERENCE = 0.02  # of the largest value, in bfloat16
 
 
