@@ -236,9 +236,11 @@ def serve(family, mechanism):
         )
         told("built")
         options = easydel.SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-        outputs = engine.generate(prompts, options, use_tqdm=False)
+        try:
+            outputs = engine.generate(prompts, options, use_tqdm=False)
+        finally:
+            engine.terminate()  # and its workers, which are processes
         told("served")
-        engine.terminate()
     return dict(tokens=[list(output.outputs[0].token_ids) for output in outputs])
 
 
