@@ -208,7 +208,7 @@ def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any],
 def _of_split_axes(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
     """A spec without axes of size 1, which split nothing."""
     names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
-    split = lambda entry: tuple(n for n in names(entry) if n is not None and mesh.shape[n] > 1)
+    split = lambda entry: tuple(n for n in names(entry) if n is not None and mesh.shape.get(n) != 1)
     return PartitionSpec(*(split(entry) or None for entry in spec))
 
 

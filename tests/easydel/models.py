@@ -79,6 +79,7 @@ FAMILIES = {
 STATE_SPACES = ("mamba", "mamba2")
 # The mechanisms of attention over pages, which the engine of EasyDeL runs.
 PAGED = ("ragged_page_attention_v2", "ragged_page_attention_v3")
+LATENTS = tuple(f"multi_latent_ragged_page_attention_v{version}" for version in (1, 2))
 # The mechanisms that a CPU has; cudnn and cuda_flash_attn2 are sdpa there.
 DENSE = ("flash_attn2", "vanilla", "sdpa", "blocksparse", "ring", "autoregressive_decodeattn", "auto")
 # Tokens of a prompt, where not all of them: the cache that EasyDeL makes for a window is right for prompts within it.
@@ -89,6 +90,8 @@ CASES = (
     *(f"{family}/flash_attn2" for family in FAMILIES if family not in (*STATE_SPACES, *WITHOUT_FLASH, "llama")),
     *(f"{family}/vanilla" for family in WITHOUT_FLASH),
     *STATE_SPACES,
+    "qwen3_next/ragged_page_attention_v3",
+    *(f"deepseek_v2/{mechanism}" for mechanism in LATENTS),
 )
 
 
@@ -207,10 +210,11 @@ def serve(family, mechanism):
     import easydel
     import flax.nnx as nn
     import jax.numpy as jnp
+    from easydel.caching.mla_ragged_page import cache as of_latents
     from easydel.caching.ragged_page import cache
 
     # On a CPU a pool of pages has 4 GiB, whatever hbm_utilization says. Nothing else of EasyDeL is changed.
-    cache.per_device_hbm_budget_bytes = lambda *args, **kwargs: 1 << 20
+    cache.per_device_hbm_budget_bytes = of_latents.per_device_hbm_budget_bytes = lambda *args, **kwargs: 1 << 20
     _, graph, parameters, rest = build(family, mechanism)
     ids, mask, _ = inputs()
     prompts = [" ".join(f"w{i}" for i in row[kept > 0]) for row, kept in zip(ids, mask, strict=True)]
@@ -226,13 +230,17 @@ def serve(family, mechanism):
             max_num_batched_tokens=32,
             page_size=8,
             auto_shard_model=False,
+            tool_parser="llama3_json",  # others ask for tokens that the tokenizer has not
+            reasoning_parser="deepseek_r1",
             enable_prefix_caching=False,
         )
         told("built")
         options = easydel.SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
-        outputs = engine.generate(prompts, options, use_tqdm=False)
+        try:
+            outputs = engine.generate(prompts, options, use_tqdm=False)
+        finally:
+            engine.terminate()  # and its workers, which are processes
         told("served")
-        engine.terminate()
     return dict(tokens=[list(output.outputs[0].token_ids) for output in outputs])
 
 
@@ -241,7 +249,7 @@ def outcome(case):
     told(case)
     family, mechanism = (*case.split("/"), "")[:2]
     try:
-        return (serve if mechanism in PAGED else run)(family, mechanism)
+        return (serve if mechanism in PAGED + LATENTS else run)(family, mechanism)
     except Exception as error:
         traceback.print_exc()
         return dict(error=f"{type(error).__name__}: {str(error)[:300]}")
