@@ -102,6 +102,16 @@ def test_attention_over_all_keys_is_dense():
     assert (attend(indices=named[:, :4])[1] <= attend()[1] + 1e-5).all()
 
 
+def test_a_step_without_tokens():
+    x = indexed()
+    x |= {name: x[name][:0] for name in ("q", "weights")} | dict(query_start_loc=jnp.zeros(7, jnp.int32))
+    named = lax.lightning_indexer(**x, top_k=7)
+    assert named.shape == (0, 7)
+    given = step() | dict(query_start_loc=x["query_start_loc"])
+    given |= {name: given[name][:0] for name in ("q_latent", "q_rope")}
+    assert lax.multi_latent_page_attention(**given, indices=named).shape == given["q_latent"].shape
+
+
 def test_transforms():
     steps = [indexed(seed=seed) for seed in range(2)]
     call = partial(lax.lightning_indexer, top_k=7)

@@ -51,6 +51,8 @@ def best_keys(x: Indexed, count: int) -> Array:
     """
     (tokens, _, _), (_, size, _), (sequences, columns) = x.q.shape, x.pages.shape, x.block_tables.shape
     unknown = is_symbolic_dim(tokens) or is_symbolic_dim(sequences)
+    if not unknown and tokens == 0:
+        return jnp.zeros((0, count), jnp.int32)
     of_row = 1 if unknown else max(1, min(TOKENS_AT_ONCE, tokens // sequences))
     drafts = None if x.draft_mask is None else x.draft_mask.shape[1]
     tables = x.context_lens, x.query_start_loc, jnp.clip(x.num_seqs[0], 0, sequences)

@@ -71,7 +71,7 @@ def _prepared(x: Operands, spec: CacheSpec) -> tuple[Queries, Fetch, int]:
     q, size = jnp.concatenate([x.q_latent, x.q_rope], axis=-1), x.pages.shape[1]
     queries = ragged_queries(x, q, size, spec)
     keys_and_values = lambda keys: (keys, keys[..., : x.q_latent.shape[-1]])
-    if x.indices is None:
+    if x.indices is None or 0 in x.indices.shape:  # lists of no tokens
         read = lambda page: dequantised(x.pages[page][:, :, :, None], x.k_scale, page, q.dtype)
         fetch = of_pages(x.block_tables, *x.pages.shape[:2], lambda page: keys_and_values(read(page)))
         return queries, fetch, x.block_tables.shape[1] * size
