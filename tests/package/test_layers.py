@@ -17,7 +17,7 @@ LAYERS = (
     {"ops"},
     {"kernels"},
     {"primitives"},
-    {"types"},
+    {"types", "quantization"},
     {"callib", "xla_utils"},
     {"errors", "compat"},
 )
