@@ -31,7 +31,7 @@ def codebook(rng, shape):
     return np.sort(rng.standard_normal(shape)) / 3
 
 
-SIZES = dict(t=10, h=4, g=2, d=8, p=10, z=4, n=4, m=5, j=4, one=1, i=4, e=16, w=2, k=4, v=8)
+SIZES = dict(t=10, h=4, g=2, d=8, f=8, p=10, z=4, n=4, m=5, j=4, one=1, i=4, e=16, w=2, k=4, v=8)
 POOLS = dict(
     key_indices_pages=Operand("p z g i", any_bytes),
     key_signs_pages=Operand("p z g w", any_bytes),
@@ -40,8 +40,8 @@ POOLS = dict(
     value_norms_pages=Operand("p z g", positive),
 )
 MATRICES = dict(
-    rotation_matrix=Operand("d d", rotation),
-    qjl_projection=Operand("e d", projection),
+    rotation_matrix=Operand("f d", rotation),
+    qjl_projection=Operand("e f", projection),
     key_codebook=Operand("k", codebook),
     value_codebook=Operand("v", codebook),
 )
@@ -71,7 +71,7 @@ CASES = (
 
 
 LENGTHS = (30, 1, 0, 29)
-WIDE = dict(t=64, d=64, i=32, e=64, w=8, z=16, p=24, k=8, v=16)
+WIDE = dict(t=64, d=64, f=64, i=32, e=64, w=8, z=16, p=24, k=8, v=16)
 
 
 def of_lloyd_and_max(rng, shape):
@@ -111,7 +111,7 @@ FAMILIES = (
 
 PLAIN = plain(
     "ragged_page_attention_v2_turboquant",
-    dict(t=64, h=4, g=2, d=128, p=10, z=16, n=4, m=5, j=4, one=1, x=2, i=64, e=128, w=16, k=8, v=16),
+    dict(t=64, h=4, g=2, d=128, f=128, p=10, z=16, n=4, m=5, j=4, one=1, x=2, i=64, e=128, w=16, k=8, v=16),
     OPERANDS,
 )
 

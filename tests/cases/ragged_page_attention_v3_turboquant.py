@@ -53,7 +53,7 @@ FAMILIES = (
 
 PLAIN = plain(
     "ragged_page_attention_v3_turboquant",
-    dict(t=64, h=4, g=2, d=128, p=16, z=16, n=4, m=5, j=4, one=1, x=2, i=64, e=128, w=16, k=8, v=16),
+    dict(t=64, h=4, g=2, d=128, f=128, p=16, z=16, n=4, m=5, j=4, one=1, x=2, i=64, e=128, w=16, k=8, v=16),
     OPERANDS,
 )
 

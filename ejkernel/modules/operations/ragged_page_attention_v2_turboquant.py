@@ -22,10 +22,10 @@ NAME = primitives.name
 
 def ragged_page_attention_v2_turboquant_arguments(
     q: Float[Array, "tokens q_heads head_dim"],
-    key_indices_pages: UInt8[Array, "pages page_size kv_heads head_dim/2"],
-    key_signs_pages: UInt8[Array, "pages page_size kv_heads qjl_dim/8"],
+    key_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
+    key_signs_pages: UInt8[Array, "pages page_size kv_heads sign_bytes"],
     key_norms_pages: Float[Array, "pages page_size kv_heads 2"],
-    value_indices_pages: UInt8[Array, "pages page_size kv_heads head_dim/2"],
+    value_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
     value_norms_pages: Float[Array, "pages page_size kv_heads"],
     context_lens: Integer[Array, " sequences"],
     block_tables: Integer[Array, "sequences pages_per_seq"],

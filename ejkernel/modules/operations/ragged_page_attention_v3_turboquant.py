@@ -25,10 +25,10 @@ def ragged_page_attention_v3_turboquant_arguments(
     q: Float[Array, "tokens q_heads head_dim"],
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    key_indices_pages: UInt8[Array, "pages page_size kv_heads head_dim/2"],
-    key_signs_pages: UInt8[Array, "pages page_size kv_heads qjl_dim/8"],
+    key_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
+    key_signs_pages: UInt8[Array, "pages page_size kv_heads sign_bytes"],
     key_norms_pages: Float[Array, "pages page_size kv_heads 2"],
-    value_indices_pages: UInt8[Array, "pages page_size kv_heads head_dim/2"],
+    value_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
     value_norms_pages: Float[Array, "pages page_size kv_heads"],
     context_lens: Integer[Array, " sequences"],
     block_tables: Integer[Array, "sequences pages_per_seq"],
@@ -44,7 +44,25 @@ def ragged_page_attention_v3_turboquant_arguments(
     softcap: float | None = None,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-) -> Prepared[tuple[Array, ...]]:
+) -> Prepared[
+    tuple[
+        Float[Array, "tokens q_heads head_dim"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        UInt8[Array, "pages page_size kv_heads sign_bytes"],
+        Float[Array, "pages page_size kv_heads 2"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        Float[Array, "pages page_size kv_heads"],
+    ]
+    | tuple[
+        Float[Array, "tokens q_heads head_dim"],
+        Float[Array, "tokens q_heads"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        UInt8[Array, "pages page_size kv_heads sign_bytes"],
+        Float[Array, "pages page_size kv_heads 2"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        Float[Array, "pages page_size kv_heads"],
+    ]
+]:
     """A step of serving: its keys and values go into a cache that TurboQuant quantises, over which its queries attend.
 
     A key k becomes, with the rotation Π and the projection S of e rows, c of the entries of the codebook that are
