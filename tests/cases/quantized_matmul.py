@@ -69,7 +69,7 @@ COLUMNS = dict(c="g", p="g", u="g")
 CASES = (
     case(
         "two_bits",
-        dict(k=6, g=4, c=64),
+        dict(k=8, g=4, c=64),
         dict(w=W, scales=SCALES, zeros=ZEROS),
         "b s c",
         dict(c="g"),
@@ -88,7 +88,7 @@ CASES = (
     ),
     case(
         "nf4",
-        dict(k=6, p=8, u=4, c=64),
+        dict(k=8, p=8, u=4, c=64),
         dict(w=Operand("k p", codes), scales=Operand("k u", positive)),
         "b s c",
         COLUMNS,
@@ -105,7 +105,7 @@ CASES = (
     ),
     case(
         "nvfp4",
-        dict(k=6, p=8, u=4, c=64),
+        dict(k=8, p=8, u=4, c=64),
         dict(w=Operand("k p", codes), scales=Operand("k u", e4m3)),
         "b s c",
         COLUMNS,

@@ -23,8 +23,8 @@ def supports(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> s
         return f"mode is {spec.mode}; Triton's kernel takes affine"
     if spec.bits not in BITS:
         return f"codes have {spec.bits} bits; Triton's kernel takes {', '.join(map(str, BITS))}"
-    if operands.x.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"x is {operands.x.dtype}; Triton's kernel takes bfloat16, float16 and float32"
+    if operands.x.dtype.name not in ("bfloat16", "float16"):
+        return f"x is {operands.x.dtype}; Triton's kernel takes bfloat16 and float16"
     if any(a.shape[0] != 1 for a in (operands.w, operands.scales, operands.zeros)):
         return "weights have a batch; Triton's kernel takes one matrix for all rows"
     rows = operands.x.shape[0] * operands.x.shape[1]

@@ -156,7 +156,7 @@ def product_kernel(
         else:
             numbers = numbers_of(w, scales, zeros, column, first, problem, BLOCK_N, BLOCK_K).to(rows.dtype)
             numbers = tl.trans(numbers)
-        total = tl.dot(rows, numbers, total, input_precision="ieee")
+        total = tl.dot(rows, numbers, total)
     columns = column + tl.arange(0, BLOCK_N)[None, :]
     at = (part * problem.M + row).to(tl.int64) * COLUMNS + columns
     tl.store(o + at, total.to(o.dtype.element_ty), mask=(row < problem.M) & (columns < COLUMNS))
