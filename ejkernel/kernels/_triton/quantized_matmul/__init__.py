@@ -41,7 +41,7 @@ _kernels = KernelTrio(
     Outputs,
     Platform.TRITON,
     Backend.GPU,
-    priority=100,
+    priority=-1,  # below XLA: until it has run on a GPU, who names Triton gets it
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
     excess=_launch.excess,
