@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.primitives.flash_attention import FlashAttentionSpec
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
 from tests.gpu.attention_cases import (
     CASES,
@@ -110,3 +110,19 @@ def test_gradients_of_logits_near_1e12(dtype, sinks, monkeypatch):
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x = large_logits.operands(jnp.dtype(dtype), sinks=sinks)
     large_logits.check(large_logits.of_kernels(flash_attention_bwd, flash_attention_jvp, x, config=CONFIG), x)
+
+
+@pytest.mark.parametrize("size, largest", [(4e3, 5e7), (1.5e4, 7e8)])
+def test_weights_of_large_logits(size, largest, monkeypatch):
+    """Of logits that are so far apart one key has all the weight: in 16 bits, where the scale is folded."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    spec = FlashAttentionSpec(causal=True, softmax_scale=0.3)
+    q, k, v = (large_logits.normal(seed, jnp.float16, LENGTH, 16) for seed in range(3))
+    x = Operands(size * q, size * k, v)
+    found = flash_attention(*x, spec=spec, config=CONFIG)
+    s = spec.softmax_scale * np.einsum("bshd,bthd->bhst", *(np.asarray(a, np.float64) for a in (x.q, x.k)))
+    s = np.where(np.tri(LENGTH, dtype=bool), s, -np.inf)
+    assert np.abs(s[np.isfinite(s)]).max() > largest
+    heaviest = np.take_along_axis(np.asarray(v), s.argmax(-1).swapaxes(1, 2)[..., None], axis=1)
+    np.testing.assert_array_equal(found.o, heaviest)
+    np.testing.assert_allclose(found.lse, s.max(-1), rtol=0, atol=2e-7 * np.abs(s[np.isfinite(s)]).max())

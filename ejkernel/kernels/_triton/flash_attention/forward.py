@@ -76,7 +76,7 @@ def forward_kernel(
             m_new = tl.maximum(m, tl.max(s, 1))
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
             rescale = logits.exponential(m - m_safe, 0.0, problem)
-            p = logits.exponential(s, (m_safe * problem.unit)[:, None], problem)
+            p = logits.weights_of_maximum(s, m_safe, problem)
             l = l * rescale + tl.sum(p, 1)
             acc = tiles.scaled(acc, rescale[:, None])
             if dropout is not None:

@@ -64,6 +64,22 @@ def exponential(s, row, problem: tl.constexpr):
 
 
 @triton.jit
+def weights_of_maximum(s, m, problem: tl.constexpr):
+    """exp(s − m) of rows with the maxima m [rows], in the unit of `capped`; 1 where s is m.
+
+    Where the scale is folded, one multiply-add makes s·c − m·c, of which m·c is rounded: by 4 and more where it is over
+    2²⁶, which there are bits for in no weight. Of such logits float32 keeps every eighth number at best; with any
+    greater c the weights are 1 and all but 0, as they are; and products with a power of two are exact.
+    """
+    if problem.folded:
+        c: tl.constexpr = problem.scale * LOG2E
+        factor = tl.where(tl.abs(m) * c < 2.0**26, c, problem.factor_of_large_logits)
+        return tl.exp2(s * factor[:, None] - (m * factor)[:, None])
+    else:
+        return exponential(s, m[:, None], problem)
+
+
+@triton.jit
 def weights_of_lse(s, lse, problem: tl.constexpr, CORRECTED: tl.constexpr):
     """exp(s − lse), at most 1 but for rounding: of logits near 10⁹ float32 keeps every 64th number, and those which
     are summed in another order than in the forward may be above lse by more than float32 may be given as an exponent.

@@ -93,6 +93,11 @@ class Problem:
         return self.scale if self.folded else 1.0
 
     @property
+    def factor_of_large_logits(self) -> float:
+        """The power of two from scale·log₂e on."""
+        return 2.0 ** math.ceil(math.log2(self.scale * math.log2(math.e)))
+
+    @property
     def caps_far(self) -> bool:
         """Logits are as a rule a small part of the cap, of which a tanh that is off by 6e-8 loses their last bits."""
         return self.softcap is not None and self.softcap > 100
