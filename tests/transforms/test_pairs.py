@@ -26,7 +26,9 @@ PARTS = 2
 def test_every_argument_is_in_a_feature(operation):
     calls = [call_with(operation, names)[0] for names in [(), *((name,) for name in features_of(operation))]]
     had = {name for case in calls for name in (*case.operands, *case.options)}
-    assert had == set(inspect.signature(getattr(ejkernel.lax, operation)).parameters) - {"config", *REFUSED[operation]}
+    arguments = set(inspect.signature(getattr(ejkernel.lax, operation)).parameters) - {"config", *REFUSED[operation]}
+    # A recurrence over a mesh is tested in test_sequence_shards.py; ring attention is always called over one.
+    assert arguments - {"axis_name"} <= had <= arguments
 
 
 # Over a mesh a program is compiled for longer.

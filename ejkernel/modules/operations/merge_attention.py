@@ -59,7 +59,8 @@ def merge_attention(
     of_a, of_b = jnp.exp(a - top), jnp.exp(b - top)
     empty = of_a + of_b == 0
     total = jnp.where(empty, jnp.ones((), dtype), of_a + of_b)
-    lse = jnp.where(empty, jnp.array(-np.inf, dtype), top + jnp.log(total))
+    # Of lax, as `+` of jax 0.12 is under jit, whose transpose has no mesh for what is mapped over an Explicit axis.
+    lse = jnp.where(empty, jnp.array(-np.inf, dtype), lax.add(top, lax.log(total)))
 
     def part(weight: Array, o: Array) -> Array:
         weight = weight / total
