@@ -27,12 +27,13 @@ def test_quantized_matmul(how, of):
     x, w = random(5, 24).astype(jnp.bfloat16), random(24, 64)
     codes, scales, *zeros = quantization.prepack_quantized_weights(w, **of, transpose=False)
     zeros = zeros[0] if zeros else None
-    dense = np.asarray(quantization.dequantize(codes, scales, zeros, **of), np.float64)
+    # Weights are rounded to the dtype of x, once.
+    dense = np.asarray(quantization.dequantize(codes, scales, zeros, **of).astype(jnp.bfloat16), np.float64)
     found = modules.operations.quantized_matmul(x, codes, scales, zeros, transpose=False, **of, **HOW[how])
     assert found.dtype == jnp.bfloat16
-    close(found, np.asarray(x, np.float64) @ dense, 2e-2)
+    close(found, np.asarray(x, np.float64) @ dense, 5e-3)
     gradient = jax.grad(lambda x: modules.quantized_matmul(x, codes, scales, zeros, **of, **HOW[how]).sum())(x)
-    close(gradient, np.broadcast_to(dense.sum(1), x.shape), 2e-2)
+    close(gradient, np.broadcast_to(dense.sum(1), x.shape), 5e-3)
 
 
 def test_quantized_matmul_over_the_contracted_features():
