@@ -4,6 +4,7 @@ That compiles them to PTX. Each kernel of the forward, tangent and backward is c
 dtypes and in all of the cases it is a slow test.
 """
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -11,6 +12,7 @@ pytest.importorskip("jax_triton")
 
 from programs import launches
 
+from ejkernel import modules
 from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch
 from ejkernel.types import Platform, Target
@@ -49,6 +51,15 @@ def test_every_case_is_lowered(operation, target):
         if entry := call.implementation(Platform.TRITON, target):
             traced = call.traced(entry, call.config(entry, target))
             assert _lowered(traced) == len(launches(traced.jaxpr)) > 0
+
+
+@pytest.mark.parametrize("scale", (1e-39, 1.5e38))
+def test_a_scale_that_is_hardly_a_float32(scale):
+    """Subnormal, and such that the next power of two is infinite; with its gradient."""
+    call = lambda *x: modules.flash_attention(*x, softmax_scale=scale, platform="triton").astype(jnp.float32).sum()
+    with lowering_for(Target("cuda", "NVIDIA H200")):
+        x = [jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)] * 3
+        assert _lowered(jax.jit(jax.value_and_grad(call, (0, 1, 2))).trace(*x)) >= 2
 
 
 def _lowered(traced) -> int:

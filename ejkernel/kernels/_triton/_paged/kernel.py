@@ -97,7 +97,8 @@ def work_of_program(
 @triton.jit
 def load_queries(q, k_scale, at, in_step, d, batch, group, problem: tl.constexpr, PAIRS: tl.constexpr):
     """The queries of a row, as a pair where keys are read in pairs of features, and what q·k is multiplied by."""
-    multiplier = problem.scale * LOG2E if problem.softcap is None else problem.scale / problem.softcap
+    factor: tl.constexpr = problem.scale * LOG2E if problem.softcap is None else problem.scale / problem.softcap
+    multiplier = tl.full([], factor, tl.float32)  # a number that is none of its normal ones would be a float64
     if PAIRS:
         first = q + at[:, None] * problem.D + 2 * tl.arange(0, d.shape[0] // 2)[None, :]
         even = tl.load(first, mask=in_step[:, None], other=0.0).to(tl.float32)

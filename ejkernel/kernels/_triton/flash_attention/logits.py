@@ -67,13 +67,15 @@ def exponential(s, row, problem: tl.constexpr):
 def weights_of_maximum(s, m, problem: tl.constexpr):
     """exp(s − m) of rows with the maxima m [rows], in the unit of `capped`; 1 where s is m.
 
-    Where the scale is folded, one multiply-add makes s·c − m·c, of which m·c is rounded: by 4 and more where it is over
-    2²⁶, which there are bits for in no weight. Of such logits float32 keeps every eighth number at best; with any
-    greater c the weights are 1 and all but 0, as they are; and products with a power of two are exact.
+    Where the scale is folded, one multiply-add makes s·c − m·c, of which m·c has been rounded. Where that is over 2²⁶
+    rounding is by up to 4, a factor of 16, and more. But there float32 keeps every eighth logit at most: weights are 1
+    and all but 0, for any c that is not smaller; and products with a power of two are exact.
     """
     if problem.folded:
         c: tl.constexpr = problem.scale * LOG2E
-        factor = tl.where(tl.abs(m) * c < 2.0**26, c, problem.factor_of_large_logits)
+        # As arrays of float32: a number that is none of its normal ones would be a float64.
+        exact = tl.full(m.shape, problem.factor_of_large_logits, tl.float32)
+        factor = tl.where(tl.abs(m) * c < 2.0**26, tl.full(m.shape, c, tl.float32), exact)
         return tl.exp2(s * factor[:, None] - (m * factor)[:, None])
     else:
         return exponential(s, m[:, None], problem)

@@ -94,8 +94,8 @@ class Problem:
 
     @property
     def factor_of_large_logits(self) -> float:
-        """The power of two from scale·log₂e on."""
-        return 2.0 ** math.ceil(math.log2(self.scale * math.log2(math.e)))
+        """The power of two from scale·log₂e on, or float32's greatest."""
+        return 2.0 ** min(127, math.ceil(math.log2(self.scale * math.log2(math.e))))
 
     @property
     def caps_far(self) -> bool:
