@@ -14,8 +14,9 @@ def row_of_program(unit, context_lens, starts, num_seqs, problem: tl.constexpr, 
     batch = unit // schedule.rows
     row = unit % schedule.rows
     if starts is None:
-        position = context_of(context_lens, batch, row, problem) - problem.length
-        return batch, row, row * problem.length, problem.length, position
+        length: tl.constexpr = problem.length
+        position = context_of(context_lens, batch, row, problem) - length
+        return batch, row, row * length, length, position
     elif schedule.packed:
         of_batch = starts + batch * (problem.N + 1)
         count = count_of_sequences(num_seqs, batch, problem)
