@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention
-from ejkernel.kernels._pallas.gpu.flash_attention.quantized import LIMITS, greatest_of
+from ejkernel.kernels._pallas.gpu.flash_attention.quantized import LIMITS, greatest_of, rotation
 from ejkernel.kernels._pallas.gpu.flash_attention.rounding import rounded
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import KernelConfig
@@ -38,11 +38,12 @@ CASES = [
 def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3, in_float16):
     """o and lse in float64, with these around what the kernel rounds.
 
-    To e4m3 q, k, v, and the weights, which are some 2⁴ where a logit is the greatest; to float16 these, and their
-    exponents.
+    To e4m3 the rotated q and k, v, and the weights, which are some 2⁴ where a logit is the greatest; to float16 these,
+    and their exponents.
     """
     q, k, v = (np.asarray(y.astype(jnp.float32), np.float64) for y in x[:3])
-    group = q.shape[2] // k.shape[2]
+    group, matrix = q.shape[2] // k.shape[2], rotation(q.shape[3])
+    q, k = q @ matrix, k @ np.linalg.inv(matrix).T
     in_blocks = lambda y, most: in_e4m3(y, unit(np.repeat(greatest_of_blocks(y), BLOCK, 1)[:, : y.shape[1]], most))
     q, k, v = map(in_blocks, (q, k, v), greatest_of(q.shape[3]))
     k, v = (np.repeat(y, group, 2) for y in (k, v))
@@ -109,7 +110,8 @@ def test_error_of_blocks(case, D, block_q, block_k):
 def test_great_logits(factor):
     """Of which float16 has not every whole number, and then none: the greatest still decide.
 
-    Keys are unlike one another, and each query is like one of them: its logit is the square of their length.
+    Keys are unlike one another, and each query is like one of them: its logit is the square of their length. Of 128
+    rounded products, each of which errs by 4 %, the sum errs by less than 2 %.
     """
     shape = 1, 300, 2, 128
     keys = factor * jnp.sign(jax.random.normal(jax.random.key(0), shape)).astype(jnp.bfloat16)
@@ -118,7 +120,7 @@ def test_great_logits(factor):
     o, lse = run(Operands(keys[:, like], keys, values), FlashAttentionSpec(softmax_scale=1.0), 192, 128)
     of_floats = lambda x: np.asarray(x.astype(jnp.float32))
     np.testing.assert_allclose(of_floats(o), of_floats(values[:, like]), rtol=1 / 8, atol=1 / 64)
-    np.testing.assert_allclose(lse, 128 * factor**2, rtol=1e-3)
+    np.testing.assert_allclose(lse, 128 * factor**2, rtol=2e-2)
 
 
 def compare(case, block_q, block_k):

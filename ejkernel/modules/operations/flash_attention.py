@@ -96,8 +96,9 @@ def flash_attention_arguments(
         deterministic: only implementations that give the same bits in every run.
         batch_invariant: only implementations that give a row the same bits whatever else is in the batch.
         precision: "e4m3": q, k, v and the weights of the forward may be rounded to eight bits, with a scale for each
-            tile, where the device is faster with them. With normal random numbers the relative error of o is then
-            5e-2 (bfloat16: 2e-3). Elsewhere, and in gradients and tangents, nothing is rounded further.
+            tile, where the device is faster with them; q and k after a rotation that spreads outliers. With normal
+            random numbers the relative error of o is then 5e-2 (bfloat16: 2e-3). Elsewhere, and in gradients and
+            tangents, nothing is rounded further.
 
     Returns:
         o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for; packed: [T, H, V] and [H, T]. A query that

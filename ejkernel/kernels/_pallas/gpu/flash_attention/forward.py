@@ -36,7 +36,7 @@ from .mainloop import Shared, Tile, consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
 from .plan import Q_EMPTY, REGISTERS, Plan
 from .problem import LOG2_E, problem_of
-from .quantized import Scales
+from .quantized import Scales, hadamard_size, rotated
 from .rounding import rounded
 from .tiles import COLUMNS, Statistics, View
 
@@ -68,7 +68,9 @@ def attention(
         blocks = jnp.broadcast_to(mask_info.block_ranges[..., 1], (problem.B, problem.H, plan.q_tiles))
         longest_first = plan.scheduler.order(blocks.reshape(-1, plan.q_tiles))
     if plan.e4m3:
-        arrays, scales = rounded(*arrays, plan.block_q, plan.block_k)
+        q, k, v = arrays
+        arrays, scales = rounded(rotated(q), rotated(k), v, plan.block_q, plan.block_k)
+        scales = scales._replace(queries=scales.queries * hadamard_size(problem.D))
     tile_dtype = arrays[0].dtype
     D_parts, V_parts = parts_of(problem.D), parts_of(problem.V)
     q = views((plan.q_stages, plan.block_q), D_parts, tile_dtype)

@@ -1,6 +1,10 @@
 """The forward in e4m3: eight bits for q, k, v and the weights, where `precision` allows it.
 
-Each tile of queries has a scale, and each block of keys, of k and of v. A kernel of its own rounds them (rounding.py).
+q and k are rotated first, each row by the same orthogonal matrix (incoherent processing, arXiv 2407.08608), which
+leaves q·k as it is: (q R)·(k R) = q·k. A number that is much greater than the others of its row then has no product
+alone, whose rounding would decide the logit. Each tile of queries has a scale, and each block of keys, of k and of v.
+A kernel of its own rounds them (rounding.py).
+
 q·kᵀ is summed in float16, for which q and k are small enough; its error is a small part of that of their rounding. So
 logits take half of the registers, and the softmax computes two of them at once (`tiles.updated`). Maxima are whole
 numbers, of which float16 has all that matter.
@@ -14,6 +18,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from .tiles import Float16Limits, RescaleLimits
@@ -41,6 +46,29 @@ class Scales(NamedTuple):
     keys: Array
     p_scales_log2: Array
     values: Array
+
+
+def hadamard_size(features: int) -> int:
+    """n, the features that one Hadamard matrix mixes: the greatest power of two that divides them."""
+    return features & -features
+
+
+def rotation(features: int) -> np.ndarray:
+    """M = diag(r)·H / n in each block of n features, with the Hadamard matrix H, (−1)^popcount(i & j): n·M·Mᵀ = 1.
+
+    r is the sequence of Rudin and Shapiro, (−1)^popcount(i & i/2). H alone would put a row of equal numbers into one
+    feature; r, whose own transform is flat where n is a power of four, spreads these, too. With M no number becomes
+    greater than the greatest of its row was, and the entries ±1/n are exact in 16 bits.
+    """
+    n = hadamard_size(features)
+    i = np.arange(n)
+    signs, hadamard = ((-1.0) ** np.bitwise_count(bits) for bits in (i & i >> 1, i[:, None] & i))
+    return np.kron(np.eye(features // n), signs[:, None] * hadamard / n)
+
+
+def rotated(x: Array) -> Array:
+    """x·M of q or k, [b, n, heads, features]: of both, n·(q·M)·(k·M) = q·k."""
+    return x @ jnp.asarray(rotation(x.shape[-1]), x.dtype)
 
 
 def greatest_of(features: int) -> tuple[float, float, float]:
