@@ -48,7 +48,7 @@ def shapes_of(x: Operands) -> Recurrence:
 def refusal(supports: Supports, x: Operands, target: Any) -> str | None:
     """Why the kernels do not take a call, or None."""
     if reason := supports(SPEC, shapes_of(x), target):
-        return f"{reason} (C, B and dt · x are q, k and v of the kernels of the linear recurrence)"
+        return f"{reason}, of which q is C, k is B and v is dt · x"
     return None
 
 
