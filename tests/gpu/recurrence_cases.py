@@ -96,33 +96,34 @@ def poisoned(x: Operands) -> Operands:
     return x._replace(**{name: poison(getattr(x, name)) for name in ("q", "k", "v", "g", "gk", "gv")})
 
 
-def differentiable(x: Operands) -> tuple[str, ...]:
+def differentiable(x) -> tuple[str, ...]:
     return tuple(n for n in x._fields if getattr(x, n) is not None and n != "spans")
 
 
-def like(x: Outputs, draw=Draw()) -> Outputs:
-    return Outputs(*(draw.normal(7, a.shape, a.dtype) for a in x))
+def like(x, draw=Draw()):
+    """Cotangents of all outputs."""
+    return type(x)(*(draw.normal(7, a.shape, a.dtype) for a in x))
 
 
-def directions(x: Operands, draw=Draw()) -> Operands:
+def directions(x, draw=Draw()):
     """Tangents of all that has one."""
     moving = differentiable(x)
-    return Operands(*(draw.normal(8, a.shape, a.dtype) if n in moving else None for n, a in x._asdict().items()))
+    return type(x)(*(draw.normal(8, a.shape, a.dtype) if n in moving else None for n, a in x._asdict().items()))
 
 
-def formula(x: Operands, spec: RecurrenceSpec, cotangents: Outputs, dtype=None):
+def formula(x, spec, cotangents, dtype=None, reference=reference):
     """The formula's outputs and gradients; all in `dtype` if given."""
     with jax.enable_x64(True):
         return jax.jit(derivatives(reference, spec))(_in(dtype, x), _in(dtype, cotangents))
 
 
-def tangent_of_formula(x: Operands, spec: RecurrenceSpec, tangents: Operands, dtype=None) -> Outputs:
+def tangent_of_formula(x, spec, tangents, dtype=None, reference=reference):
     """The tangents of the formula's outputs; all in `dtype` if given."""
     with jax.enable_x64(True):
         return jax.jit(tangent(reference, spec))(_in(dtype, x), _in(dtype, tangents))
 
 
-def derivatives(f, spec: RecurrenceSpec):
+def derivatives(f, spec):
     """The function of operands and cotangents whose result is f's outputs and gradients."""
 
     def run(x, cotangents):
@@ -133,7 +134,7 @@ def derivatives(f, spec: RecurrenceSpec):
     return run
 
 
-def tangent(f, spec: RecurrenceSpec):
+def tangent(f, spec):
     """The function of operands and tangents whose result is the tangents of f's outputs."""
 
     def run(x, tangents):
@@ -159,7 +160,7 @@ def check(found, exact, reference, dtype) -> None:
         assert ratio <= bound, f"{name}: {ratio:.2f} times the error of the formula"
 
 
-def check_tangent(found: Outputs, exact: Outputs, reference: Outputs, dtype) -> None:
+def check_tangent(found, exact, reference, dtype) -> None:
     """The same of tangents."""
     for name, *of in zip(Outputs._fields, found, exact, reference, strict=True):
         ratio = _ratio(*of, dtype)

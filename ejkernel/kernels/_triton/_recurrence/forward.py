@@ -45,7 +45,7 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
 def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
     p = problem_of(x, spec, config.block_q)
     places = places_of(x, p)
-    o_type = jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype)
+    o_type = jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype)
     block = min(config.block_k, p.V_PAD)
     blocks = triton.cdiv(p.V, block)
     if config.algorithm == "fused_chunks":
@@ -91,12 +91,11 @@ def fused_kernel(
     token, tokens, _ = tiles.sequence_at(batch, n, first, length, chunk, p)
     number = (batch * p.sequences + n) * p.H + head
     state = tiles.first_state(initial, number, 0, p.D_PAD, column, BLOCK, p)
-    kv_head = head // p.group
     for start in tl.range(0, tokens, p.C):
         at, left = token + p.step * start, tokens - start
-        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, 0, p.D, p.D_PAD, p).to(p.dtype)
-        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, 0, p.D, p.D_PAD, p).to(p.dtype)
-        v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+        q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, 0, p.D, p.D_PAD, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, 0, p.D, p.D_PAD, p).to(p.dtype)
+        v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
         gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, p.D_PAD, p)
         products = pairs.pair_products(q_tile, k_tile, gate, G, T, p)
         inter_chunk = outputs.from_state(q_tile, state.to(p.dtype), G, p)
@@ -121,10 +120,10 @@ def outputs_kernel(
     column, head = pid % BLOCKS * BLOCK, pid // BLOCKS % p.H
     number, batch = pid // (BLOCKS * p.H) % p.chunks, pid // (BLOCKS * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    kv_head, of_chunk = head // p.group, (batch * p.chunks + number) * p.H + head
+    of_chunk = (batch * p.chunks + number) * p.H + head
     products, inter_chunk, gate, G = outputs.over_features(
-        q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, column, p, ROWS, BLOCK, False
+        q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column, p, ROWS, BLOCK, False
     )
-    v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+    v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
     o_tile = outputs.chunk_outputs(products, inter_chunk, v_tile, gate, G, gv, batch, at, left, head, column, p)
     tiles.store_tile(o, o_tile, batch, at, left, head, p.H, column, p.V, BLOCK, p)

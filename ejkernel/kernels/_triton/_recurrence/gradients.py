@@ -59,7 +59,7 @@ def recurrence_bwd(
     wide = "g_gamma" in wrt or ("g" in wrt and primals.gk is not None)
     config = replace(config, **WIDE) if wide else config
     x, do = gamma_of_batch(primals, primals.q.shape[0]), cotangents.o
-    do = jnp.zeros((*x.q.shape[:3], x.v.shape[3]), x.q.dtype) if do is None else do
+    do = jnp.zeros((*x.q.shape[:2], max(x.q.shape[2], x.v.shape[2]), x.v.shape[3]), x.q.dtype) if do is None else do
     num_splits, start, dend = splits.number_of(x), x.initial_state, cotangents.final_state
     if num_splits > 1:
         q, k, v, g, gk, do = (splits.split(a, num_splits) for a in (*x[:5], do))
@@ -92,34 +92,34 @@ def _gradients(
 ) -> dict[str, jax.Array]:
     """dq, dk, dv; of gates, dgk and dgv where features decay and dg where heads do or where it is asked for."""
     array = jax.ShapeDtypeStruct
-    like = lambda heads, a: array((p.B, p.S, heads, a.shape[3]), a.dtype if p.group == 1 else jnp.float32)
+    like = lambda a: array((p.B, p.S, p.H, a.shape[3]), a.dtype if a.shape[2] == p.H else jnp.float32)
     alone = lambda name: getattr(x, name).dtype if of_gates <= {"gk", "gv"} else jnp.float32
     of_feature = lambda name: {"dgk": array(getattr(x, name).shape, alone(name))} if of_gates else {}
-    types = {"dk": like(p.H, x.k), "dq": array(x.q.shape, x.q.dtype)}
+    types = {"dk": like(x.k), "dq": like(x.q)}
     run = lambda given, types, rows, p: _run(given, types, rows, places, p, config)
     given, rows = (x.q, x.k, x.v, do, *x[3:7], states, dstates), min(config.block_d, p.D_PAD)
     if x.gv is not None:  # the same with values and keys in each other's place
         found = run(given, types | (of_feature("gk") if p.by_feature else {}), rows, p)
         given = (do, x.v, x.k, x.q, x.g, x.gv, x.gk, x.g_gamma, states, dstates)
-        types = {"dk": like(p.H, x.v), **of_feature("gv")}
+        types = {"dk": like(x.v), **of_feature("gv")}
         of_values = run(given, types, min(config.block_d, p.V_PAD), p.of_values)
         found |= {{"dk": "dv", "dgk": "dgv"}[name]: a for name, a in of_values.items()}
     elif p.by_feature:  # the decays of all features at once would not fit into registers
         found = run(given, types | of_feature("gk"), rows, p)
     else:
         rows = p.D_PAD if (ROWS if p.exact else WHOLE[p.dtype]) >= p.D_PAD else ROWS
-        types |= {"dv": like(p.H, x.v)} if rows == p.D_PAD else {}
+        types |= {"dv": like(x.v)} if rows == p.D_PAD else {}
         types |= {"dg": array((triton.cdiv(p.D, rows), p.B, p.S, p.H), jnp.float32)} if of_gates else {}
         found = run(given, types, rows, p)
         found |= {"dg": found["dg"].sum(0)} if of_gates else {}
     if "dv" not in found:
-        found["dv"] = _of_values(x, do, dstates, like(p.H, x.v), places, p, config)
+        found["dv"] = _of_values(x, do, dstates, like(x.v), places, p, config)
     found = {name: zero_elsewhere(a, places) for name, a in found.items()}
     if "dg" not in found and of_gates - {"gk", "gv"}:
         found["dg"] = found["dgk" if p.by_feature else "dgv"].sum(-1)
-    if p.group > 1:
-        of_groups = lambda a: a.reshape(p.B, p.S, p.G, p.group, -1).sum(3)
-        found |= {"dk": of_groups(found["dk"]), "dv": of_groups(found["dv"])}
+    for name, a in (("dq", x.q), ("dk", x.k), ("dv", x.v)):
+        if a.shape[2] < p.H:
+            found[name] = found[name].reshape(*a.shape[:3], -1, a.shape[3]).sum(3)
     return found
 
 
@@ -166,9 +166,9 @@ def values_kernel(
     column, head = pid % blocks * COLUMNS, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    kv_head, of_state = head // p.group, (batch * p.chunks + number) * p.H + head
+    of_state = (batch * p.chunks + number) * p.H + head
     products, dv_tile, gate, G = outputs.over_features(
-        q, k, g, gk, g_gamma, dstates, batch, at, left, head, kv_head, of_state, column, p, ROWS, COLUMNS, True
+        q, k, g, gk, g_gamma, dstates, batch, at, left, head, of_state, column, p, ROWS, COLUMNS, True
     )
     weights = (pairs.decayed_pairs(products, gate, G, p) * p.scale).to(p.dtype)
     do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
@@ -189,9 +189,9 @@ def gradients_kernel(
     row, head = pid % blocks * ROWS, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    kv_head, of_state = head // p.group, (batch * p.chunks + number) * p.H + head
-    q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
-    k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
+    of_state = (batch * p.chunks + number) * p.H + head
+    q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p).to(p.dtype)
+    k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p).to(p.dtype)
     gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
     if dv is not None:
         weights = (pairs.pair_weights(q_tile, k_tile, gate, G, T, p) * p.scale).to(p.dtype)
@@ -200,7 +200,7 @@ def gradients_kernel(
     state_term = tl.full([ROWS], 0.0, tl.float32)
     for column in tl.range(0, p.V, COLUMNS):
         do_tile = tiles.load_tile(do, batch, at, left, head, p.H, column, p.V, COLUMNS, p).to(p.dtype)
-        v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p).to(p.dtype)
+        v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, COLUMNS, p).to(p.dtype)
         state = tiles.load_state(states, of_state, row, ROWS, column, COLUMNS, p)
         dstate = tiles.load_state(dstates, of_state, row, ROWS, column, COLUMNS, p)
         if dv is not None:

@@ -11,7 +11,7 @@ from . import pairs, tiles
 
 @triton.jit
 def over_features(
-    q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, column,
+    q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """The sums of `pair_products` and of the inter-chunk part, by the state or its cotangent; and gate and G.
@@ -23,14 +23,14 @@ def over_features(
     if p.exact:  # such blocks side by side would not fit into registers
         for row in tl.range(0, p.D, ROWS):
             products, inter_chunk = add_block(
-                products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row,
+                products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row,
                 column, p, ROWS, COLUMNS, BACKWARD,
             )  # fmt: skip
     else:
         row_blocks: tl.constexpr = p.D_PAD // ROWS
         for row in tl.static_range(0, row_blocks * ROWS, ROWS):
             products, inter_chunk = add_block(
-                products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row,
+                products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row,
                 column, p, ROWS, COLUMNS, BACKWARD,
             )  # fmt: skip
     return products, inter_chunk, gate, G
@@ -38,12 +38,12 @@ def over_features(
 
 @triton.jit
 def add_block(
-    products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, kv_head, of_chunk, row, column,
+    products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row, column,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Those sums with the terms of a block of features."""
-    q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
-    k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
+    q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p).to(p.dtype)
+    k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p).to(p.dtype)
     gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
     if p.exact:  # subtracted, as the compiler would make one long sum of a product and what it is added to
         products -= pairs.pair_products(-q_tile, k_tile, gate, G, T, p)

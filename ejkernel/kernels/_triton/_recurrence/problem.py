@@ -17,7 +17,9 @@ class Problem:
     """The shapes and options of one call, as a compile-time constant.
 
     Attributes:
-        B, S, H, G, D, V: batch, tokens, query heads, key/value heads, and the two feature sizes.
+        B, S, H: batch, tokens, and heads of the state.
+        HQ, HK, HV: heads of queries, keys and values, each of which are H or shared by groups of those.
+        D, V: the two feature sizes.
         N: sequences in a packed call, None in a dense one.
         C: tokens of a chunk.
         scale: the factor of q.
@@ -35,7 +37,9 @@ class Problem:
     B: int
     S: int
     H: int
-    G: int
+    HQ: int
+    HK: int
+    HV: int
     D: int
     V: int
     N: int | None
@@ -51,9 +55,19 @@ class Problem:
     transposed: bool = False
 
     @property
-    def group(self) -> int:
-        """Query heads that share a key/value head."""
-        return self.H // self.G
+    def per_query(self) -> int:
+        """Heads of the state that share queries."""
+        return self.H // self.HQ
+
+    @property
+    def per_key(self) -> int:
+        """Heads of the state that share keys."""
+        return self.H // self.HK
+
+    @property
+    def per_value(self) -> int:
+        """Heads of the state that share values."""
+        return self.H // self.HV
 
     @property
     def sequences(self) -> int:
@@ -79,8 +93,12 @@ class Problem:
 
     @property
     def of_values(self) -> "Problem":
-        """The same with the features of values in the place of those of keys, where decays of them are given."""
-        return replace(self, D=self.V, V=self.D, by_head=False, by_feature=True, transposed=not self.transposed)
+        """The same with the features of values in the place of those of keys, where decays of them are given.
+
+        Then every head of the state has queries of its own.
+        """
+        sizes = dict(D=self.V, V=self.D, HK=self.HV, HV=self.HK)
+        return replace(self, **sizes, by_head=False, by_feature=True, transposed=not self.transposed)
 
     @property
     def D_PAD(self) -> int:
@@ -97,10 +115,10 @@ def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = Fa
     Products of float16, all where values decay, and all that are to be `wide`, are computed in three of TF32, on AMD in
     float32: the range of float16 is too small for decays, and bfloat16 too coarse for both factors of a product.
     """
-    B, S, H, D = x.q.shape
+    (B, S, HQ, D), (_, _, HV, V) = x.q.shape, x.v.shape
     half = x.q.dtype == jnp.bfloat16 and x.gv is None and not wide
     return Problem(
-        *(B, S, H, x.k.shape[2], D, x.v.shape[3]),
+        *(B, S, max(HQ, HV), HQ, x.k.shape[2], HV, D, V),
         N=None if x.spans is None else x.spans.shape[1],
         C=chunk,
         scale=spec.softmax_scale,

@@ -21,7 +21,7 @@ SHORTEST = 1024
 
 def number_of(x: Operands) -> int:
     """How many splits each sequence has: a power of two, 1 where values decay."""
-    b, s, h, _ = x.q.shape
+    b, s, h = *x.q.shape[:2], max(x.q.shape[2], x.v.shape[2])
     if x.spans is not None or x.gv is not None:
         return 1
     wanted = min(PROGRAMS // (b * h * max(1, x.v.shape[3] // 64)), s // SHORTEST)

@@ -42,7 +42,8 @@ def chunk_states(
         config=KernelConfig(block_q=config.block_q, num_warps=WARPS, num_stages=config.num_stages),
         p=p,
         BACKWARD=backward,
-        HEADS=x.shape[2],
+        X_HEADS=x.shape[2],
+        Y_HEADS=y.shape[2],
         ROWS=rows,
         COLUMNS=columns,
         PRECISE=precise,
@@ -61,8 +62,8 @@ def block_of(p: Problem, config: KernelConfig) -> tuple[int, int]:
 def states_kernel(
     x, y, g, gk, gv, g_gamma, start, first, length, chunk,
     states, end,
-    p: tl.constexpr, BACKWARD: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISE: tl.constexpr,
+    p: tl.constexpr, BACKWARD: tl.constexpr, X_HEADS: tl.constexpr, Y_HEADS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     p_v: tl.constexpr = p.of_values
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
@@ -74,7 +75,7 @@ def states_kernel(
     token, tokens, first_chunk = tiles.sequence_at(batch, n, first, length, chunk, p)
     number = (batch * p.sequences + n) * p.H + head
     state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p)
-    xy_head = head // (p.H // HEADS)
+    x_head, y_head = head // (p.H // X_HEADS), head // (p.H // Y_HEADS)
     chunks = (tokens + p.C - 1) // p.C
     for i in tl.range(0, chunks):
         c = chunks - 1 - i if BACKWARD else i
@@ -83,8 +84,8 @@ def states_kernel(
             number_of_chunk = (batch * p.chunks + first_chunk + c) * p.H + head
             kept, inside = tiles.state_pointers(states, number_of_chunk, row, ROWS, column, COLUMNS, p)
             tl.store(kept, state.to(states.dtype.element_ty), mask=inside)
-        x_tile = tiles.load_tile(x, batch, at, left, xy_head, HEADS, row, p.D, ROWS, p)
-        y_tile = tiles.load_tile(y, batch, at, left, xy_head, HEADS, column, p.V, COLUMNS, p)
+        x_tile = tiles.load_tile(x, batch, at, left, x_head, X_HEADS, row, p.D, ROWS, p)
+        y_tile = tiles.load_tile(y, batch, at, left, y_head, Y_HEADS, column, p.V, COLUMNS, p)
         _, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         exponent, factor = (G, p.scale) if BACKWARD else (U, 1.0)
         if gv is not None:

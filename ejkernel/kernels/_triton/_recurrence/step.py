@@ -28,7 +28,7 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
         step_kernel,
         *(x.q, x.k, x.v, x.g, x.gk, x.gv, x.g_gamma, x.initial_state),
         out_type=(
-            jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype),
+            jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype),
             jax.ShapeDtypeStruct((p.B, 1, p.H, p.D, p.V), jnp.float32),
         ),
         grid=p.B * p.H * triton.cdiv(p.V, block),
@@ -57,7 +57,8 @@ def step_kernel(
         state += tl.load(initial + of_state, mask=exists, other=0.0)
     for i in range(p.S):
         token = tl.cast(batch, tl.int64) * p.S + (p.S - 1 - i if p.reverse else i)
-        row, kv_row = token * p.H + head, token * p.G + head // p.group
+        row, q_row = token * p.H + head, token * p.HQ + head // p.per_query
+        k_row, v_row = token * p.HK + head // p.per_key, token * p.HV + head // p.per_value
         if g_gamma is not None:
             state *= tl.exp(tl.load(g_gamma + batch * p.H + head))
         if g is not None:
@@ -66,9 +67,9 @@ def step_kernel(
             state *= tl.exp(tl.load(gk + row * p.D + d, mask=in_d, other=0.0).to(tl.float32))[:, None]
         if gv is not None:
             state *= tl.exp(tl.load(gv + row * p.V + e, mask=in_e, other=0.0).to(tl.float32))[None, :]
-        k_row = tl.load(k + kv_row * p.D + d, mask=in_d, other=0.0).to(tl.float32)
-        v_row = tl.load(v + kv_row * p.V + e, mask=in_e, other=0.0).to(tl.float32)
-        state += k_row[:, None] * v_row[None, :]
-        q_row = tl.load(q + row * p.D + d, mask=in_d, other=0.0).to(tl.float32) * p.scale
-        tl.store(o + row * p.V + e, tl.sum(q_row[:, None] * state, 0).to(o.dtype.element_ty), mask=in_e)
+        k_token = tl.load(k + k_row * p.D + d, mask=in_d, other=0.0).to(tl.float32)
+        v_token = tl.load(v + v_row * p.V + e, mask=in_e, other=0.0).to(tl.float32)
+        state += k_token[:, None] * v_token[None, :]
+        q_token = tl.load(q + q_row * p.D + d, mask=in_d, other=0.0).to(tl.float32) * p.scale
+        tl.store(o + row * p.V + e, tl.sum(q_token[:, None] * state, 0).to(o.dtype.element_ty), mask=in_e)
     tl.store(final + of_state, state, mask=exists)

@@ -58,7 +58,7 @@ def recurrence_jvp(
         outputs_kernel,
         *(*x[:7], *dot[:7]),
         *(states, states_dot, *places[:4]),
-        out_type=jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.q.dtype),
+        out_type=jax.ShapeDtypeStruct((p.B, p.S, p.H, p.V), x.v.dtype),
         grid=p.B * p.chunks * p.H * triton.cdiv(p.V, block),
         config=config,
         p=p,
@@ -86,7 +86,6 @@ def states_kernel(
     number = (batch * p.sequences + n) * p.H + head
     state = tiles.first_state(start, number, row, ROWS, column, COLUMNS, p)
     dot = tiles.first_state(start_dot, number, row, ROWS, column, COLUMNS, p)
-    kv_head = head // p.group
     for c in tl.range(0, (tokens + p.C - 1) // p.C):
         at, left = token + p.step * (c * p.C), tokens - c * p.C
         of_chunk = (batch * p.chunks + first_chunk + c) * p.H + head
@@ -94,8 +93,8 @@ def states_kernel(
         tl.store(kept, state.to(states.dtype.element_ty), mask=inside)
         kept, inside = tiles.state_pointers(states_dot, of_chunk, row, ROWS, column, COLUMNS, p)
         tl.store(kept, dot.to(states.dtype.element_ty), mask=inside)
-        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p)
-        v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, p)
+        k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p)
+        v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, COLUMNS, p)
         _, _, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         if moving:
             _, _, U_dot, T_dot = tiles.gates(g_dot, gk_dot, g_gamma_dot, batch, at, left, head, row, ROWS, p, True)
@@ -110,12 +109,14 @@ def states_kernel(
             v_tile = tiles.times(v_tile, U_v, p_v)
         # The decay's part is one of k or of v, whichever of both is not a product's exact factor.
         if k_dot is not None or (moving and p.by_feature):
-            k_change = load_change(k_dot, batch, at, left, kv_head, p.G, row, p.D, ROWS, tl.float32, p)
+            k_change = load_change(k_dot, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, tl.float32, p)
             if moving and p.by_feature:
                 k_change += U_dot * k_tile.to(tl.float32)
             dot = tiles.add_tokens(dot, k_change, v_tile, U, 1.0, p, True)
         if v_dot is not None or gv_dot is not None or (moving and not p.by_feature):
-            v_change = load_change(v_dot, batch, at, left, kv_head, p.G, column, p.V, COLUMNS, tl.float32, p)
+            v_change = load_change(
+                v_dot, batch, at, left, head // p.per_value, p.HV, column, p.V, COLUMNS, tl.float32, p
+            )
             if gv is not None:
                 v_change = tiles.times(v_change, U_v, p_v)
             if gv_dot is not None:
@@ -142,16 +143,16 @@ def outputs_kernel(
     column, head = pid % blocks * BLOCK, pid // blocks % p.H
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
-    kv_head, of_chunk = head // p.group, (batch * p.chunks + number) * p.H + head
+    of_chunk = (batch * p.chunks + number) * p.H + head
     # Sums over all features of keys, a block of them at a time: of the tangent of what comes from the state, of what
     # comes from it, and of pairs and their tangents.
     o_tile, inter_chunk = tl.full([p.C, BLOCK], 0.0, tl.float32), tl.full([p.C, BLOCK], 0.0, tl.float32)
     weights, weights_dot = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, p.C], 0.0, tl.float32)
     for row in tl.range(0, p.D, ROWS, num_stages=1):
-        q_tile = tiles.load_tile(q, batch, at, left, head, p.H, row, p.D, ROWS, p).to(p.dtype)
-        k_tile = tiles.load_tile(k, batch, at, left, kv_head, p.G, row, p.D, ROWS, p).to(p.dtype)
-        q_change = load_change(q_dot, batch, at, left, head, p.H, row, p.D, ROWS, p.dtype, p)
-        k_change = load_change(k_dot, batch, at, left, kv_head, p.G, row, p.D, ROWS, p.dtype, p)
+        q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p).to(p.dtype)
+        k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p).to(p.dtype)
+        q_change = load_change(q_dot, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p.dtype, p)
+        k_change = load_change(k_dot, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p.dtype, p)
         gate, G, _, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
         if moving:
             gate_dot, G_dot, _, T_dot = tiles.gates(
@@ -168,7 +169,7 @@ def outputs_kernel(
         if v_dot is not None or gv_dot is not None:
             weights += pairs.pair_weights(q_tile, k_tile, gate, G, T, p)
 
-    v_tile = tiles.load_tile(v, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+    v_tile = tiles.load_tile(v, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
     gates_v, gates_v_dot = None, None
     if gv is not None:
         gates_v = tiles.gates(None, gv, None, batch, at, left, head, column, BLOCK, p_v)
@@ -178,7 +179,7 @@ def outputs_kernel(
         o_tile += gates_v_dot[1] * tiles.times(inter_chunk, gates_v[1], p_v)
     o_tile = outputs.add_values(o_tile, weights_dot, v_tile, gates_v, p)
     if v_dot is not None:
-        v_change = tiles.load_tile(v_dot, batch, at, left, kv_head, p.G, column, p.V, BLOCK, p).to(p.dtype)
+        v_change = tiles.load_tile(v_dot, batch, at, left, head // p.per_value, p.HV, column, p.V, BLOCK, p).to(p.dtype)
         o_tile = outputs.add_values(o_tile, weights, v_change, gates_v, p)
     if gv_dot is not None:
         o_tile += value_tangents(weights, v_tile, gates_v, gates_v_dot, p_v)

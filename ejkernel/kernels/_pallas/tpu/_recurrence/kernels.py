@@ -50,20 +50,19 @@ def _tokens(x: Operands, order: Order, plan: Plan) -> Tokens:
 def _gates_of_heads(x: Operands) -> Array | None:
     """g + g_gamma [b,s,h,1], None where both are absent."""
     gates = [] if x.g is None else [x.g.astype(jnp.float32)]
-    gates += [] if x.g_gamma is None else [jnp.broadcast_to(x.g_gamma.astype(jnp.float32)[:, None], x.q.shape[:3])]
+    if x.g_gamma is not None:
+        (b, s), gamma = x.q.shape[:2], x.g_gamma.astype(jnp.float32)[:, None]
+        gates.append(jnp.broadcast_to(gamma, (b, s, gamma.shape[2])))
     return sum(gates)[..., None] if gates else None
 
 
 def _specs(tokens: Tokens, plan: Plan, back: bool = False) -> Tokens:
-    specs = Tokens(
-        q=plan.of_keys(plan.d, plan.h, back),
-        k=plan.of_keys(plan.d, plan.g, back),
-        v=plan.of_values(plan.g, back),
-        g=plan.of_keys(1, plan.h, back),
-        gk=plan.of_keys(plan.d, plan.h, back),
-        gv=plan.of_values(plan.h, back),
+    of_keys, of_values = (
+        lambda a: plan.of_keys(a.shape[3], a.shape[1], back),
+        lambda a: plan.of_values(a.shape[1], back),
     )
-    return Tokens(*(None if a is None else spec for a, spec in zip(tokens, specs, strict=True)))
+    at = Tokens(of_keys, of_keys, of_values, of_keys, of_keys, of_values)
+    return Tokens(*(None if a is None else of(a) for a, of in zip(tokens, at, strict=True)))
 
 
 def _read(tokens: Tokens, n: int, plan: Plan) -> Tokens:
@@ -107,7 +106,7 @@ def _forward(tokens: Tokens, first: Array, order: Order, plan: Plan, keep: bool)
         (tokens, first),
         [_specs(tokens, plan), plan.of_state()],
         [
-            (plan.of_values(plan.h), plan.tokens(plan.h, plan.e, tokens.q.dtype)),
+            (plan.of_values(plan.h), plan.tokens(plan.h, plan.e, tokens.v.dtype)),
             (plan.of_state(), plan.state),
             (plan.of_states(), plan.states) if keep else (None, None),
         ],
@@ -155,7 +154,7 @@ def recurrence_jvp(
         order.table,
         (tokens, dots, state_of(x.initial_state, size), first_dot),
         [_specs(tokens, size), _specs(dots, size), size.of_state(), size.of_state()],
-        [(size.of_values(size.h), size.tokens(size.h, size.e, x.q.dtype)), (size.of_state(), size.state)],
+        [(size.of_values(size.h), size.tokens(size.h, size.e, x.v.dtype)), (size.of_state(), size.state)],
         states=2,
     )
     return Outputs(unordered(o, order, size), of_all_sequences(state, first_dot, order))
@@ -198,7 +197,7 @@ def recurrence_bwd(
     size = plan(x, spec, config)
     order, first = order_of(x, size), state_of(x.initial_state, size)
     tokens, dlast = _tokens(x, order, size), state_of(cotangents.final_state, size)
-    do = jnp.zeros((*x.q.shape[:3], size.e), x.q.dtype) if cotangents.o is None else cotangents.o
+    do = jnp.zeros((size.b, size.s, size.h, size.e), x.v.dtype) if cotangents.o is None else cotangents.o
     _, _, states = _forward(tokens, first, order, size, keep=True)
     outputs = _gradients(tokens, size)
     *found, dfirst = _launch(
@@ -219,13 +218,13 @@ def recurrence_bwd(
     found = {
         name: None if a is None else unordered(a, order, size) for name, a in zip(Tokens._fields, found, strict=True)
     }
-    of_parts = lambda name: found[name].reshape(*x.q.shape[:3], size.parts, -1).sum(3)
+    of_parts = lambda name: found[name].reshape(size.b, size.s, size.h, size.parts, -1).sum(3)
     of_gates = lambda: of_parts("g")[..., 0]
-    of_groups = lambda a: a.reshape(*a.shape[:2], size.g, size.h // size.g, a.shape[3]).sum(3)
+    of_groups = lambda a, like: a.reshape(*a.shape[:2], like.shape[2], -1, a.shape[3]).sum(3)
     totals = {
-        "q": lambda: of_parts("q"),
-        "k": lambda: of_groups(of_parts("k")),
-        "v": lambda: of_groups(found["v"]),
+        "q": lambda: of_groups(of_parts("q"), x.q),
+        "k": lambda: of_groups(of_parts("k"), x.k),
+        "v": lambda: of_groups(found["v"], x.v),
         "g": of_gates,
         "gk": lambda: of_parts("gk"),
         "gv": lambda: found["gv"],

@@ -22,12 +22,11 @@ MOST_FEATURES = 256
 
 
 class Plan(NamedTuple):
-    """The sizes of a call: batch, query heads, key/value heads, tokens, features of keys, of values and of their parts;
+    """The sizes of a call: batch, heads of the state, tokens, features of keys, of values and of their parts;
     sequences, and for how many batch elements they are given (0 if not at all); tokens of a chunk and of a block."""
 
     b: int
     h: int
-    g: int
     s: int
     d: int
     e: int
@@ -100,12 +99,13 @@ class Plan(NamedTuple):
 
 
 def plan(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Plan:
-    (b, s, h, d), (_, _, g, e) = x.q.shape, x.v.shape
+    """Heads of the state may share queries or values, and always may share keys."""
+    (b, s, _, d), e, h = x.q.shape, x.v.shape[3], max(x.q.shape[2], x.v.shape[2])
     packed, n = (0, 1) if x.spans is None else x.spans.shape[:2]
     part = e if e <= MOST_FEATURES else largest_block(e, MOST_FEATURES)
     size = min(config.block_k, config.block_q)
     chunk = config.block_q // size * size
-    return Plan(b, h, g, s, d, e, part, n, packed, chunk, size, spec.softmax_scale, spec.reverse)
+    return Plan(b, h, s, d, e, part, n, packed, chunk, size, spec.softmax_scale, spec.reverse)
 
 
 class Order(NamedTuple):

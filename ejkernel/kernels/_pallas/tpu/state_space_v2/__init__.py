@@ -1,0 +1,34 @@
+"""Mamba-2's state space on TPU: the Pallas kernels of the linear recurrence.
+
+What stands here imports no Pallas; the kernels are imported when they are first needed.
+"""
+
+from ejkernel.kernels._kernel_trio import KernelTrio
+from ejkernel.kernels._pallas.tpu import _recurrence, refuses
+from ejkernel.kernels._state_space_v2 import refusal
+from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
+from ejkernel.types import Backend, Platform, Target
+
+
+def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | None:
+    """Why no kernel can run on these operands (arrays or shapes), or None."""
+    return refusal(_recurrence.supports, operands, target)
+
+
+_kernels = KernelTrio(
+    __name__,
+    "state_space_v2",
+    StateSpaceSpec,
+    Operands,
+    Outputs,
+    Platform.PALLAS,
+    Backend.TPU,
+    priority=100,
+    refuses=refuses,
+)
+
+state_space_v2 = _kernels.forward("kernels", supports)
+state_space_v2_jvp = _kernels.tangent("kernels", supports)
+state_space_v2_bwd = _kernels.backward("kernels", supports)
+
+_kernels.register("state_space_v2", state_space_v2, state_space_v2_jvp, state_space_v2_bwd)

@@ -1,0 +1,12 @@
+"""Which configs the kernels are run with: those of the recurrence that they compute."""
+
+from ejkernel.kernels._pallas.tpu._recurrence import configs
+from ejkernel.kernels._state_space_v2 import SPEC, shapes_of
+from ejkernel.primitives.state_space_v2 import Operands, StateSpaceSpec
+from ejkernel.types import KernelConfig, Target
+
+
+def space(operation: str, operands: Operands, spec: StateSpaceSpec, target: Target) -> list[KernelConfig]:
+    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    operation = operation.replace("state_space_v2", "recurrence")
+    return configs.space(operation, shapes_of(operands), SPEC, target)

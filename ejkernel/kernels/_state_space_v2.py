@@ -1,0 +1,163 @@
+"""Mamba-2's state space by the kernels of the linear recurrence: what has to be computed around them.
+
+With queries C, keys B, values v_t = dt_t · x_t and a decay g_t = dt_t · A of each head,
+
+    h_t = exp(g_t) · h_{t−1} + B_t v_tᵀ,    o_t = C_tᵀ h_t,    y_t = o_t + D · x_t
+
+is the recurrence, whose state is that of the operation transposed. Hence the tangents that it is given, and that of y:
+
+    v̇ = dṫ · x + dt · ẋ,    ġ = dṫ · A + dt · Ȧ,    ẏ = ȯ + Ḋ · x + D · ẋ
+
+The cotangent of o is that of y. With dv and dg, the cotangents of values and decays,
+
+    dx = dt · dv + D · dy,    ddt = Σ_e dv ∘ x + A · dg,    dA = Σ_t dt · dg,    dD = Σ_t Σ_e dy ∘ x
+
+and dB and dC are those of keys and queries. Values, decays and what is made of their cotangents are float32, so that
+nothing is rounded between x and a product of matrices, or between o and y.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ejkernel.primitives._recurrence import Operands as Recurrence
+from ejkernel.primitives._recurrence import Outputs as States
+from ejkernel.primitives._recurrence import RecurrenceSpec
+from ejkernel.primitives.state_space_v2 import Operands, Outputs
+from ejkernel.xla_utils.sums import exact_sum
+
+SPEC = RecurrenceSpec()
+Supports = Callable[[RecurrenceSpec, Recurrence, Any], str | None]
+
+
+def shapes_of(x: Operands) -> Recurrence:
+    """The operands of the recurrence, without contents, for those of a call (arrays or shapes)."""
+    array, dtype = jax.ShapeDtypeStruct, _dtype(x)
+    state = x.initial_state
+    if state is not None:
+        state = array((*state.shape[:3], state.shape[4], state.shape[3]), jnp.float32)
+    q, k = (array(a.shape, dtype) for a in (x.C, x.B))
+    v, g = (array(a.shape, jnp.float32) for a in (x.x, x.dt))
+    return Recurrence(q, k, v, g, initial_state=state, spans=x.spans)
+
+
+def refusal(supports: Supports, x: Operands, target: Any) -> str | None:
+    """Why the kernels do not take a call, or None."""
+    if reason := supports(SPEC, shapes_of(x), target):
+        return f"{reason}, of which q is C, k is B and v is dt · x"
+    return None
+
+
+def forward(recurrence: Callable[..., States], x: Operands) -> Outputs:
+    """y and the final state; `recurrence` takes the operands of a recurrence."""
+    x = _seen(x)
+    o, state = recurrence(*_recurrence(x))
+    if x.D is not None:
+        o = o + _of_heads(x.D) * _wide(x.x)
+    return Outputs(_of_sequences(o, x).astype(x.x.dtype), _transposed(state))
+
+
+def tangent(recurrence_jvp: Callable[..., States], x: Operands, dot: Operands) -> Outputs:
+    """The tangents of both; `recurrence_jvp` takes the primals of a recurrence and their tangents."""
+    x, dot = _seen(x), _seen(dot, x)
+    u, dt = _wide(x.x), _wide(x.dt)
+    of_dt = None if dot.dt is None else _wide(dot.dt)
+    o, state = recurrence_jvp(
+        _recurrence(x),
+        Recurrence(
+            *(None if a is None else a.astype(_dtype(x)) for a in (dot.C, dot.B)),
+            v=_sum(
+                None if of_dt is None else of_dt[..., None] * u,
+                None if dot.x is None else dt[..., None] * _wide(dot.x),
+            ),
+            g=_sum(
+                None if of_dt is None else of_dt * _wide(x.A)[:, None],
+                None if dot.A is None else dt * _wide(dot.A)[:, None],
+            ),
+            initial_state=_transposed(dot.initial_state),
+        ),
+    )
+    of_D = None if dot.D is None else _of_heads(dot.D) * u
+    of_x = None if dot.x is None or x.D is None else _of_heads(x.D) * _wide(dot.x)
+    return Outputs(_of_sequences(_sum(o, of_D, of_x), x).astype(x.x.dtype), _transposed(state))
+
+
+def backward(
+    recurrence_bwd: Callable[..., tuple], x: Operands, cotangents: Outputs, wrt: tuple[str, ...]
+) -> tuple[Array, ...]:
+    """The cotangents of the operands named in wrt.
+
+    `recurrence_bwd` takes the primals of a recurrence, the cotangents of its outputs, and names of operands.
+    """
+    x, dy = _seen(x), cotangents.o
+    dy = None if dy is None else _of_sequences(dy, x)
+    needed = dict(q={"C"}, k={"B"}, v={"x", "dt"}, g={"A", "dt"}, initial_state={"initial_state"})
+    names = tuple(name for name, operands in needed.items() if operands & set(wrt))
+    of = {}
+    if names:
+        states = States(dy, _transposed(cotangents.final_state))
+        of = dict(zip(names, recurrence_bwd(_recurrence(x), states, names), strict=True))
+    u, dt = _wide(x.x), _wide(x.dt)
+    passed = lambda factor: None if dy is None else factor * _wide(dy)
+    of_batch = lambda a, like: exact_sum(a, (0, 1) if like.shape[0] == 1 else (1,)).reshape(like.shape)
+    gradients = {
+        "x": lambda: _sum(dt[..., None] * of["v"], None if x.D is None else passed(_of_heads(x.D))),
+        "A": lambda: of_batch(dt * of["g"], x.A),
+        "B": lambda: of["k"],
+        "C": lambda: of["q"],
+        "dt": lambda: (of["v"] * u).sum(-1) + _wide(x.A)[:, None] * of["g"],
+        "D": lambda: jnp.zeros_like(x.D) if dy is None else of_batch(passed(u).sum(-1), x.D),
+        "initial_state": lambda: _transposed(of["initial_state"]),
+    }
+    return tuple(gradients[name]().astype(getattr(x, name).dtype) for name in wrt)
+
+
+def _recurrence(x: Operands) -> Recurrence:
+    dtype, dt = _dtype(x), _wide(x.dt)
+    v, g = dt[..., None] * _wide(x.x), dt * _wide(x.A)[:, None]
+    q, k = x.C.astype(dtype), x.B.astype(dtype)
+    return Recurrence(q, k, v, g, initial_state=_transposed(x.initial_state), spans=x.spans)
+
+
+def _dtype(x: Operands) -> Any:
+    """Of products of matrices: the narrowest that holds x, B and C."""
+    return np.dtype(jnp.result_type(*(a.dtype for a in (x.x, x.B, x.C))))
+
+
+def _seen(a: Operands, of: Operands | None = None) -> Operands:
+    """Operands or tangents with zeros for x and dt in tokens of no sequence, which may hold NaN."""
+    shown = lambda x: None if x is None else _of_sequences(x, of or a)
+    return a._replace(x=shown(a.x), dt=shown(a.dt))
+
+
+def _of_sequences(a: Array, x: Operands) -> Array:
+    """[b,s,…] with zeros in tokens of no sequence."""
+    if x.spans is None:
+        return a
+    token = jnp.arange(a.shape[1], dtype=jnp.int32)
+    within = ((x.spans[..., :1] <= token) & (token < x.spans[..., 1:])).any(1)
+    return jnp.where(jax.lax.expand_dims(within, range(2, a.ndim)), a, jnp.zeros((), a.dtype))
+
+
+def _of_heads(a: Array) -> Array:
+    """[b?,h] -> [b?,1,h,1]."""
+    return _wide(a)[:, None, :, None]
+
+
+def _wide(a: Array) -> Array:
+    return a.astype(jnp.float32)
+
+
+def _sum(*terms: Array | None) -> Array | None:
+    """Of those that there are."""
+    given = [a for a in terms if a is not None]
+    return sum(given[1:], given[0]) if given else None
+
+
+def _transposed(state: Array | None) -> Array | None:
+    """[b,n,h,e,d] -> [b,n,h,d,e], and back."""
+    return None if state is None else jnp.swapaxes(state, 3, 4)

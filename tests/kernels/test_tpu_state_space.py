@@ -1,0 +1,82 @@
+"""Mamba-2's state space on TPU: numbers in the interpreter that finds races, and the real compilers of all TPUs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.primitives.state_space_v2 import Operands, Outputs
+from ejkernel.types import KernelConfig
+from tests.gpu.state_space_cases import CASES, SPEC, check_all, differentiable
+
+from .tpu_compiler import TARGETS, compiled
+from .tpu_interpreter import interpreted
+
+forward, backward, tangent = (
+    kernel_registry.find("state_space_v2" + kind, "pallas", "tpu").implementation for kind in ("", "_bwd", "_jvp")
+)
+CONFIG = KernelConfig(block_q=16, block_k=8)
+QUICK = ("packed",)
+
+
+def quick(name: str, value) -> object:
+    return pytest.param(value, id=name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("case", [quick(case.name, case) for case in CASES])
+def test_in_the_interpreter(case):
+    """Forward, backward and tangent in float32; the last chunk is not full, and tokens of no sequence hold NaN."""
+    x = case.make(40, jnp.float32)
+    assert forward.supports(SPEC, x, TARGETS["v5e"]) is None
+    check_all(
+        interpreted(lambda *x: forward(*x, config=CONFIG)),
+        lambda x, ct, wrt: interpreted(lambda x, ct: backward(x, None, ct, wrt=wrt, config=CONFIG))(x, ct),
+        interpreted(lambda x, dot: tangent(x, None, dot, config=CONFIG)),
+        x,
+        jnp.float32,
+    )
+
+
+def test_in_bfloat16_in_the_interpreter():
+    """Only what goes in and out is rounded."""
+    x = CASES[0].make(40, jnp.bfloat16)
+    check_all(
+        interpreted(lambda *x: forward(*x, config=CONFIG)),
+        lambda x, ct, wrt: interpreted(lambda x, ct: backward(x, None, ct, wrt=wrt, config=CONFIG))(x, ct),
+        interpreted(lambda x, dot: tangent(x, None, dot, config=CONFIG)),
+        x,
+        jnp.bfloat16,
+    )
+
+
+def call(*, heads: int = 8, groups: int = 2, dtype=jnp.bfloat16, sequences: int | None = None) -> Operands:
+    """Operands of a layer of Mamba-2 without contents."""
+    array, b = jax.ShapeDtypeStruct, 1 if sequences else 2
+    tokens = lambda *shape, dtype=dtype: array((b, 1000, *shape), dtype)
+    of_head, state = array((1, heads), jnp.float32), array((b, sequences or 1, heads, 64, 128), jnp.float32)
+    spans = sequences and array((1, sequences, 2), jnp.int32)
+    B, dt = tokens(groups, 128), tokens(heads, dtype=jnp.float32)
+    return Operands(tokens(heads, 64), of_head, B, B, dt, of_head, state, spans)
+
+
+CALLS = {
+    "groups": call(),
+    "packed": call(sequences=5, groups=1),
+    "float32": call(dtype=jnp.float32, groups=8),
+}
+
+
+@pytest.mark.parametrize(
+    "generation", [pytest.param(name, marks=() if name == "tpu7x" else pytest.mark.slow) for name in TARGETS]
+)
+@pytest.mark.parametrize("name", [quick(name, name) for name in CALLS])
+def test_the_compilers_take_them(name, generation):
+    """Every config for one generation, and the heuristic one for the others."""
+    pytest.importorskip("libtpu")
+    x = CALLS[name]
+    wrt, ct = differentiable(x), Outputs(x.x, x.initial_state)
+    for config in forward.space(SPEC, x, TARGETS[generation])[: None if generation == "v5e" else 1]:
+        compiled(lambda *x, config=config: forward(*x, config=config), generation, *x)
+        compiled(lambda x, ct, config=config: backward(x, None, ct, wrt=wrt, config=config), generation, x, ct)
+        moving = x._replace(spans=None)
+        compiled(lambda x, t, config=config: tangent(x, None, t, config=config), generation, x, moving)
