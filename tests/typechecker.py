@@ -3,10 +3,15 @@
 `conftest.py` installs it before ejkernel is imported; what users import is not checked, and imports no beartype.
 """
 
-from typing import Any, Self, get_args
+import functools
+import operator
+from types import UnionType
+from typing import Any, Self, Union, get_args, get_origin
 
+import jax
+import numpy as np
 from beartype import BeartypeConf, beartype
-from jaxtyping import install_import_hook
+from jaxtyping import AbstractArray, install_import_hook
 
 # Not `kernels._triton`, `_pallas`, `_cuda`: refs and tensors have no types, and Triton reads the source of functions.
 # Not `kernels._xla`, `primitives`, `lowering`, `xla_utils`, and what `ops` asks for each key: their small functions are
@@ -49,7 +54,19 @@ def typechecker(function):
         return function
     types = function.__annotations__
     types |= {name: Any for name, x in types.items() if Self in (x, *get_args(x))}
+    types |= {name: with_numpy(x) for name, x in types.items() if name != "return"}
     return _checks(function)
+
+
+def with_numpy(annotation):
+    """What a parameter takes: an array of numpy, with the same dtype and axes, wherever it takes one of JAX."""
+    if isinstance(annotation, type) and issubclass(annotation, AbstractArray) and annotation.array_type is jax.Array:
+        return annotation.dtype[jax.Array | np.ndarray, annotation.dim_str]
+    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
+        return functools.reduce(operator.or_, map(with_numpy, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return tuple[tuple(map(with_numpy, get_args(annotation)))]
+    return annotation
 
 
 def check_all_calls():

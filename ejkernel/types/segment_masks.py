@@ -4,19 +4,16 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Integer, Num, Shaped
 
 PADDING = -1
 
-# Masks and ids are taken from numpy, too.
-AnyArray: TypeAlias = Array | np.ndarray
 Band: TypeAlias = tuple[int | None, int | None]
 
 
 def segment_ids_to_mask(
-    segment_ids: Integer[AnyArray, "batch q"] | tuple[Integer[AnyArray, "batch q"], Integer[AnyArray, "batch k"]],
+    segment_ids: Integer[Array, "batch q"] | tuple[Integer[Array, "batch q"], Integer[Array, "batch k"]],
     dtype: DTypeLike = jnp.bool_,
     return_separate_masks: bool = False,
 ) -> Num[Array, "batch 1 q k"] | Bool[Array, "batch 1 q k"] | tuple[Shaped[Array, "..."], ...]:
@@ -33,8 +30,8 @@ def segment_ids_to_mask(
 
 
 def segment_ids_to_qkv_masks(
-    q_segment_ids: Integer[AnyArray, "batch q"],
-    kv_segment_ids: Integer[AnyArray, "batch k"] | None = None,
+    q_segment_ids: Integer[Array, "batch q"],
+    kv_segment_ids: Integer[Array, "batch k"] | None = None,
     dtype: DTypeLike = jnp.bool_,
 ) -> tuple[Shaped[Array, "batch q"], Shaped[Array, "batch k"], Shaped[Array, "batch 1 q k"]]:
     """(q [B, Q], kv [B, K], mask [B, 1, Q, K]) of segment ids; those of keys are those of queries if left out."""
@@ -48,7 +45,7 @@ def equal_and_valid(q: Integer[Array, "*batch q"], kv: Integer[Array, "*batch k"
 
 
 def mask_to_segment_ids(
-    mask: Shaped[AnyArray, "..."], per_head: bool = False
+    mask: Shaped[Array, "..."], per_head: bool = False
 ) -> tuple[Integer[Array, "..."], Integer[Array, "..."]]:
     """Numbers of the queries, and of the keys, with equal rows, and columns, in a mask, in the order of their first.
 
@@ -95,7 +92,7 @@ def positions_in_segments(ids: Integer[Array, "batch length"], padding: int) -> 
     return jnp.where(ids < 0, padding, at - start)
 
 
-def as_bool(mask: Shaped[AnyArray, "..."]) -> Bool[Array, "..."]:
+def as_bool(mask: Shaped[Array, "..."]) -> Bool[Array, "..."]:
     """True where a mask of any dtype is not 0."""
     mask = jnp.asarray(mask)
     return mask if mask.dtype == jnp.bool_ else mask != 0
