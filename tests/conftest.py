@@ -21,7 +21,11 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import jax
+import jaxtyping
 import pytest
+from typechecker import check_all_calls
+
+check_all_calls()
 
 
 @pytest.fixture(autouse=True)
@@ -31,6 +35,12 @@ def own_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "inf")  # a busy machine measures the same candidates
+
+
+@pytest.fixture
+def types_unchecked(monkeypatch):
+    """For what it does with values that no annotation has, and for what it costs."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def pytest_runtest_setup(item):

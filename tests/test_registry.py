@@ -147,7 +147,7 @@ def test_agreement_is_silent(registry):
         assert registry.validate_signatures("op") is True
 
 
-def test_the_wrapper_costs_less_than_a_microsecond_or_so(registry):
+def test_the_wrapper_costs_less_than_a_microsecond_or_so(registry, types_unchecked):
     implementation = registry.register("op", "xla", "any")(lambda q, *, causal=False: q)
     bare = inspect.unwrap(implementation)
     cost = lambda f: min(timeit.repeat(lambda: f(1, causal=True), number=2000, repeat=5)) / 2000

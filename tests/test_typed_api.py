@@ -6,6 +6,7 @@ nothing is compiled.
 
 import ast
 import functools
+import importlib
 import inspect
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from beartype import BeartypeConf, beartype
 from cases import CASES, call_with, called_alone, each, each_operation, features_of, first_of_each, with_primitives
 from jax.sharding import PartitionSpec as P
 from jaxtyping import TypeCheckError, jaxtyped
+from typechecker import CHECKED
 
 import ejkernel
 from ejkernel import checkpoint_policies, lax, modules, ops
 from ejkernel.kernels import _registry
 from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import OPERATIONS
+from ejkernel.types.segment_masks import segment_ids_to_mask
 
 # As for a type checker, an int is a float.
 typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
@@ -200,3 +203,37 @@ def test_a_result_of_another_rank_or_dtype_is_refused(case):
         other = functools.wraps(call)(lambda *args, wrong=wrong, **kwargs: jax.tree.map(wrong, call(*args, **kwargs)))
         with pytest.raises(TypeCheckError, match="return value"):
             shapes(other, arrays, **case.options)
+
+
+# --- What is checked in every test ------------------------------------------------------------------------------------
+
+
+@pytest.mark.core
+def test_types_are_checked_in_every_call_of_every_test():
+    """By the import hook, which `typechecker.py` installs: these calls are computed, and then refused."""
+    wrong = {
+        "q_segment_ids": lambda: segment_ids_to_mask(jnp.zeros((2, 1, 4), jnp.int32)),
+        "window": lambda: lax.flash_attention(*[jnp.zeros((1, 4, 2, 8))] * 3, window=[1, 0]),
+    }
+    for name, call in wrong.items():
+        with pytest.raises(TypeCheckError) as error:
+            call()
+        assert f"parameter {name}=" in str(error.value.__cause__)
+
+
+@pytest.mark.core
+def test_what_is_refused_is_refused_by_the_operation():
+    with pytest.raises(ValueError, match=r"^flash_attention: q"):
+        lax.flash_attention(*[jnp.zeros((2, 8))] * 3)
+
+
+@pytest.mark.core
+def test_every_module_that_is_to_be_checked_is():
+    for name in CHECKED:
+        module = importlib.import_module(name)
+        own = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == name]
+        assert type(module.__loader__).__name__ == "_JaxtypingLoader" and all(hasattr(x, "__wrapped__") for x in own)
+
+
+def test_what_is_off_in_a_test_is_off_for_functions_that_were_made_before(types_unchecked):
+    assert lax.flash_attention(*[jnp.zeros((1, 4, 2, 8))] * 3, window=[1, 0]).shape == (1, 4, 2, 8)

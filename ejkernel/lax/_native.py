@@ -8,7 +8,7 @@ import functools
 import inspect
 import os
 from dataclasses import is_dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 import jax
 
@@ -29,6 +29,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
 
 
+@runtime_checkable
 class Native(Protocol[P, Result]):
     """A function of `ejkernel.lax`: the signature P and `config`, which no type checker can add to P otherwise."""
 

@@ -175,11 +175,12 @@ class PrimitiveKernel(Kernel):
         target = self._target_of(platform, named, spec)
         return Invocation(kernel=self, args=tuple(named.values()), kwargs=kwargs, target=target)
 
-    def _target_of(self, platform: str, named: Mapping[str, Any], spec: Any) -> Target | None:
-        """What a call is for where a platform is asked for that nothing here can run: it is traced for elsewhere."""
+    def _target_of(self, platform: str, named: Mapping[str, Any], spec: Any) -> Target:
+        """What a call is for: where a platform is asked for that nothing here can run, it is traced for elsewhere."""
         of_platform = [e for e in kernel_registry.list_implementations(self.name) if platform == e.platform]
-        if not of_platform or any(e.backend in (Backend.ANY, local_target().backend) for e in of_platform):
-            return None
+        here = local_target()
+        if not of_platform or any(e.backend in (Backend.ANY, here.backend) for e in of_platform):
+            return here
         operands = self.primitive.operands(named)
         backends = {e.backend for e in of_platform}
         elsewhere = [t for t in map(Target, ("cuda", "rocm", "tpu", "cpu")) if t.backend in backends]

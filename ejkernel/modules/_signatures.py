@@ -1,7 +1,7 @@
 """The types that an operation declares, for the functions that are made of it and for type checkers."""
 
 import inspect
-from typing import Any, ParamSpec, Protocol, TypeVar, get_args
+from typing import Any, ParamSpec, Protocol, TypeVar, get_args, runtime_checkable
 
 from ._operation import Operation, Prepared
 
@@ -9,6 +9,7 @@ P = ParamSpec("P")
 Result = TypeVar("Result", covariant=True)
 
 
+@runtime_checkable
 class Declared(Protocol[P, Result]):
     """An operation as a type checker sees it: what it takes, and what result it is declared to prepare."""
 

@@ -90,7 +90,7 @@ def load_invocations(path: str | os.PathLike, dev: str | None = None) -> dict[st
     return found
 
 
-def _left_out(path: str | os.PathLike, operation: str | None, error: Exception) -> None:
+def _left_out(path: str | os.PathLike, operation: Any, error: Exception) -> None:
     warnings.warn(f"ejkernel: {os.fspath(path)}: a call of {operation} is left out: {error}", UserWarning, stacklevel=3)
 
 
@@ -105,7 +105,7 @@ def _pack_kernel(kernel: Kernel) -> dict[str, Any]:
     return {"class": class_name(type(kernel)), "attributes": pack_tree(vars(kernel))}
 
 
-def _unpack_kernel(packed: dict[str, Any]) -> Kernel:
+def _unpack_kernel(packed: Any) -> Kernel:
     """A kernel that equals the one that was packed. Of a user's class no code is run, not even its constructor."""
     if "name" in packed:
         if packed["name"] not in KERNELS:

@@ -12,7 +12,7 @@ function of a user's, from whose trace they follow, its lowering too. Three prim
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jax.extend.core import Primitive
 from jax.interpreters import batching, xla
@@ -24,6 +24,7 @@ from ._sharding import Layout, aligned, explicit_axes, joined, partition_spec
 TANGENT, COTANGENT = "_dot", "_bar"
 
 
+@runtime_checkable
 class Chooser(Protocol):
     """Who chooses the configs of a call: a hashable value, equal for calls that share what was traced.
 

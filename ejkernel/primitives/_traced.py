@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ Level = tuple[tuple[str, int | None], ...]
 """A vmap: the mapped axis of each operand and result. None: an operand has no such axis, a result is summed over it."""
 
 
+@runtime_checkable
 class TracedSpec(Protocol):
     """What is computed: a hashable value.
 

@@ -122,8 +122,8 @@ class WiredTrio:
         return [out[n.removesuffix(suffix) + COTANGENT] if n in wanted else None for n in named]
 
     @staticmethod
-    def _derived(primitive, arrays, spec, chooser, results) -> list[Any]:
-        """The results of the tangent or backward, with the config that is chosen for it."""
+    def _derived(primitive, arrays, spec, chooser, results) -> dict[str, Any]:
+        """The results of the tangent or backward by name, with the config that is chosen for it."""
         config = chooser.config(primitive, arrays, spec, results)
         return primitive.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
 

@@ -202,7 +202,7 @@ def microseconds(call, bound):
     return found
 
 
-def test_cost_of_a_cache_hit():
+def test_cost_of_a_cache_hit(types_unchecked):
     """With the key of the call, which is most of it."""
     kernel, a = Shown(), ones()
     run = executor(autotune=True)

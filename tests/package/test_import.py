@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 IMPORTS = "import ejkernel, ejkernel.lax, ejkernel.modules, ejkernel.ops, ejkernel.lowering"
 ACCELERATORS = {"triton", "jax_triton", "libtpu"}
+CHECKERS = {"beartype", "typeguard"}
 
 BLOCKED = f"""
 import sys
@@ -52,6 +53,14 @@ def test_import_loads_no_accelerator_package():
         f"import sys, jax\nbefore = set(sys.modules)\n{IMPORTS}\nprint({ACCELERATORS} & (set(sys.modules) - before))"
     )
     assert output(script) == "set()\n"
+
+
+@pytest.mark.core
+def test_types_are_checked_for_tests_alone():
+    """A user's arrays may be numpy's, which no annotation has, and no checker is imported."""
+    call = "ejkernel.lax.flash_attention(*[__import__('numpy').zeros((1, 2, 1, 4), 'float32')] * 3).shape"
+    script = f"import sys\n{IMPORTS}\nprint({CHECKERS} & set(sys.modules), {call})"
+    assert output(script) == "set() (1, 2, 1, 4)\n"
 
 
 @pytest.mark.core

@@ -31,11 +31,7 @@ class Invocation(Generic[Cfg, Out]):
     args: tuple
     kwargs: dict[str, Any]
     metadata: Mapping[str, Any] | None = None
-    target: Target = None
-
-    def __post_init__(self) -> None:
-        if self.target is None:
-            object.__setattr__(self, "target", local_target())
+    target: Target = dataclasses.field(default_factory=local_target)
 
     @property
     def abstract_args(self) -> tuple:

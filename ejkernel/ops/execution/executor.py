@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, Protocol, runtime_checkable
 
 from ejkernel.errors import EjkernelRuntimeError
 
@@ -16,6 +16,7 @@ from ..recording import record_if_asked
 from ..registry import Calls
 
 
+@runtime_checkable
 class ConfigChooser(Protocol[Cfg]):
     """What an executor needs of a selector; `ConfigSelectorChain` is one."""
 
