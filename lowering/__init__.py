@@ -3,7 +3,7 @@
 from ejkernel.primitives._factory import KernelPrimitive
 
 from . import cpu, cuda, rocm, tpu
-from ._rule import register_derivative
+from ._derivative import register_derivative
 
 
 def register(primitive: KernelPrimitive) -> None:

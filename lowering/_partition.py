@@ -34,39 +34,19 @@ Body = Callable[..., list[Any]]
 
 
 def explicit(
-    primitive: KernelPrimitive,
-    body: Body,
-    operands: Mapping[str, Any],
-    results: Sequence[str],
-    spec: Any,
-    mesh: Any,
-    check_vma: bool = False,
+    primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str], spec: Any, mesh: Any
 ) -> Body:
-    """`body` over the Explicit axes of a mesh, that of the operands if they have one.
-
-    Kernels say nothing of what varies over which axes; with `check_vma` the body is one of JAX, which does.
-    """
+    """`body` over the Explicit axes of a mesh, that of the operands if they have one."""
     split, _ = primitive.split(operands)
     shapes = primitive.result_shapes(operands, results, spec)
     return jax.shard_map(
-        _summing(primitive, _varying_alike(body) if check_vma else body, results, shapes, split),
+        _summing(primitive, body, results, shapes, split),
         mesh=mesh,
         in_specs=tuple(partition_spec(primitive.table[n], x.shape, split) for n, x in operands.items()),
         out_specs=[partition_spec(primitive.table[n], shape, split) for n, (shape, _) in shapes.items()],
         axis_names=explicit_axes_of(mesh),
-        check_vma=check_vma,
+        check_vma=False,
     )
-
-
-def _varying_alike(body: Body) -> Body:
-    """`body` of arrays that all vary over the same manual axes."""
-
-    def run(*arrays):
-        of = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-        missing = [tuple(sorted(frozenset().union(*of) - axes)) for axes in of]
-        return body(*(jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)))
-
-    return run
 
 
 def automatic(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.interpreters import ad, mlir
+from jax.interpreters import mlir
 
 from ejkernel.compat import (
     automatic_devices,
@@ -32,7 +32,7 @@ from ejkernel.types import Backend, Platform, Target
 from ejkernel.xla_utils.symbolic import is_symbolic, with_known_sizes
 
 from . import _stored
-from ._context import one_device, own_promotions
+from ._context import one_device
 from ._failures import Progress, named_when_compiled
 from ._partition import automatic, explicit
 
@@ -40,11 +40,6 @@ from ._partition import automatic, explicit
 def register(primitive: KernelPrimitive, platform: str) -> None:
     """Registers the rule of `primitive` for one platform of JAX."""
     mlir.register_lowering(primitive.primitive, partial(_lower, primitive, platform), platform=platform)
-
-
-def register_derivative(primitive: KernelPrimitive) -> None:
-    """Gives a tangent or backward primitive the jvp of its XLA implementation: second order and beyond."""
-    ad.primitive_jvps[primitive.primitive] = partial(_derived_jvp, primitive)
 
 
 def body_of(
@@ -157,26 +152,3 @@ def _refuse_symbolic(primitive, named, where: str) -> None:
         raise UnsupportedError(
             f"{primitive.name}: sizes are symbolic {where}; export it for sizes that are known {describe(**named)}"
         )
-
-
-def _derived_jvp(primitive, primals, tangents, *, operands, results, spec, config, chooser):
-    names = [n for n, t in zip(operands, tangents, strict=True) if type(t) is not ad.Zero]
-    named = dict(zip(operands, primals, strict=True))
-    moving = {n: t for n, t in zip(operands, tangents, strict=True) if n in names}
-    bind = partial(primitive.bind, spec=spec, config=config, chooser=chooser, results=results)
-    out = bind(named)
-    if all(n.endswith(primitive.linear) for n in names):  # linear there: the derivative is the primitive itself
-        fixed = {n: x for n, x in named.items() if not n.endswith(primitive.linear)}
-        return list(out.values()), list(bind({**fixed, **moving}).values())
-    avals = {n: jax.typeof(x) for n, x in named.items()}
-    target = Target("cpu")
-    progress = Progress(primitive.name, target)
-    body = body_of(primitive, operands, results, spec, config, target, Platform.XLA, progress)
-    # Of what varies over manual axes around the call, a `shard_map` that does not check it would lose the knowledge.
-    split, mesh = primitive.split(avals)
-    is_inside = any(aval.manual_axis_type.varying for aval in avals.values())
-    run = explicit(primitive, body, avals, results, spec, mesh, check_vma=is_inside) if split else body
-    part = lambda *moved: run(*{**named, **dict(zip(moving, moved, strict=True))}.values())
-    with own_promotions():
-        _, change = jax.jvp(part, tuple(named[n] for n in moving), tuple(moving.values()))
-    return list(out.values()), change

@@ -164,7 +164,8 @@ def _chunk(
 ) -> tuple[Shard, None]:
     """The carry after some tokens [b,c,…]; states are [b,g,r,d,e], r query heads for each of g key/value heads."""
     dtype, mask = carry.state.dtype, of_chunk["mask"]
-    shown = {n: jnp.where(lax.expand_dims(mask, range(2, a.ndim)), a, 0).astype(dtype) for n, a in of_chunk.items()}
+    tokens = {name: a for name, a in of_chunk.items() if name != "mask"}
+    shown = {n: jnp.where(lax.expand_dims(mask, range(2, a.ndim)), a, 0).astype(dtype) for n, a in tokens.items()}
     k, v, gk, gv = shown["k"][:, :, :, None], shown["v"], shown.get("gk"), shown.get("gv")
     g = shown.get("g")
     if gamma is not None:

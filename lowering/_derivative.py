@@ -1,0 +1,287 @@
+"""Derivatives of second order and beyond over Explicit axes: one primitive, closed under jvp, transposition and vmap.
+
+A tangent or backward has the derivative of its implementation in XLA, which is code for one device. Were that put into
+a `jax.shard_map` for JAX to differentiate, reverse mode would fail inside of another one: what JAX keeps there for a
+transpose, and what varies over a manual axis around, is said to be split over that axis once more (0.10.2 – 0.12). So
+the derivative is taken of the code of one device instead, whenever JAX asks for one, and the `jax.shard_map` is put
+around the outcome when it is lowered. It keeps nothing: what a transpose needs is computed again.
+
+With y = Σ_i f_i(x), a sum over those devices i that split the work and not y,
+
+    dy = Σ_i ∂f_i·dx,   x̄ = Σ_i ∂f_iᵀ·ȳ
+
+where the latter sum is over those that split the work and not x.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ejkernel.compat import without_manual_axes, without_sharding
+from ejkernel.primitives._factory import KernelPrimitive
+from ejkernel.primitives._sharding import explicit_axes_of, names_of, partition_spec
+from ejkernel.types import Platform, Target
+
+from ._context import one_device, own_promotions
+from ._failures import Progress
+from ._rule import body_of
+
+Function = Callable[..., Sequence[Any]]
+"""Arrays of one device → arrays, parts of the results or of sums of which they are made. Equal if it does the same."""
+
+
+class Placed(NamedTuple):
+    """An array of all devices: its shape and dtype, and how the Explicit axes split it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+
+
+@dataclass(frozen=True)
+class OverDevices:
+    """A function of one device on all of them.
+
+    Attributes:
+        function: that function.
+        operands, results: how the arrays lie over the devices.
+        mesh: of the devices.
+        split: the mesh axes that split the work; over those that do not split a result its parts are added.
+    """
+
+    function: Function
+    operands: tuple[Placed, ...]
+    results: tuple[Placed, ...]
+    mesh: Any
+    split: frozenset[str]
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """The results for arrays of all devices."""
+
+        def run(*arrays):
+            over = [tuple(sorted(self.split - _names(x.spec))) for x in self.results]
+            parts = self.function(*arrays)
+            return [jax.lax.psum(x, names) if names else x for x, names in zip(parts, over, strict=True)]
+
+        if any(0 in x.shape for x in self.operands):
+            return run(*arrays)
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=tuple(x.spec for x in self.operands),
+            out_specs=[x.spec for x in self.results],
+            axis_names=explicit_axes_of(self.mesh),
+            check_vma=False,
+        )(*arrays)
+
+    def local_shape(self, of: Placed) -> tuple[int, ...]:
+        """The shape of the part of an array that one device has."""
+        parts = [math.prod(self.mesh.shape[name] for name in names_of(entry)) for entry in of.spec]
+        return tuple(size // n for size, n in zip(of.shape, parts, strict=True))
+
+
+def register_derivative(primitive: KernelPrimitive) -> None:
+    """Gives a tangent or backward primitive the jvp of its XLA implementation: second order and beyond."""
+    ad.primitive_jvps[primitive.primitive] = partial(_jvp_of_linear, primitive)
+
+
+def _jvp_of_linear(primitive, primals, tangents, *, operands, results, spec, config, chooser):
+    named = dict(zip(operands, primals, strict=True))
+    moving = {n: t for n, t in zip(operands, tangents, strict=True) if type(t) is not ad.Zero}
+    again = partial(primitive.bind, spec=spec, config=config, chooser=chooser, results=results)
+    out = list(again(named).values())
+    if all(n.endswith(primitive.linear) for n in moving):  # linear there: the derivative is the primitive itself
+        fixed = {n: x for n, x in named.items() if not n.endswith(primitive.linear)}
+        return out, list(again({**fixed, **moving}).values())
+    places = tuple(map(operands.index, moving))
+    tangent = Tangent(Implementation(primitive, operands, results, spec, config), places)
+    avals = {n: jax.typeof(x) for n, x in named.items()}
+    split, mesh = primitive.split(avals)
+    if not split:
+        with own_promotions():
+            return out, tangent(*primals, *moving.values())
+    placed = lambda n, shape, dtype: Placed(shape, dtype, partition_spec(primitive.table[n], shape, split))
+    of_operands = [placed(n, x.shape, x.dtype) for n, x in avals.items()]
+    of_results = [placed(n, *of) for n, of in primitive.result_shapes(avals, results, spec).items()]
+    program = OverDevices(
+        tangent,
+        (*of_operands, *(of_operands[i] for i in places)),
+        tuple(of_results),
+        mesh,
+        frozenset().union(*(_names(x.spec) for x in of_operands)),
+    )
+    return out, bind(program, [*primals, *moving.values()])
+
+
+def bind(program: OverDevices, arrays: Sequence[Any]) -> list[Any]:
+    """The results, which like all of the arrays vary over every manual axis over which one of these does."""
+    axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    missing = [tuple(sorted(frozenset().union(*axes) - of)) for of in axes]
+    arrays = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
+    return derivative_p.bind(*arrays, program=program)
+
+
+# --- Functions of one device ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """That of a primitive in XLA."""
+
+    primitive: KernelPrimitive
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    spec: Any
+    config: Any
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        how = self.spec, self.config, _TARGET, Platform.XLA, Progress(self.primitive.name, _TARGET)
+        return body_of(self.primitive, self.operands, self.results, *how)(*arrays)
+
+
+_TARGET = Target("cpu")
+
+
+@dataclass(frozen=True)
+class Tangent:
+    """The derivative of a function along tangents of some operands, which come after all operands."""
+
+    of: Function
+    moving: tuple[int, ...]
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        primals = arrays[: len(arrays) - len(self.moving)]
+        along = tuple(primals[i] for i in self.moving)
+        function = lambda *moved: list(self.of(*_with(primals, self.moving, moved)))
+        return jax.jvp(function, along, tuple(arrays[len(primals) :]))[1]
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """The transpose of a function in operands in which it is linear.
+
+    It takes the other operands, and the cotangents of some results.
+
+    Attributes:
+        of: the function.
+        wanted: the places of these operands, and their shapes on one device and dtypes.
+        given: the places of these results; the cotangents of the others are 0.
+    """
+
+    of: Function
+    wanted: tuple[tuple[int, tuple[int, ...], Any], ...]
+    given: tuple[int, ...]
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        known = list(arrays[: len(arrays) - len(self.given)])
+        places = tuple(place for place, _, _ in self.wanted)
+        others = (known.pop(0) if i not in places else None for i in range(len(known) + len(places)))
+        others, zeros = tuple(others), tuple(jnp.zeros(shape, dtype) for _, shape, dtype in self.wanted)
+        # Where it is linear its derivative anywhere is the function itself.
+        results, pull = jax.vjp(lambda *moved: list(self.of(*_with(others, places, moved))), *zeros)
+        cotangents = dict(zip(self.given, arrays[len(arrays) - len(self.given) :], strict=True))
+        return pull([cotangents[i] if i in cotangents else jnp.zeros_like(x) for i, x in enumerate(results)])
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """A function under `jax.vmap`."""
+
+    of: Function
+    in_axes: tuple[int | None, ...]
+
+    def __call__(self, *arrays: Any) -> Sequence[Any]:
+        return jax.vmap(lambda *arrays: list(self.of(*arrays)), self.in_axes)(*arrays)
+
+
+def _with(arrays: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
+    changed = dict(zip(places, new, strict=True))
+    return [changed.get(i, x) for i, x in enumerate(arrays)]
+
+
+# --- The primitive ----------------------------------------------------------------------------------------------------
+
+
+def _abstract_eval(*avals, program):
+    base = avals[0]
+    like = lambda x: dict(shape=x.shape, dtype=x.dtype, sharding=NamedSharding(program.mesh, x.spec))
+    return [base.update(**like(x), weak_type=False) for x in program.results]
+
+
+def _jvp(primals, tangents, *, program):
+    moving = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
+    moved = OverDevices(
+        Tangent(program.function, moving),
+        program.operands + tuple(program.operands[i] for i in moving),
+        program.results,
+        program.mesh,
+        program.split,
+    )
+    return bind(program, primals), bind(moved, [*primals, *(tangents[i] for i in moving)])
+
+
+def _transpose(cotangents, *args, program):
+    wanted = [i for i, x in enumerate(args) if ad.is_undefined_primal(x)]
+    given = [i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    if not given:
+        return [ad.Zero(x.aval) if i in wanted else None for i, x in enumerate(args)]
+    known = [i for i in range(len(args)) if i not in wanted]
+    of_device = [(i, program.local_shape(program.operands[i]), program.operands[i].dtype) for i in wanted]
+    transposed = OverDevices(
+        Transpose(program.function, tuple(of_device), tuple(given)),
+        (*(program.operands[i] for i in known), *(program.results[i] for i in given)),
+        tuple(program.operands[i] for i in wanted),
+        program.mesh,
+        program.split,
+    )
+    out = bind(transposed, [*(args[i] for i in known), *(cotangents[i] for i in given)])
+    found = dict(zip(wanted, out, strict=True))
+    return [found.get(i) for i in range(len(args))]
+
+
+def _batch(args, dims, *, program):
+    count = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    entries = [tuple(jax.typeof(x).sharding.spec)[dim] for x, dim in zip(args, dims, strict=True) if dim is not None]
+    over = next((entry for entry in entries if entry is not None), None)
+
+    def mapped(of, dim):
+        spec = (*of.spec[:dim], over, *of.spec[dim:])
+        return Placed((*of.shape[:dim], count, *of.shape[dim:]), of.dtype, PartitionSpec(*spec))
+
+    of_examples = OverDevices(
+        Mapped(program.function, tuple(dims)),
+        tuple(x if dim is None else mapped(x, dim) for x, dim in zip(program.operands, dims, strict=True)),
+        tuple(mapped(x, 0) for x in program.results),
+        program.mesh,
+        program.split.union(names_of(over)),
+    )
+    return bind(of_examples, args), [0] * len(program.results)
+
+
+def _lower(ctx, *args, program):
+    local = without_sharding if any(0 in x.shape for x in program.operands) else without_manual_axes
+    with one_device():
+        lower = mlir.lower_fun(program, multiple_results=True)
+        return lower(ctx.replace(avals_in=[local(aval) for aval in ctx.avals_in]), *args)
+
+
+def _names(spec: PartitionSpec) -> frozenset[str]:
+    return frozenset(name for entry in spec for name in names_of(entry))
+
+
+derivative_p = Primitive("ejkernel_derivative")
+derivative_p.multiple_results = True
+derivative_p.def_impl(partial(xla.apply_primitive, derivative_p))
+derivative_p.def_abstract_eval(_abstract_eval)
+ad.primitive_jvps[derivative_p] = _jvp
+ad.primitive_transposes[derivative_p] = _transpose
+batching.primitive_batchers[derivative_p] = _batch
+mlir.register_lowering(derivative_p, _lower)
