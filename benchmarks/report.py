@@ -55,7 +55,8 @@ def index() -> str:
     """The text of results/README.md."""
     cited = citations()
     lines = "".join(
-        f"| `{record.name}` | {record.content['evidence']} | {', '.join(cited[record.name])} |\n" for record in records()
+        f"| `{record.name}` | {record.content['evidence']} | {', '.join(cited[record.name])} |\n"
+        for record in records()
     )
     return f"""\
 # What each record is evidence for

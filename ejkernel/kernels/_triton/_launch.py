@@ -81,7 +81,7 @@ def refusal(target: Target) -> str | None:
     if target.platform not in ("cuda", "rocm"):
         return f"Triton runs on cuda and rocm, not on {target.platform}"
     if target.platform == "rocm" and target.device_kind is None:
-        return "jax-triton compiles for rocm only where such a GPU is"
+        return "jax-triton compiles for rocm only on a machine with an AMD GPU"
     if target.platform == "cuda" and (target.compute_capability or 0) < 80:
         return f"Triton's kernels need compute capability 8.0, not {target.capability}"
     try:

@@ -90,7 +90,7 @@ def refusal(target: Target, x: Shapes) -> str | None:
     if x.q.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"q is {x.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if x.k.dtype.name == "float8_e4m3fn" and (target.platform != "cuda" or target.compute_capability < 89):
-        return f"float8_e4m3fn is read from compute capability 8.9 on, not on {target} of {target.capability}"
+        return f"float8_e4m3fn needs compute capability 8.9; {target} has {target.capability}"
     if 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return "no tokens, heads, features or slots"
     if (width := max(x.k.shape[-1], x.v.shape[-1])) > LARGEST_WIDTH:

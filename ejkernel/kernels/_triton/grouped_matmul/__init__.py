@@ -21,7 +21,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
     if lhs.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"lhs is {lhs.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if rhs.dtype.name.startswith("float8") and (target.compute_capability or 0) < 90:
-        return f"rhs is {rhs.dtype}, which Triton converts from Hopper on"
+        return f"rhs is {rhs.dtype}, which Triton converts only from compute capability 9.0 on"
     if operands.group_sizes.shape[1] > LARGEST:
         return f"{operands.group_sizes.shape[1]} groups; Triton's kernels take up to {LARGEST}"
     if 0 in lhs.shape:
