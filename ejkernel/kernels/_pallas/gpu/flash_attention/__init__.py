@@ -12,19 +12,19 @@ from .._internals import moved
 from . import configs, head_dims
 
 HOPPER = 90
-# Fewer queries leave most of a tile empty.
+# With fewer queries most rows of a tile are empty.
 LEAST_QUERIES = 64
-# Blocks of 128 keys: where a query sees fewer than this, the smaller ones of Triton were 1.2 to 1.6 times as fast.
+# Blocks have 128 keys: where a query sees fewer than this, Triton's smaller blocks were 1.2 to 1.6 times as fast.
 LEAST_KEYS = 256
-# At this length of 64 features Triton's backward takes 0.93 of the time; under a causal mask 0.85, and as long at twice
-# of it.
+# With 64 features and at most this length Triton's backward takes 0.93 of the time, 0.85 under a causal mask; at twice
+# the length both take the same.
 SHORT = 512
 SHORT_AND_PADDED = 1024
-# Pairs of queries and keys of which a certain order takes a table: 4 bytes for 64 × 64 of them.
+# Up to so many pairs of query and key there is a table of the order of additions to dq: 4 bytes for 64 × 64 pairs.
 MOST_RANKED = 2**36
-# Features of q that the tangent has registers for beside those of o (configs.MOST_BESIDE_Q).
+# The widest q that the tangent holds in registers beside the accumulator of o (configs.MOST_BESIDE_Q).
 MOST_IN_REGISTERS = 192
-# Of softcap: tanh is off by 1e-7 in the kernels, and logits by as much times the softcap.
+# The error of tanh in the kernels is 1e-7, which the softcap multiplies in the logits.
 MOST_SOFTCAP = 100.0
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
@@ -86,9 +86,9 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
-    """Keys that no query sees may hold anything, and a weight of 0 does not undo that: 0·NaN = NaN.
+    """Refuses a band that masks some keys for every query: these may hold NaN, and 0·NaN = NaN.
 
-    Those that segments and the ends of packed sequences hide are known to mask_info.py.
+    Keys that are masked by segments or by the ends of packed sequences are zeroed before the kernel, by mask_info.py.
     """
     if operands.cu_seqlens_q is not None or operands.q_segment_ids is not None:
         return None
@@ -121,9 +121,9 @@ def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
 
 
 def _padded_tiles(operands: Operands) -> str | None:
-    """Why short calls are left to Triton whose tiles would be zeros by more than a third, or None.
+    """Why a short call is left to Triton: more than a third of a tile's columns would be padding. Else None.
 
-    On an H200 it computed 729 queries and keys of 72 features in 0.84 of the time.
+    On an H200 Triton took 0.84 of the time for 729 queries and keys of 72 features.
     """
     (_, queries, _, d), (_, keys, _, v) = operands.q.shape, operands.v.shape
     if head_dims.tile_width(d) + head_dims.tile_width(v) > 1.5 * (d + v) and max(queries, keys) <= SHORT_AND_PADDED:

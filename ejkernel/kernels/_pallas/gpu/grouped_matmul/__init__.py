@@ -13,7 +13,7 @@ from .._internals import moved
 from . import configs
 
 HOPPER = 90
-# Columns of a tile of 8 rows in shared memory, and rows of a group that fill one tile of rows.
+# The columns of a swizzled tile of 8 rows in shared memory, and the rows of a tile.
 WIDTH, ROWS = 64, 64
 
 

@@ -22,9 +22,9 @@ from ..flash_attention import HOPPER, MOST_SOFTCAP
 # By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
 # queries of them would pay.
 BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 64, 2)}
-# A page, or what a block of keys has of it, is copied in tiles of 8 rows; fewer than 16 would be too many copies.
+# A page, or the part of it in a block of keys, is copied in tiles of 8 rows; fewer than 16 make too many copies.
 SMALLEST_PAGE = 16
-# Fewer tokens leave most of a tile empty.
+# With fewer tokens most rows of a tile are empty.
 LEAST_TOKENS = 64
 UNTRIED = "a window, a softcap or sinks, with which the kernel has not run on a GPU"
 ABSENT = ("k_scale", "v_scale", "draft_mask")
