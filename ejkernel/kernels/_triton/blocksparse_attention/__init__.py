@@ -1,6 +1,6 @@
 """blocksparse_attention in Triton: flash attention whose loops run over lists of the tiles that a block mask keeps.
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

@@ -1,6 +1,6 @@
 """multi_latent_page_attention in Triton: the absorbed form over pages, from compute capability 8.0 on, and on ROCm.
 
-What stands here imports neither Triton nor jax-triton; the kernel is imported when it is first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from jax import Array

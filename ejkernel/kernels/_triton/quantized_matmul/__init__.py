@@ -2,7 +2,7 @@
 
 Codes are read once, and become numbers in registers: what bounds such a product is the memory that they take. With more
 rows the same codes would become numbers for each block of them; then XLA, which does it once, is left to it.
-What stands here imports neither Triton nor jax-triton; the kernel is imported when it is first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

@@ -1,6 +1,6 @@
 """blocksparse_attention on Hopper GPUs: flash_attention's forward and backward over lists of blocks, by Mosaic GPU.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed. The tangent is Triton's.
+Pallas is imported only when a kernel is first needed. The tangent is Triton's.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def exponent(self) -> float:
-        """The factor that turns the result of `tiles.logits` into an exponent of 2."""
+        """The factor that makes the result of `tiles.logits` into an exponent of 2."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     @property

@@ -1,7 +1,7 @@
 """The backward of grouped_matmul on Hopper GPUs: the gradient of the matrices by a Pallas kernel, in Mosaic GPU.
 
 The forward and the gradient of the rows, the same product with the matrices transposed, are left to Triton.
-What stands here imports no Pallas; the kernel is imported when it is first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

@@ -1,6 +1,6 @@
 """ragged_page_attention on Hopper GPUs: decodes by Triton's kernels, prefills by a Pallas kernel of Mosaic GPU.
 
-What stands here imports no Pallas; the kernel is imported when it is first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Attention over a cache on TPU, in pages or dense: what the Pallas kernel takes, and its configs.
 
-What stands here imports no Pallas; the kernel is imported when it is first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 import math

@@ -1,6 +1,6 @@
 """blocksparse_attention on TPU: the kernels of flash_attention over a schedule of the tiles that a block mask keeps.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

@@ -1,6 +1,6 @@
 """flash_attention on TPU: Pallas kernels, compiled by Mosaic.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

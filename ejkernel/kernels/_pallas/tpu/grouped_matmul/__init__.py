@@ -1,6 +1,6 @@
 """grouped_matmul on TPU: Pallas kernels, compiled by Mosaic.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._grouped_matmul import scale_varies_alone

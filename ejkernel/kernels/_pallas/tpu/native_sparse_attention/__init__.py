@@ -1,6 +1,6 @@
 """native_sparse_attention on TPU: tiles of neighbouring queries over the blocks of keys that any of them lists.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
