@@ -23,10 +23,11 @@ from cases import PLAIN, call_with, features_of
 import ejkernel
 from ejkernel.errors import short_type
 from ejkernel.kernels._dispatch import Dispatch
+from ejkernel.kernels._registry import kernel_registry
 from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import types_of_call
 from ejkernel.modules._primitive_kernel import KERNELS
-from ejkernel.types import Target
+from ejkernel.types import Platform, Target
 
 PAGE = Path(__file__).with_name("support.md")
 TARGETS = {
@@ -109,8 +110,16 @@ def _primitive(operation: str) -> Iterator[str]:
     for (name, reason, *parts), features in found.items():
         what = name if len(parts) == len(_parts(operation)) else f"{name}, {parts[0]}"
         lines.append(f"* {what}: {reason} ({'; '.join(features)})")
+    lines += [f"* {name}: runs where a call asks for it by `config=` or `platform=`" for name in _by_name(operation)]
     if lines:
         yield "\n".join(lines) + "\n"
+
+
+def _by_name(operation: str) -> list[str]:
+    """The implementations that come after XLA, which takes every call before they are asked."""
+    entries = kernel_registry.list_implementations(operation)
+    (xla,) = (entry.priority for entry in entries if entry.platform == Platform.XLA)
+    return [NAMES[f"{entry.platform}/{entry.backend}"] for entry in entries if entry.priority < xla]
 
 
 def _parts(operation: str) -> dict[str, str]:

@@ -161,6 +161,12 @@ def test_every_record_says_what_it_is_evidence_for():
     for name, record in records.items():
         assert {"date", "device", "versions", "evidence", "convention", "rows"} <= record.keys(), name
         assert record["evidence"] and record["rows"], name
+        assert all(isinstance(row, dict) and "line" not in row for row in record["rows"]), name
     names = lambda page: set(re.findall(r"[a-z_0-9]+-[a-z0-9-]*\d{8}[0-9-]*\.(?:json|txt)", page.read_text()))
     pages = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")]
     assert set().union(*map(names, pages)) <= records.keys()
+
+
+def test_every_record_is_cited_by_a_document():
+    """One that no document cites is evidence for nothing."""
+    assert [name for name, pages in report.citations().items() if not pages] == []

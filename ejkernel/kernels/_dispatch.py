@@ -86,5 +86,5 @@ def _reason(entry: KernelSpec, spec: Any, operands: Any, target: Target, platfor
     if platform not in ("auto", None, entry.platform):
         return f"platform {platform!r} was asked for"
     if entry.platform != Platform.XLA and any(map(is_symbolic, jax.tree.leaves(operands))):
-        return "an operand has symbolic dimensions; kernels are made for sizes that are known"
+        return "an operand has symbolic dimensions; the kernels are compiled for static sizes"
     return entry.implementation.supports(spec, operands, target)

@@ -161,7 +161,7 @@ def _present(implementation: Callable, module: str, of: Callable, space: Callabl
 
     def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
         if spec.batch_invariant:
-            return "in what order the products with latents are summed may depend on the size of the batch"
+            return "batch_invariant: the order of sums in the products with latents may depend on the batch size"
         return of.supports(spec, operands.shapes(operands.q.dtype), target)
 
     supported_if(supports)(implementation)

@@ -68,15 +68,15 @@ class PrimitiveKernel(Kernel):
 
     @staticmethod
     def _placed(entry, config: OperationConfig, target: Target) -> OperationConfig:
-        """A config says where it was chosen for."""
+        """Fills in the platform and the backend that a config was chosen for."""
         return replace(config, platform=entry.platform, backend=target.backend)
 
     def checked_config(self, cfg: Any) -> OperationConfig:
-        """A config that an implementation can be run with; where none of those it is for can, the first says why."""
+        """The config, if some implementation can run with it; else the error of the first one that it is meant for."""
         return self._checked(cfg, None)
 
     def checked_for(self, cfg: Any, inv: Invocation) -> OperationConfig | tuple[OperationConfig, OperationConfig]:
-        """The same for one call: what its operands have against it counts, too. A pair is (forward, backward)."""
+        """`checked_config` with the limits of these operands, too. A pair is (forward, backward)."""
         operands, _ = inv.examined
         if not isinstance(cfg, tuple):
             return self._checked(cfg, operands)
@@ -104,7 +104,7 @@ class PrimitiveKernel(Kernel):
     def repeats(self, inv: Invocation, cfg: OperationConfig) -> bool:
         """Whether the implementation that the config names gives the same bits in every run of this call.
 
-        It does where it would take the call if `deterministic` were asked for, unless it repeats only if that is asked.
+        It does if it would also take the call with `deterministic=True`, unless it repeats only when that is set.
         """
         spec = inv.kwargs["spec"]
         if not hasattr(spec, "deterministic"):
@@ -115,7 +115,7 @@ class PrimitiveKernel(Kernel):
         return any(asked or not getattr(entry.implementation, "repeats_if_asked", False) for entry in of.taking())
 
     def cost(self, inv: Invocation) -> tuple[float, float] | None:
-        """The flops that the operation tells, and each operand and result moved once."""
+        """The flops of the operation, and the bytes of all operands and results."""
         named, results = self.arrays(inv), inv.kwargs["results"]
         spec = inv.kwargs["spec"]
         flops = self.operation.flops(named, results, spec)
@@ -168,7 +168,7 @@ class PrimitiveKernel(Kernel):
         return self.bind(args, kwargs, cfg)
 
     def invocation(self, named: Mapping[str, Any], spec: Any, results=None, platform: str = "auto") -> Invocation:
-        """A call in canonical form."""
+        """The invocation of a call in canonical form."""
         kwargs = dict(
             operands=tuple(named), results=tuple(results or self.primitive.results), spec=spec, platform=platform
         )
@@ -176,7 +176,7 @@ class PrimitiveKernel(Kernel):
         return Invocation(kernel=self, args=tuple(named.values()), kwargs=kwargs, target=target)
 
     def _target_of(self, platform: str, named: Mapping[str, Any], spec: Any) -> Target:
-        """What a call is for: where a platform is asked for that nothing here can run, it is traced for elsewhere."""
+        """The target of a call that asks for a platform which this machine cannot run: it is traced for another one."""
         of_platform = [e for e in kernel_registry.list_implementations(self.name) if platform == e.platform]
         here = local_target()
         if not of_platform or any(e.backend in (Backend.ANY, here.backend) for e in of_platform):
@@ -203,7 +203,7 @@ class ExecutorOfForward(ShortRepr):
     backward: OperationConfig | None = None
 
     def config(self, primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results) -> OperationConfig:
-        """A tangent is not measured here: a gradient asks for it too, only to transpose it away."""
+        """Tangents are not measured here: a gradient traces one too, and transposes it away."""
         inv = KERNELS[primitive.name].invocation(named, spec, results, self.platform)
         is_tangent = primitive is inv.kernel.algorithm.tangent
         given = None if is_tangent else self.backward

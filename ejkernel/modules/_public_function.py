@@ -1,4 +1,4 @@
-"""The functions of the modules API: operations under its option names, with a platform and a mesh to choose."""
+"""The functions of the modules API: operations under its option names, with `platform=` and `mesh=`."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -77,7 +77,7 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
     rest = {name: x for name, x in given.items() if name not in arrays}
     of_whole = {name: x for name, x in rest.items() if name != "axis_name"}
     _check_split(operation, arrays, of_whole, specs, mesh, rest.get("axis_name"))
-    if any(0 in x.shape for x in arrays.values()):  # of a `shard_map` that reads no array XLA makes no program
+    if any(0 in x.shape for x in arrays.values()):  # XLA cannot compile a `shard_map` that reads no array
         return _constrained(run({**arrays, **of_whole}), out_specs, mesh)
     local = jax.shard_map(
         lambda of: run({**of, **rest}), mesh=mesh, in_specs=({n: specs[n] for n in arrays},), out_specs=out_specs

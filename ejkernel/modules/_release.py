@@ -43,13 +43,13 @@ _TYPES = {
 
 
 def translates(translation: Callable[[Any, dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
-    """Registers what translates the calls of the operation of its name."""
+    """Registers a function that translates the calls of the operation that it is named after."""
     TRANSLATIONS[translation.__name__] = translation
     return translation
 
 
 def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[..., Any]:
-    """An operation that is only in the form of 0.0.78, made of functions of the modules API."""
+    """An operation that exists only in the form of 0.0.78, composed of functions of the modules API."""
     form, translation = FORMS[name], TRANSLATIONS[name]
 
     def call(*args, **kwargs):
@@ -64,7 +64,7 @@ def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[.
 
 
 def either(present: Present, made_of: Any = None) -> Present:
-    """A function of the modules API that takes calls in the form of 0.0.78 besides."""
+    """A function of the modules API that also takes calls in the form of 0.0.78."""
     name = present.__name__
     form = FORMS[name]
     in_release_form = release_function(name, made_of or present)
@@ -159,7 +159,7 @@ def is_in_release_form(operation: str, args: tuple, kwargs: Mapping[str, Any]) -
 
 
 def arrays_of(call: Mapping[str, Any], *names: str) -> list[Any]:
-    """Those arrays of a call; what numpy made is JAX's."""
+    """The arrays of a call by these names; NumPy arrays become arrays of JAX."""
     return [x if isinstance(x, jax.Array | None) else jnp.asarray(x) for x in map(call.get, names)]
 
 
@@ -180,7 +180,7 @@ def specs_of(operation: str, call: Mapping[str, Any]) -> dict[str, PartitionSpec
 
 
 def entries_of(specs: Mapping[str, PartitionSpec], name: str, axes: int) -> tuple[Any, ...]:
-    """The entries of a spec, of so many axes."""
+    """The entries of a spec, padded to the number of axes."""
     spec = tuple(specs.get(name, ()))
     return spec + (None,) * (axes - len(spec))
 

@@ -64,13 +64,13 @@ def _keep(calls, operation, call_key, kernel, args, kwargs):
 
 @contextmanager
 def recording() -> Iterator[dict[str, Calls]]:
-    """Gives the calls that are traced within this context, in the form of `get_invocations`, as they come.
+    """Collects the calls that are traced within this context, in the form of `get_invocations`.
 
         with recording() as calls:
             jax.eval_shape(jax.grad(loss), q, k, v)
         autotune_recorded(calls)
 
-    What JAX has traced before, a function that was jitted and called, is not traced again and gives none.
+    A jitted function that was called before is not traced again, and records nothing.
     """
     calls: dict[str, Calls] = {}
     before = _listener.set(calls)
@@ -81,7 +81,7 @@ def recording() -> Iterator[dict[str, Calls]]:
 
 
 def overheard(inv: Invocation) -> None:
-    """Gives a call to the `recording` in progress, if there is one."""
+    """Adds a call to the `recording` in progress, if there is one."""
     if (calls := _listener.get()) is not None:
         _keep(calls, inv.kernel.op_id, inv.call_key, inv.kernel, inv.args, inv.kwargs)
 

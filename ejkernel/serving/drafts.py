@@ -1,8 +1,8 @@
-"""Speculation by lookup: what followed the last few tokens where they stood before in the text is proposed again.
+"""Speculation by lookup: proposes the tokens that followed an earlier occurrence of the last few tokens of the text.
 
 It needs no second model, and pays where a text repeats itself or its prompt (prompt lookup decoding). The model
-computes a proposal in one step, and those tokens are kept that it would have taken itself. Where the last tokens were
-followed by this here and by that there, both are proposed, as a tree.
+computes a proposal in one step, and accepts the tokens that it would have sampled itself. If earlier occurrences were
+followed by different tokens, both continuations are proposed, as a tree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class Drafts(NamedTuple):
 
     @property
     def depths(self) -> list[int]:
-        """How many tokens behind the text each node stands; 0 is the next."""
+        """The position of each node after the end of the text; 0 is the next token."""
         found: list[int] = []
         for parent in self.parents:
             found.append(0 if parent < 0 else found[parent] + 1)
@@ -38,7 +38,7 @@ class Drafts(NamedTuple):
 
     @property
     def ancestors(self) -> list[int]:
-        """Of each node the set of those on its path, itself included: bit i for node i."""
+        """For each node a bit set of the nodes on its path, itself included: bit i for node i."""
         found: list[int] = []
         for node, parent in enumerate(self.parents):
             found.append((1 << node) | (0 if parent < 0 else found[parent]))
@@ -58,7 +58,7 @@ class Drafts(NamedTuple):
 
 
 class Lookup:
-    """Where in one text every run of a few tokens ended last."""
+    """An index of one text: where every run of a few tokens ended last."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], list[int]] = {}
@@ -75,7 +75,7 @@ class Lookup:
             most, before, node = count - (branches - 1 - leaves) * (count // branches), len(found.tokens), -1
             for token in tokens[end : end + count]:
                 if (node, token) not in children:
-                    # Where a branch only goes on what there is, it is none.
+                    # A branch that only repeats what is already in the tree is left out.
                     goes_on = 0 < before == len(found.tokens) and node not in found.parents
                     if goes_on or len(found.tokens) == most:
                         break

@@ -1,8 +1,8 @@
 """The engine: requests in, tokens out, a step at a time.
 
-A step is planned on the host while the device still computes the one before it. The host waits for nothing but the
-tokens that were sampled, and for these one step later than they are needed on the device, which has them already. With
-drafts it has to know what was accepted before it plans on, and reads the tokens at once.
+A step is planned on the host while the device still computes the one before. The host waits only for sampled tokens,
+and one step late: the device keeps them for the next step itself. With drafts the host has to know which were accepted
+before it can plan the next step, and reads the tokens at once.
 """
 
 from collections import Counter, deque
@@ -26,7 +26,7 @@ from .scheduler import Chunk, Request, Scheduler
 
 @dataclass(frozen=True)
 class Limits:
-    """What is compiled for, and what is allocated.
+    """The sizes for which programs are compiled and memory is allocated.
 
     Attributes:
         pages: of the pool, for all sequences together.
@@ -68,7 +68,7 @@ class Limits:
 
 
 class Event(NamedTuple):
-    """What a step brought for a request: tokens, and why it has ended, or None."""
+    """The new tokens of a request in a step, and why it has ended, or None."""
 
     request: Request
     tokens: list[int]
@@ -121,7 +121,7 @@ class Engine:
                 jax.block_until_ready(self._issue([], bucket, Kind.GREEDY, trees=True)[0])
 
     def submit(self, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Request:
-        """Lets a prompt wait for its continuation.
+        """Adds a prompt to the queue of requests.
 
         Raises:
             ValueError: it can never be computed here; the message says which limit it exceeds.
@@ -158,11 +158,11 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits, runs or is to be read."""
+        """Whether no request waits or runs, and no results are unread."""
         return not (self.scheduler.waiting or self.scheduler.running or self._issued)
 
     def step(self) -> Done | None:
-        """Begins the next step and ends one: this, or the one before it; None where there is none to end."""
+        """Starts the next step and reads the results of one, this or the one before; None if there is none to read."""
         chunks = sorted(self.scheduler.plan(), key=lambda chunk: chunk.request.slot)
         if chunks:
             tokens = sum(chunk.end - chunk.start for chunk in chunks)
@@ -177,7 +177,7 @@ class Engine:
         return self._read(self._issued.popleft()) if len(self._issued) > ahead else None
 
     def run(self) -> Iterator[Event]:
-        """What comes of all that has been submitted, step by step until nothing is left to do."""
+        """Yields the events of all submitted requests, step by step until all have ended."""
         while not self.idle:
             done = self.step()
             yield from done.events if done else ()

@@ -1,4 +1,4 @@
-"""The pages of the cache: who uses which, and what is in those that may be shared.
+"""The pages of the cache: reference counts, and the contents of those that may be shared.
 
 A page is free, or has as many references as sequences use it. A full page may be known by its contents: the tokens in
 it, and those of the pages before it. Such a page keeps them when it becomes free, until it is needed for others; a
@@ -51,7 +51,7 @@ class PagePool:
         return pages
 
     def register(self, page: int, key: bytes) -> None:
-        """A used page has contents that others may share from now on; of two alike the first is found."""
+        """Makes a used page available for sharing by its contents; of two with the same contents the first is found."""
         if key not in self._pages:
             self._pages[key], self._keys[page] = page, key
 

@@ -1,8 +1,8 @@
 """Which tokens of which requests a step computes.
 
-Every sequence that decodes gets its next token, and with it what is proposed to follow; prompts are computed in
-chunks, of what the budget of the step leaves. Who comes first is served first. Where the pages do not suffice, the
-sequence that was admitted last gives its own back, and waits at the head of the queue to be computed again.
+Every sequence that decodes gets its next token, with the drafts proposed after it; prompts are computed in chunks, with
+what is left of the step's budget. Requests are served in the order of their arrival. If pages run out, the sequence
+that was admitted last is preempted: it releases its pages, and waits at the head of the queue to be computed again.
 """
 
 from collections import deque
@@ -87,11 +87,11 @@ class Scheduler:
         self._slots = list(reversed(range(slots)))
 
     def add(self, request: Request) -> None:
-        """Lets it wait until there are a slot and pages."""
+        """Queues a request until a slot and pages are free."""
         self.waiting.append(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """It gives everything back, whether it runs or waits."""
+        """Ends a request, running or waiting, and releases its slot and pages."""
         request.finish_reason = reason
         if request.slot is None:
             self.waiting.remove(request)
@@ -99,7 +99,7 @@ class Scheduler:
             self._leave(request)
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next step, which count as computed from now on; none if nobody can go on."""
+        """The chunks of the next step, which count as computed from now on; empty if no request can proceed."""
         chunks, before = [], self.preemptions
         left = self.budget
         for chunk in self._of_running():

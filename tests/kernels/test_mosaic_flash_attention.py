@@ -86,7 +86,7 @@ def test_inside_a_shard_map_that_checks_its_axes():
 
 
 def test_where_xla_splits_the_program():
-    """The forward brings along an array of its own: which block of threads has which tile."""
+    """The forward brings along an array of its own: which thread block has which tile."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put([jnp.ones((4, 2 * SHORT, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, jax.P("x")))
     attention = lambda x: ejkernel.lax.flash_attention(*x, causal=True)
@@ -136,7 +136,7 @@ def test_a_gradient_is_two_kernels(sight, monkeypatch):
 
 
 def test_calls_without_arrays_of_who_sees_whom_pay_nothing_for_them():
-    """No integer is read or computed before the kernel; which tiles a block of threads has is a constant."""
+    """No integer is read or computed before the kernel; which tiles a thread block has is a constant."""
     x, spec = CALLS["llama3-8b"]
     (config, *_) = space("flash_attention", x, spec, HOPPER)
     text = lowered(run("flash_attention", spec, config), *arguments(x))

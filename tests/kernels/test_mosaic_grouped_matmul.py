@@ -72,9 +72,9 @@ SMALL = shapes_of("grouped_matmul")["qwen3-30b-up"]
 REFUSED = {
     "compute capability 9.0": (call(SMALL), Target("cuda", "NVIDIA A100")),
     "bfloat16": (call(SMALL, lhs=array((1, SMALL.rows, SMALL.features), jnp.float32)), HOPPER),
-    "by eights": (call(SMALL.at(32769)), HOPPER),
-    "a group or more": (call(SMALL.at(1024)), HOPPER),
-    "shares the matrices": (call(SMALL, lhs=array((2, SMALL.rows, SMALL.features), jnp.bfloat16)), HOPPER),
+    "multiples of 8": (call(SMALL.at(32769)), HOPPER),
+    "rows a group": (call(SMALL.at(1024)), HOPPER),
+    "shared by a batch": (call(SMALL, lhs=array((2, SMALL.rows, SMALL.features), jnp.bfloat16)), HOPPER),
     "rhs_scale": (call(SMALL, rhs_scale=array((1, 1, 1), jnp.float32)), HOPPER),
 }
 

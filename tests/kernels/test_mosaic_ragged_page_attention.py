@@ -85,7 +85,7 @@ def test_a_step_is_a_prefill_and_a_decode():
 def test_few_tokens_are_decoded():
     x = a_call(48)
     assert custom_calls(lambda x: lax.ragged_page_attention(**x), x)["mosaic_gpu_v2"] == 0
-    assert "48 tokens" in str(ejkernel.explain("ragged_page_attention", **x, target=HOPPER))
+    assert "tokens of the step: 48" in str(ejkernel.explain("ragged_page_attention", **x, target=HOPPER))
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_few_tokens_are_decoded():
         ("q is float32", {}, dict(dtype=jnp.float32)),
         ("draft_mask", {}, dict(draft_mask=jax.ShapeDtypeStruct((1, 640, 4), jnp.bool_))),
         ("k_scale", {}, dict(k_scale=jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32))),
-        ("a scale of -0.1", dict(softmax_scale=-0.1), {}),
-        ("a softcap of 200", dict(softcap=200.0), {}),
-        ("a step of 48 tokens", {}, dict(tokens=48)),
-        ("40 queries × heads", {}, dict(tokens=100, sequences=10)),
+        ("softmax_scale is -0.1", dict(softmax_scale=-0.1), {}),
+        ("softcap is 200", dict(softcap=200.0), {}),
+        ("tokens of the step: 48", {}, dict(tokens=48)),
+        ("in an average sequence: 40", {}, dict(tokens=100, sequences=10)),
         ("has not run on a GPU", dict(window=300), {}),
         ("has not run on a GPU", {}, dict(sinks=jax.ShapeDtypeStruct((1, 8, 1), jnp.float32))),
     ],

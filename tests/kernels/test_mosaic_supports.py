@@ -62,21 +62,21 @@ REFUSED = {
     "head dim": (dict(q=jax.ShapeDtypeStruct((2, 128, 4, 84), q.dtype)), "a head dim of 84"),
     "small head dim": (dict(v=jax.ShapeDtypeStruct((2, 128, 4, 8), q.dtype)), "a head dim of 8"),
     "large head dim": (dict(v=jax.ShapeDtypeStruct((2, 128, 4, 264), q.dtype)), "a head dim of 264"),
-    "queries": (dict(q=jax.ShapeDtypeStruct((2, 1, 4, 64), q.dtype)), "1 queries"),
+    "queries": (dict(q=jax.ShapeDtypeStruct((2, 1, 4, 64), q.dtype)), "q has a length of 1"),
     "bias": (dict(bias=jax.ShapeDtypeStruct((1, 1, 128, 128), q.dtype)), "bias"),
-    "negative scale": (dict(spec=FlashAttentionSpec(softmax_scale=-1.0)), "scale of -1"),
+    "negative scale": (dict(spec=FlashAttentionSpec(softmax_scale=-1.0)), "softmax_scale is -1"),
     "sequences of few queries": (
         dict(
             k=jax.ShapeDtypeStruct((2, 900, 4, 64), q.dtype),
             cu_seqlens_q=jax.ShapeDtypeStruct((1, 5), jnp.int32),
         ),
-        "4 sequences share 128 queries",
+        "4 sequences in 128 queries",
     ),
     "hidden first keys": (
         dict(q=jax.ShapeDtypeStruct((2, 64, 4, 64), q.dtype), window=(9, 0)),
-        "some keys are seen by no query",
+        "some keys are masked for every query",
     ),
-    "hidden last keys": (dict(window=(None, -1)), "some keys are seen by no query"),
+    "hidden last keys": (dict(window=(None, -1)), "some keys are masked for every query"),
 }
 
 
@@ -93,8 +93,8 @@ def test_few_keys_are_left_to_smaller_blocks():
     few, many = (jax.ShapeDtypeStruct((2, n, 4, 64), jnp.bfloat16) for n in (LEAST_KEYS - 1, 4 * LEAST_KEYS))
     narrow = FlashAttentionSpec(causal=True, window=(127, None))
     for f in (flash_attention, flash_attention_jvp, flash_attention_bwd):
-        assert "a query sees 255 keys" in f.supports(FlashAttentionSpec(), Operands(few, few, few), HOPPER)
-        assert "a query sees 128 keys" in f.supports(narrow, Operands(many, many, many), HOPPER)
+        assert "query sees: at most 255;" in f.supports(FlashAttentionSpec(), Operands(few, few, few), HOPPER)
+        assert "query sees: at most 128;" in f.supports(narrow, Operands(many, many, many), HOPPER)
         assert f.supports(FlashAttentionSpec(), Operands(many, many, many), HOPPER) is None
 
 

@@ -1,4 +1,4 @@
-"""The one way from JAX into a Triton kernel.
+"""The launch of Triton kernels from JAX, which all of them use.
 
 Arrays of JAX are dense and their shapes are known when a program is traced, so kernels take pointers and compile-time
 constants alone: shapes and strides are part of a constant, and an operand that is absent is None.
@@ -59,14 +59,14 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
 
 
 def backend_options(platform: str, capability: int | None) -> dict[str, Any]:
-    """What Triton is told of every kernel for a compute capability."""
+    """The options of Triton's compiler for a compute capability, the same for every kernel."""
     if platform != "cuda":
         return BACKEND_OPTIONS
     return BACKEND_OPTIONS | {"ptx_version": PTX_VERSIONS.get(capability, PTX_VERSION)}
 
 
 def refuses(name: str, config: KernelConfig) -> str | None:
-    """What any kernel has against a config, or None: a matrix unit needs blocks of a power of two of at least 16."""
+    """Why no kernel can run with a config, or None: tensor cores need blocks of a power of two of at least 16."""
     del name
     for block in ("block_q", "block_k", "block_d"):
         if (size := getattr(config, block)) < 16 or size & (size - 1):
@@ -81,7 +81,7 @@ def refusal(target: Target) -> str | None:
     if target.platform not in ("cuda", "rocm"):
         return f"Triton runs on cuda and rocm, not on {target.platform}"
     if target.platform == "rocm" and target.device_kind is None:
-        return "jax-triton compiles for rocm only where such a GPU is"
+        return "jax-triton compiles for rocm only on a machine with an AMD GPU"
     if target.platform == "cuda" and (target.compute_capability or 0) < 80:
         return f"Triton's kernels need compute capability 8.0, not {target.capability}"
     try:
@@ -98,10 +98,10 @@ def refusal(target: Target) -> str | None:
 def jax_triton() -> Any:
     """The module; an ImportError where it is not installed or too old.
 
-    As it is imported, be it by a user and before Triton, jax-triton 0.4 asks Triton for the number of a tensor-map type
-    that 3.6 does not name and nothing here uses; without the name it takes the whole CUDA backend for missing. That is
-    put into place here. Of a descriptor it then wants to be told whether it is for images, which 3.6 does not tell.
-    From 3.7 on nothing is missing, and nothing is changed.
+    While it is imported, jax-triton 0.4 looks up a tensor-map type that Triton 3.6 does not have, and nothing here
+    uses; without it, it treats the whole CUDA backend as missing. So the name is added to Triton before the import. It
+    also reads from a descriptor whether it is for images, which Triton 3.6 does not say, and which is added too. Triton
+    3.7 and later have both, and nothing is changed.
     """
     module = importlib.import_module("jax_triton")
     if tuple(map(int, module.__version__.split(".")[:2])) < (0, 4):
@@ -118,7 +118,7 @@ def jax_triton() -> Any:
 
 
 def _has_backend(library: ModuleType, platform: str) -> bool:
-    """Whether jax-triton found Triton's compiler for a platform; it has stubs in the place of what it did not find."""
+    """Whether jax-triton found Triton's compiler for a platform; it installs stubs where it did not."""
     return isinstance(getattr(library, {"cuda": "cb", "rocm": "hb"}[platform]), ModuleType)
 
 
@@ -146,7 +146,7 @@ def shared_memory_limit(target: Target) -> int:
 
 
 def limit_of_environment() -> int | None:
-    """Bytes that a program may use by `EJKERNEL_TRITON_SMEM_LIMIT`; None where that is not set.
+    """The limit of bytes per program set by `EJKERNEL_TRITON_SMEM_LIMIT`, or None.
 
     Raises:
         ValueError: it is no positive number.
@@ -171,9 +171,9 @@ def memory_refusal(needed: int, target: Target) -> str | None:
 
 
 def excess(package: str, name: str, operands: Any, config: KernelConfig) -> str | None:
-    """What a kernel of a package has against a config for these operands where the environment sets a limit, or None.
+    """Why a config exceeds the limit that the environment sets on shared memory, for these operands, or None.
 
-    A config of the heuristics is within it. One that a user gives is refused, and one that is stored passed over.
+    Configs of the heuristics respect the limit. One given by a user is refused, a stored one is skipped.
     """
     if (limit := limit_of_environment()) is None:
         return None
@@ -191,15 +191,15 @@ def has_descriptors() -> bool:
 
 
 def is_rocm() -> bool:
-    """Whether what is traced is for a GPU of AMD."""
+    """Whether the program being traced is for an AMD GPU."""
     return gpu_target().platform == "rocm"
 
 
 def multiprocessors() -> int:
-    """Of the CUDA device that what is traced is for."""
+    """The number of multiprocessors of the CUDA device that the program being traced is for."""
     return gpu_target().core_count
 
 
 def compute_capability() -> int:
-    """Of the CUDA device that what is traced is for; on ROCm, where Triton does not ask for it, that of the default."""
+    """That of the CUDA device the program being traced is for; on ROCm, which ignores it, a default."""
     return gpu_target().compute_capability or DEFAULT_CUDA_CAPABILITY

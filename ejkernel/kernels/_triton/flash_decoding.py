@@ -21,14 +21,14 @@ _TAKEN = ("q", "k", "v", "sinks")
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
     if others := [name for name, x in operands._asdict().items() if x is not None and name not in _TAKEN]:
-        return f"{', '.join(others)}: the kernels of few queries take q, k, v and sinks"
+        return f"{', '.join(others)}: the decoding kernels, which split keys, take q, k, v and sinks alone"
     if spec.precision is not None:
-        return f"precision {spec.precision!r}"
+        return f"precision {spec.precision!r}: the decoding kernels compute in the dtype of q"
     if spec.window[1] is not None and not (spec.causal and spec.window[1] >= 0):
-        return "a window to the right"
+        return "a window to the right of the query: the decoding kernels mask none"
     (_, queries, heads, _), groups = operands.q.shape, operands.k.shape[2]
     if (rows := queries * (heads // max(groups, 1))) > _paged.LARGEST_DECODE_TILE:
-        return f"{rows} queries and heads share a key; the kernels of few queries take {_paged.LARGEST_DECODE_TILE}"
+        return f"{rows} queries × heads of a group; the decoding kernels take {_paged.LARGEST_DECODE_TILE}"
     return _paged.refusal(target, _shapes(operands))
 
 

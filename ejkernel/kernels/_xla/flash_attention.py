@@ -64,9 +64,9 @@ from ._softmax import (
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why these functions do not keep what the spec promises, or None."""
     if spec.batch_invariant and operands.cu_seqlens_q is not None:
-        return "where a tile of packed sequences begins depends on the sequences before"
+        return "batch_invariant: where tiles begin within a packed sequence depends on the sequences before it"
     if spec.batch_invariant and is_symbolic(operands.q):
-        return "batch elements are computed one by one, of which the number and the sizes have to be known"
+        return "batch_invariant computes batch elements one by one, which needs static sizes"
     return None
 
 

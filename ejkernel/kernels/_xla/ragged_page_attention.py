@@ -43,7 +43,7 @@ def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPag
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Everything, but a number of tokens that is not known cannot be cut into blocks of one size."""
     if spec.batch_invariant and is_symbolic(operands.q):
-        return "batch_invariant needs a number of tokens that is known"
+        return "batch_invariant needs a static number of tokens"
     return None
 
 

@@ -93,8 +93,8 @@ def multi_latent_page_attention_arguments(
             past query_start_loc[num_seqs], may hold anything.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
         k_scale: a factor of the numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
-        plan: how the work is divided, from `page_plan` of these lengths. It is checked, and left to implementations
-            that divide by it, of which there is none yet: the results are the same with and without it.
+        plan: how the work is divided, from `page_plan` of these lengths. It is checked, but no implementation uses it
+            yet: results are the same with and without it.
         draft_mask: [T, W] bool, a tree of speculated tokens, as of `ragged_page_attention`.
         indices: [T, n] integers, for each token the positions in its own sequence of the keys that it attends to, in
             any order, as `lightning_indexer` makes them. −1, and whatever the token would not see without a list (past

@@ -59,9 +59,9 @@ def ragged_page_attention_arguments(
 ]:
     """A step of serving over a paged cache: prefill, chunks of a prefill, decode and drafts, mixed as they come.
 
-    Token i of sequence n, of the q_len[n] = query_start_loc[n + 1] − query_start_loc[n] that the step has of it, stands
-    at position p = context_lens[n] − q_len[n] + i. Its key and value are in the cache already: those of position j in
-    slot j % page of page block_tables[n, j // page]. It sees the positions j ≤ p, within the window:
+    In the step sequence n has q_len[n] = query_start_loc[n + 1] − query_start_loc[n] tokens; its token i stands at
+    position p = context_lens[n] − q_len[n] + i. Its key and value are in the cache already: those of position j in slot
+    j % page of page block_tables[n, j // page]. It sees the positions j ≤ p, within the window:
 
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j

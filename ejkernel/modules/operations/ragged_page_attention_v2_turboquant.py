@@ -53,8 +53,8 @@ def ragged_page_attention_v2_turboquant_arguments(
 
     with the rotation Π and the projection S of e rows. Of a key k that `ragged_page_attention_v3_turboquant` has
     written, κ = ‖k‖, ρ = ‖r‖ and s = sign(S·r) of the residual r = Π·k / ‖k‖ − c; ⟨q, k̃⟩ then is ⟨q, k⟩ on average over
-    S. Token i of sequence n, of the q_len[n] = query_start_loc[n + 1] − query_start_loc[n] that the step has of it,
-    stands at position p = context_lens[n] − q_len[n] + i, and sees the positions j ≤ p, within the window:
+    S. In the step sequence n has q_len[n] = query_start_loc[n + 1] − query_start_loc[n] tokens; its token i stands at
+    position p = context_lens[n] − q_len[n] + i, and sees the positions j ≤ p, within the window:
 
         s_j = softmax_scale · q·k̃_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · ṽ_j

@@ -47,8 +47,8 @@ def ragged_page_attention_v3_arguments(
 ]:
     """A step of serving: the step's keys and values go into a paged cache, over which its queries then attend.
 
-    Token i of sequence n, of the q_len[n] = query_start_loc[n + 1] − query_start_loc[n] that the step has of it, stands
-    at position p = context_lens[n] − q_len[n] + i. Its key and value are written into slot p % page of page
+    In the step sequence n has q_len[n] = query_start_loc[n + 1] − query_start_loc[n] tokens; its token i stands at
+    position p = context_lens[n] − q_len[n] + i. Its key and value are written into slot p % page of page
     block_tables[n, p // page], and it sees the keys of its sequence at positions j ≤ p, within the window:
 
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)

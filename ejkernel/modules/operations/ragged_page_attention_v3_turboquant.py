@@ -71,8 +71,8 @@ def ragged_page_attention_v3_turboquant_arguments(
 
         k̃ = ‖k‖ · Πᵀ(c + √(π/2e) · ‖r‖ · Sᵀs),   ṽ = ‖v‖ · Πᵀc
 
-    and ⟨q, k̃⟩ is ⟨q, k⟩ on average over S. Token i of sequence n, of the q_len[n] = query_start_loc[n + 1] −
-    query_start_loc[n] that the step has of it, stands at position p = context_lens[n] − q_len[n] + i. Its key and value
+    and ⟨q, k̃⟩ is ⟨q, k⟩ on average over S. In the step sequence n has q_len[n] = query_start_loc[n + 1] −
+    query_start_loc[n] tokens; its token i stands at position p = context_lens[n] − q_len[n] + i. Its key and value
     are written into slot p % page of page block_tables[n, p // page], and it sees the keys of its sequence at positions
     j ≤ p, its own too as it was written, within the window:
 

@@ -53,7 +53,7 @@ class ConfigCache:
             _retrace_what_is_jitted()
 
     def answered_by_another(self, key: str) -> None:
-        """Notes that `key` was asked for here in vain, and that a program was made with what something else chose.
+        """Notes that this cache had no config for `key`, and that a program was traced with one chosen elsewhere.
 
         Without this note `put` would have to discard every jitted program whenever a config is first measured.
         """
@@ -99,5 +99,5 @@ def overlays() -> tuple[ConfigCache, ...]:
 
 
 def autotune_override() -> bool | None:
-    """What `policy_override` says, None outside of it."""
+    """The value of the innermost `policy_override`, None outside of one."""
     return _autotune_override.value

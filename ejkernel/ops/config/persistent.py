@@ -35,9 +35,9 @@ class PersistentCache:
         return _unpacked(file, file.read().get(key), cls)
 
     def outdated(self, key: str, device: str | None = None, cls: type | None = None) -> Any | None:
-        """The config that was measured last for the call of `key`, with another source or other versions than now.
+        """The config that was last measured for this call with another source or other versions, or None.
 
-        It is worth trying first, and no more: None if there is none.
+        It is only a good first candidate: it is not used without being measured again.
         """
         file, call = self._file(device), call_of(key)
         entries = [entry for other, entry in file.read().items() if other != key and call_of(other) == call]
@@ -65,7 +65,7 @@ class PersistentCache:
         return [s for s in spent if isinstance(s, int | float)] if isinstance(spent, list) else []
 
     def put_budget_spent(self, key: str, seconds: float, device: str | None = None) -> None:
-        """Adds a search to `budgets_spent`, in a file beside that of the configs: it found none."""
+        """Records a search that found no config within its budget, in a file beside that of the configs."""
         spent = [*self.budgets_spent(key, device), seconds]
         self._file(device, "searches").write({key: {"budgets_spent": spent}})
 
@@ -81,7 +81,7 @@ class PersistentCache:
 
 
 def entry_of(config: Any, tried: tuple[int, int] | None = None) -> dict[str, Any]:
-    """What a file keeps of a config that was measured now: itself, and when and with which commit that was.
+    """The entry of a config that was measured now: the config, the date and the commit.
 
     Raises:
         TypeError: the config cannot be stored.

@@ -2,13 +2,13 @@
 
     override → overlay → cache → persistent → tables → autotune → heuristics
 
-The first that has an answer gives it. What was measured is kept, in memory and on disk; what heuristics chose never is.
-Where a call has to wait for the measuring, `EJKERNEL_AUTOTUNE_BUDGET_S` bounds that (0: nothing is measured); the
-forward and the backward of a gradient are two calls. The best of those that were timed is kept then too, and its entry
-on disk says how many were tried: it serves as it is, until `ejkernel tune` or `autotune_recorded`, which take their
-time, put that of all in its place. Where there was no time to compare two, heuristics choose and no config is stored.
-A second process, which finds on disk what the first one lowered, may get further; where it does not, the budget is too
-short on this machine, and heuristics choose without a search from then on.
+The first level that has a config decides. Measured configs are kept in memory and on disk; those of heuristics never
+are. `EJKERNEL_AUTOTUNE_BUDGET_S` bounds the seconds that a call may wait for its measuring (0: nothing is measured);
+the forward and the backward of a gradient are two calls. When the budget ends, the best config timed so far is stored,
+with the number of configs that were tried: it is used until `ejkernel tune` or `autotune_recorded`, which have no
+budget, replace it. If there was no time to compare two configs, heuristics choose and nothing is stored. A second
+process, which finds the lowered kernels of the first one on disk, may get further; if it does not, the budget is too
+short for this machine, and heuristics choose without a search from then on.
 """
 
 import math
@@ -178,9 +178,9 @@ class ConfigSelectorChain(Generic[Cfg]):
         return None
 
     def outdated(self, kernel: Kernel[Cfg, Any], inv: Invocation, key: str, space: Sequence[Cfg]) -> Cfg | None:
-        """A config of the space that was measured for `inv` with another source or other versions, None if none is.
+        """A config of the space that was measured for `inv` with another source or other versions, or None.
 
-        It is worth measuring first. Whether it still is the best nobody knows, so it does not serve without that.
+        It is measured first; it may not be the best any more, so it is never used without that.
         """
         for store in (*filter(None, [self.persistent]), *self.tables):
             config = store.outdated(key, inv.device_fingerprint, kernel.config_class)

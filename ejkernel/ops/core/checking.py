@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Largest error that a choice of blocks may make, relative to the largest entry of the result: what remains is rounding,
-# of products too (in TF32 for float32), and not a tile that was left out or read too early.
+# The largest error, relative to the largest entry of a result, that rounding may cause (of products, too: in TF32 for
+# float32); a tile that was left out, or read too early, causes a larger one.
 _TOLERANCE = {
     "float64": 1e-8,
     "complex128": 1e-8,
@@ -20,7 +20,7 @@ _TOLERANCE_OF_NARROWER = 0.25
 
 
 def disagreement(result: Any, reference: Any) -> str | None:
-    """How a result departs from the reference by more than rounding; None if it does not.
+    """How a result differs from the reference by more than rounding, or None.
 
     Entries that are not finite have to be equal, and so have integers and booleans.
     """

@@ -40,7 +40,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @functools.cached_property
     def examined(self) -> Any:
-        """What the kernel finds out of the call once, for whatever it is asked of it: see `Kernel.examine`."""
+        """The result of `Kernel.examine`, computed once for each call."""
         return self.kernel.examine(self)
 
     @property
@@ -105,7 +105,7 @@ class Kernel(Generic[Cfg, Out]):
         return [self.heuristic_cfg(inv)]
 
     def examine(self, inv: Invocation[Cfg, Out]) -> Any:
-        """What `inv.examined` is; by default nothing."""
+        """What the kernel derives from a call once, kept as `inv.examined`; by default None."""
         del inv
 
     def synthetic_inputs(self, inv: Invocation[Cfg, Out]) -> tuple[tuple, dict[str, Any]]:
@@ -116,14 +116,14 @@ class Kernel(Generic[Cfg, Out]):
         return random_like((inv.args, inv.kwargs))
 
     def repeats(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> bool:
-        """Whether `inv` with `cfg` has the same bits in every run; one that ought to and has not is never chosen."""
+        """Whether results of `inv` with `cfg` repeat bit for bit; then a config that differs is rejected."""
         del inv, cfg
         return True
 
     def cost(self, inv: Invocation[Cfg, Out]) -> tuple[float, float] | None:
-        """(operations, bytes moved) that no config of `inv` does without, None if that is not known.
+        """(operations, bytes moved) that every config of `inv` needs at least, None if unknown.
 
-        With the ceilings of the device (`ejkernel.callib`) they tell the tuner where there is nothing left to gain.
+        With the ceilings of the device (`ejkernel.callib`) they bound the time, so that the tuner knows when to stop.
         """
         del inv
         return None
@@ -146,11 +146,11 @@ class Kernel(Generic[Cfg, Out]):
         return cfg
 
     def checked_for(self, cfg: Any, inv: Invocation) -> Cfg:
-        """`checked_config`, and what else a built-in kernel has against the config for this one call."""
+        """`checked_config`, and the checks of a built-in kernel that depend on the call."""
         return self.checked_config(cfg)
 
     def heuristic_on(self, platform: str, args: tuple, kwargs: dict[str, Any]) -> Cfg:
-        """The heuristic config of a call on a platform of JAX, whatever device there is."""
+        """The heuristic config of a call for a platform of JAX, independent of the devices of this process."""
         return self.heuristic_cfg(Invocation(self, abstract(args), abstract(kwargs), target=Target(platform)))
 
     @property
@@ -164,9 +164,9 @@ class Kernel(Generic[Cfg, Out]):
         return _declared_config_class(type(self))
 
     def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Invocation, Callable[[Any], Out]]:
-        """The invocation that a config is chosen for, and what makes the call's result of that of `bind`.
+        """The invocation that a config is chosen for, and a function from the result of `bind` to that of the call.
 
-        A kernel that is called under other arguments than those it is bound with translates them here.
+        A kernel whose primitive takes other arguments than its call translates them here.
         """
         return Invocation(self, args, kwargs), lambda result: result
 

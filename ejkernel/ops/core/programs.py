@@ -1,4 +1,4 @@
-"""A call with each of several configs as a compiled program, made in threads within the time that there is."""
+"""Compiles a call with each of several configs, in threads and within a deadline."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ def lowered(kernel: Kernel, inv: Invocation, config: Any) -> jax.stages.Lowered:
 
 
 class KernelNotKept(EjkernelRuntimeError):
-    """A kernel is not on disk as it is lowered, and was not to be lowered anew."""
+    """A lowered kernel is not on disk, and lowering it was not allowed."""
 
 
 _lowering = threading.local()
@@ -61,7 +61,7 @@ _lowering = threading.local()
 
 @contextlib.contextmanager
 def kept_kernels_only() -> Iterator[None]:
-    """Within it, to lower a kernel of those that are kept on disk, which is not there, raises KernelNotKept."""
+    """A context in which lowering a kernel that is not on disk raises KernelNotKept."""
     _lowering.kept_only = True
     try:
         yield
@@ -133,7 +133,7 @@ class _Batch:
         lowerers.shutdown(wait=False)
 
     def ready(self) -> Iterator[tuple[Any, Future]]:
-        """The configs whose program is there, or its error; the later ones as they come."""
+        """Yields the configs whose program, or error, is ready, and the others as they become ready."""
         wait(self._programs.values(), self._until.timeout())
         self._given_up.set()
         needed = [self._programs[self._first]] if self._first is not None else []
@@ -179,7 +179,7 @@ class _Batch:
     def _lower_next(self, config: Any) -> bool:
         """Lowers a config and has it compiled, if there is time; False where it has to be on disk, and is not."""
         try:
-            # The next takes about as long as the last.
+            # Lowering the next one is assumed to take as long as the last.
             if self._given_up.is_set() or self._seconds_of_the_last > self._until.seconds_left:
                 raise CancelledError
             began = monotonic()
@@ -207,7 +207,7 @@ class _Batch:
 
 
 def _in_the_contexts_of_this_thread() -> Callable[[Callable[[], Any]], Any]:
-    """What runs some work, in another thread, in the contexts of this one that decide what is computed and where."""
+    """A function that runs work in another thread, in those contexts of this thread that affect what is computed."""
     contexts = (
         (jax.enable_x64, jax.config.jax_enable_x64),
         (jax.default_matmul_precision, jax.config.jax_default_matmul_precision),

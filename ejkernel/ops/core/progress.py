@@ -5,7 +5,7 @@ import sys
 import threading
 from typing import Any
 
-# Of what is done sooner nothing is told.
+# Measuring that takes less time than this prints nothing.
 QUIET_SECONDS = 0.5
 
 

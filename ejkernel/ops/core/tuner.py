@@ -39,12 +39,12 @@ from .types import Cfg
 
 # A candidate whose first batch is slower than the best by this factor is not timed further.
 _HOPELESS = 1.5
-# Those that come this near to the best are timed again, interleaved, so that all share what the device's clock does.
-# Those that then are still as near as the second are timed once more.
+# Configs within the first factor of the best are timed again, interleaved, so that changes of the clock affect all
+# alike; those that are still within the second are timed once more.
 _NEAR = (1.5, 1.1)
 # A batch of these lasts longer, so that a difference of one in a hundred is seen.
 _SECONDS_OF_A_BATCH = 2e-2
-# What takes at most this much of the least time that its work can take is not improved upon.
+# A search ends at a config that takes at most this multiple of the time at the ceilings of the device.
 _AT_THE_ROOFLINE = 1.03
 
 _measuring = threading.Lock()
@@ -52,7 +52,7 @@ _measuring = threading.Lock()
 
 @dataclass(frozen=True)
 class Measured(Generic[Cfg]):
-    """What came of measuring a call.
+    """The result of measuring a call.
 
     Attributes:
         times: milliseconds of the configs that compute the right numbers, in the order in which they were measured.
@@ -265,7 +265,7 @@ def by_priority(configs: Sequence) -> list:
 
 
 def _roofline(kernel: Kernel, inv: Invocation) -> float:
-    """Milliseconds that the work takes at the ceilings of the device; 0 where kernel or device do not tell."""
+    """Milliseconds that the work takes at the ceilings of the device; 0 where these or the work are unknown."""
     cost, ceilings = kernel.cost(inv), known_ceilings(inv.target.device_kind)
     if cost is None or ceilings is None:
         return 0.0

@@ -64,7 +64,7 @@ class Call:
         return implementation(self.kernel, platform)[1](*args, cfg=config, **kwargs)
 
     def config_on(self, platform: str, config: Any, arrays: Arrays) -> Any:
-        """The config; if it was chosen for another platform than this, what heuristics choose for this one."""
+        """The config, or that of heuristics for this platform if the config was chosen for another one."""
         if self.target is None or self.target.platform == platform:
             return config
         return self.kernel.heuristic_on(platform, *self.arguments(arrays))
@@ -79,7 +79,7 @@ class Call:
 
 
 def implementation(kernel: Any, platform: str | None) -> tuple[str, Callable]:
-    """(its name, the method) of what runs on a platform; with None, of what gives the shapes and the derivatives."""
+    """(name, method) that runs on a platform; with None, the method that defines shapes and derivatives."""
     for name in (*_WRITTEN_FOR.get(platform, ()), "xla"):
         if (method := getattr(kernel, f"run_{name}")) is not None:
             return name, method

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 def forward_autotune_only() -> Iterator[None]:
     """Within this context the config of an operation is chosen by the time of its forward alone.
 
-    So it is everywhere in this library: a forward is measured for itself, and a backward where a gradient is asked for.
-    The context is here for programs that ask for it, and changes nothing.
+    This library always does so: a forward is measured by itself, and a backward where a gradient is asked for. The
+    context exists for programs written for it, and changes nothing.
     """
     yield

@@ -11,7 +11,7 @@ _PLATFORM_OF_KIND = {"gpu": Platform.TRITON, "tpu": Platform.PALLAS}
 
 
 def local_target() -> Target:
-    """The target of what is traced here and now.
+    """The target of the program being traced.
 
     It is the device of the mesh in use, which may be abstract (a program for a TPU that is traced on a host without
     one), else the device that `device_target` gives.

@@ -49,7 +49,7 @@ def key_of(kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: 
 
 
 def call_of(key: str) -> str:
-    """Of a key the operation, its operands and options, and the device: without the source and the versions."""
+    """The part of a key without source and versions: operation, operands, options and device."""
     return key.rsplit("|", 2)[0]
 
 
@@ -67,7 +67,7 @@ def structure_fingerprint(tree: Any) -> str:
 
 
 class _Array(NamedTuple):
-    """What of an array belongs to a key."""
+    """The properties of an array that are part of a key."""
 
     shape: tuple
     dtype: Any

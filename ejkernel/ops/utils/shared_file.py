@@ -21,7 +21,7 @@ from typing import Any
 LOCK_TIMEOUT_S = 5.0
 """How long a writer waits for the lock of a file: others hold it for as long as it takes to write one."""
 _LOCK_POLL_S = 2e-3
-# Arrays and objects within one another; a config has a few. Python's own limit is found by a RecursionError.
+# The deepest nesting of arrays and objects; a config has a few. Python's own limit raises a RecursionError.
 _DEEPEST = 50
 # Digits of an integer; Python reads none of more than 4300.
 _LONGEST = 100

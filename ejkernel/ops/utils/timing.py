@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 _SECONDS_OF_A_BATCH = 5e-3
-# A batch has no more calls than of one that takes so long: their queue is short.
+# A batch has no more calls than a call of this duration would give it, so that the queue stays short.
 _SECONDS_OF_THE_SHORTEST_CALL = 1e-4
 
 
@@ -35,8 +35,7 @@ def batches(
 def _seconds(fn: Callable[[], Any], calls: int) -> float:
     """Of calls that the device runs one after the other.
 
-    Of their results only the last is kept: many, each in memory of its own, would make other demands on the caches than
-    a program does.
+    Only the last result is kept: many results, each in its own memory, would use the caches differently than a program.
     """
     start = time.perf_counter()
     for _ in range(calls):

@@ -1,8 +1,8 @@
-"""Whether the installed JAX has what the kernels touch of Mosaic GPU beside its public names.
+"""Whether the installed JAX still has the private parts of Mosaic GPU that the kernels use.
 
-Where JAX has moved it, the kernels leave a call to Triton and say why, in the place of an error while they are traced.
-It is looked for in the text of JAX: to import Pallas takes half a second, and a program that holds a kernel from a
-cache does not need it.
+Where JAX has moved one, `supports` says so and a call goes to Triton, instead of failing while the kernel is traced.
+The check searches the source text of JAX: importing Pallas takes half a second, and a program that loads its kernels
+from a cache does not need it.
 """
 
 import functools
@@ -26,12 +26,12 @@ _USED = {
     "experimental/mosaic/gpu/utils.py": ("def memref_ptr",),
     "experimental/pallas/mosaic_gpu.py": ("inline_mgpu", "RefType", "Layout"),
 }
-"""By file, what `_inline` uses. Seen on jax 0.10.2, 0.11.2 and 0.12.0.1."""
+"""The names that `_inline` uses, by file. Seen on jax 0.10.2, 0.11.2 and 0.12.0.1."""
 
 
 @functools.cache
 def moved(folder: Path = _FOLDER) -> str | None:
-    """What the installed JAX lacks of what the kernels are built on, or None."""
+    """A sentence on the first name that the installed JAX lacks, or None if it has all of them."""
     for name, used in _USED.items():
         file = folder / name
         text = file.read_text(encoding="utf-8") if file.exists() else ""

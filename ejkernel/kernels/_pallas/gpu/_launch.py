@@ -1,6 +1,6 @@
-"""What the kernels are built from: how they are launched, what their warpgroups share, and how these wait for another.
+"""The pieces that the kernels are built from: the launch, tiles in shared memory, broadcasts, and named barriers.
 
-A block of threads is a few warpgroups, of which the last loads tiles from device memory and the others compute on them.
+The last warpgroup of a thread block is the producer, which loads tiles from device memory; the others are consumers.
 """
 
 import inspect
@@ -45,7 +45,7 @@ __all__ = [
     "whole_eights",
 ]
 
-# Of the 16 named barriers Mosaic GPU uses those below this.
+# Mosaic GPU itself uses the named barriers below this one, of 16.
 FIRST_BARRIER = 4
 
 
@@ -53,10 +53,10 @@ def launch(
     kernel: Callable, name: str, operands: tuple, out_type: Any, blocks: int, warpgroups: int, scratch: dict,
     reduction_bytes: int = 0,
 ):  # fmt: skip
-    """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` blocks of so many warpgroups.
+    """Runs `kernel(*operand refs, *output refs, **scratch refs)` in `blocks` thread blocks of `warpgroups` each.
 
-    An operand may be a tree of arrays, and is one of refs then. `reduction_bytes` of shared memory are for maxima and
-    sums over the rows of a tile, which several warps have.
+    An operand may be a tree of arrays, which the kernel gets as a tree of refs. `reduction_bytes` of shared memory are
+    for maxima and sums of rows that are spread over several warps.
     """
     ask_ptxas_once()
     arrays, tree = jax.tree.flatten(operands)
@@ -85,7 +85,7 @@ def launch(
 
 
 def shared(shape: tuple[int, ...], dtype: Any, widest: int = 128):
-    """A tile in shared memory, swizzled as wgmma and the tensor memory accelerator want it.
+    """A tile in shared memory, in the swizzle that wgmma and TMA read and write.
 
     The swizzle is the widest that divides a row, of `widest` bytes at most. A second operand of `rows` rows, which the
     product sums over, takes a swizzle of as many numbers at most.
@@ -97,7 +97,7 @@ def shared(shape: tuple[int, ...], dtype: Any, widest: int = 128):
 
 
 def whole_eights(x: Array) -> Array:
-    """[b, n, …] with zeros after the end up to a multiple of 8 rows, which the tensor memory accelerator counts in."""
+    """[b, n, …] with zeros after the end up to a multiple of 8 rows, the granularity of TMA tiles."""
     if x.shape[1] % 8 == 0:
         return x
     return jnp.pad(x, [(0, -x.shape[1] % 8 if axis == 1 else 0) for axis in range(x.ndim)])
@@ -127,12 +127,12 @@ def broadcast_columns(columns: Array, like: Array) -> Array:
 
 
 def times_rows(tile: Array, factors: Array) -> Array:
-    """A tile times a factor for each row; a warp passes over it where all its factors are 1."""
+    """A tile times a factor for each row; a warp skips the product where all of its factors are 1."""
     return lax.cond(in_warp(factors != 1, PER_ROW), lambda: tile * broadcast_rows(factors, tile), lambda: tile)
 
 
 def load_vector(ref, layout, optimized: bool = True) -> Array:
-    """A vector from shared memory in a layout; not `optimized`, from device memory."""
+    """Loads a vector in a layout: from shared memory, or from device memory if not `optimized`."""
     wants_index = inspect.signature(plgpu.load).parameters.get("idx")  # in jax 0.10
     index = ((),) if wants_index is not None and wants_index.default is wants_index.empty else ()
     return plgpu.load(ref, *index, layout=layout, optimized=optimized)
@@ -146,10 +146,10 @@ def stage_of(step: Array, stages: int) -> Array:
 
 
 def arrive(barrier: int | Array, warpgroups: int) -> None:
-    """Counts this warpgroup in, and goes on."""
+    """Arrives at a named barrier without waiting: `bar.arrive`."""
     named_barrier("arrive", barrier, warpgroups)
 
 
 def sync(barrier: int | Array, warpgroups: int) -> None:
-    """Waits until `warpgroups` have come to the barrier, this one among them."""
+    """Arrives at a named barrier and waits until `warpgroups` warpgroups have: `bar.sync`."""
     named_barrier("sync", barrier, warpgroups)

@@ -1,4 +1,4 @@
-"""flash_mla on Hopper GPUs: XLA expands the latents, and Mosaic GPU's kernels of flash_attention attend."""
+"""flash_mla on Hopper GPUs: XLA expands the latents to keys and values, which the kernels of flash_attention take."""
 
 from ejkernel.kernels._flash_mla import Kernels, register
 from ejkernel.types import Backend, Platform

@@ -22,7 +22,7 @@ from . import _paged
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
     if operands.indices is not None:
-        return "lists of keys; the kernel copies whole pages, of keys that follow one another"
+        return "indices: the kernel copies whole pages of consecutive keys, not keys by a list"
     q, pages, latent = _call(operands)
     return _paged.ragged_refusal(spec, target, operands, q, pages, (operands.k_scale,), latent)
 

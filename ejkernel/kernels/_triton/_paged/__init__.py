@@ -1,6 +1,6 @@
-"""Attention over a cache in Triton, in pages or dense: what its kernels take, and how their work is divided.
+"""Attention over a paged or dense cache in Triton: supported calls, tile sizes, and the number of splits.
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 import math
@@ -16,13 +16,13 @@ from ejkernel.types.target import DEFAULT_CORE_COUNT
 Config = TypeVar("Config", bound=OperationConfig)
 
 SMALLEST_TILE, LARGEST_DECODE_TILE, LARGEST_WIDTH, MOST_HEADS = 16, 64, 256, 64
-# Of the kernels of a decode, by their registers, and so that each scheduler of a multiprocessor has one.
+# Resident programs of the decoding kernels: as many as their registers allow, one for each warp scheduler.
 MOST_RESIDENT_WARPS, FEWEST_RESIDENT_WARPS = 12, 4
 # Of a program that converts keys of eight bits: e4m3 at 32 × 4096 took 93 µs with four, 114 with two on an H200.
 FEWEST_CONVERTING_WARPS = 4
-# Of keys and values in flight on a multiprocessor, with which the bandwidth is used.
+# Bytes of keys and values in flight on a multiprocessor that saturate the bandwidth.
 _SATURATING_BYTES = 100 * 1024
-# What it costs a program to begin and to end, and to merge splits by another launch, in keys read in that time.
+# The cost of the start and end of a program, and of a second launch that merges splits, in keys read in that time.
 _STARTUP_KEYS, _MERGE_KEYS = 128, 200
 # Keys of a split at least.
 LEAST_KEYS = 128
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
-# Of a decode, whose rows follow from the step: keys, warps and stages. The likeliest first.
+# (keys, warps, stages) of a decode, the likeliest first; its rows follow from the step.
 DECODE_SIZES = (
     (128, 4, 5),
     (64, 2, 5),
@@ -61,7 +61,7 @@ PREFILL_SIZES = (
 
 
 def power_of_two(n: int) -> int:
-    """The least that is at least n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -90,7 +90,7 @@ def refusal(target: Target, x: Shapes) -> str | None:
     if x.q.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"q is {x.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if x.k.dtype.name == "float8_e4m3fn" and (target.platform != "cuda" or target.compute_capability < 89):
-        return f"float8_e4m3fn is read from compute capability 8.9 on, not on {target} of {target.capability}"
+        return f"float8_e4m3fn needs compute capability 8.9; {target} has {target.capability}"
     if 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return "no tokens, heads, features or slots"
     if (width := max(x.k.shape[-1], x.v.shape[-1])) > LARGEST_WIDTH:
@@ -102,14 +102,14 @@ def refusal(target: Target, x: Shapes) -> str | None:
 
 
 def shared_memory(x: Shapes, tiles: Tiles) -> int:
-    """Bytes of the tiles of keys and values in flight, of one of each as it is multiplied, and of the queries."""
+    """Bytes of shared memory: tiles of keys and values in flight, one of each being multiplied, and the queries."""
     d, e = _width(x.k), _width(x.v)
     converted = 0 if x.k.dtype == x.q.dtype else tiles.keys * (d + e) * x.q.dtype.itemsize
     return bytes_in_flight(x, tiles) + converted + tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
 
 
 def bytes_in_flight(x: Shapes, tiles: Tiles) -> int:
-    """Those of the tiles of keys and values that the pipeline of a program has buffers for.
+    """Bytes of keys and values that the pipeline of a program has in flight.
 
     Where a tile has several pages every other stage is for their numbers, and holds no keys; products of warpgroups,
     which have 64 rows, keep one more.
@@ -161,7 +161,7 @@ def choices(spec: CacheSpec, target: Target, x: Shapes, keys: int) -> list[tuple
 
 
 def _resident(x: Shapes, tiles: Tiles, limit: int) -> int:
-    """Programs that a multiprocessor has at once."""
+    """Programs that are resident on a multiprocessor at once."""
     return min(MOST_RESIDENT_WARPS // tiles.warps, max(1, limit // shared_memory(x, tiles)))
 
 
@@ -175,10 +175,10 @@ def _splits(spec: CacheSpec, in_tiles: int, tiles: Tiles, most: int) -> Sequence
 
 
 def _time(programs: int, keys: int, resident: int, saturating: float, cores: int) -> float:
-    """Of programs with so many keys each, in keys that a multiprocessor reads at its share of the bandwidth.
+    """The modelled time of programs with so many keys each, in units of a key read at full bandwidth.
 
-    It has `resident` programs at once, in waves of which the last has fewer; fewer than `saturating` do not use all of
-    the bandwidth. To begin and to end takes a wave about as long as some keys.
+    A multiprocessor runs waves of `resident` programs, the last of which has fewer; fewer than `saturating` programs
+    do not use the whole bandwidth. The start and end of a wave cost a fixed number of keys.
     """
     waves, rest = divmod(programs, resident * cores)
     time = waves * resident * max(1, saturating / resident) * keys

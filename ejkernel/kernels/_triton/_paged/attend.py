@@ -1,8 +1,8 @@
-"""One tile of keys and values of a cache in pages: which slots it has, their logits, and the softmax with them.
+"""One tile of keys and values of a paged cache: addresses of its slots, logits, and the online softmax.
 
 Keys and values of eight bits are read in pairs of features, whose first and second become two tiles in float16: so a
-tile of values is transposed by the hardware, in sixteen bits, and conversions are few instructions. q is in units of a
-power of two of its row, such that float16 holds it.
+tile of values is transposed by the hardware in sixteen bits, and conversions take few instructions. q is scaled by a
+power of two for each row, so that it fits float16.
 """
 
 import triton
@@ -18,13 +18,13 @@ def attend_tile(
     problem: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax so far, with the keys of one tile; without MASKED all tokens see all of them."""
+    """Updates the online softmax with the keys of one tile; without MASKED every token sees all of them."""
     k_strides: tl.constexpr = problem.k
     v_strides: tl.constexpr = problem.v
     k_scale_strides: tl.constexpr = problem.k_scale
     v_scale_strides: tl.constexpr = problem.v_scale
     position = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    # A slot that is not visible is not read: the nearest that is stands in its place.
+    # A slot that is not visible is not read: the nearest visible one is read instead.
     held = tl.minimum(tl.maximum(position, low), high - 1) if MASKED else position
     page, slot = page_and_slot(block_tables, batch, sequence, tile, held, problem, BLOCK_K)
     row_of_k, row_of_v = row_at(k_strides, batch, page, slot, group), row_at(v_strides, batch, page, slot, group)
@@ -103,7 +103,7 @@ def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr):
 
 @triton.jit
 def power_of_two(x):
-    """The greatest at most x, in float32's normal range, and one over it."""
+    """The greatest power of two that is at most x, in float32's normal range, and its reciprocal."""
     bits = x.to(tl.int32, bitcast=True) & 0x7F800000
     bits = tl.minimum(tl.maximum(bits, 0x00800000), 0x7E800000)
     return bits.to(tl.float32, bitcast=True), (0x7F000000 - bits).to(tl.float32, bitcast=True)
@@ -111,7 +111,7 @@ def power_of_two(x):
 
 @triton.jit
 def page_and_slot(block_tables, batch, sequence, tile, position, problem: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the keys of a tile are; a page that is not in the pool is the nearest one that is."""
+    """The page and slot of the keys of a tile; a page number outside of the pool is clamped to it."""
     if block_tables is None:
         return sequence, position
     else:
@@ -126,14 +126,14 @@ def page_and_slot(block_tables, batch, sequence, tile, position, problem: tl.con
 
 @triton.jit
 def row_at(strides: tl.constexpr, batch, page, slot, group):
-    """Which row of an array [batch, page, slot, group] is that of these."""
+    """The row index of (batch, page, slot, group) in an array with these axes."""
     of_page = tl.cast(page, tl.int64) * strides.page + batch.to(tl.int64) * strides.batch + group * strides.group
     return of_page + slot * strides.slot
 
 
 @triton.jit
 def scales_at(scales, strides: tl.constexpr, batch, page, slot, group):
-    """The factors of a tile of keys or values; None where they are not of its slots."""
+    """The scales of a tile of keys or values; None if they do not vary over slots."""
     if scales is None or (strides.page == 0 and strides.slot == 0):
         return
     else:

@@ -6,9 +6,9 @@ these. It reads each key and value once:
     s_j = softcap·tanh(scale·q·k_j / softcap)
     lse = log(Σ_j exp s_j + Σ_x exp sinks_x),    o = Σ_j exp(s_j − lse) v_j
 
-Of a split it leaves o and lse without the sinks. The last program of a row and key/value head to do so, by a counter,
-merges them in the order of the splits; where there are many, `merge.py` does. Slots that no token of the row sees are
-not read; what one of them does not see is masked.
+A split stores o and lse without the sinks. The program of a row and key/value head that finishes last, found by a
+counter, merges the splits in their order; if there are many, `merge.py` does. Slots that no token of the row sees are
+not read; those that some tokens do not see are masked for these.
 """
 
 import triton
@@ -137,7 +137,7 @@ def attend_keys(
     every: tl.constexpr = context_lens is None and first_keys is None and problem.left is None
     masked: tl.constexpr = not (every and not problem.causal and problem.page % BLOCK_K == 0)
     if ROWS > 64 and problem.left is None and problem.drafts == 0:
-        # Tiles in front of the first token's own key are seen whole.
+        # Tiles before the first token's own key need no causal mask.
         full = tl.maximum(tl.minimum(high, position + 1) // BLOCK_K, begin)
         if not problem.causal:
             full = tl.maximum(high // BLOCK_K, begin)
@@ -178,8 +178,8 @@ def store_split(
 
 @triton.jit
 def is_last(arrivals, slot, split, splits, group, problem: tl.constexpr):
-    """Counts this program, whose split is stored, and says whether those of all other splits are."""
+    """Increments the counter after this split was stored; whether all other splits had been stored before."""
     first = slot.to(tl.int64) - split
-    # All of the program has stored before one of its threads releases it, and loads after that acquired.
+    # All threads have stored before one of them releases the counter, and load only after it was acquired.
     tl.debug_barrier()
     return tl.atomic_add(arrivals + first * problem.G + group, 1, sem="acq_rel", scope="gpu") == splits - 1

@@ -1,4 +1,4 @@
-"""What a launch of the kernels over a cache is told at compile time: shapes, strides and what is computed."""
+"""The compile-time constants of a launch of the kernels over a cache: shapes, strides and options."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What becomes of the softmax of rows after their keys: merged from splits, with the sinks, and written as o and lse.
+"""The epilogue of rows: merges their splits, adds the sinks to the softmax, and stores o and lse.
 
 Statistics are relative to maxima in logits of base 2.
 """
@@ -67,7 +67,7 @@ def write_padding(
     o, lse, batch, place, of_token, head, starts, num_seqs,
     problem: tl.constexpr, schedule: tl.constexpr, V_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """0 and −∞ for rows of tokens that are of no sequence, the place-th of these."""
+    """Stores o = 0 and lse = −∞ for the place-th row of tokens that belong to no sequence."""
     e = tl.arange(0, V_WIDTH)
     first, last = tokens_of_sequences(starts, num_seqs, batch, problem)
     token = tl.where(place < first, place, place - first + last)

@@ -46,7 +46,7 @@ def row_of_program(unit, context_lens, starts, num_seqs, problem: tl.constexpr, 
 
 @triton.jit
 def count_of_sequences(num_seqs, batch, problem: tl.constexpr):
-    """How many sequences there are, of N at most."""
+    """The number of sequences of the step, at most N."""
     return tl.minimum(tl.maximum(tl.load(num_seqs + batch), 0), problem.N)
 
 
@@ -61,7 +61,7 @@ def tokens_of_sequences(starts, num_seqs, batch, problem: tl.constexpr):
 
 @triton.jit
 def context_of(context_lens, batch, sequence, problem: tl.constexpr):
-    """How many keys a sequence has; all of its page where nothing says."""
+    """The number of keys of a sequence: context_lens, or all slots of its page if there is none."""
     if context_lens is None:
         return tl.full([], problem.page, tl.int32)
     else:
@@ -77,7 +77,7 @@ def item_of_plan(item, plan, context_lens, starts, problem: tl.constexpr, schedu
     page, pages = tl.load(entry + 3), tl.load(entry + 4)
     slot, split, splits = tl.load(entry + 5), tl.load(entry + 6), tl.load(entry + 7)
     sequence = tl.minimum(tl.maximum(sequence, 0), problem.N - 1)
-    # What splits leave stays within its arrays, whatever a plan says.
+    # Results of splits are stored within their arrays, whatever a plan says.
     slot = tl.minimum(tl.maximum(slot, 0), 2 * schedule.items - 1)
     split = tl.minimum(tl.maximum(split, 0), slot)
     splits = tl.minimum(splits, 2 * schedule.items - slot + split)

@@ -1,6 +1,6 @@
 """The linear recurrence in Triton: chunks on tensor cores, and single tokens for decoding.
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

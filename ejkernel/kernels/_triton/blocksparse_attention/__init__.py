@@ -1,6 +1,6 @@
 """blocksparse_attention in Triton: flash attention whose loops run over lists of the tiles that a block mask keeps.
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -30,9 +30,9 @@ def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Tar
 def _reason(spec: BlocksparseAttentionSpec, operands: Operands) -> str | None:
     lengths = operands.q.shape[1], operands.k.shape[1]
     if any(block < length and block % 16 for block, length in zip(spec.block_size, lengths, strict=True)):
-        return f"blocks of {spec.block_size}, in which tiles of Triton, of at least 16, do not fit evenly"
+        return f"block_size is {spec.block_size}, which no tile of Triton divides: these are powers of two from 16 on"
     if operands.dropout is not None and operands.cu_seqlens_q is not None:
-        return "dropout over packed sequences"
+        return "dropout over packed sequences is not supported by Triton's kernels"
     return None
 
 

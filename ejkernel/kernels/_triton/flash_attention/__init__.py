@@ -1,6 +1,6 @@
 """flash_attention in Triton: the portable GPU kernels (CUDA from sm_80 on, and ROCm).
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -22,7 +22,7 @@ def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
     if operands.bias is not None and operands.cu_seqlens_q is not None:
-        return "the gradient of a bias over packed sequences"
+        return "the gradient of a bias over packed sequences is not supported by Triton's kernels"
     return _reason("flash_attention_bwd", operands, target)
 
 

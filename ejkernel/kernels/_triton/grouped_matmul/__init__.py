@@ -1,6 +1,6 @@
 """grouped_matmul in Triton: the portable GPU kernels (CUDA from sm_80 on, and ROCm).
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._grouped_matmul import scale_varies_alone
@@ -21,7 +21,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
     if lhs.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"lhs is {lhs.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if rhs.dtype.name.startswith("float8") and (target.compute_capability or 0) < 90:
-        return f"rhs is {rhs.dtype}, which Triton converts from Hopper on"
+        return f"rhs is {rhs.dtype}, which Triton converts only from compute capability 9.0 on"
     if operands.group_sizes.shape[1] > LARGEST:
         return f"{operands.group_sizes.shape[1]} groups; Triton's kernels take up to {LARGEST}"
     if 0 in lhs.shape:

@@ -1,6 +1,6 @@
 """mean_pooling in Triton: the portable GPU kernels (CUDA from sm_80 on, and ROCm).
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

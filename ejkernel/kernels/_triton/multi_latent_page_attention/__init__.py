@@ -1,6 +1,6 @@
 """multi_latent_page_attention in Triton: the absorbed form over pages, from compute capability 8.0 on, and on ROCm.
 
-What stands here imports neither Triton nor jax-triton; the kernel is imported when it is first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from jax import Array
@@ -25,7 +25,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if q.dtype.name not in ("bfloat16", "float16", "float32"):
         return f"q_latent is {q.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if pages.dtype.name == "float8_e4m3fn" and (target.platform != "cuda" or target.compute_capability < 89):
-        return f"float8_e4m3fn is read from compute capability 8.9 on, not on {target} of {target.capability}"
+        return f"float8_e4m3fn needs compute capability 8.9; {target} has {target.capability}"
     if 0 in (*q.shape, *pages.shape, *operands.block_tables.shape):
         return "no tokens, sequences, heads or slots"
     for name, limit in (("q_latent", LARGEST_LATENT), ("q_rope", LARGEST_ROPE)):

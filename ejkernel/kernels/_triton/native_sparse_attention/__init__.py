@@ -1,6 +1,6 @@
 """native_sparse_attention in Triton: the portable GPU kernels (CUDA from sm_80 on, and ROCm).
 
-What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -20,7 +20,7 @@ def supports_jvp(spec: NativeSparseAttentionSpec, operands: Operands, target: Ta
     """Why the tangent cannot run on these operands, or None."""
     features = max(operands.q.shape[3], operands.v.shape[3])
     if operands.q.dtype.name == "float32" and features > 128:
-        return f"{features} features in float32, of which the tangent would spill its registers; it takes up to 128"
+        return f"{features} features in float32; the tangent kernel takes up to 128, for with more its registers spill"
     return _reason("native_sparse_attention_jvp", operands, target)
 
 

@@ -2,7 +2,7 @@
 
 Codes are read once, and become numbers in registers: what bounds such a product is the memory that they take. With more
 rows the same codes would become numbers for each block of them; then XLA, which does it once, is left to it.
-What stands here imports neither Triton nor jax-triton; the kernel is imported when it is first needed.
+Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -26,10 +26,12 @@ def supports(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> s
     if operands.x.dtype.name not in ("bfloat16", "float16"):
         return f"x is {operands.x.dtype}; Triton's kernel takes bfloat16 and float16"
     if any(a.shape[0] != 1 for a in (operands.w, operands.scales, operands.zeros)):
-        return "weights have a batch; Triton's kernel takes one matrix for all rows"
+        return "w has a batch axis; Triton's kernel takes one matrix for all rows"
     rows = operands.x.shape[0] * operands.x.shape[1]
     if not 0 < rows <= MOST_ROWS:
-        return f"x has {rows} rows; Triton's kernel takes 1 to {MOST_ROWS}, and leaves more to a matrix that XLA makes"
+        return (
+            f"x has {rows} rows; Triton's kernel takes 1 to {MOST_ROWS}, and leaves more to XLA, which dequantises once"
+        )
     return None
 
 

@@ -1,8 +1,8 @@
-"""Inline assembly, and all that the kernels touch of Mosaic GPU beside its public names.
+"""Inline assembly, and every use that the kernels make of private parts of Mosaic GPU.
 
-A function stands here where Pallas has no operation for what it does; its docstring says what for. Registers of a
-tile are private to `FragmentedArray`, and so is how one is made of new ones (`registers.fragment`): inline assembly
-takes and gives single registers. `_internals.moved` looks whether the installed JAX has what is used here.
+Each function does something for which Pallas has no operation; its docstring says why it is needed. Inline assembly
+takes and returns single registers, but the registers of a `FragmentedArray`, and the way to build one from new ones
+(`registers.fragment`), are private. `_internals.moved` checks that the installed JAX has all that is used here.
 
 Seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
 """

@@ -1,4 +1,4 @@
-"""How warps and warpgroups agree, and how thread blocks wait for one another at semaphores in device memory."""
+"""Votes of a warp, named barriers of warpgroups, and semaphores in device memory by which thread blocks wait."""
 
 from functools import reduce
 from typing import Any
@@ -14,7 +14,7 @@ from .registers import SPLAT, THREADS
 
 
 def in_warp(conditions: Array, layout) -> Array:
-    """Whether one of the conditions that the threads of this warp have is true."""
+    """Whether any condition held by a thread of this warp is true: `vote.sync.any`."""
     of_all = plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=of_all)
@@ -29,7 +29,7 @@ def in_warp(conditions: Array, layout) -> Array:
 
 
 def named_barrier(operation: str, barrier: int | Array, warpgroups: int) -> None:
-    """`bar.arrive` or `bar.sync`, one instruction a warp: an arrival at a barrier of Mosaic GPU is one a thread."""
+    """`bar.arrive` or `bar.sync`: one instruction per warp, where an mbarrier of Mosaic GPU takes one per thread."""
 
     @plgpu.inline_mgpu(arg_types=(SPLAT,))
     def emit(_, number):
@@ -44,9 +44,9 @@ def named_barrier(operation: str, barrier: int | Array, warpgroups: int) -> None
 
 
 def count_of(semaphore: Any) -> Array:
-    """How many tiles have added to the block of queries that a semaphore, in device memory, is of.
+    """The count of a semaphore in device memory: how many tiles of keys have added to dq of its block of queries.
 
-    Nobody waits for the answer before it is looked at. All threads ask: of a warp they are one request.
+    The load is asynchronous until its result is used. All threads load; those of a warp are one request.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT))
@@ -59,9 +59,9 @@ def count_of(semaphore: Any) -> Array:
 
 
 def await_rank(semaphore: Any, count: Array, rank: Array) -> None:
-    """Waits until so many tiles have added; `count` is how many had when that was last asked.
+    """Waits until `rank` tiles have added to dq; `count` is the value of the semaphore when it was last loaded.
 
-    No thread reads dq, so none acquires it: TMA adds in the L2 cache, and is sent there after the count came from it.
+    The load is relaxed, because no thread reads dq: TMA adds to it in the L2 cache, after the count was read there.
     """
     text = """{
         .reg .pred p; .reg .b32 count;
@@ -81,7 +81,7 @@ def await_rank(semaphore: Any, count: Array, rank: Array) -> None:
 
 
 def count_up(semaphore: Any) -> None:
-    """Counts this thread block at a semaphore, whose copies to device memory are complete."""
+    """Increments a semaphore after the copies of this thread block to device memory are complete."""
     text = f"""{{
         .reg .pred p; .reg .b32 t;
         mov.u32 t, %tid.x; and.b32 t, t, {THREADS - 1}; setp.eq.u32 p, t, 0;

@@ -1,4 +1,4 @@
-"""What is computed on the registers of a tile, and what stays in them."""
+"""Operations on the registers of a tile, and barriers against what ptxas would do with them."""
 
 from functools import reduce
 from typing import Any
@@ -10,23 +10,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-# Rows that a warpgroup computes on: the height of a wgmma; and its threads.
+# The rows of a wgmma, which a warpgroup computes, and the threads of a warpgroup.
 ROWS, THREADS = 64, 128
 WGMMA, SPLAT = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
-# A thread has two numbers of every so many columns.
+# In the WGMMA layout a thread holds two numbers of every 8 columns of a row.
 COLUMNS = 8
-# Of so many keys a thread has four after q·kᵀ, which the next product wants of four in a row.
+# Of every 16 keys a thread holds four after q·kᵀ; as an operand in eight bits it holds four consecutive ones.
 KEYS = 16
 
 
 def fragment(like: Any, registers: np.ndarray, layout: Any = None, is_signed: bool | None = None) -> Any:
-    """A `FragmentedArray` of other registers: in the layout of `like`, unless another is given."""
+    """A `FragmentedArray` built from new registers, in the layout of `like` unless another is given."""
     return type(like)(_registers=registers, _layout=like.layout if layout is None else layout, _is_signed=is_signed)
 
 
 def compare_columns(comparison: str, limits: Array, shape: tuple[int, int]) -> Array:
-    """Where columns, numbered from 0, compare so with the bound of a row. A thread compares with constants."""
+    """column `comparison` limits[row] for the columns 0, 1, …: a mask, for which a thread compares with constants."""
 
     @plgpu.inline_mgpu(arg_types=(PER_ROW,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.bool_, WGMMA))
     def emit(_, limits):
@@ -47,7 +47,7 @@ def compare_columns(comparison: str, limits: Array, shape: tuple[int, int]) -> A
 
 
 def powers_of_pairs(s: Array, exponent: Array, base: Array) -> Array:
-    """2^(s·exponent − base) of float16, two numbers at once, as no operation of Pallas has it; a base for each row."""
+    """2^(s·exponent − base) in float16, with one base per row, by `ex2.approx.f16x2`: two numbers per instruction."""
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, SPLAT, PER_ROW), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, WGMMA))
     def emit(_, s, exponent, base):
@@ -73,7 +73,7 @@ def powers_of_pairs(s: Array, exponent: Array, base: Array) -> Array:
 
 
 def of_threads(x: Array) -> Array:
-    """[rows, COLUMNS] float32: the sums of the numbers of a row that a thread has."""
+    """Partial row sums, [rows, COLUMNS] float32: each thread adds the numbers of a row that it holds."""
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((x.shape[0], COLUMNS), x.dtype, WGMMA))
     def emit(_, x):
@@ -85,7 +85,7 @@ def of_threads(x: Array) -> Array:
 
 
 def e4m3_operand(p: Array) -> Array:
-    """The weights, float32 or float16, in e4m3 as the first operand of a product, with its keys in their order."""
+    """The weights, float32 or float16, rounded to e4m3 as the register operand of wgmma, without a shuffle of keys."""
     layout = plgpu.Layout.WGMMA_8BIT
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct(p.shape, jnp.float8_e4m3fn, layout))
@@ -117,8 +117,8 @@ def e4m3_operand(p: Array) -> Array:
 def opaque_barrier(weights: Array) -> None:
     """A no-op `bar.warp.sync` whose mask depends on all weights: keeps ptxas from hoisting the next product over them.
 
-    There are no registers for both at once. The mask is that of all threads but (weights and 0), of a 0 that ptxas does
-    not know: the index of a thread block along an axis of one.
+    There are not enough registers for both. The mask is ~(weights & 0), all threads, where ptxas does not know that the
+    second operand is 0: it is the index of the thread block along a grid axis of size 1.
     """
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,))
@@ -133,7 +133,7 @@ def opaque_barrier(weights: Array) -> None:
 
 
 def opaque_copy(number: Array | int) -> Array:
-    """A copy of a number that ptxas cannot see through: what depends on it is computed again, not kept in registers."""
+    """A copy that ptxas cannot see through: what is computed from it is computed again, not kept in registers."""
 
     @plgpu.inline_mgpu(
         arg_types=(SPLAT,),

@@ -1,4 +1,4 @@
-"""Rows of tiles, some of which are left out, in shared and in device memory."""
+"""Writes to some of the rows of a tile only, in shared and in device memory."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from .registers import PER_ROW, ROWS, SPLAT, THREADS, WGMMA
 
-# Columns of 16 bits in a row of a tile that is swizzled by 128 bytes, and rows after which the swizzle repeats.
+# A tile swizzled by 128 bytes has rows of 64 numbers of 16 bits; its swizzle repeats after 8 rows.
 TILE_COLUMNS, TILE_ROWS = 64, 8
 
 
 def zero_rows(tile: Any, begin: Array, end: Array) -> None:
-    """Zeros in the rows of a tile [rows, columns] that are not begin ≤ row < end, for the products of this warpgroup.
+    """Writes zeros to the rows of a tile [rows, columns] outside of begin ≤ row < end, before products read them.
 
-    Several warpgroups may do so at once. The tile is of 16 bits in parts of 8 rows × 128 bytes, within whose rows the
-    swizzle moves 16 bytes at a time; here it only spreads the threads over the banks.
+    Several warpgroups may do so at once. The tile has 16 bits a number, in parts of 8 rows × 128 bytes. The swizzle
+    moves 16 bytes at a time within a row; as whole rows are written, it only spreads the threads over the banks.
     """
     rows, columns = tile.shape
     transforms = plgpu.TilingTransform((TILE_ROWS, TILE_COLUMNS)), plgpu.SwizzleTransform(128)
@@ -55,7 +55,7 @@ def zero_rows(tile: Any, begin: Array, end: Array) -> None:
 def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows: Array, head: Array) -> None:
     """o[first + n, head] = tile[n] and lse[first + n, head] = of_rows[n] for the rows 0 ≤ n < `rows` of a warpgroup.
 
-    `tile` [64, columns] is of 16 bits. A thread has two columns of every eight, which it stores from its registers.
+    `tile` [64, columns] has 16 bits a number. A thread stores the two columns of every eight that its registers hold.
     """
     (_, heads, columns), itemsize = o.shape, tile.dtype.itemsize
 

@@ -1,6 +1,6 @@
 """blocksparse_attention on Hopper GPUs: flash_attention's forward and backward over lists of blocks, by Mosaic GPU.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed. The tangent is Triton's.
+Pallas is imported only when a kernel is first needed. The tangent is Triton's.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -22,9 +22,9 @@ def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target)
 def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
     if spec.deterministic or spec.batch_invariant:
-        return "dq is summed in no certain order, and so not the same in every run"
+        return "deterministic, batch_invariant: dq is summed by atomic additions, in another order in every run"
     if operands.sinks is not None:
-        return "sinks: what a query without blocks has of them may be anything"
+        return "sinks: their gradient is not defined here for a query that sees no block"
     return flash_attention.supports_bwd(spec, operands.attention, target) or _reason("_bwd", spec, operands, target)
 
 
@@ -41,11 +41,11 @@ def takes_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target
 def _reason(suffix: str, spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     for name in ABSENT:
         if getattr(operands, name) is not None:
-            return f"{name}: it may hide keys of a block that is kept from all queries, and these may hold anything"
+            return f"{name} may mask some keys of a kept block for every query, and such keys may hold NaN"
     if spec.precision == "e4m3":
-        return "precision e4m3: the lists of blocks are those of bfloat16 and float16"
+        return "precision 'e4m3': with lists of blocks the kernels compute in bfloat16 and float16"
     if not configs.space("blocksparse_attention" + suffix, operands, spec, target):
-        return f"blocks of {spec.block_size}, in which no tiles of these kernels fit evenly"
+        return f"block_size is {spec.block_size}, which no tile of these kernels divides"
     return None
 
 

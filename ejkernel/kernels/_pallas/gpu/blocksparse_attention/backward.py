@@ -1,4 +1,4 @@
-"""The backward kernel: that of flash_attention, each of whose tiles of keys streams the queries that its list names."""
+"""The backward kernel: that of flash_attention, where each tile of keys streams the blocks of queries in its list."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -36,7 +36,7 @@ def blocksparse_attention_bwd(
 
 
 def _of_groups(some: Array, full: Array, groups: int, heads: int) -> MaskInfo:
-    """For each tile of keys, of a key/value head, the tiles of queries of all heads of its group, head by head."""
+    """The lists of a key/value head: for each tile of keys the tiles of queries of all heads of its group, by head."""
     b, h, rows, columns = some.shape
 
     def by_group(x):

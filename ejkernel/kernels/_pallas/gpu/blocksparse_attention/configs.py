@@ -14,10 +14,10 @@ def space(name: str, operands: Operands, spec: BlocksparseAttentionSpec, target:
 
 
 def fits(name: str, tile: tuple[int, int], operands: Operands, spec: BlocksparseAttentionSpec) -> bool:
-    """Whether every tile is within one block, and the band ends where blocks end.
+    """Whether every tile lies within one block of the mask, and the band ends at block boundaries.
 
-    Then every key of a kept block that is not outside of the band has a query in the block; another might have none at
-    all, and hold anything. Of the backward's tiles each query has a key, for the same reason.
+    Then every key of a tile that is computed is visible to some query; a key that no query sees may hold NaN, and may
+    not be multiplied. For the same reason every query of a tile of the backward sees a key.
     """
     lengths = operands.q.shape[1], operands.k.shape[1]
     block_q, block_k = blocks = tuple(map(min, spec.block_size, lengths))

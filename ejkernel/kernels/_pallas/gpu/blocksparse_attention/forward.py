@@ -1,4 +1,4 @@
-"""The forward kernel: that of flash_attention, each of whose tiles streams the blocks of keys that its list names."""
+"""The forward kernel: that of flash_attention, where each tile of queries streams the blocks of keys in its list."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -33,7 +33,7 @@ def tiles(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) ->
 def mask_info_of(some: Array, full: Array) -> MaskInfo:
     """The lists of the tiles that each row of tiles computes.
 
-    A kernel has at least one step: that of an empty list is a block behind all.
+    A kernel has at least one step; for an empty list, that step computes a fully masked block past the last key.
     """
     length, of_full, blocks = full_first(some, full)
     none = jnp.zeros_like(length)

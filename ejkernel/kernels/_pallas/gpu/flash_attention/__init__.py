@@ -1,6 +1,6 @@
 """flash_attention on Hopper GPUs: Pallas kernels, compiled by Mosaic GPU.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -12,19 +12,19 @@ from .._internals import moved
 from . import configs, head_dims
 
 HOPPER = 90
-# Fewer queries leave most of a tile empty.
+# With fewer queries most rows of a tile are empty.
 LEAST_QUERIES = 64
-# Blocks of 128 keys: where a query sees fewer than this, the smaller ones of Triton were 1.2 to 1.6 times as fast.
+# Blocks have 128 keys: where a query sees fewer than this, Triton's smaller blocks were 1.2 to 1.6 times as fast.
 LEAST_KEYS = 256
-# At this length of 64 features Triton's backward takes 0.93 of the time; under a causal mask 0.85, and as long at twice
-# of it.
+# With 64 features and at most this length Triton's backward takes 0.93 of the time, 0.85 under a causal mask; at twice
+# the length both take the same.
 SHORT = 512
 SHORT_AND_PADDED = 1024
-# Pairs of queries and keys of which a certain order takes a table: 4 bytes for 64 × 64 of them.
+# Up to so many pairs of query and key there is a table of the order of additions to dq: 4 bytes for 64 × 64 pairs.
 MOST_RANKED = 2**36
-# Features of q that the tangent has registers for beside those of o (configs.MOST_BESIDE_Q).
+# The widest q that the tangent holds in registers beside the accumulator of o (configs.MOST_BESIDE_Q).
 MOST_IN_REGISTERS = 192
-# Of softcap: tanh is off by 1e-7 in the kernels, and logits by as much times the softcap.
+# The error of tanh in the kernels is 1e-7, which the softcap multiplies in the logits.
 MOST_SOFTCAP = 100.0
 ABSENT = ("bias", "mask", "softmax_scale", "dropout")
 
@@ -44,20 +44,20 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if wrong := head_dims.refuses(operands.q.shape[3]) or head_dims.refuses(operands.v.shape[3]):
         return wrong
     if operands.q.shape[1] < LEAST_QUERIES:
-        return f"{operands.q.shape[1]} queries; the tiles of the kernels are for {LEAST_QUERIES} or more"
+        return f"q has a length of {operands.q.shape[1]}; the tiles of the kernels need {LEAST_QUERIES} queries or more"
     if operands.cu_seqlens_q is not None:
         queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
         if keys > queries and queries < LEAST_QUERIES * sequences:
-            return f"{sequences} sequences share {queries} queries: their tiles would load the keys of several each"
+            return f"{sequences} sequences in {queries} queries: one tile would span several, and load the keys of each"
     for name in ABSENT:
         if getattr(operands, name) is not None:
-            return f"{name}: the kernels have none"
+            return f"{name} is not supported by these kernels"
     if spec.softmax_scale <= 0:
-        return f"a scale of {spec.softmax_scale:g}; the kernels look for the greatest logit before they scale"
+        return f"softmax_scale is {spec.softmax_scale:g}; the kernels take row maxima before scaling: it must be > 0"
     if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
-        return f"a softcap of {softcap:g}; up to {MOST_SOFTCAP:g} the tanh of the kernels is exact enough"
+        return f"softcap is {softcap:g}; the tanh of the kernels is accurate enough up to {MOST_SOFTCAP:g}"
     if spec.softmax_scale / softcap > 1e38:
-        return f"a scale of {spec.softmax_scale:g} over a softcap of {softcap:g}, which is more than float32 holds"
+        return f"softmax_scale / softcap is {spec.softmax_scale:g} / {softcap:g}, which overflows float32"
     return _hidden_keys(spec, operands)
 
 
@@ -67,10 +67,10 @@ def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -
         return wrong
     D, V = operands.q.shape[3], operands.v.shape[3]
     if D % 16 or V % 16:
-        return f"q and v have {D} and {V} features; tangents take multiples of 16"
+        return f"q and v have head dims of {D} and {V}; the tangent kernel takes multiples of 16"
     if D != V and (D > MOST_IN_REGISTERS or V > configs.MOST_BESIDE_Q):
         most = f"{MOST_IN_REGISTERS} and {configs.MOST_BESIDE_Q}"
-        return f"q and v have {D} and {V} features; tangents take different numbers up to {most}"
+        return f"q and v have head dims of {D} and {V}; the tangent kernel takes different ones up to {most}"
     return None
 
 
@@ -79,21 +79,21 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
     (_, queries, _, _), keys = operands.q.shape, operands.k.shape[1]
     arrays = operands.cu_seqlens_q is not None or operands.q_segment_ids is not None
     if spec.batch_invariant and operands.cu_seqlens_q is not None:
-        return "which keys and queries of a sequence are summed first depends on the sequences before it"
+        return "batch_invariant: the order of sums within a packed sequence depends on the sequences before it"
     if (spec.deterministic or spec.batch_invariant) and arrays and queries * keys > MOST_RANKED:
-        return f"{queries} queries and {keys} keys, for which the table of who adds to dq when is too large"
+        return f"{queries} queries and {keys} keys: the table that orders the additions to dq would be too large"
     return supports(spec, operands, target)
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
-    """Keys that no query sees may hold anything, and a weight of 0 does not undo that: 0·NaN = NaN.
+    """Refuses a band that masks some keys for every query: these may hold NaN, and 0·NaN = NaN.
 
-    Those that segments and the ends of packed sequences hide are known to mask_info.py.
+    Keys that are masked by segments or by the ends of packed sequences are zeroed before the kernel, by mask_info.py.
     """
     if operands.cu_seqlens_q is not None or operands.q_segment_ids is not None:
         return None
     if visibility_of(operands, spec).masks_keys:
-        return "some keys are seen by no query"
+        return "some keys are masked for every query: they may hold NaN, and these kernels multiply it by 0"
     return None
 
 
@@ -116,14 +116,14 @@ def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> s
 def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     keys = visibility_of(operands, spec).most_keys
     if keys < LEAST_KEYS:
-        return f"a query sees {keys} keys at most; with fewer than {LEAST_KEYS} the smaller blocks of Triton are faster"
+        return f"keys that a query sees: at most {keys}; below {LEAST_KEYS} the smaller tiles of Triton are faster"
     return None
 
 
 def _padded_tiles(operands: Operands) -> str | None:
-    """Why short calls are left to Triton whose tiles would be zeros by more than a third, or None.
+    """Why a short call is left to Triton: more than a third of a tile's columns would be padding. Else None.
 
-    On an H200 it computed 729 queries and keys of 72 features in 0.84 of the time.
+    On an H200 Triton took 0.84 of the time for 729 queries and keys of 72 features.
     """
     (_, queries, _, d), (_, keys, _, v) = operands.q.shape, operands.v.shape
     if head_dims.tile_width(d) + head_dims.tile_width(v) > 1.5 * (d + v) and max(queries, keys) <= SHORT_AND_PADDED:
@@ -134,7 +134,7 @@ def _padded_tiles(operands: Operands) -> str | None:
 def _small_tiles(operands: Operands) -> str | None:
     (_, queries, _, features), keys = operands.q.shape, operands.k.shape[1]
     if features <= 64 and max(queries, keys) <= SHORT:
-        return f"{queries} queries and {keys} keys of {features} features; the smaller blocks of Triton are faster"
+        return f"{queries} queries and {keys} keys of {features} features; the smaller tiles of Triton are faster"
     return None
 
 

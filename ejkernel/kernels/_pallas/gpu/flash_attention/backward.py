@@ -1,19 +1,19 @@
-"""The backward kernel, five products a tile: dk and dv of a block of keys, and what it adds to dq.
+"""The backward kernel, five products a tile: dk and dv of a block of keys, and its contribution to dq.
 
 With the weights p = exp(s − lse) computed again, and delta = Σ_e do·o − dlse,
 
     dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k
 
-128 keys and values of a thread block are stationary, blocks of queries are streamed. Two consumer warpgroups accumulate
-dk and dv, of 64 keys each, in registers, and compute every tile with keys as rows, so that p and ds are there as
-operands of the products that follow; with 192 and 128 features they do so for half of the queries of a step at a time,
-for want of registers. With 256 features both have the same 64 keys, one with dv and the other with dk. The third
-warpgroup is the producer; it also takes ds from shared memory, and adds ds·k to dq in device memory. In what order the
-blocks of threads get to do that is not known, so dq is not the same in every run, unless that is asked for
-(dq_semaphore.py). dk and dv are.
+A thread block keeps 128 keys and values stationary, and streams blocks of queries. Two consumer warpgroups accumulate
+dk and dv in registers, of 64 keys each. They compute every tile with keys as rows, so that p and ds already lie in
+registers as the next products want their operands; with head dims of 192 and 128 they compute half of the queries of a
+step at a time, because registers are short. With a head dim of 256 both have the same 64 keys, one accumulates dv and
+the other dk. The third warpgroup is the producer; it also reads ds from shared memory, and adds ds·k to dq in device
+memory by TMA. The order of these additions differs between runs, and so does the rounding of dq, unless `deterministic`
+asks for an order (dq_semaphore.py). dk and dv do not depend on it.
 
-The products begin with −lse / scale and with −delta instead of 0, which saves two subtractions and, what matters more,
-the registers of these numbers; with a softcap, which comes between, only the latter.
+The accumulators of q·kᵀ and do·vᵀ start at −lse / scale and −delta instead of 0, which saves two subtractions and, more
+important, the registers of these vectors; with a softcap, which is applied in between, only −delta.
 """
 
 import math
@@ -65,7 +65,7 @@ def gradients(
     mask_info: MaskInfo | None,
     plan: Plan,
 ) -> tuple[Array, ...]:
-    """The cotangents of the operands that wrt names, where mask_info says which queries see a key besides the band."""
+    """The cotangents of the operands in `wrt`; `mask_info` is the mask of arrays, applied on top of the band."""
     visibility, problem = visibility_of(primals, spec), plan.problem
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     q, do = zero_fully_masked_queries(visibility, primals.q, do)
@@ -73,7 +73,7 @@ def gradients(
     delta = jnp.einsum("bshe,bshe->bhs", do, outputs.o, preferred_element_type=jnp.float32)
     if cotangents.lse is not None:
         delta -= jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)
-    # Where nothing is seen, and past the end, the weights are exp(−∞).
+    # In fully masked rows, and past the end, the weights are exp(−∞) = 0.
     unit = problem.scale if problem.softcap is None else 1 / LOG2_E
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
@@ -92,11 +92,11 @@ def gradients(
 def _gradients(
     q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None, plan: Plan
 ):
-    """dq in float32 and without the scale, dk and dv."""
+    """dq in float32 before its factor `scale`, dk and dv."""
     block_q, stages = plan.block_q, plan.stages
     problem = plan.problem
     tile = lambda leading, parts: union(*views(leading, parts, problem.dtype, plan.widest))
-    # A product takes the same swizzle of both its operands: ds that of k.
+    # Both operands of a product have the same swizzle: ds takes that of k.
     ds_row = row_width(plan.D_parts[0].stop, plan.widest)
     dq_tile = lambda chunk: (shared((block_q, chunk.stop - chunk.start), jnp.float32, 4 * math.gcd(problem.D, 32)),)
     of_k, of_v = len(plan.D_parts), len(plan.V_parts)

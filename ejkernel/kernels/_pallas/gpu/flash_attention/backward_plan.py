@@ -1,4 +1,4 @@
-"""What all warpgroups of the backward know: blocks, stages, barriers, which queries come when, and what they share."""
+"""The static plan of the backward: block sizes, stages, barriers, tile scheduler, the order of blocks of queries."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ FEW = 32
 
 
 class Shared(NamedTuple):
-    """What the warpgroups of a thread block share: tiles in shared memory, and the full and empty barriers of these.
+    """Tiles in the shared memory of a thread block, and their full and empty barriers.
 
     k and v are stationary; q and do are streamed, and so are the numbers of their rows that products begin with: −lse /
     scale as `start`, and −delta as `delta`. A consumer leaves ds there, and p where the other one needs it. Of dq there
@@ -54,7 +54,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its blocks of queries, how many of them are in flight, and where this block of threads works.
+    """A problem, its blocks of queries, how many of them are in flight, and where this thread block works.
 
     deterministic: dq is added up in a certain order (dq_semaphore.py). listed: lists say which blocks of queries there
     are.
@@ -79,27 +79,27 @@ class Plan:
 
     @property
     def circular(self) -> bool:
-        """Whether tiles see all blocks of queries and begin with different ones; after the last comes the first."""
+        """Whether all tiles see all blocks of queries; then each begins with another one, and wraps around."""
         return self.deterministic and not self.problem.cut
 
     @property
     def signals_late(self) -> bool:
-        """Whether an addition to dq is counted when the next is computed: who waits for it is two steps behind."""
+        """Whether an addition to dq is counted one step later; the tile that waits for it is two steps behind."""
         return self.keys >= 2 * self.block_q
 
     @property
     def group(self) -> int:
-        """The tiles that wait for one another in a circle."""
+        """How many tiles wait for one another in a circle."""
         return -(-self.tiles // -(-self.tiles // min(self.processors, MOST_IN_GROUP)))
 
     @property
     def wide(self) -> bool:
-        """Whether a warpgroup has no registers for dk beside dv, so that two have dk and dv of the same 64 keys."""
+        """Whether dk and dv of 64 keys exceed a warpgroup's registers: then two have them, of the same keys."""
         return columns_of_keys(self.problem.D, self.problem.V) > 320
 
     @property
     def parts(self) -> list[slice]:
-        """The queries of a block that are computed at once: half of them beside dk and dv of 320 features."""
+        """Slices of a block of queries that are computed at once: halves where dk and dv have 320 columns together."""
         size = FEW if 256 < columns_of_keys(self.problem.D, self.problem.V) <= 320 else self.block_q
         return [slice(begin, begin + size) for begin in range(0, self.block_q, size)]
 
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def D_parts(self) -> tuple[slice, ...]:
-        """The features of each part of q and k: ds is multiplied with one part after the other."""
+        """The features of each part of q and k; ds is multiplied with each part in a product of its own."""
         return parts_of(self.problem.D, self.widest, even=True)
 
     @property
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def scheduler(self) -> SingleTileScheduler:
-        """All tiles of a head at about the same time: their queries and dq stay in the L2 cache.
+        """Schedules all tiles of a head at about the same time, so that their queries and dq stay in the L2 cache.
 
         Under a causal mask the first keys have most to do. In a certain order the last are the first to add to dq, and
         the first groups of all heads come before the second ones.
@@ -160,7 +160,7 @@ class Plan:
         )
 
     def tile(self) -> tuple[Array, Array, Array]:
-        """The first key, the key/value head and the batch index; of a group that is not full a key after the last."""
+        """The first key, the key/value head and the batch index; past the last key where the last group is not full."""
         place, head = self.scheduler.tile(lax.axis_index("block"))
         heads = jnp.int32(self.problem.G)
         if self.circular:
@@ -169,7 +169,7 @@ class Plan:
         return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
 
     def block_range(self, mask_info: MaskInfo | None) -> BlockRanges:
-        """The blocks of queries that see the keys; computed wherever it is needed, as there are no registers for it."""
+        """The blocks of queries that see these keys; recomputed where it is needed, to save registers."""
         first, kv_head, batch = self.tile()
         if mask_info is not None:
             return mask_info.block_range(lax.div(first, jnp.int32(self.keys)), batch, kv_head)
@@ -215,7 +215,7 @@ class Plan:
         return before + lax.rem(last - number + tiles, tiles)
 
     def _in_group(self, first: Array) -> tuple[Array, Array, Array]:
-        """How many tiles are before the group of that with this first key; its number in the group, and of how many."""
+        """Of the tile with this first key: the tiles before its group, its index in it, and the size of the group."""
         tile, group = lax.div(first, jnp.int32(self.keys)), jnp.int32(self.group)
         before = lax.div(tile, group) * group
         return before, tile - before, jnp.minimum(group, self.tiles - before)

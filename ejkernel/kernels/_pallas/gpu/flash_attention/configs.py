@@ -1,11 +1,11 @@
-"""Which configs the kernels of flash_attention are run with: blocks of keys, and how many of them are in flight.
+"""The configs of flash_attention on Hopper: block sizes and pipeline stages, by heuristics and for the tuner.
 
-The forward and the tangent hold block_q queries, 64 for each warpgroup that computes, and stream blocks of keys; the
-backward holds block_k keys, 64 where k and v have more than 320 features, and streams blocks of queries. Shared memory
-holds num_stages of the blocks that stream by; in the tangent of more than 128 features, of which k, v and their
-tangents come one after the other, for num_stages of any of these.
+In the forward and the tangent block_q queries are stationary, 64 for each consumer warpgroup, and blocks of block_k
+keys are streamed; in the backward block_k keys are stationary, 64 where k and v have more than 320 features together,
+and blocks of block_q queries are streamed. num_stages is the number of streamed blocks in shared memory; in the tangent
+of more than 128 features k, v and their tangents are streamed one after the other, and a stage holds any of these.
 
-A forward in e4m3 (quantized.py) has larger blocks of keys, which take half of the memory.
+The forward in e4m3 (quantized.py) has larger blocks of keys, as a number takes half of the memory.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from .head_dims import cut_row, tile_width
 
 # The head dims of q and v for which there is a forward in e4m3.
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
-# Features of v up to which the tangent has registers for q, and streams k and v at once.
+# Up to this head dim of v the tangent holds q in registers, and streams k and v at once.
 MOST_BESIDE_Q = 128
-# The shared memory that a block of threads may use.
+# Bytes of shared memory that a thread block may use.
 SHARED_BYTES = 227 * 1024
-# From how many queries on 192 of them pay, without and with a causal mask: the last tile of a sequence is seldom full,
-# and of what a causal mask cuts more lies in large tiles.
+# From this length on tiles of 192 queries pay, without and with a causal mask: the last tile of a sequence is seldom
+# full, and a causal mask wastes more of a large tile.
 LONG = {
     64: (1024, 4096),
     128: (1024, 4096),
@@ -101,21 +101,24 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
 
 
 def blocks_of_keys(V: int) -> tuple[int, ...]:
-    """The blocks of keys that the forward takes: products with v sum over as many keys at once as a row of v has
-    features, and a row that is cut is not narrowed for that."""
+    """The sizes of blocks of keys that the forward takes.
+
+    A product with v sums over as many keys at a time as a row of v in shared memory has features, so a block has to be
+    a multiple of that; the rows of a head dim that TMA cuts off (head_dims.py) have a fixed width.
+    """
     return tuple(block_k for block_k in TAKES["flash_attention"]["block_k"] if V % 16 == 0 or not block_k % cut_row(V))
 
 
 def in_e4m3(operands: Operands, spec: FlashAttentionSpec) -> bool:
-    """Whether the forward rounds to eight bits. Before 0.11 JAX does not transpose a tile of these in shared memory."""
+    """Whether the forward rounds to e4m3. JAX before 0.11 cannot transpose tiles of eight bits in shared memory."""
     taken = (operands.q.shape[3], operands.v.shape[3]) in FEATURES and jax.__version_info__ >= (0, 11)
     return spec.precision == "e4m3" and taken
 
 
 def shared_bytes(blocks: tuple[int, int, int], D: int, V: int, persistent: bool = False, e4m3: bool = False) -> int:
-    """Bytes of shared memory of the forward: its tiles, 16 bits a number or eight in e4m3, and 2 KB for the rest.
+    """Bytes of shared memory of the forward: its tiles, of 16 bits a number or 8 in e4m3, and 2 KB of barriers.
 
-    A persistent thread block has o beside q and the next q; otherwise o takes the memory of q.
+    With a persistent scheduler o has memory of its own beside q and the next q; otherwise o reuses that of q.
     """
     (block_q, block_k, stages), D, V = blocks, tile_width(D), tile_width(V)
     size = 1 if e4m3 else 2
@@ -132,7 +135,7 @@ TAKES = {
 
 
 def refuses(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> str | None:
-    """What a kernel has against a config, or None; `narrower` is what it takes of some fields in a certain call."""
+    """Why a kernel cannot run with a config, or None; `narrower` restricts the values of some fields for this call."""
     for name, taken in (TAKES[operation] | narrower).items():
         if (value := getattr(config, name)) not in taken:
             told = " or ".join(map(str, taken))
@@ -147,19 +150,19 @@ def check(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> No
 
 
 def columns_of_keys(D: int, V: int) -> int:
-    """Columns of k and v beside one another in the backward."""
+    """The columns of k and v together, as tiles of the backward have them."""
     return tile_width(D, even=True) + tile_width(V)
 
 
 def _columns(D: int, V: int) -> int:
-    """Columns of k and v beside one another; k counts as many as v at least, whose sums are in registers."""
+    """The columns of k and v together, where k counts at least as many as v: the accumulator of v is in registers."""
     return max(tile_width(D), tile_width(V)) + tile_width(V)
 
 
 def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
-    """The largest block of queries that pays; in the backward that registers suffice for, beside masks and softcap.
+    """The largest block of queries that pays; in the backward the largest that registers hold, with masks and softcap.
 
-    In a certain order 64, so that a tile of keys adds to dq two steps after the next one.
+    If dq is summed in order it is 64, so that a tile of keys adds to dq two steps after the tile of the next keys.
     """
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":

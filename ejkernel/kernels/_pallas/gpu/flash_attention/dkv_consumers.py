@@ -31,7 +31,7 @@ REGISTERS = 216
 
 
 def consume(tiles: Shared, mask_info: MaskInfo | None, dk: Any, dv: Any, number: Array, plan: Plan) -> None:
-    """The part of a consumer warpgroup: dk and dv of its own keys, or one of them of keys that both have."""
+    """A consumer warpgroup: accumulates dk and dv of its own 64 keys, or one of the two for keys that both share."""
     role = lambda *role: lambda: _accumulate(*role, tiles, mask_info, (dk, dv), number, plan)
     if plan.wide:
         lax.cond(number == 0, role(dv_consumer, (1,)), role(dk_consumer, (0,)))
@@ -43,7 +43,7 @@ def _accumulate(
     of: Callable, arrays: tuple[int, ...], tiles: Shared, mask_info: MaskInfo | None, out: tuple, number: Array,
     plan: Plan,
 ) -> None:  # fmt: skip
-    """Computes the gradients of arrays, 0 for k and 1 for v, and stores them by way of the tiles of these."""
+    """Computes the gradients of `arrays` (0: k, 1: v), and stores them through the shared memory of their tiles."""
     kv_tiles = tiles.k, tiles.v
     plgpu.set_max_registers(REGISTERS, action="increase")
     plgpu.barrier_wait(tiles.kv_full)
@@ -77,9 +77,9 @@ def _store(tiles: Tiles, out: Any, features: int, plan: Plan) -> None:
 def _compute_p(
     plan: Plan, key_block: Array | int, mask_info: MaskInfo | None, tiles: Shared, step: Array, part: slice
 ) -> tuple[Array, Array]:
-    """p = exp(s − lse) of a block of 64 keys and a part of a step's queries, and p times a softcap's slope.
+    """p = exp(s − lse) of 64 keys and a part of a step's queries, and p times the derivative of the softcap.
 
-    With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and its slope is 1 − t² of that of scale·q·k.
+    With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and ds/d(scale·q·k) = 1 − t².
     """
     problem, stage, (first, _, batch) = plan.problem, stage_of(step, plan.stages), plan.tile()
     uneven_keys = problem.K % plan.keys > 0 and (mask_info is None or plan.listed)
@@ -113,14 +113,14 @@ def _compute_p(
 
 
 def _issue_dp(key_block: Array | int, tiles: Shared, stage: Array, part: slice, dp) -> None:
-    """Issues dp − delta."""
+    """Issues the product dp − delta = do·vᵀ − delta."""
     dp[...] = broadcast_columns(load_vector(tiles.delta.at[stage, part], PER_COLUMN), dp)
     for of_v, of_do in zip(tiles.v.parts, tiles.do.parts, strict=True):
         plgpu.wgmma(dp, of_v.at[key_block], of_do.at[stage, part].T)
 
 
 def _issue_gradient(acc, weights: Array, operand: Tiles, stage: Array, part: slice) -> None:
-    """Issues what a part of a step's queries adds to dv, of p and do, or to dk, of ds and q."""
+    """Issues dv += p·do or dk += ds·q for a part of a step's queries."""
     for of_acc, tile in zip(operand.columns_of(acc), operand.parts, strict=True):
         plgpu.wgmma(of_acc, weights, tile.at[stage, part])
 
@@ -144,7 +144,7 @@ def _square(part: slice):
 
 
 def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk, dv):
-    """dk and dv of the 64 keys of this warpgroup, where k and v have 320 features at most; the other has others."""
+    """Accumulates dk and dv of this warpgroup's own 64 keys; for k and v of at most 320 columns together."""
     number = lax.axis_index("warpgroup")
 
     def compute(step, _):
@@ -175,7 +175,7 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk, dv
 
 
 def dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dv):
-    """dv of the 64 keys that both warpgroups have where features are more; the other gets p in shared memory."""
+    """Accumulates dv of the 64 keys that both consumers share, and passes p to the other through shared memory."""
     (part,) = plan.parts
 
     def compute(step, _):
@@ -195,7 +195,7 @@ def dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dv):
 
 
 def dk_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk):
-    """dk of the 64 keys that both warpgroups have where features are more, from the p of the other."""
+    """Accumulates dk of the 64 keys that both consumers share, with p from the other through shared memory."""
     (part,), last = plan.parts, plan.steps(mask_info) - 1
 
     def compute(step, _):

@@ -1,7 +1,7 @@
-"""The third warpgroup of the backward: it loads tiles for the consumers, and adds their ds·k to dq in device memory.
+"""The producer warpgroup of the backward: it loads tiles for the consumers, and adds their ds·k to dq in device memory.
 
-In what order the blocks of threads get to do the latter is not known, unless that is asked for: then a semaphore of
-each block of queries says whose addition is due (dq_semaphore.py).
+The additions of thread blocks come in any order, unless `deterministic` asks for one: then a semaphore for each block
+of queries says which tile of keys adds next (dq_semaphore.py).
 """
 
 import itertools
@@ -67,7 +67,7 @@ def produce(
 
 
 def _load(arrays: tuple, tiles: Shared, plan: Plan, mask_info: MaskInfo | None, step: Array) -> None:
-    """Begins to load what belongs to the queries of a step."""
+    """Starts the copies of q, do and their row vectors for the queries of a step."""
     (q, do, start, delta), problem = arrays, plan.problem
     q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in (tiles.q_full, tiles.do_full))
     block, head = plan.place(mask_info, step)
@@ -81,7 +81,7 @@ def _load(arrays: tuple, tiles: Shared, plan: Plan, mask_info: MaskInfo | None, 
 def _add_in_order(
     step: Array, tiles: Shared, sums: DqSums, semaphore_of: Callable, plan: Plan, mask_info: MaskInfo | None
 ) -> None:
-    """Adds the ds·k of a step to dq: when that is due if the order is certain, and else at once."""
+    """Adds the ds·k of a step to dq: when its rank is due if the sum is deterministic, else at once."""
     add = partial(_accumulate_dq, step, tiles, sums.dq, plan, mask_info)
     if not plan.deterministic:
         return add()
@@ -95,7 +95,7 @@ def _add_in_order(
 
 
 def _complete(step: Array, semaphore_of: Callable) -> None:
-    """Counts the addition of a step at its semaphore when that is in device memory."""
+    """Waits until the addition of a step is in device memory, and counts it at its semaphore."""
     plgpu.wait_smem_to_gmem(0)
     count_up(semaphore_of(step))
 
@@ -110,7 +110,7 @@ def _accumulate_dq(
     step: Array, tiles: Shared, dq: Any, plan: Plan, mask_info: MaskInfo | None,
     before_addition: Callable[[], None] = lambda: None, under_first_product: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """Adds ds·k of a step to dq, computed in squares of 64 by 64 for want of registers."""
+    """Adds ds·k of a step to dq, computed in squares of 64 × 64 because the producer has few registers."""
     stage = stage_of(step, plan.ds_stages)
     block, head = plan.place(mask_info, step)
     sync(plan.ds_full + stage, plan.key_blocks + 1)
@@ -144,7 +144,7 @@ def _accumulate_dq(
 
 
 def _columns_of_k(chunk: slice, plan: Plan) -> list[tuple[int, slice, slice]]:
-    """For the features of a chunk, 64 at most at a time: the part of k, its columns, and which features these are."""
+    """Splits the features of a chunk into at most 64 at a time: (part of k, columns of the part, features)."""
     found = []
     for n, part in enumerate(plan.D_parts):
         begin, end = max(part.start, chunk.start), min(part.stop, chunk.stop)

@@ -1,9 +1,9 @@
-"""In which order thread blocks add to dq, where its bits are to be the same in every run.
+"""The order in which thread blocks add to dq where the sum has to be deterministic.
 
 A semaphore for every block of queries of a head counts the tiles of keys that have added to its dq. A tile waits until
-the count is its rank among the tiles that do, adds, and counts itself when the addition is complete; then nothing
-depends on when a thread block runs. Ranks are such that nobody waits in vain, and seldom at all: the next tile of keys
-comes to a block of queries before this one does.
+the count is its rank among the tiles that add there, adds, and increments the count when the addition is complete; so
+the bits of dq do not depend on when a thread block runs. Ranks are chosen so that there is no deadlock and hardly any
+waiting: the tile before in rank comes to a block of queries earlier than this one.
 
 * With a band a tile of keys begins with the first queries that see it, which under a causal mask are later for later
   keys. So the last tile is the first to add, and its thread block is launched first.
@@ -11,9 +11,9 @@ comes to a block of queries before this one does.
   first again after the last; block m is added to by the tiles from the last with s_j ≤ m downwards, then by those from
   the last of the group down to it. They wait for one another in a circle, so the W tiles have to run at once: a group
   has fewer tiles than a device has multiprocessors. It adds after the groups before it, which are launched earlier.
-* Who sees whom by arrays (mask_info.py): the last tile first, too, and a table has the ranks.
+* With a mask by arrays (mask_info.py) the last tile is the first, too, and the ranks are in a table.
 
-That thread blocks start in the order of their numbers is what stream-K and FlashAttention-3 count on, too.
+This relies on thread blocks being launched in the order of their index, as stream-K and FlashAttention-3 do.
 """
 
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ MOST_IN_GROUP = 64
 
 
 def table_of_ranks(mask_info: MaskInfo, blocks: int) -> Array:
-    """[b, tiles, blocks] int32: how many later tiles of keys add to a block of queries, given the blocks of each."""
+    """Ranks [b, tiles, blocks] int32: the number of later tiles of keys that add to a block of queries."""
     block = jnp.arange(blocks, dtype=jnp.int32)
     begin, end = (mask_info.block_ranges[:, 0, :, n, None] for n in range(2))
     adds = ((begin <= block) & (block < end)).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Tiles of any head dim in shared memory (head_dims.py), part by part.
+"""Tiles of any head dim in shared memory, as the parts that head_dims.py cuts them into.
 
 Products with keys sum over the parts, and those with values have columns of their own for each. A part is stored row
 after row, which is how TMA copies it, and how products read it in tiles of 8 rows: two views of the same memory.
@@ -18,7 +18,7 @@ from .head_dims import ROW_WIDTHS
 
 
 class Tiles(NamedTuple):
-    """Tiles in shared memory: the parts as products read and write them, and as TMA copies them."""
+    """Tiles in shared memory: two views of each part, for products and for TMA."""
 
     parts: tuple[Any, ...]
     copies: tuple[Any, ...]
@@ -65,7 +65,7 @@ def tiles_of(refs: Any) -> Tiles:
 
 
 def load_parts(tiles: Tiles, stage: Any, source: Callable[[pl.Slice], Any], features: int, full: Any) -> None:
-    """Begins to load all parts of a tile into a stage, each of which arrives at the full barrier.
+    """Starts the copies of all parts of a tile into a stage; each arrives at the full barrier.
 
     `source` has the array of some features.
     """

@@ -1,18 +1,18 @@
 """The forward kernel: softmax(s)·v by the online softmax, with lse, after FlashAttention-3 (arXiv 2407.08608).
 
-Of row i, after the blocks of keys seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
-A block with a maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l, whatever m
-is, if no exp(s_j − m) is out of range. So m is the maximum of the first block of a tile, and in later ones a maximum is
-only looked for where the sums of weights do not say that all are in range (`tiles.updated`): that is seldom.
+Of row i, after the blocks of keys seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j. A
+block with a maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l for any m for
+which no exp(s_j − m) is out of range. So m is taken from the first block of a tile, and the maximum of a later block is
+computed only where its row sums exceed a limit (`tiles.updated`), which is rare.
 
 A work tile of queries belongs to two or three consumer warpgroups, 64 rows each. A warpgroup issues q·kᵀ of one block
-and p·v of the block before at once, and computes the softmax of the one when both are complete: its p takes the
-registers of the one before. Consumers issue products one after the other (ping-pong), so that one computes a softmax
-while another keeps the tensor cores busy. Keys come from the last block down, so that what a causal mask cuts is met
-first.
+and p·v of the block before together, and computes the softmax of the former when both are complete: its p reuses the
+registers of the previous p. Consumers issue products alternately (ping-pong), so that one computes a softmax while
+another keeps the tensor cores busy. Blocks of keys are taken from the last to the first, so that those that need a
+causal mask come first.
 
-Where shared memory holds o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
-block of a work tile runs under the last p·v of the tile before. Otherwise there is a thread block for each work tile.
+Where shared memory has space for o beside q and the next q, the tile scheduler is persistent, and q·kᵀ of the first
+block of a work tile overlaps the last p·v of the tile before. Otherwise there is a thread block for each work tile.
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: K
 def attention(
     operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, mask_info: MaskInfo | None
 ) -> Outputs:
-    """o and lse, where mask_info says what queries see besides the band."""
+    """o and lse; `mask_info` is the mask of arrays, applied on top of the band."""
     visibility, problem = visibility_of(operands, spec), problem_of(operands, spec)
     listed = mask_info is not None and mask_info.block_lists is not None
     plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(operands, spec), listed)
@@ -155,7 +155,7 @@ def _store(
     out: tuple, tiles: tuple, scales: Scales | None, number: Array, plan: Plan,
     work_tile: Array, tile: Tile, acc: Array, last: Statistics,
 ) -> None:  # fmt: skip
-    """The epilogue: o = acc / l and lse of the rows of a warpgroup, by way of shared memory to device memory."""
+    """The epilogue: stores o = acc / l and lse of a warpgroup's rows, through shared memory, by TMA."""
     del work_tile
     (o, lse), (o_tiles, lse_tile) = out, tiles
     if plan.persistent:

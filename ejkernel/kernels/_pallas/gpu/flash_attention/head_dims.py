@@ -17,7 +17,7 @@ LEAST, MOST = 16, 256
 
 
 def parts_of(features: int, widest: int = ROW_WIDTHS[-1], even: bool = False) -> tuple[slice, ...]:
-    """The columns of a tile that each part of it has, where no row is wider than `widest`; all of a width if `even`."""
+    """The columns of each part of a tile, whose rows are at most `widest` numbers; all of one width if `even`."""
     if features % 16 == 0:
         return (slice(0, features),)
     widths = [min(_width(features - start), widest) for start in range(0, features, widest)]
@@ -31,12 +31,12 @@ def tile_width(features: int, widest: int = ROW_WIDTHS[-1], even: bool = False) 
 
 
 def cut_row(features: int) -> int:
-    """The width of the rows of a head dim that is only a multiple of 8, of which the last is cut."""
+    """The row width for a head dim that is not a multiple of 16, whose last row TMA cuts off."""
     return parts_of(features)[0].stop
 
 
 def row_width(columns: int, widest: int = ROW_WIDTHS[-1]) -> int:
-    """The width of the rows, side by side, that a part of so many columns is stored in."""
+    """The width of the rows in which a part of `columns` columns is stored, side by side."""
     return next(width for width in reversed(ROW_WIDTHS) if columns % width == 0 and width <= widest)
 
 

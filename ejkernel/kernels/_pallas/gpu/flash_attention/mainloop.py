@@ -27,9 +27,9 @@ from .tiles import Statistics, View, logits, updated, visible, weights
 
 
 class Shared(NamedTuple):
-    """What the warpgroups of a thread block share: tiles in shared memory, and the full and empty barriers of these.
+    """Tiles in the shared memory of a thread block, and their full and empty barriers.
 
-    Those of k and v that say "empty" are named barriers (plan.py).
+    The empty barriers of k and v are named barriers (plan.py).
     """
 
     q: Tiles
@@ -81,7 +81,7 @@ def consume(
     work_tiles: Array,
     plan: Plan,
 ) -> None:
-    """The part of a consumer warpgroup, by its number: the rows that it has of each work tile of its thread block.
+    """A consumer warpgroup: computes its 64 rows of each work tile of the thread block.
 
     `tile_of(work_tile)` are these rows, and `store(work_tile, tile, acc, statistics)` is the epilogue.
     """
@@ -125,9 +125,9 @@ def mainloop(
     carried: Carry,
     plan: Plan,
 ) -> tuple[Array, Statistics, Carry]:
-    """acc and the row statistics of a work tile whose first block is carried in.
+    """acc and the row statistics of a work tile; q·kᵀ and the softmax of its first block are carried in.
 
-    Carried out is the first block of the work tile that follows, if there is one: its q·kᵀ runs under the last p·v.
+    The first block of the next work tile is carried out, if there is one: its q·kᵀ overlaps the last p·v.
     """
     step, p, before, q = carried
 
@@ -187,7 +187,7 @@ def _products(
     values: Callable[[Array], None],
     plan: Plan,
 ) -> tuple[Array, Array]:
-    """acc with p·v of the block before, and q·kᵀ of this one; both complete, as the next p takes the registers of p.
+    """acc with p·v of the block before, and q·kᵀ of this one; waits for both, as the next p reuses the registers of p.
 
     `values(stage)` waits for the values of the block before. Where it writes over some of them, that is done when no
     product is under way.
@@ -221,7 +221,7 @@ def _products(
 
 
 def _await_values(shared: Shared, tile: Tile, block: Callable[[], Array], stage: Array) -> None:
-    """Waits for the values of a block in a stage; writes zeros over those of them that may hold anything."""
+    """Waits for the values of a block in a stage, and zeroes those that no query sees, which may be NaN."""
     plgpu.barrier_wait(shared.v_full.at[stage])
     if tile.zero_hidden is not None:
         tile.zero_hidden(stage, block())
@@ -240,7 +240,7 @@ def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> N
 def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, unit: Unit, plan: Plan):
     """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
     problem = plan.problem
-    # Lists that are empty name a block behind the last one.
+    # An empty list names a block past the last one, which is fully masked.
     uneven = plan.listed or problem.K % plan.block_k > 0
     ok = visible(tile.view, _block(tile, i) * plan.block_k, products.shape, uneven, problem)
     s, exponent = _log2_logits(products, unit, problem)
@@ -249,7 +249,7 @@ def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, un
 
 
 def _log2_logits(products: Array, unit: Unit, problem: Problem) -> tuple[Array, Array | float]:
-    """What becomes the log₂ of weights by a factor, and that factor."""
+    """Logits and the factor that makes them log₂ of weights."""
     if problem.softcap is not None:
         return logits(products.astype(jnp.float32) * unit.factor, problem), problem.exponent
     return products, problem.exponent * unit.factor

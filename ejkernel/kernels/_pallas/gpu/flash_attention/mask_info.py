@@ -1,9 +1,9 @@
-"""Who sees whom where arrays say so, in packed sequences, by segment ids and by block masks, as the kernels read it.
+"""The mask of packed sequences, segment ids and block masks, in the form in which the kernels read it.
 
-A kernel holds tiles of queries (or of keys) and loads blocks of the others; rows are of what it holds, columns of what
-it loads. In a packed call a row sees one interval of columns, in which causality and the window are contained; in a
-call with segments those columns that have its id, if the band of causality and window holds them as well. With a block
-mask the blocks of a tile are those of a list, of which the full ones come first.
+A kernel keeps tiles of queries (or of keys) stationary and streams blocks of the others: rows belong to the stationary
+side, columns to the streamed one. In a packed call a row sees one interval of columns, causality and window included.
+In a call with segments it sees the columns with its id that are inside the band of causality and window. With a block
+mask each tile has a list of its blocks, the full ones first.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from jax import Array
 
 from ejkernel.kernels._visibility import BlockRanges, Visibility, zero_fully_masked
 
-# Ids of queries and of keys that are padding, and so see nothing of each other.
+# The ids given to padding, different for queries and keys, so that these do not see each other.
 PADDING_QUERY, PADDING_KEY = -1, -2
 
 
@@ -32,7 +32,7 @@ class MaskInfo(NamedTuple):
     block_lists: Array | None = None
 
     def block_range(self, tile: Array, batch: Array, head: Array | int = 0) -> BlockRanges:
-        """In a kernel, where the arrays are refs: the blocks of a tile, or their places in its list."""
+        """In a kernel, where the arrays are refs: the range of blocks of a tile, or of indices into its list."""
         row = _same(self.block_ranges, batch, head)
         return BlockRanges(*(self.block_ranges[*row, tile, n] for n in range(len(BlockRanges._fields))))
 
@@ -70,10 +70,10 @@ def zero_fully_masked_queries(visibility: Visibility, *arrays: Array) -> tuple:
 
 
 def _same(x: Array, batch: Array, head: Array | int) -> tuple[Array | int, Array | int]:
-    """Where what is said of a batch index and a head stands in x [b?, h?, …]."""
+    """The index into x [b?, h?, …], whose axes of size 1 hold for all, of a batch index and a head."""
     return batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0
 
 
 def _up_to_blocks(x: Array, block: int, padding: int) -> Array:
-    """[b, n] up to a multiple of `block`."""
+    """Pads [b, n] to a multiple of `block`."""
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % block)), constant_values=padding)

@@ -1,4 +1,4 @@
-"""What all warpgroups of the forward know: block sizes, stages, shared memory, barriers, and the tile scheduler."""
+"""The static plan of the forward: block sizes, stages, shared memory, barriers, and the tile scheduler."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,7 +65,7 @@ class Plan:
 
     @property
     def q_in_registers(self) -> bool:
-        """Whether q stays in registers: 64 features take few, and products read a third less of shared memory."""
+        """Whether q stays in registers: with 64 features it fits, and products read a third less from shared memory."""
         return max(self.problem.D_tile, self.problem.V_tile) <= 64 and not self.e4m3
 
     @property
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def bytes_of_a_key(self) -> int:
-        """Of a key and its value in device memory."""
+        """Bytes of a key and its value in device memory."""
         return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
 
     @property
@@ -116,7 +116,7 @@ class Plan:
         return self.scheduler.work_tiles(lax.axis_index("block"), longest_first)
 
     def ping_pong(self, number: Array, begin: Callable[[], None]) -> None:
-        """Issues products of a consumer when its ping-pong barrier says so; then it is the next consumer's."""
+        """Waits for this consumer's ping-pong barrier, issues its products, and signals the next consumer."""
         sync(PING_PONG + number, 2)
         begin()
         arrive(PING_PONG + stage_of(number + 1, self.consumers), 2)
@@ -145,7 +145,7 @@ class Plan:
 
     @property
     def values_widest(self) -> int:
-        """The widest row that v is stored in: a product sums over as many keys at a time as a row has features."""
+        """The widest row of v in shared memory: a product sums over as many keys at a time as a row has features."""
         return row_width(self.block_k)
 
     def values(self, tile: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The static side of a call, and the range of blocks that a band leaves to a work tile."""
+"""The static description of a call, and the range of blocks that the band leaves to a work tile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Problem:
         scale: the factor of q·kᵀ.
         softcap: logits become softcap·tanh(logits / softcap).
         low, high: query i sees the keys j with i + low ≤ j ≤ i + high; None where unbounded, and in packed calls.
-        packed, segmented: what more is to be said of who sees whom is in arrays, see mask_info.py.
+        packed, segmented: arrays mask more than the band does, see mask_info.py.
         dtype: of q, k, v and o.
     """
 
@@ -62,17 +62,17 @@ class Problem:
 
     @property
     def exponent(self) -> float:
-        """What `tiles.logits` returns times this is an exponent of two."""
+        """The factor that makes the result of `tiles.logits` into an exponent of 2."""
         return LOG2_E * (self.scale if self.softcap is None else self.softcap)
 
     @property
     def cut(self) -> bool:
-        """Whether blocks before the last may be seen in part."""
+        """Whether blocks other than the last may be partial ones, which need a mask."""
         return self.low is not None or self.high is not None or self.packed or self.segmented
 
     @property
     def masks_queries(self) -> bool:
-        """Whether the band hides every key from the first queries, which may hold anything."""
+        """Whether the band masks every key for the first queries, which may then hold NaN."""
         return self.high is not None and self.high < 0
 
     def band(self, of_keys: bool) -> tuple[int | None, int | None]:
@@ -98,9 +98,9 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
 
 
 def weights_of_sinks(sinks: Array, lse: Array) -> Array:
-    """exp(sink − lse) [b, h, n, rows], of lse that is +∞ where nothing is seen.
+    """exp(sink − lse) [b, h, n, rows]; lse is +∞ in fully masked rows.
 
-    lse includes the sinks, so a weight is at most 1; but logits near 10¹² round lse by more than an exponent may be.
+    lse includes the sinks, so a weight is at most 1. It is clamped, because logits near 10¹² round lse by a lot.
     """
     return jnp.exp(jnp.minimum(sinks[:, :, :, None] - lse[:, :, None], 0.0))
 

@@ -1,4 +1,4 @@
-"""The forward in e4m3: eight bits for q, k, v and the weights, where `precision` allows it.
+"""The forward in e4m3: q, k, v and the weights rounded to eight bits, where `precision` allows it.
 
 q and k are rotated first, each row by the same orthogonal matrix (incoherent processing, arXiv 2407.08608), which
 leaves q·k as it is: (q R)·(k R) = q·k. A number that is much greater than the others of its row then has no product
@@ -6,12 +6,12 @@ alone, whose rounding would decide the logit. Each tile of queries has a scale, 
 A kernel of its own rounds them (rounding.py).
 
 q·kᵀ is summed in float16, for which q and k are small enough; its error is a small part of that of their rounding. So
-logits take half of the registers, and the softmax computes two of them at once (`tiles.updated`). Maxima are whole
-numbers, of which float16 has all that matter.
+logits take half of the registers, and the softmax computes two of them at once (`tiles.updated`). Row maxima are
+rounded to integers, which float16 represents exactly in the range that matters.
 
-The tensor cores take operands of eight bits only with the summed axis innermost, so v comes transposed. A thread has
-the weights of keys 2c, 2c + 1, 8 + 2c and 9 + 2c of every 16 (c: its place among four) after q·kᵀ, and has to give
-those of 4c to 4c + 3 to the next product. What is summed over may come in any order: v has its keys in the weights'.
+The tensor cores take operands of eight bits only with the contracted axis innermost, so v is transposed. After q·kᵀ a
+thread holds the weights of the keys 2c, 2c + 1, 8 + 2c and 9 + 2c of every 16 (c: its index among four), where the next
+product expects those of 4c to 4c + 3. Since a sum may be taken in any order, the keys of v are permuted to match.
 """
 
 import math
@@ -72,7 +72,7 @@ def rotated(x: Array) -> Array:
 
 
 def greatest_of(features: int) -> tuple[float, float, float]:
-    """The greatest numbers of q, k and v in e4m3, such that no product of a query and a key is beyond float16."""
+    """The greatest magnitudes of q, k and v in e4m3 for which no dot product of a query and a key overflows float16."""
     q, half = 16.0, float(jnp.finfo(jnp.float16).max)
     step = 2.0 ** (math.floor(math.log2(half / (q * features))) - jnp.finfo(E4M3).nmant)
     return q, half / (q * features) // step * step, GREATEST
@@ -92,14 +92,14 @@ def unit_of(greatest: Array, most: float) -> Array:
 
 
 class Unit(NamedTuple):
-    """The factor of q·kᵀ of a block of keys, and log₂ of what its weights are scaled by."""
+    """The factor of q·kᵀ for a block of keys, and log₂ of the factor of its weights."""
 
     factor: Array | float
     p_scale_log2: Array | int
 
 
 class Units(NamedTuple):
-    """What the products of a tile are in: a factor of its queries, and those of the blocks of one head of k and v."""
+    """The scales of a work tile: that of its queries, and those of the blocks of one head of k and v."""
 
     queries: Array
     scales: Scales

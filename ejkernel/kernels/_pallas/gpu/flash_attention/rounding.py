@@ -1,8 +1,8 @@
 """The kernel that rounds q, k and v to e4m3 and transposes v, a tile of queries or a block of keys at a time.
 
-A block of threads has the rows of one tile or block and one head: it finds their greatest number, and writes what they
-are in units of a power of two (`unit_of`). So all is read once. v leaves as [b, heads, features, keys], with its keys
-in the order in which the weights lie (quantized.py).
+A thread block has the rows of one tile or block and one head: it finds their greatest magnitude, and writes the numbers
+in units of a power of two (`unit_of`). So everything is read once. v leaves as [b, heads, features, keys], with its
+keys in the order in which the weights lie (quantized.py).
 """
 
 from functools import partial, reduce

@@ -4,14 +4,14 @@ With the weights p = exp(s − lse) computed again, and ṡ = scale·(q̇·kᵀ 
 
     lse_dot_i = Σ_j p_ij·ṡ_ij,    o_dot_i = Σ_j p_ij·ṡ_ij·(v_j − o_i) + p_ij·v̇_j
 
-where o is taken off at the end, by the sum of what the p·ṡ of the row were rounded to for their product with v: so a
-tangent is exact where all the weight is on one key.
+where o is subtracted at the end, times the sum of the p·ṡ as they were rounded for their product with v: so rounding
+cancels, and a tangent is exact where all the weight is on one key.
 
 Tiles and warpgroups are those of the forward. A warpgroup has q in registers, and the products with the keys of one
-block are under way at once with those with the values of the block before. With 256 features there are registers for
-neither, and shared memory for three tiles of 64 keys beside q and its tangent: k, its tangent, v and its tangent come
-one after the other, and the warpgroups follow one another in every product, so that a tile is used up soon. Products
-with a tangent that is zero are left out.
+block overlap those with the values of the block before. With 256 features there are registers for neither, and shared
+memory for only three tiles of 64 keys beside q and its tangent: k, its tangent, v and its tangent are loaded one after
+the other, and the warpgroups issue each product in turn, so that a stage is soon free again. Products with a tangent
+that is zero are left out.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def flash_attention_jvp(
     v, v_dot = zero_hidden_keys(visibility, primals.v, tangents.v)
     tensors = Tensors(padded(primals.q, 1, 0), *map(eights, (primals.k, v, tangents.q, tangents.k, v_dot)))
     o = eights(outputs.o)
-    # Past the end, and where nothing is seen, the weights are exp(−∞).
+    # In fully masked rows, and past the end, the weights are exp(−∞) = 0.
     lse = padded(jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse), 2, jnp.inf)
     of_consumers = lambda width: shared((plan.consumers, ROWS, width), problem.dtype)
     o_dot, lse_dot = launch(
@@ -102,14 +102,14 @@ def flash_attention_jvp(
 
 
 def _ring(plan: Plan, tensors: Tensors, groups: tuple[tuple[str, ...], ...]) -> tuple[Any, Any]:
-    """The tiles of a ring, as many as a group has, and a full barrier for each of its stages."""
+    """Shared memory of a ring: the tiles of a group for each stage, and a full barrier for each stage."""
     (width,) = {getattr(tensors, name).shape[-1] for group in groups for name in group}
     tiles = [shared((plan.stages, plan.block_k, width), plan.problem.dtype) for _ in groups[0]]
     return tiles, plgpu.Barrier(num_barriers=plan.stages, num_arrivals=len(groups[0]))
 
 
 def _sinks_moved(primals: Operands, lse: Array, tangents: Operands) -> Array | None:
-    """What sinks add to Σ p·ṡ of the rows, Σ_n exp(sink_n − lse)·sink_dot_n: [b, h, rows]."""
+    """The contribution of sinks to Σ p·ṡ of the rows, Σ_n exp(sink_n − lse)·sink_dot_n: [b, h, rows]."""
     if primals.sinks is None or tangents.sinks is None:
         return None
     return (weights_of_sinks(primals.sinks, lse) * tangents.sinks[:, :, :, None]).sum(2)

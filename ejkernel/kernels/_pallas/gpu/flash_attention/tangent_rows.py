@@ -47,7 +47,7 @@ class Ring(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(forward_plan.Plan):
-    """As in the forward, with a block of threads for each tile, and tangents beside keys and values."""
+    """As in the forward, with a thread block for each tile, and tangents beside keys and values."""
 
     @property
     def persistent(self) -> bool:
@@ -59,7 +59,7 @@ class Plan(forward_plan.Plan):
 
     @property
     def wide(self) -> bool:
-        """Whether a thread has no registers for q, nor for the weights of two blocks, beside its sums."""
+        """Whether q and the weights of two blocks exceed the registers of a thread, beside its accumulator."""
         return self.problem.V > MOST_BESIDE_Q
 
     def rings(self, tensors: Tensors) -> list[tuple[tuple[str, ...], ...]]:
@@ -72,7 +72,7 @@ class Plan(forward_plan.Plan):
 
 
 class Sums(NamedTuple):
-    """Of the rows: acc = Σ p·ṡ·v + p·v̇, and what a thread has of Σ p·ṡ and of the same with the p·ṡ rounded."""
+    """Row sums: acc = Σ p·ṡ·v + p·v̇, and the partial sums of a thread of Σ p·ṡ, before and after rounding p·ṡ."""
 
     acc: Array
     moved: Array
@@ -130,7 +130,7 @@ class Rows:
                     arrive(ring.empty + ring.stage(group, step), self.plan.warpgroups)
 
     def own(self, tiles: Any) -> Any:
-        """The tile of this warpgroup. Its address is computed at every step: there is no register for it."""
+        """The tile of this warpgroup; its address is recomputed at every step, to save registers."""
         return tiles.at[opaque_copy(lax.axis_index("warpgroup"))]
 
     def ping_pong(self, begin: Callable[[], None]) -> None:
@@ -278,9 +278,9 @@ def accumulate_wide(rows: Rows) -> Sums:
 
 
 def _rounded(x: Array, dtype: Any) -> Array:
-    """What x is rounded to, in float32.
+    """x rounded to the dtype of products and widened to float32 again.
 
-    The compiler is kept from rounding numbers one by one, and from giving the pairs that it rounded to the next product
-    as they are: while one reads its operand from registers, none may be written that the next reads.
+    An opaque step keeps ptxas from rounding numbers one by one, and from reusing the packed pairs as the operand of the
+    next product: registers of an operand may not be written while a product before still reads its own.
     """
     return lax.optimization_barrier(lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32))

@@ -62,7 +62,7 @@ class PersistentTileScheduler:
 
     @cached_property
     def longest_first(self) -> np.ndarray | None:
-        """For each thread block the number of tiles after its pairs, and these, int32; None where all cost the same."""
+        """For each thread block the number of tiles after its pairs, then these, int32; None if costs are equal."""
         if not self.rising:
             return None
         place = np.arange(self.number) % self.tiles
@@ -88,7 +88,7 @@ class PersistentTileScheduler:
         return lax.div(self.number - 1 - block, jnp.int32(self.blocks)) + 1
 
     def tile(self, block: Array, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array]:
-        """The place in its head, and the head, of a thread block's n-th work tile."""
+        """The index in its head, and the head, of a thread block's n-th work tile."""
         number, tiles, two = work_tile * self.blocks + block, jnp.int32(self.tiles), jnp.int32(2)
         if self.rising:
             alone = longest_first[block, 1 + jnp.clip(work_tile - self.paired, 0, self.longest_first.shape[1] - 2)]
@@ -102,11 +102,11 @@ class PersistentTileScheduler:
 
 @dataclass(frozen=True)
 class ListedTileScheduler:
-    """An order of work tiles that is known at run time, as their costs are, head after head.
+    """Work tiles whose costs are known at run time only (lists of blocks), head after head.
 
-    Within a head the longest come first, in every other head last: a persistent thread block, which has every so many
-    work tiles of the order, then has long and short ones in turn. Of the last heads all are in one order, the longest
-    first, so that what is left at the end is short.
+    The longest tiles of a head come first, and last in every other head: a persistent thread block takes every
+    `blocks`-th tile of the order, and so alternates between long and short ones. The tiles of the last heads are sorted
+    together, the longest first, so that short ones are left at the end.
 
     Attributes:
         tiles: of a head.
@@ -154,7 +154,7 @@ class ListedTileScheduler:
 
 
 def _back_and_forth(number: int, row: int) -> np.ndarray:
-    """0, 1, … in rows, of which every other one runs backwards, but for one that is not whole."""
+    """0, 1, … in rows of `row`, every other one reversed; an incomplete last row is not."""
     places = np.arange(number)
     rows = places[: number // row * row].reshape(-1, row)
     rows[1::2] = rows[1::2, ::-1].copy()
@@ -163,10 +163,10 @@ def _back_and_forth(number: int, row: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class SingleTileScheduler:
-    """A thread block for each work tile, not persistent; the device launches them in order, as it can.
+    """One thread block for each work tile, not persistent; the device launches them in order.
 
-    Some heads at a time, and of these the longest tiles first. At the end more heads at a time, so that short tiles
-    come last and all multiprocessors finish at about the same time.
+    `together` heads are computed at a time, their longest tiles first. At the end it is more heads at a time, so that
+    short tiles come last and all multiprocessors finish at about the same time.
 
     Attributes:
         tiles: of a head.

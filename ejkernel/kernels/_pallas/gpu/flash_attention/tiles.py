@@ -1,4 +1,4 @@
-"""What is computed from a tile of q·kᵀ."""
+"""Logits, masks, weights and row statistics of a tile of q·kᵀ."""
 
 import operator
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from .problem import LOG2_E, Problem
 
 
 class Statistics(NamedTuple):
-    """Of rows, over the blocks of keys so far: m, the log₂ of a weight near the greatest, and sums of weights over 2^m.
+    """Row statistics of the blocks of keys so far: m, near the greatest log₂ weight, and the sums of weights / 2^m.
 
-    maximum [rows], total [rows, COLUMNS]: where a thread has a number, the sum of what it has of a row.
+    maximum [rows], total [rows, COLUMNS]: partial sums, one for each thread of a row.
     """
 
     maximum: Array
@@ -29,7 +29,7 @@ class Statistics(NamedTuple):
 
 
 class Float16Limits(NamedTuple):
-    """Where weights may be computed in float16.
+    """The range in which weights may be computed in float16.
 
     maximum: row maxima are whole numbers, and at most this. least: blocks have a p_scale_log2 of at least this; smaller
     weights would be lost.
@@ -57,12 +57,12 @@ class RescaleLimits(NamedTuple):
         return greatest if self.float16 is None else jnp.round(greatest)
 
 
-# Of float16, whose greatest number is 65504, and of bfloat16, which are as exact when they are great.
+# For float16, whose greatest number is 65504; bfloat16 is as exact for large weights.
 LIMITS = RescaleLimits(p_scale_log2=0, rescale_threshold=8, row_sum_limit=2.0**15)
 
 
 def logits(products: Array, problem: Problem) -> Array:
-    """The logits but for a factor, `problem.exponent`: q·kᵀ, or tanh(scale·q·kᵀ / softcap)."""
+    """The logits without the factor `problem.exponent`: q·kᵀ, or tanh(scale·q·kᵀ / softcap)."""
     if problem.softcap is None:
         return products
     e = jnp.exp2(products * (2 * LOG2_E * problem.scale / problem.softcap))
@@ -79,7 +79,7 @@ def weights_of_lse(exponents: Array) -> Array:
 
 
 class View(NamedTuple):
-    """The batch index and the first row of a tile, rows being queries or keys, and what arrays say of whom it sees."""
+    """The batch index and the first row of a tile (queries or keys), and the mask of arrays."""
 
     batch: Array
     row: Array
@@ -88,9 +88,9 @@ class View(NamedTuple):
 
 
 def visible(view: View, column: Array, shape: tuple[int, int], uneven_keys: bool, problem: Problem) -> Array | None:
-    """Who sees whom in a tile that begins at a column, keys perhaps past the end if `uneven_keys`; None if all do.
+    """The mask of a tile that begins at `column`, or None if all is visible; `uneven_keys`: keys may be past the end.
 
-    But for segments, a row sees the columns from the last of some firsts to the first of some lasts.
+    Without segments a row sees one interval of columns, the intersection of the intervals of all conditions.
     """
     batch, row, mask_info, of_keys = view
     rows = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=PER_ROW) + row
@@ -143,7 +143,7 @@ def weights(
         s = jnp.where(ok, s, -jnp.inf)
     greatest = limits.maximum(s.max(axis=1) * exponent)
     maximum = jnp.where(greatest > before.maximum + limits.rescale_threshold, greatest, before.maximum)
-    base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen nothing yet
+    base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen no key yet
     p, total, alpha = _relative_to(base, s, before, exponent, p_scale_log2, limits)
     return p, Statistics(maximum, total), alpha
 
@@ -179,16 +179,16 @@ def updated(
 def _relative_to(
     base: Array, s: Array, before: Statistics, exponent: Array | float, p_scale_log2: Array | int, limits: RescaleLimits
 ) -> tuple[Array, Array, Array]:
-    """p, the row sums with those of before, and alpha, the factor of these."""
+    """p relative to the maximum `base`, the updated row sums, and alpha, by which earlier sums are rescaled."""
     p, alpha = _powers(s, exponent, base - p_scale_log2), jnp.exp2(before.maximum - base)
     sums = of_threads(p)
     return p, before.total * broadcast_rows(alpha, sums) + _unscaled(sums, p_scale_log2, limits), alpha
 
 
 def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
-    """2^(s·exponent − base), a base for each row.
+    """2^(s·exponent − base), with one base per row.
 
-    In float16 two numbers at once, of which the base has to be one, too.
+    In float16 two numbers are computed per instruction, and the base has to be a float16 number, too.
     """
     if s.dtype == jnp.float32:
         return jnp.exp2(s * exponent - broadcast_rows(base, s))
@@ -196,12 +196,12 @@ def _powers(s: Array, exponent: Array | float, base: Array) -> Array:
 
 
 def _unscaled(sums: Array, p_scale_log2: Array | int, limits: RescaleLimits) -> Array:
-    """Sums of weights that have a scale of their own, in the scale of the limits."""
+    """Converts sums of weights with their own p_scale_log2 to that of the limits."""
     return sums if isinstance(p_scale_log2, int) else sums * jnp.exp2(limits.p_scale_log2 - p_scale_log2)
 
 
 def _beyond(sums: Array, maximum: Array, p_scale_log2: Array | int, limits: RescaleLimits) -> Array:
-    """Whether in this warp a sum is greater than it may be, or NaN, or weights are beyond float16."""
+    """Whether any row sum of this warp exceeds the limit or is NaN, or any weight is out of the range of float16."""
     row_sum_limit = limits.row_sum_limit
     if limits.float16 is not None:
         row_sum_limit = jnp.where(p_scale_log2 < limits.float16.least, -1.0, row_sum_limit)  # which every sum is beyond

@@ -1,7 +1,7 @@
 """The backward of grouped_matmul on Hopper GPUs: the gradient of the matrices by a Pallas kernel, in Mosaic GPU.
 
 The forward and the gradient of the rows, the same product with the matrices transposed, are left to Triton.
-What stands here imports no Pallas; the kernel is imported when it is first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -13,7 +13,7 @@ from .._internals import moved
 from . import configs
 
 HOPPER = 90
-# Columns of a tile of 8 rows in shared memory, and rows of a group that fill one tile of rows.
+# The columns of a swizzled tile of 8 rows in shared memory, and the rows of a tile.
 WIDTH, ROWS = 64, 64
 
 
@@ -29,15 +29,15 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
     if lhs.dtype.name not in ("bfloat16", "float16") or rhs.dtype != lhs.dtype:
         return f"lhs is {lhs.dtype} and rhs {rhs.dtype}; the kernel takes bfloat16 or float16, the same for both"
     if 0 in lhs.shape or lhs.shape[1] % 8:
-        return f"{lhs.shape[1]} rows; the kernel loads them by eights"
+        return f"lhs has {lhs.shape[1]} rows; the kernel takes multiples of 8"
     if lhs.shape[2] % WIDTH or rhs.shape[3] % WIDTH:
         return f"{lhs.shape[2]} features and {rhs.shape[3]} columns; the kernel takes multiples of {WIDTH}"
     if lhs.shape[1] < ROWS * rhs.shape[1]:
-        return f"{lhs.shape[1]} rows for {rhs.shape[1]} groups; the tiles of the kernel are for {ROWS} a group or more"
+        return f"{lhs.shape[1]} rows for {rhs.shape[1]} groups; the tiles of the kernel need {ROWS} rows a group"
     if rhs.shape[0] < lhs.shape[0]:
-        return "a batch shares the matrices"
+        return "rhs is shared by a batch, over which the kernel does not sum its gradient"
     if operands.rhs_scale is not None:
-        return "rhs_scale: the kernel has none"
+        return "rhs_scale is not supported by this kernel"
     return None
 
 

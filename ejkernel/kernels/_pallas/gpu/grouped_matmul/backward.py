@@ -1,4 +1,4 @@
-"""The backward: drhs by the kernel that multiplies the rows of a group with each other, dlhs as a product of its own.
+"""The backward: drhs by the kernel in matrices.py, dlhs as a grouped product with the transposed matrices.
 
 dlhs_i = do_i · rhs_gᵀ        drhs_g = Σ_{i∈g} lhs_iᵀ · do_i
 """
@@ -41,7 +41,7 @@ def grouped_matmul_bwd(
 
 
 def _rows(x: Operands, do: Array, spec: GroupedMatmulSpec) -> Array:
-    """dlhs, by the implementation that the forward with these operands gets."""
+    """dlhs, by the implementation that the registry picks for that product."""
     product = Operands(do, x.rhs.swapaxes(2, 3), x.group_sizes, x.group_offset)
     spec = replace(spec, preferred_element_type=x.lhs.dtype.name, transpose_rhs=not spec.transpose_rhs)
     forward = select("grouped_matmul", spec, product, gpu_target()).implementation
@@ -49,7 +49,7 @@ def _rows(x: Operands, do: Array, spec: GroupedMatmulSpec) -> Array:
 
 
 def _matrices(x: Operands, do: Array, spec: GroupedMatmulSpec, config: KernelConfig) -> Array:
-    """drhs [b, e, k, n], computed as it lies in memory."""
+    """drhs [b, e, k, n], computed in the memory order of rhs: transposed if rhs is."""
     (b, m, _), e = x.lhs.shape, x.rhs.shape[1]
     bounds = jnp.broadcast_to(group_bounds(x.group_sizes, x.group_offset, e, m), (b, e + 1))
     bounds += m * jnp.arange(b, dtype=jnp.int32)[:, None]

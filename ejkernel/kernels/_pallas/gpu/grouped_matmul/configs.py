@@ -1,8 +1,8 @@
 """Which configs the backward of grouped_matmul is run with on Hopper.
 
-block_q is the rows of a tile of the gradient of a matrix, block_k its columns, block_d how many rows of a group are
-multiplied at a time. With four of such in flight shared memory is left to store but half of a tile at once, which
-pays where groups are long.
+A tile of the gradient of a matrix has block_q rows and block_k columns (BLOCK_M and BLOCK_N in the words of matmuls),
+and sums over block_d rows of a group at a time. With four stages in flight, shared memory has space to store only half
+of a tile at once, which pays where groups are long.
 """
 
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands

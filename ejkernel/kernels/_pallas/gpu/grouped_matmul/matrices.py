@@ -2,12 +2,12 @@
 
     z_g = Σ_{i∈g} x_iᵀ · y_i
 
-A fixed number of blocks of threads share the tiles of all z, those of one matrix after those of another. In a block two
-warpgroups multiply, 64 rows of a tile each, and a third loads what they need next, be it for this tile or the one that
-follows; the tensor memory accelerator stores a tile while the next is computed. No two blocks add to one number.
+The kernel is persistent: a fixed number of thread blocks share the tiles of all z, matrix after matrix. Two consumer
+warpgroups compute 64 rows of a tile each; the producer warpgroup loads the next rows, of this tile or the following
+one, and TMA stores a tile while the next is computed. No two thread blocks add to the same number.
 
-Rows are loaded in tiles that begin at multiples of 8. What the first and the last tile of a group hold of other rows,
-which may be NaN, is set to 0 in shared memory.
+Rows are loaded in tiles that begin at multiples of 8. Rows of other groups in the first and the last tile of a group,
+which may be NaN, are set to 0 in shared memory.
 """
 
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ from .._launch import (
     sync,
 )
 
-SHARED_BYTES = 226 * 1024  # for tiles in a block of threads
+SHARED_BYTES = 226 * 1024  # for tiles in a thread block
 CONSUMERS, WARPGROUPS = 2, 3
 REGISTERS = 232, 40  # of a thread that multiplies, and of one that loads
 EDGES = 2  # tiles of rows of a group that may hold others
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def parts(self) -> int:
-        """In how many parts a tile is stored, one after the other: as few as shared memory allows."""
+        """The number of parts in which a tile is stored, one after the other: as few as shared memory allows."""
         inputs = self.stages * self.depth * (self.block_rows + self.block_columns)
         numbers = SHARED_BYTES // self.dtype.itemsize - inputs
         return next(n for n in (1, 2, 4) if self.block_rows * self.block_columns // n <= numbers)
@@ -124,10 +124,10 @@ def multiply_groups(x: Array, y: Array, starts: Array, ends: Array, plan: Plan) 
 
 
 def _in_one_buffer(starts: Array, ends: Array) -> Array:
-    """starts and then ends, in a buffer whose size is a multiple of `ALIGNMENT`.
+    """Concatenates starts and ends in a buffer whose size is a multiple of `ALIGNMENT`.
 
-    XLA packs the temporaries of a program at multiples of 128 bytes, so that behind one that does not fill whole lines
-    of 256 the next may begin where Mosaic GPU refuses it.
+    XLA packs the temporaries of a program at multiples of 128 bytes; after one that is no multiple of 256 bytes, the
+    next may begin at an address that Mosaic GPU refuses.
     """
     both = jnp.concatenate([starts, ends])
     return jnp.pad(both, (0, -both.size % (ALIGNMENT // both.dtype.itemsize)))
@@ -218,7 +218,7 @@ def _tile(work_tile, step, start, end, z, x_tiles, y_tiles, z_tiles, full, plan:
 
 
 def _mask(tile, first: Array, start: Array, end: Array) -> None:
-    """Sets to 0 what a tile of the rows from `first` on holds of other rows than those from `start` to `end`."""
+    """Zeroes the rows of a tile that begins at row `first` which are outside of start ≤ row < end."""
     rows = indices(first, 0, tile.shape)
     x = load_vector(tile, WGMMA)
     tile[...] = jnp.where((rows >= start) & (rows < end), x, jnp.zeros((), x.dtype))

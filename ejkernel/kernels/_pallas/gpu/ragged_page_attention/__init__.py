@@ -1,6 +1,6 @@
 """ragged_page_attention on Hopper GPUs: decodes by Triton's kernels, prefills by a Pallas kernel of Mosaic GPU.
 
-What stands here imports no Pallas; the kernel is imported when it is first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 import math
@@ -22,9 +22,9 @@ from ..flash_attention import HOPPER, MOST_SOFTCAP
 # By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
 # queries of them would pay.
 BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 64, 2)}
-# A page, or what a block of keys has of it, is copied in tiles of 8 rows; fewer than 16 would be too many copies.
+# A page, or the part of it in a block of keys, is copied in tiles of 8 rows; fewer than 16 make too many copies.
 SMALLEST_PAGE = 16
-# Fewer tokens leave most of a tile empty.
+# With fewer tokens most rows of a tile are empty.
 LEAST_TOKENS = 64
 UNTRIED = "a window, a softcap or sinks, with which the kernel has not run on a GPU"
 ABSENT = ("k_scale", "v_scale", "draft_mask")
@@ -43,7 +43,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return f"q is {q.dtype} and pages {kv.dtype}; the kernel takes bfloat16 and float16, of both the same"
     for name in ABSENT:
         if getattr(operands, name) is not None:
-            return f"{name}: the kernel has none"
+            return f"{name} is not supported by this kernel"
     if reason := triton.supports(spec, operands, target):
         return reason
     if q.shape[3] not in BLOCKS:
@@ -53,16 +53,16 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         whole = f"multiples of {SMALLEST_PAGE} that divide {block_k}, or multiples of that"
         return f"pages of {page} slots; the kernel takes {whole}"
     if spec.softmax_scale <= 0:
-        return f"a scale of {spec.softmax_scale:g}; the kernel looks for the greatest logit before it scales"
+        return f"softmax_scale is {spec.softmax_scale:g}; the kernel takes row maxima before scaling: it must be > 0"
     if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
-        return f"a softcap of {softcap:g}; up to {MOST_SOFTCAP:g} the tanh of the kernel is exact enough"
+        return f"softcap is {softcap:g}; the tanh of the kernel is accurate enough up to {MOST_SOFTCAP:g}"
     if spec.softmax_scale / softcap > 1e38:
-        return f"a scale of {spec.softmax_scale:g} over a softcap of {softcap:g}, which is more than float32 holds"
+        return f"softmax_scale / softcap is {spec.softmax_scale:g} / {softcap:g}, which overflows float32"
     if q.shape[1] < LEAST_TOKENS:
-        return f"a step of {q.shape[1]} tokens; the tiles of the kernel are for {LEAST_TOKENS} or more"
+        return f"tokens of the step: {q.shape[1]}; the tiles of the kernel need {LEAST_TOKENS} or more"
     sequences, heads = operands.block_tables.shape[1], q.shape[2] // kv.shape[3]
     if (rows := math.ceil(q.shape[1] / sequences) * heads) <= _paged.LARGEST_DECODE_TILE:
-        return f"{rows} queries × heads of an average sequence fit one tile of the decode kernel"
+        return f"tokens × heads of a group in an average sequence: {rows}, which the decoding kernel has in one tile"
     return UNTRIED if spec.window or spec.softcap or operands.sinks is not None else None
 
 

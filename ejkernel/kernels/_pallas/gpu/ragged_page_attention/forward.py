@@ -1,11 +1,12 @@
-"""The rows of a prefill in a step over pages: the forward of flash_attention, whose keys are copied page by page.
+"""The prefills of a step over pages: the forward of flash_attention, with keys copied page by page.
 
 The consumers, their mainloop and its numbers are those of the dense kernel. A work tile is up to block_q tokens of one
-sequence and one head (work.py). The producer reads which pages a block of keys has, and copies each into its rows of
-the stage, all of which arrive at the barrier of the stage. Slots that nobody sees may hold anything, so the consumers
-write zeros over these values before they multiply: in the last block of a sequence, and in the first of its window.
+sequence and one head (work.py). The producer reads the page numbers of a block of keys from the block table, and copies
+each page into its rows of the stage; all copies arrive at the full barrier of the stage. Slots outside of the context
+may hold NaN, so the consumers zero their values before the product: in the last block of a sequence, and in the first
+block of its window.
 
-o is stored from the registers, row by row, as the tokens behind those of a work tile belong to others.
+o is stored from registers, row by row, because the rows after a work tile belong to other sequences.
 """
 
 from functools import partial
@@ -33,7 +34,7 @@ from .work import most_tiles, work_tiles
 
 
 def prefill(x: Operands, spec: CacheSpec, most: int) -> dict[str, Array]:
-    """o [b,t,h,d] and lse [b,t,h] float32 of all tokens but those of sequences of 1 to `most` tokens in the step."""
+    """o [b,t,h,d] and lse [b,t,h] float32 of all tokens, except in sequences of 1 to `most` tokens (the decodes)."""
     plan = plan_of(x, spec)
     problem, (B, T, H, D) = plan.problem, x.q.shape
     table, total = work_tiles(
@@ -154,7 +155,7 @@ def _store(
     first = number * ROWS
     total = last.total.sum(axis=1)
     saw = total > 0
-    if sinks is not None:  # which tokens in no context have none of
+    if sinks is not None:  # tokens outside of every context have no sinks
         place = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW) + (of.position + first)
         saw &= place >= 0
     total = jnp.where(saw, total, 1.0)

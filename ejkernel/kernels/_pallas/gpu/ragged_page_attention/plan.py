@@ -1,4 +1,4 @@
-"""What all warpgroups of the kernel know: the plan of a dense forward, and where work tiles and pages are."""
+"""The static plan of the kernel: that of the dense forward, and where work tiles and pages are."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class PagedPlan(Plan):
 
     @property
     def persistent(self) -> bool:
-        """Whether thread blocks have several work tiles: always, since o is stored from registers."""
+        """Whether the tile scheduler is persistent: always, as o is stored from registers."""
         return True
 
     @property
@@ -59,9 +59,9 @@ class PagedPlan(Plan):
         return pages_per_block(self.page, self.block_k)
 
     def number(self, work_tile: Array) -> Array:
-        """The number of this thread block's n-th work tile, among those of all heads: heads of a tile, then the next.
+        """The index of this thread block's n-th work tile among those of all heads: all heads of a tile, then the next.
 
-        Every other time the last thread block has the first one, so that nobody always has the longest.
+        Every other round is assigned in reverse, so that no thread block always gets the longest tiles.
         """
         block = lax.axis_index("block")
         place = jnp.where(lax.rem(work_tile, jnp.int32(2)) == 0, block, self.blocks - 1 - block)
@@ -103,6 +103,6 @@ class PagedPlan(Plan):
         return found
 
     def hides(self, of: WorkTile, block: Array) -> tuple[Array, Array, Array]:
-        """Whether a block has slots that may hold anything, and its first row and stop of those that do not."""
+        """Whether a block has slots that may hold NaN, and the range of its rows that do not."""
         begin, end = of.first_key - block * self.block_k, of.stop - block * self.block_k
         return (begin > 0) | (end < self.block_k), begin, end

@@ -1,8 +1,8 @@
-"""The work tiles of a step, which are made on the device from its lengths: some tokens of one sequence in each.
+"""The work tiles of a step, made on the device from its lengths; each has some tokens of one sequence.
 
-Sequences with few tokens are decoded by others. Of the rest, sequence n with q_n tokens has ⌈q_n / block_q⌉ work tiles,
-at most T / block_q + N of all. Tokens of no sequence, before the first and after the last, are two sequences more whose
-tokens stand before every key and so get o = 0 and lse = −∞: then every token is written by someone.
+Sequences with few tokens are left to the decoding kernel. Of the rest, sequence n with q_n tokens has ⌈q_n / block_q⌉
+work tiles, at most T / block_q + N of all. Tokens of no sequence, before the first and after the last, are two
+sequences more whose tokens are placed before every key, and so get o = 0 and lse = −∞: every token is written.
 
 The longest sequences come first, and of each the last tokens, so that thread blocks that take tiles one after the other
 end at about the same time, and those at work together read the keys of the same sequence from the L2 cache.
@@ -34,7 +34,7 @@ class WorkTile(NamedTuple):
 
 
 def most_tiles(batches: int, sequences: int, tokens: int, block_q: int) -> int:
-    """Places of the table: whatever the lengths are, there are no more work tiles."""
+    """The length of the table: an upper bound of the number of work tiles, whatever the lengths are."""
     return batches * (tokens // block_q + sequences + 2)
 
 

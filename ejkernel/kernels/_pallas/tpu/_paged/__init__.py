@@ -1,6 +1,6 @@
 """Attention over a cache on TPU, in pages or dense: what the Pallas kernel takes, and its configs.
 
-What stands here imports no Pallas; the kernel is imported when it is first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 import math
@@ -46,15 +46,15 @@ def refusal(
         if rows == 1:
             continue  # loaded as a whole, as it lies
         if (features := cache.shape[-1]) > 256 or (features > LANES and features % LANES):
-            return f"{features} features; the kernel takes up to {LANES}, and {2 * LANES}"
+            return f"the cache has {features} features; the kernel takes up to {LANES}, and {2 * LANES}"
         if rows % (packing := 4 // cache.dtype.itemsize):
             return (
-                f"{rows} rows of {cache.dtype} in a slot; a word of 32 bits holds {packing}, and whole ones are loaded"
+                f"a slot has {rows} rows of {cache.dtype}; the kernel loads words of 32 bits, which hold {packing} each"
             )
     if any(scale is not None and (scale.shape[1] > 1 or scale.shape[2] > 1) for scale in scales):
-        return "scales of single slots, which lie across the lanes of logits"
+        return "a scale for each slot; the kernel takes one scale, or one for each head"
     if spec.num_splits is not None and spec.num_splits > 1:
-        return f"num_splits is {spec.num_splits}; a core computes the keys of a sequence one block after the other"
+        return f"num_splits is {spec.num_splits}; the kernel does not split the keys of a sequence"
     return None
 
 

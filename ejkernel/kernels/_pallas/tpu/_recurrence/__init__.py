@@ -1,6 +1,6 @@
 """The linear recurrence on TPU: Pallas kernels, compiled by Mosaic.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -25,7 +25,7 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     if 0 in operands.q.shape or 0 in operands.v.shape:
         return "an empty batch or sequence"
     if operands.q.shape[1] == 1:
-        return "a single token, which fills no block"
+        return "a single token: the kernels compute chunks of several"
     if (size := table_bytes(operands)) > SMEM_BYTES:
         return f"the table of chunks takes {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None

@@ -1,6 +1,6 @@
 """blocksparse_attention on TPU: the kernels of flash_attention over a schedule of the tiles that a block mask keeps.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -18,18 +18,18 @@ def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target)
 
     lengths = operands.q.shape[1], operands.k.shape[1]
     if any(block < length and block % 128 for block, length in zip(spec.block_size, lengths, strict=True)):
-        return f"blocks of {spec.block_size}, in which tiles of multiples of 128 do not fit evenly"
+        return f"block_size is {spec.block_size}; the kernels take multiples of 128"
     if spec.batch_invariant:
-        return "the table of the tiles of the whole batch decides how large tiles may be"
+        return "batch_invariant: the size of tiles depends on the tile table of the whole batch"
     if not all(fitting_tiles(operation, operands, spec, target) for operation in PRODUCTS):
-        return "no tiles are large enough for scalar memory to hold the table of them, and small enough for a program"
+        return "no tile size fits both memories: small tiles make the tile table exceed SMEM, large ones exceed VMEM"
     return None
 
 
 def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
     if operands.sinks is not None and (operands.mask is not None or operands.q_segment_ids is not None):
-        return "sinks beside segments or a mask: that a query sees no key is told by its lse, where there are no sinks"
+        return "sinks with segments or a mask: fully masked queries are known by lse = −∞, which sinks make finite"
     return supports(spec, operands, target)
 
 

@@ -1,6 +1,6 @@
 """flash_attention on TPU: Pallas kernels, compiled by Mosaic.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -22,14 +22,14 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
     if 0 in operands.q.shape or 0 in operands.k.shape:
         return "an empty batch or sequence"
     if operands.dropout is not None:
-        return "dropout: Philox multiplies 32-bit integers into 64 bits, which the vector unit does not"
+        return "dropout: Philox needs 64-bit products of 32-bit integers, which the vector unit does not compute"
     if abs(spec.softmax_scale) / (spec.softcap or 1.0) > 1e38:
-        return f"a scale of {spec.softmax_scale:g} over a softcap of {spec.softcap:g}, which is more than float32 holds"
+        return f"softmax_scale / softcap is {spec.softmax_scale:g} / {spec.softcap:g}, which overflows float32"
     arbitrary = (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)
     if spec.batch_invariant and any(x is not None for x in arbitrary):
-        return "the table of the tiles of the whole batch decides how large tiles may be"
+        return "batch_invariant: the size of tiles depends on the tile table of the whole batch"
     if not all(fitting_blocks(operation, operands, target) for operation in PRODUCTS):
-        return "no blocks are large enough for scalar memory to hold the table of tiles, and small enough for a program"
+        return "no tile size fits both memories: small tiles make the tile table exceed SMEM, large ones exceed VMEM"
     return None
 
 

@@ -1,6 +1,6 @@
 """grouped_matmul on TPU: Pallas kernels, compiled by Mosaic.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._grouped_matmul import scale_varies_alone
@@ -27,7 +27,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
         return "no rows or no features"
     for name, size in (("contracted features", lhs.shape[2]), ("columns", rhs.shape[3])):
         if size > 8192 and size % 128:
-            return f"{size} {name}; the kernels cut only multiples of 128"
+            return f"{size} {name}; beyond 8192 the kernels take multiples of 128"
     if (size := table_bytes(operands)) > SMEM_BYTES:
         return f"the work list takes {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None

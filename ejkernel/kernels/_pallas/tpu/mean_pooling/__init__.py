@@ -1,6 +1,6 @@
 """mean_pooling on TPU: Pallas kernels, compiled by Mosaic.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -20,7 +20,7 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     if 0 in operands.x.shape:
         return "no tokens or no features"
     if (features := operands.x.shape[2]) > 8192 and features % 128:
-        return f"{features} features; the kernels cut only multiples of 128"
+        return f"x has {features} features; beyond 8192 the kernels take multiples of 128"
     if (size := table_bytes(operands, spec)) > SMEM_BYTES:
         return f"the work list takes {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None

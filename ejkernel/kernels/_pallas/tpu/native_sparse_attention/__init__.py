@@ -1,6 +1,6 @@
 """native_sparse_attention on TPU: tiles of neighbouring queries over the blocks of keys that any of them lists.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio
@@ -55,11 +55,11 @@ def _reason(operation: str, spec: NativeSparseAttentionSpec, operands: Operands,
     if spec.block_size > LARGEST_BLOCK:
         return f"blocks of {spec.block_size} keys; the kernels take up to {LARGEST_BLOCK}"
     if max(x.q.shape[1], x.k.shape[1]) > MOST_TOKENS:
-        return f"{max(x.q.shape[1], x.k.shape[1])} tokens; the kernels count up to {MOST_TOKENS} in float32"
+        return f"{max(x.q.shape[1], x.k.shape[1])} tokens; positions in float32 are exact up to {MOST_TOKENS}"
     from .configs import fitting
 
     if not fitting(operation, operands, spec):
-        return "the table of the tiles takes more than scalar memory holds, or the blocks more than vector memory"
+        return "the tile table exceeds scalar memory (SMEM), or the blocks exceed vector memory (VMEM)"
     return None
 
 
