@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_close, each_by_kind, first_of_each, with_primitives
+from cases import assert_close, each, each_by_kind, first_of_each, with_primitives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import both, each_type, mesh_of, rest
@@ -119,7 +119,7 @@ def test_an_axis_that_must_be_whole_over_one_device(case):
         assert_close(of, whole(case), what=f"{letter} over a device: ")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.sizes.get("g", 1) > 1], ids=str)
+@each([case for case in CASES if case.sizes.get("g", 1) > 1], first=(), rest=(pytest.mark.slow,))
 def test_key_value_heads_go_with_the_query_heads(case):
     """They are split where only the others are said to be, or a query would see the heads of another one."""
     unsplit = {name: P() for name in ("k", "v", "kv_pages") if name in case.operands}
