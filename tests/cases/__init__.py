@@ -86,10 +86,18 @@ def each(
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
-def each_by_kind(cases: Sequence[Case], rest: Sequence[pytest.MarkDecorator] = ()) -> pytest.MarkDecorator:
-    """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind."""
+def each_by_kind(
+    cases: Sequence[Case],
+    rest: Sequence[pytest.MarkDecorator] = (),
+    first_over: Sequence[pytest.MarkDecorator] = (pytest.mark.slow,),
+) -> pytest.MarkDecorator:
+    """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind.
+
+    The first case of an operation that is called over a mesh has the marks of `first_over`; its others are slow.
+    """
+    over = lambda case: first_over if case in first_of_each(cases) else (pytest.mark.slow,)
     alone = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
-    marks = lambda case: (pytest.mark.slow,) if case.over else alone(case)
+    marks = lambda case: over(case) if case.over else alone(case)
     params = [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", params)
 

@@ -27,7 +27,7 @@ def check(case, order):
     assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
 
 
-@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,), first_over=())
 def test_forward_over_reverse(case):
     check(case, curvature)
 

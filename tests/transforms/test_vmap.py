@@ -73,7 +73,7 @@ def along(derivative):
     return lambda x: derivative({name: a for name, a in x.items() if name != "direction"}, x["direction"])
 
 
-@each_by_kind(CASES, rest=(pytest.mark.slow,))
+@each_by_kind(CASES, rest=(pytest.mark.slow,), first_over=())
 def test_vmap(case):
     check_mappings(case, each_and_all, axis=0)
 
