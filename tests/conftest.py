@@ -10,6 +10,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "JAX_TRACEBACK_FILTERING", "off"
 )  # else JAX takes 70 ms to make an error that a test expects short
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # else it looks up the lines of pytest for every program
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_force_host_platform_device_count=8",
@@ -70,6 +71,7 @@ def _cpu() -> float:
 
 
 def pytest_collection_finish(session):
+    gc.freeze()  # thousands of tests, which else are searched for garbage whenever JAX makes much of it
     session.config.stash[SPENT] = _cpu()
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "each_case",
     "each_differentiable",
     "each_operation",
+    "each_with_another_operand",
     "features_of",
     "first_of_each",
     "gradient",
@@ -45,6 +46,7 @@ __all__ = [
     "pullback",
     "tangent",
     "together",
+    "with_another_operand",
     "with_primitives",
 ]
 
@@ -84,12 +86,46 @@ def each(
     return pytest.mark.parametrize("case", [pytest.param(case, id=str(case), marks=marks(case)) for case in cases])
 
 
-def each_by_kind(cases: Sequence[Case], rest: Sequence[pytest.MarkDecorator] = ()) -> pytest.MarkDecorator:
-    """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind."""
+def each_by_kind(
+    cases: Sequence[Case],
+    rest: Sequence[pytest.MarkDecorator] = (),
+    first_over: Sequence[pytest.MarkDecorator] = (pytest.mark.slow,),
+) -> pytest.MarkDecorator:
+    """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind.
+
+    The first case of an operation that is called over a mesh has the marks of `first_over`; its others are slow.
+    """
+    over = lambda case: first_over if case in first_of_each(cases) else (pytest.mark.slow,)
     alone = lambda case: core_of_kind(case, cases) if case in first_of_each(cases) else rest
-    marks = lambda case: (pytest.mark.slow,) if case.over else alone(case)
+    marks = lambda case: over(case) if case.over else alone(case)
     params = [pytest.param(case, id=str(case), marks=marks(case)) for case in cases]
     return pytest.mark.parametrize("case", params)
+
+
+def each_with_another_operand(cases: Sequence[Case]) -> pytest.MarkDecorator:
+    """As `each`, but slow for cases that have no operand other than those of the cases before.
+
+    For tests of what is done with operands, which options do not change.
+    """
+    new = with_another_operand(cases)
+    marks = lambda case: () if case in new and not case.over else (pytest.mark.slow,)
+    of_first = lambda case: () if case.over else (pytest.mark.core,)
+    params = [
+        pytest.param(case, id=str(case), marks=of_first(case) if case in first_of_each(cases) else marks(case))
+        for case in cases
+    ]
+    return pytest.mark.parametrize("case", params)
+
+
+def with_another_operand(cases: Sequence[Case]) -> list[Case]:
+    """The first case of each operation, and those with an operand that none of its cases before has."""
+    found, seen = [], set()
+    for case in cases:
+        operands = {(case.operation, name) for name in case.operands}
+        if operands - seen:
+            found.append(case)
+        seen |= operands
+    return found
 
 
 def core_of_kind(case: Case, cases: Sequence[Case]) -> Sequence[pytest.MarkDecorator]:

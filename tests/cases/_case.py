@@ -177,4 +177,4 @@ class Case:
 
     def _made(self, name: str, values: Values, shape: tuple[int, ...], seed: int, dtype: Any) -> jax.Array:
         x = values(np.random.default_rng([seed, zlib.crc32(name.encode())]), shape)
-        return jnp.asarray(x, dtype) if isinstance(x, np.ndarray) and x.dtype == np.float64 else jnp.asarray(x)
+        return jnp.asarray(x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x)

@@ -92,7 +92,7 @@ def in_float64(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _widened(x: Any) -> Any:
-    return jnp.asarray(np.asarray(x).astype(np.float64)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    return np.asarray(x).astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5, what: str = "") -> None:

@@ -23,10 +23,16 @@ def one_operation(monkeypatch):
     monkeypatch.setattr(kernel_registry, "_registry", dict(kernel_registry._registry))
 
 
-def test_every_operation_is_right_here(capsys):
+ONE_OF_EACH_KIND = ("flash_attention", "gla", "grouped_matmul", "page_attention", "ragged_page_attention_v3")
+
+
+@pytest.mark.parametrize("names", [ONE_OF_EACH_KIND, pytest.param(tuple(OPERATIONS), marks=pytest.mark.slow, id="all")])
+def test_every_operation_is_right_here(capsys, monkeypatch, names):
+    """One of each kind, and at night all, each of which is always called by its example in `tests/test_registry.py`."""
+    monkeypatch.setattr(doctor, "OPERATIONS", {name: OPERATIONS[name] for name in names})
     status, rows, last = told(capsys)
     assert last == [ALL_IS_WELL] and status == 0
-    assert set(rows) == {(name, "xla/any") for name in OPERATIONS}
+    assert set(rows) == {(name, "xla/any") for name in names}
     for (name, _), row in rows.items():
         *numbers, verdict = row.split()[2:]
         passes = 2 if OPERATIONS[name].algorithm.differentiable else 1

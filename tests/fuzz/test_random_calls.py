@@ -53,7 +53,7 @@ def test_what_once_failed(call):
 @each_part
 def test_calls(operation, part, record_property):
     """The same calls each time, but for how many the machine has time for."""
-    search(record_property, operation, seconds=4, seed=part)
+    search(record_property, operation, seconds=2, seed=part)
 
 
 @pytest.mark.slow

@@ -98,8 +98,14 @@ def test_equals_the_formula(call, tiles):
         close(a, b)
 
 
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("call", CALLS)
+def in_turn(calls):
+    """Every call with both tilings, always with one of them, the next call with the other."""
+    for i, call in enumerate(calls):
+        for j, tiles in enumerate(TILES):
+            yield pytest.param(call, tiles, marks=() if (i + j) % 2 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("call, tiles", list(in_turn(CALLS)))
 def test_gradients_are_those_of_the_formula(call, tiles):
     """By differences of it; the tangent is dual to them, <u, Jt> = <Jᵀu, t>."""
     options = CALLS[call]
@@ -116,8 +122,7 @@ def test_gradients_are_those_of_the_formula(call, tiles):
     close((DO * do).sum() + np.where(np.isfinite(lse), dlse * moved, 0).sum(), along, 1e-10)
 
 
-@pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("call", ("window", "segments", "mask"))
+@pytest.mark.parametrize("call, tiles", list(in_turn(("window", "segments", "mask"))))
 def test_what_nobody_sees_may_be_nan(call, tiles):
     """In results, gradients, tangents, and derivatives of gradients in either order."""
     hidden = np.arange(K) >= K - 4

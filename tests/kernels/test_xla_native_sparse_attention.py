@@ -106,8 +106,11 @@ def product(x, y):
     return sum((a * b).sum() for a, b in zip(x, y, strict=True))
 
 
+# In either way the lists are constants of the derivatives: given ones are told apart at night.
 @each_call
-@pytest.mark.parametrize("given", (True, False), ids=("given", "chosen"))
+@pytest.mark.parametrize(
+    "given", (pytest.param(True, marks=pytest.mark.slow, id="given"), pytest.param(False, id="chosen"))
+)
 def test_derivatives(call, given, x64):
     """Of every array, against a difference: the choice does not change with so small a step."""
     arrays, lists = arrays_of(call)

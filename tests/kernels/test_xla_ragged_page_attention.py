@@ -34,7 +34,7 @@ def check(x, tolerance=1e-6, config=None, **options):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("drafts", (0, 3, 12))
+@pytest.mark.parametrize("drafts", (0, pytest.param(3, marks=pytest.mark.slow), 12))
 def test_options(options, drafts):
     x = step()
     if drafts:

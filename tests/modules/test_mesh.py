@@ -1,11 +1,13 @@
 """The modules API on a mesh: the numbers of the whole call; what is wrong with specs that fit no array or axis."""
 
+import functools
+
 import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_close, each_by_kind, first_of_each, with_primitives
+from cases import assert_close, each, each_by_kind, first_of_each, with_primitives
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sharded import both, each_type, mesh_of, rest
@@ -68,6 +70,12 @@ def over(mesh, case, split, results=None, **specs):
     return lambda arrays=None: call_of(case, arrays, mesh=mesh, in_specs=renamed(case, of), out_specs=out_specs)
 
 
+@functools.cache
+def whole(case):
+    """What the call of a case gives without a mesh."""
+    return jax.jit(lambda arrays: call_of(case, arrays))(case.arrays())
+
+
 def letters_of_whole_axes(case):
     letters = {letter for x in case.operands.values() for letter in x.axes.split() if letter.isalpha()}
     return sorted(letters.difference(case.algorithm.forward.layout.split, case.split_with))
@@ -78,7 +86,7 @@ def letters_of_whole_axes(case):
 @each_type
 def test_the_numbers_are_those_of_the_whole(case, types):
     """Those of dropout and of the decays of heads too, which depend on what a device does not have."""
-    assert_close(over(mesh_of(types), case, both(case))(), call_of(case))
+    assert_close(jax.jit(over(mesh_of(types), case, both(case)))(case.arrays()), whole(case))
 
 
 @each_by_kind([case for case in first_of_each(CASES) if case.differentiable])
@@ -105,12 +113,14 @@ def test_an_axis_that_must_be_whole(case, types):
 def test_an_axis_that_must_be_whole_over_one_device(case):
     """So it is whole."""
     mesh, results = mesh_of(AxisType.Auto, shape=(4, 1)), [P("y") for _ in case.results]
-    for letter in letters_of_whole_axes(case):
-        assert_close(over(mesh, case, {letter: "y"}, results)(), call_of(case))
+    calls = {letter: over(mesh, case, {letter: "y"}, results) for letter in letters_of_whole_axes(case)}
+    found = jax.jit(lambda arrays: {letter: call(arrays) for letter, call in calls.items()})(case.arrays())
+    for letter, of in found.items():
+        assert_close(of, whole(case), what=f"{letter} over a device: ")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.sizes.get("g", 1) > 1], ids=str)
+@each([case for case in CASES if case.sizes.get("g", 1) > 1], first=(), rest=(pytest.mark.slow,))
 def test_key_value_heads_go_with_the_query_heads(case):
     """They are split where only the others are said to be, or a query would see the heads of another one."""
-    whole = {name: P() for name in ("k", "v", "kv_pages") if name in case.operands}
-    assert_close(over(mesh_of(AxisType.Auto), case, rest(case), **whole)(), call_of(case))
+    unsplit = {name: P() for name in ("k", "v", "kv_pages") if name in case.operands}
+    assert_close(jax.jit(over(mesh_of(AxisType.Auto), case, rest(case), **unsplit))(case.arrays()), whole(case))

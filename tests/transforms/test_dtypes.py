@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, FAMILIES, Case, each, gradient, jitted, oracle
+from cases import CASES, FAMILIES, Case, each, each_by_kind, gradient, jitted, oracle
 
 each_dtype = pytest.mark.parametrize(
     "dtype", (jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)), ids=lambda x: x.__name__
@@ -33,7 +33,7 @@ def distance(x, exact):
     return np.linalg.norm(x[finite] - exact[finite])
 
 
-@each(FAMILIES)
+@each_by_kind(FAMILIES, first_over=())
 @each_dtype
 def test_result(case, dtype):
     check(case, dtype, None, 2)

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from cases import CASES, Operand, each, each_case
+from cases import CASES, Operand, each, each_by_kind
 
 
 @each(CASES, rest=(pytest.mark.slow,))
@@ -22,7 +22,7 @@ def test_jit(case):
     assert len(traced) == 1
 
 
-@each_case
+@each_by_kind(CASES, first_over=())
 def test_shapes_without_arrays(case):
     """`jax.eval_shape` tells the types of the results, which are those of the arrays."""
     arrays = case.arrays()

@@ -69,24 +69,24 @@ def test_a_pair_is_lowered(operation, names):
 
 
 def lower(operation, names, platforms):
-    """The forward, and the gradient in all float arrays where there is one."""
+    """The forward, with the gradient in all float arrays where there is one."""
     case, dtype = call_with(operation, names)
     arrays = jax.eval_shape(lambda: case.arrays(dtype=dtype))
     wrt = [name for name, x in arrays.items() if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
 
-    def gradient(arrays):
+    def with_gradient(arrays):
         results, pull = jax.vjp(lambda moving: case.call({**arrays, **moving}), {name: arrays[name] for name in wrt})
-        return pull(jax.tree.map(jax.numpy.ones_like, results))
+        return results, pull(jax.tree.map(jax.numpy.ones_like, results))
 
-    for what in (case.call, gradient) if case.is_composed or case.algorithm.differentiable else (case.call,):
-        traced = jax.jit(what).trace(arrays)
-        for platform in platforms:
-            try:
-                traced.lower(lowering_platforms=(platform,))
-            except UnsupportedError:
-                raise
-            except Exception as error:
-                raise AssertionError(f"{what.__name__} of {names} for {platform}: {error}") from error
+    has_gradient = case.is_composed or case.algorithm.differentiable
+    traced = jax.jit(with_gradient if has_gradient else case.call).trace(arrays)
+    for platform in platforms:
+        try:
+            traced.lower(lowering_platforms=(platform,))
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise AssertionError(f"{operation} of {names} for {platform}: {error}") from error
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from cases import (
     curvature,
     curvature_by_reverse,
     each,
+    each_by_kind,
     first_of_each,
     gradient,
     oracle,
@@ -26,7 +27,7 @@ def check(case, order):
     assert_close(found, oracle(case, curvature)(arrays, cotangents, tangents))
 
 
-@each(DIFFERENTIABLE, rest=(pytest.mark.slow,))
+@each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,), first_over=())
 def test_forward_over_reverse(case):
     check(case, curvature)
 
@@ -60,7 +61,7 @@ def test_reverse_over_forward(case):
 
 
 @pytest.mark.slow
-@each([case for case in DIFFERENTIABLE if case not in first_of_each(DIFFERENTIABLE)])
+@each([case for case in DIFFERENTIABLE if case not in first_of_each(DIFFERENTIABLE)], first=())
 def test_reverse_comes_last_or_twice(case):
     """The orders in which another case of the operation is tested always."""
     check(case, curvature_by_reverse)

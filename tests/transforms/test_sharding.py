@@ -234,7 +234,7 @@ def test_axes_that_disagree(case):
         jax.make_jaxpr(case.call)(arrays | {n: other[n] for n, x in case.operands.items() if "g" in x.axes.split()})
 
 
-@each_by_kind([case for case in called_alone(CASES) if 1 < case.sizes.get("g", 1) < 4])
+@each_by_kind([case for case in called_alone(CASES) if 1 < case.sizes.get("g", 1) < 4], rest=(pytest.mark.slow,))
 def test_fewer_key_value_heads_than_devices(case):
     """Explicit: an error that gives both numbers. Auto: XLA gathers the heads."""
     explicit, automatic = (mesh_of(types, shape=(2, 4)) for types in (AxisType.Explicit, AxisType.Auto))

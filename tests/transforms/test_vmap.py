@@ -1,9 +1,11 @@
 """`jax.vmap` is a loop over the mapped axis, whichever operands are mapped and whichever of their axes it is."""
 
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import (
     CASES,
@@ -11,11 +13,11 @@ from cases import (
     assert_close,
     each,
     each_by_kind,
-    each_case,
     first_of_each,
     gradient,
     oracle,
     tangent,
+    with_another_operand,
     with_primitives,
 )
 from programs import equations
@@ -34,21 +36,33 @@ def mappings(names):
     return [some for n in sizes for some in itertools.combinations(names, n)]
 
 
-def few_mappings(names):
-    """Each name alone, all but each, and all."""
-    return [some for some in mappings(names) if len(some) in (1, len(names) - 1, len(names))]
-
-
 def each_and_all(names):
-    """Each name alone, and all."""
+    """Each name alone, and all: of any two, one is mapped where the other is not, and both are."""
     return [some for some in mappings(names) if len(some) in (1, len(names))]
 
 
-def check(f, wanted, examples, mapped, axis):
-    """vmap of f against `wanted` of each example. What is not mapped is as in the first example."""
-    stack = lambda *x: jnp.stack(x, axis)
+def just_all(names):
+    return [names]
+
+
+def stacked(arrays, axis):
+    """`jnp.stack`, of NumPy where that knows the dtype, for which nothing is compiled."""
+    if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays):
+        return jnp.stack(arrays, axis)
+    return jnp.asarray(np.stack([np.asarray(x) for x in arrays], axis))
+
+
+def check(f, wanted, examples, mapped, axis, at_once=False):
+    """vmap of f against `wanted` of each example. What is not mapped is as in the first example.
+
+    Where several mappings of a call are checked, their operations are compiled once for all of them, one by one; a
+    single mapping is compiled sooner `at_once`.
+    """
+    stack = lambda *x: stacked(x, axis)
     batch = {n: jax.tree.map(stack, *(e[n] for e in examples)) if n in mapped else x for n, x in examples[0].items()}
-    found = jax.vmap(f, ({name: axis if name in mapped else None for name in batch},))(batch)
+    mapping = jax.vmap(f, ({name: axis if name in mapped else None for name in batch},))
+    found = (jax.jit(mapping) if at_once else mapping)(batch)
+    found = jax.tree.map(np.asarray, found)
     for i, example in enumerate(examples):
         alone = {name: (example if name in mapped else examples[0])[name] for name in batch}
         assert_close(jax.tree.map(lambda x, i=i: x[i], found), wanted(alone), what=f"{mapped} mapped, example {i}: ")
@@ -59,30 +73,42 @@ def along(derivative):
     return lambda x: derivative({name: a for name, a in x.items() if name != "direction"}, x["direction"])
 
 
-@each(CASES, rest=(pytest.mark.slow,))
+@each_by_kind(CASES, rest=(pytest.mark.slow,), first_over=())
 def test_vmap(case):
-    check_mappings(case, few_mappings, axis=0)
+    check_mappings(case, each_and_all, axis=0)
 
 
-@each([case for case in CASES if case not in IN_FULL], first=())
+@each([case for case in CASES if case not in IN_FULL and case in with_another_operand(CASES)], first=())
 def test_vmap_of_all(case):
     """Each operand by itself is mapped in another case of the operation, and here at night."""
-    check_mappings(case, lambda names: [names], axis=0)
+    check_mappings(case, just_all, axis=0, at_once=True)
+
+
+@pytest.mark.slow
+@each([case for case in CASES if case not in with_another_operand(CASES)], first=())
+def test_vmap_of_all_with_other_options(case):
+    check_mappings(case, just_all, axis=0, at_once=True)
 
 
 @each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_the_last_axis(case):
-    check_mappings(case, each_and_all, axis=-1)
-
-
-def check_mappings(case, choose, axis):
-    examples = [case.arrays(seed) for seed in range(COUNT)]
-    for mapped in choose(tuple(examples[0])):
-        check(case.call, oracle(case), examples, mapped, axis)
+    check_mappings(case, just_all, axis=-1)
 
 
 @pytest.mark.slow
-@each_case
+@each(CASES, first=())
+def test_vmap_of_the_last_axis_of_each(case):
+    check_mappings(case, each_and_all, axis=-1)
+
+
+def check_mappings(case, choose, axis, at_once=False):
+    examples = [case.arrays(seed) for seed in range(COUNT)]
+    for mapped in choose(tuple(examples[0])):
+        check(case.call, oracle(case), examples, mapped, axis, at_once)
+
+
+@pytest.mark.slow
+@each(CASES, first=())
 def test_vmap_of_every_choice(case):
     check_mappings(case, mappings, axis=0)
 
@@ -109,25 +135,37 @@ def check_derivative(case, transform, examples):
 
 @each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_vmap(case):
-    """Two mapped axes: of the same operands, and each operand along one axis while the others go along the other."""
+    """Two mapped axes: of the same operands, and every second operand along one axis, the others along the other."""
     names = tuple(case.operands)
     check_nested(case, names, names)
-    for name in names if case in IN_FULL and len(names) > 1 else ():
+    if case in IN_FULL and len(names) > 1:
+        check_nested(case, names[::2], names[1::2])
+        check_nested(case, names[1::2], names[::2])
+
+
+@pytest.mark.slow
+@each(IN_FULL, first=())
+def test_vmap_of_vmap_of_each(case):
+    """Each operand along one axis while the others go along the other."""
+    names = tuple(case.operands)
+    for name in names if len(names) > 1 else ():
         check_nested(case, (name,), tuple(other for other in names if other != name))
 
 
 def check_nested(case, inner, outer, counts=(2, 3)):
-    value = lambda name, i, j: case.arrays(seed=10 * (i if name in outer else 0) + (j if name in inner else 0))[name]
+    of_seed = functools.cache(case.arrays)
+    value = lambda name, i, j: of_seed(10 * (i if name in outer else 0) + (j if name in inner else 0))[name]
 
     def batch(name):
         rows = [[value(name, i, j) for j in range(counts[1])] for i in range(counts[0])]
-        rows = [jnp.stack(row) if name in inner else row[0] for row in rows]
-        return jnp.stack(rows, -1) if name in outer else rows[0]
+        rows = [stacked(row, 0) if name in inner else row[0] for row in rows]
+        return stacked(rows, -1) if name in outer else rows[0]
 
     axes = lambda mapped, axis: ({name: axis if name in mapped else None for name in case.operands},)
-    found = jax.vmap(jax.vmap(case.call, axes(inner, 0)), axes(outer, -1))(
+    found = jax.jit(jax.vmap(jax.vmap(case.call, axes(inner, 0)), axes(outer, -1)))(
         {name: batch(name) for name in case.operands}
     )
+    found = jax.tree.map(np.asarray, found)
     for i, j in itertools.product(*map(range, counts)):
         wanted = oracle(case)({name: value(name, i, j) for name in case.operands})
         part = jax.tree.map(lambda x, at=(i, j): x[at], found)
