@@ -42,7 +42,8 @@ def choose(
     shapes = {name: _without(x.shape, dims[name]) for name, x in arrays.items()}
 
     def size_of(letter: str) -> int:
-        return max((shapes[n][i] for n in arrays if (i := position(table[n], letter)) is not None), default=1)
+        found = [shapes[n][i] for n in arrays if (i := position(table[n], letter)) is not None]
+        return 0 if 0 in found else max(found, default=1)
 
     if layout.group is not None and not any(_spec(arrays[n])[dim] for n, dim in dims.items() if dim is not None):
         heads, groups = layout.group

@@ -19,6 +19,7 @@ from jax.interpreters import batching, xla
 
 from ._axes import Table, shape, sizes
 from ._batching import choose, fold_operand, unfold_result
+from ._empty import made_where_empty
 from ._sharding import Layout, aligned, explicit_axes, joined, partition_spec
 
 TANGENT, COTANGENT = "_dot", "_bar"
@@ -69,7 +70,7 @@ class NamedPrimitive(ABC):
         present = {name: x for name, x in arrays.items() if x is not None}
         results = tuple(results or self.results)
         how = dict(operands=tuple(present), results=results, spec=spec, config=config, chooser=chooser)
-        out = self.primitive.bind(*present.values(), **how)
+        out = made_where_empty(lambda *x: self.primitive.bind(*x, **how), *present.values())
         return dict(zip(results, out, strict=True))
 
     @abstractmethod

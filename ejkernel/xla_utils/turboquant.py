@@ -76,7 +76,7 @@ def _shifts(bits: int) -> np.ndarray:
 
 def _packed(x: Array, bits: int) -> Array:
     shifts = _shifts(bits)
-    parts = x.astype(jnp.uint8).reshape(*x.shape[:-1], -1, len(shifts))
+    parts = x.astype(jnp.uint8).reshape(*x.shape[:-1], x.shape[-1] // len(shifts), len(shifts))
     shifts = shifts.reshape(*(1,) * x.ndim, -1)
     return jnp.sum(parts << jnp.broadcast_to(shifts, parts.shape), -1, dtype=jnp.uint8)
 
@@ -85,7 +85,7 @@ def _unpacked(x: Array, bits: int) -> Array:
     shifts = _shifts(bits)
     shape = (*x.shape, len(shifts))
     parts = jnp.broadcast_to(x[..., None], shape) >> jnp.broadcast_to(shifts.reshape(*(1,) * x.ndim, -1), shape)
-    return (parts & np.uint8(2**bits - 1)).reshape(*x.shape[:-1], -1)
+    return (parts & np.uint8(2**bits - 1)).reshape(*x.shape[:-1], x.shape[-1] * len(shifts))
 
 
 # --- Codebooks --------------------------------------------------------------------------------------------------------

@@ -93,5 +93,5 @@ def test_it_is_explained():
     jax.eval_shape(jax.shard_map(call, mesh=mesh_of(2), in_specs=P(None, "x"), out_specs=P(None, "x")), x, x, x)
     assert told[0].runs and told[0].origin.endswith("what follows; strategy ring: it was asked for")
     assert {part.operation for part in told[0].parts} == {"flash_attention"} and len(told[0].parts) == 3
-    assert "strategy all_gather: a hop has" in told[1].origin
+    assert "strategy ring: a model of the forward has ring 0.20 ms, all_gather 0.20 ms" in told[1].origin
     assert ejkernel.explain("ring_order", 16, 4, layout="striped").runs

@@ -232,7 +232,7 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 def _in_groups(matrix: Array, spec: QuantizedMatmulSpec) -> Array:
     """[b?, rows, groups, codes of a group] of [b?, rows, codes]."""
-    return matrix.reshape(*matrix.shape[:2], -1, spec.group_size)
+    return matrix.reshape(*matrix.shape[:2], matrix.shape[2] // spec.group_size, spec.group_size)
 
 
 def _relative(rows: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
@@ -242,7 +242,7 @@ def _relative(rows: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
 
 
 def _flat(groups: Array, dtype: np.dtype) -> Array:
-    return groups.reshape(*groups.shape[:2], -1).astype(dtype)
+    return groups.reshape(*groups.shape[:2], groups.shape[2] * groups.shape[3]).astype(dtype)
 
 
 def _matrix(rows: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:

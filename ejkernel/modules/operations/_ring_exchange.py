@@ -21,6 +21,12 @@ def one_device(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     return _flash(call, arrays, call.band)
 
 
+def no_pairs(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
+    """o and lse where there are no queries or no keys, on whatever device: that of flash_attention without others."""
+    local = lambda x: x if x.shape[3] == 1 else x[..., : arrays["k"].shape[1]]
+    return _flash(call, arrays | {name: local(arrays[name]) for name in ("bias", "mask") if name in arrays}, call.band)
+
+
 # --- The keys of all devices -----------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,11 @@ from ._ring_layout import Band, hops
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
-# Of an H200: matrix products of 680 TFLOP/s, copies of 4.25 TB/s, and 342 GB/s between two devices.
-_OPERATIONS_PER_BYTE_SENT = 2000.0
-_COPY_PER_SENT = 12.0
+# Of an H200: matrix products and copies a second. Two of them exchanged 64 MiB at 237 GB/s and 512 MiB at 342 GB/s,
+# which is a start of 99 µs and a rate of 365 GB/s beyond it: about a twelfth of the rate of copies.
+_PRODUCTS = 680e12
+_SENT, _COPY_PER_SENT = 365e9, 12.0
+_START = 99e-6
 
 
 class Problem(NamedTuple):
@@ -27,6 +29,7 @@ class Problem(NamedTuple):
     dtype: Any
     has_pairs: bool = False
     has_dropout: bool = False
+    batch: int = 1
 
 
 def refusal(strategy: str, problem: Problem) -> str | None:
@@ -52,36 +55,55 @@ def refusal(strategy: str, problem: Problem) -> str | None:
 
 
 def choose(problem: Problem, ceilings: Ceilings | None = None) -> tuple[str, str]:
-    """The strategy of "auto" and the reason.
+    """The strategy of "auto" and the reason: the one of those that take the call whose forward takes least in a model.
 
-    Of those that take the call:
-
-    1. ring, where a hop computes for as long as it sends, since that is hidden and takes the least memory; and where
-       a window leaves it half of the hops or fewer;
-    2. the one of all_gather and ulysses that sends fewer bytes.
-
-    The time of a hop is at the measured matrix rate of the device, and what is sent goes at a twelfth of the measured
-    rate of copies, as between two H200; the numbers of these where nothing was measured.
+    Of equal times that of the ring, which takes the least memory.
     """
     can = [strategy for strategy in STRATEGIES if refusal(strategy, problem) is None]
     if not can:
         raise ValueError("; ".join(refusal(strategy, problem) for strategy in STRATEGIES))
     if len(can) == 1:
         return can[0], "no other takes this call"
-    sent, per_byte = bytes_sent(problem), _operations_per_byte(problem, ceilings)
-    q_len, kv_len, size = problem.q_shape[0], problem.k_shape[0], problem.size
-    needed = len(list(hops(q_len, kv_len, size, problem.layout, problem.band))) - 1
-    if "ring" in can and 2 * needed <= size - 1:
-        return "ring", f"the window leaves {needed} of {size - 1} hops"
-    computed = _operations(problem) / max(1, sent["ring"])
-    told = f"a hop has {computed:.0f} operations for each byte that is sent, and {per_byte:.0f} take as long"
-    if "ring" in can and computed >= per_byte:
-        return "ring", told
-    others = [strategy for strategy in can if strategy != "ring"]
-    if not others:
-        return "ring", f"{told}, but no other takes this call"
-    best = min(others, key=lambda strategy: sent[strategy])
-    return best, f"{told}; it sends {sent[best]} bytes of a sequence"
+    times, hop = seconds(problem, ceilings), _hop(problem, ceilings)
+    told = ", ".join(f"{strategy} {times[strategy] * 1e3:.2f} ms" for strategy in can)
+    of_hop = f"a hop computes for {hop.computed * 1e3:.2f} ms and sends for {hop.sent * 1e3:.2f} ms, {hop.count} times"
+    return min(can, key=times.__getitem__), f"a model of the forward has {told}; in a ring {of_hop}"
+
+
+class Hop(NamedTuple):
+    """The seconds that a hop of a ring computes and sends, and how many hops do send: all but the first."""
+
+    computed: float
+    sent: float
+    count: int
+
+
+def seconds(problem: Problem, ceilings: Ceilings | None = None) -> dict[str, float]:
+    """A model of the forward by each strategy, whether or not it takes the call.
+
+    In a ring the first hop computes, and each other one takes the longer of computing and sending. The other two send
+    first and compute then. Products are computed at the measured matrix rate of the device, and what is sent goes at a
+    twelfth of the measured rate of copies, as between two H200; at the rates of these where nothing was measured. Each
+    collective takes 99 µs to start: two for k and v, and with ulysses as many for q and o.
+    """
+    hop, sent = _hop(problem, ceilings), bytes_sent(problem)
+    once = lambda strategy, starts: starts * _START + problem.batch * sent[strategy] / _sent_a_second(ceilings)
+    whole = hop.computed * (hop.count + 1)
+    return dict(
+        ring=hop.computed + hop.count * max(hop.computed, hop.sent),
+        all_gather=whole + once("all_gather", 2),
+        ulysses=whole + once("ulysses", 4),
+    )
+
+
+def _hop(problem: Problem, ceilings: Ceilings | None) -> Hop:
+    """Of all pairs that are seen each hop has as many as any other."""
+    (q_len, heads, dim), kv_len, size = problem.q_shape, problem.k_shape[0], problem.size
+    count = len(list(hops(q_len, kv_len, size, problem.layout, problem.band))) - 1
+    pairs = visible_pairs(size * q_len, size * kv_len, False, problem.band) / size
+    computed = 2.0 * problem.batch * heads * (dim + problem.v_head_dim) * pairs / _products_a_second(problem, ceilings)
+    keys = problem.batch * bytes_sent(problem)["ring"] / max(1, size - 1)
+    return Hop(computed / (count + 1), 2 * _START + keys / _sent_a_second(ceilings), count)
 
 
 def bytes_sent(problem: Problem) -> dict[str, int]:
@@ -94,16 +116,11 @@ def bytes_sent(problem: Problem) -> dict[str, int]:
     return dict(ring=gathered, all_gather=gathered, ulysses=exchanged)
 
 
-def _operations(problem: Problem) -> float:
-    """Of the products of a device's queries with all keys but its own, as many as a device has on average."""
-    (q_len, heads, dim), kv_len, size = problem.q_shape, problem.k_shape[0], problem.size
-    pairs = visible_pairs(size * q_len, size * kv_len, False, problem.band) / size * (size - 1) / size
-    return 2.0 * heads * (dim + problem.v_head_dim) * pairs
-
-
-def _operations_per_byte(problem: Problem, ceilings: Ceilings | None) -> float:
+def _products_a_second(problem: Problem, ceilings: Ceilings | None) -> float:
     if ceilings is None:
-        return _OPERATIONS_PER_BYTE_SENT
-    return ceilings.matmul.get(np.dtype(problem.dtype).name, ceilings.matmul["float32"]) / (
-        ceilings.copy / _COPY_PER_SENT
-    )
+        return _PRODUCTS
+    return ceilings.matmul.get(np.dtype(problem.dtype).name, ceilings.matmul["float32"])
+
+
+def _sent_a_second(ceilings: Ceilings | None) -> float:
+    return _SENT if ceilings is None else ceilings.copy / _COPY_PER_SENT

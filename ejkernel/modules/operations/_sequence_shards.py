@@ -98,7 +98,7 @@ def with_initial_states(shards: Shards, operands: Operands, *, precise: bool) ->
     """
     operands, index = _varying(operands, shards)
     given = _given(operands)
-    if shards.size == 1:
+    if shards.size == 1 or operands.q.size == 0:
         return operands._replace(initial_state=given)
     first, after = index * shards.length, (index + 1) * shards.length
     entering, leaving = (_sequence(shards.cuts, x) for x in ((first, after - 1)[:: -1 if shards.reverse else 1]))
@@ -205,7 +205,9 @@ def _gathered(shard: Shard, axis_name: Any) -> Shard:
     gathered = _all_gather(jnp.concatenate(parts, 2)[None], axis_name)
     state_of_each, *of_each = jnp.split(gathered, ends, axis=3)
     rest = iter(of_each)
-    return Shard(state_of_each.reshape(-1, *state.shape), *(None if a is None else next(rest) for a in sums))
+    return Shard(
+        state_of_each.reshape(state_of_each.shape[0], *state.shape), *(None if a is None else next(rest) for a in sums)
+    )
 
 
 def _all_gather(x: Array, axis_name: Any) -> Array:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Integer
 
 from ...errors import type_error, value_error
 from ...primitives._axes import axes
+from ...primitives._empty import is_inside_shard_map
 from ...primitives._sharding import aligned
 from ...primitives.flash_attention import Operands
 from ...primitives.flash_attention import flash_attention as algorithm
@@ -125,6 +126,8 @@ def differential_attention(
     )
     first, second = _apart(o.astype(lambda_.dtype), groups)
     lambda_ = lambda_.reshape((1,) * (q1.ndim - 2) + (-1, 1)) if lambda_.ndim else lambda_
+    if not first.size and is_inside_shard_map():  # of a constant no gradient reads the cotangent
+        return jnp.zeros_like(first, q1.dtype)
     return (first - lambda_ * second).astype(q1.dtype)
 
 

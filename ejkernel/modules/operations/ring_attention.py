@@ -1,5 +1,6 @@
 """ring_attention: attention over a sequence that is sharded over devices, composed of flash_attention."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from .._composed import composed, tell
 from ._arguments import array, axis_size, config_of, require_known, static_bool, vary_alike, window_pair
 from ._attention import attention_call, pairwise
 from ._ring import Ring, ring
-from ._ring_exchange import all_gather, one_device, ulysses
+from ._ring_exchange import all_gather, no_pairs, one_device, ulysses
 from ._ring_strategy import STRATEGIES, Problem, choose, refusal
 from .flash_attention import FlashAttention
 from .ring_order import check_halves, check_layout
@@ -90,8 +91,8 @@ def ring_attention(
     zigzag. Of the forward o, lse and what is local are kept, and its kernels run once.
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and takes o and lse back. Query and
     key/value heads are multiples of n. The only one with dropout.
-    "auto": ring where a hop computes for as long as it sends, or a window leaves half of the hops or fewer; else the
-    one of the others that sends fewer bytes. `ejkernel.explain`, called at the same place, says which and why.
+    "auto": the one whose forward takes least in a model, where a hop takes the longer of computing and sending, and
+    each collective some time to start. `ejkernel.explain`, called at the same place, says which and why.
 
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names("ring_attention_o",
     "ring_attention_lse")` keeps what a ring keeps, so that it does not run again as a whole; `save_kernels` would keep
@@ -154,7 +155,8 @@ def ring_attention(
     call = Ring(axis_name, size, layout, band(causal, window_pair(NAME, window)), options)
     chosen, reason = _strategy(strategy, call, arrays)
     tell(f"strategy {chosen}: {reason}")
-    attention = one_device if size == 1 else _STRATEGIES[chosen]
+    is_empty = not math.prod(q.shape) or not math.prod(k.shape)
+    attention = no_pairs if is_empty else one_device if size == 1 else _STRATEGIES[chosen]
     o, lse = attention(call, vary_alike(arrays))
     return (o, lse) if static_bool(NAME, "return_lse", return_lse) else o
 
@@ -167,7 +169,7 @@ def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str
     q, k, v = (arrays[name] for name in "qkv")
     pairs = any(name in arrays and max(arrays[name].shape[2:]) > 1 for name in ("bias", "mask"))
     shapes = q.shape[1:], k.shape[1:], v.shape[3]
-    problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, pairs, "dropout_key" in arrays)
+    problem = Problem(call.size, call.layout, call.band, *shapes, q.dtype, pairs, "dropout_key" in arrays, q.shape[0])
     if not isinstance(strategy, str) or strategy not in ("auto", *STRATEGIES):
         raise value_error(NAME, f"strategy is {shown(strategy)}; it must be auto, {', '.join(STRATEGIES)}")
     if strategy == "auto":
