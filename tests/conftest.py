@@ -33,6 +33,13 @@ def own_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "inf")  # a busy machine measures the same candidates
 
 
+@pytest.fixture
+def strict():
+    """Nothing may be promoted silently, neither dtypes nor ranks: the library must hold where its users forbid it."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("no GPU")
