@@ -6,11 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from kernels.latent_pages import step, tree
 from kernels.paged import close, in_pages, keys_of
 
 import ejkernel
 from ejkernel import lax, modules
+
+pytestmark = pytest.mark.usefixtures("strict")
 
 H, D = 3, 16
 TABLES = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
@@ -119,9 +123,21 @@ def test_transforms():
     mapped = jax.jit(jax.vmap(lambda x: call(**x)))(stacked)
     for one, x in zip(mapped, steps, strict=True):
         np.testing.assert_array_equal(one, formula(x, 7))
-    loss = lambda q: (call(**steps[0] | dict(q=q)) * q.sum()).sum()
+    loss = lambda q: (call(**steps[0] | dict(q=q)).astype(q.dtype) * q.sum()).sum()
     named = formula(steps[0], 7).sum()
     np.testing.assert_array_equal(jax.grad(loss)(steps[0]["q"]), np.full(steps[0]["q"].shape, named, np.float32))
+
+
+def test_devices_with_steps_of_their_own():
+    """In `jax.shard_map`, which checks what varies over its axes: in a step all, or its lengths alone."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    steps = [indexed(seed=seed) for seed in range(2)]
+    for split in (steps[0].keys(), {"context_lens"}):
+        joined = {n: jnp.concatenate([x[n] for x in steps]) if n in split else a for n, a in steps[0].items()}
+        specs = ({n: P("x") if n in split else P() for n in joined},)
+        call = jax.shard_map(lambda x: lax.lightning_indexer(**x, top_k=7), mesh=mesh, in_specs=specs, out_specs=P("x"))
+        wanted = [formula(steps[0] | {n: x[n] for n in split}, 7) for x in steps]
+        np.testing.assert_array_equal(jax.jit(call)(joined), np.concatenate(wanted))
 
 
 def test_it_can_be_exported_with_a_symbolic_number_of_tokens():

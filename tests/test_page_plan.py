@@ -14,6 +14,8 @@ from ejkernel.kernels._page_plan import WorkItem
 
 from .kernels.paged import attended, close, keys_of
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 PAGE, CONTEXTS, LENGTHS = (
     8,
     (17, 400, 1, 0, 33, 3, 150),

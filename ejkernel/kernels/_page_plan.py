@@ -116,7 +116,7 @@ def work_list(rows: Rows, workers: int) -> Array:
         of.token,
         of.tokens,
         page=of.page + split * each + jnp.minimum(split, more),
-        pages=each + (split < more),
+        pages=each + (split < more).astype(jnp.int32),
         slot=jnp.where(parts > 1, slots[row] + split, -1),
         split=split,
         splits=parts,

@@ -28,9 +28,10 @@ class Call:
         dtype: of the float operands, and `dtypes` of those that have another one.
         derivative: one of `transforms.DERIVATIVES`.
         wrt: the operands that it is taken in.
-        maps: for each `jax.vmap`, the inner one first, which operands are mapped and along which axis (0 or −1);
+        maps: for each `jax.vmap`, the inner one first, which operands are mapped and along which axis (0, 1 or −1);
             "cotangents" and "tangents" may be among them, along 0.
         outside: the derivative is taken of the mapped function, and not the other way round.
+        within: one of `transforms.WITHIN`.
         jit: whether all of it is under `jax.jit`.
         mesh: ("auto", "explicit" or "shard_map", letter → axis of the mesh).
         api: "lax" or "modules".
@@ -52,6 +53,7 @@ class Call:
     wrt: tuple[str, ...] = ()
     maps: tuple[Mapping[str, int], ...] = ()
     outside: bool = False
+    within: str = ""
     jit: bool = False
     mesh: tuple | None = None
     api: str = "lax"

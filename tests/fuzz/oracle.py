@@ -148,5 +148,6 @@ def _gathered(call: Call, name: str, gradient: np.ndarray) -> np.ndarray:
         gradient = gradient.sum(tuple(levels - 1 - level for level in range(levels) if level not in mapped))
     order = list(range(len(mapped), gradient.ndim))
     for place, level in enumerate(mapped):  # the inner one first, as the axes were made
-        order.insert(0 if call.axis(name, level) == 0 else len(order), len(mapped) - 1 - place)
+        axis = call.axis(name, level)
+        order.insert(len(order) if axis == -1 else axis, len(mapped) - 1 - place)
     return gradient.transpose(order)

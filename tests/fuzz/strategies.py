@@ -10,7 +10,7 @@ from ejkernel.modules._operation import OPERATIONS
 from .calls import Call
 from .operations import BY_NAME
 from .operations._draws import CPU, Sizes, chance, pick
-from .transforms import DERIVATIVES, SAME
+from .transforms import DERIVATIVES, SAME, WITHIN
 from .values import FAMILIES
 
 SOFTMAX = ("flash_attention", "ring_attention", "blocksparse_attention", "flash_mla", "native_sparse_attention")
@@ -38,6 +38,8 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
         call = _mapped(draw, call)
     if platform is not None or (call.mesh is None and not is_composed and chance(draw, 20)):
         call = replace(call, api="modules")
+    if call.mesh is None and not is_composed and chance(draw, 12):
+        call = replace(call, within=pick(draw, *WITHIN))
     second = SAME.get(call.derivative, call.derivative) == "jvp_of_vjp"
     eager = not second and platform is None and chance(draw, 60 if call.derivative == "none" else 10)
     call = replace(call, jit=not eager)
@@ -71,7 +73,7 @@ def _mapped(draw, call: Call) -> Call:
     maps = []
     for _ in range(1 + chance(draw, 35)):
         names = draw(st.lists(st.sampled_from(list(call.operands)), min_size=1, unique=True))
-        mapped = {name: pick(draw, 0, -1) for name in names}
+        mapped = {name: pick(draw, 0, -1, *([1] if call.operands[name] else [])) for name in names}
         mapped |= {of: 0 for of in ("cotangents", "tangents") if call.derivative != "none" and chance(draw, 50)}
         maps.append(mapped)
     outside = call.derivative != "none" and chance(draw, 30)

@@ -111,7 +111,25 @@ def operation(call: Call) -> Callable:
         function = getattr(ejkernel.modules, call.operation)
         return jax.tree.leaves(function(**given, **_mesh_arguments(call), platform=call.platform))
 
-    return lax if call.api == "lax" else modules
+    return WITHIN[call.within](lax if call.api == "lax" else modules)
+
+
+def _scanned(f: Callable) -> Callable:
+    return lambda arrays: [y[1] for y in jax.lax.scan(lambda carry, _: (carry, f(arrays)), (), length=2)[1]]
+
+
+def _mapped(f: Callable) -> Callable:
+    """By `jax.lax.map`, over arrays that are there twice."""
+    return lambda arrays: [y[1] for y in jax.lax.map(f, jax.tree.map(lambda x: jnp.stack([x, x]), arrays))]
+
+
+def _chosen(f: Callable) -> Callable:
+    nothing = lambda arrays: [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(f, arrays)]
+    return lambda arrays: jax.lax.cond(jnp.asarray(True), f, nothing, arrays)
+
+
+WITHIN = {"": lambda f: f, "scan": _scanned, "map": _mapped, "cond": _chosen}
+"""What is around the operation, which computes the same numbers."""
 
 
 def _words(seed):

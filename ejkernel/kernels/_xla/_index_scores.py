@@ -8,6 +8,7 @@ stand in memory for the tokens of one block of rows alone.
     t tokens · n sequences · h heads · d features · p pages · s slots of a page · r tokens of a row · b rows of a block
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,12 +48,12 @@ class Indexed(NamedTuple):
 def best_keys(x: Indexed, count: int) -> Array:
     """[t,count] int32: positions of the keys of the highest scores, the highest first, of equal ones the earlier.
 
-    −1 where a token sees fewer keys, and for tokens of no sequence.
+    −1 where a token sees fewer keys, and for tokens of no sequence. All arrays vary over the same manual axes.
     """
     (tokens, _, _), (_, size, _), (sequences, columns) = x.q.shape, x.pages.shape, x.block_tables.shape
     unknown = is_symbolic_dim(tokens) or is_symbolic_dim(sequences)
     if not unknown and tokens == 0:
-        return jnp.zeros((0, count), jnp.int32)
+        return jnp.full_like(x.q, -1, jnp.int32, (0, count))
     of_row = 1 if unknown else max(1, min(TOKENS_AT_ONCE, tokens // sequences))
     drafts = None if x.draft_mask is None else x.draft_mask.shape[1]
     tables = x.context_lens, x.query_start_loc, jnp.clip(x.num_seqs[0], 0, sequences)
@@ -60,6 +61,7 @@ def best_keys(x: Indexed, count: int) -> Array:
     queries = ragged_queries(x, jnp.zeros((tokens, 0)), size, CacheSpec())
     keys = max(1, KEYS_AT_ONCE // size) * size
     tiles = -(-columns * size // keys)
+    like_q = partial(jnp.full_like, x.q)  # which varies over the same manual axes as what a loop makes of it
 
     def block(found: Array, request: Array, token: Array, length: Array) -> tuple[Array, Any]:
         place = jnp.arange(of_row, dtype=jnp.int32)[None]
@@ -75,7 +77,7 @@ def best_keys(x: Indexed, count: int) -> Array:
             score = _scores(q, weights, _keys_of(x, request, position))
             return scores.at[n].set(jnp.where(is_visible.reshape(score.shape), score, -jnp.inf))
 
-        nothing = jnp.full((tiles, *at.shape, keys), -np.inf, statistics_dtype(x.q.dtype))
+        nothing = like_q(-np.inf, statistics_dtype(x.q.dtype), (tiles, *at.shape, keys))
         scores = lax.fori_loop(0, -(-of_tokens.stop.max() // keys), tile, nothing)
         scores = jnp.moveaxis(scores, 0, 2).reshape(*at.shape, tiles * keys)
         best, which = lax.top_k(scores, min(count, tiles * keys))
@@ -83,7 +85,7 @@ def best_keys(x: Indexed, count: int) -> Array:
         listed = jnp.pad(listed, ((0, 0), (0, 0), (0, count - listed.shape[2])), constant_values=-1)
         return found.at[at].set(listed, mode="drop"), ()
 
-    nothing = jnp.full((tokens, count), -1, jnp.int32)
+    nothing = like_q(-1, jnp.int32, (tokens, count))
     return in_chunks(block, nothing, (rows.request, rows.token, rows.tokens), TOKENS_AT_ONCE // of_row)[0]
 
 
