@@ -54,7 +54,7 @@ def refusal(supports: Supports, x: Operands, target: Any) -> str | None:
 
 def forward(recurrence: Callable[..., States], x: Operands) -> Outputs:
     """y and the final state; `recurrence` takes the operands of a recurrence."""
-    x = _seen(x)
+    x = _with_zeros(x)
     o, state = recurrence(*_recurrence(x))
     if x.D is not None:
         o = o + _of_heads(x.D) * _wide(x.x)
@@ -63,7 +63,7 @@ def forward(recurrence: Callable[..., States], x: Operands) -> Outputs:
 
 def tangent(recurrence_jvp: Callable[..., States], x: Operands, dot: Operands) -> Outputs:
     """The tangents of both; `recurrence_jvp` takes the primals of a recurrence and their tangents."""
-    x, dot = _seen(x), _seen(dot, x)
+    x, dot = _with_zeros(x), _with_zeros(dot, x)
     u, dt = _wide(x.x), _wide(x.dt)
     of_dt = None if dot.dt is None else _wide(dot.dt)
     o, state = recurrence_jvp(
@@ -93,7 +93,7 @@ def backward(
 
     `recurrence_bwd` takes the primals of a recurrence, the cotangents of its outputs, and names of operands.
     """
-    x, dy = _seen(x), cotangents.o
+    x, dy = _with_zeros(x), cotangents.o
     dy = None if dy is None else _of_sequences(dy, x)
     needed = dict(q={"C"}, k={"B"}, v={"x", "dt"}, g={"A", "dt"}, initial_state={"initial_state"})
     names = tuple(name for name, operands in needed.items() if operands & set(wrt))
@@ -128,7 +128,7 @@ def _dtype(x: Operands) -> Any:
     return np.dtype(jnp.result_type(*(a.dtype for a in (x.x, x.B, x.C))))
 
 
-def _seen(a: Operands, of: Operands | None = None) -> Operands:
+def _with_zeros(a: Operands, of: Operands | None = None) -> Operands:
     """Operands or tangents with zeros for x and dt in tokens of no sequence, which may hold NaN."""
     shown = lambda x: None if x is None else _of_sequences(x, of or a)
     return a._replace(x=shown(a.x), dt=shown(a.dt))
