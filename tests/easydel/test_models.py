@@ -2,6 +2,9 @@
 
 Losses, gradients and greedy tokens are those that `record.py` wrote down with ejkernel 0.0.78, in float32. Every family
 of models runs in a process of its own, with -O, since EasyDeL asserts that the version of ejkernel is "0.0.78".
+
+EasyDeL's own tests do not run here: pip has none of them. Looked at were the wheel of 0.3.0 and the sdists of EasyDeL
+0.3.0, 0.2.0.2, 0.1.4.1 and 0.0.80 and of ejkernel 0.0.78; none has a file of tests.
 """
 
 import json

@@ -50,14 +50,23 @@ def tangent_of(forward: Callable[..., Any], default: Any, operands: type, output
     return _as_of(forward, tangent, "_jvp")
 
 
-def backward_of(forward: Callable[..., Any], default: Any, operands: type, outputs: type) -> Callable[..., Any]:
+def backward_of(
+    forward: Callable[..., Any],
+    default: Any,
+    operands: type,
+    outputs: type,
+    differentiated: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
     """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands named in wrt.
+
+    `differentiated` is the same function as the forward where that has another gradient than the one JAX finds.
 
     A cotangent of None is zero. They are the gradient of Σ outputs ∘ cotangents, as `jax.vjp` compares their types: in
     a `shard_map` inside another, the type of what is computed does not tell any more over which axes it varies, while
     that of an argument does.
     """
     Spec, Operands, Outputs = type(default), operands, outputs
+    function = differentiated or forward
 
     def backward(
         primals: Operands,
@@ -71,7 +80,7 @@ def backward_of(forward: Callable[..., Any], default: Any, operands: type, outpu
         dtype = statistics_dtype(primals[0].dtype)
 
         def weighed(moving):
-            pairs = zip(_outputs_of(forward, primals, spec, config, moving), cotangents, strict=True)
+            pairs = zip(_outputs_of(function, primals, spec, config, moving), cotangents, strict=True)
             return sum((x * ct.astype(dtype)).sum() for x, ct in pairs if ct is not None)
 
         gradients = jax.grad(weighed)({name: getattr(primals, name) for name in wrt})

@@ -97,11 +97,15 @@ def sinks_of(sinks: Array | None, tokens: int) -> Array | None:
 
 
 def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec) -> Softmax:
-    """That of the keys [t,l,g,d] at these positions [t,l], with their values [t,l,g,e]."""
-    is_visible, (tokens, heads, features), groups = visible(x, position), x.q.shape, k.shape[2]
+    """That of the keys [t,l,g,d] at these positions [t,l], with their values [t,l,g,e].
+
+    Without their first axis keys and values are the same for all queries.
+    """
+    is_visible, (tokens, heads, features), groups = visible(x, position), x.q.shape, k.shape[-2]
+    t, is_seen = ("t", is_visible) if k.ndim == 4 else ("", is_visible.any(0))
     dtype, zero = statistics_dtype(x.q.dtype), np.zeros((), k.dtype)
     q = x.q.astype(k.dtype).reshape(tokens, groups, heads // groups, features)
-    s = jnp.einsum("tgrd,tlgd->tgrl", q, k, precision="highest", preferred_element_type=dtype)
+    s = jnp.einsum(f"tgrd,{t}lgd->tgrl", q, k, precision="highest", preferred_element_type=dtype)
     s = s * np.array(spec.softmax_scale, dtype)
     if spec.softcap is not None:
         softcap = np.array(spec.softcap, dtype)
@@ -109,8 +113,8 @@ def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec)
     s = jnp.where(is_visible[:, None, None], s, np.array(-np.inf, dtype))
     m = s.max(-1)
     p = jnp.exp(s - _finite(m)[..., None])
-    v = jnp.where(is_visible[:, :, None, None], v, zero)
-    o = jnp.einsum("tgrl,tlge->tgre", p.astype(v.dtype), v, precision="highest", preferred_element_type=dtype)
+    v = jnp.where(is_seen[..., None, None], v, zero)
+    o = jnp.einsum(f"tgrl,{t}lge->tgre", p.astype(v.dtype), v, precision="highest", preferred_element_type=dtype)
     return Softmax(m, p.sum(-1), o)
 
 
@@ -207,10 +211,28 @@ def _over_keys(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
         position = ((begin + n) * keys)[:, None] + jnp.arange(keys, dtype=jnp.int32)[None]
         return softmax_of(x, position, *fetch(x.sequence, position), spec)
 
+    return _running(of_block, np.int32(0), count.max())
+
+
+def _running(of_block: Callable[[Array], Softmax], begin: Any, end: Any) -> Softmax:
+    """That of the blocks of keys from one to another."""
     nothing = lambda a: jnp.full(a.shape, -np.inf if a.ndim == 3 else 0, a.dtype)
     m, l, o = jax.eval_shape(of_block, jax.ShapeDtypeStruct((), jnp.int32))
     start = Softmax(nothing(m), jnp.zeros(l.shape, l.dtype), nothing(o))
-    return lax.fori_loop(0, count.max(), lambda n, total: _merged(total, of_block(n)), start)
+    return lax.fori_loop(begin, end, lambda n, total: _merged(total, of_block(n)), start)
+
+
+def attend_one_sequence(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> tuple[Array, Array]:
+    """o and lse of queries of one sequence, for all of which a block of keys is fetched once."""
+    most = jnp.array(np.iinfo(np.int32).max, jnp.int32)
+    begin = jnp.where(x.stop > x.first, x.first, most).min() // keys
+
+    def of_block(n):
+        position = n * keys + jnp.arange(keys, dtype=jnp.int32)
+        k, v = (a[0] for a in fetch(x.sequence.max()[None], position[None]))
+        return softmax_of(x, jnp.broadcast_to(position, (x.q.shape[0], keys)), k, v, spec)
+
+    return results(_running(of_block, begin, -(-x.stop.max() // keys)), x)
 
 
 # --- Pages ------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,11 @@ and o is made of rotated values and rotated back once. So pages are dequantised 
 
 from typing import Any
 
-from jax import Array
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.export import is_symbolic_dim
 
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.types import Target
@@ -21,7 +25,8 @@ from ejkernel.xla_utils.turboquant import (
 )
 
 from .._places import Places
-from ._pages import Fetch, Queries, attend, causal_queries, formula, of_pages
+from ._pages import Fetch, Queries, attend, attend_one_sequence, causal_queries, formula, of_pages
+from ._sequence_chunks import chunks_of
 
 
 def heuristic(spec: CacheSpec, operands: Any, target: Target) -> RaggedPageAttentionConfig:
@@ -53,9 +58,46 @@ def attention_by_formula(x: Any, pools: Quantised, at: Places, spec: CacheSpec) 
 def attention(
     x: Any, pools: Quantised, at: Places, spec: CacheSpec, config: RaggedPageAttentionConfig
 ) -> tuple[Array, Array]:
-    """o and lse, some tokens and some pages at a time."""
+    """o and lse, some tokens and some pages at a time.
+
+    A sequence of one token is one of several in a block, each with its own keys. Of a longer one a block has nothing
+    else, so that keys are dequantised once for it.
+    """
     queries, fetch, size = _rotated(x, pools, at, spec)
-    return _rotated_back(x, *attend(queries, fetch, config.pages_per_block * size, config.queries_per_block, spec))
+    keys, tokens = config.pages_per_block * size, queries.q.shape[0]
+    of_each = lambda x: attend(x, fetch, keys, config.queries_per_block, spec)
+    if is_symbolic_dim(tokens) or tokens <= x.context_lens.shape[0]:
+        return _rotated_back(x, *of_each(queries))
+    spans = _spans(x, tokens)
+    is_one = spans[:, 1] - spans[:, 0] == 1
+    of_ones = jnp.where(is_one, spans[:, 0], tokens)
+    found = of_each(_taken(queries, of_ones))
+    of_tokens = lambda a: jnp.zeros((tokens, *a.shape[1:]), a.dtype)
+    put = lambda whole, at, part: whole.at[at].set(part, mode="drop")
+    nothing = of_tokens(found[0]), of_tokens(found[1]) - np.array(np.inf, found[1].dtype)
+    found = tuple(put(whole, of_ones, part) for whole, part in zip(nothing, found, strict=True))
+    block = min(4 * config.queries_per_block, tokens)
+    spans = jnp.where(is_one[:, None], 0, spans)
+    chunks = chunks_of(spans[None], tokens, block)
+    token = chunks.token[0].reshape(-1, block)
+
+    def step(n, found):
+        parts = attend_one_sequence(_taken(queries, token[n]), fetch, keys, spec)
+        return tuple(put(whole, token[n], part) for whole, part in zip(found, parts, strict=True))
+
+    return _rotated_back(x, *lax.fori_loop(np.int32(0), chunks.last.max() + 1, step, found))
+
+
+def _spans(x: Any, tokens: int) -> Array:
+    """The first token of each sequence and the one after its last, [n,2]."""
+    n = x.context_lens.shape[0]
+    cuts = x.query_start_loc[jnp.minimum(jnp.arange(n + 1), jnp.clip(x.num_seqs[0], 0, n))].clip(0, tokens)
+    return jnp.stack([cuts[:-1], jnp.maximum(cuts[1:], cuts[:-1])], -1)
+
+
+def _taken(queries: Queries, token: Array) -> Queries:
+    """Those of some tokens; past the last there are none, of which the results are 0 and −∞."""
+    return jax.tree.map(lambda a: a.at[token].get(mode="fill", fill_value=0), queries)
 
 
 def _rotated(x: Any, pools: Quantised, at: Places, spec: CacheSpec) -> tuple[Queries, Fetch, int]:
