@@ -40,7 +40,7 @@ def own_environment(tmp_path, monkeypatch):
 
 @pytest.fixture
 def types_unchecked(monkeypatch):
-    """For what it does with values that no annotation has, and for what it costs."""
+    """For stand-ins, for values that no annotation has, and for what a call costs."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

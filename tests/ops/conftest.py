@@ -49,7 +49,7 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def steps(monkeypatch):
+def steps(monkeypatch, types_unchecked):
     found = Steps()
     monkeypatch.setattr(tuner, "lowered", found.lowered)
     return found
