@@ -12,6 +12,8 @@ from programs import collectives
 import ejkernel
 from ejkernel import lax, modules
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 SHAPES = dict(q1=(2, 5, 4, 8), k1=(2, 12, 2, 8), q2=(2, 5, 4, 8), k2=(2, 12, 2, 8), v=(2, 12, 2, 16), lambda_=(4,))
 
 

@@ -14,6 +14,8 @@ from ejkernel import lax, modules
 from ejkernel.__main__ import main
 from ejkernel.modules._composed import COMPOSED
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 SHAPES = dict(q=(2, 5, 4, 8), k=(2, 12, 2, 8), v=(2, 12, 2, 6))
 HALVES = (slice(None, 7), slice(7, None))
 

@@ -12,6 +12,8 @@ from programs import collectives
 import ejkernel
 from ejkernel import lax, modules
 
+pytestmark = pytest.mark.usefixtures("strict")
+
 HEADS, GROUPS, D = 4, 2, 8
 
 

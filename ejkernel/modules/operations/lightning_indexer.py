@@ -37,7 +37,9 @@ def lightning_indexer(
     and lists the top_k of them, the highest first and of equal ones the earlier. `multi_latent_page_attention` takes
     the lists as `indices`, with the same lengths, and tables of its own pool. Computed for a block of tokens at a time:
     the scores of all never stand in memory. It has no derivative: indexers are trained on their scores. Scores are sums
-    over heads, which no device has alone: on an explicit mesh q and weights must not be split along them.
+    over heads, which no device has alone, and blocks of tokens are taken from all of them: on an explicit mesh q and
+    weights must not be split along either, and no array be mapped by `jax.vmap` along an axis that is. Inside
+    `jax.shard_map` each device may have a step of its own.
 
     What the model makes of q and k before, as rotary embeddings, is the caller's; so is the factor of its weights,
     which chooses nothing if it is positive and the same for all.
