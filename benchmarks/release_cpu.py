@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ def main() -> int:
     parser.add_argument("only", nargs="*", help="operations; all if none is named")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=5, help="rounds of each package")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further call is begun")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     arguments = parser.parse_args()
     if "EJKERNEL_RELEASE_PYTHON" not in os.environ:
@@ -108,10 +110,11 @@ def main() -> int:
     client, path = os.environ.get("EJKERNEL_CLIENT_PYTHON", sys.executable), str(Path(__file__).parents[1])
     ours, oracle = Asked(client, PYTHONPATH=path), Asked(client, PYTHONPATH=path, JAX_ENABLE_X64="1")
     release = Asked(os.environ["EJKERNEL_RELEASE_PYTHON"])
-    rows, versions = [], {}
+    rows, versions, began = [], {}, time.monotonic()
     for dtype in arguments.dtypes:
         for operation, sizes, mode in CALLS:
-            if not arguments.only or operation in arguments.only:
+            is_in_time = time.monotonic() - began < arguments.seconds
+            if is_in_time and (not arguments.only or operation in arguments.only):
                 case = dict(operation=operation, sizes=sizes, dtype=dtype, mode=mode)
                 rows += compared(case, ours, release, oracle, arguments.repeats, versions)
     convention = (
@@ -179,7 +182,7 @@ def shortened(x: Any) -> Any:
 def largest_error(found: list[np.ndarray], exact: list[np.ndarray]) -> float:
     """Of the results that one whose error is the largest, relative to its norm."""
     pairs = zip(found, exact, strict=True)
-    return max(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-300) for x, y in pairs)
+    return float(max(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-300) for x, y in pairs))
 
 
 if __name__ == "__main__":
