@@ -38,6 +38,7 @@ CHECKED = [
     )
 ]
 
+NUMBERS = {int: np.integer, float: np.integer | np.floating, bool: np.bool_}
 RESULT = "ret0"  # as jaxtyping names it where no other parameter has the name
 # As for a type checker, an int is a float.
 _checks = beartype(conf=BeartypeConf(is_pep484_tower=True))
@@ -59,7 +60,12 @@ def typechecker(function):
 
 
 def with_numpy(annotation):
-    """What a parameter takes: an array of numpy, with the same dtype and axes, wherever it takes one of JAX."""
+    """What a parameter takes: an array of numpy, with the same dtype and axes, wherever it takes one of JAX.
+
+    Numbers of numpy are numbers, too.
+    """
+    if isinstance(annotation, type) and annotation in NUMBERS:
+        return annotation | NUMBERS[annotation]
     if isinstance(annotation, type) and issubclass(annotation, AbstractArray) and annotation.array_type is jax.Array:
         return annotation.dtype[jax.Array | np.ndarray, annotation.dim_str]
     if isinstance(annotation, UnionType) or get_origin(annotation) is Union:

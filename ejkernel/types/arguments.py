@@ -44,8 +44,8 @@ BlockMask: TypeAlias = (
     | Bool[Array, "#q_heads q_blocks kv_blocks"]
     | Bool[Array, "q_blocks kv_blocks"]
 )
-# `jax.random.key(0)`, or the words of `jax.random.PRNGKey(0)`.
-DropoutKey: TypeAlias = Key[Array, ""] | UInt32[Array, " words"]
+# `jax.random.key(0)`, the words of `jax.random.PRNGKey(0)`, or words that a mesh has split by batch and heads.
+DropoutKey: TypeAlias = Key[Array, ""] | UInt32[Array, " words"] | UInt32[Array, "batch q_heads words"]
 # The state of a linear recurrence, of each row of the batch or of each packed sequence.
 RecurrentState: TypeAlias = (
     Float[Array, "batch q_heads head_dim v_head_dim"] | Float[Array, "sequences q_heads head_dim v_head_dim"]

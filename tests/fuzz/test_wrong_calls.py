@@ -54,6 +54,7 @@ def _options(operation: str) -> list[str]:
     return [p.name for p in parameters if p.kind == p.KEYWORD_ONLY] + ["nothing_of_this_name"]
 
 
+@pytest.mark.usefixtures("types_unchecked")
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("count", (60, pytest.param(1000, marks=pytest.mark.slow)))
 def test_wrong_calls(operation, count):
