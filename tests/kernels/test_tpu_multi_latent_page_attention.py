@@ -122,7 +122,7 @@ def test_batch_invariant():
     "change, options, reason",
     [
         (dict(q_latent="float16", q_rope="float16", pages="float16"), {}, "float16"),
-        (dict(k_scale=(P, PAGE, 1)), {}, "scales of single slots"),
+        (dict(k_scale=(P, PAGE, 1)), {}, "a scale for each slot"),
         (dict(), dict(num_splits=3), "num_splits is 3"),
     ],
     ids=("dtype", "scales", "splits"),

@@ -206,7 +206,7 @@ def test_batch_invariant():
     "operation, change, reason",
     [
         ("page_attention", dict(q="float16", k_pages="float16", v_pages="float16"), "float16"),
-        ("page_attention", dict(k_scale=(20, 8, 2)), "scales of single slots"),
+        ("page_attention", dict(k_scale=(20, 8, 2)), "a scale for each slot"),
         ("page_attention", dict(num_splits=3), "num_splits is 3"),
         ("ragged_page_attention", dict(num_splits=3), "num_splits is 3"),
     ],
