@@ -1,4 +1,4 @@
-"""A few tokens at a time, as in decoding: each program keeps a block of columns of the state and goes through them.
+"""The recurrence token by token, for decoding: each program keeps a block of columns of the state in registers.
 
 h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
 """
