@@ -11,7 +11,7 @@ MOST_ROWS = 4096
 
 
 def refuses(name: str, config: KernelConfig) -> str | None:
-    """What kernels that take blocks as they are given have against a config, or None."""
+    """Why kernels that use the blocks of a config as they are cannot run with it, or None."""
     del name
     for block in ("block_q", "block_k"):
         if (size := getattr(config, block)) % SUBLANES or size > MOST_ROWS:
