@@ -87,8 +87,8 @@ def _versions() -> str:
     return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
-# --- Within a program that XLA partitions, which is lowered when XLA compiles it: XLA turns errors there into its own,
-# with their text.
+# --- Within a program that XLA partitions, which is lowered when XLA compiles it: there XLA raises its own error
+# instead, with the same text.
 
 
 def named_when_compiled(body: Callable[..., list[Any]], progress: Progress) -> Callable[..., list[Any]]:

@@ -102,7 +102,7 @@ class Operation(Kernel):
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
-        """The least flops of the matrix products of a call (forward, tangent or backward), None if unknown by shapes."""
+        """The least flops of the matrix products of a call (forward, tangent or backward); None if they are unknown."""
         del named, results, spec
         return None
 

@@ -164,7 +164,7 @@ def arrays_of(call: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def specs_of(operation: str, call: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-    """The `in_specs` of a call by name; a tuple is in the order of arrays, where None is replicated, or for no array."""
+    """The `in_specs` of a call by name; a tuple is in the order of arrays, and None is replicated, or for no array."""
     given = call.get("in_specs")
     if given is None or isinstance(given, Mapping):
         return {} if given is None else dict(given)
