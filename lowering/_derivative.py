@@ -35,7 +35,7 @@ from ._failures import Progress
 from ._rule import body_of
 
 Function = Callable[..., Sequence[Any]]
-"""Arrays of one device → arrays, parts of the results or of sums of which they are made. Equal if it does the same."""
+"""Arrays of one device → its parts of the results, or of sums for them; equal functions compare equal."""
 
 
 class Placed(NamedTuple):

@@ -37,7 +37,7 @@ from ejkernel.types import Target
 from ._context import no_garbage_collection, one_device
 
 LIMIT = 512 * 2**20
-"""Bytes that the files have together at most."""
+"""The most bytes of all files together."""
 _DIGEST = hashlib.sha256().digest_size
 # Part of the names of custom calls back into this process, such as those of a debugger or a profiler.
 _CALLBACK = b"_python_"

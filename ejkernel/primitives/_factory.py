@@ -178,4 +178,4 @@ class KernelPrimitive(NamedPrimitive):
 
 
 PRIMITIVES: dict[str, KernelPrimitive] = {}
-"""Those with a table of axes, by name."""
+"""The primitives with a table of axes, by name."""

@@ -14,7 +14,7 @@ from jax.interpreters import ad, mlir
 from ._factory import COTANGENT, TANGENT, NamedPrimitive
 
 Level = tuple[tuple[str, int | None], ...]
-"""A vmap: the mapped axis of each operand and result. None: an operand has no such axis, a result is summed over it."""
+"""A vmap: the mapped axis by operand and result; for None an operand is unmapped, and a result summed over the axis."""
 
 
 @runtime_checkable

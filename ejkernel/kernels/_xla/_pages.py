@@ -61,7 +61,7 @@ class Softmax(NamedTuple):
 Fetch = Callable[[Array, Array], tuple[Array, Array]]
 """(sequence [t], position [t,l]) → keys [t,l,g,d] and values [t,l,g,e] in the dtype that is computed with.
 
-Positions are those of l keys in a row, the first a multiple of l; where a sequence has none it may give anything."""
+Positions are l consecutive ones, the first a multiple of l; keys at positions that a sequence lacks are undefined."""
 
 
 def over_batch(step: Callable[[Any], Any], x: Any, one_by_one: bool = False) -> Any:

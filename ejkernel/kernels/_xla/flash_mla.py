@@ -29,12 +29,12 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
 
 
 def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
-    """That of flash_attention."""
+    """The heuristic config of flash_attention."""
     return tiles.heuristic(spec, operands.shapes(operands.q.dtype), target)
 
 
 def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """That of flash_attention."""
+    """The configs of flash_attention."""
     return tiles.space(spec, operands.shapes(operands.q.dtype), target)
 
 

@@ -15,7 +15,7 @@ from .problem import padded
 from .step import LONGEST
 
 SMALLEST = 16
-"""Tokens of the smallest chunk that a matrix unit takes."""
+"""The tokens of the smallest chunk that a matrix unit takes."""
 
 WIDE = dict(block_q=SMALLEST, block_k=32, block_d=32, num_warps=8)
 """Blocks and warps of a backward in float32."""

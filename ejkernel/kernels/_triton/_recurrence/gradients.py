@@ -40,7 +40,7 @@ from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, rep
 from .states import ROWS, block_of, chunk_states
 
 WHOLE = {tl.bfloat16: 256, tl.float32: 128}
-"""Features of keys that a program takes at once where heads decay, by the dtype of products; else it takes `ROWS`."""
+"""The most features of keys of a block without decays of features, by the dtype of products; else blocks of `ROWS`."""
 
 
 def recurrence_bwd(

@@ -17,7 +17,7 @@ from .states import chunk_states
 PROGRAMS = 264
 """Two for each multiprocessor of the largest GPU so far."""
 SHORTEST = 1024
-"""Tokens that a split has at least."""
+"""The least tokens of a split."""
 
 
 def number_of(x: Operands) -> int:

@@ -15,7 +15,7 @@ from ejkernel.types import KernelConfig
 from .problem import gamma_of_batch, problem_of
 
 LONGEST = 8
-"""Tokens from which on chunks are faster."""
+"""The most tokens for which this kernel is used: with more, chunks are faster."""
 
 
 def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:

@@ -27,7 +27,7 @@ from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
 from .states import WARPS
 
 WHOLE, ROWS = {tl.bfloat16: 128, tl.float32: 32}, {tl.bfloat16: 64, tl.float32: 32}
-"""Features of keys that a program takes at once, by the dtype of products; and of how many a block is beyond that."""
+"""By the dtype of products, the most features of keys that a program takes at once, and the size of a block of more."""
 
 
 def recurrence_jvp(

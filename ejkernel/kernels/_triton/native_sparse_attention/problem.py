@@ -17,7 +17,7 @@ from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpe
 from .configs import padded_group, power_of_two, queries_of
 
 ITEM = 512
-"""Queries of a slot that one program adds up for the gradient of its keys."""
+"""The most queries of a work item of the gradient of keys."""
 
 
 @dataclass(frozen=True)
