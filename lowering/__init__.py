@@ -1,4 +1,4 @@
-"""The MLIR lowerings of the primitives of kernels, per platform: `register` is called with each that is defined."""
+"""The MLIR lowerings of kernel primitives for every platform; `register` is called for each primitive."""
 
 from ejkernel.primitives._factory import KernelPrimitive
 
@@ -7,9 +7,9 @@ from ._derivative import register_derivative
 
 
 def register(primitive: KernelPrimitive) -> None:
-    """Lowers a primitive, for whatever platform, to an implementation of its name in the registry.
+    """Lowers a primitive, on every platform, to an implementation of its name in the registry.
 
-    One that is linear gets the derivative of its XLA implementation, which second order takes.
+    A linear one, i.e. a tangent or backward, gets the derivative of its XLA implementation, for second order.
     """
     for platform in (cpu, cuda, rocm, tpu):
         platform.register(primitive)

@@ -1,4 +1,4 @@
-"""What holds while an implementation is traced: what is set in the program around is no rule for it."""
+"""Contexts in which implementations are traced, independent of the settings of the surrounding program."""
 
 import contextlib
 import gc
@@ -12,23 +12,23 @@ from ejkernel.compat import unchecked_manual_axes
 
 @contextlib.contextmanager
 def own_promotions() -> Iterator[None]:
-    """What a user forbids in a program of theirs is no rule for the code of an implementation."""
+    """Allows dtype promotion in the code of an implementation, even if a user forbids it in the program around."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 @contextlib.contextmanager
 def one_device() -> Iterator[None]:
-    """The code of one device, on local arrays: there is no mesh, and nothing varies over manual axes."""
+    """A context for the code of one device on local arrays: without a mesh, and without varying manual axes."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), unchecked_manual_axes(), own_promotions():
         yield
 
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Without looking for cycles among the objects of a lowering: a million, which live until it is done.
+    """A context without garbage collection of cycles among the objects of a lowering.
 
-    To look for them again and again takes a tenth of the time.
+    These are about a million, which live until it is done; searching them repeatedly takes a tenth of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

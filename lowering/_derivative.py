@@ -1,16 +1,16 @@
 """Derivatives of second order and beyond over Explicit axes: one primitive, closed under jvp, transposition and vmap.
 
-A tangent or backward has the derivative of its implementation in XLA, which is code for one device. Were that put into
-a `jax.shard_map` for JAX to differentiate, reverse mode would fail inside of another one: what JAX keeps there for a
-transpose, and what varies over a manual axis around, is said to be split over that axis once more (0.10.2 – 0.12). So
-the derivative is taken of the code of one device instead, whenever JAX asks for one, and the `jax.shard_map` is put
-around the outcome when it is lowered. It keeps nothing: what a transpose needs is computed again.
+The derivative of a tangent or backward is that of its implementation in XLA, which is code for one device. If JAX
+differentiated a `jax.shard_map` around it, reverse mode would fail inside another `jax.shard_map`: JAX marks residuals
+that vary over a manual axis of the outer one as split over that axis again (0.10.2 – 0.12). So the code of one device
+is differentiated instead, and the `jax.shard_map` is put around the result when it is lowered. There are no residuals:
+what a transpose needs is recomputed.
 
-With y = Σ_i f_i(x), a sum over those devices i that split the work and not y,
+With y = Σ_i f_i(x), a sum over the devices i along mesh axes that split the work but not y,
 
     dy = Σ_i ∂f_i·dx,   x̄ = Σ_i ∂f_iᵀ·ȳ
 
-where the latter sum is over those that split the work and not x.
+where the latter sum is along mesh axes that split the work but not x.
 """
 
 import math
@@ -35,11 +35,11 @@ from ._failures import Progress
 from ._rule import body_of
 
 Function = Callable[..., Sequence[Any]]
-"""Arrays of one device → arrays, parts of the results or of sums of which they are made. Equal if it does the same."""
+"""Arrays of one device → its parts of the results, or of sums for them; equal functions compare equal."""
 
 
 class Placed(NamedTuple):
-    """An array of all devices: its shape and dtype, and how the Explicit axes split it."""
+    """An array over all devices: its shape, its dtype, and its split by Explicit axes."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -48,13 +48,13 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class OverDevices:
-    """A function of one device on all of them.
+    """A function of one device's arrays, applied on all devices.
 
     Attributes:
-        function: that function.
-        operands, results: how the arrays lie over the devices.
-        mesh: of the devices.
-        split: the mesh axes that split the work; over those that do not split a result its parts are added.
+        function: the function of one device.
+        operands, results: the placement of the arrays over the devices.
+        mesh: the mesh of the devices.
+        split: the mesh axes that split the work; a result is summed over those of them that do not split it.
     """
 
     function: Function
@@ -89,7 +89,7 @@ class OverDevices:
 
 
 def register_derivative(primitive: KernelPrimitive) -> None:
-    """Gives a tangent or backward primitive the jvp of its XLA implementation: second order and beyond."""
+    """Gives a tangent or backward primitive the jvp of its XLA implementation, for derivatives of second order on."""
     ad.primitive_jvps[primitive.primitive] = partial(_jvp_of_linear, primitive)
 
 
@@ -122,7 +122,7 @@ def _jvp_of_linear(primitive, primals, tangents, *, operands, results, spec, con
 
 
 def bind(program: OverDevices, arrays: Sequence[Any]) -> list[Any]:
-    """The results, which like all of the arrays vary over every manual axis over which one of these does."""
+    """Binds the primitive, after making all arrays vary over every manual axis over which any of them does."""
     axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     missing = [tuple(sorted(frozenset().union(*axes) - of)) for of in axes]
     arrays = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
@@ -134,7 +134,7 @@ def bind(program: OverDevices, arrays: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Implementation:
-    """That of a primitive in XLA."""
+    """The XLA implementation of a primitive, as a function of arrays."""
 
     primitive: KernelPrimitive
     operands: tuple[str, ...]
@@ -172,8 +172,8 @@ class Transpose:
 
     Attributes:
         of: the function.
-        wanted: the places of these operands, and their shapes on one device and dtypes.
-        given: the places of these results; the cotangents of the others are 0.
+        wanted: the positions of the linear operands, with their shapes on one device and dtypes.
+        given: the positions of the results with a cotangent; the cotangents of the others are 0.
     """
 
     of: Function
@@ -185,7 +185,7 @@ class Transpose:
         places = tuple(place for place, _, _ in self.wanted)
         others = (known.pop(0) if i not in places else None for i in range(len(known) + len(places)))
         others, zeros = tuple(others), tuple(jnp.zeros(shape, dtype) for _, shape, dtype in self.wanted)
-        # Where it is linear its derivative anywhere is the function itself.
+        # The derivative of a linear function is the function itself, at any point.
         results, pull = jax.vjp(lambda *moved: list(self.of(*_with(others, places, moved))), *zeros)
         cotangents = dict(zip(self.given, arrays[len(arrays) - len(self.given) :], strict=True))
         return pull([cotangents[i] if i in cotangents else jnp.zeros_like(x) for i, x in enumerate(results)])

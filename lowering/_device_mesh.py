@@ -1,9 +1,9 @@
-"""The devices of a program as a mesh of our own, in whose axes the shardings that XLA chose can be written.
+"""A mesh over the devices of a program, in whose axes the shardings that XLA chose can be written.
 
-XLA says which tile of an array each device holds, and knows of no mesh. That of the user may not be known (arrays that
-were made before it was set), may not be the only one, or be coarser than a sharding: XLA may split heads over a part of
-a mesh axis, say two heads over a mesh axis of four. So the number of devices is factored into primes, an axis for each:
-what a mesh over these devices can split, this one can.
+XLA tells which tile of an array each device holds, without a mesh. The mesh of the user may be unknown (for arrays that
+were made before it was set), one of several, or coarser than a sharding: XLA may split heads over a part of a mesh
+axis, such as two heads over an axis of four. So the number of devices is factored into primes, with an axis for each:
+this mesh can express any split that another mesh over these devices can.
 """
 
 import math
@@ -17,8 +17,8 @@ from jax.sharding import AbstractMesh, PartitionSpec, Sharding
 def decoded(arrays: Mapping[str, Any]) -> tuple[AbstractMesh, dict[str, PartitionSpec]]:
     """The mesh, and the spec of each array in its axes.
 
-    An array is whole along an axis that is split in no such way, or into parts of unequal size: XLA pads these, and the
-    padding may hold anything.
+    An axis that is split in another way, or into parts of unequal size, which XLA pads with undefined values, counts as
+    whole.
     """
     tiles = {name: _tiles(x.sharding, len(x.shape)) for name, x in arrays.items()}
     devices = len(next(iter(tiles.values())))
@@ -29,7 +29,7 @@ def decoded(arrays: Mapping[str, Any]) -> tuple[AbstractMesh, dict[str, Partitio
 
 
 def _tiles(sharding: Sharding, ndim: int) -> np.ndarray:
-    """[devices, ndim]: the index of the tile that each device holds."""
+    """The index of the tile that each device holds, [devices, ndim]."""
     devices = len(sharding.device_set)
     parts = sharding.devices_indices_map((devices,) * ndim).values()  # a size that every number of tiles divides
     starts = np.array([[part.start or 0 for part in of] for of in parts], int).reshape(devices, ndim)
@@ -37,7 +37,7 @@ def _tiles(sharding: Sharding, ndim: int) -> np.ndarray:
 
 
 def _meshes(devices: int) -> Iterator[AbstractMesh]:
-    """The meshes of as many axes as there can be, which differ in the order of the primes."""
+    """The meshes with a prime number of devices per axis, in every order of the primes."""
     for shape in _factorings(devices):
         yield AbstractMesh(shape, tuple(f"factor{i}" for i in range(len(shape))))
 
@@ -59,7 +59,7 @@ def _specs(mesh: AbstractMesh, tiles: Mapping[str, np.ndarray], arrays: Mapping[
 
 
 def _entry(mesh: AbstractMesh, tile: np.ndarray, size: int) -> tuple[str, ...] | None:
-    """The mesh axes along which the tile of a device changes, the major one first; None if that does not say which."""
+    """The mesh axes along which a device's tile changes, the major one first; None if these do not determine it."""
     tile, index = tile.reshape(mesh.axis_sizes), np.indices(mesh.axis_sizes)
     step = [tile.take(1, axis).flat[0] for axis in range(tile.ndim)]
     split = sorted((axis for axis, by in enumerate(step) if by), key=step.__getitem__, reverse=True)

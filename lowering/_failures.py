@@ -1,6 +1,6 @@
-"""What is said where an implementation fails while it is lowered: which one, on what versions, and how to pass it over.
+"""Errors of implementations during lowering, reported with the implementation, versions, and how to use another one.
 
-It fails as it is traced, or later: Triton and Mosaic compile a kernel when the traced program is lowered.
+An implementation may fail when it is traced, or later: Triton and Mosaic compile kernels when the program is lowered.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from ejkernel.kernels._dispatch import Candidate
 from ejkernel.kernels._registry import KernelSpec
 from ejkernel.types import Target
 
-# While an implementation is traced these may be about the call, e.g. a size in the config that was given.
+# While an implementation is traced, these may be errors of the call, e.g. of a size in a given config.
 _OF_THE_CALL = (ValueError, TypeError, NotImplementedError)
 
 
 @dataclass(eq=False)  # each is itself: it is a parameter of a primitive below
 class Progress:
-    """How far the lowering of an operation has come.
+    """The progress of the lowering of an operation.
 
     Attributes:
         operation: the name of the primitive.
         target: what it is lowered for.
-        entry: the implementation, once it was chosen.
-        taking: asks each implementation whether it takes the call, which may import what this one does without.
-        is_traced: whether the program of the implementation is there, and is being lowered.
+        entry: the implementation, once it is chosen.
+        taking: asks each implementation whether it supports the call, which may import further packages.
+        is_traced: whether the implementation has been traced, and its program is being lowered.
     """
 
     operation: str
@@ -43,7 +43,7 @@ class Progress:
 
     @contextlib.contextmanager
     def tracing(self, entry: KernelSpec, taking: Callable[[], Sequence[Candidate]]) -> Iterator[None]:
-        """While `entry` is traced, which was chosen among those of `taking`."""
+        """A context in which `entry` is traced, which was chosen among those of `taking`."""
         self.entry, self.taking, self.is_traced = entry, taking, False
         yield
         self.is_traced = True
@@ -80,23 +80,23 @@ class Progress:
 
 
 def _versions() -> str:
-    """Of jax and jaxlib, and of Triton and jax-triton where they are loaded."""
+    """The versions of jax and jaxlib, and of Triton and jax-triton if they are loaded."""
     modules = {"jax": jax, "jaxlib": jaxlib}
     modules |= {"triton": sys.modules.get("triton"), "jax-triton": sys.modules.get("jax_triton")}
     found = {name: getattr(module, "__version__", None) for name, module in modules.items()}
     return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
-# --- Within a program that XLA partitions, which is lowered when XLA compiles it: of what is raised there XLA makes an
-# error of its own, with the text.
+# --- Within a program that XLA partitions, which is lowered when XLA compiles it: there XLA raises its own error
+# instead, with the same text.
 
 
 def named_when_compiled(body: Callable[..., list[Any]], progress: Progress) -> Callable[..., list[Any]]:
-    """`body`, in whose lowering failures are named, wherever that takes place."""
+    """`body` with failures of its lowering reported as above, even when XLA lowers it later."""
 
     def run(*arrays):
         program = jax.make_jaxpr(body)(*arrays)
-        # As a function: a primitive with a program among its parameters is taken for as high as that program is.
+        # As a function: JAX gives a primitive with a jaxpr among its parameters the properties of that jaxpr.
         traced = jaxpr_as_fun(program)
         return _named_p.bind(*arrays, traced=traced, results=tuple(program.out_avals), progress=progress)
 

@@ -1,12 +1,13 @@
-"""One device's share: an implementation sees whole local arrays, whatever the mesh.
+"""Partitioning of an operation over devices: an implementation always gets the local arrays of one device.
 
-* Explicit axes: the implementation runs inside `jax.shard_map` with specs read from the types of the operands. Those
-  of no mesh are whole on each device.
-* Auto axes: XLA splits the program, and `custom_partitioning` with a Shardy rule tells it how.
-* Manual axes: the arrays are local already. Auto axes beside them are left to XLA, which gathers what a kernel takes.
+* Explicit axes: the implementation runs inside `jax.shard_map` with specs read from the types of the operands. Operands
+  without a mesh are whole on each device.
+* Auto axes: XLA splits the program, by the Shardy rule of a `custom_partitioning`.
+* Manual axes: the arrays are local already. Auto axes beside them are left to XLA, which gathers the operands of a
+  kernel.
 
-Where a result lacks an axis that is split (the gradient of a bias that all batches share), each device holds a part
-of its sum, and `psum` adds them. Nothing else communicates.
+If a result lacks an axis that is split (the gradient of a bias that all batch elements share), each device holds a part
+of its sum, and `psum` adds them. There is no other communication.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ Body = Callable[..., list[Any]]
 def explicit(
     primitive: KernelPrimitive, body: Body, operands: Mapping[str, Any], results: Sequence[str], spec: Any, mesh: Any
 ) -> Body:
-    """`body` over the Explicit axes of a mesh, that of the operands if they have one."""
+    """`body` over the Explicit axes of `mesh`, which is that of the operands if they have one."""
     split, _ = primitive.split(operands)
     shapes = primitive.result_shapes(operands, results, spec)
     return jax.shard_map(
@@ -68,7 +69,7 @@ def automatic(
             tuple(place(n, x.shape) for n, x in operands.items()),
         )
 
-    # Arrays that the body brings along are those of an inner program: custom_partitioning takes none.
+    # jit makes arrays that the body closes over part of an inner program, as custom_partitioning does not allow them.
     wrapped = custom_partitioning(jax.jit(body))
     wrapped.def_partition(
         partition, decode_shardings=False, sharding_rule=rule, need_replication_factors=whole, **sizes
@@ -77,7 +78,7 @@ def automatic(
 
 
 def _alone(body: Body) -> Body:
-    """`body`, which XLA's partitioner has traced when the program is compiled, in the context of that moment."""
+    """`body` for XLA's partitioner, which traces it when the program is compiled, in the context of that moment."""
 
     def run(*arrays):
         with one_device():
@@ -87,7 +88,7 @@ def _alone(body: Body) -> Body:
 
 
 def _agreed(primitive: KernelPrimitive, operands: Mapping[str, Any], specs: Mapping[str, Any], mesh: Any) -> Split:
-    """What XLA proposes, brought together: who splits an axis first decides, and what must be whole is gathered."""
+    """A consistent split from XLA's proposals: the first operand that splits an axis decides, the rest is gathered."""
     heads, groups = primitive.layout.group or (None, None)
     chosen: dict[str, Any] = {}
     for name, x in operands.items():
@@ -99,7 +100,7 @@ def _agreed(primitive: KernelPrimitive, operands: Mapping[str, Any], specs: Mapp
     agreed = {n: partition_spec(primitive.table[n], x.shape, chosen) for n, x in operands.items()}
     try:
         return joined(primitive.name, primitive.table, primitive.layout, operands, agreed, mesh)
-    except ValueError:  # heads that cannot be split so: gather them and keep the rest
+    except ValueError:  # heads cannot be split in this way: they are gathered, the rest stays split
         rest = {n: PartitionSpec(*_drop(primitive, n, spec)) for n, spec in agreed.items()}
         return joined(primitive.name, primitive.table, primitive.layout, operands, rest, mesh)
 
@@ -112,7 +113,7 @@ def _drop(primitive: KernelPrimitive, name: str, spec: PartitionSpec) -> list[An
 def _summing(
     primitive: KernelPrimitive, body: Body, results: Sequence[str], shapes: Mapping[str, tuple], split: Split
 ) -> Body:
-    """`body`, and the sum over devices of those gradients that lack a split axis."""
+    """`body` with gradients that lack a split axis summed over devices."""
     if not primitive.sums:
         return body
 

@@ -1,8 +1,8 @@
-"""The one lowering rule: primitive × platform → implementation → MLIR, under a label.
+"""The lowering rule of all primitives: primitive × platform → implementation → MLIR, under a label.
 
-The config of the equation, if it was chosen for this target, names the implementation and is used. If it was chosen for
-another one, the registry picks the implementation, and the config is chosen again by heuristics, deterministically.
-The implementation is traced on the arrays of one device.
+If the config of the equation was chosen for this target, it determines the implementation and is used. Otherwise the
+registry chooses the implementation, and deterministic heuristics the config. The implementation is traced on the arrays
+of one device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ def body_of(
     platform: Platform | str,
     progress: Progress,
 ) -> Callable[..., list[Any]]:
-    """The computation on one device: picks the implementation for the shapes that it is traced on, and labels it."""
+    """The computation on one device, which chooses and labels the implementation for the shapes it is traced with."""
 
     def body(*arrays):
         named = dict(zip(names, arrays, strict=True))
@@ -76,7 +76,7 @@ def body_of(
 
 
 def _is_stored(entry: KernelSpec, target: Target) -> bool:
-    """Whether what an implementation is lowered to is kept: it takes long, and is of this library's source."""
+    """Whether the lowered implementation is stored: if lowering it is slow, and it belongs to this library."""
     ours = entry.implementation.__module__.startswith("ejkernel.")
     return ours and target.backend == Backend.GPU and entry.platform != Platform.XLA
 
@@ -84,7 +84,7 @@ def _is_stored(entry: KernelSpec, target: Target) -> bool:
 def implementation(
     primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, config: Any, target: Target, platform: str
 ) -> KernelSpec:
-    """That of the platform that was asked for; else the one whose config was chosen for this target, if it can run."""
+    """The implementation of the requested platform, else that of the config if that was chosen for this target."""
     operands = primitive.operands(named)
     if platform == "auto" and config.backend == target.backend:
         for entry, reason in candidates(primitive.name, spec, operands, target, config.platform):
@@ -96,7 +96,7 @@ def implementation(
 def config_for(
     primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, config: Any, entry: KernelSpec, target: Target
 ) -> Any:
-    """The config of the equation where it fits this implementation, else that of the heuristics."""
+    """The config of the equation if it fits this implementation, else that of the heuristics."""
     if config.backend in (Backend.ANY, target.backend) and config.platform in ("auto", entry.platform):
         return replace(config, platform=entry.platform, backend=target.backend)
     chosen = entry.implementation.heuristic(spec, with_known_sizes(primitive.operands(named)), target)
@@ -111,7 +111,7 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config, cho
     mesh = primitive.split(named)[1] or explicit_mesh(ctx)
     if mesh or is_partly_manual(ctx):
         _refuse_symbolic(primitive, named, _INSIDE_SHARD_MAP)
-    # Of a `shard_map` that takes empty arrays alone, which are constants to it, XLA makes no program.
+    # XLA cannot compile a `shard_map` that takes only arrays without elements, as these are constants.
     if mesh and not any(0 in aval.shape for aval in ctx.avals_in):
         run = explicit(primitive, body, named, results, spec, mesh)
         avals = [without_manual_axes(aval) for aval in ctx.avals_in]
@@ -130,9 +130,9 @@ def _lower(primitive, platform, ctx, *args, operands, results, spec, config, cho
 
 
 def _refuse_tpu_kernel(primitive, named, spec, config, target, platform) -> None:
-    """Mosaic kernels cannot be partitioned by XLA (jax#38196), and `custom_partitioning` does not exist on TPU.
+    """Raises for a Pallas kernel on TPU with Auto axes; implementations in XLA are not affected.
 
-    An implementation in XLA needs neither.
+    XLA cannot partition Mosaic kernels (jax#38196), and `custom_partitioning` does not exist on TPU.
     """
     if implementation(primitive, named, spec, config, target, platform).platform != Platform.XLA:
         raise UnsupportedError(
@@ -141,7 +141,7 @@ def _refuse_tpu_kernel(primitive, named, spec, config, target, platform) -> None
         )
 
 
-# It fails, or crashes. So does plain JAX there, with `jnp.ones(x.shape)` or a `scan` (seen on 0.11.2).
+# Symbolic dimensions fail or crash inside shard_map, also in plain JAX: `jnp.ones(x.shape)`, or a `scan` (on 0.11.2).
 _INSIDE_SHARD_MAP = (
     "inside jax.shard_map or over Explicit axes, where JAX cannot give them numbers when it loads what was exported"
 )

@@ -1,12 +1,12 @@
-"""Kernels as they are lowered, kept in memory and on disk: a kernel is traced and lowered once on a machine.
+"""A cache of lowered kernels in memory and on disk: on one machine a kernel is traced and lowered only once.
 
-To lower a GPU kernel takes seconds, most of them Python: Pallas traces it and emits Mosaic's instructions one by one,
-Triton compiles it to PTX. What comes of it is a function of what is computed, how, for which device, by which source
-and versions; that is its key. A process that finds the key on disk puts the stored function into its program and
+Lowering a GPU kernel takes seconds, mostly in Python: Pallas traces it and emits Mosaic's instructions one by one,
+Triton compiles it to PTX. The result depends only on what is computed, how, for which device, and on the source and
+versions; these are its key. A process that finds the key on disk inserts the stored function into its program and
 imports neither Pallas nor Triton.
 
-The files stand in `lowered` beside the stored configs, the last used `LIMIT` bytes of them. One that is damaged costs a
-warning and is made again.
+The files are in `lowered` beside the stored configs, the most recently used ones up to `LIMIT` bytes. A damaged file
+causes a warning and is written again.
 """
 
 import functools
@@ -37,11 +37,11 @@ from ejkernel.types import Target
 from ._context import no_garbage_collection, one_device
 
 LIMIT = 512 * 2**20
-"""Bytes that the files have together at most."""
+"""The most bytes of all files together."""
 _DIGEST = hashlib.sha256().digest_size
-# In the names of calls into this very process, such as that of a debugger or a profiler.
+# Part of the names of custom calls back into this process, such as those of a debugger or a profiler.
 _CALLBACK = b"_python_"
-# What decides, beside its arguments, what is traced and lowered; and the beginnings of such variables.
+# Options that affect tracing and lowering beside the arguments, and prefixes of such environment variables.
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_include_full_tracebacks_in_locations")
 _VARIABLES = ("EJKERNEL_OPS_STAMP", "EJKERNEL_TRITON_", "TRITON_", "MOSAIC_GPU_DUMP", "JAX_TRITON_")
 _PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")
@@ -49,14 +49,14 @@ _PLACES = ("TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR")
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call of an implementation, of whose `run` the other fields say all that it does.
+    """A call of an implementation; two are equal if their keys and targets are, which determine what `run` does.
 
     Attributes:
         run: arrays → the list of the results.
         key: what `run` computes and how, as text that is the same in every process.
         target: what it is lowered for.
         results: shape and dtype of each result.
-        name: of the function that it becomes.
+        name: the name of the function that it is lowered to.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -92,7 +92,7 @@ def _abstract_eval(*avals, kernel):
 
 def _lower(ctx, *args, kernel):
     inline = mlir.lower_fun(kernel.run, multiple_results=True)
-    # An exported program is read by other versions, and what it is lowered to differs.
+    # An exported program is read by other versions, and is lowered differently.
     module = None if is_for_export(ctx) else _stored(kernel, ctx.avals_in)
     if module is None:
         with one_device():
@@ -113,13 +113,13 @@ for _platform in ("cuda", "rocm"):
     mlir.register_lowering(_kernel_p, _lower, platform=_platform)
 
 
-# --- Where they are kept
+# --- The cache
 
 _in_memory: dict[Path, bytes | None] = {}
 
 
 def _stored(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
-    """The module whose `main` is the kernel, in bytes; None for one that is not a function of its arguments alone."""
+    """The module whose `main` is the kernel, in bytes; None if the kernel depends on more than its arguments."""
     path = Path(cache_directory()).expanduser() / "lowered" / _digest(kernel, avals)
     if path not in _in_memory:
         if (module := _read(path)) is None:
@@ -177,7 +177,7 @@ def _made(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
     main = next(op for op in module.body.operations if op.sym_name.value == "main")
     if len(main.type.inputs) != len(types):  # constants have become arguments
         return None
-    for attributes in ("arg_attrs", "res_attrs"):  # layouts and names, which only the entry of a program has
+    for attributes in ("arg_attrs", "res_attrs"):  # layouts and names, which only the entry function of a program has
         if attributes in main.attributes:
             del main.attributes[attributes]
     buffer = io.BytesIO()
@@ -190,14 +190,14 @@ def _read(path: Path) -> bytes | None:
         content = path.read_bytes()
         if hashlib.sha256(content[_DIGEST:]).digest() == content[:_DIGEST]:
             with suppress(OSError):
-                os.utime(path)  # what is used is the last to be removed
+                os.utime(path)  # the least recently used file is removed first
             return zlib.decompress(content[_DIGEST:])
         warnings.warn(f"{path} is damaged; the kernel is lowered again", UserWarning, stacklevel=2)
     return None
 
 
 def _write(path: Path, module: bytes) -> None:
-    """Writes beside and renames, so that no reader sees half a file; a disk that is full or not ours costs nothing."""
+    """Writes a temporary file and renames it, so that no reader gets half a file; errors of the disk are ignored."""
     packed = zlib.compress(module, 1)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,9 +208,9 @@ def _write(path: Path, module: bytes) -> None:
 
 
 def _remove_oldest(folder: Path) -> None:
-    """Removes what was not used for the longest time, until the files of a folder have `LIMIT` bytes at most.
+    """Removes the least recently used files of a folder until at most `LIMIT` bytes are left.
 
-    Other processes may do so at the same time; one that looks for a file that is gone lowers the kernel again.
+    Other processes may do so at the same time; one whose file is gone lowers the kernel again.
     """
     files = []
     for entry in os.scandir(folder):

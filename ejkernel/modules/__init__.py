@@ -1,6 +1,6 @@
 """Operations as kernel objects and as functions that choose their platform and mesh.
 
-They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
+They are imported one by one for type checkers and editors; `tests/test_typed_api.py` checks that none is missing.
 """
 
 from . import _release_dense as _release_dense  # the four register their translations
@@ -67,7 +67,7 @@ ring_attention = _either(_ring_attention, (_ring_attention, flash_attention))
 state_space_v1 = _either(_function(StateSpaceV1))
 state_space_v2 = _either(_function(StateSpaceV2))
 
-# In the form of ejkernel 0.0.78 alone.
+# Operations that exist only in the form of ejkernel 0.0.78.
 attention = _release("attention", flash_attention, tuple)
 multi_latent_ragged_page_attention = _release("multi_latent_ragged_page_attention", multi_latent_page_attention, tuple)
 multi_latent_ragged_page_attention_v2 = _release(

@@ -1,6 +1,6 @@
-"""Operations that are composed of others and of JAX's: plain functions without a primitive, known by their names.
+"""Operations composed of other operations and of JAX: functions without a primitive, registered by name.
 
-Every transform is that of what they are composed of, and so are their configs. What else they choose they tell.
+Their transforms and configs are those of the operations that they call. They report any other choice that they make.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ def composed(function: F) -> F:
 
 
 def tell(choice: str) -> None:
-    """Says what a composed operation chose while it is traced, and why, to whoever explains the call."""
+    """Reports a choice of a composed operation during its trace, and the reason, to an `explain` of the call."""
     if (choices := _listener.get()) is not None:
         choices.append(choice)
 
 
 @contextlib.contextmanager
 def told() -> Iterator[list[str]]:
-    """The choices of what is traced within."""
+    """Collects the choices that are reported while tracing within this context."""
     token = _listener.set(choices := [])
     try:
         yield choices

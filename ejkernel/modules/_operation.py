@@ -1,6 +1,6 @@
-"""A built-in operation as a `Kernel`: the config of each of its primitives is chosen by the Executor, like any other's.
+"""A built-in operation as a `Kernel`, whose configs the Executor chooses for each of its primitives.
 
-What users write is brought by `prepare` to the canonical form of a call, that of its primitive.
+`prepare` brings a user's call to the canonical form, that of the primitive.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ Result = TypeVar("Result", covariant=True)
 
 @dataclass(frozen=True)
 class Prepared(Generic[Result]):
-    """A call that was checked: operands by name, what to compute, and how to hand the results back.
+    """A checked call: operands by name, the spec, and a function from the primitive's results to the result.
 
-    The function that prepares the arguments of an operation says by `-> Prepared[Float[Array, "…"]]` what type the
-    result of the operation has.
+    The function that prepares the arguments of an operation declares the type of its result, as
+    `-> Prepared[Float[Array, "…"]]`.
     """
 
     named: Mapping[str, Any]
@@ -45,16 +45,16 @@ OPERATIONS: dict[str, type["Operation"]] = {}
 class Operation(Kernel):
     """A built-in operation under its public arguments.
 
-    A subclass says which primitives it has and how its arguments are prepared; both public functions follow from that.
+    A subclass defines its primitives and the preparation of arguments; both public functions are made from these.
 
     Attributes:
-        algorithm: its primitives, and what holds for all of them.
-        config_class: that of its configs.
-        prepare_arguments: checks the arguments of the lax API and gives `Prepared`. Its signature and docstring are
+        algorithm: its primitives, and their common properties.
+        config_class: the class of its configs.
+        prepare_arguments: checks the arguments of the lax API and returns `Prepared`. Its signature and docstring are
             those of the lax API.
-        renamed: lax name → modules name, where the modules API has another one.
-        retyped: lax name → type in the modules' API, where `convert` takes another one.
-        outlook: what it does not have yet, which `explain` adds to its answer.
+        renamed: lax name → modules name, for arguments whose names differ in the modules API.
+        retyped: lax name → type in the modules API, for arguments of which `convert` takes another type.
+        outlook: what is not implemented yet, which `explain` adds to its answer.
     """
 
     algorithm: ClassVar[Trio | ForwardOnly]
@@ -69,7 +69,7 @@ class Operation(Kernel):
         for primitive in cls.algorithm.primitives:
             register_lowering(primitive)
             KERNELS[primitive.name] = PrimitiveKernel(primitive, cls)
-        cls.prepare_arguments.__qualname__ = cls.algorithm.name  # as which Python names it to who forgets an argument
+        cls.prepare_arguments.__qualname__ = cls.algorithm.name  # the name in Python's error for a missing argument
         OPERATIONS[cls.algorithm.name] = cls
 
     def __init__(self) -> None:
@@ -77,12 +77,12 @@ class Operation(Kernel):
 
     @classmethod
     def convert(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the lax API from those of the modules API, under the lax names already."""
+        """The arguments of the lax API from those of the modules API, which already have the lax names."""
         return dict(arguments)
 
     @classmethod
     def place(cls, arrays: Mapping[str, Any], given: Mapping[str, Any], specs: Mapping[str, Any]) -> tuple[dict, dict]:
-        """The arrays and specs of a call that is about to be split over a mesh, and whatever depends on the whole."""
+        """The arrays and specs of a call before it is split over a mesh, with what depends on the whole arrays."""
         del given
         return dict(arrays), dict(specs)
 
@@ -90,28 +90,25 @@ class Operation(Kernel):
     def example(cls) -> Mapping[str, Any]:
         """The arguments of a small call of the lax API, arrays as `jax.ShapeDtypeStruct`: `ejkernel doctor` runs it.
 
-        Every implementation that is worth having should take it. Values are those of `synthetic_operands`.
+        Every optimised implementation should support it. Values are those of `synthetic_operands`.
         """
         raise NotImplementedError(f"{cls.algorithm.name} has no example")
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Values to measure with in the place of operands without: here random numbers."""
+        """Values for measuring a call whose operands have none: random numbers by default."""
         del spec
         return random_like(dict(operands))
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
-        """Multiplications and additions in the matrix products of a call (forward, tangent or backward), at the least.
-
-        None where they are not known from the shapes.
-        """
+        """The least flops of the matrix products of a call (forward, tangent or backward); None if they are unknown."""
         del named, results, spec
         return None
 
     @classmethod
     def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:
-        """A call under the arguments of the lax API in canonical form, and what makes its result."""
+        """A call of the lax API in canonical form, and the function that makes its result."""
         platform = platform_of(cls.algorithm.name, platform)
         prepared = cls.prepare_arguments(*args, **kwargs)
         inv = KERNELS[cls.algorithm.name].invocation(prepared.named, prepared.spec, platform=platform)
@@ -125,14 +122,14 @@ class Operation(Kernel):
         return finish(default_executor().run(inv, config))
 
     def prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Invocation, Callable]:
-        """The call under the arguments of the modules' API and `platform=`, as an Executor is given it."""
+        """A call of the modules API, with `platform=`, in the form that an Executor takes."""
         given = {name: x for name, x in kwargs.items() if name != "platform"}
         given = lax_arguments(type(self), args, given)
         with modules_names(type(self)):
             return self.invocation(**given, platform=kwargs.get("platform"))
 
     def canonical(self, inv: Invocation) -> Invocation:
-        """A call under the arguments of the modules' API as that of the kernel over the primitive, by its types."""
+        """A call of the modules API as an invocation of the kernel over the primitive, from its types."""
         leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
         found = []
 
@@ -146,7 +143,7 @@ class Operation(Kernel):
         return replace(primitive_call, args=abstract(primitive_call.args), target=inv.target)
 
     def heuristic_cfg(self, inv: Invocation) -> OperationConfig:
-        """The config of the forward where none was measured."""
+        """The config of the forward if none was measured."""
         call = self.canonical(inv)
         return call.kernel.heuristic_cfg(call)
 
@@ -157,7 +154,7 @@ class Operation(Kernel):
 
 
 def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given under the modules' names, under those of the lax API."""
+    """The arguments with their names in the modules API replaced by those in the lax API."""
     try:
         bound = inspect.Signature(modules_parameters(operation)).bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -167,13 +164,13 @@ def lax_arguments(operation: type[Operation], args: tuple, kwargs: Mapping[str, 
 
 
 def modules_names(operation: type[Operation]) -> contextlib.AbstractContextManager[None]:
-    """What is said of an argument within names it as the modules' API does."""
+    """A context in which error messages name arguments as the modules API does."""
     return renaming(operation.renamed)
 
 
 @contextlib.contextmanager
 def renaming(renamed: Mapping[str, str]) -> Iterator[None]:
-    """What is said of an argument within names it by its value in the mapping."""
+    """A context in which error messages name an argument by its value in the mapping."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -185,7 +182,7 @@ def renaming(renamed: Mapping[str, str]) -> Iterator[None]:
 
 
 def modules_parameters(operation: type[Operation]) -> list[inspect.Parameter]:
-    """The parameters of the lax API under the modules' names."""
+    """The parameters of the lax API under their names in the modules API."""
     of = inspect.signature(operation.prepare_arguments).parameters.items()
     return [
         parameter.replace(

@@ -1,7 +1,7 @@
-"""The kernel over one primitive: what the Executor chooses configs for, in the canonical form of a call.
+"""The kernel over one primitive, for which the Executor chooses configs, with calls in canonical form.
 
-The canonical form, which caches, recordings and tuning see, is that of the primitive: the present operands as `args`,
-and `operands`, `results`, `spec` and `platform` as `kwargs`.
+The canonical form, which caches, recordings and tuning use, is that of the primitive: the operands that are present as
+`args`, and `operands`, `results`, `spec` and `platform` as `kwargs`.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class PrimitiveKernel(Kernel):
         return dict(zip(inv.kwargs["operands"], inv.args, strict=True))
 
     def examine(self, inv: Invocation) -> tuple[Any, Dispatch]:
-        """The operands, and the implementations as far as they were asked."""
+        """The operands, and the answers of those implementations that were asked."""
         operands = self.primitive.operands(self.arrays(inv))
         return operands, Dispatch(self.name, inv.kwargs["spec"], operands, inv.target, inv.kwargs["platform"])
 
@@ -55,7 +55,7 @@ class PrimitiveKernel(Kernel):
         return self._placed(entry, config, inv.target)
 
     def config_space(self, inv: Invocation) -> list[OperationConfig]:
-        """The configs of every implementation that takes this call; one alone where the batch may not change it."""
+        """The configs of every implementation that supports this call; a single one if calls are batch-invariant."""
         spec, (operands, dispatch) = inv.kwargs["spec"], inv.examined
         if getattr(spec, "batch_invariant", False):
             return [self.heuristic_cfg(inv)]
@@ -131,7 +131,7 @@ class PrimitiveKernel(Kernel):
         return _source_of(self.name, (target or local_target()).backend)
 
     def synthetic_inputs(self, inv: Invocation) -> tuple[tuple, dict[str, Any]]:
-        """Operands that the operation makes (valid lengths, tables, counters), and the results that belong to them."""
+        """The operation's synthetic operands (valid lengths, tables, counters), and the results that belong to them."""
         named, algorithm = self.arrays(inv), self.algorithm
         operands = {name: x for name, x in named.items() if name in algorithm.operands._fields}
         values = self.operation.synthetic_operands(operands, inv.kwargs["spec"])
@@ -150,9 +150,9 @@ class PrimitiveKernel(Kernel):
         target: Target | None = None,
         executor: Executor | None = None,
     ) -> dict[str, Any]:
-        """Binds the primitive and returns its results by name; the config itself says what it was chosen for.
+        """Binds the primitive and returns its results by name; the config has the target that it was chosen for.
 
-        A config that names a platform and no backend is a user's: it asks for that platform as `platform` does.
+        A config with a platform and no backend is from a user, and requests that platform as `platform` does.
         """
         del target
         cfg, backward = cfg if isinstance(cfg, tuple) else (cfg, None)
@@ -190,7 +190,7 @@ class PrimitiveKernel(Kernel):
 
 @dataclass(frozen=True, repr=False)
 class ExecutorOfForward(ShortRepr):
-    """The configs of tangents and backwards are chosen by the executor of their forward: the `Chooser` of every call.
+    """The `Chooser` of every call: the executor of a forward chooses the configs of its tangent and backward, too.
 
     Attributes:
         platform: the platform that was asked for, or "auto".
@@ -217,6 +217,6 @@ def _source_of(operation: str, backend: Backend) -> str:
 
 
 def source_files(operation: str, backend: Backend) -> list[Path]:
-    """The files of those of its implementations that may be chosen on a backend."""
+    """The files of the operation's implementations that may be chosen on a backend."""
     entries = kernel_registry.list_implementations(operation)
     return files_of(entry for entry in entries if entry.backend in (Backend.ANY, backend))

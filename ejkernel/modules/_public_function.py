@@ -86,7 +86,7 @@ def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
 
 
 def _constrained(results, out_specs, mesh):
-    """The results over a mesh as `shard_map` gives them."""
+    """The results of a call over a mesh, by `shard_map`."""
     is_spec = lambda x: isinstance(x, PartitionSpec)
     place = jax.sharding.reshard if _is_explicit(mesh) else jax.lax.with_sharding_constraint
     of_spec = lambda spec, x: jax.tree.map(lambda x: place(x, NamedSharding(mesh, spec)), x)
@@ -94,7 +94,7 @@ def _constrained(results, out_specs, mesh):
 
 
 def _with_query_heads(operation, arrays, specs):
-    """Query heads and key/value heads are split alike: a device that had all of one kind would pair them otherwise."""
+    """Raises unless query heads and key/value heads are split alike: otherwise a device would pair them wrongly."""
     if operation.algorithm.forward.layout.group is None:
         return specs
     of_heads = [name for name in ("q", "k", "v", "kv_pages") if name in arrays and len(arrays[name].shape) > 1]
@@ -106,9 +106,9 @@ def _with_query_heads(operation, arrays, specs):
 
 
 def _check_split(operation, arrays, rest, specs, mesh, axis_name):
-    """Raises what Explicit axes raise where an axis is split that must be whole: a device would take a part for all.
+    """Raises, as for Explicit axes, if an axis that must be whole is split: a device would treat its part as all of it.
 
-    Over `axis_name` the operation itself brings the parts together.
+    Over `axis_name` the operation itself communicates between devices.
     """
     brought_together = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     sizes = {name: size for name, size in mesh.shape.items() if size > 1 and name not in brought_together}
@@ -136,7 +136,7 @@ def _in_order(operation, arrays, in_specs):
 
 
 def _placed(arrays, specs, mesh):
-    """Where the mesh has Explicit axes, `shard_map` asks that arrays have the sharding of their specs already."""
+    """The arrays with the shardings of their specs, which `shard_map` requires on a mesh with Explicit axes."""
     if not _is_explicit(mesh):
         return arrays
     return {name: jax.sharding.reshard(x, jax.NamedSharding(mesh, specs[name])) for name, x in arrays.items()}

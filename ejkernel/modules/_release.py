@@ -22,7 +22,7 @@ from ._signatures import annotations_of
 from .operations.configs import BaseOperationConfig
 
 Present = Callable[..., Any]
-# What an operation in the form of 0.0.78 is here, of the functions that it is made of, the call, and its specs by name.
+# The translation of each operation in the form of 0.0.78: (functions of the modules API, the call, specs by name).
 TRANSLATIONS: dict[str, Callable[[Any, dict[str, Any], dict[str, Any]], Any]] = {}
 
 _TYPES = {
@@ -87,7 +87,7 @@ def either(present: Present, made_of: Any = None) -> Present:
 
 
 def _left_out(parameter: inspect.Parameter) -> inspect.Parameter:
-    """The parameter as one that a call may leave out, as calls that are not in the form of 0.0.78 do."""
+    """The parameter made optional, as calls that are not in the form of 0.0.78 do not have it."""
     if parameter.default is not inspect.Parameter.empty:
         return parameter
     return parameter.replace(default=None, annotation=parameter.annotation | None)
@@ -117,7 +117,7 @@ def _said(form: Form) -> str:
 
 
 def bound(operation: str, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with defaults; arrays that are left out are None. Raises if one is refused."""
+    """The arguments of a call by name, with defaults and None for absent arrays; raises for values that are refused."""
     form = FORMS[operation]
     if len(args) > len(form.arrays):
         raise type_error(operation, f"{len(args)} positional arguments are given; it takes {', '.join(form.arrays)}")
@@ -164,7 +164,7 @@ def arrays_of(call: Mapping[str, Any], *names: str) -> list[Any]:
 
 
 def specs_of(operation: str, call: Mapping[str, Any]) -> dict[str, PartitionSpec]:
-    """The `in_specs` of a call by name: of a tuple those of the arrays in order; None is replicated, or of no array."""
+    """The `in_specs` of a call by name; a tuple is in the order of arrays, and None is replicated, or for no array."""
     given = call.get("in_specs")
     if given is None or isinstance(given, Mapping):
         return {} if given is None else dict(given)
@@ -186,7 +186,7 @@ def entries_of(specs: Mapping[str, PartitionSpec], name: str, axes: int) -> tupl
 
 
 def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
-    """The operation of this library, with platform, config and mesh as the call has them."""
+    """Calls the operation of this library with the platform, config and mesh of the call."""
     cfg, platform = call.get("cfg"), call.get("platform")
     if isinstance(cfg, BaseOperationConfig):
         platform, cfg = (cfg.platform if platform in (None, "auto") else platform), _blocks_of(cfg)
@@ -197,7 +197,7 @@ def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any],
     out_specs = PartitionSpec() if call["out_specs"] is None else call["out_specs"]
     if isinstance(out_specs, list | tuple) and not isinstance(out_specs, PartitionSpec):
         out_specs = tuple(PartitionSpec() if spec is None else spec for spec in out_specs)
-    # Queries may be split over an axis of size 1, and the pages of their heads not: that is no difference.
+    # A mesh axis of size 1 may be in the spec of queries and not in that of pages: it splits nothing.
     specs = {name: _of_split_axes(specs[name], call["mesh"]) for name in given if name in specs}
     out_specs = jax.tree.map(
         lambda spec: _of_split_axes(spec, call["mesh"]), out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
@@ -213,7 +213,7 @@ def _of_split_axes(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
 
 
 def _blocks_of(cfg: BaseOperationConfig) -> Any:
-    """The block sizes that a config gives, of the forward and of the backward; None leaves both to the Executor."""
+    """The configs of forward and backward with a config's block sizes; None leaves both to the Executor."""
     forward, backward = (getattr(cfg, name, None) for name in ("fwd_params", "bwd_params"))
     if forward is None or backward is None:
         return forward
@@ -223,8 +223,8 @@ def _blocks_of(cfg: BaseOperationConfig) -> Any:
 def sinks_of_heads(aux: Any, heads: int, groups: int) -> Any:
     """[heads] or [heads, n] of `softmax_aux`.
 
-    It is per head where its first axis is heads, per key/value head where that is their number, and otherwise, with one
-    axis, [n] of them shared by all heads.
+    It is per head if its first axis has the number of heads, per key/value head if it has their number, and otherwise,
+    with one axis, n sinks shared by all heads.
     """
     if aux is None:
         return None

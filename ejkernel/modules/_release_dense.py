@@ -130,7 +130,7 @@ def blocksparse_attention(flash: Present, call: dict[str, Any], specs: dict[str,
 
 
 def _swapped(spec: PartitionSpec) -> PartitionSpec:
-    """That of [B, S, H, D], of one of [B, H, S, D]."""
+    """The spec for [B, S, H, D] from one for [B, H, S, D]."""
     batch, heads, rows, features = (*spec, None, None, None, None)[:4]
     return PartitionSpec(batch, rows, heads, features)
 

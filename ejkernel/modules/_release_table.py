@@ -1,8 +1,8 @@
-"""The operations in the form of ejkernel 0.0.78, as data: the order of their arrays, their options, what those may be.
+"""The operations in the form of ejkernel 0.0.78, as data: the order of their arrays, their options and allowed values.
 
-`_release.py` binds a call by this table and translates the rest. An option under `chosen_here` says how 0.0.78 would
-compute, never what: here the Executor chooses that. One under `only` is taken where it asks for what is done anyway,
-or permits it; anything else raises, with the reason that stands beside it.
+`_release.py` binds a call by this table and translates the rest. Options under `chosen_here` affect how 0.0.78
+computes, never what; here the Executor chooses that. Options under `only` may have values that ask for, or permit, what
+is done anyway; any other value raises, with the reason given beside it.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Only:
-    """What an option may be, and why."""
+    """The allowed values of an option, and the reason."""
 
     default: Any
     allows: Callable[[Any], bool]
@@ -28,14 +28,14 @@ class Form:
     """The form of one operation.
 
     Attributes:
-        arrays: the positional arguments in order; those of `required` have to be there.
-        required: how many of them.
+        arrays: the positional arguments in order.
+        required: the number of arrays, from the first on, that a call must have.
         options: keywords with their defaults.
-        only: keywords that are taken with some values.
-        chosen_here: keywords that are taken with every value, since they say how.
-        marks: keywords that no other call of the modules API has: a call that names one is in this form.
-        is_told_by: whether a call is in this form by its arrays, by name.
-        by_position: a call that gives more arrays than so many by their position is in this form.
+        only: keywords with a restricted set of values.
+        chosen_here: keywords that accept any value, since they only affect how a result is computed.
+        marks: keywords that no other call of the modules API has, so that a call with one of them is in this form.
+        is_told_by: (arrays by name) → whether the arrays of a call show that it is in this form.
+        by_position: a call with more positional arrays than this is in this form.
         has_mesh: whether it takes platform, cfg, mesh, in_specs and out_specs.
     """
 

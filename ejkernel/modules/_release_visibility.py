@@ -1,4 +1,4 @@
-"""Who sees whom in a call in the form of ejkernel 0.0.78: `mask_info`, `causal` and `sliding_window`, as one.
+"""The visibility of a call in the form of ejkernel 0.0.78, combined from `mask_info`, `causal` and `sliding_window`.
 
 There, causality and windows of dense operations count queries and keys from the first of each (top-left), and a window
 of an int w is (w, w). `ejkernel.lax` counts from the last of each, i' = i + K − S. What is a band here,
@@ -21,7 +21,7 @@ from ..types.segment_masks import Band, equal_and_valid, within_band
 def visibility_of(operation: str, call: Mapping[str, Any], batch: int, queries: int, keys: int) -> Visibility:
     """The visibility of `mask_info`, cut to the first queries and keys, with the causality and window of the call.
 
-    Where mask_info has causality or a window in it already, the call adds none.
+    If mask_info already includes causality or a window, the call adds none.
     """
     info = MaskInfo() if call["mask_info"] is None else call["mask_info"]
     mask, q_ids, kv_ids, band = info.visibility
@@ -53,7 +53,7 @@ def _narrower(a: Band, b: Band) -> Band:
 
 
 def dense(seen_by: Visibility, queries: int, keys: int) -> Any:
-    """The mask, broadcastable to [B, H, Q, K]; True where nothing hides anything."""
+    """The mask, broadcastable to [B, H, Q, K]; True if nothing is hidden."""
     mask, q_ids, kv_ids, band = seen_by
     mask = True if mask is None else mask
     if q_ids is not None:

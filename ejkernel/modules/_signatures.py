@@ -1,4 +1,4 @@
-"""The types that an operation declares, for the functions that are made of it and for type checkers."""
+"""The declared types of an operation, for the functions that are made from it and for type checkers."""
 
 import inspect
 from typing import Any, ParamSpec, Protocol, TypeVar, get_args, runtime_checkable
@@ -11,7 +11,7 @@ Result = TypeVar("Result", covariant=True)
 
 @runtime_checkable
 class Declared(Protocol[P, Result]):
-    """An operation as a type checker sees it: what it takes, and what result it is declared to prepare."""
+    """An operation as a type checker sees it: the parameters and the declared type of the result."""
 
     @staticmethod
     def prepare_arguments(*args: P.args, **kwargs: P.kwargs) -> Prepared[Result]: ...
@@ -24,7 +24,7 @@ def result_type(operation: type[Operation]) -> Any:
 
 
 def annotations_of(signature: inspect.Signature) -> dict[str, Any]:
-    """What `__annotations__` of a function with this signature holds."""
+    """The `__annotations__` of a function with this signature."""
     types = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     types["return"] = signature.return_annotation
     return {name: x for name, x in types.items() if x is not signature.empty}

@@ -1,1 +1,1 @@
-"""The primitives: what an operation is for JAX, with its rules, and no code of a kernel."""
+"""The primitives of JAX for each operation, with their rules, and without any code of kernels."""

@@ -1,7 +1,7 @@
-"""The axes of operands and results, written as short words: `b s h d`, with `?` where the size may also be 1.
+"""The axes of operands and results, written as short words: `b s h d`, with `?` for an axis that may also have size 1.
 
-A table from names to axes is all that the generic rules need: shapes are checked by it, result shapes follow from
-it, a mapped axis is folded along it, and partition specs are read off and written by it.
+A table from names to axes is all that the generic rules need: by it shapes are checked, result shapes computed, mapped
+axes folded, and partition specs read and written.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def axes(words: str) -> Axes:
 
 
 def position(of: Axes, letter: str) -> int | None:
-    """Where `letter` stands in `of`, or None."""
+    """The position of `letter` in `of`, or None."""
     return next((i for i, axis in enumerate(of) if axis.letter == letter), None)
 
 
@@ -37,7 +37,7 @@ def fixed_size(axis: Axis) -> int | None:
 
 
 def sizes(operation: str, table: Table, arrays: Mapping[str, Any]) -> dict[str, int]:
-    """The size of every letter; raises where two operands disagree or a rank is wrong."""
+    """The size of every letter; raises if two operands disagree or a rank is wrong."""
     found: dict[str, tuple[int, str]] = {}
     for name, x in arrays.items():
         if len(x.shape) != len(table[name]):
@@ -65,5 +65,5 @@ def shape(of: Axes, size_of: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def is_broadcast(axis: Axis, size: int) -> bool:
-    """Whether this axis of an array stands for all."""
+    """Whether an array is broadcast along this axis."""
     return axis.optional and size == 1

@@ -1,12 +1,11 @@
-"""vmap by folding: the mapped axis joins an axis that the primitive has already, and one kernel does the whole batch.
+"""vmap by folding: the mapped axis is merged into an axis of the primitive, and one kernel computes the whole batch.
 
-An axis of size L, seen as P major parts of L/P, takes the mapped axis N between the two:
+An axis of size L, split into P major parts of L/P, gets the mapped axis N between the two:
 
     [N, L] → [P, N, L/P] → [P·N·L/P]
 
-P = 1 puts N outermost, which for the usual leading mapped axis copies nothing. P = L puts it innermost, which is what
-a sharded axis needs. P = G folds N into the query heads of each group, so that unmapped keys and values are shared by
-all N rather than repeated.
+P = 1 puts N outermost, which needs no copy for a leading mapped axis. P = L puts it innermost, as a sharded axis needs.
+P = G folds N into the query heads of each group, so that unmapped keys and values are shared rather than repeated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from ._sharding import Layout, explicit_axes
 
 @dataclass(frozen=True)
 class Fold:
-    """The mapped axis of size `count` joins axis `letter` of size `size` behind its `major` parts."""
+    """The fold of a mapped axis of size `count` into axis `letter` of size `size`, after `major` major parts."""
 
     letter: str
     count: int
@@ -34,9 +33,9 @@ class Fold:
 def choose(
     table: Table, layout: Layout, arrays: Mapping[str, Any], dims: Mapping[str, int | None], results: Sequence[str]
 ) -> Fold:
-    """Fold into the query heads where that spares repeating shared keys and values, else into the batch.
+    """The fold into the query heads if that avoids repeating shared keys and values, else into the batch.
 
-    A mapped axis that is sharded joins the batch: among the heads its parts would have to change their device.
+    A sharded mapped axis is folded into the batch: among the heads, its parts would have to move between devices.
     """
     count = next(arrays[name].shape[dim] for name, dim in dims.items() if dim is not None)
     shapes = {name: _without(x.shape, dims[name]) for name, x in arrays.items()}
@@ -57,7 +56,7 @@ def choose(
 
 
 def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool) -> Any:
-    """One operand with the mapped axis folded in; one that is the same for all stays as it is where it may."""
+    """An operand with the mapped axis folded in; an unmapped one is broadcast only if it has to be."""
     at = position(of, fold.letter)
     if at is None:
         if dim is None:
@@ -76,7 +75,7 @@ def fold_operand(x: Any, dim: int | None, of: Axes, fold: Fold, *, paired: bool)
 
 
 def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
-    """The mapped axis of a result, first again; `size` is what the folded axis has without it."""
+    """A result with the mapped axis as its first one again; `size` is that of the axis without the folded one."""
     at = position(of, fold.letter)
     x = reshape_axes(x, at, 1, (fold.major, fold.count, fold.size // fold.major))
     x = reshape_axes(jnp.swapaxes(x, at, at + 1), at + 1, 2, (fold.size,))
@@ -86,7 +85,7 @@ def unfold_result(x: Any, of: Axes, fold: Fold, size: int) -> Any:
 
 
 def reshape_axes(x: Any, at: int, taken: int, given: tuple[int, ...]) -> Any:
-    """Replaces `taken` axes from `at` by axes of sizes `given`; a sharded one hands its mesh axes to the first."""
+    """Replaces `taken` axes from `at` by axes of sizes `given`; the first one gets the mesh axes of a sharded axis."""
     new = (*x.shape[:at], *given, *x.shape[at + taken :])
     aval = jax.typeof(x)
     if not explicit_axes(aval):
@@ -114,7 +113,7 @@ def _is_sharded(table: Table, letter: str, arrays: Mapping[str, Any], dims: Mapp
 
 
 def _spec(x: Any) -> tuple[Any, ...]:
-    """How each axis is split by an Explicit sharding."""
+    """The entry of each axis in an Explicit sharding."""
     aval = jax.typeof(x)
     spec = tuple(aval.sharding.spec) if explicit_axes(aval) else ()
     return spec + (None,) * (x.ndim - len(spec))

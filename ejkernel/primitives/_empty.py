@@ -1,4 +1,4 @@
-"""Arrays without elements, which say nothing but their type."""
+"""Arrays without elements, whose values are known from their type."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,10 @@ import jax
 
 
 def made_where_empty(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function(*arrays)`, which inside of a `jax.shard_map` is given others of the same type for those of no elements.
+    """`function(*arrays)`, with arrays without elements replaced by new ones inside a `jax.shard_map`.
 
-    Where a `jax.shard_map` takes an array without elements beside one that has some, `lambda x, y: (x, 2 * y)` say, XLA
-    crashes when it compiles the program (0.10.2 – 0.12). What no equation reads is no operand.
+    XLA crashes when it compiles a `jax.shard_map` that takes an array without elements beside one that has some, such
+    as `lambda x, y: (x, 2 * y)` (0.10.2 – 0.12). An array that no equation reads is dropped from its operands.
     """
     full = [x for x in arrays if 0 not in x.shape]
     if len(full) in (0, len(arrays)) or not is_inside_shard_map():
@@ -24,5 +24,5 @@ def made_where_empty(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 def is_inside_shard_map() -> bool:
-    """Whether a `jax.shard_map` around makes axes of the mesh manual."""
+    """Whether this is traced inside a `jax.shard_map`, with manual mesh axes."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)

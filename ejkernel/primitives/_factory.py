@@ -1,12 +1,13 @@
-"""The factory of primitives: names, parameters and rules that all of them share, and those of one with a table of axes.
+"""The base of all primitives, with their names, parameters and common rules, and primitives with a table of axes.
 
-A primitive has five parameters: `operands`, the names of the arrays it is bound to; `results`, the names of what it
-returns; `spec`, what is computed; `config`, how; and `chooser`, which gives configs to those that JAX derives from it.
+A primitive has five parameters: `operands`, the names of the arrays it is bound to; `results`, the names of its
+results; `spec`, what is computed; `config`, how; and `chooser`, which chooses the configs of primitives that JAX
+derives from it.
 
-There are two kinds. A `KernelPrimitive` has a table of axes, from which follow shapes, shardings and vmap, and it is
-lowered to an implementation of the registry, by `lowering.register`. A `TracedPrimitive` (`_traced.py`) stands for a
-function of a user's, from whose trace they follow, its lowering too. Three primitives make a differentiable operation
-(`_trio.py`), one makes one without a derivative (`_forward_only.py`).
+There are two kinds. A `KernelPrimitive` has a table of axes, which determines shapes, shardings and vmap, and is
+lowered to an implementation of the registry by `lowering.register`. A `TracedPrimitive` (`_traced.py`) stands for a
+function of a user, whose trace determines all of these and the lowering. Three primitives make a differentiable
+operation (`_trio.py`), one makes an operation without derivatives (`_forward_only.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -27,10 +28,10 @@ TANGENT, COTANGENT = "_dot", "_bar"
 
 @runtime_checkable
 class Chooser(Protocol):
-    """Who chooses the configs of a call: a hashable value, equal for calls that share what was traced.
+    """Chooses the configs of a call; a hashable value, equal for calls that may share a trace.
 
     Attributes:
-        platform: the one that every implementation has to be of, because a user asked for it, or "auto".
+        platform: the platform that a user asked for, which every implementation has to have, or "auto".
     """
 
     platform: str
@@ -43,8 +44,8 @@ class NamedPrimitive(ABC):
     """A primitive of JAX whose operands and results have names.
 
     Attributes:
-        name: of the operation, e.g. "flash_attention_bwd".
-        results: the results in full; empty where every call has its own.
+        name: the name of the operation, e.g. "flash_attention_bwd".
+        results: the names of all results; empty if every call has its own.
         linear: the suffix of the operands in which the primitive is linear, if any.
         primitive: the primitive of JAX.
     """
@@ -83,17 +84,17 @@ class NamedPrimitive(ABC):
 
 
 class KernelPrimitive(NamedPrimitive):
-    """One primitive with a table of axes, and what the generic rules know of it.
+    """A primitive with a table of axes, and the properties that the generic rules need.
 
     Attributes:
         table: the axes of every operand and result.
         layout: how axes fold and split.
-        results: the results in full; a call may ask for fewer only where `like` pairs them with operands.
+        results: the names of all results; a call may ask for fewer only if `like` pairs them with operands.
         like: result → the operand whose shape, dtype and sharding it has.
-        sums: whether a device's part of a result that lacks an axis which is split is a part of a sum.
-        dtypes: from the dtypes of the operands, and the spec, to those of the other results.
+        sums: whether results without an axis that is split are sums over the devices.
+        dtypes: (dtypes of the operands, spec) → dtypes of the results that are not in `like`.
         arguments: (arrays by name, results) → positional and keyword arguments of an implementation.
-        operands: (arrays by name) → the NamedTuple of operands that `supports` looks at.
+        operands: (arrays by name) → the NamedTuple of operands that `supports` takes.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class KernelPrimitive(NamedPrimitive):
         super().__init__(name, results, linear)
 
     def split(self, operands: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """How each axis is split by the explicit shardings of the operands, and on which mesh (None without one)."""
+        """The split of each axis by the Explicit shardings of the operands, and their mesh, None without one."""
         sharded = [x for x in operands.values() if explicit_axes(x)]
         if not sharded:
             return {}, None
@@ -150,7 +151,7 @@ class KernelPrimitive(NamedPrimitive):
         return [result(name, *of) for name, of in self.result_shapes(named, results, spec).items()]
 
     def _moved(self, mapped: Mapping[str, int | None]) -> set[str]:
-        """Operands and their tangents where one of both is mapped: implementations may count on equal shapes."""
+        """The operands of which they or their tangents are mapped: implementations rely on equal shapes of both."""
         pairs = [(name, name + TANGENT) for name in mapped if name + TANGENT in mapped]
         return {name for pair in pairs if any(mapped[name] is not None for name in pair) for name in pair}
 
@@ -177,4 +178,4 @@ class KernelPrimitive(NamedPrimitive):
 
 
 PRIMITIVES: dict[str, KernelPrimitive] = {}
-"""Those with a table of axes, by name."""
+"""The primitives with a table of axes, by name."""

@@ -1,8 +1,8 @@
-"""Operations without a derivative: one primitive with every other rule, and a refusal that names the way to go.
+"""Operations without derivatives: one primitive with all other rules, whose derivatives raise and name an alternative.
 
-Such are the operations of serving, which read a cache and may write into it. A result that takes an operand's place
-(`in_place`) has its shape, dtype and sharding, and keeps its buffer where the caller donates it: XLA then copies
-nothing, and copies the operand first where it is still needed.
+These are the operations of serving, which read a cache and may write into it. A result that takes the place of an
+operand (`in_place`) has its shape, dtype and sharding, and its buffer if the caller donates that: XLA then copies
+nothing. If the operand is still needed, XLA copies it first.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,15 @@ from ._sharding import Layout
 
 
 class ForwardOnly:
-    """An operation of one primitive, the jvp and the transpose of which raise `NotImplementedError`.
+    """An operation of one primitive, whose jvp and transpose raise `NotImplementedError`.
 
     Args:
-        name: of the operation.
+        name: the name of the operation.
         operands: a NamedTuple class of the operands.
         outputs: a NamedTuple class of the results.
-        table: the axes of each of both.
-        dtypes: from the operands' dtypes and the spec to those of the results that are not in place.
-        instead: what to do where a derivative is wanted, as the second half of a sentence.
+        table: the axes of every operand and result.
+        dtypes: (dtypes of the operands, spec) → dtypes of the results that are not in place.
+        instead: what to do to get a derivative, as the second half of a sentence.
         layout: how axes fold and split.
         in_place: result → the operand whose buffer it takes.
     """

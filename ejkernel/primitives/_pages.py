@@ -1,4 +1,4 @@
-"""What is computed by operations that attend over a cache: the same for pages and for a dense one."""
+"""The spec of operations that attend over a cache, which is the same for paged and dense ones."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,12 +14,13 @@ class CacheSpec(ShortRepr):
     """What is computed, besides the arrays.
 
     Attributes:
-        window: a query at position i sees keys i − left ≤ j ≤ i, `left = window − 1`; None is unbounded.
+        window: a query at position i sees keys i − left ≤ j ≤ i with `left = window − 1`; None for no bound.
         softcap: logits become softcap·tanh(logits / softcap).
         softmax_scale: the factor of q·kᵀ.
-        num_splits: into how many parts the keys of a sequence are cut, which are merged by their lse; None leaves it to
-            the implementation. It changes no result beyond its rounding.
-        batch_invariant: only implementations that give a token the same bits whatever else is in the step.
+        num_splits: the number of parts of a sequence's keys, whose softmaxes are merged; None lets the implementation
+            decide. It changes results only by rounding.
+        batch_invariant: allow only implementations by which the bits of a token's result do not depend on the rest of
+            the step.
     """
 
     window: int | None = None
@@ -30,6 +31,6 @@ class CacheSpec(ShortRepr):
 
 
 def result_dtypes(dtypes: Mapping[str, Any], spec: CacheSpec) -> dict[str, Any]:
-    """o in the dtype of the queries, lse in that of statistics."""
+    """The dtypes of the results: o has that of the queries, lse that of statistics."""
     del spec
     return {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)}

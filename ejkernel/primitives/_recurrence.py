@@ -1,11 +1,11 @@
-"""The linear recurrence that recurrent, gla and lightning_attention have in common.
+"""The linear recurrence that recurrent, gla and lightning_attention compute.
 
-With a state of [d, e] numbers a head,
+With a state [d, e] for each head,
 
     h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
 
-The contract of the primitives is that of the public operations with every array given a batch axis (of size 1 where it
-does not vary), so that one table of axes says how to check shapes, fold a mapped axis, and shard:
+The primitives compute what the public operations do, but every array has a batch axis (of size 1 if it does not vary),
+so that one table of axes determines how to check shapes, fold a mapped axis, and shard:
 
     b batch · s tokens · n sequences · h query heads · g key/value heads · d query/key features · e value features
 
@@ -55,8 +55,8 @@ class RecurrenceSpec(ShortRepr):
 
     Attributes:
         softmax_scale: the factor of q.
-        reverse: time runs from the last token of a sequence, before which is the initial state, to the first.
-        return_state: the final state is a result, in float32; otherwise it may be rounded as o is.
+        reverse: time runs from the last token of a sequence, which follows the initial state, to the first.
+        return_state: the final state is a result in float32; otherwise it may be rounded like o.
     """
 
     softmax_scale: float = 1.0
@@ -80,7 +80,7 @@ TABLE = {
 
 
 def recurrence(name: str) -> Trio:
-    """The primitives of an operation of this family."""
+    """The primitives of an operation that is a linear recurrence."""
     return Trio(
         name,
         Operands,

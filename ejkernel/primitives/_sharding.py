@@ -1,7 +1,7 @@
-"""Which axes of an operation may be split over devices, and what the split of its operands makes of its results.
+"""Which axes of an operation may be split over devices, and how the results are split if its operands are.
 
-Axes in `Layout.split` are independent of each other in every operation here: a batch or head is computed on its own.
-All other axes must be whole. Query heads and key/value heads are split together.
+Along the axes in `Layout.split` an operation is independent, as every batch element or head is computed by itself. All
+other axes must be whole. Query heads and key/value heads are split together.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
 def joined(
     operation: str, table: Table, layout: Layout, operands: Mapping[str, Any], specs: Mapping[str, Any], mesh: Any
 ) -> Split:
-    """How each letter is split, given the specs of all operands; raises where they cannot be brought together."""
+    """The split of each letter, from the specs of all operands; raises if they contradict each other."""
     split: Split = {}
     size_of: dict[str, int] = {}
     for name, x in operands.items():
@@ -83,7 +83,7 @@ def joined(
 
 
 def _refuse_reuse(operation: str, layout: Layout, split: Split) -> None:
-    """A mesh axis splits one axis of the operation, or heads of both kinds."""
+    """Raises if a mesh axis splits more than one axis of the operation, other than the heads of both kinds."""
     owner: dict[str, str] = {}
     for letter, entry in split.items():
         for name in names_of(entry):
@@ -96,7 +96,7 @@ def _refuse_reuse(operation: str, layout: Layout, split: Split) -> None:
 
 
 def _with_groups(operation: str, layout: Layout, split: Split, size_of: Mapping[str, int], mesh: Any) -> Split:
-    """Query heads and key/value heads are split alike; a single key/value head serves every part."""
+    """The split with query heads and key/value heads split alike; a single key/value head stays whole."""
     if layout.group is None or not (split.keys() & set(layout.group)):
         return split
     heads, groups = layout.group
@@ -125,9 +125,9 @@ def partition_spec(of: Axes, shape: tuple[int, ...], split: Split) -> PartitionS
 
 
 def aligned(operation: str, table: Table, layout: Layout, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays with one Explicit sharding for each axis, as a primitive needs them.
+    """The arrays with consistent Explicit shardings, as a primitive needs them.
 
-    One that is not yet split along an axis that others split is resharded: each device takes its part of what it has.
+    An array that is whole along an axis that others split is resharded: each device takes its part of what it has.
     """
     types = {name: jax.typeof(x) for name, x in arrays.items()}
     placed = next((name for name, aval in types.items() if explicit_axes(aval)), None)
@@ -146,12 +146,12 @@ def aligned(operation: str, table: Table, layout: Layout, arrays: Mapping[str, A
 
 @partial(jax.jit, static_argnums=2, inline=True, keep_unused=True)
 def resharded(placed: Any, arrays: dict[str, Any], to: tuple[tuple[str, NamedSharding], ...]) -> dict[str, Any]:
-    """The arrays, resharded in a program that knows by `placed` on which devices: a type does not say that."""
+    """The arrays, resharded in a program on the devices of `placed`, as types do not determine devices."""
     return {name: jax.sharding.reshard(arrays[name], sharding) for name, sharding in to}
 
 
 def summed_over(of: Axes, shape: tuple[int, ...], split: Split) -> tuple[str, ...]:
-    """Mesh axes that split the work but not this result: each device holds a part of its sum."""
+    """The mesh axes that split the work but not this result, of which each device holds a part of the sum."""
     kept = {name for entry in partition_spec(of, shape, split) for name in names_of(entry)}
     return tuple(sorted({name for entry in split.values() for name in names_of(entry)} - kept))
 
@@ -159,8 +159,8 @@ def summed_over(of: Axes, shape: tuple[int, ...], split: Split) -> tuple[str, ..
 def shardy_rule(table: Table, layout: Layout, operands: Mapping[str, Any], results: Mapping[str, Any]) -> tuple:
     """The rule of `custom_partitioning` in its string form, the factors that must stay whole, and factor sizes.
 
-    Query heads are the compound factor (g r), r = h // g, or the one of both that is not 1, as Shardy wants it; an axis
-    that is broadcast gets a factor of its own.
+    Query heads are the compound factor (g r) with r = h // g, or, as Shardy requires, the one of both that is not 1; a
+    broadcast axis gets its own factor.
     """
     named: list[str] = []
     size_of = {a.letter: s for n, x in operands.items() for a, s in zip(table[n], x.shape, strict=True) if s != 1}

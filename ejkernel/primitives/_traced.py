@@ -1,6 +1,6 @@
-"""Primitives that stand for a function: what JAX asks of one follows from the trace of that function.
+"""Primitives that stand for a function, whose trace determines all of their rules.
 
-`jax.vmap` keeps such a primitive and adds a level to its spec: what is lowered is then the vmap of the function.
+`jax.vmap` keeps such a primitive and adds a level to its spec: it is then lowered to the vmap of the function.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from jax.interpreters import ad, mlir
 from ._factory import COTANGENT, TANGENT, NamedPrimitive
 
 Level = tuple[tuple[str, int | None], ...]
-"""A vmap: the mapped axis of each operand and result. None: an operand has no such axis, a result is summed over it."""
+"""A vmap: the mapped axis by operand and result; for None an operand is unmapped, and a result summed over the axis."""
 
 
 @runtime_checkable
@@ -28,16 +28,16 @@ class TracedSpec(Protocol):
     levels: tuple[Level, ...]
 
     def mapped(self, level: Level) -> Self:
-        """The same under one more vmap."""
+        """The spec under one more vmap."""
 
 
 class TracedPrimitive(NamedPrimitive):
     """A primitive that stands for a function of one example.
 
     Attributes:
-        function: (operands by name, the results that are asked for, spec, config, platform) → those results. The
-            platform is that of a lowering; None where shapes or derivatives are wanted.
-        types: the same without a platform, for results of the same types that are easier to come by.
+        function: (operands by name, requested results, spec, config, platform) → those results. The platform is that of
+            a lowering, or None for shapes and derivatives.
+        types: like `function` without a platform, for a cheaper trace with results of the same types.
     """
 
     def __init__(self, name: str, function: Callable, types: Callable, linear: str | None = None) -> None:
@@ -51,7 +51,7 @@ class TracedPrimitive(NamedPrimitive):
     def over_levels(
         self, function: Callable[[Mapping[str, Any]], Sequence[Any]], operands: Sequence[str], results, levels
     ) -> Callable[..., Sequence[Any]]:
-        """From a function of arrays by name to one of their positions, under the vmaps."""
+        """A function of arrays by name as a function of positional arrays, under the vmaps of the levels."""
         mapped = lambda *arrays: function(dict(zip(operands, arrays, strict=True)))
         for level in levels:
             axes = partial(_axis, dict(level))
@@ -88,10 +88,10 @@ class TracedPrimitive(NamedPrimitive):
 
 
 def _axis(level: Mapping[str, int | None], name: str) -> int | None:
-    """The axis of an array; a tangent or cotangent that the level does not name is mapped as its dual, or its primal.
+    """The mapped axis of an array; a tangent or cotangent that the level does not name has that of its dual or primal.
 
-    So the level of a primitive serves those that JAX derives from it. A cotangent of what is the same for all examples
-    is their sum.
+    So the levels of a primitive also apply to those that JAX derives from it. The cotangent of an unmapped array is the
+    sum over all examples.
     """
     primal = name.removesuffix(TANGENT).removesuffix(COTANGENT)
     return level[next(known for known in (name, primal + TANGENT, primal + COTANGENT, primal) if known in level)]

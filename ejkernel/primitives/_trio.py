@@ -1,14 +1,14 @@
-"""Three primitives that make a differentiable operation, wired to each other.
+"""The three primitives of a differentiable operation, and their rules of differentiation.
 
 * `x`      operands → outputs, residuals among them;
 * `x_jvp`  operands, residuals, tangents → tangents of the outputs, linear in the tangents;
-* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`, bound only as such.
+* `x_bwd`  operands, residuals, cotangents → cotangents of the operands: the transpose of `x_jvp`.
 
 The jvp of `x` binds `x` and `x_jvp`; the transpose of `x_jvp` binds `x_bwd`, as does that of `x` in operands in which
-it is linear. So `grad` costs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its
-transpose binds `x_jvp` again: the three close under transposition. The jvps of `x_jvp` and `x_bwd`, which give Hessians
-and everything beyond, are those of their XLA implementations, which `lowering.register` brings, or of the functions
-that they stand for.
+it is linear. So `grad` runs one forward and one backward kernel. `x_bwd` is linear in its cotangents, and its transpose
+binds `x_jvp` again: the three are closed under transposition. The jvps of `x_jvp` and `x_bwd`, for Hessians and higher
+derivatives, are those of their XLA implementations, which `lowering.register` adds, or of the functions that they stand
+for.
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ from ._sharding import Layout
 class WiredTrio:
     """The rules of jvp and transposition of a forward, a tangent and a backward.
 
-    The tangent of an array has its name and `TANGENT`, the cotangent its name and `COTANGENT`.
+    The names of tangents and cotangents are those of the arrays with the suffixes `TANGENT` and `COTANGENT`.
 
     Args:
-        name: of the operation.
+        name: the name of the operation.
         forward, tangent, backward: its primitives.
-        residuals: the outputs that tangent and backward take. The others are not kept for them.
-        linear: groups of operands in which the forward is linear together, the values of which no backward needs. It
-            has a transpose in each of them.
+        residuals: the outputs that tangent and backward take; others are not stored for them.
+        linear: groups of operands in which the forward is jointly linear, and whose values no backward needs. The
+            forward has a transpose in each group.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class WiredTrio:
             ad.primitive_transposes[forward.primitive] = self._transpose_forward
 
     def _has_tangent(self, operand: str) -> bool:
-        """Whether an operand that is given a tangent passes it on."""
+        """Whether the operation is differentiable by an operand."""
         return True
 
     def _jvp(self, primals, tangents, *, operands, results, spec, config, chooser):
@@ -109,7 +109,7 @@ class WiredTrio:
         return self._pulled_back(cotangents, named, known, wanted, "", results, spec, chooser)
 
     def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, chooser):
-        """A cotangent for each of the `wanted`, which, like the results, have their names with a suffix."""
+        """The cotangents of the `wanted` operands, by the backward; names of both have a suffix."""
         live = {
             r.removesuffix(suffix) + COTANGENT: ct
             for r, ct in zip(results, cotangents, strict=True)
@@ -123,21 +123,21 @@ class WiredTrio:
 
     @staticmethod
     def _derived(primitive, arrays, spec, chooser, results) -> dict[str, Any]:
-        """The results of the tangent or backward by name, with the config that is chosen for it."""
+        """Binds a tangent or backward with the config that `chooser` has for it, and returns its results by name."""
         config = chooser.config(primitive, arrays, spec, results)
         return primitive.bind(arrays, spec=spec, config=config, chooser=chooser, results=results)
 
 
 class Trio(WiredTrio):
-    """A differentiable operation whose arrays have a table of axes.
+    """A differentiable operation with a table of axes.
 
     Args:
-        name: of the operation.
+        name: the name of the operation.
         operands: a NamedTuple class of the operands.
         outputs: a NamedTuple class of the results of the forward.
-        table: the axes of each of both.
+        table: the axes of every operand and result.
         differentiable: the operands that have tangents.
-        dtypes: from the operands' dtypes and the spec to the dtypes of the outputs.
+        dtypes: (dtypes of the operands, spec) → dtypes of the outputs.
         layout: how axes fold and split.
         residuals: the outputs that tangent and backward take; all by default.
         linear: as in `WiredTrio`.

@@ -1,6 +1,6 @@
 """blocksparse_attention: flash_attention over the blocks of keys that a block mask keeps for each block of queries.
 
-The contract is that of flash_attention, with the block mask as one operand more. Its axes are
+The operands are those of flash_attention and the block mask, whose axes are
 
     x blocks of queries, ⌈s / block_q⌉ · y blocks of keys, ⌈t / block_k⌉
 """
@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
     @property
     def attention(self) -> flash.Operands:
-        """Those of flash_attention."""
+        """The operands of flash_attention."""
         return flash.Operands(*(getattr(self, name) for name in flash.Operands._fields))
 
 

@@ -1,7 +1,7 @@
 """flash_attention: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows.
 
-The primitive's own contract is that of the public operation with every array given a batch axis (of size 1 where it
-does not vary), so that one table of axes says how to check shapes, fold a mapped axis, and shard:
+The primitive computes what the public operation does, but every array has a batch axis (of size 1 if it does not vary),
+so that one table of axes determines how to check shapes, fold a mapped axis, and shard:
 
     b batch · s queries · t keys · h query heads · g key/value heads · d query/key features · e value features
 
@@ -25,9 +25,9 @@ class Operands(NamedTuple):
 
     q [b,s,h,d], k [b,t,g,d], v [b,t,g,e] of one dtype; bias and mask [b?,h?,s?,t?]; segment ids [b,s] and [b,t] int32;
     sinks [b?,h,n] float32; softmax_scale [b?,h?] float32 (only when traced: a static scale is in the spec);
-    cu_seqlens [b?,n+1] int32; dropout [b,h,4] uint32: the two words of the key, then the batch and head index that the
-    row and column of a logit join in the counter of Philox. They travel as an array so that folding and sharding
-    the batch and head axes leave the kept set as it was.
+    cu_seqlens [b?,n+1] int32; dropout [b,h,4] uint32: the two words of the key, then the batch and head index, which
+    with row and column of a logit are the counter of Philox. They are an array so that folding and sharding of the
+    batch and head axes do not change which weights are kept.
     """
 
     q: Any
@@ -63,9 +63,9 @@ class FlashAttentionSpec(ShortRepr):
         dropout_rate: the share of weights dropped; kept ones are divided by 1 − rate.
         max_seqlen_q: static bound of the lengths in cu_seqlens_q, None if not given.
         max_seqlen_k: static bound of the lengths in cu_seqlens_k, None if not given.
-        deterministic: only implementations and configs that give the same bits in every run.
-        batch_invariant: only those that give a row the same bits whatever else is in the batch.
-        precision: what the operands of the forward's products may be rounded to: None (their own dtype) or "e4m3".
+        deterministic: allow only implementations and configs whose results repeat bit for bit.
+        batch_invariant: allow only those by which the bits of a row's result do not depend on the rest of the batch.
+        precision: the dtype to which operands of products in the forward may be rounded: None (their own) or "e4m3".
     """
 
     causal: bool = False
@@ -99,7 +99,7 @@ TABLE = {
 
 
 def dtypes_of_outputs(dtypes: Mapping[str, Any], spec: FlashAttentionSpec) -> dict[str, Any]:
-    """o has that of q, lse that of statistics."""
+    """The dtypes of the outputs: o has that of q, lse that of statistics."""
     del spec
     return {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)}
 

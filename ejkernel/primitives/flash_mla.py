@@ -3,8 +3,8 @@
     b batch · s queries · t keys · h heads · c features of a latent
     x features of a key without position · y of its rotary part · d = x + y of a query · e of a value
 
-All heads share the latents and the rotary part, so their cotangents are sums over the heads, and where the heads are
-split over devices over these too. An axis `b?` of a projection is what `vmap` maps: the public operation has none.
+All heads share the latents and the rotary part, so their cotangents are sums over heads, and over devices if heads are
+split. The axis `b?` of a projection exists for `vmap`: the public operation has none.
 """
 
 from typing import Any, NamedTuple
@@ -39,11 +39,11 @@ class Operands(NamedTuple):
     dropout: Any = None
 
     def attention(self, k: Any, v: Any) -> flash.Operands:
-        """Those of flash_attention, with these keys and values."""
+        """The operands of flash_attention with these keys and values."""
         return flash.Operands(k=k, v=v, **{n: getattr(self, n) for n in self._fields if n in flash.Operands._fields})
 
     def shapes(self, dtype: Any) -> flash.Operands:
-        """Those of flash_attention, where of keys [b,t,h,d] and values [b,t,h,e] there are shapes and this dtype."""
+        """The operands of flash_attention, with keys [b,t,h,d] and values [b,t,h,e] as shapes of this dtype."""
         tokens, (heads, features) = self.kv_latent.shape[:2], self.w_kc.shape[2:]
         k = jax.ShapeDtypeStruct((*tokens, heads, features + self.k_rope.shape[2]), dtype)
         return self.attention(k, jax.ShapeDtypeStruct((*tokens, heads, self.w_vc.shape[3]), dtype))

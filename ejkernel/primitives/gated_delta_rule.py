@@ -1,8 +1,8 @@
-"""gated_delta_rule: a linear recurrence whose state [d, e] decays, and of which a write replaces what its key has.
+"""gated_delta_rule: a linear recurrence with a decaying state [d, e], where a token replaces the value of its key.
 
     h_t = exp(g_t) · h_{t−1} + k_t u_tᵀ,    u_t = beta_t · (v_t − exp(g_t) · h_{t−1}ᵀ k_t),    o_t = scale · h_tᵀ q_t
 
-with q and k divided by their norms before, if the spec says so. Of the contract of the primitives:
+where q and k are first divided by their norms if the spec says so. The axes of the primitives are
 
     b batch · s tokens · n sequences · h heads of the state · g heads of q and k · d key features · e value features
 """

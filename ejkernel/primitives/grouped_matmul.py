@@ -1,11 +1,11 @@
 """grouped_matmul: the rows of each group times a matrix of that group, o = lhs·rhs[group of the row].
 
-The groups follow one another along the rows of lhs; how many rows each has is known only when the program runs:
+The groups are consecutive rows of lhs, and their sizes are known only when the program runs:
 
     b batch · m rows · k contracted features · e groups whose matrices are here · n columns · f groups in all
 
-`b? …` may have size 1 and is then the same for all. Every column is computed on its own, so that the columns may be
-split over devices like the batch.
+`b? …` may have size 1 and is then broadcast. Every column is computed by itself, so that columns may be split over
+devices like the batch.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ from ._trio import Trio
 class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
 
-    lhs [b,m,k]; rhs [b?,e,k,n] in the dtype of lhs, or narrower and brought to it; group_sizes [b?,f] int32;
-    group_offset [b?] int32, the number of the group that rhs begins with; existing_out [b,m,n] in the dtype of o;
+    lhs [b,m,k]; rhs [b?,e,k,n] in the dtype of lhs, or a narrower one that is converted to it; group_sizes [b?,f]
+    int32; group_offset [b?] int32, the first group of rhs; existing_out [b,m,n] in the dtype of o;
     rhs_scale [b?,e?,n?] float32, a factor of the columns of rhs.
     """
 
@@ -46,9 +46,9 @@ class GroupedMatmulSpec(ShortRepr):
     """What is computed, besides the arrays.
 
     Attributes:
-        preferred_element_type: the dtype of o, by name; float64 where lhs is float64.
-        transpose_rhs: rhs [b?,e,k,n] is the transposed view of an array that lies in memory as [b?,e,n,k]. It changes
-            no result: an implementation that cares undoes the transposition, and XLA cancels the two.
+        preferred_element_type: the dtype of o, by name; float64 if lhs is float64.
+        transpose_rhs: rhs [b?,e,k,n] is the transposed view of an array stored as [b?,e,n,k]. It changes no result: an
+            implementation that reads the stored array transposes back, and XLA cancels the two transpositions.
     """
 
     preferred_element_type: str = "float32"

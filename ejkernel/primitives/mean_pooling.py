@@ -2,8 +2,8 @@
 
     b batch · s tokens · d features · n segments
 
-`b? …` may have size 1 and is then the same for all. Every feature is computed on its own, so that the features may be
-split over devices like the batch.
+`b? …` may have size 1 and is then broadcast. Every feature is computed by itself, so that features may be split over
+devices like the batch.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ class MeanPoolingSpec(ShortRepr):
     """What is computed, besides the arrays.
 
     Attributes:
-        chunk_size: tokens that are added up at a time, which changes no more than the order of the sum; None leaves it
-            to the config.
+        chunk_size: tokens that are summed at a time, which changes only the order of summation; None leaves it to the
+            config.
     """
 
     chunk_size: int | None = None

@@ -4,9 +4,9 @@
     n sequences · m = n + 1 · p pages · s slots of a page · j pages of a sequence · w drafts
     l rows of a plan, i work items for each · k keys that a token names
 
-The primitive's own batch axis is what `vmap` maps: the public operation has none. An axis `b?` may have size 1 and is
-then the same for all, so that a pool of pages that is not mapped is not repeated. Heads may be split over devices, each
-of which has the whole pool.
+The batch axis of the primitive exists for `vmap`: the public operation has none. An axis `b?` may have size 1 and is
+then broadcast, so that an unmapped pool of pages is not repeated. Heads may be split over devices, each of which has
+the whole pool.
 """
 
 from typing import Any, NamedTuple

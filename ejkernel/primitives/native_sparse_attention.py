@@ -3,8 +3,8 @@
     b batch · s queries · t keys · h query heads · g key/value heads, h = g · repeat · d features of keys · e of values
     n blocks of a list, which the query heads of a group share · m sequences + 1
 
-The last query is aligned with the last key, i' = i + t − s; a query sees those keys of its blocks that are not behind
-it. The other two branches of the operation, and the choice of the blocks, are operations of their own.
+The last query is aligned with the last key, i' = i + t − s; a query sees the keys j ≤ i' of its blocks. The other two
+branches, and the selection of blocks, are separate operations.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
 
     q [b,s,h,d], k [b,t,g,d] and v [b,t,g,e] of one dtype; block_indices [b,s,g,n] int32: block x is the keys from
-    x · block_size on, a number out of range is no block, and one that stands twice counts once; cu_seqlens [b?,m]
-    int32: blocks and positions are counted within each sequence, and s = t.
+    x · block_size on, numbers out of range are ignored, and duplicates count once; cu_seqlens [b?,m] int32: blocks and
+    positions are counted within each sequence, and s = t.
     """
 
     q: Any
@@ -55,7 +55,7 @@ class NativeSparseAttentionSpec(ShortRepr):
 
 
 def dtypes_of_outputs(dtypes: Mapping[str, Any], spec: NativeSparseAttentionSpec) -> dict[str, Any]:
-    """o has that of q, lse that of statistics."""
+    """The dtypes of the outputs: o has that of q, lse that of statistics."""
     del spec
     return {"o": dtypes["q"], "lse": np.promote_types(dtypes["q"], np.float32)}
 

@@ -1,4 +1,4 @@
-"""native_sparse_blocks: which blocks of keys each query attends to in native_sparse_attention.
+"""native_sparse_blocks: the selection of the blocks of keys that each query attends to in native_sparse_attention.
 
 b batch · s queries · t keys · h query heads · g key/value heads, h = g · repeat · d features
 n blocks of a list, which the query heads of a group share · m sequences + 1
@@ -18,8 +18,8 @@ from ._sharding import Layout
 class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
 
-    q [b,s,h,d] and k [b,t,g,d] of one dtype; ranks [n] int32, 0 … n − 1: which of the blocks of a query are asked for,
-    the best one being 0; cu_seqlens [b?,m] int32: blocks are counted within each sequence, and s = t.
+    q [b,s,h,d] and k [b,t,g,d] of one dtype; ranks [n] int32, 0 … n − 1: the ranks of the blocks to return, where 0 is
+    the best one; cu_seqlens [b?,m] int32: blocks are counted within each sequence, and s = t.
     """
 
     q: Any

@@ -1,11 +1,11 @@
 """page_attention: one query of each sequence attends over the sequence's keys and values in a paged cache.
 
-    m what vmap maps · b sequences · h query heads · g key/value heads · d features of keys · e features of values
+    m mapped by vmap · b sequences · h query heads · g key/value heads · d features of keys · e features of values
     p pages · s slots of a page · j pages of a sequence · l rows of a plan, i work items for each
 
-Sequences are the batch; the public operation has no axis m. An axis `m?` may have size 1 and is then the same for all,
-so that a pool of pages that is not mapped is not repeated. Sequences may be split over devices, each of which has the
-pool, or heads of it.
+Sequences are the batch; the public operation has no axis m. An axis `m?` may have size 1 and is then broadcast, so that
+an unmapped pool of pages is not repeated. Sequences may be split over devices, each of which has the whole pool or
+some heads of it.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ class Operands(NamedTuple):
 
     q [m,b,h,d]; k_pages [m?,p,s,g,d] and v_pages [m?,p,s,g,e] of q's dtype, float8_e4m3fn or int8; context_lens [m,b]
     and block_tables [m,b,j] int32; sinks [m?,h,x], k_scale and v_scale [m?,p?,s?,g?] float32; plan [m?,l,i,8] int32.
-    A plan with l ≠ b rows is that of a step of which the operands are one device's part, and says nothing of it.
+    A plan with l ≠ b rows belongs to a step of which the operands are one device's part, and is ignored.
     """
 
     q: Any

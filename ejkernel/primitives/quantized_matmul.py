@@ -1,19 +1,19 @@
-"""quantized_matmul: rows times a matrix of codes of a few bits, of which each group shares a scale.
+"""quantized_matmul: rows times a matrix of codes of a few bits, in which each group of codes shares a scale.
 
-The codes lie in rows, and groups are parts of rows; these are the rows of the matrix, or its columns where the spec
-says that it is transposed. The axes of both layouts are in one table, and those of the other one have size 1:
+Codes are stored in rows, and groups are parts of rows. These are the rows of the matrix, or its columns if the spec
+says that it is transposed. One table has the axes of both layouts; axes of the layout that is not used have size 1:
 
     b batch · m rows of x
-    k contracted features, one for each row of codes · n columns, one for each row of codes, where transposed
-    g groups of columns                              · h groups of contracted features, where transposed
-    j columns of a group                             · i contracted features of a group, where transposed
+    k contracted features, one for each row of codes · n columns, one for each row of codes, if transposed
+    g groups of columns                              · h groups of contracted features, if transposed
+    j columns of a group                             · i contracted features of a group, if transposed
     p words of the codes of a group
 
-    as it is      x [b,m,k,1,1] · w [b?,k,1,g,1,p] = o [b,m,1,g,j]
-    transposed    x [b,m,1,h,i] · w [b?,1,n,1,h,p]ᵀ = o [b,m,n,1,1]
+    not transposed    x [b,m,k,1,1] · w [b?,k,1,g,1,p] = o [b,m,1,g,j]
+    transposed        x [b,m,1,h,i] · w [b?,1,n,1,h,p]ᵀ = o [b,m,n,1,1]
 
-`b? …` may have size 1 and is then the same for all. Rows of x, columns and groups of columns are each computed on their
-own, so that they may be split over devices like the batch.
+`b? …` may have size 1 and is then broadcast. Rows of x, columns and groups of columns are computed independently, so
+that they may be split over devices like the batch.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from ._trio import Trio
 class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
 
-    x [b,m,k,h,i]; w [b?,k,n,g,h,p] uint32; scales [b?,k,n,g,h], float or uint8 as the mode has it; columns [j] int32,
-    0 … j − 1: the columns of a group, whose number no other operand has; zeros [b?,k,n,g,h] float, of mode affine.
+    x [b,m,k,h,i]; w [b?,k,n,g,h,p] uint32; scales [b?,k,n,g,h], float or uint8 by the mode; columns [j] int32,
+    0 … j − 1: the columns of a group, an axis that no other operand has; zeros [b?,k,n,g,h] float, for mode affine.
     """
 
     x: Any
@@ -51,8 +51,8 @@ class QuantizedMatmulSpec(ShortRepr):
     """What is computed, besides the arrays.
 
     Attributes:
-        mode: what codes and scales stand for.
-        bits: of a code.
+        mode: the format of codes and scales.
+        bits: bits of a code.
         group_size: codes that share a scale.
         transpose: the rows of the codes are the columns of the matrix.
     """

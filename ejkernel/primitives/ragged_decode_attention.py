@@ -1,4 +1,4 @@
-"""ragged_decode_attention: one query of each sequence attends over a part of the sequence's keys in a dense cache.
+"""ragged_decode_attention: one query of each sequence attends over a range of the sequence's keys in a dense cache.
 
 b batch of sequences · h query heads · g key/value heads · t keys · d features of keys · e features of values
 """

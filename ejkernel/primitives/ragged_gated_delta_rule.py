@@ -3,7 +3,7 @@
     b batch · t tokens of the step · h heads of the state · g heads of q and k · d key features · e value features
     p states of the pool · n sequences · m = n + 1
 
-The primitive's own batch axis is what `vmap` maps: the public operation has none.
+The batch axis of the primitive exists for `vmap`: the public operation has none.
 """
 
 from typing import Any, NamedTuple

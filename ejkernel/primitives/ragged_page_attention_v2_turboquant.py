@@ -1,12 +1,12 @@
-"""ragged_page_attention_v2_turboquant: attention over a paged cache whose keys and values TurboQuant has quantised.
+"""ragged_page_attention_v2_turboquant: attention over a paged cache of keys and values quantised by TurboQuant.
 
     b batch · t tokens of the step · h query heads · g key/value heads · d features · n sequences · m = n + 1
     p pages · s slots of a page · j pages of a sequence
     f = d rotated features · e rows of the projection · i = d / 2 bytes of indices · w = e / 8 bytes of signs
     k, v entries of the codebooks of keys and of values
 
-The primitive's own batch axis is what `vmap` maps: the public operation has none. An axis `b?` may have size 1 and is
-then the same for all, so that a pool of pages that is not mapped is not repeated.
+The batch axis of the primitive exists for `vmap`: the public operation has none. An axis `b?` may have size 1 and is
+then broadcast, so that an unmapped pool of pages is not repeated.
 """
 
 from typing import Any, NamedTuple

@@ -3,8 +3,8 @@
     b batch · t tokens of the step · h query heads · g key/value heads · d features · n sequences · m = n + 1
     p pages · s slots of a page · j pages of a sequence
 
-The primitive's own batch axis is what `vmap` maps: the public operation has none. Keys stand at 0 and values at 1 of
-the axis of two, so that the axis of heads is one axis, which may be split over devices.
+The batch axis of the primitive exists for `vmap`: the public operation has none. Keys are at index 0 and values at
+index 1 of the axis of size two, so that heads have one axis, which may be split over devices.
 """
 
 from typing import Any, NamedTuple

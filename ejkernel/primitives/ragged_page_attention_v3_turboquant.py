@@ -5,7 +5,7 @@
     f = d rotated features · e rows of the projection · i = d / 2 bytes of indices · w = e / 8 bytes of signs
     k, v entries of the codebooks of keys and of values
 
-The primitive's own batch axis is what `vmap` maps: the public operation has none.
+The batch axis of the primitive exists for `vmap`: the public operation has none.
 """
 
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""The formats of quantised weights: their names, what is allowed in each, and what a code and a scale stand for.
+"""The formats of quantised weights: the bits and groups that each mode allows, and the values of codes and scales.
 
 | mode | bits | values of a group | value of a code | scale of a group |
 |---|---|---|---|---|
@@ -9,9 +9,9 @@
 | nvfp4 | 4 | 16 | e2m1(code) · e4m3(scale) | uint8 that holds a float8_e4m3fn |
 | nvfp8 | 8 | 16 | e4m3(code) · e4m3(scale) | as nvfp4 |
 
-e2m1 and e4m3 are the float types of those exponent and mantissa bits (OCP microscaling formats, v1.0); e4m3 is that
-without infinities, `float8_e4m3fn`. An exponent of the OCP's e8m0, which is biased, is that of mxfp4 and mxfp8 plus
-127. NF4 are the quantiles of QLoRA, arXiv 2305.14314, appendix E. Powers of two, e2m1 and e4m3 are exact in float32.
+e2m1 and e4m3 are floats with these bits of exponent and mantissa (OCP microscaling formats, v1.0); e4m3 is the type
+without infinities, `float8_e4m3fn`. The OCP's e8m0 is biased: it is the exponent of mxfp4 and mxfp8 plus 127. NF4 are
+the quantiles of QLoRA, arXiv 2305.14314, appendix E. Powers of two, e2m1 and e4m3 are exact in float32.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from ._packing import period
 Mode = Literal["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8"]
 
 GROUP_SIZES = (16, 32, 64, 128, 256, 512, 1024)
-# What each mode has. Where it has a choice, 4 bits and groups of 64 are the defaults.
+# The bits and group sizes of each mode; where there is a choice, the defaults are 4 bits and groups of 64.
 BITS: dict[str, tuple[int, ...]] = {
     "affine": (1, 2, 3, 4, 5, 6, 7, 8),
     "nf4": (4,),
@@ -59,7 +59,7 @@ _SMALLEST_E4M3 = 2.0**-9
 
 @dataclass(frozen=True)
 class Format:
-    """A mode with its bits and the number of values that share a scale."""
+    """A mode with its bits per code and the number of values that share a scale."""
 
     mode: str
     bits: int
@@ -81,7 +81,7 @@ class Format:
 
 
 def format_of(operation: str, mode: Any, bits: Any = None, group_size: Any = None) -> Format:
-    """The format that a user asks for, with the defaults of its mode; raises where there is none."""
+    """The format that a user asks for, with the defaults of its mode; raises if there is no such format."""
     if not isinstance(mode, str) or mode not in BITS:
         raise value_error(operation, f"mode is {shown(mode)}; it must be one of {', '.join(BITS)}")
     bits = _one_of(operation, mode, "bits", bits, BITS[mode], default=4)
@@ -106,11 +106,11 @@ def _one_of(operation: str, mode: str, name: str, x: Any, allowed: tuple[int, ..
     return int(x)
 
 
-# --- What codes and scales stand for ----------------------------------------------------------------------------------
+# --- The values of codes and scales -----------------------------------------------------------------------------------
 
 
 def values_of(codes: Array, of: Format, dtype: Any) -> Array:
-    """The numbers of codes, before the scale and the zero, in a float dtype of at least 32 bits."""
+    """The values of codes, before scale and zero, in a float dtype of at least 32 bits."""
     if of.mode == "affine":
         return codes.astype(dtype)
     if of.mode == "nf4":
@@ -119,7 +119,7 @@ def values_of(codes: Array, of: Format, dtype: Any) -> Array:
 
 
 def scales_of(scales: Array, of: Format, dtype: Any) -> Array:
-    """The factors of groups."""
+    """The factors of groups, as floats."""
     if of.has_float_scales:
         return scales.astype(dtype)
     if of.mode.startswith("nvfp"):
@@ -128,7 +128,7 @@ def scales_of(scales: Array, of: Format, dtype: Any) -> Array:
 
 
 def _e2m1(codes: Array, dtype: Any) -> Array:
-    """The bits of a code below 16 at their places in a float32, with its bias of 127 for 1; 0 and 0.5 have no such."""
+    """The values of e2m1 codes, made as float32 bit patterns with its bias of 127 instead of 1; 0 and 0.5 apart."""
     magnitude = codes & 7
     normal = lax.bitcast_convert_type((magnitude << 22) + np.uint32(126 << 23), jnp.float32)
     found = jnp.where(magnitude < 2, magnitude.astype(jnp.float32) * np.float32(0.5), normal)
@@ -136,7 +136,7 @@ def _e2m1(codes: Array, dtype: Any) -> Array:
 
 
 def _e4m3(x: Array, dtype: Any) -> Array:
-    """The same of bytes: XLA's conversion of a float8 costs a CPU more. Below 8 are multiples of 2^−9; 127 is NaN."""
+    """The values of e4m3 codes, likewise: XLA's conversion is slower on a CPU. Below 8: multiples of 2^−9; 127: NaN."""
     codes = x.astype(jnp.uint32)
     magnitude = codes & 127
     normal = lax.bitcast_convert_type((magnitude << 20) + np.uint32(120 << 23), jnp.float32)
@@ -146,7 +146,7 @@ def _e4m3(x: Array, dtype: Any) -> Array:
 
 
 def _looked_up(codes: Array, table: tuple[float, ...], dtype: Any) -> Array:
-    """table[codes] by selects, one bit after another: it is fused with what follows, which a gather is not."""
+    """table[codes] by selects, bit by bit: unlike a gather, XLA fuses it into what follows."""
     found = [jnp.asarray(x, dtype) for x in table]
     for bit in range(len(table).bit_length() - 1):
         is_set = (codes >> bit) & 1 == 1
@@ -158,10 +158,10 @@ def _looked_up(codes: Array, table: tuple[float, ...], dtype: Any) -> Array:
 
 
 def encoded(w: Array, of: Format, dtype: Any) -> tuple[Array, ...]:
-    """(codes, scales) of groups [..., group_size] of floats of at least 32 bits, and zeros where the mode is affine.
+    """The codes, scales and, in mode affine, zeros of groups [..., group_size] of floats of at least 32 bits.
 
-    Float scales and zeros are of `dtype`. Each code is that of the value nearest to the weight, given the scale and the
-    zero as they are stored.
+    Float scales and zeros are in `dtype`. Each code has the value nearest to the weight, given the scale and the zero
+    as they are stored.
     """
     if of.mode == "affine":
         return _affine(w, of, dtype)
@@ -175,10 +175,11 @@ def encoded(w: Array, of: Format, dtype: Any) -> tuple[Array, ...]:
 
 
 def _affine(w: Array, of: Format, dtype: Any) -> tuple[Array, Array, Array]:
-    """The smallest and the largest weight are those of code 0 and of the last one, but for the rounding of the zero.
+    """Codes of mode affine: the range from code 0 to the last one covers the smallest to the largest weight.
 
-    A zero of p bits can be off by |w|·2^−p/scale codes, and so can the scale: the range is as much larger, or the ends
-    of a group far from 0 would be cut off. In float16 the scale is also as large as keeps the zero finite.
+    Rounding a zero to p bits may shift values by |w|·2^−p/scale codes, and so may rounding the scale. The range is
+    enlarged by as much, as the ends of a group far from 0 would be cut off otherwise. In float16 the scale is also
+    large enough to keep the zero finite.
     """
     last, limits = 2**of.bits - 1, jnp.finfo(dtype)
     most, least = float(limits.max), max(float(limits.smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
@@ -193,12 +194,12 @@ def _affine(w: Array, of: Format, dtype: Any) -> tuple[Array, Array, Array]:
 
 
 def _or_one(scales: Array) -> Array:
-    """1 in the place of 0: a group of zeros is divided by it."""
+    """The scales, with 1 in the place of 0, as groups of zeros are divided by them, too."""
     return jnp.where(scales == 0, jnp.ones((), scales.dtype), scales)
 
 
 def _exponents(scales: Array, of: Format) -> Array:
-    """The least e with scale ≤ 2^e, an int8 in a uint8."""
+    """The least e with scale ≤ 2^e, as an int8 stored in a uint8."""
     del of
     mantissa, exponent = jnp.frexp(scales)
     exponent = (exponent - (mantissa == 0.5)).clip(-126, 127)
@@ -206,9 +207,9 @@ def _exponents(scales: Array, of: Format) -> Array:
 
 
 def _scales_of_nvfp(scales: Array, of: Format) -> Array:
-    """The nearest e4m3 that is not 0, so that small weights keep the exponents of their codes.
+    """The nearest nonzero e4m3, so that small weights keep the exponents of their codes.
 
-    Of codes of 8 bits, which lose nothing by it, the next larger one, so that the largest weight is not cut off.
+    For codes of 8 bits it is the next larger one, so that the largest weight is not cut off; they lose nothing by it.
     """
     scales = scales.clip(_SMALLEST_E4M3, LARGEST_E4M3)
     found = lax.bitcast_convert_type(scales.astype(jnp.float8_e4m3fn), jnp.uint8)
@@ -220,7 +221,7 @@ def _nearest_nf4(x: Array) -> Array:
 
 
 def _nearest_e2m1(x: Array) -> Array:
-    """Of two that are as near the one of the even code, which float types round to."""
+    """The code of the nearest e2m1; of two equally near ones the even code, as float types round."""
     between = [(a + b) / 2 for a, b in pairwise(E2M1)]
     magnitude = jnp.abs(x)
     above = [magnitude > a if i % 2 == 0 else magnitude >= a for i, a in enumerate(between)]

@@ -1,7 +1,7 @@
-"""Codes of 1 to 8 bits in words of 32 bits: a stream of bits in which the first code has the lowest bits of a word.
+"""Codes of 1 to 8 bits packed into words of 32 bits, as a stream of bits, lowest bits of a word first.
 
-Code i begins at bit i·bits of the stream; one that a word ends in goes on in the lowest bits of the next. The pattern
-repeats after `period(bits)` codes, which fill whole words: 8 codes of 4 bits are one, 32 codes of 3 bits are three.
+Code i begins at bit i·bits of the stream, and may continue in the lowest bits of the next word. The pattern repeats
+after `period(bits)` codes, which fill whole words: 8 codes of 4 bits fill one, 32 codes of 3 bits fill three.
 """
 
 import math
@@ -17,7 +17,7 @@ def period(bits: int) -> int:
 
 
 def _places(bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(word, shift, whether it goes on in the next word) of each code of a period."""
+    """The word and the shift of each code of a period, and whether the code continues in the next word."""
     bit = np.arange(period(bits)) * bits
     return bit // 32, (bit % 32).astype(np.uint32), bit % 32 + bits > 32
 

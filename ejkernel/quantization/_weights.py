@@ -81,7 +81,7 @@ def dequantize(
     axis: Axis | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "*batch rows columns"]:
-    """The matrix that `quantize` made codes and scales of, within the precision of the mode.
+    """The matrix from which `quantize` made codes and scales, within the precision of the mode.
 
     Args:
         w: the codes, as `quantize` returned them.
@@ -138,7 +138,7 @@ def dequantized(w: Array, scales: Array, zeros: Array | None, of: Format, dtype:
 
 
 def check_quantized(operation: str, w: Any, scales: Any, zeros: Any, of: Format) -> None:
-    """Raises where scales or zeros are not those of the words."""
+    """Raises if the shapes or dtypes of scales or zeros do not match the words."""
     named = dict(w=w, scales=scales) | ({} if zeros is None else dict(zeros=zeros))
     _require(operation, "scales", scales, FLOATS if of.has_float_scales else ("uint8",), f" in mode {of.mode}")
     if of.mode == "affine" and zeros is None:

@@ -1,10 +1,10 @@
-"""What the XLA implementations of attention share: the layout, who sees whom, and products.
+"""The common parts of the XLA implementations of attention: layout, visibility, and products.
 
-Layout inside: a query head is member r of group g, and shares the key and value head of its group, so
+A query head is member r of group g, and shares the key and value head of its group. So the layout is
 
     q [b,g,r,s,d]     k [b,g,t,d]     v [b,g,t,e]     logits, bias, mask [b,g,r,s,t]     a number per row [b,g,r,s,1]
 
-where an axis along which an array is broadcast stays of size 1.
+where an axis along which an array is broadcast keeps size 1.
 """
 
 from collections.abc import Callable
@@ -23,10 +23,11 @@ from .._visibility import Visibility, visibility_of
 
 
 class Rows(NamedTuple):
-    """What mask and dropout ask of the queries, int32 [b?,1,1,s,1]; None if they do not.
+    """The properties of queries on which mask and dropout depend, int32 [b?,1,1,s,1]; None if not needed.
 
-    A query sees keys first ≤ j < stop that have its segment id. index and sequence: its place in its sequence, and the
-    number of that. In padding all are negative; in tokens of no sequence the number is.
+    first, stop, segment: a query sees the keys first ≤ j < stop that have its segment id.
+    index, sequence: the position of a query in its sequence, and the number of the sequence.
+    In padding all are negative; for tokens of no sequence `sequence` is.
     """
 
     first: Array | None = None
@@ -37,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The same of the keys, [b?,1,1,1,t]. hidden: whether band or sequences hide the key from every query."""
+    """The like properties of keys, [b?,1,1,1,t]; `hidden` is whether band or sequences hide a key from every query."""
 
     key: Array | None = None
     segment: Array | None = None
@@ -46,7 +47,7 @@ class Columns(NamedTuple):
 
 
 class Folded(NamedTuple):
-    """The operands in the layout of this module, and the tokens of rows and columns; None where absent."""
+    """The operands in the layout of this module, None where absent, and the properties of rows and columns."""
 
     q: Any
     k: Any
@@ -61,16 +62,16 @@ class Folded(NamedTuple):
 
 
 def folded(operands: Operands, spec: FlashAttentionSpec, is_padded: bool = False, groups: int | None = None) -> Folded:
-    """The operands in the layout of this module, with their tokens; to be padded, which is to be masked, or not.
+    """The operands in the layout of this module, with rows and columns, whose masks cover padding if `is_padded`.
 
-    The groups are those of the keys, or more: then a head of the keys is that of several groups of one another.
+    `groups` is the number of key heads by default, or a multiple of it: then several groups share a head of the keys.
     """
     rows, columns = _tokens(operands, spec, is_padded)
     return fold(operands, groups or operands.k.shape[2])._replace(rows=rows, columns=columns)
 
 
 def fold(operands: Operands, groups: int) -> Folded:
-    """The operands, or their tangents, in the layout of this module; without tokens."""
+    """The operands, or their tangents, in the layout of this module, without rows and columns."""
     q, k, v, bias, mask, _, _, sinks, softmax_scale, _, _, dropout = operands
     return Folded(
         None if q is None else fold_rows(q, groups),
@@ -101,14 +102,14 @@ def unfold_rows(x: Array) -> Array:
 
 
 def unfold_columns(x: Array, groups: int) -> Array:
-    """[b,g,d,t] -> [b,t,groups,d], summed over those that share one of fewer groups."""
+    """[b,g,d,t] -> [b,t,groups,d], summed over groups that share a head of the keys."""
     b, g, d, t = x.shape
     if g != groups:
         x = lax.reshape(x, (b, groups, g // groups, d, t)).sum(2)
     return lax.transpose(x, (0, 3, 1, 2))
 
 
-# --- Who sees whom ---------------------------------------------------------------------------------------------------
+# --- Visibility ------------------------------------------------------------------------------------------------------
 
 
 def _tokens(operands: Operands, spec: FlashAttentionSpec, is_padded: bool) -> tuple[Rows, Columns]:
@@ -131,7 +132,7 @@ def _tokens(operands: Operands, spec: FlashAttentionSpec, is_padded: bool) -> tu
 
 
 def _index(visibility: Visibility) -> Array:
-    """The places of queries in their sequences."""
+    """The positions of queries in their sequences."""
     place = _iota(visibility.q_len)
     if visibility.cu_seqlens is None:
         return place
@@ -144,12 +145,12 @@ def _iota(length: int) -> Array:
 
 
 def hides(x: Folded) -> bool:
-    """Whether some logits may be −∞, and so perhaps all of a row: they are masked, or their bias is −∞."""
+    """Whether logits, and perhaps all of a row, may be −∞, by a mask or a bias of −∞."""
     return any(a is not None for a in (x.bias, x.mask, x.rows.stop, x.rows.segment))
 
 
 def visible(x: Folded) -> Array | None:
-    """[b?,g?,r?,s?,t?] bool: the logits that count; None where all do."""
+    """Which logits are not masked, bool [b?,g?,r?,s?,t?]; None if nothing is masked."""
     rows, columns = x.rows, x.columns
     rules = [] if x.mask is None else [x.mask]
     rules += [] if rows.first is None else [rows.first <= columns.key]
@@ -159,20 +160,20 @@ def visible(x: Folded) -> Array | None:
 
 
 def sinks_of_rows(x: Folded, dtype: Any) -> Array:
-    """The sinks [b?,g,r,s?,n]; −∞ for tokens of no sequence, which have none."""
+    """The sinks of rows [b?,g,r,s?,n]; −∞ for tokens of no sequence, to which sinks do not apply."""
     sinks = x.sinks.astype(dtype)
     return sinks if x.rows.sequence is None else jnp.where(x.rows.sequence >= 0, sinks, -np.inf)
 
 
 class Living(NamedTuple):
-    """Which rows see something [b?,g?,r?,s?,1], and which columns are seen [b?,g?,t?,1]; None where all do and are."""
+    """The rows [b?,g?,r?,s?,1] and the columns [b?,g?,t?,1] that are not fully masked; None if none may be."""
 
     rows: Array | None = None
     columns: Array | None = None
 
 
 def alive(x: Folded, visible_to: Array | None) -> Living:
-    """By the logits that count."""
+    """The rows and columns that are not fully masked, from the visible logits."""
     if visible_to is None:
         return Living()
     rows, columns = visible_to.any(-1, keepdims=True), None
@@ -184,21 +185,21 @@ def alive(x: Folded, visible_to: Array | None) -> Living:
 
 
 def zero_fully_masked(x: Folded, living: Living) -> Folded:
-    """x with q = 0 in rows that see nothing, and k = v = 0 in columns that nothing sees.
+    """x with q = 0 in fully masked rows, and k = v = 0 in fully masked columns.
 
-    They may be padding that holds NaN, which a weight of zero does not keep out of a product: 0 · NaN = NaN.
+    These may be padding that holds NaN, which a weight of zero does not keep out of a product: 0 · NaN = NaN.
     """
     q = zero_where_masked(living.rows, x.q)
     return x._replace(q=q, k=zero_where_masked(living.columns, x.k), v=zero_where_masked(living.columns, x.v))
 
 
 def zero_where_masked(living: Array | None, a: Array | None) -> Array | None:
-    """An array of rows or of columns, 0 where they are not alive."""
+    """An array over rows or columns, 0 where these are fully masked."""
     return a if a is None or living is None else where(living, a, 0)
 
 
 def dropped(p: Array, x: Folded, spec: FlashAttentionSpec) -> Array:
-    """The weights p [b,g,r,s,t] after dropout: those kept over 1 − rate, the others 0."""
+    """The weights p [b,g,r,s,t] after dropout: kept ones divided by 1 − rate, the others 0."""
     if x.dropout is None:
         return p
     key0, key1, batch, head = (x.dropout[..., word, None, None] for word in range(4))
@@ -211,7 +212,7 @@ def dropped(p: Array, x: Folded, spec: FlashAttentionSpec) -> Array:
 
 
 def where(condition: Array, x: Array, otherwise: float) -> Array:
-    """x, or a number where the condition, broadcast to x, is false; traced faster than `jnp.where`."""
+    """x where the condition, broadcast to x, is true, else a number; it is traced faster than `jnp.where`."""
     condition = lax.broadcast_in_dim(condition, x.shape, range(x.ndim))
     return lax.select(condition, x, lax.full_like(x, otherwise))
 
@@ -220,7 +221,7 @@ def where(condition: Array, x: Array, otherwise: float) -> Array:
 
 
 def statistics_dtype(dtype: Any) -> Any:
-    """float32, or float64 where the inputs are. By the table of numpy: that of jax may be set to refuse."""
+    """float32, or float64 for float64; by NumPy's promotion, as that of JAX may be set to strict."""
     return np.promote_types(dtype, np.float32)
 
 
@@ -240,7 +241,7 @@ def over_rows(do: Array, p: Array) -> Array:
 
 
 def _dot(x: Array, y: Array, contracted: tuple, dtype: Any = None) -> Array:
-    """In the dtype of statistics unless told; float32 in full on every platform."""
+    """A product in `dtype`, by default that of statistics; float32 in full precision on every platform."""
     dtype = dtype or statistics_dtype(x.dtype)
     dimensions = (contracted, ((0, 1), (0, 1)))
     return lax.dot_general(x, y, dimensions, precision=lax.Precision.HIGHEST, preferred_element_type=dtype)

@@ -1,4 +1,4 @@
-"""Results of a batch element that are the same bits whatever else is in the batch."""
+"""Batch-invariant computation: the bits of a batch element's results do not depend on the rest of the batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +11,9 @@ from ._tiles import varying_like
 
 
 def one_by_one(f: Callable[[Any], Sequence[Array]], arrays: Any, batch: int, summed: Sequence[int] = ()) -> list[Array]:
-    """f of every batch element of arrays [b?,…], each as a batch of one; of `summed` results the sum over the batch.
+    """f of every batch element of arrays [b?,…], each as a batch of one; results listed in `summed` are added up.
 
-    The program for one element stands between barriers, so that the compiler makes the same of it for any number of
-    them.
+    The program for one element is between optimisation barriers, so that XLA compiles it alike for any batch size.
     """
     leaves, structure = jax.tree.flatten(arrays)
     moving = [x for x in leaves if x.shape[0] == batch]

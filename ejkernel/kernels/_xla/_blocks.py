@@ -1,7 +1,7 @@
-"""The loop over the tiles of the logits that a block mask keeps: time and memory follow how many they are.
+"""The loop over the tiles of the logits that a block mask keeps, in time proportional to their number.
 
-Tiles are numbered, and those that are kept, of which causal, window and sequences leave something too, are listed on
-the device. Where a block mask differs between batch elements or heads a tile is of one of them, else of all together.
+Tiles are numbered, and the device lists those that are kept and not fully masked by causality, window or sequences. If
+a block mask differs between batch elements or heads, a tile belongs to one of them, otherwise to all together.
 """
 
 import math
@@ -25,13 +25,14 @@ from . import _attention as attention
 from . import _tiles as tiles
 from ._attention import Folded
 
-# Of a tile: batch element, group, member of the group, row and column of its first logit.
+# The place of a tile: batch element, group, member of the group, row and column of its first logit.
 Place = tuple[Any, Any, Any, Any, Any]
 
 
 class Kept(NamedTuple):
-    """The numbers of all tiles, the first `count` of which are those that are kept; the blocks of the block mask that
-    all tiles hold [b?,g?,r?,rows,columns], None where each is within one block.
+    """The numbers of all tiles, the `count` kept ones first, and the block mask by tiles.
+
+    The latter has the blocks of every tile, [b?,g?,r?,rows,columns], or is None if each tile is within one block.
     """
 
     order: Array
@@ -41,18 +42,18 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeptTiles:
-    """The tiles of the logits that are computed, as `Grid` has them, but known only when the program runs.
+    """The tiles of the logits that are computed, like `Grid`, but known only when the program runs.
 
     Attributes:
         size: rows and columns of a tile.
         shape: rows and columns of all the logits, without padding.
         padding: rows and columns appended to make whole tiles.
-        counts: of batch elements, groups and members of a group, each 1 if a tile is of all of them; of tiles along the
-            rows and along the columns.
+        counts: numbers of batch elements, groups and members of a group, each 1 if a tile belongs to all of them, and
+            of tiles along the rows and along the columns.
         block: rows and columns of a block.
-        held: rows and columns of blocks that a tile holds.
-        masks: whether some of the logits of a kept tile may be masked, besides those of blocks.
-        kept: which are kept.
+        held: rows and columns of blocks in a tile.
+        masks: whether logits of a kept tile may be masked by more than the block mask.
+        kept: the list of kept tiles.
     """
 
     size: tuple[int, int]
@@ -65,11 +66,10 @@ class KeptTiles:
     kept: Kept
 
     def sweep(self, of_tile: Callable, x: tuple, add: Callable, nothing: Callable[[], Any]) -> Any:
-        """of_tile(*tile of x) of every kept tile, added to `nothing()` by add(total, part), each in its part of the
-        totals. The arguments are those of `Grid.sweep`.
+        """Adds of_tile(*tile of x) of every kept tile to its part of the totals, as `Grid.sweep` does for all tiles.
 
-        The loop over the kept tiles has no derivative in reverse, since it is not known how often it runs. What is
-        differentiated, for derivatives of the second order and beyond, is one over all tiles that passes over the rest.
+        JAX cannot differentiate a loop of unknown length in reverse. So derivatives, which are those of second order
+        and beyond, are taken of a loop over all tiles that skips the rest.
         """
         if 0 in self.counts:
             return nothing()
@@ -85,19 +85,19 @@ class KeptTiles:
 
         def put(totals, part, number):
             place = self._place(number, self.size)
-            # Behind a barrier: fused into what comes after the update, the slices would make it copy all of the totals.
+            # The barrier keeps XLA from fusing the slices into what follows the update, which would copy all totals.
             before = lax.optimization_barrier(self._tile(totals, place))
             return self._put(totals, add(before, part), place)
 
         return over(part, put, x, kept, tiles.varying_like((x, kept), nothing()), self._tile)
 
     def _place(self, number: Array, size: tuple[int, int]) -> Place:
-        """That of a tile, in an array that has so many rows and columns of one."""
+        """The place of a tile in an array with `size` rows and columns per tile."""
         *element, row, column = jnp.unravel_index(number, self.counts)
         return (*element, row * np.uint32(size[0]), column * np.uint32(size[1]))
 
     def _mask(self, x: Folded, kept: Kept, number: Array) -> Array | None:
-        """The mask of a tile, together with that of its blocks; None where all of it counts."""
+        """The mask of a tile, combined with that of its blocks; None if nothing of it is masked."""
         if kept.blocks is None:
             return x.mask if self.masks else None
         mask = self._slice("mask", kept.blocks, self._place(number, self.held), self.held)
@@ -106,7 +106,7 @@ class KeptTiles:
         return x.mask & mask
 
     def _tile(self, x: Any, place: Place) -> Any:
-        """The part in a tile of arrays named by `tiles.AXES`."""
+        """The parts of arrays, named by `tiles.AXES`, that belong to a tile."""
         return tiles.map_named(lambda name, a: self._slice(name, a, place, self.size), x)
 
     def _slice(self, name: str, a: Array, place: Place, size: tuple[int, int]) -> Array:
@@ -127,7 +127,7 @@ class KeptTiles:
         return tiles.map_named(replaced, totals, parts)
 
     def _axes(self, name: str, a: Array) -> list[tuple[int, int]]:
-        """(axis, number of the place) of the axes that are cut."""
+        """The axes that are cut, each with its index in a place."""
         elements = range(2 if name in _OF_GROUPS else 3)
         cut = [(axis, axis) for axis in elements if self.counts[axis] != 1 and a.shape[axis] != 1]
         return cut + [(axis, 3 + side) for axis, side in tiles.tiled_axes(name, a)]
@@ -143,7 +143,7 @@ def _over_kept(part: Callable, put: Callable, x: tuple, kept: Kept, totals: Any,
 
 
 def _over_all(part: Callable, put: Callable, x: tuple, kept: Kept, totals: Any, tile: Callable) -> Any:
-    """The same by a loop of constant length. Derivatives keep nothing of a tile: it is computed again."""
+    """`_over_kept` as a loop of constant length, whose derivatives recompute tiles instead of storing them."""
     nothing = tile(totals, (np.uint32(0),) * 5)
 
     @partial(jax.checkpoint, prevent_cse=False)
@@ -158,7 +158,7 @@ def _over_all(part: Callable, put: Callable, x: tuple, kept: Kept, totals: Any, 
 
 
 def _jvp(f: Callable, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
-    """The jvp of f, in those of its arguments that have a tangent."""
+    """The jvp of f by those of its arguments that have a tangent."""
     leaves, structure = jax.tree.flatten(primals)
     moving = {n: t for n, t in enumerate(jax.tree.leaves(tangents)) if not isinstance(t, SymbolicZero)}
 
@@ -169,7 +169,7 @@ def _jvp(f: Callable, primals: tuple, tangents: tuple) -> tuple[Any, Any]:
     return jax.jvp(of, tuple(leaves[n] for n in moving), tuple(moving.values()))
 
 
-# --- Which tiles ------------------------------------------------------------------------------------------------------
+# --- The list of kept tiles -------------------------------------------------------------------------------------------
 
 
 def cut(
@@ -177,7 +177,7 @@ def cut(
 ) -> tuple[Folded, KeptTiles | tiles.Grid]:
     """The operands padded to whole tiles, and the tiles that are kept.
 
-    Where a length is symbolic all the logits are one tile.
+    If a length is symbolic, all the logits are one tile.
     """
     shape = operands.q.shape[1], operands.k.shape[1]
     if any(map(jax.export.is_symbolic_dim, shape)):
@@ -200,7 +200,7 @@ def cut(
 
 
 def within_blocks(operands: Operands, spec: BlocksparseAttentionSpec) -> flash.Operands:
-    """The operands of flash_attention with a mask of the size of the logits, which says what the block mask says."""
+    """The operands of flash_attention, with the block mask expanded to a mask of the size of the logits."""
     mask = operands.block_mask
     for axis, length, block in zip((2, 3), (operands.q.shape[1], operands.k.shape[1]), spec.block_size, strict=True):
         number = lax.div(lax.iota(jnp.int32, length), jnp.int32(block))
@@ -209,7 +209,7 @@ def within_blocks(operands: Operands, spec: BlocksparseAttentionSpec) -> flash.O
 
 
 def _length(length: int, block: int, wanted: int) -> tuple[int, int]:
-    """That of a tile, which is about as wanted, of whole blocks or an equal part of one; how many blocks it holds."""
+    """The length of a tile, about as wanted, of whole blocks or an equal part of one; and the blocks that it holds."""
     if block > wanted:
         least = math.ceil(block / wanted)
         parts = next((n for n in range(least, 2 * least) if block % n == 0), 1)
@@ -219,7 +219,7 @@ def _length(length: int, block: int, wanted: int) -> tuple[int, int]:
 
 
 def _blocks_of_tiles(mask: Array, axis: int, tiles: int, size: int, held: int, block: int) -> Array:
-    """The block mask with those blocks along an axis that so many tiles of that size hold, one tile after the other."""
+    """The block mask with, along an axis, the `held` blocks of each tile, tile by tile."""
     if held == 1:
         return jnp.take(mask, np.arange(tiles) * size // block, axis=axis)
     widths = [(0, tiles * held - mask.shape[axis] if a == axis else 0, 0) for a in range(mask.ndim)]
@@ -227,7 +227,7 @@ def _blocks_of_tiles(mask: Array, axis: int, tiles: int, size: int, held: int, b
 
 
 def _may_see(x: flash.Operands, spec: BlocksparseAttentionSpec, size: tuple[int, int], of_batch: bool) -> Array:
-    """Whether some row of a tile may see a column, but for a mask: [b?,1,1,rows,columns] of tiles."""
+    """Which tiles may have visible logits before any mask: bool [b?,1,1,rows,columns]."""
     some, _ = visibility_of(x._replace(mask=None), spec).blocks(*size)
     return lax.expand_dims(some if of_batch else some.any(0, keepdims=True), (1, 2))
 

@@ -1,4 +1,4 @@
-"""A loop over rows, some of them at a time."""
+"""A loop over chunks of rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,9 +11,9 @@ from jax.export import is_symbolic_dim
 
 
 def in_chunks(f: Callable[..., tuple[Any, Any]], carry: Any, rows: Any, size: int) -> tuple[Any, Any]:
-    """(carry, results) of (carry, results of a chunk) = f(carry, *chunk), `size` rows [rows, …] at a time.
+    """The carry and the results of (carry, results of a chunk) = f(carry, *chunk), over chunks of `size` rows.
 
-    Rows that are appended to the last chunk are 0. A derivative keeps no more of a chunk than the rows and the carry.
+    The last chunk is padded with rows of 0. Derivatives store only the rows and the carry of each chunk.
     """
     length = jax.tree.leaves(rows)[0].shape[0]
     size = 1 if is_symbolic_dim(length) else max(1, min(size, length))

@@ -1,7 +1,7 @@
-"""The tangent and the backward of an operation by JAX's differentiation of its forward in XLA.
+"""The tangent and the backward of an operation, as JAX's derivatives of its forward in XLA.
 
-For a forward whose derivatives need no more memory than it does itself: one that recomputes what is within a chunk. Its
-first operand is of the dtype of its first output; the others are of the dtype of statistics.
+This is for a forward whose derivatives need no more memory than it does itself, as it recomputes the inside of a chunk.
+Its first output has the dtype of its first operand; other outputs have the dtype of statistics.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ def register(
 
 
 def tangent_of(forward: Callable[..., Any], default: Any, operands: type, outputs: type) -> Callable[..., Any]:
-    """(primals, outputs, tangents, spec, config) → the tangents of the outputs; a tangent of None is zero.
+    """A function (primals, outputs, tangents, spec, config) → tangents of the outputs; a tangent of None is zero.
 
-    The spec is `default` where a call has none; `operands` and `outputs` are types, as other implementations name them.
+    `default` is the spec of calls without one; `operands` and `outputs` are the types of the operation.
     """
     Spec, Operands, Outputs = type(default), operands, outputs
 
@@ -57,13 +57,13 @@ def backward_of(
     outputs: type,
     differentiated: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """(primals, outputs, cotangents, wrt, spec, config) → the cotangents of the operands named in wrt.
+    """A function (primals, outputs, cotangents, wrt, spec, config) → cotangents of the operands named in `wrt`.
 
-    `differentiated` is the same function as the forward where that has another gradient than the one JAX finds.
+    `differentiated` replaces the forward where that has its own derivative rule. A cotangent of None is zero.
 
-    A cotangent of None is zero. They are the gradient of Σ outputs ∘ cotangents, as `jax.vjp` compares their types: in
-    a `shard_map` inside another, the type of what is computed does not tell any more over which axes it varies, while
-    that of an argument does.
+    The results are computed as the gradient of Σ outputs ∘ cotangents. `jax.vjp` would compare the types of cotangents
+    and outputs, and in nested `shard_map`s the type of a computed value no longer has the axes over which it varies,
+    while that of an argument has.
     """
     Spec, Operands, Outputs = type(default), operands, outputs
     function = differentiated or forward
@@ -90,17 +90,17 @@ def backward_of(
 
 
 def _as_of(forward: Callable[..., Any], derivative: Callable[..., Any], suffix: str) -> Callable[..., Any]:
-    """The derivative as a function of the forward's file, of which configs that are measured depend."""
+    """The derivative as a function of the forward's file, to which measured configs are keyed."""
     name = forward.__name__ + suffix
     derivative.__module__, derivative.__name__, derivative.__qualname__ = forward.__module__, name, name
     return jax.jit(derivative, static_argnames=("wrt", "spec", "config") if suffix == "_bwd" else ("spec", "config"))
 
 
 def _outputs_of(forward: Callable[..., Any], operands: Any, spec: Any, config: Any, moving: dict[str, Array]) -> Any:
-    """The outputs in the dtype of statistics, as functions of the operands that move.
+    """The outputs in the dtype of statistics, as a function of the operands that are differentiated.
 
-    Nothing is rounded on the way: a second derivative that is transposed last would round to the dtype of q what is
-    summed with other terms, and where these are large and cancel, float16 overflows though the sum does not.
+    Nothing is rounded on the way: a second derivative that is transposed last would round terms to the dtype of q
+    before they are summed, and float16 would overflow where large terms cancel.
     """
     dtype, x = statistics_dtype(operands[0].dtype), operands._replace(**moving)
     is_float = lambda a: a is not None and jnp.issubdtype(a.dtype, jnp.floating)

@@ -1,4 +1,4 @@
-"""A chunk of c queries of native_sparse_attention beside the m keys of their blocks: these keys, logits and weights."""
+"""The gathered keys, logits and weights of a chunk of c queries of native_sparse_attention, with m keys each."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from ._attention import statistics_dtype
 
 
 class Lists(NamedTuple):
-    """For each query: where its sequence begins, how many of its tokens it sees, and its blocks [c,n]."""
+    """For each query the start of its sequence, the number of tokens that it sees, and its blocks [c,n]."""
 
     first: Array
     stop: Array
@@ -21,7 +21,7 @@ class Lists(NamedTuple):
 
 
 class Near(NamedTuple):
-    """The keys and values [c,m,·] of the blocks of c queries, 0 where not visible, and which tokens they are."""
+    """The keys and values [c,m,·] of the blocks of c queries, 0 where not visible, and their token indices."""
 
     k: Array
     v: Array
@@ -30,7 +30,7 @@ class Near(NamedTuple):
 
 
 def lists_of(x: Operands, spec: NativeSparseAttentionSpec) -> Lists:
-    """Blocks are −1 where they are out of range or stand in the list before."""
+    """The lists of all queries, with −1 for blocks that are out of range or listed before."""
     place = places(x.cu_seqlens, x.q.shape[0], x.k.shape[0])
     n, blocks = x.block_indices.shape[1], x.block_indices
     ok = (blocks >= 0) & (blocks < -(-x.k.shape[0] // spec.block_size))
@@ -48,14 +48,14 @@ def gathered(x: Operands, lists: Lists, spec: NativeSparseAttentionSpec) -> Near
 
 
 def rows_of(x: Array, near: Near) -> Array:
-    """The rows [c,m,·] of x [t,·]."""
+    """The rows [c,m,·] of x [t,·] at the gathered tokens."""
     if x.shape[0] == 0:
         return jnp.zeros((*near.token.shape, x.shape[-1]), x.dtype)
     return jnp.where(near.visible[..., None], x.at[near.token].get(mode="promise_in_bounds"), 0)
 
 
 def of_live(x: Array, near: Near) -> Array:
-    """x [c,r,·] of the queries, 0 of those that see no key: such may hold anything."""
+    """x [c,r,·] of the queries, with 0 for fully masked ones, which may hold NaN."""
     return jnp.where(near.visible.any(-1)[:, None, None], x, 0)
 
 
@@ -65,7 +65,7 @@ def logits_of(q: Array, near: Near, spec: NativeSparseAttentionSpec) -> Array:
 
 
 def softmax_of(s: Array) -> tuple[Array, Array, Array]:
-    """Of each row the largest logit m, exp(s − m), and the sum of that."""
+    """The largest logit m of each row, exp(s − m), and its sum."""
     m = jnp.maximum(s.max(-1, keepdims=True, initial=-np.inf), jnp.finfo(s.dtype).min)
     weights = jnp.exp(s - (m := lax.stop_gradient(m)))
     return m, weights, weights.sum(-1, keepdims=True)
@@ -91,5 +91,5 @@ def not_zero(total: Array) -> Array:
 
 
 def product(axes: str, x: Array, y: Array) -> Array:
-    """In the dtype of statistics; float32 in full on every platform."""
+    """An einsum in the dtype of statistics; float32 in full precision on every platform."""
     return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=statistics_dtype(x.dtype))

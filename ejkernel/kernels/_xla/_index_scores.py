@@ -1,9 +1,9 @@
-"""The best keys of each token of a step by the scores of DeepSeek's lightning indexer, some tokens at a time.
+"""The best keys of each token of a step, by the scores of DeepSeek's lightning indexer:
 
     I_tj = Σ_h w_th · relu(q_th · k_j)        over the keys j that token t sees, of which the highest are listed
 
-A row is some tokens of one sequence, whose keys are read once for them. Scores are computed tile by tile of keys, and
-stand in memory for the tokens of one block of rows alone.
+A row is a few tokens of one sequence, whose keys are read once for them. Scores are computed by tiles of keys, and are
+in memory only for the tokens of one block of rows.
 
     t tokens · n sequences · h heads · d features · p pages · s slots of a page · r tokens of a row · b rows of a block
 """
@@ -28,9 +28,9 @@ TOKENS_AT_ONCE, KEYS_AT_ONCE = 32, 1024
 
 
 class Indexed(NamedTuple):
-    """A step of an indexer, its tables among it: q [t,h,d], weights [t,h], pages [p,s,d], k_scale [p?,s?,1] or None.
+    """A step of an indexer with its tables: q [t,h,d], weights [t,h], pages [p,s,d], k_scale [p?,s?,1] or None.
 
-    `sinks` is what `ragged_queries` looks for; an indexer has none.
+    `ragged_queries` needs the field `sinks`; an indexer has none.
     """
 
     q: Array
@@ -46,9 +46,9 @@ class Indexed(NamedTuple):
 
 
 def best_keys(x: Indexed, count: int) -> Array:
-    """[t,count] int32: positions of the keys of the highest scores, the highest first, of equal ones the earlier.
+    """The positions int32 [t,count] of the keys with the highest scores, the highest first, then the earlier.
 
-    −1 where a token sees fewer keys, and for tokens of no sequence. All arrays vary over the same manual axes.
+    They are −1 where a token sees fewer keys, and for tokens of no sequence. All arrays vary over the same manual axes.
     """
     (tokens, _, _), (_, size, _), (sequences, columns) = x.q.shape, x.pages.shape, x.block_tables.shape
     unknown = is_symbolic_dim(tokens) or is_symbolic_dim(sequences)
@@ -61,7 +61,7 @@ def best_keys(x: Indexed, count: int) -> Array:
     queries = ragged_queries(x, jnp.zeros((tokens, 0)), size, CacheSpec())
     keys = max(1, KEYS_AT_ONCE // size) * size
     tiles = -(-columns * size // keys)
-    like_q = partial(jnp.full_like, x.q)  # which varies over the same manual axes as what a loop makes of it
+    like_q = partial(jnp.full_like, x.q)  # so that it varies over the same manual axes as the carry of a loop
 
     def block(found: Array, request: Array, token: Array, length: Array) -> tuple[Array, Any]:
         place = jnp.arange(of_row, dtype=jnp.int32)[None]
@@ -99,7 +99,7 @@ def _keys_of(x: Indexed, request: Array, position: Array) -> Array:
 
 
 def _scores(q: Array, weights: Array, keys: Array) -> Array:
-    """[b,r,l] of q [b,r,h,d], weights [b,r,h] and keys [b,l,d]."""
+    """The scores [b,r,l] of q [b,r,h,d], weights [b,r,h] and keys [b,l,d]."""
     dtype = statistics_dtype(q.dtype)
     products = jnp.einsum(
         "brhd,bld->brhl", q.astype(keys.dtype), keys, precision="highest", preferred_element_type=dtype

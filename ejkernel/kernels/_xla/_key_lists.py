@@ -1,8 +1,8 @@
-"""Attention of each token over a list of keys, as DeepSeek's sparse attention has it: pages of one slot each.
+"""Attention of each token over a list of keys, as in DeepSeek's sparse attention, as pages of one slot each.
 
-A list names keys by their positions in the sequence of its token. Of these the token sees those that it would see
-without the list. Where they stand in the pool is found once, and becomes a table of the token's own, so that what
-attends over pages attends over lists: an entry of the list is a position, and a slot is a page.
+A list has positions of keys in the sequence of its token, which sees those of them that it would see without the list.
+Their slots in the pool are looked up once, and become a block table of the token itself. So attention over pages also
+attends over lists: an entry of the list is a position, and a slot is a page.
 
     t tokens · k keys of a list · p pages · s slots of a page
 """
@@ -14,9 +14,9 @@ from ._pages import Queries, visible
 
 
 def listed_slots(x: Queries, indices: Array, block_tables: Array, pages: int, size: int) -> Array:
-    """[t,k] int32: the slots of the pool, p · s of them, where the keys of the lists [t,k] stand.
+    """The slots int32 [t,k], of the p · s of the pool, of the keys in the lists [t,k].
 
-    −1 is where a list names no key that its token sees.
+    They are −1 for entries that are no key that the token sees.
     """
     position = jnp.clip(indices, 0, block_tables.shape[1] * size - 1)
     page = jnp.clip(block_tables[x.sequence[:, None], position // size], 0, pages - 1)
@@ -25,13 +25,13 @@ def listed_slots(x: Queries, indices: Array, block_tables: Array, pages: int, si
 
 
 def ends_of_lists(slots: Array) -> Array:
-    """[t] int32: how many entries of each list there are up to the last that is a key."""
+    """The number of entries of each list up to its last key, int32 [t]."""
     entry = jnp.arange(1, slots.shape[1] + 1, dtype=jnp.int32)
     return jnp.where(slots >= 0, entry, 0).max(1)
 
 
 def in_lists(x: Queries, slots: Array) -> Queries:
-    """The queries, each with its list for a sequence: entries that are no keys are drafts that it does not see."""
+    """The queries, with a list as the sequence of each; entries that are no keys are hidden by the draft mask."""
     zero = jnp.zeros_like(x.first)
     token = jnp.arange(slots.shape[0], dtype=jnp.int32)
     return x._replace(sequence=token, first=zero, stop=ends_of_lists(slots), cached=zero, draft=slots >= 0)

@@ -1,4 +1,4 @@
-"""The logits of tiles of flash_attention in plain JAX, their tangents, and the weights that they give."""
+"""The logits of tiles of flash_attention in plain JAX, their tangents, and the weights."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ._softmax import at_least_lowest
 
 
 class Logits(NamedTuple):
-    """The logits, and what they are made of.
+    """The logits of a tile, and the values that they are computed from.
 
     Attributes:
         x: the operands, with fully masked rows and columns of 0.
@@ -22,7 +22,7 @@ class Logits(NamedTuple):
         slope: ds/dz, None without softcap.
         s: the logits, −∞ where they are masked.
         living: which rows and columns are not fully masked.
-        visible: which logits count, None where all do.
+        visible: which logits are not masked, None if nothing is.
     """
 
     x: Folded
@@ -34,7 +34,7 @@ class Logits(NamedTuple):
 
 
 def logits_of(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> Logits:
-    """The logits from q·k in the dtype `product`, that of statistics if None."""
+    """The logits, from q·k in the dtype `product`, by default that of statistics."""
     visible = attention.visible(x)
     living = attention.alive(x, visible)
     x, dtype = attention.zero_fully_masked(x, living), attention.statistics_dtype(x.q.dtype)
@@ -46,20 +46,20 @@ def logits_of(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> Logit
         s = s + x.bias.astype(dtype)
     if spec.softcap is not None:
         if x.bias is not None and visible is not None:
-            s = attention.where(visible, s, 0)  # a bias that is masked may be NaN, and then so would be the slope
+            s = attention.where(visible, s, 0)  # a masked bias may be NaN, and would make the slope NaN
         tanh = jnp.tanh(s / spec.softcap)
         s, slope = spec.softcap * tanh, 1 - tanh**2
     if visible is not None:
         s = attention.where(visible, s, -np.inf)
     elif x.bias is None:
-        # No logit is below the lowest number. It keeps XLA, where it computes s again, from not rounding q·k · scale
-        # before it subtracts another number from it, and exp(s − m) of the largest s from being far from 1.
+        # This changes no logit. But where XLA recomputes s, it would fuse q·k · scale with a subtraction, without
+        # rounding the product, and exp(s − m) of the largest s would be far from 1.
         s = at_least_lowest(s)
     return Logits(x, raw, slope, s, living, visible)
 
 
 def logits_tangent(logits: Logits, dx: Folded, spec: FlashAttentionSpec) -> Array:
-    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz; where it is masked it may be any number, but not NaN."""
+    """ṡ = (scale (q̇·k + q·k̇) + scalė q·k + biaṡ) ds/dz; for masked logits it is arbitrary, but not NaN."""
     x, dx, dtype = logits.x, attention.zero_fully_masked(dx, logits.living), logits.s.dtype
     products = [] if dx.q is None else [over_features(dx.q, x.k)]
     products += [] if dx.k is None else [over_features(x.q, dx.k)]

@@ -1,14 +1,14 @@
-"""Attention over a cache in plain JAX: what the operations of serving have in common, for pages and a dense one.
+"""The common parts of the serving operations in plain JAX: attention over a paged or dense cache.
 
-A query sees the keys at positions first ≤ j < stop of its sequence, drafts aside:
+Apart from drafts, a query sees the keys at positions first ≤ j < stop of its sequence:
 
     s_j = softcap·tanh(softmax_scale · q·k_j / softcap)        lse = log(Σ_j exp s_j + Σ exp sinks)
     o = Σ_j exp(s_j − lse) v_j
 
-Slots that it does not see may hold anything, NaN too: they are masked in s and zeroed in v. The decomposition goes over
-the keys of a block of queries some at a time, for each from its own first one on, and gathers no more than these.
+Slots that it does not see may hold NaN: they are masked in s and zeroed in v. The decomposition loops over blocks of
+keys for a block of queries, for each query from its own first key on, and gathers only these keys.
 
-    t queries · h query heads · g key/value heads, of which each has r = h / g · l keys · d, e features of keys, values
+    t queries · h query heads, r = h / g for each of g key/value heads · l keys · d, e features of keys, of values
 """
 
 from collections.abc import Callable
@@ -32,12 +32,12 @@ class Queries(NamedTuple):
 
     Attributes:
         q: [t,h,d].
-        sequence: [t] int32, whose keys it sees.
-        first, stop: [t] int32, those of them at positions first ≤ j < stop.
-        valid: [t] bool, whether it is of any sequence; 0 and −∞ are the results of one that is not.
-        cached: [t] int32, given `draft`: of the keys from this position on it sees those that `draft` says.
-        draft: [t,w] bool; None without.
-        sinks: [t,h,x]; None without.
+        sequence: [t] int32, the sequence whose keys a query sees.
+        first, stop: [t] int32, the range first ≤ j < stop of positions that it sees.
+        valid: [t] bool, whether it belongs to a sequence; otherwise o is 0 and lse −∞.
+        cached: [t] int32, the position from which on `draft` decides which keys it sees.
+        draft: [t,w] bool, or None without drafts.
+        sinks: [t,h,x], or None without sinks.
     """
 
     q: Array
@@ -51,7 +51,7 @@ class Queries(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """A softmax so far: maxima m and sums l of exponentials relative to them [t,g,r], and what o·l is [t,g,r,e]."""
+    """A running softmax: maxima m, sums l of exponentials relative to m [t,g,r], and o·l [t,g,r,e]."""
 
     m: Array
     l: Array
@@ -61,13 +61,13 @@ class Softmax(NamedTuple):
 Fetch = Callable[[Array, Array], tuple[Array, Array]]
 """(sequence [t], position [t,l]) → keys [t,l,g,d] and values [t,l,g,e] in the dtype that is computed with.
 
-Positions are those of l keys in a row, the first a multiple of l; where a sequence has none it may give anything."""
+Positions are l consecutive ones, the first a multiple of l; keys at positions that a sequence lacks are undefined."""
 
 
 def over_batch(step: Callable[[Any], Any], x: Any, one_by_one: bool = False) -> Any:
-    """The step of each batch index of operands [b or 1,…]; a batch of one, that of a call without `vmap`, is no loop.
+    """The step for each batch index of operands [b or 1,…]; a batch of one, as in calls without `vmap`, needs no loop.
 
-    With `one_by_one` an index is computed as if it were alone.
+    With `one_by_one` each index is computed as if it were alone.
     """
     leaves, structure = jax.tree.flatten(x)
     batch = max(a.shape[0] for a in leaves)
@@ -83,23 +83,23 @@ def over_batch(step: Callable[[Any], Any], x: Any, one_by_one: bool = False) -> 
 
 
 def seen_until(position: Array, stop: Array, spec: CacheSpec) -> tuple[Array, Array]:
-    """The keys first ≤ j < stop that a query at this position sees, within the window; `stop` 0 for none."""
+    """The range first ≤ j < stop of keys that a query at a position sees within the window; empty for a `stop` of 0."""
     left = None if spec.window is None else spec.window - 1
     return interval(position, left, None, 0, stop)
 
 
 def sinks_of(sinks: Array | None, tokens: int) -> Array | None:
-    """[t,h,x] of sinks that all queries have, [h,x], or each its own, [t,h,x]."""
+    """Sinks as [t,h,x], from [h,x] shared by all queries, or [t,h,x]."""
     return None if sinks is None else jnp.broadcast_to(sinks, (tokens, *sinks.shape[-2:]))
 
 
-# --- What both the formula and its decomposition are made of ----------------------------------------------------------
+# --- Common parts of the formula and its decomposition ----------------------------------------------------------------
 
 
 def softmax_of(x: Queries, position: Array, k: Array, v: Array, spec: CacheSpec) -> Softmax:
-    """That of the keys [t,l,g,d] at these positions [t,l], with their values [t,l,g,e].
+    """The softmax over keys [t,l,g,d] at positions [t,l], with values [t,l,g,e].
 
-    Without their first axis keys and values are the same for all queries.
+    Keys and values without their first axis are shared by all queries.
     """
     is_visible, (tokens, heads, features), groups = visible(x, position), x.q.shape, k.shape[-2]
     t, is_seen = ("t", is_visible) if k.ndim == 4 else ("", is_visible.any(0))
@@ -139,7 +139,7 @@ def formula(x: Queries, fetch: Fetch, length: int, spec: CacheSpec) -> tuple[Arr
 
 
 def visible(x: Queries, position: Array) -> Array:
-    """Whether a query sees the key at a position, [t,l]."""
+    """Whether queries see the keys at positions [t,l], bool [t,l]."""
     inside = (x.first[:, None] <= position) & (position < x.stop[:, None])
     if x.draft is None:
         return inside
@@ -149,14 +149,14 @@ def visible(x: Queries, position: Array) -> Array:
 
 
 def _merged(a: Softmax, b: Softmax) -> Softmax:
-    """That of the keys of both."""
+    """The softmax over the keys of both."""
     m = jnp.maximum(a.m, b.m)
     of_a, of_b = (jnp.exp(x.m - _finite(m)) for x in (a, b))
     return Softmax(m, a.l * of_a + b.l * of_b, a.o * of_a[..., None] + b.o * of_b[..., None])
 
 
 def _finite(m: Array) -> Array:
-    """A maximum, and 0 where no key was visible, so that exp(s − m) is 0 there."""
+    """The maxima, with 0 where no key is visible, so that exp(s − m) is 0 there."""
     return jnp.where(jnp.isfinite(m), m, jnp.zeros((), m.dtype))
 
 
@@ -164,7 +164,7 @@ def _finite(m: Array) -> Array:
 
 
 def attend(x: Queries, fetch: Fetch, keys: int, queries: int, spec: CacheSpec) -> tuple[Array, Array]:
-    """o and lse, for so many queries and so many keys of each of them at a time."""
+    """o and lse, computed for `queries` queries and `keys` keys of each at a time."""
     of_block = lambda x: results(_over_splits(x, fetch, keys, spec), x)
     tokens = x.q.shape[0]
     if is_symbolic_dim(tokens):
@@ -177,12 +177,12 @@ def attend(x: Queries, fetch: Fetch, keys: int, queries: int, spec: CacheSpec) -
 
 
 def _between_barriers(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """f, of which the compiler makes the same program whatever stands around it."""
+    """f between optimisation barriers, so that XLA compiles it alike in any context."""
     return lambda x: lax.optimization_barrier(f(lax.optimization_barrier(x)))
 
 
 def _over_splits(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
-    """The softmax of a block of queries; `num_splits` of them for parts of each one's keys, and then of them all."""
+    """The softmax of a block of queries, merged from `num_splits` softmaxes over parts of each query's keys."""
     splits = spec.num_splits or 1
     if splits == 1:
         return _over_keys(x, fetch, keys, spec)
@@ -203,7 +203,7 @@ def _over_splits(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softma
 
 
 def _over_keys(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
-    """A running softmax over blocks of keys, of which each query begins with that of its first."""
+    """The softmax by a loop over blocks of keys; each query begins at the block of its own first key."""
     begin = x.first // keys
     count = jnp.maximum(-(-x.stop // keys) - begin, 0)
 
@@ -215,7 +215,7 @@ def _over_keys(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> Softmax:
 
 
 def _running(of_block: Callable[[Array], Softmax], begin: Any, end: Any) -> Softmax:
-    """That of the blocks of keys from one to another."""
+    """The softmax over the blocks of keys begin ≤ n < end."""
     nothing = lambda a: jnp.full(a.shape, -np.inf if a.ndim == 3 else 0, a.dtype)
     m, l, o = jax.eval_shape(of_block, jax.ShapeDtypeStruct((), jnp.int32))
     start = Softmax(nothing(m), jnp.zeros(l.shape, l.dtype), nothing(o))
@@ -223,7 +223,7 @@ def _running(of_block: Callable[[Array], Softmax], begin: Any, end: Any) -> Soft
 
 
 def attend_one_sequence(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) -> tuple[Array, Array]:
-    """o and lse of queries of one sequence, for all of which a block of keys is fetched once."""
+    """o and lse of queries of one sequence; each block of keys is fetched once for all of them."""
     most = jnp.array(np.iinfo(np.int32).max, jnp.int32)
     begin = jnp.where(x.stop > x.first, x.first, most).min() // keys
 
@@ -239,9 +239,9 @@ def attend_one_sequence(x: Queries, fetch: Fetch, keys: int, spec: CacheSpec) ->
 
 
 def ragged_queries(x: Any, q: Array, size: int, spec: CacheSpec) -> Queries:
-    """The tokens q [t,h,d] of a step with the tables x and pages of that size.
+    """The tokens q [t,h,d] of a step as queries, with the tables of x and pages of `size` slots.
 
-    Each sees the keys up to its own, or the cached ones and drafts; within the window, and in its table.
+    Each sees the keys up to its own, or the cached ones and drafts, within the window and its block table.
     """
     at = places(q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
     stop, cached = at.position + 1, None
@@ -254,9 +254,9 @@ def ragged_queries(x: Any, q: Array, size: int, spec: CacheSpec) -> Queries:
 
 
 def causal_queries(x: Any, q: Array, at: Places, size: int, spec: CacheSpec) -> Queries:
-    """The tokens q [t,h,d] of a step at these places, with the tables and sinks of x and pages of that size.
+    """The tokens q [t,h,d] of a step at given places as queries, with the tables and sinks of x.
 
-    Each sees the keys up to its own, within the window, as far as its table holds them.
+    Pages have `size` slots. Each token sees the keys up to its own, within the window and its block table.
     """
     first, stop = seen_until(at.position, jnp.where(at.valid, at.position + 1, 0), spec)
     stop = jnp.minimum(stop, x.block_tables.shape[1] * size)
@@ -264,9 +264,9 @@ def causal_queries(x: Any, q: Array, at: Places, size: int, spec: CacheSpec) -> 
 
 
 def of_pages(block_tables: Array, pages: int, size: int, read: Callable[[Array], tuple[Array, Array]]) -> Fetch:
-    """Fetches keys from `pages` of `size` slots, by the tables [n,j]; `read` gives those of pages [t,c], [t,c,s,g,·].
+    """A function that fetches keys by block tables [n,j]; `read` gives those of pages [t,c] as [t,c,s,g,·].
 
-    What a table says past its end, or of a page that is not there, is a page that is: nothing else is read.
+    Positions past a table's end, and pages that do not exist, are clamped: only pages of the pool are read.
     """
 
     def fetch(sequence: Array, position: Array) -> tuple[Array, Array]:
@@ -278,9 +278,9 @@ def of_pages(block_tables: Array, pages: int, size: int, read: Callable[[Array],
 
 
 def dequantised(x: Array, scale: Array | None, page: Array, q: Any) -> Array:
-    """Keys or values [t,c,s,g,·] of pages [t,c] times the scale [p?,s?,g?] of each; without one in the dtype of q.
+    """Keys or values [t,c,s,g,·] of pages [t,c] times their scales [p?,s?,g?]; without scales in the dtype of q.
 
-    That holds what float8_e4m3fn and int8 do. With a scale what is computed is computed in the dtype of statistics.
+    That dtype holds all values of float8_e4m3fn and int8. With scales the product is in the dtype of statistics.
     """
     if scale is None:
         return x.astype(q)

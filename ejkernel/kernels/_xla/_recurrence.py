@@ -1,17 +1,17 @@
 """The linear recurrence in XLA: the reference, token by token, and the decomposition that is lowered, chunk by chunk.
 
-A block of tokens i, j = 1 … c that begins in the state h is computed at once: an inter-chunk part, from h, and an
-intra-chunk part, from pairs of tokens. With one decay g that stands for those of heads and of features
+A block of tokens i, j = 1 … c with the initial state h is computed at once: an inter-chunk part, from h, and an
+intra-chunk part, from pairs of tokens. With one log decay g, of heads or of features,
 
     o_i = scale q_iᵀ (exp(P_i) h + Σ_{j≤i} exp(D_ij) k_j v_jᵀ),    h' = exp(P_c) h + Σ_j exp(D_cj) k_j v_jᵀ
     D_ij = Σ_{j<l≤i} g_l,    P_i = Σ_{l≤i} g_l
 
-Each D_ij is a sum of its own and not the difference P_i − P_j, whose error would be that of the longest sum. It is at
-most 0 where decays are, so that nothing overflows however fast they are.
+Each D_ij is summed separately, and not computed as P_i − P_j, whose error would be that of the longest sum. It is not
+positive if no g is, so that nothing overflows however fast decays are.
 
-A decay of each feature makes D a [c, c, d]: blocks are short then, and a chunk is several of them. Of the forward,
-gradients keep only the chunk states and compute the rest again, so that memory is linear in the sequence, at any order
-of differentiation.
+With a decay for each feature D is [c, c, d]: blocks are short then, and a chunk is several of them. Gradients store
+only the chunk states of the forward and recompute the rest, so that memory is linear in the sequence at any order of
+differentiation.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ from ._tiles import varying_like
 
 
 def reference(*operands: Array | None, spec: RecurrenceSpec = RecurrenceSpec()) -> Outputs:
-    """The formula: one step for each token, in float32 or, where the inputs are, in float64."""
+    """The formula: one step for each token, in float32, or in float64 if the inputs are."""
     x = Operands(*operands)
     dtype, heads = statistics_dtype(x.q.dtype), x.q.shape[2]
     of_heads = lambda a: jnp.repeat(a, heads // a.shape[2], axis=2)
@@ -57,7 +57,7 @@ def reference(*operands: Array | None, spec: RecurrenceSpec = RecurrenceSpec()) 
 
 
 def _gates_of_heads(x: Operands, dtype: Any) -> Array | None:
-    """g + g_gamma [b,s,h], None where both are absent."""
+    """g + g_gamma [b,s,h], None if both are absent."""
     if x.g_gamma is None:
         return None if x.g is None else x.g.astype(dtype)
     gamma = jnp.broadcast_to(x.g_gamma.astype(dtype)[:, None], x.q.shape[:3])
@@ -74,12 +74,12 @@ def _initial_state(x: Operands, dtype: Any) -> Array:
 
 
 def heuristic(spec: RecurrenceSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is a chunk, block_k a block. A decay of each feature costs block_k numbers a token and feature."""
+    """block_q is the tokens of a chunk, block_k of a block; a decay per feature needs block_k · tokens · features."""
     return KernelConfig(block_q=64, block_k=64 if _decays_by_head(operands) else 16)
 
 
 def space(spec: RecurrenceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """Longer chunks keep less and compute more again. On a CPU only the heuristic one."""
+    """The heuristic config and, except on a CPU, longer chunks, which store less and recompute more."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
     blocks = (32, 64, 128) if _decays_by_head(operands) else (8, 16)
@@ -99,7 +99,7 @@ def recurrence(
     x = Operands(*operands)
     dtype, length = statistics_dtype(x.q.dtype), x.q.shape[1]
     states = _initial_state(x, dtype)
-    if x.q.size == 0:  # no token, so that nothing leads from one state to another
+    if x.q.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros((*x.q.shape[:3], x.v.shape[-1]), x.q.dtype)), states)
     block = max(1, at_most(min(config.block_k, config.block_q), length))
     blocks = max(1, at_most(config.block_q // block, -(-length // block)))
@@ -125,7 +125,7 @@ def _divided(tokens: tuple, blocks: int) -> tuple:
 
 
 def block_of_tokens(dtype: Any, scale: float, state: Array, tokens: tuple) -> tuple[Array, Array]:
-    """The state [b,h,d,e] after a block, and o [b,h,c,e]; the equations stand at the head of this file."""
+    """The state [b,h,d,e] after a block, and o [b,h,c,e], by the equations at the head of this file."""
     q, k, v, *gates = tokens
     of_heads = lambda a: jnp.repeat(a, state.shape[1] // a.shape[1], axis=1)
     q, k, v = q.astype(dtype) * scale, k.astype(dtype), of_heads(v.astype(dtype))

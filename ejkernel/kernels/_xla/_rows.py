@@ -1,4 +1,4 @@
-"""What is known of the rows of the logits where flash_attention is differentiated: lse, its rounding, and delta."""
+"""The values of rows that derivatives of flash_attention need: lse, its rounding error, and delta."""
 
 from functools import partial
 from typing import NamedTuple
@@ -16,14 +16,15 @@ from ._softmax import Softmax, at_least_lowest, excess_and_mean, merged, of_noth
 
 
 class Rows(NamedTuple):
-    """What is known of the rows. excess is log(Σ_j exp(s_j − lse) + Σ_n exp(σ_n − lse)), which is 0 but for rounding.
+    """lse, excess and delta of each row, where excess = log(Σ_j exp(s_j − lse) + Σ_n exp(σ_n − lse)).
 
-    An lse of 60 in float32 is rounded by up to 2e-6, and all the weights of its row would be wrong by as much.
+    The excess is the rounding error of lse: an lse of 60 in float32 is rounded by up to 2e-6, and all weights of its
+    row would be wrong by as much.
 
-    p = exp(s − lse − excess) does not change with lse, since excess changes against it. So lse is a constant where this
-    is differentiated, and the change of the sum of a row comes by excess. Were it the other way round, a second
-    derivative would be the sum of two numbers that nearly cancel, one from s and one by way of lse, each of which is
-    rounded to the dtype of q and k: of logits of 36 in bfloat16 it would be off by 8 % rather than by 1 %.
+    p = exp(s − lse − excess) does not depend on lse, since excess compensates any change of it. So lse is a constant
+    where this is differentiated, and the derivative of a row's sum comes from excess. The other way round, a second
+    derivative would be the sum of two numbers that nearly cancel, one from s and one through lse, each rounded to the
+    dtype of q and k: for logits of 36 in bfloat16 it would be off by 8 % rather than by 1 %.
     """
 
     lse: Array
@@ -36,7 +37,7 @@ class Rows(NamedTuple):
 def rows_of_backward(
     outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: tiles.Grid
 ) -> Rows:
-    """Those of the cotangents, found in the forward's loop over the tiles."""
+    """The `Rows` of the backward, summed in the same loop over tiles as in the forward."""
     lse = fold_outputs(outputs, x, grid).lse
     sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
     do, dlse = (attention.zero_where_masked(sees, a) for a in fold_outputs(cotangents, x, grid))

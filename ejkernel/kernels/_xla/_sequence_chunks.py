@@ -1,8 +1,8 @@
-"""A recurrence over sequences, chunk by chunk, or token by token: a state is carried from one to the next.
+"""A recurrence over sequences, chunk by chunk or token by token, with a state carried from one to the next.
 
-Tokens are one sequence, or several that `spans` [b?,n,2] divide them into, each with a state of its own. Of a chunk a
-derivative keeps its tokens and the state in which it begins, and computes the rest again, so that memory is linear in
-the sequence at any order of differentiation.
+Tokens are one sequence, or several that `spans` [b?,n,2] divide them into, each with its own state. Derivatives store
+the tokens and the initial state of each chunk and recompute the rest, so that memory is linear in the sequence at any
+order of differentiation.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,12 @@ from ._tiles import varying_like
 
 
 class Chunks(NamedTuple):
-    """The order in which tokens are computed: chunks, each of one sequence, whose last one may not be full.
+    """The order in which tokens are computed: in chunks of one sequence each, of which the last may be partial.
 
-    For `spans` only: token [b?,count·size], a number past the last token where there is none; begins [b?,count], the
-    sequence that begins with a chunk, n if none does; last [b?,n], the last chunk of a sequence, −1 if it is empty.
+    Three fields are for `spans` only.
+    token: [b?,count·size] the token at each place, out of range for none.
+    begins: [b?,count] the sequence that begins with a chunk, n if none does.
+    last: [b?,n] the last chunk of a sequence, −1 if it is empty.
     """
 
     size: int
@@ -33,7 +35,7 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(spans: Array | None, length: int, size: int, reverse: bool = False) -> Chunks:
-    """Chunks of `size` of so many tokens; in reverse, the last token of a sequence comes first."""
+    """The chunks of `length` tokens, `size` tokens each; in reverse, the last token of a sequence comes first."""
     if spans is None:
         return Chunks(size, -(-length // size), reverse)
     count = (length + spans.shape[1] * (size - 1)) // size
@@ -41,7 +43,7 @@ def chunks_of(spans: Array | None, length: int, size: int, reverse: bool = False
 
 
 def _places(size: int, count: int, length: int, reverse: bool, spans: Array) -> tuple[Array, Array, Array]:
-    """token, begins and last of one row."""
+    """`token`, `begins` and `last` for the spans of one batch element."""
     first, after = spans.T
     number = -(-(after - first) // size)
     end = jnp.cumsum(number, dtype=np.int32)
@@ -57,7 +59,7 @@ def _places(size: int, count: int, length: int, reverse: bool, spans: Array) -> 
 
 
 def cut(a: Array, chunks: Chunks) -> Array:
-    """[b,s,h,…] -> [count,b,h,size,…], 0 where there is no token."""
+    """[b,s,h,…] -> [count,b,h,size,…], 0 for places without a token."""
     size, count, reverse, token, *_ = chunks
     if token is None:
         a = lax.rev(a, (1,)) if reverse else a
@@ -94,12 +96,12 @@ def over_chunks(
     """(o [b,s,h,…], final states [b,n,…]) of `compute`: (state, tokens of a chunk) -> (state after it, o [b,h,size,…]).
 
     Args:
-        compute: what a chunk does; its tokens are [b,h,size,…], and 0 where the chunk has none.
-        states: [b,n,…], in which the sequences begin.
+        compute: the function of a chunk; its tokens are [b,h,size,…], with 0 for places without a token.
+        states: [b,n,…], the initial states of the sequences.
         tokens: a tree of arrays [b,s,h,…], of at least one token.
         spans: [b?,n,2], the first token of each sequence and the one after its last; None for one of all tokens.
-        size: of a chunk.
-        reverse: from the last token of a sequence to its first.
+        size: tokens of a chunk.
+        reverse: whether time runs from the last token of a sequence to its first.
     """
     length = jax.tree.leaves(tokens)[0].shape[1]
     chunks = chunks_of(spans, length, size, reverse)
@@ -134,9 +136,9 @@ def over_tokens(
     spans: Array | None,
     reverse: bool = False,
 ) -> tuple[Array, Array]:
-    """The same of `step`: (state, a token [b,…]) -> (state after it, o [b,…]); the loop of a formula.
+    """`over_chunks` token by token, for formulas: `step` is (state, a token [b,…]) -> (state after it, o [b,…]).
 
-    Tokens of no sequence are 0 to it, whatever they hold.
+    Tokens of no sequence are replaced by 0, as they may hold NaN.
     """
     length = jax.tree.leaves(tokens)[0].shape[1]
     spans = jnp.array([[[0, length]]], np.int32) if spans is None else spans
@@ -160,7 +162,7 @@ def over_tokens(
 def initial_states(
     operands: Any, given: Array | None, shape: tuple[int, ...], spans: Array | None, dtype: Any
 ) -> Array:
-    """[b,n,…] of a state's shape: those given, or 0. The first operand has the batch axis."""
+    """The initial states [b,n,…]: those given, or zeros; b is the batch size of the first operand."""
     if given is not None:
         return given.astype(dtype)
     sequences = 1 if spans is None else spans.shape[1]
@@ -168,5 +170,5 @@ def initial_states(
 
 
 def _taken(states: Array, index: Array) -> Array:
-    """states[b, index[b, i]], 0 beyond the last."""
+    """states[b, index[b, i]], 0 for indices out of range."""
     return jax.vmap(lambda a, i: a.at[i].get(mode="fill", fill_value=0))(states, index)

@@ -1,4 +1,4 @@
-"""The softmax of rows whose logits come tile by tile: what is known of the logits of some tiles, and of all of them."""
+"""The softmax of rows whose logits are computed tile by tile, as partial softmaxes that are merged."""
 
 from typing import Any, NamedTuple
 
@@ -9,13 +9,14 @@ from jax import Array, lax
 from . import _attention as attention
 from ._attention import Folded, over_row
 
-# Above it a sum of exponentials, squared in a derivative, may be infinite or 0.
+# The largest exponent: above it, sums of exponentials, which derivatives square, may overflow or underflow.
 _LARGE_EXPONENT = 20.0
 
 
 class Softmax(NamedTuple):
-    """Of some of the logits of each row: m, the largest or near it, and relative to it the sum l of exp(s − m) and the
-    sum o of what these weigh, values in the forward.
+    """The partial softmax over some of the logits of each row.
+
+    m is about the largest logit, l = Σ exp(s − m), and o the sum with these weights, of values in the forward.
     """
 
     m: Array
@@ -24,22 +25,22 @@ class Softmax(NamedTuple):
 
 
 def merged(a: Softmax, b: Softmax) -> Softmax:
-    """Of the logits of both."""
+    """The partial softmax over the logits of both."""
     m = jnp.maximum(a.m, b.m)
     shrink_a, shrink_b = jnp.exp(a.m - m), jnp.exp(b.m - m)
     return Softmax(m, a.l * shrink_a + b.l * shrink_b, a.o * shrink_a + b.o * shrink_b)
 
 
 def of_nothing(x: Folded, dtype: Any, width: int) -> Softmax:
-    """Of no logits: what `merged` leaves others as they are with."""
+    """The partial softmax over no logits, the neutral element of `merged`."""
     return Softmax(of_rows(x, dtype, 1, jnp.finfo(dtype).min), of_rows(x, dtype, 1), of_rows(x, dtype, width))
 
 
 def relative_to_lse(s: Array, lse: Array) -> tuple[Array, Array]:
-    """m [b,g,r,s,1] and exp(s − lse − m), which have a finite sum.
+    """m [b,g,r,s,1] and exp(s − lse − m), whose sum is finite.
 
-    m is 0, but where lse is off by more than float32 may be given as an exponent. Of logits near 10⁹ it keeps every
-    64th number, and products that are summed in another order than those of the forward are above lse by as much.
+    m is 0 unless lse is off by more than the largest exponent: near 10⁹ float32 resolves logits in steps of 64, and
+    products summed in another order than in the forward may exceed lse by as much.
     """
     s = lax.sub(s, lse)
     largest = lax.stop_gradient(over_row(lax.reduce_max, s))
@@ -48,7 +49,7 @@ def relative_to_lse(s: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def excess_and_mean(totals: Softmax, x: Folded, lse: Array) -> tuple[Array, Array]:
-    """log(Σ_j exp(s_j − lse) + Σ_n exp(σ_n − lse)) of each row, and the mean of what o sums, by the weights."""
+    """log(Σ_j exp(s_j − lse) + Σ_n exp(σ_n − lse)) of each row, and the weighted mean of what o sums."""
     if x.sinks is not None:
         m, p = relative_to_lse(attention.sinks_of_rows(x, lse.dtype), lse)
         totals = merged(totals, Softmax(m, p.sum(-1, keepdims=True), 0.0))
@@ -57,21 +58,21 @@ def excess_and_mean(totals: Softmax, x: Folded, lse: Array) -> tuple[Array, Arra
 
 
 def at_least_lowest(m: Array) -> Array:
-    """m, or the lowest number for −∞, where no logit counts: then exp(s − m) is 0 and not exp(−∞ + ∞)."""
+    """m, with the lowest finite number for −∞, so that exp(s − m) of a fully masked row is 0 and not exp(−∞ + ∞)."""
     return lax.max(m, np.array(jnp.finfo(m.dtype).min, m.dtype))
 
 
 def not_zero(l: Array) -> Array:
-    """l, which is 1 or more, or 1/2 where no logit counts and l is 0."""
+    """l, which is 1 or more, and 1/2 for a fully masked row, where l is 0."""
     return lax.max(l, np.array(0.5, l.dtype))
 
 
 def lse_of(m: Array, l: Array) -> Array:
-    """m + log l, −∞ where no logit counts."""
+    """m + log l, −∞ for a fully masked row."""
     is_visible = lax.gt(l, np.zeros((), l.dtype))
     return attention.where(is_visible, lax.add(m, lax.log(not_zero(l))), -np.inf)
 
 
 def of_rows(x: Folded, dtype: Any, width: int, value: float = 0) -> Array:
-    """[b,g,r,s,width] of one value."""
+    """An array [b,g,r,s,width] filled with one value."""
     return lax.full((*x.q.shape[:4], width), value, dtype)

@@ -1,6 +1,6 @@
-"""The loop over the tiles of the logits that causal, window and sequences leave, in which nothing is kept per tile.
+"""The loop over the tiles of the logits that are not fully masked, which stores nothing per tile.
 
-Arrays are named: their name says which axis holds the rows of the logits and which the columns.
+The name of an array determines which of its axes holds the rows of the logits and which the columns.
 """
 
 import math
@@ -21,8 +21,8 @@ from ejkernel.types import KernelConfig, Target, band
 from .._visibility import Visibility
 from ._attention import Folded, folded
 
-# Where an array keeps the rows and where the columns of the logits. One without a name here, and an axis of size 1,
-# belongs to every tile.
+# The axes of rows and of columns of the logits in an array. An array without a name here, or with an axis of size 1,
+# is the same for every tile.
 AXES = (
     dict.fromkeys(("q", "o", "m", "l", "lse", "excess", "delta", "dq", "do", "dlse", "rows"), (-2, None))
     | dict.fromkeys(("k", "v"), (None, -2))
@@ -30,7 +30,7 @@ AXES = (
     | dict.fromkeys(("bias", "dbias", "mask"), (-2, -1))
 )
 _PADDING = {"rows": -1, "columns": np.iinfo(np.int32).max}
-Start = tuple[Any, Any]  # row and column of a tile's first logit, uint32: unsigned, they are not looked at for wrapping
+Start = tuple[Any, Any]  # row and column of a tile's first logit, uint32, as JAX wraps negative signed indices
 ORIGIN = (np.uint32(0), np.uint32(0))
 
 
@@ -43,7 +43,7 @@ class Grid:
         starts: the first row of each tile, and the first column, uint32.
         shape: rows and columns of all the logits, without padding.
         padding: rows and columns appended to make whole tiles.
-        divided: tokens are divided into sequences or segments, so that more tiles turn out to be empty at run time.
+        divided: there are sequences or segments, by which more tiles may be fully masked at run time.
     """
 
     size: tuple[int, int]
@@ -53,10 +53,10 @@ class Grid:
     divided: bool
 
     def sweep(self, of_tile: Callable, x: tuple, add: Callable, nothing: Callable[[], Any]) -> Any:
-        """of_tile(*tile of x) of every tile, added to `nothing()` by add(total, part), each in its part of the totals.
+        """Adds of_tile(*tile of x) of every tile, by add(total, part), to its part of the totals `nothing()`.
 
-        The first of x is `Folded`. The totals, and so the parts, are named and hold the padding. Derivatives keep
-        nothing of a tile but where it starts: it is computed again.
+        The first of x is `Folded`. Totals and parts are named, and include the padding. Derivatives store only the
+        start of a tile and recompute it.
         """
         tiles = len(self.starts[0])
         if tiles == 0:
@@ -79,10 +79,10 @@ class Grid:
 
 
 def cut(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> tuple[Folded, Grid]:
-    """The operands padded to whole tiles, and the tiles that causal and window leave: all of them where packed.
+    """The operands padded to whole tiles, and the tiles that causality and window leave, or all in a packed call.
 
-    Blocks are made as equal as possible, so that little is padded: 1000 rows in blocks of at most 512 are 2 · 500.
-    Where a length is symbolic all the logits are one tile.
+    Blocks are made as equal as possible, so that padding is small: 1000 rows in blocks of at most 512 are 2 · 500. If a
+    length is symbolic, all the logits are one tile.
     """
     s, t = shape = operands.q.shape[1], operands.k.shape[1]
     divided = operands.cu_seqlens_q is not None or operands.q_segment_ids is not None
@@ -98,14 +98,14 @@ def cut(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig) -> t
 
 
 def _starts(shape: tuple[int, int], size: tuple[int, int], within: Visibility | None) -> tuple[np.ndarray, np.ndarray]:
-    """Of the tiles in which some row sees a column, or of all."""
+    """The starts of the tiles that are not fully masked, or of all."""
     row, column = np.meshgrid(*(np.arange(0, n, step) for n, step in zip(shape, size, strict=True)), indexing="ij")
     inside = np.ones(row.shape, bool) if within is None else within.blocks(*size, np)[0][0]
     return row[inside].astype(np.uint32), column[inside].astype(np.uint32)
 
 
 def pad(x: Any, amount: tuple[int, int]) -> Any:
-    """Arrays named by AXES with rows and columns appended: of 0, but tokens that see nothing and are not seen."""
+    """Arrays named by AXES, padded with rows and columns of 0, and of fully masked tokens."""
 
     def grow(name, a):
         widths = [(0, 0, 0)] * a.ndim
@@ -117,7 +117,7 @@ def pad(x: Any, amount: tuple[int, int]) -> Any:
 
 
 def tile(x: Any, start: Start, size: tuple[int, int]) -> Any:
-    """The part in a tile of arrays named by AXES."""
+    """The parts of arrays, named by AXES, that belong to a tile."""
 
     def part(name, a):
         starts, sizes = [np.uint32(0)] * a.ndim, list(a.shape)
@@ -129,7 +129,7 @@ def tile(x: Any, start: Start, size: tuple[int, int]) -> Any:
 
 
 def put(totals: Any, parts: Any, start: Start) -> Any:
-    """The totals with a tile's part of them replaced."""
+    """The totals with the parts of a tile replaced."""
 
     def replaced(name, total, part):
         starts = [np.uint32(0)] * total.ndim
@@ -141,7 +141,7 @@ def put(totals: Any, parts: Any, start: Start) -> Any:
 
 
 def map_named(f: Callable[..., Array], *trees: Any) -> Any:
-    """f(name, *arrays) for the arrays under each name of dicts, or of NamedTuples."""
+    """f(name, *arrays) for the arrays of each name in dicts or NamedTuples."""
     first, *others = trees if isinstance(trees[0], dict) else [tree._asdict() for tree in trees]
     mapped = {
         name: jax.tree.map(partial(f, name), value, *(other[name] for other in others)) for name, value in first.items()
@@ -156,7 +156,7 @@ def tiled_axes(name: str, x: Array) -> list[tuple[int, int]]:
 
 
 def _may_see(x: Folded) -> Array:
-    """Whether some row may see a column, by the intervals of the rows and by the least and the greatest segment ids."""
+    """Whether any row may see a column, by intervals of rows and by the least and the greatest segment ids."""
     axes, (rows, columns) = (1, 2, 3, 4), (x.rows, x.columns)
     rules = []
     if rows.stop is not None:
@@ -176,7 +176,7 @@ def trim(x: Any, grid: Grid) -> Any:
 
 
 def varying_like(x: Any, constants: Any) -> Any:
-    """Constants that vary over the manual mesh axes that x varies over: under shard_map, what a loop carries must."""
+    """Constants marked as varying over the manual mesh axes of x, as the carry of a loop under shard_map has to be."""
     axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(x)))
     return jax.tree.map(lambda a: lax.pcast(a, tuple(axes), to="varying"), constants) if axes else constants
 
@@ -185,7 +185,7 @@ def varying_like(x: Any, constants: Any) -> Any:
 
 
 def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
-    """Square tiles, no wider than a window, whose logits over all heads fit the cache of a CPU, or memory elsewhere."""
+    """Square tiles, at most as wide as the window, whose logits of all heads fit the cache of a CPU, or else memory."""
     b, _, h, _ = operands.q.shape
     b = 1 if spec.batch_invariant else b
     logits, largest = (2**20, 512) if target.platform == "cpu" else (2**26, 1024)
@@ -198,9 +198,9 @@ def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> K
 
 
 def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """The heuristic one, and square tiles from 128 to 1024 on a side, up to the smallest that holds all tokens.
+    """The heuristic config, and square tiles of 128 to 1024 up to the smallest one that holds all tokens.
 
-    On a CPU only the former: to compile and time the others takes longer than they could save.
+    On a CPU only the heuristic one: compiling and timing the others takes longer than they could save.
     """
     chosen = heuristic(spec, operands, target)
     if target.platform == "cpu":

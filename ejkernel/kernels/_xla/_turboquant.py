@@ -1,7 +1,7 @@
-"""Attention over pages that TurboQuant has quantised: what its two operations have in common in plain JAX.
+"""Attention over pages quantised by TurboQuant in plain JAX: the common parts of its two operations.
 
-⟨q, k̃⟩ is taken as QJL defines it, ‖k‖ · (⟨Π·q, c⟩ + √(π/2e) · ‖r‖ · ⟨S·Π·q, s⟩): a query is rotated and projected once,
-and o is made of rotated values and rotated back once. So pages are dequantised feature by feature, without a product.
+⟨q, k̃⟩ is computed as QJL defines it, ‖k‖ · (⟨Π·q, c⟩ + √(π/2e) · ‖r‖ · ⟨S·Π·q, s⟩): a query is rotated and projected
+once, and o is a sum of rotated values that is rotated back once. So pages are dequantised elementwise, with no product.
 """
 
 from typing import Any
@@ -30,12 +30,12 @@ from ._sequence_chunks import chunks_of
 
 
 def heuristic(spec: CacheSpec, operands: Any, target: Target) -> RaggedPageAttentionConfig:
-    """16 tokens beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
+    """16 tokens and some 256 keys of each at a time: what is gathered for them fits the cache of a CPU."""
     return RaggedPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.key_indices_pages.shape[2]))
 
 
 def space(spec: CacheSpec, operands: Any, target: Target) -> list[RaggedPageAttentionConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 
@@ -45,7 +45,7 @@ def matrices_of(x: Any) -> Matrices:
 
 
 def pools_of(x: Any) -> Quantised:
-    """The pools among them."""
+    """The pools among the operands of one batch index."""
     return Quantised(*(getattr(x, f"{name}_pages") for name in Quantised._fields))
 
 
@@ -60,8 +60,8 @@ def attention(
 ) -> tuple[Array, Array]:
     """o and lse, some tokens and some pages at a time.
 
-    A sequence of one token is one of several in a block, each with its own keys. Of a longer one a block has nothing
-    else, so that keys are dequantised once for it.
+    Several sequences of one token share a block of queries, each with its own keys. A block with tokens of a longer
+    sequence has no others, so that its keys are dequantised once.
     """
     queries, fetch, size = _rotated(x, pools, at, spec)
     keys, tokens = config.pages_per_block * size, queries.q.shape[0]
@@ -96,12 +96,12 @@ def _spans(x: Any, tokens: int) -> Array:
 
 
 def _taken(queries: Queries, token: Array) -> Queries:
-    """Those of some tokens; past the last there are none, of which the results are 0 and −∞."""
+    """The queries of some tokens; indices past the last give invalid ones, whose results are 0 and −∞."""
     return jax.tree.map(lambda a: a.at[token].get(mode="fill", fill_value=0), queries)
 
 
 def _rotated(x: Any, pools: Quantised, at: Places, spec: CacheSpec) -> tuple[Queries, Fetch, int]:
-    """The queries, what fetches the keys and values that they meet, and the slots of a page."""
+    """The rotated queries, a function that fetches rotated keys and values, and the slots of a page."""
     by, size = matrices_of(x), pools.value_norms.shape[1]
 
     def read(page: Array) -> tuple[Array, Array]:

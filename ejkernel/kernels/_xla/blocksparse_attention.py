@@ -1,4 +1,4 @@
-"""blocksparse_attention in plain JAX: that of flash_attention, over those tiles of the logits that are kept."""
+"""blocksparse_attention in plain JAX: flash_attention over the tiles of the logits in kept blocks."""
 
 import math
 from dataclasses import replace
@@ -15,19 +15,19 @@ from . import _blocks as blocks
 from . import flash_attention as flash
 from ._batch import one_by_one
 
-# Rows and columns of a tile at the least, and logits of a tile over all heads and batch elements that share it at most.
+# The least rows and columns of a tile, and its most logits over all heads and batch elements that share it.
 _SMALLEST, _MOST_LOGITS = 64, 2**20
 
 
 def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why these functions do not keep what the spec promises, or None: as those of flash_attention."""
+    """Why these functions cannot keep what the spec promises, or None, as in flash_attention."""
     return flash.supports(spec, operands.attention, target)
 
 
 def heuristic(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
-    """Tiles of one block, unless that is too small to be worth a step of the loop, or its logits too many for a cache.
+    """Tiles of one block, unless it is too small for an efficient step of the loop, or its logits exceed a cache.
 
-    A tile of several blocks is computed as a whole if one of them is kept.
+    A tile of several blocks is computed as a whole if any of them is kept.
     """
     b, h = operands.block_mask.shape[:2]
     together = (1 if b > 1 else operands.q.shape[0]) * (1 if h > 1 else operands.q.shape[2])
@@ -37,7 +37,7 @@ def heuristic(spec: BlocksparseAttentionSpec, operands: Operands, target: Target
 
 
 def space(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 

@@ -5,10 +5,10 @@ dropout (0 or 1 / (1 − rate)) and σ the sinks:
 
     lse = log(Σ_j exp s_j + Σ_n exp σ_n)        p = exp(s − lse)        o = Σ_j κ_j p_j v_j
 
-The decomposition computes the tiles of the logits that causal and window leave. In the forward, a tile gives the
+The decomposition computes the tiles of the logits that causality and window leave. In the forward, a tile gives the
 largest logit m of each row and, relative to it, the sum l and the weighted values; the tiles of a row are merged
-(Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent know lse, but for
-its rounding, which they find as in the forward; then their tiles add up:
+(Milakov and Gimelshein, arXiv 1805.02867; FlashAttention-2, arXiv 2307.08691). Backward and tangent are given lse up to
+its rounding error, which they compute in a loop like that of the forward; then they sum over tiles:
 
     δ = Σ_e do·o − dlse         ds = p (κ Σ_e do·v − δ)         dσ = −Σ_i exp(σ − lse_i) δ_i
     dz = ds (1 − (s / softcap)²)
@@ -62,7 +62,7 @@ from ._softmax import (
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why these functions do not keep what the spec promises, or None."""
+    """Why these functions cannot keep what the spec promises, or None."""
     if spec.batch_invariant and operands.cu_seqlens_q is not None:
         return "batch_invariant: where tiles begin within a packed sequence depends on the sequences before it"
     if spec.batch_invariant and is_symbolic(operands.q):
@@ -71,9 +71,9 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
 
 
 def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
-    """The formula: products take and give the precision of the inputs, all else is float32, or float64 where they are.
+    """The formula: products are in the precision of the inputs, all else in float32, or in float64 if these are.
 
-    Takes memory for all the logits. Differentiable to any order.
+    It needs memory for all the logits, and is differentiable to any order.
     """
     operands = Operands(*operands)
     x, _, _, s, *_ = logits_of(attention.folded(operands, spec), spec, operands.q.dtype)
@@ -148,7 +148,7 @@ def flash_attention_jvp(
 
 
 def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
-    """The tangents of o and lse, given the operands that are cut into the tiles of a grid."""
+    """The tangents of o and lse of operands that are cut into the tiles of a grid."""
     dx = tiles.pad(attention.fold(tangents, x.q.shape[1]), grid.padding)
     lse = lax.stop_gradient(at_least_lowest(fold_outputs(outputs, x, grid).lse))
 
@@ -204,7 +204,7 @@ def backward(
     x: Folded,
     grid: tiles.Grid,
 ) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt, x being the operands that are cut into the tiles of a grid."""
+    """The cotangents of the operands named in `wrt`; x are the operands cut into the tiles of a grid."""
     rows = rows_of_backward(outputs, cotangents, x, spec, grid)
     (b, g, _, _, d), (t, e) = x.q.shape, x.v.shape[2:]
     shapes = {"q": x.q.shape, "k": (b, g, d, t), "v": (b, g, e, t)}

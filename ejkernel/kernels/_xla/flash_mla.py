@@ -1,7 +1,7 @@
-"""flash_mla in plain JAX: flash_attention of the keys and values of all heads, which are made of the latents.
+"""flash_mla in plain JAX: flash_attention of the keys and values of all heads, expanded from the latents.
 
-`_flash_mla` has the mathematics. The gradients of keys and values are here in the dtype of statistics, so that those of
-the latents and projections, which are sums of them over heads and positions, are rounded once.
+The mathematics is in `_flash_mla`. The gradients of keys and values are in the dtype of statistics here, so that those
+of the latents and projections, which sum them over heads and positions, are rounded only once.
 """
 
 from dataclasses import replace
@@ -24,22 +24,22 @@ from ._batch import one_by_one
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
-    """Why these functions do not keep what the spec promises, or None: as those of flash_attention."""
+    """Why these functions cannot keep what the spec promises, or None, as in flash_attention."""
     return flash.supports(spec, operands.shapes(operands.q.dtype), target)
 
 
 def heuristic(spec: FlashAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
-    """That of flash_attention."""
+    """The heuristic config of flash_attention."""
     return tiles.heuristic(spec, operands.shapes(operands.q.dtype), target)
 
 
 def space(spec: FlashAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """That of flash_attention."""
+    """The configs of flash_attention."""
     return tiles.space(spec, operands.shapes(operands.q.dtype), target)
 
 
 def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
-    """The formula: that of flash_attention, of the expanded keys and values."""
+    """The formula of flash_attention with the expanded keys and values."""
     return flash.reference(*expanded(Operands(*operands)), spec=spec)
 
 

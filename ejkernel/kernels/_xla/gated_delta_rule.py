@@ -1,20 +1,20 @@
 """The gated delta rule in XLA: the formula, token by token, and the decomposition that is lowered, chunk by chunk.
 
-With D_ij = Σ_{j<l≤i} g_l and P_i = Σ_{l≤i} g_l, the state after token i of a chunk that begins in the state h is
+With D_ij = Σ_{j<l≤i} g_l and P_i = Σ_{l≤i} g_l, the state after token i of a chunk with the initial state h is
 
     h_i = exp(P_i) h + Σ_{j≤i} exp(D_ij) k_j u_jᵀ,    u_i = β_i (v_i − exp(g_i) h_{i−1}ᵀ k_i)
 
-Put into each other, the rows u of a chunk are the solution of a system with a unit lower triangular matrix,
+Inserting the first equation into the second, the rows u of a chunk solve a unit lower triangular system,
 
     (I + L) U = diag(β) (V − diag(exp P) K h),    L_ij = β_i exp(D_ij) k_i·k_j for j < i
 
-of which the paper's W and U are (I + L)⁻¹ diag(β exp P) K and (I + L)⁻¹ diag(β) V: here both are multiplied at once.
-The inverse is made of inverses of blocks, as a sum of powers of L overflows where keys are alike. Then,
+The paper's W and U are (I + L)⁻¹ diag(β exp P) K and (I + L)⁻¹ diag(β) V: here one product computes both. The inverse
+is built from inverses of blocks, as a sum of powers of L overflows if keys are similar. Then,
 
     O = scale · (diag(exp P) Q h + (Q Kᵀ ∘ exp D, for j ≤ i) U),    h' = exp(P_c) h + (diag(exp D_c) K)ᵀ U
 
-Everything is in float32. Derivatives are those of these equations, with a chunk computed again from its tokens and the
-state in which it begins: the memory of a gradient is linear in the sequence.
+Everything is in float32. Derivatives are those of these equations, with a chunk recomputed from its tokens and its
+initial state: the memory of a gradient is linear in the sequence.
 """
 
 import math
@@ -41,7 +41,7 @@ NORM_EPSILON = 1e-6
 
 
 def reference(*operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRuleSpec()) -> Outputs:
-    """The formula: one step for each token, in float32 or, where the inputs are, in float64."""
+    """The formula: one step for each token, in float32, or in float64 if the inputs are."""
     x = Operands(*operands)
     dtype = statistics_dtype(x.q.dtype)
 
@@ -59,7 +59,7 @@ def reference(*operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRule
 
 
 def normalised(a: Array, spec: GatedDeltaRuleSpec) -> Array:
-    """a / √(Σ a² + 1e-6) over the features, where the spec asks for it."""
+    """a / √(Σ a² + 1e-6) over the features, if the spec asks for it."""
     if not spec.use_qk_l2norm:
         return a
     return a * lax.rsqrt((a * a).sum(-1, keepdims=True) + NORM_EPSILON)
@@ -75,12 +75,12 @@ def _initial_state(x: Operands, dtype: Any) -> Array:
 
 
 def heuristic(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is a chunk. On a CPU a short one computes less; elsewhere a long one keeps more of the device at work."""
+    """block_q is the tokens of a chunk: short on a CPU, to compute less, and long elsewhere, to fill the device."""
     return KernelConfig(block_q=32 if target.platform == "cpu" else 64)
 
 
 def space(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """Longer chunks keep less and compute more. On a CPU only the heuristic one."""
+    """The heuristic config and, except on a CPU, longer chunks, which store less and compute more."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
     return [KernelConfig(block_q=block_q) for block_q in (64, 32, 128)]
@@ -95,7 +95,7 @@ def gated_delta_rule(
     x = Operands(*operands)
     dtype = statistics_dtype(x.q.dtype)
     states = _initial_state(x, dtype)
-    if x.v.size == 0:  # no token, so that nothing leads from one state to another
+    if x.v.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros(x.v.shape, x.q.dtype)), states)
     size = max(1, at_most(config.block_q, x.q.shape[1]))
 
@@ -107,7 +107,7 @@ def gated_delta_rule(
 
 
 def of_chunk(dtype: Any, spec: GatedDeltaRuleSpec, state: Array, tokens: tuple) -> tuple[Array, Array]:
-    """The state [b,h,d,e] after a chunk, and o [b,h,c,e]; the equations stand at the head of this file."""
+    """The state [b,h,d,e] after a chunk, and o [b,h,c,e], by the equations at the head of this file."""
     q, k, v, beta, g = tokens
     heads, c = v.shape[1:3]
     v, beta = v.astype(dtype), beta.astype(dtype)[..., None]
@@ -132,14 +132,14 @@ def unit_lower_inverse(lower: Array) -> Array:
 
         [A 0; C B]⁻¹ = [A⁻¹ 0; −B⁻¹ C A⁻¹ B⁻¹]
 
-    Every factor is the inverse of a part of the matrix, so that nothing grows beyond what the result has. To some XLA
-    backends a triangular solve is a loop over rows, and slower than everything else here.
+    Every factor is the inverse of a part of the matrix, so that nothing grows larger than the result. Some XLA backends
+    make a triangular solve a loop over rows, which would be slower than everything else here.
     """
     c = lower.shape[-1]
     size = 1 << max(0, c - 1).bit_length()
     lower = lax.pad(lower, np.array(0, lower.dtype), [(0, 0, 0)] * 2 + [(0, size - c, 0)] * 2)
     matrices = math.prod(lower.shape[:2])
-    # All blocks are along one axis: the XLA of jaxlib 0.11 fails on some of more axes.
+    # All blocks are along one axis, as XLA in jaxlib 0.11 fails on some products with more batch axes.
     inverse = lax.full_like(lower, 1, shape=(matrices * size, 1, 1))  # [b·h·blocks,n,n]
     n = 1
     while n < size:
@@ -155,7 +155,7 @@ def unit_lower_inverse(lower: Array) -> Array:
 
 @unit_lower_inverse.defjvp
 def _inverse_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
-    """With T = (I + L)⁻¹, T (I + L) = I gives dT = −T dL T."""
+    """The tangent of T = (I + L)⁻¹: T (I + L) = I gives dT = −T dL T."""
     inverse = unit_lower_inverse(*primals)
     change = _product("bhij,bhjk->bhik", _product("bhij,bhjk->bhik", inverse, *tangents), inverse)
     return inverse, -change

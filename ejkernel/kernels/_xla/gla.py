@@ -1,4 +1,4 @@
-"""gla in XLA: one of the family in `_recurrence`."""
+"""gla in XLA: by the linear recurrence of `_recurrence`."""
 
 from ._differentiated import register
 from ._recurrence import recurrence, recurrence_bwd, recurrence_jvp, reference

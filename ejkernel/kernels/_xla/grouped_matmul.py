@@ -1,13 +1,13 @@
 """grouped_matmul in plain JAX: the formula, and its decomposition into tiles of rows of one group each.
 
-With g the group of row i, σ the scale of the columns of rhs, and rows of no group left out of every sum:
+With g the group of row i, and σ the scale of the columns of rhs, and without the rows of no group in any sum:
 
     o_i  = (lhs_i · rhs_g) σ_g                      dlhs_i = (do_i σ_g) · rhs_gᵀ
     drhs_g = Σ_{i∈g} lhs_iᵀ · do_i σ_g              dσ_g = Σ_{i∈g} do_i (lhs_i · rhs_g)
     ȯ_i  = (l̇hs_i · rhs_g + lhs_i · ṙhs_g) σ_g + (lhs_i · rhs_g) σ̇_g
 
-The tiles are computed one by one, and each reads the matrix of its group where that lies: neither the matrices nor the
-results are ever there for every pair of a row and a group.
+The tiles are computed one by one, and each reads the matrix of its group in place: nothing of the size of all pairs of
+rows and groups is ever stored.
 """
 
 import math
@@ -30,9 +30,9 @@ from ._tiles import varying_like
 
 
 def reference(*operands, spec=GroupedMatmulSpec()) -> Outputs:
-    """The formula: every row times every matrix, of which each row takes that of its group.
+    """The formula: every row times every matrix, from which each row selects the product of its group.
 
-    The products are those of the platform for these dtypes. Differentiable to any order.
+    Products have the platform's precision for these dtypes. It is differentiable to any order.
     """
     x = Operands(*operands)
     (b, m, _), (_, e, _, n) = x.lhs.shape, x.rhs.shape
@@ -145,7 +145,7 @@ def grouped_matmul_bwd(
 
 
 def _sum_groups(x: Operands, do: Array, wrt: tuple[str, ...], tiles: RowTiles) -> dict[str, Array]:
-    """The cotangents of rhs and rhs_scale, as far as they are wanted, each added up over the tiles of a group."""
+    """Those cotangents of rhs and rhs_scale that `wrt` names, each summed over the tiles of a group."""
     wanted, dtype = [name for name in ("rhs", "rhs_scale") if name in wrt], _accumulator(x.lhs.dtype)
     if not wanted:
         return {}
@@ -182,7 +182,7 @@ def _inside(tiles: RowTiles) -> Array:
 
 
 class _Place(NamedTuple):
-    """Where a tile is: its batch and group, and whether it has rows. The matrix of a group without rows may be NaN."""
+    """The batch and group of a tile, and whether it has rows: the matrix of a group without rows may hold NaN."""
 
     batch: Array
     group: Array
@@ -190,7 +190,7 @@ class _Place(NamedTuple):
 
 
 def _gathered(arrays: tuple[Array | None, ...], tiles: RowTiles) -> tuple[_Place, tuple]:
-    """For each tile of all batches where it is, and its rows of arrays [b, m, …]; 0 where a slot is empty."""
+    """The place of each tile of all batches, and its rows of arrays [b, m, …], padded with 0."""
     (b, t, _), m = tiles.rows.shape, tiles.slot.shape[1]
     batch = jnp.broadcast_to(jnp.arange(b, dtype=jnp.int32)[:, None], (b, t))
     flat = lambda a: a.reshape(b * t, *a.shape[2:])
@@ -200,7 +200,7 @@ def _gathered(arrays: tuple[Array | None, ...], tiles: RowTiles) -> tuple[_Place
 
 
 def _map_rows(of_tile: Callable[..., Array], arrays: tuple[Array | None, ...], tiles: RowTiles) -> Array:
-    """of_tile(its place, *its rows of arrays) of every tile, its rows where they belong; 0 in rows of no group."""
+    """of_tile(its place, *its rows of arrays) of every tile, scattered to the rows [b, m, …]; 0 in rows of no group."""
     b, t, size = tiles.rows.shape
     _, parts = lax.scan(lambda _, tile: (None, of_tile(tile[0], *tile[1])), None, _gathered(arrays, tiles))
     parts = parts.reshape(b, t * size, parts.shape[-1])
@@ -208,7 +208,7 @@ def _map_rows(of_tile: Callable[..., Array], arrays: tuple[Array | None, ...], t
 
 
 def _outputs(o: Array | None, outside: Array | None, x: Operands, tiles: RowTiles, spec: GroupedMatmulSpec) -> Outputs:
-    """o in its dtype, with what stands in rows of no group; None is 0."""
+    """o in its dtype, with `outside` in rows of no group, or 0 if that is None."""
     dtype = result_dtype(x.lhs.dtype, spec)
     o = jnp.zeros((), dtype) if o is None else o.astype(dtype)
     return Outputs(o if outside is None else jnp.where(_inside(tiles), o, outside))
@@ -223,7 +223,7 @@ def _index(a: Array, at: _Place) -> tuple[Array, ...]:
 
 
 def _pick(a: Array, at: _Place) -> Array:
-    """a[batch, group]; 0 for a tile without rows, from which nothing may come, be it multiplied by 0."""
+    """a[batch, group]; 0 for a tile without rows, as the matrix may hold NaN."""
     return jnp.where(at.has_rows, a[_index(a, at)], jnp.zeros((), a.dtype))
 
 
@@ -236,10 +236,10 @@ def _accumulator(dtype: np.dtype) -> np.dtype:
 
 
 def _dot(x: Array, rhs: Array, of_columns: bool = False) -> Array:
-    """x · rhs or x · rhsᵀ in the precision of x, added up in float32.
+    """x · rhs or x · rhsᵀ in the precision of x, summed in float32.
 
-    A CPU multiplies 16 bits as float32, which holds the products exactly: of some that vmap makes, [m, k]ᵀ · [m, b, n]
-    say, XLA compiles a program there that it then cannot run.
+    On a CPU 16 bits are multiplied as float32, which holds the products exactly: XLA cannot run some products of 16
+    bits that vmap makes there, such as [m, k]ᵀ · [m, b, n].
     """
     product = partial(
         lax.dot_general,

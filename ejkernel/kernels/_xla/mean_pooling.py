@@ -20,7 +20,7 @@ from .._registry import Backend, Platform, configured_by, kernel_registry
 
 
 def reference(*operands, spec=MeanPoolingSpec()) -> Outputs:
-    """The formula, with a weight for every pair of a segment and a token. Differentiable to any order."""
+    """The formula, with a weight for every pair of a segment and a token; differentiable to any order."""
     x, segments = Operands(*operands)
     dtype = np.promote_types(x.dtype, np.float32)
     token = jnp.arange(x.shape[1], dtype=jnp.int32)[None, None]
@@ -42,7 +42,7 @@ def heuristic(spec: MeanPoolingSpec, operands: Operands, target: Target) -> Kern
 
 
 def space(spec: MeanPoolingSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """That of the heuristic: there is nothing to win."""
+    """The config of the heuristic alone: others would gain nothing."""
     return [heuristic(spec, operands, target)]
 
 
@@ -52,7 +52,7 @@ def space(spec: MeanPoolingSpec, operands: Operands, target: Target) -> list[Ker
 def mean_pooling(
     *operands: Array | None, spec: MeanPoolingSpec = MeanPoolingSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
-    """o: the sum of each tile, then the sums of the tiles of each segment."""
+    """o, from the sum of each tile and then the sum of the tiles of each segment."""
     x, segments = Operands(*operands)
     (b, s, d), dtype = x.shape, np.promote_types(x.dtype, np.float32)
     if segments is None:
@@ -106,5 +106,5 @@ def mean_pooling_bwd(
 
 
 def _lengths(segments: Array, dtype: np.dtype) -> Array:
-    """How many tokens each segment has [b, n, 1], at least 1."""
+    """The number of tokens of each segment [b, n, 1], at least 1."""
     return jnp.maximum(segments[..., 1:] - segments[..., :1], 1).astype(dtype)

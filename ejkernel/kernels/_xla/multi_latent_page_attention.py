@@ -1,8 +1,8 @@
 """multi_latent_page_attention in plain JAX: the formula, and its decomposition into blocks of tokens and of pages.
 
 A slot holds the latent of a position and its rotary part. Both together are the key of every head, and the latent is
-the value: attention of one key/value head, whose values are the first features of its keys. Given lists of keys, what
-is gathered is what a block of tokens names.
+the value: attention with one key/value head, whose values are the first features of its keys. With lists of keys, only
+the listed keys of a block of tokens are gathered.
 """
 
 from functools import partial
@@ -32,17 +32,17 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
 
 
 def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> MultiLatentPageAttentionConfig:
-    """16 tokens beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
+    """16 tokens and some 256 keys of each at a time: what is gathered for them fits the cache of a CPU."""
     return MultiLatentPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.pages.shape[2]))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
-    """Everything, but a number of tokens that is not known cannot be cut into blocks of one size."""
+    """Why the decomposition cannot run, or None: a symbolic number of tokens cannot be cut into equal blocks."""
     if spec.batch_invariant and is_symbolic(operands.q_latent):
         return "batch_invariant needs a static number of tokens"
     return None
@@ -67,7 +67,7 @@ def _step(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) 
 
 
 def _prepared(x: Operands, spec: CacheSpec) -> tuple[Queries, Fetch, int]:
-    """The queries, how their keys are fetched, and how many positions there are, those of a list if it is one."""
+    """The queries, a function that fetches their keys, and the number of positions of a sequence, or of a list."""
     q, size = jnp.concatenate([x.q_latent, x.q_rope], axis=-1), x.pages.shape[1]
     queries = ragged_queries(x, q, size, spec)
     keys_and_values = lambda keys: (keys, keys[..., : x.q_latent.shape[-1]])

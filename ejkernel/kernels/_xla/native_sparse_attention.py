@@ -1,6 +1,6 @@
-"""native_sparse_attention in plain JAX: some queries at a time, each beside the keys of its own blocks.
+"""native_sparse_attention in plain JAX: a chunk of queries at a time, each with the gathered keys of its blocks.
 
-Of query i and the keys j that it sees, whose logits are s_ij = scale · q_i·k_j:
+For query i and the keys j that it sees, with logits s_ij = scale · q_i·k_j:
 
     lse_i = log Σ_j exp s_ij        p_ij = exp(s_ij − lse_i)        o_i = Σ_j p_ij v_j
 
@@ -9,13 +9,13 @@ With the cotangents do and dlse, and because ∂lse_i / ∂s_ij = p_ij and ∂p_
     dp_ij = do_i·v_j                ds_ij = p_ij (dp_ij − Σ_j' p_ij' dp_ij' + dlse_i)
     dq_i = scale Σ_j ds_ij k_j      dk_j = scale Σ_i ds_ij q_i      dv_j = Σ_i p_ij do_i
 
-The sums over i run over the queries that see j, of all heads of its group: those of a chunk of queries are added to the
-keys' rows. Along tangents:
+The sums over i run over the queries that see j, with all heads of its group; a chunk of queries adds its terms to the
+rows of the keys. The tangents are:
 
     ṡ_ij = scale (q̇_i·k_j + q_i·k̇_j)          l̇se_i = Σ_j p_ij ṡ_ij          ȯ_i = Σ_j p_ij ((ṡ_ij − l̇se_i) v_j + v̇_j)
 
-Backward and tangent have all the logits of a row at hand, and so take its weights as the forward does: lse is rounded,
-of logits near 10¹² by more than float32 may be given as an exponent.
+Backward and tangent compute all the logits of a row at once, and so normalise its weights as the forward does, without
+lse: near 10¹² that is rounded by more than the largest exponent of float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,12 +48,12 @@ from ._gathered_keys import (
 )
 from ._tiles import varying_like
 
-# Numbers of the keys and values that are gathered for a chunk of queries, at most.
+# The most elements of the keys and values that are gathered for a chunk of queries.
 _MOST_GATHERED = {"cpu": 2**20}, 2**24
 
 
 def heuristic(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> KernelConfig:
-    """As many queries at a time as leave what is gathered for them in the cache of a CPU, or small elsewhere."""
+    """As many queries at a time as keep the gathered keys within the cache of a CPU, or small elsewhere."""
     (b, s, _, d), (*_, g, e), n = operands.q.shape, operands.v.shape, operands.block_indices.shape[3]
     of_devices, otherwise = _MOST_GATHERED
     most = of_devices.get(target.platform, otherwise)
@@ -62,12 +62,12 @@ def heuristic(spec: NativeSparseAttentionSpec, operands: Operands, target: Targe
 
 
 def space(spec: NativeSparseAttentionSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 
 def reference(*operands: Any, spec: NativeSparseAttentionSpec = NativeSparseAttentionSpec()) -> Outputs:
-    """The formula, with a mask of the size of the logits: products take the precision of the inputs."""
+    """The formula, with a mask of the size of the logits; products are in the precision of the inputs."""
     x = Operands(*operands)
     o, lse = _of_each(partial(_reference, spec=spec), x, (), ())
     return _outputs(o.astype(x.q.dtype), lse)

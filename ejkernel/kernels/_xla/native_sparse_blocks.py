@@ -1,11 +1,11 @@
-"""native_sparse_blocks in plain JAX: the scores of some queries at a time, and the best of them.
+"""native_sparse_blocks in plain JAX: the blocks with the best scores, for a chunk of queries at a time.
 
-With c_x the mean key of block x, and over those blocks that have ended at or before query i:
+With c_x the mean key of block x, over the blocks that end at or before query i:
 
     p_ihx = exp(scale · q_ih·c_x) / Σ_x' exp(scale · q_ih·c_x')        score_ix = Σ_h p_ihx, over the heads h of a group
 
-A list begins with the own block of the query and the first block, whatever their scores; then come the others, the one
-of the highest score first, and of equal ones the earlier.
+A list begins with the query's own block and the first block, whatever their scores; the others follow in order of
+their scores, the highest first, and of equal ones the earlier.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from ._chunks import in_chunks
 
 
 def heuristic(spec: NativeSparseBlocksSpec, operands: Operands, target: Target) -> KernelConfig:
-    """As many queries at a time as leave their scores in the cache of a CPU, or small elsewhere."""
+    """As many queries at a time as keep their scores within the cache of a CPU, or small elsewhere."""
     (b, s, h, _), t = operands.q.shape, operands.k.shape[1]
     most = 2**20 if target.platform == "cpu" else 2**25
     of_query = b * h * (t // spec.block_size + 1)
@@ -33,7 +33,7 @@ def heuristic(spec: NativeSparseBlocksSpec, operands: Operands, target: Target) 
 
 
 def space(spec: NativeSparseBlocksSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 
@@ -58,7 +58,7 @@ def native_sparse_blocks(
 
 
 def _blocks(q: Array, k: Array, cu_seqlens: Array | None, *, count: int, spec: NativeSparseBlocksSpec, size: int):
-    """[s,g,count] of q [s,h,d] and k [t,g,d]."""
+    """The lists of blocks [s,g,count] of q [s,h,d] and k [t,g,d]."""
     (s, h, d), (t, g, _), block = q.shape, k.shape, spec.block_size
     place, means = places(cu_seqlens, s, t), _means(k, cu_seqlens, block)
     before = jnp.zeros((s,), jnp.int32)
@@ -88,7 +88,7 @@ def _blocks(q: Array, k: Array, cu_seqlens: Array | None, *, count: int, spec: N
 
 
 def _means(k: Array, cu_seqlens: Array | None, size: int) -> Array:
-    """[blocks, g, d]: the mean keys of the blocks that have ended, in the dtype of statistics."""
+    """The mean keys [blocks, g, d] of complete blocks, in the dtype of statistics."""
     (t, g, d), dtype = k.shape, statistics_dtype(k.dtype)
     if cu_seqlens is None:
         blocks = t // size

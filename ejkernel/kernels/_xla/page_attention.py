@@ -1,7 +1,7 @@
 """page_attention in plain JAX: the formula, and its decomposition into blocks of sequences and of pages.
 
-The query of sequence n stands at position context_lens[n] − 1, and key j of it in slot `j % page_size` of page
-`block_tables[n, j // page_size]`. A plan divides this work among programs, of which there is one here.
+The query of sequence n is at position context_lens[n] − 1, and key j of the sequence is in slot `j % page_size` of page
+`block_tables[n, j // page_size]`. A plan would divide this work among programs; here there is only one.
 """
 
 from dataclasses import replace
@@ -32,17 +32,17 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
 
 
 def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> PageAttentionConfig:
-    """16 sequences beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
+    """16 sequences and some 256 keys of each at a time: what is gathered for them fits the cache of a CPU."""
     return PageAttentionConfig(keys_per_block=256, queries_per_block=16)
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAttentionConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
-    """Everything, but a number of sequences that is not known cannot be cut into blocks of one size."""
+    """Why the decomposition cannot run, or None: a symbolic number of sequences cannot be cut into equal blocks."""
     if spec.batch_invariant and is_symbolic(operands.q):
         return "batch_invariant needs a static number of sequences"
     return None
@@ -68,7 +68,7 @@ def _step(x: Operands, spec: CacheSpec, config: PageAttentionConfig) -> Outputs:
 
 
 def _queries(x: Operands, spec: CacheSpec) -> Queries:
-    """One of each sequence, which sees what its table holds of the context."""
+    """The query of each sequence, which sees the part of the context that its block table holds."""
     first, stop = seen_until(x.context_lens - 1, x.context_lens, spec)
     stop = jnp.minimum(stop, x.block_tables.shape[1] * x.k_pages.shape[1])
     return Queries(

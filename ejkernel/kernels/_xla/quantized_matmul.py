@@ -6,8 +6,8 @@ With v the value of a code, γ its group and W_rc = (v_rc − z_rγ) s_rγ, in f
     ȯ  = ẋ · W + x · Ẇ          Ẇ_rc = (v_rc − z_rγ) ṡ_rγ − s_rγ ż_rγ
     dW = xᵀ · do                ds_rγ = Σ_{c∈γ} dW_rc (v_rc − z_rγ)      dz_rγ = −s_rγ Σ_{c∈γ} dW_rc
 
-and with Wᵀ in the place of W where the rows of the codes are its columns. One block after another is dequantised,
-multiplied and forgotten: W, Ẇ and dW are never there as a whole, in derivatives of any order neither.
+and with Wᵀ in the place of W if the rows of the codes are its columns. Blocks are dequantised and multiplied one after
+the other: W, Ẇ and dW are never in memory as a whole, not even in derivatives of any order.
 """
 
 import math
@@ -30,7 +30,7 @@ from ._tiles import varying_like
 
 
 def reference(*operands, spec=QuantizedMatmulSpec()) -> Outputs:
-    """The formula: the whole matrix in the dtype of x, and one product. Differentiable to any order."""
+    """The formula: the whole matrix in the dtype of x, and one product; differentiable to any order."""
     operands = Operands(*operands)
     matrix = _matrix(_rows_of(operands), spec, operands.x.dtype)
     return _outputs(_dot(_plain(operands.x), matrix, spec.transpose), operands, spec)
@@ -40,7 +40,7 @@ def reference(*operands, spec=QuantizedMatmulSpec()) -> Outputs:
 
 
 def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> KernelConfig:
-    """As many columns as make 2^17 floats on a CPU, or 2^20 where they are rows of codes, and 2^25 elsewhere.
+    """Blocks of columns of 2^17 floats on a CPU, or 2^20 if columns are rows of codes, and of 2^25 elsewhere.
 
     On two cores of a server these are the fastest of 2^15 to 2^20: the cache holds a block until it is multiplied.
     """
@@ -50,7 +50,7 @@ def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> 
 
 
 def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """That of the heuristic: what a block costs in memory is what it is chosen by."""
+    """The config of the heuristic alone, as blocks are chosen by their memory."""
     return [heuristic(spec, operands, target)]
 
 
@@ -144,7 +144,7 @@ class _Rows(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What belongs to some columns: their codes, the tangents of their scales and zeros, and do [b, m, columns]."""
+    """The arrays of a block of columns: codes, tangents of scales and zeros, and do [b, m, columns]."""
 
     rows: _Rows
     tangents: _Rows = _Rows()
@@ -181,9 +181,9 @@ def _sweep(
     spec: QuantizedMatmulSpec,
     config: KernelConfig,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """of_block(x, block) → (sums, parts) of every block of columns: the former added up, the latter side by side.
+    """of_block(x, block) → (sums, parts) for every block of columns, with sums added and parts concatenated.
 
-    Derivatives keep nothing of a block but where it is: it is computed again.
+    Derivatives store only the place of a block and recompute it.
     """
     axis, columns = (1, 1) if spec.transpose else (2, spec.group_size)
     count = whole.rows.w.shape[axis]
@@ -218,7 +218,7 @@ def _sweep(
 
 
 def _side_by_side(parts: Array, axis: int) -> Array:
-    """[n, …, s, …] as […, n · s, …], where s is at this axis of a part."""
+    """The parts [n, …, s, …] concatenated to […, n · s, …], where s is at `axis` of a part."""
     parts = jnp.moveaxis(parts, 0, axis)
     return parts.reshape(*parts.shape[:axis], parts.shape[axis] * parts.shape[axis + 1], *parts.shape[axis + 2 :])
 
@@ -252,7 +252,7 @@ def _matrix(rows: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
 
 
 def _matrix_tangent(rows: _Rows, tangents: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
-    """Ẇ, of the tangents that there are."""
+    """Ẇ, from those tangents that are present."""
     wide, terms = _wide(dtype), []
     if tangents.scales is not None:
         terms.append(_relative(rows, spec, wide) * tangents.scales.astype(wide)[..., None])
@@ -263,7 +263,7 @@ def _matrix_tangent(rows: _Rows, tangents: _Rows, spec: QuantizedMatmulSpec, dty
 
 
 def _matrix_cotangent(x: Array, do: Array, rows: _Rows, spec: QuantizedMatmulSpec) -> Array:
-    """dW [b?, rows, codes], added up over the batch where all of it has the same W."""
+    """dW [b?, rows, codes], summed over the batch if W is shared by it."""
     b = "b" if any(a is not None and a.shape[0] != 1 for a in rows) else ""
     first, second = (do, x) if spec.transpose else (x, do)
     found = _product(f"bmr,bmc->{b}rc", first, second)
@@ -271,18 +271,18 @@ def _matrix_cotangent(x: Array, do: Array, rows: _Rows, spec: QuantizedMatmulSpe
 
 
 def _of_batch(found: Array, rows: _Rows, name: str) -> Array:
-    """The cotangent of the scales or zeros, added up over the batch where they are the same for all of it."""
+    """The cotangent of the scales or zeros, summed over the batch if they are shared by it."""
     return found.sum(0, keepdims=True) if getattr(rows, name).shape[0] == 1 else found
 
 
 def _dot(x: Array, matrix: Array, transpose: bool) -> Array:
-    """x [b, m, i] times a matrix [b?, i, o], or the transpose of [b?, o, i], added up in float32."""
+    """x [b, m, i] times a matrix [b?, i, o], or the transpose of [b?, o, i], summed in float32."""
     b, matrix = ("", matrix[0]) if matrix.shape[0] == 1 else ("b", matrix)
     return _product(f"bmi,{b}{'oi' if transpose else 'io'}->bmo", x, matrix)
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:
-    """An einsum in the precision of x and y, added up in float32. A CPU multiplies 16 bits as float32, exactly."""
+    """An einsum in the precision of x and y, summed in float32; a CPU multiplies 16 bits as float32, exactly."""
     product = partial(jnp.einsum, equation, precision=lax.Precision.HIGHEST, preferred_element_type=_wide(x.dtype))
     if x.dtype.itemsize > 2:
         return product(x, y)

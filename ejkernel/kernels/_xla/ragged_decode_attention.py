@@ -1,6 +1,6 @@
 """ragged_decode_attention in plain JAX: the formula, and its decomposition into blocks of sequences and of keys.
 
-The query of sequence n stands at position sequence_end[n] − 1, and sees the keys from sequence_start[n] up to its own.
+The query of sequence n is at position sequence_end[n] − 1, and sees the keys from sequence_start[n] up to its own.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
 
 
 def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> RaggedDecodeAttentionConfig:
-    """16 sequences beside 256 keys of each: what is gathered for them fits the cache of a CPU."""
+    """16 sequences and 256 keys of each at a time: what is gathered for them fits the cache of a CPU."""
     return RaggedDecodeAttentionConfig(16, 256)
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedDecodeAttentionConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 
@@ -47,7 +47,7 @@ def ragged_decode_attention(
 
 
 def _queries(x: Operands, spec: CacheSpec) -> Queries:
-    """One of each sequence."""
+    """The query of each sequence."""
     end = jnp.clip(x.sequence_end, 0, x.k.shape[1])
     first, stop = seen_until(end - 1, end, spec)
     first = jnp.maximum(first, x.sequence_start)

@@ -1,7 +1,7 @@
 """The gated delta rule over a step's tokens in XLA: sequences of one token all at once, the others chunk by chunk.
 
-The equations are those of `gated_delta_rule`. A loop has as many chunks as the longer sequences of the step need, none
-in a step of decoding.
+The equations are those of `gated_delta_rule`. The loop runs over as many chunks as the longer sequences of the step
+need, over none in a step of decoding.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ def reference(*operands: Array | None, spec: GatedDeltaRuleSpec = GatedDeltaRule
 
 
 def _sequences(x: Operands) -> tuple[Array, Array, Array]:
-    """The first token of each sequence, the one after its last, and its place in the pool; past the pool for none."""
+    """The first token of each sequence, the one after its last, and its slot in the pool, out of range for none."""
     cuts, states = x.query_start_loc.clip(0, x.q.shape[0]), x.states.shape[0]
     is_place = (x.state_indices >= 0) & (x.state_indices < states)
     return cuts[:-1], cuts[1:], jnp.where(is_place, x.state_indices, states)
@@ -66,13 +66,13 @@ def _step(x: Operands, spec: GatedDeltaRuleSpec, config: KernelConfig) -> Output
 
 
 def _tokens(x: Operands, at: Array) -> tuple:
-    """Those tokens as a chunk, [1,h,c,…] of at [c]; 0 past the last."""
+    """The tokens at indices [c] as a chunk [1,h,c,…]; 0 for indices past the last token."""
     of = lambda a: jnp.moveaxis(a.at[at].get(mode="fill", fill_value=0), 0, 1)[None]
     return tuple(None if a is None else of(a) for a in (x.q, x.k, x.v, x.beta, x.g))
 
 
 def _decoded(x: Operands, spec: GatedDeltaRuleSpec, token: Array, slot: Array, o: Array) -> tuple[Array, Array]:
-    """o and the pool after the sequences of one token; token [n] is past the last for the others."""
+    """o and the pool after the sequences of one token; `token` [n] is out of range for all others."""
     dtype, count = statistics_dtype(x.q.dtype), x.states.shape[0]
     each = tuple(None if a is None else jnp.swapaxes(a, 0, 2) for a in _tokens(x, token))  # [n,h,1,…]: chunks of one
     state = x.states.at[slot].get(mode="fill", fill_value=0).astype(dtype)
@@ -85,7 +85,7 @@ def _decoded(x: Operands, spec: GatedDeltaRuleSpec, token: Array, slot: Array, o
 def _prefilled(
     x: Operands, spec: GatedDeltaRuleSpec, config: KernelConfig, spans: Array, slot: Array, o: Array, pool: Array
 ) -> tuple[Array, Array]:
-    """o and the pool after the sequences of spans [n,2]. A sequence's state is written after each of its chunks."""
+    """o and the pool after the sequences of spans [n,2]; a sequence's state is written after each of its chunks."""
     dtype, sequences = statistics_dtype(x.q.dtype), spans.shape[0]
     size = max(1, at_most(config.block_q, x.q.shape[0]))
     chunks = chunks_of(spans[None], x.q.shape[0], size)

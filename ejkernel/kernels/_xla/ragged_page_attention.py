@@ -1,7 +1,8 @@
 """ragged_page_attention in plain JAX: the formula, and its decomposition into blocks of tokens and of pages.
 
-Token i of sequence n stands at position context_lens[n] − q_len[n] + i, and key j of it in slot `j % page_size` of page
-`block_tables[n, j // page_size]`. A plan divides this work among programs, of which there is one here.
+Token i of sequence n is at position context_lens[n] − q_len[n] + i, and key j of the sequence is in slot
+`j % page_size` of page `block_tables[n, j // page_size]`. A plan would divide this work among programs; here there is
+only one.
 """
 
 from functools import partial
@@ -31,17 +32,17 @@ def reference(*operands: Any, spec: CacheSpec = CacheSpec()) -> Outputs:
 
 
 def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> RaggedPageAttentionConfig:
-    """16 tokens beside some 256 keys of each: what is gathered for them fits the cache of a CPU."""
+    """16 tokens and some 256 keys of each at a time: what is gathered for them fits the cache of a CPU."""
     return RaggedPageAttentionConfig(16, pages_per_block=max(1, 256 // operands.kv_pages.shape[2]))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
-    """Everything, but a number of tokens that is not known cannot be cut into blocks of one size."""
+    """Why the decomposition cannot run, or None: a symbolic number of tokens cannot be cut into equal blocks."""
     if spec.batch_invariant and is_symbolic(operands.q):
         return "batch_invariant needs a static number of tokens"
     return None

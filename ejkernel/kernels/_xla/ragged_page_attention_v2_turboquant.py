@@ -1,7 +1,7 @@
 """ragged_page_attention_v2_turboquant in plain JAX: the formula, and its decomposition into blocks of tokens and pages.
 
-Token i of sequence n stands at position context_lens[n] − q_len[n] + i, and key j of it in slot `j % page_size` of page
-`block_tables[n, j // page_size]`, as the bytes and norms of TurboQuant.
+Token i of sequence n is at position context_lens[n] − q_len[n] + i, and key j of the sequence is in slot
+`j % page_size` of page `block_tables[n, j // page_size]`, as the bytes and norms of TurboQuant.
 """
 
 from functools import partial

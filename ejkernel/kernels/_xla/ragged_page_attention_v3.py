@@ -1,6 +1,6 @@
 """ragged_page_attention_v3 in plain JAX: the formula, and its decomposition into blocks of tokens and of pages.
 
-Token i of sequence n stands at position p = context_lens[n] − q_len[n] + i. Its key and value go into slot
+Token i of sequence n is at position p = context_lens[n] − q_len[n] + i. Its key and value are written to slot
 `p % page_size` of page `block_tables[n, p // page_size]`; then it attends over the positions up to its own.
 """
 
@@ -32,12 +32,12 @@ def reference(*operands, spec=CacheSpec()) -> Outputs:
 
 
 def heuristic(spec: CacheSpec, operands: Operands, target: Target) -> RaggedPageAttentionConfig:
-    """64 tokens beside some 256 keys: what is gathered for them fits the cache of a CPU."""
+    """64 tokens and some 256 keys at a time: what is gathered for them fits the cache of a CPU."""
     return RaggedPageAttentionConfig(64, pages_per_block=max(1, 256 // operands.kv_pages.shape[2]))
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
-    """That of the heuristic."""
+    """The config of the heuristic alone."""
     return [heuristic(spec, operands, target)]
 
 

@@ -1,8 +1,8 @@
 """ragged_page_attention_v3_turboquant in plain JAX: the formula, and its decomposition into blocks of tokens and pages.
 
-Token i of sequence n stands at position p = context_lens[n] − q_len[n] + i. The bytes and norms of its key and value go
-into slot `p % page_size` of page `block_tables[n, p // page_size]`; then it attends over the positions up to its own,
-of which its own key and value are quantised, too.
+Token i of sequence n is at position p = context_lens[n] − q_len[n] + i. The bytes and norms of its key and value are
+written to slot `p % page_size` of page `block_tables[n, p // page_size]`; then it attends over the positions up to its
+own, whose key and value are quantised, too.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ def _step(x: Operands, spec: CacheSpec, config: RaggedPageAttentionConfig) -> Ou
 
 
 def _written(x: Operands) -> tuple[Places, Quantised]:
-    """The places of the step's tokens, and the pools with their keys and values; every other byte is as it was."""
+    """The places of the step's tokens, and the pools with their keys and values; all other bytes are unchanged."""
     at = places(x.q.shape[0], x.context_lens, x.query_start_loc, x.num_seqs)
     pools, new = pools_of(x), quantise(x.k, x.v, matrices_of(x))
     slot = slots(at, x.block_tables, *x.value_norms_pages.shape[:2])

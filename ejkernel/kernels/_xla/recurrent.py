@@ -1,4 +1,4 @@
-"""recurrent in XLA: one of the family in `_recurrence`."""
+"""recurrent in XLA: by the linear recurrence of `_recurrence`."""
 
 from ._differentiated import register
 from ._recurrence import recurrence, recurrence_bwd, recurrence_jvp, reference

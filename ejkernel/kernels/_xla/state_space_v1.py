@@ -2,15 +2,15 @@
 
     h_t = exp(dt_t · A) ∘ h_{t−1} + dt_t · x_t · B_t,    y_t = C_t · h_t + D · x_t
 
-The decays of a channel have no factor in common over its state, so that a chunk is no matrix product. On a CPU it is a
-loop over its tokens, the state of which stays in the cache. Elsewhere it is an associative scan of (a, u) for
-h ↦ a ∘ h + u, of which two in turn are (a₂ a₁, a₂ u₁ + u₂): twice the work, in as many steps as its length has bits.
-Of the forward a derivative keeps the states between chunks, and the rest is computed again.
+The decays of a channel have no common factor over its state, so that a chunk is not a matrix product. On a CPU it is a
+loop over tokens, whose state stays in the cache. Elsewhere it is an associative scan over the maps h ↦ a ∘ h + u, where
+(a₁, u₁) followed by (a₂, u₂) is (a₂ a₁, a₂ u₁ + u₂): twice the work, in a logarithmic number of steps. Derivatives
+store the states between chunks of the forward and recompute the rest.
 
-A state is [b,d,h], its channels last. In the loop sums over d and over h are products of a matrix and a vector: these
-take a tenth of the time of the loop that XLA makes for a sum on a CPU, which computes exponentials again.
+A state is [b,d,h], with channels last. In the loop, sums over d and over h are written as products of a matrix and a
+vector: these take a tenth of the time of XLA's loop for a sum on a CPU, which recomputes exponentials.
 
-The gradient of the loop is one more, from the last token of a chunk to its first. With a_t = exp(dt_t · A),
+The gradient of the loop is a loop from the last token of a chunk to its first. With a_t = exp(dt_t · A),
 
     λ_t = dy_t · C_t + a_{t+1} ∘ λ_{t+1},    e_t = λ_t ∘ a_t ∘ h_{t−1}
     dx_t = dt_t · λ_t B_t,    dB_t = λ_t (dt_t · x_t),    dC_t = h_t dy_t
@@ -38,7 +38,7 @@ ASSOCIATIVE = "associative_scan"
 
 
 def reference(*operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec()) -> Outputs:
-    """The formula: one step for each token, in float32 or, where the inputs are, in float64."""
+    """The formula: one step for each token, in float32, or in float64 if the inputs are."""
     x = Operands(*operands)
     dtype = statistics_dtype(x.x.dtype)
     A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
@@ -63,14 +63,14 @@ def _initial_state(x: Operands) -> Array:
 
 
 def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is a chunk."""
+    """The heuristic config: block_q is the tokens of a chunk."""
     if target.platform == "cpu":
         return KernelConfig(block_q=32)
     return KernelConfig(block_q=64, algorithm=ASSOCIATIVE)
 
 
 def space(spec: StateSpaceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """Longer chunks need more memory and fewer steps. On a CPU only the heuristic one."""
+    """The heuristic config and, except on a CPU, longer chunks, which need more memory and fewer steps."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
     return [KernelConfig(block_q=block_q, algorithm=ASSOCIATIVE) for block_q in (64, 32, 128)]
@@ -86,9 +86,9 @@ def state_space_v1(
 
 
 def _by_chunks(loop: Callable[..., tuple[Array, Array]], x: Operands, config: KernelConfig) -> Outputs:
-    """y and the final state, with a function that does a chunk on a CPU."""
+    """y and the final state, where `loop` computes a chunk on a CPU."""
     dtype, states = statistics_dtype(x.x.dtype), _initial_state(x)
-    if x.x.size == 0:  # no token, so that nothing leads from one state to another
+    if x.x.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros(x.x.shape, x.x.dtype)), states)
     A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
     A = varying_like(x, jnp.swapaxes(A, 1, 2))
@@ -107,7 +107,7 @@ def _by_chunks(loop: Callable[..., tuple[Array, Array]], x: Operands, config: Ke
 
 
 def _by_associative_scan(A: Array, h: Array, u: Array, dt: Array, B: Array, C: Array) -> tuple[Array, Array]:
-    """The state [b,d,h] after a chunk, and y [c,b,h], of A [b?,d,h], u and dt [c,b,h], B and C [c,b,d]."""
+    """The state [b,d,h] after a chunk, and y [c,b,h], from A [b?,d,h], u and dt [c,b,h], B and C [c,b,d]."""
     of_two = lambda first, second: (second[0] * first[0], second[0] * first[1] + second[1])
     decays, added = lax.associative_scan(
         of_two, (jnp.exp(dt[:, :, None] * A[None]), (dt * u)[:, :, None] * B[..., None])
@@ -120,7 +120,7 @@ def _by_associative_scan(A: Array, h: Array, u: Array, dt: Array, B: Array, C: A
 
 
 def _loop(A: Array, h: Array, u: Array, dt: Array, B: Array, C: Array) -> tuple[Array, Array]:
-    """The same, token by token."""
+    """The state after a chunk and y, token by token."""
 
     def step(h, token):
         u, dt, B, C = token
@@ -138,7 +138,7 @@ def _loop_forward(*arguments: Array) -> tuple[tuple[Array, Array], tuple[Array, 
 
 
 def _loop_backward(arguments: tuple[Array, ...], cotangents: tuple[Array, Array]) -> tuple[Array, ...]:
-    """The equations at the head of this file; of the states those before each token are computed first."""
+    """The gradient by the equations at the head of this file, after recomputing the state before each token."""
     A, h, u, dt, B, C = arguments
     last, before = lax.scan(lambda h, token: (_after(A, h, *token), h), h, (u, dt, B))
     after = jnp.concatenate([before[1:], last[None]])
@@ -164,12 +164,12 @@ _differentiated_loop.defvjp(_loop_forward, _loop_backward)
 
 
 def _after(A: Array, h: Array, u: Array, dt: Array, B: Array) -> Array:
-    """The state [b,d,h] after a token, of u and dt [b,h] and B [b,d]."""
+    """The state [b,d,h] after a token with u and dt [b,h] and B [b,d]."""
     return h * jnp.exp(dt[:, None] * A) + (dt * u)[:, None] * B[..., None]
 
 
 def _sum_by_halves(a: Array) -> Array:
-    """Σ of [b,d,h] over d, half of it added to the other half until one is left: sums of whole rows."""
+    """The sum of [b,d,h] over d by adding one half to the other until one row is left, so that whole rows are added."""
     while (size := a.shape[1]) > 1:
         half = size // 2
         rest = a[:, 2 * half :]
@@ -186,7 +186,7 @@ def _product(axes: str, a: Array, b: Array) -> Array:
 def _with_gradient_of_loop(
     *operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
-    """The forward of which JAX makes the gradient: it cannot be pushed forward, which that of `_loop` can."""
+    """The forward that the backward differentiates: it has a custom gradient, and thus no jvp, unlike `_loop`."""
     return _by_chunks(_differentiated_loop, Operands(*operands), config)
 
 

@@ -1,9 +1,9 @@
-"""Mamba-2's state space in XLA: the linear recurrence of `_recurrence`, whose queries are C, keys B and values dt · x.
+"""Mamba-2's state space in XLA: the linear recurrence of `_recurrence` with queries C, keys B and values dt · x.
 
     h_t = exp(dt_t · A) · h_{t−1} + dt_t · x_t B_tᵀ,    y_t = h_t C_t + D · x_t
 
-is that of a decay g_t = dt_t · A of each head, its state transposed. A chunk is two products of matrices with masks of
-decays between them (state space duality); C·B is computed once for the heads that share them.
+is a recurrence with the log decay g_t = dt_t · A for each head and a transposed state. A chunk is two matrix products
+with a mask of decays between them (state space duality); C·B is computed once for the heads that share them.
 """
 
 from functools import partial
@@ -25,7 +25,7 @@ from ._tiles import varying_like
 
 
 def reference(*operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec()) -> Outputs:
-    """The formula: one step for each token, in float32 or, where the inputs are, in float64."""
+    """The formula: one step for each token, in float32, or in float64 if the inputs are."""
     x = Operands(*operands)
     dtype = statistics_dtype(x.x.dtype)
     A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
@@ -51,12 +51,12 @@ def _initial_state(x: Operands) -> Array:
 
 
 def heuristic(spec: StateSpaceSpec, operands: Operands, target: Target) -> KernelConfig:
-    """block_q is a chunk. On a CPU a short one computes less; elsewhere a long one keeps more of the device at work."""
+    """block_q is the tokens of a chunk: short on a CPU, to compute less, and long elsewhere, to fill the device."""
     return KernelConfig(block_q=32 if target.platform == "cpu" else 64)
 
 
 def space(spec: StateSpaceSpec, operands: Operands, target: Target) -> list[KernelConfig]:
-    """Longer chunks keep less and compute more. On a CPU only the heuristic one."""
+    """The heuristic config and, except on a CPU, longer chunks, which store less and compute more."""
     if target.platform == "cpu":
         return [heuristic(spec, operands, target)]
     return [KernelConfig(block_q=block_q) for block_q in (64, 128, 256)]
@@ -70,7 +70,7 @@ def state_space_v2(
     """y and the final state, chunk by chunk."""
     x = Operands(*operands)
     dtype, states = statistics_dtype(x.x.dtype), _initial_state(x)
-    if x.x.size == 0:  # no token, so that nothing leads from one state to another
+    if x.x.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros(x.x.shape, x.x.dtype)), states)
     A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
 

@@ -1,8 +1,8 @@
-"""How long measuring may hold up a call: `EJKERNEL_AUTOTUNE_BUDGET_S` seconds, by default 3.
+"""The time by which measuring may delay a call: `EJKERNEL_AUTOTUNE_BUDGET_S` seconds, by default 3.
 
-Each call has them: the forward and the backward of a gradient are two. The time in which the heuristic config is
-lowered does not count, for that the call needs in any case (what GPU kernels are lowered to is kept, and found by it).
-All else does: the config's compilation, values to measure with, the other configs, and the measuring.
+Each call has this budget; the forward and the backward of a gradient are two calls. Lowering the heuristic config does
+not count, as the call needs that in any case (and finds the lowered GPU kernel again). Everything else counts: its
+compilation, values to measure with, the other configs, and the measuring.
 """
 
 import math
@@ -16,7 +16,7 @@ DEFAULT_SECONDS = 3.0
 
 
 def budget_of_environment() -> float:
-    """Seconds that the environment allows for the configs of a call now; 0 where heuristics are to choose them.
+    """The seconds that the environment allows for measuring a call now; 0 to let heuristics choose.
 
     Raises:
         ValueError: the variable holds no number of at least 0.
@@ -38,14 +38,14 @@ class BudgetSpent(EjkernelRuntimeError):
 
 
 class Deadline:
-    """A moment so many seconds from now, which may be infinitely many."""
+    """The moment a number of seconds, possibly infinite, from now."""
 
     def __init__(self, seconds: float) -> None:
         self._at = monotonic() + seconds
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until it comes, 0 once it has."""
+        """The seconds until the moment, 0 once it has passed."""
         return max(self._at - monotonic(), 0.0)
 
     @property

@@ -1,4 +1,4 @@
-"""Is what a candidate computes right, and the same in every run? Answered before its time counts."""
+"""Checks that the results of a candidate are right and repeat bit for bit, before its time counts."""
 
 import functools
 from typing import Any

@@ -19,10 +19,10 @@ from .kernel import Invocation, Kernel
 T = TypeVar("T")
 Lower = Callable[[Any], jax.stages.Lowered]
 
-# Where there is no deadline: Triton's compiler is not Python. Else one, for most of lowering is, which runs one thread
-# at a time, and where time is short the next program sooner is worth more than two later.
+# Without a deadline two kernels are lowered at once, as Triton's compiler is not Python. With one, only one is: most of
+# lowering is Python, which runs one thread at a time, and the next program soon is better than two later.
 _LOWERED_AT_ONCE = 2
-# Of the time that is left, what may be taken before that which is ready is measured.
+# The share of the remaining time after which the programs that are ready are measured.
 _SHARE_OF_COMPILERS = 2 / 3
 
 
@@ -41,7 +41,7 @@ def started_outside_any_trace(work: Callable[[], T]) -> Future:
 
 
 def lowered(kernel: Kernel, inv: Invocation, config: Any) -> jax.stages.Lowered:
-    """A program of the arrays of `inv`, of which the types are enough: the call with a config."""
+    """The call with a config as a lowered program of the arrays of `inv`, of which only the types are needed."""
     leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
 
     def call(*arrays):
@@ -82,14 +82,13 @@ def check_kernels_may_be_made() -> None:
 def compiled_in_turn(
     lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered, deadline: Deadline
 ) -> Iterator[tuple[Any, Future]]:
-    """Each config with its compiled program, or the error of making it; `first` is that of the first, lowered already.
+    """Yields each config with its compiled program or error; `first` is the lowered program of the first config.
 
-    They are lowered in their order and compiled beside each other, as many as there are cores, when the first of them
-    is due. Where there is a deadline, those whose kernels are kept on disk come first; others are made only if that is
-    none, for one that is made takes as long as many that are read. They come in their order too, but for those that
-    are ready after their turn, which come then. While one is asked for nothing is being lowered: that would disturb
-    the issuing of short calls. Those that are not ready at the deadline do not come: what is being lowered or compiled
-    then is brought to its end, for it is kept where lowered kernels are, and nothing else is begun.
+    From the first request on, programs are lowered in order and compiled in parallel, as many as there are cores. With
+    a deadline, configs whose kernels are on disk come first, and others are lowered only if there are none, as lowering
+    one takes as long as reading many. Programs are yielded in order, or as they become ready after their turn. Nothing
+    is lowered while the caller measures a program, as that would disturb short calls. Programs that are not ready at
+    the deadline are not yielded: those in progress are finished, as lowered kernels are stored, and no others begin.
 
     Raises:
         TimeoutError: the first was not ready at the deadline, or something was still being lowered.
@@ -152,12 +151,12 @@ class _Batch:
             wait(pending.values(), self._deadline.timeout(), FIRST_COMPLETED)
 
     def give_up(self) -> None:
-        """Begins nothing more."""
+        """Starts no further lowering or compilation."""
         self._given_up.set()
         self._compilers.shutdown(wait=False)
 
     def _lower_kept_or_all(self, configs: Sequence[Any]) -> None:
-        """Lowers those whose kernels are on disk; all, while there is time, where that is none."""
+        """Lowers the configs whose kernels are on disk, or, if there are none, all while there is time."""
         others = []
         with kept_kernels_only():
             for config in configs:
@@ -177,7 +176,7 @@ class _Batch:
             self._lower_next(config)
 
     def _lower_next(self, config: Any) -> bool:
-        """Lowers a config and has it compiled, if there is time; False where it has to be on disk, and is not."""
+        """Lowers a config and starts its compilation, if there is time; False if it has to be on disk and is not."""
         try:
             # Lowering the next one is assumed to take as long as the last.
             if self._given_up.is_set() or self._seconds_of_the_last > self._until.seconds_left:

@@ -1,4 +1,4 @@
-"""What is told on stderr while the configs of a call are measured."""
+"""The messages on stderr while the configs of a call are measured."""
 
 import os
 import sys

@@ -5,9 +5,9 @@ its own: there no trace is in progress, so it can be done in the midst of `jax.j
 numbers agree with those of the heuristic config and are the same, bit for bit, in a second run (unless its kernel says
 that they need not be).
 
-Within a budget the likeliest candidates are measured, that of the heuristics first, until it is spent. What compiles
-for longer is not waited for. The heuristic config is lowered first and alone; then it is compiled, values to measure
-with are made, and the next candidates are lowered and compiled, all at once.
+Within a budget the most promising candidates are measured, the heuristic one first, until it is spent, without waiting
+for programs that still compile then. The heuristic config is lowered first and alone; then it is compiled, values to
+measure with are made, and the next candidates are lowered and compiled, all concurrently.
 """
 
 import math

@@ -45,7 +45,7 @@ class Call:
     levels: tuple[Level, ...] = ()
 
     def mapped(self, level: Level) -> "Call":
-        """The same under one more vmap."""
+        """The spec under one more vmap."""
         return replace(self, levels=(*self.levels, level))
 
     @property

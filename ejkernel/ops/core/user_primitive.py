@@ -51,7 +51,7 @@ class ConfigOfForward(ShortRepr):
     platform: str = "auto"
 
     def config(self, *_: Any) -> Any:
-        """That of the forward."""
+        """The config of the forward."""
         return self.of_forward
 
 

@@ -33,7 +33,7 @@ def batches(
 
 
 def _seconds(fn: Callable[[], Any], calls: int) -> float:
-    """Of calls that the device runs one after the other.
+    """The seconds of a number of calls that the device runs one after the other.
 
     Only the last result is kept: many results, each in its own memory, would use the caches differently than a program.
     """

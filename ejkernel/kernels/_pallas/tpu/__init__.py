@@ -3,15 +3,15 @@
 from ejkernel.types import KernelConfig
 
 SMEM_BYTES = 768 * 1024
-"""Scalar memory that a kernel may fill: every chip since v4 has 1 MiB, and the compiler takes some of it."""
+"""Bytes of scalar memory for a kernel: every chip from v4 on has 1 MiB, of which the compiler needs some."""
 SUBLANES = 8
-"""Rows of a register: blocks are made of whole ones."""
+"""The rows of a register; blocks are made of whole registers."""
 MOST_ROWS = 4096
-"""Of a block: kernels are unrolled over the parts of one, and vector memory holds no larger ones."""
+"""The most rows of a block: kernels are unrolled over its parts, and vector memory holds no larger blocks."""
 
 
 def refuses(name: str, config: KernelConfig) -> str | None:
-    """What kernels that take blocks as they are given have against a config, or None."""
+    """Why kernels that use the blocks of a config as they are cannot run with it, or None."""
     del name
     for block in ("block_q", "block_k"):
         if (size := getattr(config, block)) % SUBLANES or size > MOST_ROWS:

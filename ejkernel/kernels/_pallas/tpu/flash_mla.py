@@ -7,7 +7,7 @@ from . import flash_attention
 
 
 def kernels() -> Kernels:
-    """Those of flash_attention, which are imported when they are first needed."""
+    """The kernels of flash_attention, which are imported when they are first needed."""
     from .flash_attention import backward, configs, forward, tangent
 
     return Kernels(forward.flash_attention, tangent.flash_attention_jvp, backward.flash_attention_bwd, configs.space)

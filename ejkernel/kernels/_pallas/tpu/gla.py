@@ -1,4 +1,4 @@
-"""gla on TPU: one of the family in `_recurrence`."""
+"""gla on TPU, by the kernels of the linear recurrence."""
 
 from ._recurrence import register
 

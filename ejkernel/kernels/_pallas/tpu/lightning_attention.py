@@ -1,4 +1,4 @@
-"""lightning_attention on TPU: one of the family in `_recurrence`."""
+"""lightning_attention on TPU, by the kernels of the linear recurrence."""
 
 from ._recurrence import register
 

@@ -1,7 +1,7 @@
-"""multi_latent_page_attention on TPU: tiles of tokens over pages of latents, of which every slot is copied once.
+"""multi_latent_page_attention on TPU: tiles of tokens over pages of latents; each slot is copied once for all heads.
 
-A slot is the key of all heads and, but for its rotary part, their value: the kernel of ragged_page_attention with one
-key/value head, the rows of whose tiles are the heads of some tokens.
+A slot is the key of all heads and, without its rotary part, their value. So this is the kernel of ragged_page_attention
+with one key/value head, where the rows of a tile are all heads of some tokens.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:
-    """Configs that may be best, the likeliest first."""
+    """The configs worth measuring, the most promising first."""
     return [
         MultiLatentPageAttentionConfig(*sizes, platform=Platform.PALLAS, backend=Backend.TPU)
         for sizes in _paged.ragged_sizes(spec, operands, *_call(operands))
@@ -43,7 +43,7 @@ def multi_latent_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: MultiLatentPageAttentionConfig = MultiLatentPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """o and lse of the step's tokens."""
     from ._paged.ragged import ragged
 
     x = Operands(*operands)

@@ -1,4 +1,4 @@
-"""page_attention on TPU: a work item for each sequence, of the one token that it has."""
+"""page_attention on TPU: a work item for the single query of each sequence."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,7 +23,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[PageAttentionConfig]:
-    """Configs that may be best, the likeliest first. None of them depends on the batch."""
+    """The configs worth measuring, the most promising first; none of them depends on the batch."""
     x, page = operands, operands.k_pages.shape[2]
     rows = _paged.rows_of_tile(1, x.q.shape[2] // x.k_pages.shape[3])
     sizes = _paged.keys_of_blocks(x.q, _caches(x), rows, _paged.piece_of(page), x.block_tables.shape[2] * page)
@@ -57,5 +57,5 @@ def page_attention(
 
 
 def _caches(x: Operands) -> list[tuple]:
-    """Keys and values, with the heads of a slot."""
+    """The caches of keys and of values, each with the number of heads of a slot."""
     return [(pages, pages.shape[3]) for pages in (x.k_pages, x.v_pages)]

@@ -1,4 +1,4 @@
-"""ragged_decode_attention on TPU: a work item for each sequence, whose keys lie side by side."""
+"""ragged_decode_attention on TPU: a work item for each sequence, whose keys are contiguous."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -24,7 +24,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedDecodeAttentionConfig]:
-    """Configs that may be best, the likeliest first. None of them depends on the batch."""
+    """The configs worth measuring, the most promising first; none of them depends on the batch."""
     x, length = operands, operands.k.shape[1]
     rows = _paged.rows_of_tile(1, x.q.shape[1] // x.k.shape[2])
     sizes = _paged.keys_of_blocks(x.q, _caches(x), rows, _paged.piece_of(length), length)
@@ -54,5 +54,5 @@ def ragged_decode_attention(
 
 
 def _caches(x: Operands) -> list[tuple]:
-    """Keys and values, with the heads of a key."""
+    """The caches of keys and of values, each with its number of heads."""
     return [(cache, cache.shape[2]) for cache in (x.k, x.v)]

@@ -1,4 +1,4 @@
-"""ragged_page_attention on TPU: tiles of tokens, of prefill, decode and drafts, over pages."""
+"""ragged_page_attention on TPU: tiles of the tokens of prefill, decode and drafts, over pages."""
 
 from jax import Array
 
@@ -18,7 +18,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
-    """Configs that may be best, the likeliest first."""
+    """The configs worth measuring, the most promising first."""
     return [
         RaggedPageAttentionConfig(*sizes, platform=Platform.PALLAS, backend=Backend.TPU)
         for sizes in _paged.ragged_sizes(spec, operands, operands.q, operands.kv_pages)

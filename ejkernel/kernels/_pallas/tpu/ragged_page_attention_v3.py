@@ -1,4 +1,4 @@
-"""ragged_page_attention_v3 on TPU: the step's keys and values go into the pages in place, then it attends."""
+"""ragged_page_attention_v3 on TPU: one kernel writes the step's keys and values into the pages, another one attends."""
 
 from jax import Array
 
@@ -13,7 +13,7 @@ from . import _paged
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
-    # Two numbers of each token say where it is written.
+    # Scalar memory holds two numbers for each token, which say where it is written.
     written = 2 * operands.q.shape[0] * operands.q.shape[1]
     return _paged.ragged_refusal(spec, target, operands, operands.q, operands.kv_pages) or _paged.table_refusal(
         0, written
@@ -21,7 +21,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[RaggedPageAttentionConfig]:
-    """Configs that may be best, the likeliest first."""
+    """The configs worth measuring, the most promising first."""
     return [
         RaggedPageAttentionConfig(*sizes, platform=Platform.PALLAS, backend=Backend.TPU)
         for sizes in _paged.ragged_sizes(spec, operands, operands.q, operands.kv_pages)

@@ -1,4 +1,4 @@
-"""recurrent on TPU: one of the family in `_recurrence`."""
+"""recurrent on TPU, by the kernels of the linear recurrence."""
 
 from ._recurrence import register
 

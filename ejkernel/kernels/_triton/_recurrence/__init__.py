@@ -50,5 +50,5 @@ recurrence_bwd = _kernels.backward("gradients", supports, ("chunks",))
 
 
 def register(operation: str) -> None:
-    """Registers them for an operation of this family."""
+    """Registers the kernels for an operation that is a linear recurrence."""
     _kernels.register(operation, recurrence, recurrence_jvp, recurrence_bwd)

@@ -1,8 +1,8 @@
-"""Which configs the kernels of the linear recurrence are run with: one by heuristics, and the space of tuning.
+"""The configs of the kernels of the linear recurrence: the heuristic choice, and the space that tuning searches.
 
-block_q is a chunk of tokens; block_k columns and block_d rows of a block of state. num_warps are those of the kernel
-that computes chunks. algorithm is "fused_chunks" (one kernel, chunk after chunk), "chunks" (chunk states, then all
-chunks in parallel) or "steps" (token by token).
+block_q is the tokens of a chunk, block_k the columns and block_d the rows of a block of state, num_warps the warps of
+the kernel that computes chunks. algorithm is "fused_chunks" (one kernel, chunk after chunk), "chunks" (chunk states,
+then all chunks in parallel) or "steps" (token by token).
 """
 
 import numpy as np
@@ -15,15 +15,15 @@ from .problem import padded
 from .step import LONGEST
 
 SMALLEST = 16
-"""Tokens of the smallest chunk that a matrix unit takes."""
+"""The tokens of the smallest chunk that a matrix unit takes."""
 
 WIDE = dict(block_q=SMALLEST, block_k=32, block_d=32, num_warps=8)
 """Blocks and warps of a backward in float32."""
 
 WIDEST = 128
-"""Columns of a state that a program takes at once, at most."""
+"""The most columns of a state that a program computes at once."""
 
-# (block_q, block_k, block_d, num_warps, num_stages, algorithm), the one that was fastest on an H200 first.
+# (block_q, block_k, block_d, num_warps, num_stages, algorithm), the fastest on an H200 first.
 FORWARD = (
     (64, 64, 64, 4, 2, "fused_chunks"),
     (64, 64, 64, 4, 3, "fused_chunks"),
@@ -39,13 +39,14 @@ BACKWARD = ((64, 128, 64, 4, 2, "chunks"), (64, 64, 64, 8, 2, "chunks"))
 BACKWARD_BY_FEATURE = ((64, 128, 32, 4, 2, "chunks"), (32, 128, 64, 4, 2, "chunks"))
 BACKWARD_BY_VALUE = ((16, 64, 64, 4, 2, "chunks"), (16, 64, 32, 4, 2, "chunks"))
 
-# By what decays: nothing or heads alike at all tokens; heads at tokens; features of keys; of values; of both.
+# The entries of an operation are for decays of: nothing, or heads by g_gamma alone; heads by g; features of keys;
+# features of values; features of both.
 TABLES = {
     "recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE, FORWARD_BY_VALUE, FORWARD_BY_VALUE),
     "recurrence_jvp": (TANGENT, TANGENT, TANGENT_BY_FEATURE, TANGENT_BY_VALUE, TANGENT_BY_VALUE),
     "recurrence_bwd": (BACKWARD, BACKWARD[::-1], BACKWARD_BY_FEATURE, BACKWARD_BY_VALUE, BACKWARD_BY_VALUE[::-1]),
 }
-# The same of more than 128 features, of which large tiles do not fit into registers.
+# The same for more than 128 features, where large tiles do not fit into registers.
 BY_HEAD, BY_VALUE = (32, 32, 32, 8, 2, "chunks"), (SMALLEST, 32, 32, 8, 2, "chunks")
 FORWARD_BY_HEAD, BY_HEAD_JVP, BY_VALUE_JVP = (
     (32, 32, 32, 4, 2, "chunks"),
@@ -61,7 +62,7 @@ MANY = {
     "recurrence_bwd": ((BY_HEAD,), (BY_HEAD,), ((32, 32, 64, 8, 2, "chunks"),), (BY_VALUE,), (BY_VALUE,)),
 }
 MANY_ON_HOPPER = MANY | {"recurrence": (FORWARD, FORWARD, FORWARD_BY_FEATURE[1:], FORWARD_BY_VALUE, FORWARD_BY_VALUE)}
-# The same, of up to 128 features, of GPUs whose matrix products are fed from registers.
+# The same for up to 128 features on GPUs whose matrix products take their operands from registers.
 FUSED, MIDDLE = (64, 64, 64, 8, 2, "fused_chunks"), (32, 64, 64, 4, 2, "chunks")
 BACKWARD_MIDDLE, TANGENT_MIDDLE = (32, 64, 64, 8, 2, "chunks"), (32, 64, 32, 8, 1, "chunks")
 FROM_REGISTERS = {
@@ -75,7 +76,7 @@ FROM_REGISTERS = {
         *(((SMALLEST, 64, 32, 8, 2, "chunks"),),) * 2,
     ),
 }
-# The same of float16, whose products are three of TF32.
+# The same for float16, where a product is computed as three of TF32.
 SMALL, SMALL_8 = (SMALLEST, 32, 32, 4, 2, "chunks"), (SMALLEST, 32, 32, 8, 2, "chunks")
 FLOAT16 = {
     "recurrence": ((MIDDLE,), (MIDDLE,), (MIDDLE,), FORWARD_BY_VALUE, FORWARD_BY_VALUE),
@@ -85,7 +86,7 @@ FLOAT16 = {
 
 
 def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     if operation == "recurrence" and operands.q.shape[1] <= LONGEST and operands.spans is None:
         return [_config(16, block, 64, warps, 1, "steps") for block, warps in ((32, 4), (16, 4), (64, 8))]
     if operands.gv is not None:
@@ -109,17 +110,17 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
 
 
 def fits(operands: Operands, target: Target) -> bool:
-    """Whether there is a chunk whose tiles and the state fit into the shared memory of the target."""
+    """Whether the tiles of the smallest chunk and the state fit into the shared memory of the target."""
     return tiles_memory(operands, SMALLEST) <= shared_memory_limit(target)
 
 
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
-    """`tiles_memory` of a config."""
+    """Bytes of shared memory that the kernels need with this config."""
     return tiles_memory(operands, config.block_q)
 
 
 def tiles_memory(operands: Operands, chunk: int) -> int:
-    """Bytes that the largest kernel keeps there: tiles of q, k, v and do, a state, and two squares of pairs."""
+    """Bytes of shared memory of the largest kernel: tiles of q, k, v and do, a state, and two [chunk, chunk] tiles."""
     d, e = padded(operands.q.shape[3]), min(padded(operands.v.shape[3]), WIDEST)
     elements = 2 * chunk * (d + e) + d * e + 2 * chunk**2
     return elements * (2 if operands.q.dtype == np.dtype("bfloat16") and operands.gv is None else 4)

@@ -1,12 +1,13 @@
-"""The forward, fused: one program goes through the chunks of a head; or in two kernels: chunk states, then outputs.
+"""The forward, as one fused kernel that loops over the chunks of a head, or as two: chunk states, then outputs.
 
-The fused kernel keeps the state in registers and reads everything once, but has no more programs than there are heads
-and blocks of columns. The other way writes the state that each chunk begins with and computes all chunks in parallel.
-The output of a chunk has an inter-chunk part, which comes from that state, and an intra-chunk part, from pairs of rows:
+The fused kernel keeps the state in registers and reads everything once, but has only as many programs as there are
+heads and blocks of columns. The pair of kernels writes the initial state of each chunk to memory and then computes all
+chunks in parallel. The output of a chunk has an inter-chunk part, from that state, and an intra-chunk part, from pairs
+of rows:
 
     o_i = scale (exp(G_i) q_iᵀ h + Σ_{j≤i} exp(G_i − G_j) q_i·k_j v_j),    h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ
 
-Where values decay, o_i and v_j have factors exp(G_i) and exp(−G_j) of theirs, too, for each feature.
+If values decay, o_i and v_j also have factors exp(G_i) and exp(−G_j) for each feature of values.
 """
 
 import jax

@@ -1,23 +1,24 @@
-"""The backward: states forwards, their cotangents backwards in time, then all chunks at once.
+"""The backward: chunk states forwards in time, their cotangents backwards, then gradients of all chunks in parallel.
 
-With h the state that a chunk begins with, dh' the cotangent of the one it ends with, E_ij = exp(G_i − G_j) for j ≤ i
-and W_ij = scale do_i·v_j, of a feature d (of the exponentials there may be one for each):
+With h the initial state of a chunk, dh' the cotangent of its final state, E_ij = exp(G_i − G_j) for j ≤ i and
+W_ij = scale do_i·v_j, for each feature d (decays may differ between features):
 
     dq_i = Σ_j W_ij E_ij k_j + exp(G_i) scale h do_i        dk_j = Σ_i W_ij E_ij q_i + exp(T − G_j) dh' v_j
     dv_j = Σ_i scale S_ij do_i + exp(T − G_j) dh'ᵀ k_j
 
-A decay at row t is a factor of all that rows before t, or the state h, add to row t and the later ones, or to h':
+The decay at row t multiplies all contributions of the rows before t, and of h, to the rows from t on, and to h':
 
     dg_t = Σ_{j<t≤i} W_ij E_ij q_i k_j + Σ_{i≥t} q_i·[inter-chunk part of dq_i] + Σ_{j<t} k_j·[… of dk_j]
            + exp(T) Σ_e h ∘ dh'
 
-Where heads decay, or features fast, and in float32, these sums are made as they stand: no terms cancel, so that each is
-as exact as its terms. Where features decay slowly the first is Σ_{i≥t} (q_i·[intra-chunk part of dq_i] − k_i·[… of
-dk_i]): pairs that do not pass t cancel to the last bits of float32, both parts being made of the same rounded factors.
+For decays of heads, for fast decays of features, and in float32, these sums are computed as written: nothing cancels,
+so that each is as exact as its terms. For slow decays of features the first sum is computed as
+Σ_{i≥t} (q_i·[intra-chunk part of dq_i] − k_i·[… of dk_i]), where pairs on one side of t cancel to the last bits of
+float32, since both parts are made of the same rounded factors.
 
-Where the features of values decay, do_i and v_j have their exp(G_i) and exp(−G_j), or towards dh' exp(T − G_j), and dh'
-has exp(T). All is then the same with (q, k, gk) and (do, v, gv) in each other's place and states transposed, which
-gives dv and dgv; a decay of heads is one of all features.
+If the features of values decay, do_i and v_j have factors exp(G_i) and exp(−G_j), v_j has exp(T − G_j) in the product
+with dh', and dh' has exp(T). Everything is then symmetric under the exchange of (q, k, gk) and (do, v, gv) with states
+transposed, which gives dv and dgv; the decay of a head is the same decay for all of its features.
 """
 
 from dataclasses import replace
@@ -39,7 +40,7 @@ from .problem import Places, Problem, gamma_of_batch, places_of, problem_of, rep
 from .states import ROWS, block_of, chunk_states
 
 WHOLE = {tl.bfloat16: 256, tl.float32: 128}
-"""Features of keys that a program takes at once where heads decay, by the dtype of products; else it takes `ROWS`."""
+"""The most features of keys of a block without decays of features, by the dtype of products; else blocks of `ROWS`."""
 
 
 def recurrence_bwd(
@@ -51,10 +52,10 @@ def recurrence_bwd(
     spec: RecurrenceSpec,
     config: KernelConfig,
 ) -> tuple:
-    """The cotangents of the operands that `wrt` names, in that order.
+    """The cotangents of the operands named in `wrt`, in that order.
 
-    A decay of heads that is the same for all tokens or beside decays of features has a gradient that is a sum of many,
-    in which the rounding of bfloat16 would stay: it is computed in float32, whatever the config's blocks.
+    The gradient of g_gamma, or of g beside decays of features, is a long sum in which rounding to bfloat16 would not
+    average out: it is computed in float32, whatever the blocks of the config.
     """
     wide = "g_gamma" in wrt or ("g" in wrt and primals.gk is not None)
     config = replace(config, **WIDE) if wide else config
@@ -90,7 +91,7 @@ def recurrence_bwd(
 def _gradients(
     x: Operands, do, states, dstates, places: Places, of_gates: set[str], p: Problem, config: KernelConfig
 ) -> dict[str, jax.Array]:
-    """dq, dk, dv; of gates, dgk and dgv where features decay and dg where heads do or where it is asked for."""
+    """dq, dk and dv; if gates are asked for, dgk and dgv if features decay, and dg if heads do or it is asked for."""
     array = jax.ShapeDtypeStruct
     like = lambda a: array((p.B, p.S, p.H, a.shape[3]), a.dtype if a.shape[2] == p.H else jnp.float32)
     alone = lambda name: getattr(x, name).dtype if of_gates <= {"gk", "gv"} else jnp.float32
@@ -98,7 +99,7 @@ def _gradients(
     types = {"dk": like(x.k), "dq": like(x.q)}
     run = lambda given, types, rows, p: _run(given, types, rows, places, p, config)
     given, rows = (x.q, x.k, x.v, do, *x[3:7], states, dstates), min(config.block_d, p.D_PAD)
-    if x.gv is not None:  # the same with values and keys in each other's place
+    if x.gv is not None:  # the same kernel with values and keys exchanged
         found = run(given, types | (of_feature("gk") if p.by_feature else {}), rows, p)
         given = (do, x.v, x.k, x.q, x.g, x.gv, x.gk, x.g_gamma, states, dstates)
         types = {"dk": like(x.v), **of_feature("gv")}
@@ -124,7 +125,7 @@ def _gradients(
 
 
 def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, config: KernelConfig) -> dict:
-    """What `types` asks for of the kernel that computes gradients, by blocks of so many features."""
+    """Runs gradients_kernel for the results named in `types`, with blocks of `rows` features."""
     return _launch.launch(
         gradients_kernel,
         *(*given, *places[:4]),
@@ -139,7 +140,7 @@ def _run(given: tuple, types: dict, rows: int, places: Places, p: Problem, confi
 
 
 def _of_values(x: Operands, do, dstates, dv, places: Places, p: Problem, config: KernelConfig) -> jax.Array:
-    """dv of each query head, where the features of keys are not taken at once."""
+    """dv for each head of the state, if gradients_kernel does not compute it: it takes features of keys in blocks."""
     rows, columns = block_of(p, config)
     return _launch.launch(
         values_kernel,
@@ -160,7 +161,7 @@ def values_kernel(
     dv,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dv, the features of keys being taken a block at a time."""
+    """dv, as a sum over blocks of features of keys."""
     blocks: tl.constexpr = (p.V + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
     column, head = pid % blocks * COLUMNS, pid // blocks % p.H
@@ -182,7 +183,7 @@ def gradients_kernel(
     dg, dgk, dk, dq, dv,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block of features of dq, dk, dgk and of the sum dg; and dv where the block is of all features."""
+    """dq, dk, dgk and the partial sum dg for a block of features of keys; dv if the block is all features."""
     p_v: tl.constexpr = p.of_values
     blocks: tl.constexpr = (p.D + ROWS - 1) // ROWS
     pid = tl.program_id(0)

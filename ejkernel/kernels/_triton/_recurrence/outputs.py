@@ -14,13 +14,14 @@ def over_features(
     q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, column,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `pair_products` and of the inter-chunk part, by the state or its cotangent; and gate and G.
+    """The sums over features of `pair_products` and of the inter-chunk part; and gate and G.
 
-    Where features decay the latter are those of the first block.
+    The inter-chunk part is the product with the state, or, if BACKWARD, with its cotangent. If features decay, gate and
+    G are those of the first block of features.
     """
     products, inter_chunk = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, COLUMNS], 0.0, tl.float32)
     gate, G, _, _ = tiles.gates(g, gk, g_gamma, batch, at, left, head, 0, ROWS, p)
-    if p.exact:  # such blocks side by side would not fit into registers
+    if p.exact:  # unrolled, the blocks would not fit into registers
         for row in tl.range(0, p.D, ROWS):
             products, inter_chunk = add_block(
                 products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row,
@@ -41,11 +42,11 @@ def add_block(
     products, inter_chunk, q, k, g, gk, g_gamma, states, batch, at, left, head, of_chunk, row, column,
     p: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Those sums with the terms of a block of features."""
+    """The sums of `over_features`, with the terms of one block of features added."""
     q_tile = tiles.load_tile(q, batch, at, left, head // p.per_query, p.HQ, row, p.D, ROWS, p).to(p.dtype)
     k_tile = tiles.load_tile(k, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, p).to(p.dtype)
     gate, G, U, T = tiles.gates(g, gk, g_gamma, batch, at, left, head, row, ROWS, p)
-    if p.exact:  # subtracted, as the compiler would make one long sum of a product and what it is added to
+    if p.exact:  # subtraction, as the compiler would accumulate an addition into one long sum
         products -= pairs.pair_products(-q_tile, k_tile, gate, G, T, p)
     else:
         products += pairs.pair_products(q_tile, k_tile, gate, G, T, p)
@@ -59,7 +60,7 @@ def add_block(
 
 @triton.jit
 def from_state(q, state, G, p: tl.constexpr):
-    """The inter-chunk part exp(G_i) scale q_iᵀ h over a block of features; no exp(G_i) yet where heads decay."""
+    """The inter-chunk part exp(G_i) scale q_iᵀ h over a block of features; without exp(G_i) for decays of heads."""
     if p.by_feature:
         return tiles.product((tiles.times(q, G, p) * p.scale).to(p.dtype), state, p)
     else:
@@ -77,7 +78,7 @@ def from_state_cotangent(k, dstate, U, p: tl.constexpr):
 
 @triton.jit
 def chunk_outputs(products, inter_chunk, v, gate, G, gv, batch, at, left, head, column, p: tl.constexpr):
-    """o_i from sums over all features of `pair_products` and `from_state`."""
+    """o_i from the sums over all features of `pair_products` and `from_state`."""
     p_v: tl.constexpr = p.of_values
     weights = pairs.decayed_pairs(products, gate, G, p) * p.scale
     inter_chunk = inter_chunk if p.by_feature else tiles.times(inter_chunk, G, p)
@@ -90,7 +91,7 @@ def chunk_outputs(products, inter_chunk, v, gate, G, gv, batch, at, left, head, 
 
 @triton.jit
 def add_values(total, weights, v, gates_v, p: tl.constexpr):
-    """total + Σ_j S_ij v_j, or Σ_j S_ij exp(G_i − G_j) v_j where values have gates."""
+    """total + Σ_j S_ij v_j; with gates of values, total + Σ_j S_ij exp(G_i − G_j) v_j."""
     p_v: tl.constexpr = p.of_values
     if gates_v is None:
         return tiles.add_product(total, weights, v, p, p.weight_parts)
@@ -100,7 +101,7 @@ def add_values(total, weights, v, gates_v, p: tl.constexpr):
 
 @triton.jit
 def decaying(weights, v, gate, G, T, p: tl.constexpr):
-    """Σ_j S_ij exp(G_i − G_j) v_j where the features of values decay."""
+    """Σ_j S_ij exp(G_i − G_j) v_j, with decays of the features of values."""
     m = pairs.middle(T)
     if pairs.can_factor(G, m, p):
         scaled_v = tiles.times(v, m[None, :] - G, p)

@@ -1,4 +1,4 @@
-"""The gradients of q, k and of decays that come from the pairs of rows j ≤ i of a chunk (pairs.py)."""
+"""The intra-chunk gradients of q, k and decays, from the pairs of rows j ≤ i of a chunk (see pairs.py)."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from . import pairs, tiles
 
 @triton.jit
 def gate_gradients(of_pairs, dq_inter, dk_inter, state_term, factored, p: tl.constexpr):
-    """The gradients of decays from those of pairs, by `pair_gradients`, and the terms of the other sums."""
+    """The gradients of decays, from the part of pairs (see `pair_gradients`) and the terms of the inter-chunk sums."""
     if factored:
         dq_inter += of_pairs
         before = dk_inter - dq_inter
@@ -22,10 +22,10 @@ def gate_gradients(of_pairs, dq_inter, dk_inter, state_term, factored, p: tl.con
 
 @triton.jit
 def pair_gradients(q, k, W, gate, G, T, dq, dk, factored, p: tl.constexpr):
-    """dq and dk, from their inter-chunk parts and the intra-chunk ones, and what pairs j < i add to dg.
+    """dq and dk, as inter-chunk plus intra-chunk part, and the contribution of pairs j < i to dg.
 
-    At row t that is Σ_{j<t≤i} W_ij E_ij q_i ∘ k_j, where heads decay in columns that are still to be summed. But if the
-    decays can be factored, it is q_i ∘ dq_i − k_i ∘ dk_i at row i, whose sum over i ≥ t is the same.
+    At row t the latter is Σ_{j<t≤i} W_ij E_ij q_i ∘ k_j; for decays of heads it has a column per j, yet to be summed.
+    If the decays can be factored, it is q_i ∘ dq_i − k_i ∘ dk_i at row i instead, whose sum over i ≥ t is the same.
     """
     rows = tl.arange(0, p.C)
     before = rows[:, None] > rows[None, :]

@@ -1,19 +1,19 @@
-"""The intra-chunk weights, of the pairs of rows j ≤ i of a chunk: S_ij = Σ_d q_id k_jd exp(G_id − G_jd)."""
+"""The intra-chunk weights S_ij = Σ_d q_id k_jd exp(G_id − G_jd) for the pairs of rows j ≤ i of a chunk."""
 
 import triton
 import triton.language as tl
 
 from . import tiles
 
-# A quotient of exponentials exp(G_i − m)·exp(m − G_j) is formed where no exponent is larger than this: numbers of q and
-# k up to 1e8 then stay inside the range of float32 and bfloat16.
+# exp(G_i − G_j) is factored into exp(G_i − m)·exp(m − G_j) only if no exponent exceeds this: then q and k up to 1e8
+# times their factors stay within the range of float32 and bfloat16.
 LARGEST_EXPONENT = tl.constexpr(65.0)
 LARGEST_EXACT_EXPONENT = tl.constexpr(10.0)  # the error of exp(x) is that of x, and so grows with x
 
 
 @triton.jit
 def pair_decays(gate, G, p: tl.constexpr):
-    """exp(G_i − G_j) where j ≤ i, else 0, for heads that decay; 1 and 0 where nothing does."""
+    """exp(G_i − G_j) where j ≤ i, else 0, for decays of heads; 1 and 0 if heads do not decay."""
     if p.by_head:
         return tl.where(tiles.causal_mask(p), tl.exp(pair_sums(gate, G, p)), 0.0)
     else:
@@ -32,7 +32,7 @@ def pair_sums(gate, G, p: tl.constexpr):
 
 @triton.jit
 def middle(T):
-    """m, the reference of a chunk's quotients: G − m is at most half of the log decay of the chunk."""
+    """m, the reference of a chunk's factored decays: |G − m| is at most half of the log decay of the chunk."""
     return 0.5 * T
 
 
@@ -50,15 +50,16 @@ def pair_weights(q, k, gate, G, T, p: tl.constexpr):
 
 @triton.jit
 def decayed_pairs(products, gate, G, p: tl.constexpr):
-    """S of the sum of all `pair_products`."""
+    """S, from the sum of `pair_products` over all features."""
     return tl.where(tiles.causal_mask(p), products, 0.0) if p.by_feature else products * pair_decays(gate, G, p)
 
 
 @triton.jit
 def pair_products(q, k, gate, G, T, p: tl.constexpr):
-    """Σ q_id k_jd over a block of features, with their exp(G_id − G_jd) where features decay; float32.
+    """Σ_d q_id k_jd over a block of features, times exp(G_id − G_jd) if features decay; float32.
 
-    Then by the product of q exp(G − m) and k exp(m − G) if the exponents allow it. Else row by row.
+    With decays it is the matrix product of q exp(G − m) and k exp(m − G) if the exponents allow it, and otherwise
+    computed row by row.
     """
     if p.by_feature:
         m = middle(T)

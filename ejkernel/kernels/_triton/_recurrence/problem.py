@@ -1,4 +1,4 @@
-"""The compile-time constants of the kernels of the linear recurrence, and where the sequences of a packed call are."""
+"""The compile-time constants of the kernels of the linear recurrence, and the places of packed sequences."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Problem:
 
     Attributes:
         B, S, H: batch, tokens, and heads of the state.
-        HQ, HK, HV: heads of queries, keys and values, each of which are H or shared by groups of those.
+        HQ, HK, HV: heads of queries, keys and values: H, or fewer, each shared by a group of heads of the state.
         D, V: the two feature sizes.
         N: sequences in a packed call, None in a dense one.
         C: tokens of a chunk.
@@ -26,12 +26,12 @@ class Problem:
         reverse: time runs from the last token to the first.
         by_head: there is a decay for each head, whether it varies with the token or not.
         by_feature: there is a decay for each key feature.
-        dtype: of products, a name of Triton's.
-        precision: of products in float32.
-        exact: the inputs are float32: no sum of decays may be the difference of longer ones.
-        sums_by_product: running sums of decays in bfloat16 are products with ones. Triton 3.6 fails to compile that for
-            Blackwell.
-        transposed: states lie in memory as [V, D].
+        dtype: Triton's dtype of the operands of products.
+        precision: Triton's input_precision of products in float32.
+        exact: the inputs are float32: sums of decays are not computed as differences of longer sums.
+        sums_by_product: running sums of decays in bfloat16 are products with a triangular matrix of ones. Triton 3.6
+            fails to compile that for Blackwell.
+        transposed: states are stored as [V, D].
     """
 
     B: int
@@ -75,27 +75,27 @@ class Problem:
 
     @property
     def step(self) -> int:
-        """From a token to the next in time."""
+        """The distance from a token to the next in time: 1, or −1 if time is reversed."""
         return -1 if self.reverse else 1
 
     @property
     def chunks(self) -> int:
-        """How many chunks a row of the batch is cut into; in a packed call each sequence may end in one not full."""
+        """The number of chunks of a batch element; in a packed call each sequence may end in a partial chunk."""
         return triton.cdiv(self.S, self.C) if self.N is None else (self.S + self.N * (self.C - 1)) // self.C
 
     @property
     def weight_parts(self) -> int:
-        """Parts in which weights are factors of a product: rounded, what rounding left, …
+        """The number of parts (the rounded value, its rounding error, …) in which weights enter a product.
 
-        Where features decay, q and k are rounded once more than elsewhere, and one rounding less has to make up for it.
+        If features decay, q and k are rounded once more than otherwise; a further part of the weights makes up for it.
         """
         return 2 if self.by_feature and self.dtype == triton.language.bfloat16 else 1
 
     @property
     def of_values(self) -> "Problem":
-        """The same with the features of values in the place of those of keys, where decays of them are given.
+        """The problem with the features of values in the place of those of keys, for decays of values.
 
-        Then every head of the state has queries of its own.
+        Every head of the state then has queries of its own.
         """
         sizes = dict(D=self.V, V=self.D, HK=self.HV, HV=self.HK)
         return replace(self, **sizes, by_head=False, by_feature=True, transposed=not self.transposed)
@@ -110,10 +110,10 @@ class Problem:
 
 
 def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = False) -> Problem:
-    """The problem that a call poses.
+    """The `Problem` of a call.
 
-    Products of float16, all where values decay, and all that are to be `wide`, are computed in three of TF32, on AMD in
-    float32: the range of float16 is too small for decays, and bfloat16 too coarse for both factors of a product.
+    Products are computed as three of TF32 (on AMD in float32) for float16 operands, if values decay, and with `wide`:
+    the range of float16 is too small for decays, and bfloat16 too coarse for both factors of a product.
     """
     (B, S, HQ, D), (_, _, HV, V) = x.q.shape, x.v.shape
     half = x.q.dtype == jnp.bfloat16 and x.gv is None and not wide
@@ -133,10 +133,11 @@ def problem_of(x: Operands, spec: RecurrenceSpec, chunk: int, *, wide: bool = Fa
 
 
 class Places(NamedTuple):
-    """Of a packed call, None in a dense one.
+    """The places of the sequences of a packed call, all None in a dense one.
 
     first, length, chunk [b,n]: the first token in time, the number of tokens and the first chunk of each sequence.
-    owner [b,chunks]: the sequence of each chunk, n where there is none. covered [b,s]: the tokens of any sequence.
+    owner [b,chunks]: the sequence of each chunk, n for a chunk of none.
+    covered [b,s]: whether a token is in any sequence.
     """
 
     first: Any = None
@@ -147,7 +148,7 @@ class Places(NamedTuple):
 
 
 def places_of(x: Operands, problem: Problem) -> Places:
-    """Where the sequences of a call are."""
+    """The `Places` of a call."""
     if x.spans is None:
         return Places()
     spans = jnp.broadcast_to(x.spans, (problem.B, problem.N, 2))
@@ -163,7 +164,7 @@ def places_of(x: Operands, problem: Problem) -> Places:
 
 
 def gamma_of_batch(x: Operands, batch: int) -> Operands:
-    """x with g_gamma [b,h], which may have been the same for the whole batch."""
+    """x with g_gamma broadcast to [b,h]."""
     return x if x.g_gamma is None else x._replace(g_gamma=jnp.broadcast_to(x.g_gamma, (batch, x.g_gamma.shape[1])))
 
 
@@ -173,12 +174,12 @@ def repeated(x: Any, parts: int) -> Any:
 
 
 def zero_elsewhere(x: Any, places: Places) -> Any:
-    """[b,s,…] with 0 for tokens of no sequence, which no program writes."""
+    """x [b,s,…] with 0 for tokens outside of all sequences, which no program writes."""
     if places.covered is None:
         return x
     return jnp.where(jax.lax.expand_dims(places.covered, range(2, x.ndim)), x, 0)
 
 
 def padded(size: int) -> int:
-    """The width of a tile that holds `size` features: a power of two that a matrix unit takes."""
+    """The width of a tile for `size` features: a power of two, at least the 16 that a matrix unit takes."""
     return max(16, triton.next_power_of_2(size))

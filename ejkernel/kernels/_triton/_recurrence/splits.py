@@ -1,7 +1,8 @@
-"""Splits in time: a long sequence of few heads is cut into num_splits that are computed in parallel, as a larger batch.
+"""Splits in time: long sequences of few heads are cut into num_splits each, computed in parallel as a larger batch.
 
-From the state 0 a split ends in h_end; from the state h it ends in exp(T) h + h_end, T the sum of its log decays. So
-the ends of all splits give the state that each begins with, and backwards in time the same holds for cotangents.
+A split that ends in h_end from a zero state ends in exp(T) h + h_end from the state h, with T the sum of its log
+decays. So the initial states of all splits follow from their final states, and likewise the cotangents backwards in
+time.
 """
 
 import math
@@ -16,11 +17,11 @@ from .states import chunk_states
 PROGRAMS = 264
 """Two for each multiprocessor of the largest GPU so far."""
 SHORTEST = 1024
-"""Tokens that a split has at least."""
+"""The least tokens of a split."""
 
 
 def number_of(x: Operands) -> int:
-    """How many splits each sequence has: a power of two, 1 where values decay."""
+    """The number of splits of each sequence: a power of two, 1 if values decay."""
     b, s, h = *x.q.shape[:2], max(x.q.shape[2], x.v.shape[2])
     if x.spans is not None or x.gv is not None:
         return 1
@@ -29,7 +30,7 @@ def number_of(x: Operands) -> int:
 
 
 def split(a, num_splits: int):
-    """[b,s,…] -> [b·num_splits,s/num_splits,…], which copies nothing."""
+    """[b,s,…] -> [b·num_splits,s/num_splits,…], without a copy."""
     return None if a is None else a.reshape(a.shape[0] * num_splits, a.shape[1] // num_splits, *a.shape[2:])
 
 
@@ -39,9 +40,9 @@ def merged(a, num_splits: int):
 
 
 def initial_states(x, y, gates, start, num_splits: int, p: Problem, config, *, backward: bool, precise: bool):
-    """The states that all splits begin with [b·num_splits,1,h,d,v], and the last state of the whole [b,1,h,d,v].
+    """The initial states of all splits [b·num_splits,1,h,d,v], and the final state of the sequences [b,1,h,d,v].
 
-    Arguments are those of `chunk_states`, split already but for `start`; p is the problem of a split.
+    The arguments are those of `chunk_states`, already split except `start`; p is the problem of a split.
     """
     _, ends = chunk_states(x, y, *gates, None, Places(), p, config, backward=backward, keep=False, precise=precise)
     whole = lambda a: a.reshape(p.B // num_splits, num_splits, *a.shape[2:])  # of [b·num_splits,1,…]
@@ -54,7 +55,7 @@ def initial_states(x, y, gates, start, num_splits: int, p: Problem, config, *, b
 
 
 def _total(gates, p: Problem):
-    """The sum of the log decays of all tokens of a split: [b,1,h,d], or of size 1 where all features decay alike."""
+    """The sum of the log decays of a split's tokens [b,1,h,d]; the last axis is 1 if all features decay alike."""
     g, gk, _, g_gamma = gates
     total = jnp.zeros((p.B, 1, p.H, 1), jnp.float32)
     if g is not None:

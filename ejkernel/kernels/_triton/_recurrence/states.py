@@ -1,8 +1,8 @@
-"""The state that each chunk begins with; and, backwards in time, the cotangent of the state that each chunk ends with.
+"""The initial state of each chunk, or, backwards in time, the cotangent of the final state of each chunk.
 
 h' = exp(T) h + Σ_j exp(T − G_j) k_j v_jᵀ,    dh = exp(T) dh' + Σ_i exp(G_i) scale q_i do_iᵀ
 
-Where values decay, so do columns of the state, and v_j and do_i have the same factors as k_j and q_i.
+If values decay, the columns of the state do too, and v_j and do_i have the same factors as k_j and q_i.
 """
 
 import jax
@@ -18,17 +18,18 @@ from .problem import Places, Problem
 
 WARPS = 4
 ROWS = 64
-"""Of a block of state in products of bfloat16: the least that fills a matrix unit."""
+"""The least rows of a block of state in products of bfloat16: these fill a matrix unit."""
 
 
 def chunk_states(
     x, y, g, gk, gv, g_gamma, start, places: Places, p: Problem, config: KernelConfig,
     *, backward: bool, keep: bool = True, precise: bool = False,
 ):  # fmt: skip
-    """The chunk states [b,chunks,h,d,v] in the dtype of products, and what is left at the end [b,n,h,d,v] float32.
+    """The chunk states [b,chunks,h,d,v] in the dtype of products, and the state at the end [b,n,h,d,v] float32.
 
-    x and y are k and v, or backwards q and the cotangent of o; start is what it begins with, None for 0. Without `keep`
-    the first is None. `precise` is for an end that is a result: it then is as exact as float32.
+    x and y are k and v, or backwards q and the cotangent of o. `start` is the state at the beginning, None for zeros.
+    Without `keep` chunk states are not stored, and None. `precise` makes the last state as exact as float32, for use as
+    a result.
     """
     rows, columns = block_of(p, config)
     dtype = jnp.bfloat16 if p.dtype == tl.bfloat16 else jnp.float32
@@ -53,7 +54,7 @@ def chunk_states(
 
 
 def block_of(p: Problem, config: KernelConfig) -> tuple[int, int]:
-    """Rows and columns of a block of state that a program takes at once where it has little else in registers."""
+    """The rows and columns of the block of state in a program that has little else in registers."""
     rows = max(ROWS, config.block_d) if p.dtype == tl.bfloat16 else config.block_d
     return min(rows, p.D_PAD), min(config.block_k, p.V_PAD)
 

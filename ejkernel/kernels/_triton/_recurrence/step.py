@@ -1,4 +1,4 @@
-"""A few tokens at a time, as in decoding: each program keeps a block of columns of the state and goes through them.
+"""The recurrence token by token, for decoding: each program keeps a block of columns of the state in registers.
 
 h_t = diag(exp(gk_t)) · h_{t−1} · diag(exp(gv_t)) · exp(g_t + g_gamma) + k_t v_tᵀ,    o_t = (scale · q_t)ᵀ h_t
 """
@@ -15,7 +15,7 @@ from ejkernel.types import KernelConfig
 from .problem import gamma_of_batch, problem_of
 
 LONGEST = 8
-"""Tokens from which on chunks are faster."""
+"""The most tokens for which this kernel is used: with more, chunks are faster."""
 
 
 def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outputs:

@@ -1,14 +1,14 @@
-"""The tangent: states and their tangents forwards in time, then the tangents of all chunks at once.
+"""The tangent: chunk states and their tangents forwards in time, then the tangents of all chunks in parallel.
 
-With h the state that a chunk begins with, ẋ the tangent of x, E_ij = exp(G_i − G_j) and S_ij = q_iᵀ E_ij k_j for j ≤ i
-(of the exponentials there may be one for each feature):
+With h the initial state of a chunk, ẋ the tangent of x, E_ij = exp(G_i − G_j) and S_ij = q_iᵀ E_ij k_j for j ≤ i
+(decays may differ between features):
 
     ȯ_i = scale (exp(G_i) ((q̇_i + Ġ_i q_i)ᵀ h + q_iᵀ ḣ) + Σ_j (Ṡ_ij v_j + S_ij v̇_j))
     Ṡ_ij = (q̇_i + Ġ_i q_i)ᵀ E_ij k_j + q_iᵀ E_ij (k̇_j − Ġ_j k_j)
     ḣ' = exp(T) (ḣ + Ṫ h) + Σ_j exp(T − G_j) (k̇_j v_jᵀ + k_j v̇_jᵀ + (Ṫ − Ġ_j) k_j v_jᵀ)
 
-Where the features of values decay, all sums have their exponentials, too, v̇_j − Ġ_j v_j is in the place of v̇_j, and ȯ_i
-has Ġ_i o_i besides, Ġ being of values.
+If the features of values decay, all sums have their exponentials, too, v̇_j is replaced by v̇_j − Ġ_j v_j, and ȯ_i has
+the further term Ġ_i o_i, with G of values.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ from .problem import gamma_of_batch, places_of, problem_of, zero_elsewhere
 from .states import WARPS
 
 WHOLE, ROWS = {tl.bfloat16: 128, tl.float32: 32}, {tl.bfloat16: 64, tl.float32: 32}
-"""Features of keys that a program takes at once, by the dtype of products; and of how many a block is beyond that."""
+"""By the dtype of products, the most features of keys that a program takes at once, and the size of a block of more."""
 
 
 def recurrence_jvp(
@@ -37,8 +37,8 @@ def recurrence_jvp(
     x, dot = (gamma_of_batch(operands, primals.q.shape[0]) for operands in (primals, tangents))
     p = problem_of(x, spec, config.block_q)
     if x.gv is not None and not p.exact:
-        # Of products that follow one another in one block of code Triton gives all warps the same tiles. Where features
-        # of keys decay, if by nothing, the first is within a branch: ten times faster.
+        # For products that follow one another in one basic block, Triton gives all warps the same tiles. With decays of
+        # features of keys, even zero ones, the first product is within a branch, which is ten times faster.
         p = replace(p, by_head=False, by_feature=True)
     places = places_of(x, p)
     rows, columns, block = min(config.block_d, p.D_PAD), min(config.block_d, p.V_PAD), min(config.block_k, p.V_PAD)
@@ -107,7 +107,7 @@ def states_kernel(
             _, _, U_v, T_v = tiles.gates(None, gv, None, batch, at, left, head, column, COLUMNS, p_v)
             dot, state = dot * tl.exp(T_v)[None, :], state * tl.exp(T_v)[None, :]
             v_tile = tiles.times(v_tile, U_v, p_v)
-        # The decay's part is one of k or of v, whichever of both is not a product's exact factor.
+        # The tangent of the decay is added to k_dot or to v_dot, to that which may be rounded in parts in the product.
         if k_dot is not None or (moving and p.by_feature):
             k_change = load_change(k_dot, batch, at, left, head // p.per_key, p.HK, row, p.D, ROWS, tl.float32, p)
             if moving and p.by_feature:
@@ -144,8 +144,8 @@ def outputs_kernel(
     number, batch = pid // (blocks * p.H) % p.chunks, pid // (blocks * p.H * p.chunks)
     at, left = tiles.chunk_at(batch, number, first, length, chunk, owner, p)
     of_chunk = (batch * p.chunks + number) * p.H + head
-    # Sums over all features of keys, a block of them at a time: of the tangent of what comes from the state, of what
-    # comes from it, and of pairs and their tangents.
+    # Sums over all features of keys, a block of them at a time: the tangent of the inter-chunk part, the inter-chunk
+    # part itself, and the weights of pairs and their tangents.
     o_tile, inter_chunk = tl.full([p.C, BLOCK], 0.0, tl.float32), tl.full([p.C, BLOCK], 0.0, tl.float32)
     weights, weights_dot = tl.full([p.C, p.C], 0.0, tl.float32), tl.full([p.C, p.C], 0.0, tl.float32)
     for row in tl.range(0, p.D, ROWS, num_stages=1):
@@ -206,7 +206,7 @@ def state_tangents(q, q_dot, state, state_dot, G, G_dot, moving: tl.constexpr, p
 @triton.jit
 def load_change(x_dot, batch, token, length, head, HEADS: tl.constexpr, column, WIDTH: tl.constexpr,
                 PADDED: tl.constexpr, DTYPE: tl.constexpr, p: tl.constexpr):  # fmt: skip
-    """A tile of a tangent, 0 where there is none."""
+    """A tile of a tangent, zeros if the tangent is absent."""
     if x_dot is None:
         return tl.full([p.C, PADDED], 0.0, DTYPE)
     else:
@@ -228,7 +228,7 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
         if pairs.can_factor(G, m, p):
             to_q, to_k = tl.exp(G - m[None, :]), tl.exp(m[None, :] - G)
             q_change, k_change = q_dot.to(tl.float32), k_dot.to(tl.float32)
-            if moving:  # from the middle of a chunk, so that what cancels between i and j is small
+            if moving:  # relative to the middle of the chunk, so that the terms of i and j, which cancel, are small
                 since = G_dot - pairs.middle(T_dot)[None, :]
                 q_change += since * q.to(tl.float32)
                 k_change -= since * k.to(tl.float32)
@@ -242,12 +242,12 @@ def pair_tangents(q, k, q_dot, k_dot, gate, G, T, gate_dot, G_dot, T_dot, moving
 
 @triton.jit
 def value_tangents(weights, v, gates, gates_dot, p: tl.constexpr):
-    """Σ_j S_ij exp(G_i − G_j) (Ġ_i − Ġ_j) v_j, all of the features of values."""
+    """Σ_j S_ij exp(G_i − G_j) (Ġ_i − Ġ_j) v_j, with G of the features of values."""
     gate, G, _, T = gates
     gate_dot, G_dot, _, T_dot = gates_dot
     m = pairs.middle(T)
     factored = pairs.can_factor(G, m, p) if not p.exact else False
-    if factored:  # from the middle of a chunk, as above
+    if factored:  # relative to the middle of the chunk, as above
         since, scaled_v = G_dot - pairs.middle(T_dot)[None, :], tiles.times(v, m[None, :] - G, p)
         found = since * tiles.product(weights, scaled_v, p) - tiles.product(weights, since * scaled_v, p)
         found = tiles.times(found, G - m[None, :], p)
@@ -262,7 +262,7 @@ def value_tangents(weights, v, gates, gates_dot, p: tl.constexpr):
 
 @triton.jit
 def product_in_parts(a, b, SPLIT: tl.constexpr, p: tl.constexpr):
-    """a·bᵀ, with both in two parts for sums in which much cancels."""
+    """a·bᵀ in float32; with SPLIT, bfloat16 operands are split in two parts each, for sums in which much cancels."""
     b_rounded = b.to(p.dtype)
     total = tl.dot(a.to(p.dtype), tl.trans(b_rounded), input_precision=p.precision)
     if SPLIT and p.dtype == tl.bfloat16:

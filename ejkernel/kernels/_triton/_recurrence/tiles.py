@@ -1,16 +1,16 @@
 """The pieces that the kernels of the linear recurrence are made of.
 
-Rows are tokens of a chunk in time: row r of a chunk that begins at token t is token t + step·r, and rows from `length`
-on do not exist. They are read as zeros, decays included, so that they leave the state unchanged.
+Rows are the tokens of a chunk in order of time: row r of a chunk that begins at token t is token t + step·r. Rows from
+`length` on do not exist; they are read as zeros, log decays included, so that they leave the state unchanged.
 
-Of the log decays of rows, `gate`, G_r is the sum up to row r, U_r of those behind it, T of all: [C] and T a number
-where heads decay, [C, D] and T a [D] where features do.
+`gate` is the log decays of the rows. G_r is their sum up to row r, U_r the sum of those after r, T the sum of all. They
+are [C] with a number T for decays of heads, and [C, D] with T [D] for decays of features.
 """
 
 import triton
 import triton.language as tl
 
-# exp of it is 0 in float32, as of all that is less.
+# The least log decay that is kept: its exp is 0 in float32, as is that of any smaller one.
 LEAST_GATE = tl.constexpr(-128.0)
 
 
@@ -51,7 +51,7 @@ def load_tile(ptr, batch, token, length, head, HEADS: tl.constexpr, column, WIDT
 @triton.jit
 def store_tile(ptr, tile, batch, token, length, head, HEADS: tl.constexpr, column, WIDTH: tl.constexpr,
                PADDED: tl.constexpr, p: tl.constexpr):  # fmt: skip
-    """Stores what `load_tile` loads."""
+    """Stores a tile where `load_tile` would load it."""
     rows, columns = tl.arange(0, p.C), column + tl.arange(0, PADDED)
     row = (tl.cast(batch, tl.int64) * p.S + token) * HEADS + head
     address = ptr + row * WIDTH + (rows * (p.step * HEADS * WIDTH))[:, None] + columns[None, :]
@@ -60,7 +60,7 @@ def store_tile(ptr, tile, batch, token, length, head, HEADS: tl.constexpr, colum
 
 @triton.jit
 def row_pointers(ptr, batch, token, length, head, p: tl.constexpr):
-    """Of a number for each row of a chunk in an array [b,s,h], and which rows exist."""
+    """Pointers to the elements of the rows of a chunk in an array [b,s,h], and which rows exist."""
     rows = tl.arange(0, p.C)
     at = (tl.cast(batch, tl.int64) * p.S + token) * p.H + head + rows * (p.step * p.H)
     return ptr + at, rows < length
@@ -68,7 +68,7 @@ def row_pointers(ptr, batch, token, length, head, p: tl.constexpr):
 
 @triton.jit
 def state_pointers(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
-    """Of a block of state `number` in an array [·,D,V], and which of them exist."""
+    """Pointers to a block of state `number` in an array [·,D,V], and which elements exist."""
     rows, columns = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
     address = ptr + tl.cast(number, tl.int64) * (p.D * p.V)
     if p.transposed:
@@ -87,7 +87,7 @@ def load_state(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constex
 
 @triton.jit
 def first_state(ptr, number, row, ROWS: tl.constexpr, column, COLUMNS: tl.constexpr, p: tl.constexpr):
-    """A block of the state that a sequence begins with, zeros where none is given; float32."""
+    """A block of the initial state of a sequence, zeros if none is given; float32."""
     state = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     if ptr is not None:
         state += load_state(ptr, number, row, ROWS, column, COLUMNS, p)
@@ -99,7 +99,7 @@ def gates(
     g, gk, g_gamma, batch, token, length, head, column,
     COLUMNS: tl.constexpr, p: tl.constexpr, ARE_TANGENTS: tl.constexpr = False,
 ):  # fmt: skip
-    """gate, G, U and T of a chunk; zeros where nothing decays."""
+    """gate, G, U and T of a chunk; zeros without decays."""
     rows = tl.arange(0, p.C)
     by_head = tl.full([p.C], 0.0, tl.float32)
     if g is not None:
@@ -136,13 +136,13 @@ def gates(
 
 @triton.jit
 def finite(gate):
-    """A log decay of which differences of sums are numbers: −∞ − (−∞) is none."""
+    """A log decay bounded from below, so that no difference of sums is −∞ − (−∞)."""
     return tl.maximum(gate, LEAST_GATE, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def sum_where(chosen, x, p: tl.constexpr):
-    """Σ x_j over the rows j that are chosen for row i [C, C]: no difference of longer sums, which may be far larger."""
+    """Σ x_j over the rows j chosen for row i by a mask [C, C]; not as a difference of sums, which may be far larger."""
     if p.by_feature:
         return tl.dot(chosen.to(tl.float32), x, input_precision="ieee")
     else:
@@ -162,7 +162,7 @@ def times(tile, exponent, p: tl.constexpr):
 
 @triton.jit
 def decayed(state, T, p: tl.constexpr):
-    """exp(T) h, for the state [D, ·] of a chunk's beginning."""
+    """exp(T) h, for the initial state h [D, ·] of a chunk."""
     if p.by_feature:
         return state * tl.exp(T)[:, None]
     elif p.by_head:
@@ -185,7 +185,7 @@ def product(a, b, p: tl.constexpr):
 
 @triton.jit
 def add_product(total, a, b, p: tl.constexpr, PARTS: tl.constexpr):
-    """total + a·b for a tile `a` of float32 in that many parts: rounded, what rounding left, …"""
+    """total + a·b, with the float32 tile `a` in PARTS parts: the rounded value, its rounding error, …"""
     for _ in tl.static_range(PARTS):
         part = a.to(p.dtype)
         total = tl.dot(part, b, total, input_precision=p.precision)
@@ -197,8 +197,9 @@ def add_product(total, a, b, p: tl.constexpr, PARTS: tl.constexpr):
 def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PRECISE: tl.constexpr):
     """state + factor Σ_j exp(exponent_j) x_j y_jᵀ; PRECISE is for a state that is returned in float32.
 
-    Matrix units cut off what float32 does not hold, so that then small parts come first, and the state is added
-    elsewhere. Of x and y, of which the other has to be exact, the narrower is multiplied, but x where features decay.
+    The exponential multiplies x if features decay, and otherwise the narrower of x and y; the other one is used as it
+    is, and has to be exact in the dtype of products. Matrix units truncate sums to float32: with PRECISE the products
+    of small parts are therefore summed first, and the state is added after the product.
     """
     of_x: tl.constexpr = p.by_feature or (x.shape[1] < y.shape[1] and y.dtype == p.dtype)
     if of_x:
@@ -220,7 +221,7 @@ def add_tokens(state, x, y, exponent, factor, p: tl.constexpr, PRECISE: tl.const
 
 @triton.jit
 def outer(wide, other, total, of_x: tl.constexpr, p: tl.constexpr):
-    """total + Σ_j x_j y_jᵀ, where `wide` is x or y."""
+    """total + Σ_j x_j y_jᵀ, where `wide` is x (of_x) or y, and `other` the other one."""
     if of_x:
         return tl.dot(tl.trans(wide), other, total, input_precision=p.precision)
     else:

@@ -22,7 +22,7 @@ def supports_jvp(spec: BlocksparseAttentionSpec, operands: Operands, target: Tar
 
 def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands, or None."""
-    without_bias = operands.attention._replace(bias=None)  # whose gradient flash_attention has of dense calls alone
+    without_bias = operands.attention._replace(bias=None)  # flash_attention has its gradient in dense calls only
     of_flash = flash_attention.supports_bwd(spec, without_bias, target)
     return of_flash or supports(spec, operands, target)
 

@@ -1,18 +1,17 @@
 """The backward kernels: dk and dv by tiles of keys, dq by tiles of queries, each over the tiles of its list.
 
-With the weights p = exp(s − lse) computed again, p̃ what dropout leaves of them, and
+With the weights p = exp(s − lse) recomputed, p̃ the weights after dropout, and
 
     dp = do·vᵀ ∘ p̃/p,    delta = Σ_e do·o − dlse,    ds = p ∘ (dp − delta) ∘ (1 − (s/softcap)²)
 
     dv = p̃ᵀ·do,    dq = scale · ds·k,    dk = scale · dsᵀ·q,    dbias = ds,    dsink = −exp(sink − lse)·delta
     dscale = Σ_ij ds ∘ (q·kᵀ)
 
-all sums being over the pairs of kept blocks. No two programs add to one number: every gradient is the same in every
-run, and heads that share a key/value head are summed within the program of its keys. Of the sizes in a config, block_k
-is that of the stationary tile of a program (keys for dk and dv, queries for dq) and block_q that of the tiles which
-stream by.
+where all sums are over the pairs of kept blocks. There are no atomic additions, so gradients repeat bit for bit: the
+program of a tile of keys sums over all query heads that share its key/value head. In a config, block_k is the size of a
+program's stationary tile (keys for dk and dv, queries for dq) and block_q that of the tiles which are streamed.
 
-In float32, and where the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
+In float32, and if the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
 for that of o (see rows.py).
 """
 
@@ -47,13 +46,13 @@ def blocksparse_attention_bwd(
     spec: BlocksparseAttentionSpec,
     config: KernelConfig,
 ) -> tuple:
-    """The cotangents of the operands that `wrt` names, in that order."""
+    """The cotangents of the operands named in `wrt`, in that order."""
     call = call_of(primals, spec)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     fully_masked = outputs.lse == -jnp.inf
-    if primals.bias is not None:  # one of −∞ may leave a query without keys, of which no kernel knows
+    if primals.bias is not None:  # a bias of −∞ may fully mask a query, which the kernels do not notice
         do = jnp.where(fully_masked.swapaxes(1, 2)[..., None], jnp.zeros((), do.dtype), do)
-    # Where nothing is seen, o is 0 and cotangents may be NaN.
+    # In fully masked rows o is 0, and the cotangents may be NaN.
     terms = jnp.where(outputs.o == 0, 0, do.astype(jnp.float32) * outputs.o.astype(jnp.float32))
     delta = terms.sum(-1).swapaxes(1, 2)
     lse, correction = seen_lse(outputs.lse), None
@@ -81,7 +80,7 @@ def blocksparse_attention_bwd(
 
 
 def _queries(call: Call, saved, wrt, config: KernelConfig) -> tuple:
-    """dq; and of a scale that is an operand the part that each row has in its gradient."""
+    """dq, and the contribution of each row to the gradient of the scale if that is an operand."""
     problem, tile = call.problem, call.tile(config.block_k, config.block_q)
     blocks, of_keys = math.ceil(problem.S / tile[0]), call.lists_of_keys(tile)
     rows = jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32)
@@ -240,7 +239,7 @@ def dq_kernel(
                 info, problem, True,
             )  # fmt: skip
             if dscale is not None:
-                # What is not seen may be NaN.
+                # q·kᵀ of a masked pair may be NaN.
                 dscale_rows += tl.sum(tl.where(ds == 0.0, 0.0, ds * product), 1)
             if dq is not None:
                 dq_tile = flash.over_tokens(ds, k_tile, dq_tile)

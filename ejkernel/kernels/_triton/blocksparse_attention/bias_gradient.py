@@ -21,7 +21,7 @@ from .fully_masked import pairs
 def bias_gradient(call: Call, saved) -> jax.Array:
     """dbias [b?,h?,s?,t?] float32.
 
-    Programs lie side by side along the axes that the bias varies on, and loop along those it is broadcast on.
+    The grid has an axis for each axis that the bias varies on; programs loop over the axes that it is broadcast along.
     """
     problem, config = call.problem, config_of(call.problem)
     tile, shape = call.tile(config.block_q, config.block_k), call.operands.bias.shape
@@ -57,7 +57,8 @@ def dbias_kernel(
 ):  # fmt: skip
     """One tile of dbias: the sum of ds over the batches, heads, rows and columns that it was broadcast to.
 
-    PROGRAMS and LOOPS are along (batches, heads, tiles of rows, tiles of columns); of each pair one is 1.
+    PROGRAMS and LOOPS are the sizes of grid and loops along (batches, heads, tiles of rows, tiles of columns). On each
+    axis one of the two is 1.
     """
     tile, bias_head, bias_batch = sequence_info.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
     row_block, column_block = tile // PROGRAMS[3], tile % PROGRAMS[3]

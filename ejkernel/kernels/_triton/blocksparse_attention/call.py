@@ -1,4 +1,4 @@
-"""A call of blocksparse_attention as its kernels take it."""
+"""The operands and compile-time constants of a call of blocksparse_attention, as its kernels take them."""
 
 from dataclasses import dataclass, replace
 
@@ -20,17 +20,17 @@ from .lists import Lists, lists_of_keys, lists_of_queries, tiles_to_compute
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """The operands, and what the kernels know of them when they are compiled.
+    """The operands of a call, and the compile-time constants of its kernels.
 
-    Blocks of the mask are those of packed tokens, and so are tiles: to the kernels a packed call is a dense one in
-    which a query i sees keys first_keys[i] ≤ j < stop_keys[i], and `problem` has no sequences and no band. Of a query
-    outside of all sequences first_keys is −1, and stop_keys 0.
+    The blocks of the mask divide the packed tokens, not single sequences, and so do tiles. To the kernels a packed call
+    is a dense one in which query i sees the keys first_keys[i] ≤ j < stop_keys[i], and `problem` has neither sequences
+    nor band. A query outside of all sequences has first_keys −1 and stop_keys 0.
 
     Attributes:
-        operands: with a mask of keys as segment ids.
+        operands: the operands, with a mask over keys as segment ids.
         spec: what is computed.
         problem: the shapes and options.
-        intervals: first_keys and stop_keys, int32 [B, S]; None and None where nothing is packed.
+        intervals: first_keys and stop_keys, int32 [B, S]; (None, None) in a dense call.
     """
 
     operands: Operands
@@ -40,36 +40,36 @@ class Call:
 
     @property
     def arrays(self) -> tuple[Array | None, ...]:
-        """What every kernel takes first: q, k, v, bias, mask, the segment ids, sinks, softmax_scale, dropout."""
+        """The first arguments of every kernel: q, k, v, bias, mask, the segment ids, sinks, softmax_scale, dropout."""
         cuts = ("cu_seqlens_q", "cu_seqlens_k")
         return tuple(x for name, x in self.operands.attention._asdict().items() if name not in cuts)
 
     @property
     def hides_tokens(self) -> bool:
-        """Whether more than the band hides pairs of kept tiles, so that a token may be seen in none of them."""
+        """Whether more than the band hides pairs within kept tiles, which may fully mask a token."""
         x = self.operands
         return any(a is not None for a in (x.mask, x.q_segment_ids, self.intervals[0]))
 
     @property
     def is_edged(self) -> bool:
-        """Whether a tile may be seen in part, whatever its size."""
+        """Whether a tile of any size may be partly masked."""
         p = self.problem
         return p.segmented or p.left is not None or p.right is not None or self.intervals[0] is not None
 
     @property
     def lists_are_of_groups(self) -> bool:
-        """Whether a list of queries is that of all heads of a group."""
+        """Whether there is one list of tiles of queries for all heads of a group."""
         return self.operands.block_mask.shape[1] > 1
 
     def with_arrays(self, **arrays: Array) -> "Call":
         return replace(self, operands=self.operands._replace(**arrays))
 
     def tile(self, block_q: int, block_k: int) -> tuple[int, int]:
-        """Queries and keys of a tile that is to have so many."""
+        """The size of a tile within blocks of the mask that has at most block_q queries and block_k keys."""
         return tile_sizes(self.operands, self.spec, block_q, block_k)
 
     def kept(self, tile: tuple[int, int]) -> Array:
-        """Whether a tile has to be computed, bool [b?,h?,rows,columns]."""
+        """Which tiles have to be computed, bool [b?,h?,rows,columns]."""
         return tiles_to_compute(self.operands, self.spec, tile)
 
     def lists_of_keys(self, tile: tuple[int, int]) -> Lists:
@@ -79,15 +79,15 @@ class Call:
         return lists_of_queries(self.operands, self.spec, tile)
 
     def segment_ranges(self, tile: tuple[int, int], of_keys: bool = False) -> Array | None:
-        """Those of `segment_ranges_of`, of which a kernel asks which tiles need no segment ids."""
+        """The ranges of `segment_ranges_of`, by which a kernel finds the tiles that need no segment ids."""
         return segment_ranges_of(self.operands.attention, *tile, of_keys=of_keys)
 
     def checked(self, tile: tuple[int, int], over_keys: bool) -> bool:
-        """Whether a loop over keys (or queries) meets tokens that must not be loaded: there are none, or the band shows
-        them to no query (or key) of the stationary tile.
+        """Whether a loop over tiles of keys (or queries) contains tokens that must not be loaded.
 
-        It does not where the band begins and ends at the edges of tiles: then all tokens of a tile are seen, if not by
-        those of the stationary tile then by others of its block.
+        These are tokens past the end, and those that the band hides from every query (or key) of the stationary tile.
+        There are none of the latter if the band begins and ends at the edges of tiles: then every token of a tile is
+        seen, if not within the stationary tile then within its block.
         """
         p, (block_q, block_k) = self.problem, self.spec.block_size
         length, size = (p.K, tile[1]) if over_keys else (p.S, tile[0])
@@ -101,7 +101,7 @@ class Call:
 
 
 def call_of(operands: Operands, spec: BlocksparseAttentionSpec) -> Call:
-    """The call that the operands of the primitive are."""
+    """The `Call` with these operands of the primitive."""
     attention, intervals = keys_as_segments(operands.attention), (None, None)
     if attention.cu_seqlens_q is not None:
         visibility = visibility_of(attention, spec)

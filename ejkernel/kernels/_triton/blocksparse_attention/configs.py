@@ -1,7 +1,7 @@
-"""Which configs the kernels of blocksparse_attention are run with: those of flash_attention, with tiles within blocks.
+"""The configs of the kernels of blocksparse_attention: those of flash_attention, with tiles within blocks of the mask.
 
-A tile is within one block of the mask: it has as many queries and keys as the config says, but at most as the largest
-power of two that divides a block.
+A tile lies within one block of the mask: on each axis its size is that of the config, but at most the largest power of
+two that divides a block.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from ejkernel.types import KernelConfig, Target
 
 
 def space(name: str, operands: Operands, spec: BlocksparseAttentionSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     configs = of_flash.space(_of_flash(name), operands.attention, spec, target)
     return list(dict.fromkeys(_fitting(name, config, operands, spec) for config in configs))
 
@@ -23,16 +23,16 @@ def shared_memory(name: str, operands: Operands, config: KernelConfig) -> int:
 
 
 def tile_sizes(operands: Operands, spec: BlocksparseAttentionSpec, rows: int, columns: int) -> tuple[int, int]:
-    """Queries and keys of a tile that is to have so many rows and columns. One block holds a tile of any size."""
+    """The size of a tile of at most `rows` queries and `columns` keys; a mask of one block allows tiles of any size."""
     lengths = operands.q.shape[1], operands.k.shape[1]
     fitting = lambda size, block, length: size if block >= length else min(size, block & -block)
     return tuple(map(fitting, (rows, columns), spec.block_size, lengths))
 
 
 def _fitting(name: str, config: KernelConfig, operands: Operands, spec: BlocksparseAttentionSpec) -> KernelConfig:
-    """The config with tiles that fit; of small ones four warps are enough.
+    """The config with tiles that fit into blocks; for small tiles four warps are enough.
 
-    In the backward each size is one of queries in one kernel, and one of keys in the other.
+    In the backward each size is of queries in one kernel, and of keys in the other.
     """
     block_q, block_k = tile_sizes(operands, spec, config.block_q, config.block_k)
     if name.endswith("_bwd"):

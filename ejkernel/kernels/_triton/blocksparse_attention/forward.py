@@ -1,6 +1,6 @@
 """The forward kernel: the running maximum and sum of flash_attention, over the tiles of a list.
 
-Of row i, after the tiles seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
+Over the tiles of keys so far, row i has:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
 A new tile with maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l.
 """
 
@@ -24,7 +24,7 @@ from .fully_masked import zero_hidden_keys
 
 
 def blocksparse_attention(*operands, spec=BlocksparseAttentionSpec(), config=KernelConfig()) -> Outputs:
-    """o and lse."""
+    """o = softmax(scale·q·kᵀ + bias, masked)·v over kept blocks, and lse, the logsumexp of each row of logits."""
     call = call_of(Operands(*operands), spec)
     problem, tile = call.problem, call.tile(config.block_q, config.block_k)
     blocks, of_keys = math.ceil(problem.S / tile[0]), call.lists_of_keys(tile)
@@ -93,7 +93,7 @@ def forward_kernel(
                 info, problem, EDGES,
             )  # fmt: skip
             m_new = tl.maximum(m, tl.max(s, 1))
-            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows that have seen nothing yet
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # rows without a visible key so far
             rescale = logits.exponential(m - m_safe, 0.0, problem)
             p = logits.weights_of_maximum(s, m_safe, problem)
             l = l * rescale + tl.sum(p, 1)
@@ -103,7 +103,7 @@ def forward_kernel(
             acc = flash.over_tokens(p, v_tile, acc)
             m = m_new
 
-    if first_keys is not None:  # of tokens outside of all sequences lse is −∞, whatever the sinks
+    if first_keys is not None:  # tokens outside of all sequences have lse −∞, whatever the sinks
         l = tl.where(tiles.interval_ends(first_keys, first, rows, info, problem, 0) < 0, 0.0, l)
     empty = l == 0.0
     total = tl.where(empty, 1.0, l)

@@ -1,6 +1,6 @@
-"""Which tokens nobody sees in any kept tile: they may hold NaN, and are set to zero before they are multiplied.
+"""Finds the fully masked tokens, which may hold NaN, and sets them to zero before they are multiplied.
 
-It is asked for only where more than the block mask and the band hides pairs: keys that these hide are not loaded.
+This is needed only if more than the block mask and the band hides pairs: tokens that these hide are not loaded.
 """
 
 import math
@@ -18,12 +18,12 @@ from ejkernel.types import KernelConfig
 from . import lists, tiles
 from .call import Call
 
-# Of the tiles in which pairs are counted; they are kept in registers.
+# The size and the warps of the tiles of pairs that are evaluated; these are kept in registers.
 _TILE, _WARPS = 64, 4
 
 
 def zero_hidden_keys(call: Call, *arrays: Array | None) -> tuple[Array | None, ...]:
-    """Arrays [B, K, G, ·] or None, zero where no query sees a key."""
+    """Arrays [B, K, G, ·] or None, zero in keys that no query sees."""
     if not call.hides_tokens:
         return arrays
     problem, tile = call.problem, call.tile(_TILE, _TILE)
@@ -87,7 +87,7 @@ def visible_keys_kernel(
     problem: tl.constexpr, LISTS: tl.constexpr, LONGEST: tl.constexpr, BLOCKS: tl.constexpr, Q_BLOCKS: tl.constexpr,
     OF_GROUPS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Whether any query of any head of a group sees a key: [B, G, K]."""
+    """Computes, as [B, G, K], whether any query of any head of the group sees a key."""
     block, kv_head, batch, count, entries = lists.list_of_program(
         order, counts, entries, LISTS, LONGEST, BLOCKS, problem.G
     )
@@ -111,7 +111,7 @@ def seeing_queries_kernel(
     problem: tl.constexpr, LISTS: tl.constexpr, LONGEST: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Whether a query sees any key: [B, H, S]."""
+    """Computes, as [B, H, S], whether a query sees any key."""
     block, head, batch, count, entries = lists.list_of_program(
         order, counts, entries, LISTS, LONGEST, BLOCKS, problem.H
     )

@@ -1,7 +1,7 @@
-"""For each tile of queries the list of the tiles of keys that it attends to, and for each tile of keys that of queries.
+"""Lists of the tiles of keys for each tile of queries, and of the tiles of queries for each tile of keys.
 
-Lists are made on the device when the program runs, since a block mask may be traced. A tile is listed where its block
-is kept, and causality, window, sequences and segments leave something of it. Memory is that of the number of tiles.
+Lists are made on the device when the program runs, since a block mask may be traced. A tile is listed if its block is
+kept and causality, window, sequences and segments leave any pair of it visible. Memory grows with the number of tiles.
 """
 
 from typing import Any, NamedTuple
@@ -20,8 +20,11 @@ from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, 
 
 
 class Lists(NamedTuple):
-    """The lists of N tiles: [b?,h?,N] the tiles in order, those of the longest lists first; [b?,h?,N] the length of
-    each one's list; [b?,h?,N,·] the lists, in ascending order, behind whose ends stands a number of no tile.
+    """The lists of N stationary tiles.
+
+    order: [b?,h?,N] the tiles, those with the longest lists first.
+    counts: [b?,h?,N] the length of each tile's list.
+    entries: [b?,h?,N,·] the lists in ascending order, padded with a number that is no tile's.
     """
 
     order: Array
@@ -30,19 +33,19 @@ class Lists(NamedTuple):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """What a kernel has to know of them: the strides of [b?,h?,N], 0 where shared, and the places of a list."""
+        """The constants for a kernel: the strides of [b?,h?,N], 0 along shared axes, and the allocated list length."""
         return dict(LISTS=broadcast_strides(self.counts), LONGEST=self.entries.shape[3])
 
 
 def lists_of_keys(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> Lists:
-    """For each tile of queries those of keys."""
+    """The lists of tiles of keys for each tile of queries."""
     return _listed(tiles_to_compute(x, spec, tile))
 
 
 def lists_of_queries(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> Lists:
-    """For each tile of keys, of a key/value head, those of queries.
+    """The lists of tiles of queries for each tile of keys of each key/value head.
 
-    Where the block mask differs between heads, those of all heads of a group are in one list, numbered head by head.
+    If the block mask differs between heads, one list has the tiles of all heads of a group, numbered head by head.
     """
     kept, groups = tiles_to_compute(x, spec, tile), x.k.shape[2]
     b, h, rows, columns = kept.shape
@@ -53,13 +56,13 @@ def lists_of_queries(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[in
 
 
 def tiles_to_compute(x: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> Array:
-    """Whether a tile has to be computed, bool [b?,h?,rows,columns] of tiles, each of which is within one block."""
+    """Which tiles have to be computed, bool [b?,h?,rows,columns]; each tile lies within one block."""
     some, _ = visibility_of(x.attention._replace(mask=None), spec).blocks(*tile)
     return kept_tiles(x, spec.block_size, tile) & some[:, None]
 
 
 def _listed(kept: Array) -> Lists:
-    """The lists of the last axis."""
+    """For each row of tiles, the list of those kept along the last axis."""
     counts = kept.sum(-1, dtype=jnp.int32)
     return Lists(longest_first(counts), counts, entries_of(kept))
 
@@ -70,7 +73,7 @@ def _listed(kept: Array) -> Lists:
 @triton.jit
 def list_of_program(order, counts, entries, strides: tl.constexpr, LONGEST: tl.constexpr, BLOCKS: tl.constexpr,
                     HEADS: tl.constexpr):  # fmt: skip
-    """(tile, head, batch index, length of the list, pointer to the list) of this program; a list has LONGEST places."""
+    """The tile, head and batch index of this program, and the length of and pointer to its list of LONGEST entries."""
     rank, head, batch = sequence_info.place(BLOCKS, HEADS)
     row = batch * strides.b + head * strides.h
     block = tl.load(order + row + rank)
@@ -79,5 +82,5 @@ def list_of_program(order, counts, entries, strides: tl.constexpr, LONGEST: tl.c
 
 @triton.jit
 def entry(entries, n, count):
-    """Entry n of a list, or the last one: it is read a step ahead, so that no load waits for its address."""
+    """Entry n of a list, or its last one: entries are read a step ahead, so that no load waits for its address."""
     return tl.load(entries + tl.minimum(n, count - 1))

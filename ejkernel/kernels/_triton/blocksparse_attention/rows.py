@@ -1,6 +1,6 @@
-"""What a gradient has to know of whole rows more exactly than lse and o tell: one more pass over the kept tiles.
+"""One more pass over the kept tiles, for sums over rows that gradients need more exactly than lse and o give them.
 
-See rows.py of flash_attention: the correction 1 / Σ p of the weights, and Σ_j p̃·dp as d = Σ_e do·o and what differs.
+See rows.py of flash_attention: the correction 1 / Σ p of weights, and Σ_j p̃·dp as a difference to d = Σ_e do·o.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""The tangent kernel: o_dot and lse_dot in one pass over the tiles of a list, as tangent.py of flash_attention has it.
+"""The tangent kernel: o_dot and lse_dot in one pass over the tiles of a list, as in tangent.py of flash_attention.
 
-With the weights p = exp(s − lse), p̃ what dropout leaves of them, o = p̃·v, and a number c of each row,
+With the weights p = exp(s − lse), p̃ the weights after dropout, o = p̃·v, and a number c for each row,
 
     s_dot = (scale·(q_dot·kᵀ + q·k_dotᵀ) + scale_dot·q·kᵀ + bias_dot) ∘ (1 − (s/softcap)²)
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
@@ -140,7 +140,7 @@ def tangent_kernel(
 @triton.jit
 def values(v, v_dot, start, first, info, problem: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
            CHECKED: tl.constexpr):  # fmt: skip
-    """A tile of v and one of v_dot, which has no parts where that is absent."""
+    """A tile of v and one of v_dot, an empty tuple if that is absent."""
     tile = tiles.load_keys(v, start, first, info, problem, problem.V, BLOCK_Q, BLOCK_K, CHECKED)
     if v_dot is None:
         return tile, ()

@@ -1,4 +1,4 @@
-"""The tiles and the pairs that a list of tiles leads to: as those of flash_attention, of which other tokens are hidden.
+"""Loads and masks the tiles of a list, like tiles.py and masks.py of flash_attention for other hidden tokens.
 
 Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed.
 """
@@ -24,8 +24,9 @@ def place(block, head, batch, problem: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def full_keys(block, first, info, segment_ranges, first_key, stop_key, problem: tl.constexpr, BLOCKS: tl.constexpr,
               BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Which tiles of keys need no mask, as a block range whose begin and end are not to be used. The intervals of the
-    queries are [rows, 1], or None where nothing is packed.
+    """The full tiles of keys, which need no mask, as a block range whose begin and end are not to be used.
+
+    The intervals of the queries are [rows, 1], or None in a dense call.
     """
     block_range = sequence_info.keys_of_queries(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     if first_key is not None:
@@ -39,7 +40,7 @@ def full_keys(block, first, info, segment_ranges, first_key, stop_key, problem: 
 @triton.jit
 def full_queries(block, first, info, segment_ranges, first_keys, problem: tl.constexpr, BLOCKS: tl.constexpr,
                  BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
-    """Which tiles of queries need no mask, likewise; none where sequences are packed."""
+    """The full tiles of queries, likewise; none in a packed call."""
     block_range = sequence_info.queries_of_keys(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     if first_keys is not None:
         begin, end, _first_full, last_full = block_range
@@ -49,7 +50,7 @@ def full_queries(block, first, info, segment_ranges, first_keys, problem: tl.con
 
 @triton.jit
 def interval_ends(ptr, first, rows, info, problem: tl.constexpr, other):
-    """The numbers in [B, S] of a tile of queries, from `first` on, in the shape of `rows`; None of what is absent."""
+    """The values of [B, S] for a tile of queries that begins at `first`, in the shape of `rows`; None if absent."""
     if ptr is None:
         return
     else:
@@ -60,9 +61,9 @@ def interval_ends(ptr, first, rows, info, problem: tl.constexpr, other):
 @triton.jit
 def where_visible(values, other, unmasked, start, block_range, i, j, segments, first_key, stop_key, info,
                   problem: tl.constexpr, EDGES: tl.constexpr):  # fmt: skip
-    """The values of a tile where queries see keys, and `other` where the mask or anything else hides them.
+    """The values of a tile where queries see keys, and `other` where they do not.
 
-    All but the mask is asked in those tiles alone that may not be seen whole.
+    Everything but the mask is evaluated only in tiles outside of the range of full tiles.
     """
     if unmasked is not None:
         values = masks.where(unmasked, values, other)
@@ -77,8 +78,9 @@ def where_visible(values, other, unmasked, start, block_range, i, j, segments, f
 @triton.jit
 def load_keys(ptr, start, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
               BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):  # fmt: skip
-    """The keys of a tile of [B, K, G, WIDTH], with zeros for those that the band shows to none of the queries from
-    `first` on; None of what is absent.
+    """The keys of a tile of [B, K, G, WIDTH]; None if the array is absent.
+
+    Keys that the band hides from all queries of the stationary tile, which begins at `first`, are zero.
     """
     if ptr is None:
         return
@@ -96,8 +98,9 @@ def load_keys(ptr, start, first, info, problem: tl.constexpr, WIDTH: tl.constexp
 @triton.jit
 def load_queries(ptr, start, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
                  BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):  # fmt: skip
-    """The queries of a tile of [B, S, H, WIDTH], with zeros for those that see none of the keys from `first` on by the
-    band.
+    """The queries of a tile of [B, S, H, WIDTH].
+
+    Queries from which the band hides all keys of the stationary tile, which begins at `first`, are zero.
     """
     low, high = sequence_info.band(info, problem)
     begin, end = 0, info.q_len
@@ -111,15 +114,16 @@ def load_queries(ptr, start, first, info, problem: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def steps_of(count, problem: tl.constexpr, OF_GROUPS: tl.constexpr):
-    """Steps of a loop over the queries of a tile of keys, whose list is that of all heads of the group (OF_GROUPS), or
-    of each of them.
+    """The steps of a loop over the tiles of queries of a tile of keys.
+
+    Its list is for all heads of the group if OF_GROUPS, and otherwise the same for each of them.
     """
     return count if OF_GROUPS or problem.group == 1 else count * problem.group
 
 
 @triton.jit
 def queries_of_step(entries, n, count, info, problem: tl.constexpr, Q_BLOCKS: tl.constexpr, OF_GROUPS: tl.constexpr):
-    """The head and the tile of queries of step n, or of the last one: see `lists.entry`."""
+    """The head and the tile of queries of step n, or of the last step: see `lists.entry`."""
     if OF_GROUPS:
         number = entry(entries, n, count)
         return info.head + number // Q_BLOCKS, number % Q_BLOCKS

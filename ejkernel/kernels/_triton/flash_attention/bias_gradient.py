@@ -18,7 +18,7 @@ from .problem import Problem, tiled
 def bias_gradient(primals: Operands, saved, problem: Problem):
     """dbias [b?,h?,s?,t?] float32.
 
-    Programs lie side by side along the axes that bias varies on, and loop along those it is broadcast on.
+    The grid has an axis for each axis that bias varies on; programs loop over the axes that it is broadcast along.
     """
     tile = _tile(problem)
     sizes = (problem.B, problem.H, triton.cdiv(problem.S, tile.block_q), triton.cdiv(problem.K, tile.block_k))
@@ -41,7 +41,7 @@ def bias_gradient(primals: Operands, saved, problem: Problem):
 
 
 def _tile(problem: Problem) -> KernelConfig:
-    """The tile of bias that a program of dbias_kernel sums, whatever it was broadcast over."""
+    """The size of the tile of dbias that one program of dbias_kernel computes; it does not depend on the config."""
     block_q, block_k, warps = 64, 32, 8
     if problem.exact:
         block_q, block_k, warps = (32, 32, 8) if max(problem.D, problem.V) <= 128 else (16, 16, 4)
@@ -61,7 +61,8 @@ def dbias_kernel(
 ):  # fmt: skip
     """One tile of dbias: the sum of ds over the batches, heads, rows and columns that it was broadcast to.
 
-    PROGRAMS and LOOPS are along (batches, heads, blocks of rows, blocks of columns); of each pair one is 1.
+    PROGRAMS and LOOPS are the sizes of grid and loops along (batches, heads, blocks of rows, blocks of columns). On
+    each axis one of the two is 1.
     """
     tile, bias_head, bias_batch = sequence_info.place(PROGRAMS[2] * PROGRAMS[3], PROGRAMS[1])
     row_block, column_block = tile // PROGRAMS[3], tile % PROGRAMS[3]

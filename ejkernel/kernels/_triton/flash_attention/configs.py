@@ -1,8 +1,8 @@
-"""Which configs the kernels of flash_attention are run with: one by heuristics, and the space that tuning searches.
+"""The configs of the kernels of flash_attention: the heuristic choice, and the space that tuning searches.
 
-The candidates are listed by the wider of the two feature sizes, the one that was fastest on an H200 first. A mask, a
-bias, dropout or packed sequences put indices and further tiles into registers: such calls have lists of their own. Of
-a list those count that fit into the shared memory of the target.
+Each table lists candidates by the wider of the two feature sizes, the fastest on an H200 first. A mask, a bias, dropout
+or packed sequences need registers for indices and further tiles, so such calls have tables of their own. Candidates
+that do not fit into the shared memory of the target are left out.
 """
 
 import numpy as np
@@ -38,10 +38,10 @@ PLAIN = {
         256: ((128, 32, 8, 2), (128, 16, 8, 3), (16, 32, 8, 1)),
     },
 }
-# Where a query sees few keys, many small programs fill the device better.
+# If a query sees at most SHORT keys, many small programs fill the device better.
 SHORT = 2048
 SHORT_FORWARD = (64, 64, 4, 3)
-# Where a block of keys is seen by few queries, smaller blocks of them hold fewer in vain.
+# If a query sees at most FEW keys, smaller blocks of queries waste less work on pairs outside of the band.
 FEW = 256
 FEW_BACKWARD = (32, 64, 4, 3)
 FURTHER = {
@@ -64,15 +64,15 @@ FURTHER = {
         256: ((128, 16, 8, 3), (128, 16, 8, 2)),
     },
 }
-# Two of those at once.
+# Calls with two or more of mask, bias, dropout, packed sequences and segments.
 CROWDED = {
     "flash_attention": {64: ((128, 64, 8, 2), (64, 64, 4, 2)), 128: ((64, 32, 8, 2),), 256: ((64, 32, 8, 2),)},
     "flash_attention_bwd": {64: ((32, 64, 8, 2), (16, 64, 4, 2)), 128: ((32, 64, 8, 2),), 256: ((16, 64, 8, 1),)},
     "flash_attention_jvp": {64: ((64, 32, 8, 2),), 128: ((32, 16, 8, 1),), 256: ((16, 32, 8, 1),)},
 }
-# Packed sequences of that many features take a few registers more.
+# With packed sequences, these kernels need a few registers more at 256 features.
 PACKED = {"flash_attention_bwd": {256: ((16, 64, 8, 1),)}, "flash_attention_jvp": {256: ((16, 32, 8, 1),)}}
-# So do segments, windows, a bias of keys, and tokens that do not fill the last tile.
+# So they do with segments, windows, a bias over keys, and lengths that are no multiple of a tile.
 EDGED = {"flash_attention_jvp": {256: ((128, 16, 8, 3), (16, 16, 8, 1))}}
 BIASED = {
     "flash_attention": {
@@ -87,12 +87,12 @@ UNEVEN = {
         192: ((16, 128, 8, 2), (32, 64, 8, 3), (16, 64, 8, 2)),
     }
 }
-# Since Blackwell weights and gradients of logits go to shared memory, too.
+# From Blackwell on, weights and gradients of logits are operands in shared memory, too.
 BLACKWELL = {
     "flash_attention_bwd": {256: ((32, 64, 8, 2), (32, 64, 8, 1))},
     "flash_attention_jvp": {256: ((128, 16, 8, 2), (16, 32, 8, 1))},
 }
-# GPUs before Hopper, GeForce and those of AMD feed matrix products from registers, of which large tiles leave none.
+# On GPUs before Hopper, GeForce and AMD, operands of matrix products are in registers, which large tiles would exhaust.
 FROM_REGISTERS = {
     "flash_attention": {
         64: ((64, 64, 4, 2), (64, 32, 4, 2)),
@@ -115,7 +115,7 @@ FROM_REGISTERS = {
         256: ((16, 32, 8, 1),),
     },
 }
-# The same of calls with dropout, a bias or mask of pairs, or two other things that put tiles or indices into registers.
+# The same GPUs, for calls with dropout, a bias or mask over pairs, or two other operands that need registers.
 CROWDED_FROM_REGISTERS = {
     "flash_attention": {
         64: ((64, 64, 4, 2), (64, 32, 4, 2)),
@@ -148,15 +148,15 @@ FLOAT32 = {
     },
 }
 
-# Where the environment sets a limit into which none of a list fits.
+# The config used if the environment sets a limit of shared memory that no candidate fits.
 SMALLEST = (16, 16, 4, 1)
 
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     candidates = _candidates(operation, operands, spec, target)
     limit = shared_memory_limit(target)
-    # The last of a list fits its GPUs: on AMD's, less stands in shared memory than here is thought.
+    # The last candidate fits all GPUs of its table: on AMD, less is kept in shared memory than `tiles_memory` says.
     last = candidates[-1] if limit_of_environment() is None else SMALLEST
     fitting = [c for c in candidates if tiles_memory(operation, operands, *c) <= limit] or [last]
     return [
@@ -198,7 +198,7 @@ def _candidates(operation: str, operands: Operands, spec: FlashAttentionSpec, ta
 
 
 def _special(table: dict, segmented: bool, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[dict]:
-    """What stands in for the lists of the table where it has the operation and width; the first counts."""
+    """Tables with precedence over `table` for the operations and widths that they list, in order of precedence."""
     if table is FURTHER and operands.cu_seqlens_q is not None:
         return [PACKED]
     if table is not PLAIN:
@@ -216,12 +216,12 @@ def _first(config: tuple, configs: tuple) -> tuple:
 
 
 def _of_pairs(x):
-    """A bias or mask that varies over queries; None for one that is the same for all, whose tiles are small."""
+    """The bias or mask if it varies over queries, else None: then its tiles are small."""
     return None if x is None or x.shape[2] == 1 else x
 
 
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
-    """`tiles_memory` of a config."""
+    """Bytes of shared memory that a program with this config needs for its tiles."""
     sizes = (config.block_q, config.block_k, config.num_warps, config.num_stages)
     return tiles_memory(operation, operands, *sizes)
 
@@ -236,18 +236,19 @@ def tiles_memory(operation: str, operands: Operands, *sizes: int) -> int:
 
 
 def values_wait(operands: Operands, *sizes: int) -> bool:
-    """Whether the pass of the tangent leaves tiles of v and v_dot in registers until their turn comes.
+    """Whether the tangent kernel loads the next tiles of v and v_dot into registers rather than into pipeline stages.
 
-    It does where as many of them as of k and k_dot do not fit shared memory: it then holds one of each.
+    It does if num_stages of them beside those of k and k_dot do not fit into shared memory, which then holds one of
+    each.
     """
     return _staged("flash_attention_jvp", operands, *sizes) > SHARED_MEMORY[90]
 
 
 def _staged(operation: str, operands: Operands, block_q: int, block_k: int, warps: int, stages: int) -> int:
-    """Bytes of the tiles where all that stream by are there num_stages times.
+    """Bytes of the tiles in shared memory if every streamed tile has num_stages buffers.
 
-    With one stage, tiles of bias and mask are loaded into registers: one at a time is in shared memory, on its way to
-    another layout.
+    With one stage, tiles of bias and mask are loaded into registers, and use shared memory one at a time for the
+    conversion of their layout.
     """
     D, V = tiled(operands.q.shape[3]), tiled(operands.v.shape[3])
     tiles, moved = stages * block_q * block_k, 1

@@ -1,6 +1,6 @@
 """The forward kernel: one pass over the keys with a running maximum and sum (arXiv 2307.08691).
 
-Of row i, after the tiles seen so far:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
+Over the tiles of keys so far, row i has:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j.
 A new tile with maximum m' > m rescales l and acc by exp(m − m'). At the end o = acc / l and lse = m + log l.
 """
 
@@ -18,7 +18,7 @@ from .problem import keys_as_segments, problem_of, segment_ranges_of, zero_hidde
 
 
 def flash_attention(*operands, spec=FlashAttentionSpec(), config=KernelConfig()) -> Outputs:
-    """o and lse: softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows."""
+    """o = softmax(scale·q·kᵀ + bias, masked)·v, and lse, the logsumexp of each row of logits."""
     given = Operands(*operands)
     operands = keys_as_segments(given)
     problem = problem_of(operands, spec)

@@ -3,9 +3,9 @@
 Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed: what is
 computed from them follows their shapes. See sequence_info.py.
 
-The weights exp(s − lse) of a row would sum to 1, were lse not rounded: an lse of 200 in float32 is off by up to 8e-6,
-and with it every weight of the row. In 16 bits that is nothing. In float32 the row is divided by the sum itself; what
-it is multiplied by is its correction (see rows.py).
+Since lse is rounded, the weights exp(s − lse) of a row do not sum to 1 exactly: an lse of 200 in float32 is off by up
+to 8e-6, and so is every weight of the row, relatively. In 16 bits that is negligible. In float32 the row is multiplied
+by its correction, the reciprocal of the sum (see rows.py).
 """
 
 import triton
@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.9259629911e-08)  # log₂e less its rounding to float32
 LN2 = tl.constexpr(0.6931471805599453)
 LARGEST_EXPONENT = tl.constexpr(LARGEST)
-SMALLEST_SUM = tl.constexpr(2.0**-100)  # of weights: a smaller one is that of weights which all underflow
+SMALLEST_SUM = tl.constexpr(2.0**-100)  # below it, all weights of the row underflow
 
 
 @triton.jit
@@ -45,7 +45,7 @@ def total_scale(softmax_scale, info, problem: tl.constexpr):
 
 @triton.jit
 def capped(product, scale, bias, problem: tl.constexpr):
-    """The logits, or q·kᵀ itself where the problem's scale is folded into the exponent. The bias is a tile."""
+    """The logits of a tile, or q·kᵀ itself if the problem folds the scale into the exponent."""
     if problem.folded:
         return product
     else:
@@ -59,21 +59,21 @@ def capped(product, scale, bias, problem: tl.constexpr):
 
 @triton.jit
 def exponential(s, row, problem: tl.constexpr):
-    """exp of the logits less a number for each row."""
+    """exp(logits − row), with one number per row."""
     return power(exponent(s, row, problem), problem)
 
 
 @triton.jit
 def weights_of_maximum(s, m, problem: tl.constexpr):
-    """exp(s − m) of rows with the maxima m [rows], in the unit of `capped`; 1 where s is m.
+    """exp(s − m) with the maximum m of each row, both in the unit of `capped`; exactly 1 where s = m.
 
-    Where the scale is folded, one multiply-add makes s·c − m·c, of which m·c has been rounded. Where that is over 2²⁶
-    rounding is by up to 4, a factor of 16, and more. But there float32 keeps every eighth logit at most: weights are 1
-    and all but 0, for any c that is not smaller; and products with a power of two are exact.
+    If the scale is folded, one multiply-add computes s·c − m·c with m·c rounded. From m·c = 2²⁶ on, this rounding error
+    may be 4 or more in the exponent: a factor of 16. But float32 resolves such logits in steps of 8 or more, so that
+    weights are 1 or nearly 0 for any larger c as well: the next power of two is taken, with which products are exact.
     """
     if problem.folded:
         c: tl.constexpr = problem.scale * LOG2E
-        # As arrays of float32: a number that is none of its normal ones would be a float64.
+        # As float32 arrays: Triton would make a Python number outside of the normal float32 range a float64.
         exact = tl.full(m.shape, problem.factor_of_large_logits, tl.float32)
         factor = tl.where(tl.abs(m) * c < 2.0**26, tl.full(m.shape, c, tl.float32), exact)
         return tl.exp2(s * factor[:, None] - (m * factor)[:, None])
@@ -83,11 +83,12 @@ def weights_of_maximum(s, m, problem: tl.constexpr):
 
 @triton.jit
 def weights_of_lse(s, lse, problem: tl.constexpr, CORRECTED: tl.constexpr):
-    """exp(s − lse), at most 1 but for rounding: of logits near 10⁹ float32 keeps every 64th number, and those which
-    are summed in another order than in the forward may be above lse by more than float32 may be given as an exponent.
+    """exp(s − lse), kept finite where rounding makes s larger than lse.
 
-    Weights that are corrected by their sum keep their ratios, up to an exponent that leaves sums finite. Others become
-    exp(−|s − lse|), which is as near to the weight, and costs nothing: −|x| is an operand of the hardware's ex2.
+    Near 10⁹ float32 resolves logits in steps of 64, and q·kᵀ summed in another order than in the forward may exceed lse
+    by so much that the exponential overflows. Weights that are corrected by their sum keep their ratios, up to an
+    exponent that leaves sums finite. Others become exp(−|s − lse|), which is as close to the weight, and costs nothing:
+    the hardware's ex2 takes −|x| as an operand.
     """
     x = exponent(s, lse, problem)
     if CORRECTED:
@@ -98,8 +99,9 @@ def weights_of_lse(s, lse, problem: tl.constexpr, CORRECTED: tl.constexpr):
 
 @triton.jit
 def exponent(s, row, problem: tl.constexpr):
-    """The logits less a number for each row, in float32 as a natural exponent and else as one of base 2; by one
-    multiply-add where the scale is folded.
+    """logits − row, as an exponent of e in float32 and of 2 otherwise.
+
+    If the scale is folded, it is one multiply-add.
     """
     if problem.folded:
         return s * (problem.scale * LOG2E) - row * LOG2E
@@ -111,12 +113,12 @@ def exponent(s, row, problem: tl.constexpr):
 
 @triton.jit
 def power(x, problem: tl.constexpr):
-    """What `exponent` is one of.
+    """e^x in float32 and 2^x otherwise, for x from `exponent`.
 
-    In float32, what the product y = x·log₂e loses in rounding is put back: exp(x) = 2^y·(1 + (x·log₂e − y)·ln 2).
+    In float32 the rounding error of the product y = x·log₂e is compensated: exp(x) = 2^y·(1 + (x·log₂e − y)·ln 2).
     """
     if problem.exact:
-        x = tl.maximum(x, -1000.0, tl.PropagateNan.ALL)  # of infinite differences nothing is lost
+        x = tl.maximum(x, -1000.0, tl.PropagateNan.ALL)  # the compensation of −∞ would be NaN
         y = x * LOG2E
         lost = tl.fma(x, LOG2E, -y) + x * LOG2E_REST
         rounded = tl.exp2(y)
@@ -127,11 +129,11 @@ def power(x, problem: tl.constexpr):
 
 @triton.jit
 def tanh(x, OF_SMALL: tl.constexpr):
-    """(1 − e) / (1 + e) with e = exp(−2|x|), and the sign of x; `OF_SMALL`, by its series where that is exact."""
+    """(1 − e) / (1 + e) with e = exp(−2|x|) and the sign of x; with `OF_SMALL`, its series where x is small."""
     e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     y = (1 - e) / (1 + e)
     y = tl.where(x < 0, -y, y)
-    if OF_SMALL:  # 1 − e has no bits left of a small x
+    if OF_SMALL:  # 1 − e cancels for a small x
         z = x * x
         series = x + x * z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
         y = tl.where(z < 0.0625, series, y)
@@ -140,7 +142,7 @@ def tanh(x, OF_SMALL: tl.constexpr):
 
 @triton.jit
 def first_statistics(sinks, info, problem: tl.constexpr, ROWS: tl.constexpr):
-    """The maximum (as a number of `capped`) and the sum that rows begin with: those of the sinks."""
+    """The initial maximum (in the unit of `capped`) and sum of every row: those of the sinks."""
     if sinks is None:
         return tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     else:
@@ -165,7 +167,7 @@ def kept(dropout, i, j, info, problem: tl.constexpr):
 
 @triton.jit
 def keep_factor(dropout, i, j, info, problem: tl.constexpr):
-    """What dropout multiplies the weights of a tile by."""
+    """The factor of each weight of a tile by dropout: 0 or 1 / (1 − rate)."""
     if dropout is None:
         return 1.0
     else:
@@ -176,7 +178,7 @@ def keep_factor(dropout, i, j, info, problem: tl.constexpr):
 def weights_and_logit_cotangents(
     product, dp, lse, correction, delta, scale, bias, dropout, i, j, info, problem: tl.constexpr
 ):  # fmt: skip
-    """p, p̃ and ds of a tile before masks, from q·kᵀ, do·vᵀ, and the rows' logsumexp, its correction, and delta.
+    """p, p̃ and ds of a tile before masking, from q·kᵀ, do·vᵀ, and lse, correction and delta of its rows.
 
     p = exp(s − lse)·correction,  p̃ = p ∘ keep/(1 − rate),  ds = (p̃ ∘ dp − p·delta) ∘ (1 − (s/softcap)²)
     """
@@ -192,7 +194,7 @@ def weights_and_logit_cotangents(
 @triton.jit
 def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, info, problem: tl.constexpr,
                             CORRECTED: tl.constexpr):  # fmt: skip
-    """p, p̃ and p̃ ∘ dp − p·delta, of weights that are corrected, or are to be summed for that."""
+    """p, p̃ and p̃ ∘ dp − p·delta of a tile; CORRECTED if weights are corrected by their sum, or summed for it here."""
     p = weights_of_lse(s, lse, problem, CORRECTED)
     if correction is not None:
         p *= correction
@@ -202,14 +204,14 @@ def weights_and_differences(s, dp, lse, correction, delta, dropout, i, j, info, 
 
 @triton.jit
 def softcap_slope(s, problem: tl.constexpr):
-    """d(softcap·tanh(x/softcap))/dx at the x that was capped to s."""
+    """The derivative of softcap·tanh(x/softcap) at the x for which it is s: 1 − (s/softcap)²."""
     ratio = s * (1 / problem.softcap)
     return 1 - ratio * ratio
 
 
 @triton.jit
 def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, info, problem: tl.constexpr):
-    """The tangent of the logits s, from those of q·kᵀ (s_dot) and of a tile of bias, and q·kᵀ itself (product)."""
+    """The tangent of the logits s, from q·kᵀ (product), its tangent (s_dot), and the tangent of the bias."""
     s_dot *= scale
     if scale_dot is not None:
         s_dot += total_scale(scale_dot, info, problem) * product
@@ -223,7 +225,7 @@ def logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, info, problem:
 @triton.jit
 def weights_and_logit_tangents(product, s_dot, lse, scale, scale_dot, bias, bias_dot, info, problem: tl.constexpr,
                                LOGITS_MOVE: tl.constexpr):  # fmt: skip
-    """p and s_dot of a tile before masks, from q·kᵀ, its tangent, and the rows' logsumexp."""
+    """p and s_dot of a tile before masking, from q·kᵀ, its tangent, and lse of its rows."""
     s = capped(product, scale, bias, problem)
     if LOGITS_MOVE:
         s_dot = logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, info, problem)
@@ -232,7 +234,7 @@ def weights_and_logit_tangents(product, s_dot, lse, scale, scale_dot, bias, bias
 
 @triton.jit
 def sinks_weights(sinks, sinks_dot, lse, info, problem: tl.constexpr, CORRECTED: tl.constexpr):
-    """Of every row Σ_n exp(sink_n − lse) and Σ_n exp(sink_n − lse)·sink_dot_n."""
+    """Σ_n exp(sink_n − lse) and Σ_n exp(sink_n − lse)·sink_dot_n for every row."""
     total = tl.zeros([lse.shape[0]], tl.float32)
     moved = total
     if sinks is not None:
@@ -251,13 +253,13 @@ def sinks_weights(sinks, sinks_dot, lse, info, problem: tl.constexpr, CORRECTED:
 
 @triton.jit
 def correction_of(total):
-    """1 / Σ exp(s − lse) over keys and sinks; 1 of a row that sees nothing."""
+    """1 / Σ exp(s − lse) over keys and sinks; 1 for a fully masked row."""
     return 1 / tl.where(total < SMALLEST_SUM, 1.0, total)
 
 
 @triton.jit
 def compensated(total, lost, x):
-    """total + x, and what its rounding adds to it, to be taken off the next x (Kahan's sum)."""
+    """total + x, and its rounding error, which the next call subtracts from its x (Kahan's summation)."""
     x -= lost
     new = total + x
     return new, (new - total) - x

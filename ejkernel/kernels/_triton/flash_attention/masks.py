@@ -1,4 +1,4 @@
-"""Who sees whom in a tile of flash_attention: by its mask, by the lengths, the band and the segment ids.
+"""Which queries see which keys in a tile of flash_attention, by mask, lengths, band and segment ids.
 
 Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed.
 """
@@ -43,9 +43,9 @@ def visible(i, j, segments, info, problem: tl.constexpr):
 @triton.jit
 def where_visible(values, other, unmasked, start, block_range, i, j, segments, info, problem: tl.constexpr,
                EDGES: tl.constexpr):  # fmt: skip
-    """The values of a tile where queries see keys, and `other` where the mask or anything else hides them.
+    """The values of a tile where queries see keys, and `other` where they do not.
 
-    The lengths, the band and the segments are asked in those tiles alone that may not be seen whole.
+    Lengths, band and segments are evaluated only in tiles outside of the range of full blocks.
     """
     if unmasked is not None:
         values = where(unmasked, values, other)
@@ -56,7 +56,7 @@ def where_visible(values, other, unmasked, start, block_range, i, j, segments, i
 
 @triton.jit
 def where(ok, values, other):
-    """tl.where of each of the values."""
+    """tl.where applied to each tensor of a tuple."""
     result = ()
     for n in tl.static_range(len(values)):
         result = joined(result, tl.where(ok, values[n], other))

@@ -1,4 +1,4 @@
-"""What a kernel of flash_attention knows when it is compiled."""
+"""The compile-time constants of the kernels of flash_attention, and operands prepared for them."""
 
 import math
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ class Problem:
         bias_strides, …: of the optional operands; None for those that are absent.
         exact: q, k and v are float32.
         segmented: queries and keys have segment ids.
-        masks_queries, masks_keys: the band or the sequences may hide every key from a query, or a key from every query;
-            their contents must not be multiplied even by zero.
+        masks_queries, masks_keys: band or sequences may fully mask a query, or a key. Their contents may be NaN, and
+            must not be multiplied even by zero.
     """
 
     B: int
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def N_PAD(self) -> int:
-        """Sequences of a packed call, and two of the tokens past the last and before the first, in a power of two."""
+        """The least power of two ≥ N + 2: tokens after the last and before the first sequence count as two more."""
         return triton.next_power_of_2(self.N + 2)
 
     @property
@@ -80,7 +80,7 @@ class Problem:
 
     @property
     def folded(self) -> bool:
-        """The scale is folded into the exponent: the logits are q·kᵀ times a positive constant.
+        """Whether the scale is folded into the exponent, as logits are q·kᵀ times a positive constant.
 
         Not in float32, where subtracting before multiplying keeps the last bits of large logits.
         """
@@ -89,22 +89,25 @@ class Problem:
 
     @property
     def unit(self) -> float:
-        """The logit that 1.0 stands for in what `logits.capped` returns."""
+        """The factor from results of `logits.capped` to logits."""
         return self.scale if self.folded else 1.0
 
     @property
     def factor_of_large_logits(self) -> float:
-        """The power of two from scale·log₂e on, or float32's greatest."""
+        """The least power of two ≥ scale·log₂e, at most 2¹²⁷: see `logits.weights_of_maximum`."""
         return 2.0 ** min(127, math.ceil(math.log2(self.scale * math.log2(math.e))))
 
     @property
     def caps_far(self) -> bool:
-        """Logits are as a rule a small part of the cap, of which a tanh that is off by 6e-8 loses their last bits."""
+        """Whether the cap is so large that most logits are small beside it, and tanh needs its series.
+
+        A tanh with an absolute error of 6e-8 would lose their last bits.
+        """
         return self.softcap is not None and self.softcap > 100
 
     @property
     def keep_from(self) -> int:
-        """A weight is kept where its random word is at least this."""
+        """The least random word for which dropout keeps a weight."""
         return min(round(self.dropout_rate * 2**32), 2**32 - 1)
 
     @property
@@ -114,18 +117,18 @@ class Problem:
     def blocks(self, block: int, of_keys: bool = False) -> int:
         """How many blocks of queries (or keys) one head is cut into.
 
-        In a packed call every sequence, the tokens past the last one, and those before the first one may end in a block
-        that is not full.
+        In a packed call every sequence may end in a partial block, as may the tokens after the last sequence and those
+        before the first.
         """
         tokens = self.K if of_keys else self.S
         return triton.cdiv(tokens, block) if self.N is None else tokens // block + self.N + 2
 
     def edges(self, block: int) -> bool:
-        """Whether a loop over blocks of keys may meet tiles that are seen in part."""
+        """Whether a loop over blocks of keys may contain tiles that are partly masked, by more than mask or bias."""
         return self.segmented or self.left is not None or self.right is not None or self._uneven(block, True)
 
     def checked(self, block: int, over_keys: bool) -> bool:
-        """Whether such a loop may meet tokens that must not be loaded."""
+        """Whether a loop over blocks of keys (or queries) may contain tokens that must not be loaded."""
         return self._uneven(block, over_keys) or (self.masks_keys if over_keys else self.masks_queries)
 
     def _uneven(self, block: int, over_keys: bool) -> bool:
@@ -133,7 +136,7 @@ class Problem:
 
 
 def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
-    """The problem that a call poses."""
+    """The `Problem` of a call."""
     B, S, H, D = operands.q.shape
     K, G, V = operands.k.shape[1], operands.k.shape[2], operands.v.shape[3]
     visibility = visibility_of(operands, spec)
@@ -160,13 +163,13 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
 
 
 def is_key_mask(operands: Operands) -> bool:
-    """A mask hides keys from all queries and heads alike, as padding is hidden."""
+    """Whether the mask is the same for all queries and heads, as a mask of padding is."""
     mask = operands.mask
     return mask is not None and mask.shape[1] == mask.shape[2] == 1 and operands.cu_seqlens_q is None
 
 
 def keys_as_segments(operands: Operands) -> Operands:
-    """With such a mask as segment ids: kernels pass over hidden blocks, and ask for nothing in those that are seen."""
+    """The operands with a mask over keys as segment ids: kernels then skip hidden blocks and do not mask full ones."""
     if not is_key_mask(operands):
         return operands
     q_ids, kv_ids = operands.q_segment_ids, operands.kv_segment_ids
@@ -177,10 +180,10 @@ def keys_as_segments(operands: Operands) -> Operands:
 
 
 def segment_ranges_of(operands: Operands, block_q: int, block_k: int, of_keys: bool = False):
-    """[B, blocks, 4] int32: of each block of queries the range of keys that share a segment with it, and within that
-    one that needs no segment ids, as (begin, end, full_begin, full_end) in tokens. None without segments.
+    """The range of keys that share a segment with each block of queries; with `of_keys`, of queries for blocks of keys.
 
-    `of_keys` gives the ranges of queries of each block of keys.
+    int32 [B, blocks, 4], (begin, end, full_begin, full_end) in tokens: within the full range all pairs share a segment.
+    None without segments.
     """
     if operands.q_segment_ids is None:
         return None
@@ -193,7 +196,7 @@ def segment_ranges_of(operands: Operands, block_q: int, block_k: int, of_keys: b
 def zero_hidden_keys(operands: Operands, spec: FlashAttentionSpec, *arrays):
     """Arrays [B, K, G, ·] or None, zero where a mask or segment ids hide a key from every query.
 
-    It costs less before a kernel runs: in the kernel it would send every tile through registers. Keys that the band or
+    This is cheaper outside of a kernel, where every tile would have to pass through registers. Keys that the band or
     the lengths of sequences hide are never read: see `Problem.checked`.
     """
     if operands.mask is None and operands.q_segment_ids is None:
@@ -202,7 +205,7 @@ def zero_hidden_keys(operands: Operands, spec: FlashAttentionSpec, *arrays):
 
 
 def zero_fully_masked_queries(operands: Operands, spec: FlashAttentionSpec, *arrays):
-    """Arrays [B, S, H, ·], zero in queries that a mask or segment ids leave without keys."""
+    """Arrays [B, S, H, ·], zero in queries that a mask or segment ids fully mask."""
     if operands.mask is None and operands.q_segment_ids is None:
         return arrays
     return zero_fully_masked(visibility_of(operands, spec), *arrays)
@@ -216,16 +219,16 @@ def broadcast_strides(x) -> Strides | None:
     return Strides(*(step if size > 1 else 0 for step, size in zip(steps, x.shape, strict=True)))
 
 
-# In float32 that many features are multiplied and summed before others are added: errors grow with the length of a sum,
-# and so do the registers that it takes.
+# Features per matrix product in float32; partial products are then added. Rounding errors and registers both grow with
+# the length of a sum.
 FLOAT32_PART = 32
 
 
 @triton.constexpr_function
 def parts(size: int, exact: bool) -> tuple[tuple[int, int], ...]:
-    """The tiles that hold `size` features, as (first feature, width): two where those are narrower than one.
+    """The tiles that hold `size` features, as (first feature, width): two if together they are narrower than one.
 
-    In float32 (`exact`) they are as narrow as `FLOAT32_PART`.
+    In float32 (`exact`) each is at most `FLOAT32_PART` wide.
     """
     if exact:
         return tuple((n, min(FLOAT32_PART, padded(size - n))) for n in range(0, size, FLOAT32_PART))
@@ -253,15 +256,15 @@ def sum_to_shape(x, shape: tuple[int, ...]):
     return x.sum(broadcast, keepdims=True)
 
 
-# Of a weight exp(s − lse) that is divided by the sum of its row: above it a sum of them may be infinite.
+# The largest exponent s − lse of a weight that is divided by the sum of its row: above it, sums may overflow.
 LARGEST_EXPONENT = 30.0
 
 
 def weights_of_sinks(sinks, lse, corrected: bool):
-    """exp(sink − lse) [B?, H, S, n], finite as `logits.weights_of_lse` is."""
+    """exp(sink − lse) [B?, H, S, n], kept finite as in `logits.weights_of_lse`."""
     return jnp.exp(jnp.minimum(sinks[:, :, None, :] - lse[..., None], LARGEST_EXPONENT if corrected else 0.0))
 
 
 def seen_lse(lse):
-    """The logsumexp with +∞ for rows that see nothing, so that exp(s − lse) is 0 there rather than undefined."""
+    """lse with +∞ for fully masked rows, so that exp(s − lse) is 0 there rather than NaN."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)

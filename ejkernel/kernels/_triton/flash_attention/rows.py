@@ -1,13 +1,13 @@
-"""What a gradient has to know of whole rows more exactly than lse and o tell: one more pass over the keys.
+"""One more pass over the keys, for sums over rows that gradients need more exactly than lse and o give them.
 
-The weights p = exp(s − lse) of a row and its sinks sum to 1 but for the rounding of lse: what they are
-multiplied by is the row's correction, 1 / Σ p. And Σ_j p̃·dp, the weighted mean of dp, is d = Σ_e do·o but for the
-roundings of o and of that sum:
+The weights p = exp(s − lse) of a row, sinks included, sum to 1 up to the rounding of lse; the row's correction 1 / Σ p,
+by which weights are multiplied, makes up for it. Likewise Σ_j p̃·dp, the weighted mean of dp, equals d = Σ_e do·o up to
+the rounding of o and of that sum. It is computed as a difference to d, which is exact if one key has all the weight:
 
     Σ_j p̃·dp = d + Σ_j (p̃·dp − p·d) / Σ_j p    where dp of a sink is 0
 
-is summed as the difference that it makes, which is exact where one key has all the weight. In 16 bits neither matters
-next to the rounding of p and ds, but for the gradient of a scale, in which all rows add up.
+In 16 bits both errors are negligible beside the rounding of p and ds, except in the gradient of a scale, which sums
+over all rows.
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""The sequence that a program of flash_attention works in, and the range of blocks that its own block sees.
+"""The sequence that a program of flash_attention works in, and its range of blocks.
 
-A program has one stationary block of queries (or of keys) of one head, and streams the blocks of keys (or queries) that
-this can see. Rows i and columns j count within the sequence.
+A program has one stationary block of queries (or of keys) of one head, and streams the blocks of keys that these
+queries see (or of queries that see these keys). Rows i and columns j count within the sequence.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 class SequenceInfo(NamedTuple):
-    """The head and the sequence that a program works in. In a dense call the sequence is number 0, and begins at 0."""
+    """The head and the sequence that a program works in; in a dense call the sequence is number 0 and begins at 0."""
 
     batch: tl.tensor
     head: tl.tensor
@@ -23,7 +23,7 @@ class SequenceInfo(NamedTuple):
 
 
 class BlockRange(NamedTuple):
-    """Where the loop over blocks begins and ends, and the first and the last block that needs no mask, in tokens."""
+    """The bounds of the loop over blocks, and the first and the last full block, which need no mask, in tokens."""
 
     begin: tl.tensor
     end: tl.tensor
@@ -40,10 +40,10 @@ def place(BLOCKS: tl.constexpr, HEADS: tl.constexpr):
 
 @triton.jit
 def queries_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """The stationary block of queries of this program, the first of them in its sequence, and the sequence info."""
+    """The stationary block of queries of this program, its first query within the sequence, and the sequence info."""
     block, head, batch = place(BLOCKS, problem.H)
     if problem.right is not None:
-        block = BLOCKS - 1 - block  # the blocks that see most keys first
+        block = BLOCKS - 1 - block  # longest first: the last blocks see most keys
     first, sequence, q_start, q_len, k_start, k_len = sequence_of(
         block, batch, cu_q, cu_k, problem, BLOCK_Q, OF_KEYS=False
     )
@@ -52,8 +52,9 @@ def queries_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, 
 
 @triton.jit
 def keys_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The stationary block of keys of this program, the first of them in its sequence, and the sequence info of the
-    first of the heads that share them.
+    """The stationary block of keys of this program, its first key within the sequence, and the sequence info.
+
+    The latter is that of the first query head that shares the keys.
     """
     block, kv_head, batch = place(BLOCKS, problem.G)
     first, sequence, q_start, q_len, k_start, k_len = sequence_of(
@@ -92,11 +93,11 @@ def queries_of_keys(block, first, info, segment_ranges, problem: tl.constexpr, B
 
 @triton.jit
 def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr):
-    """Where a block of queries (or keys) begins in its sequence, and (sequence, q_start, q_len, k_start, k_len).
+    """Where a block of queries (or keys) begins in its sequence, then sequence, q_start, q_len, k_start and k_len.
 
-    Blocks of a packed call are numbered through its sequences, of which sequence n has ceil(length_n / BLOCK). The
-    tokens past the last sequence are treated as one more, N, and those before the first as another, N + 1, neither of
-    which has tokens on the other side.
+    Blocks of a packed call are numbered across sequences; sequence n has ceil(length_n / BLOCK) of them. The tokens
+    after the last sequence form a sequence N, and those before the first a sequence N + 1: queries without keys, or
+    keys without queries.
     """
     if problem.N is None:
         q_len: tl.constexpr = problem.S
@@ -130,8 +131,9 @@ def sequence_of(block, batch, cu_q, cu_k, problem: tl.constexpr, BLOCK: tl.const
 @triton.jit
 def block_range_of(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl.constexpr, BLOCK: tl.constexpr,
              STEP: tl.constexpr):  # fmt: skip
-    """The range of a loop by STEP over the y in [0, length) with x + low ≤ y ≤ x + high for some x in
-    [first, first + BLOCK); and the first and the last tile whose every y is seen by every x, which needs no mask.
+    """The block range of the x in [first, first + BLOCK) which see the y in [0, length) with x + low ≤ y ≤ x + high.
+
+    The loop takes STEP of the y that any x sees; tiles from the first to the last full one need no mask.
     """
     begin, end, first_full, last_full = 0, length, 0, length - STEP
     if HAS_LOW:
@@ -145,7 +147,7 @@ def block_range_of(first, low, high, length, HAS_LOW: tl.constexpr, HAS_HIGH: tl
 
 @triton.jit
 def within_segments(block_range, segment_ranges, batch, block, BLOCKS: tl.constexpr, STEP: tl.constexpr):
-    """What `block_range_of` returned, narrowed to what the block shares segments with: `problem.segment_ranges_of`."""
+    """The block range narrowed to tokens that share a segment with the block: see `problem.segment_ranges_of`."""
     begin, end, first_full, last_full = block_range
     if segment_ranges is not None:
         segment_ranges += (batch * BLOCKS + block) * 4
@@ -157,7 +159,7 @@ def within_segments(block_range, segment_ranges, batch, block, BLOCKS: tl.conste
 
 @triton.jit
 def band(info, problem: tl.constexpr):
-    """The least and the greatest j − i that is seen; 0 where unbounded."""
+    """The least and the greatest visible j − i; 0 for an unbounded side."""
     low = info.k_len - info.q_len - problem.left if problem.left is not None else 0
     high = info.k_len - info.q_len + problem.right if problem.right is not None else 0
     return low, high
@@ -165,7 +167,7 @@ def band(info, problem: tl.constexpr):
 
 @triton.jit
 def visible_keys(info, problem: tl.constexpr):
-    """The first key that the band shows to any query, and the one after the last."""
+    """The range [first, stop) of the keys that any query sees within the band."""
     low, high = band(info, problem)
     begin, end = 0, info.k_len
     if problem.left is not None:
@@ -177,7 +179,7 @@ def visible_keys(info, problem: tl.constexpr):
 
 @triton.jit
 def first_seeing_query(info, problem: tl.constexpr):
-    """The first query to which the band shows a key."""
+    """The first query that sees a key within the band."""
     begin = 0
     if problem.right is not None:
         _low, high = band(info, problem)
@@ -211,8 +213,9 @@ def of_rows(ptr, info, problem: tl.constexpr):
 
 @triton.jit
 def pairs_at(ptr, i, j, info, strides: tl.constexpr):
-    """Pointers to elements (i, j) of this head and sequence, in an array whose axes (b, h, s, t) have these strides,
-    and whether they exist. What is the same for all queries or keys is found once, along an axis of size 1.
+    """Pointers to elements (i, j) of this head and sequence in an array with axes (b, h, s, t), and whether they exist.
+
+    Along an axis on which the array is broadcast, of stride 0, the pointers have size 1.
     """
     address = ptr + tl.cast(info.batch, tl.int64) * strides.b + tl.cast(info.head, tl.int64) * strides.h
     address += tl.full([1, 1], 0, tl.int32)

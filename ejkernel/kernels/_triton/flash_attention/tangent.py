@@ -1,20 +1,20 @@
-"""The tangent kernel: o_dot and lse_dot in one pass over the keys, with the logsumexp that the forward pass left.
+"""The tangent kernel: o_dot and lse_dot in one pass over the keys, from lse of the forward.
 
-With the weights p = exp(s − lse), p̃ what dropout leaves of them, and o = p̃·v,
+With the weights p = exp(s − lse), p̃ the weights after dropout, and o = p̃·v,
 
     s_dot = (scale·(q_dot·kᵀ + q·k_dotᵀ) + scale_dot·q·kᵀ + bias_dot) ∘ (1 − (s/softcap)²)
     lse_dot = Σ_j p ∘ s_dot + Σ_n exp(sink_n − lse)·sink_dot_n
     o_dot = (p̃ ∘ s_dot)·v − lse_dot·o + p̃·v_dot
 
-s_dot is taken relative to a number c of its row, its mean over the first keys that have weight, lest what should cancel
-leaves its rounding, and that of o, where one key has all the weight:
+If one key has all the weight, the first two terms cancel, which would leave their rounding errors and that of o. So
+s_dot is taken relative to a number c for each row, its mean over the first keys that have weight:
 
     o_dot = (p̃ ∘ (s_dot − c))·v − (lse_dot − c)·o + p̃·v_dot
 
-In float32 the weights are corrected for the rounding of lse (see rows.py): by their sum 1 + excess, known when the pass
-ends, x / (1 + excess) being x − x·share with share = excess / (1 + excess). Sums carry what their rounding loses.
+In float32 the weights are corrected for the rounding of lse (see rows.py). Their sum 1 + excess is known only at the
+end, where x / (1 + excess) is computed as x − x·share with share = excess / (1 + excess). Sums are compensated (Kahan).
 
-In 16 bits p̃ ∘ (s_dot − c) is rounded for its product with v, and o is taken off by the sum of what was rounded.
+In 16 bits p̃ ∘ (s_dot − c) is rounded for its product with v; the factor of o is then the sum of the rounded values.
 """
 
 from typing import NamedTuple
@@ -116,7 +116,7 @@ def tangent_kernel(
             s_dot -= reference[:, None]
             kept_p = p * logits.keep_factor(dropout, i, j, info, problem)
             acc, sums = summed(acc, sums, p, kept_p, s_dot, v_tile, v_dot_tile, problem, LOGITS_MOVE)
-            if VALUES_WAIT:  # those past the end are not read
+            if VALUES_WAIT:  # tokens past the end are not read
                 coming = values(v, v_dot, start + BLOCK_K, info, problem, BLOCK_K, True)
 
     o_tile = tiles.load_queries(o, first, info, problem, problem.V, BLOCK_Q, True)
@@ -127,7 +127,7 @@ def tangent_kernel(
 
 @triton.jit
 def values(v, v_dot, start, info, problem: tl.constexpr, BLOCK_K: tl.constexpr, CHECKED: tl.constexpr):
-    """A tile of v and one of v_dot, which has no parts where that is absent."""
+    """A tile of v and one of v_dot, an empty tuple if that is absent."""
     tile = tiles.load_keys(v, start, info, problem, problem.V, BLOCK_K, CHECKED)
     if v_dot is None:
         return tile, ()
@@ -136,8 +136,12 @@ def values(v, v_dot, start, info, problem: tl.constexpr, BLOCK_K: tl.constexpr, 
 
 
 class Sums(NamedTuple):
-    """Of each row: Σ p − 1 and Σ p ∘ (s_dot − c), each with what its rounding has lost; the second sum of what was
-    rounded; and Σ p as long as c may change.
+    """The running sums of each row.
+
+    excess, excess_lost: Σ p − 1, and its rounding error.
+    moved, moved_lost: Σ p ∘ (s_dot − c), and its rounding error.
+    rounded: that sum over the values rounded for their product with v.
+    weight: Σ p as long as c may still change.
     """
 
     excess: tl.tensor
@@ -150,7 +154,7 @@ class Sums(NamedTuple):
 
 @triton.jit
 def first_sums(lse, sinks_total, sinks_moved):
-    """The sums that rows begin with: those of the sinks. A row that sees nothing has no c to wait for."""
+    """The initial sums of rows, over the sinks alone; a fully masked row counts as one whose c is settled."""
     zero = tl.zeros_like(sinks_moved)
     excess, excess_lost = logits.compensated(zero - 1.0, zero, sinks_total)
     return Sums(excess, excess_lost, sinks_moved, zero, sinks_moved, tl.where(lse == float("inf"), 1.0, 0.0))
@@ -158,8 +162,10 @@ def first_sums(lse, sinks_total, sinks_moved):
 
 @triton.jit
 def referred(sums, reference, p, s_dot, problem: tl.constexpr):
-    """The sums, c, and whether any row may still change it: one takes for c the mean of s_dot over a tile next to which
-    all the weights before come to nothing. Of what was summed with another c only lse_dot is exact enough to tell.
+    """The sums relative to a possibly new c of each row, c, and whether it may still change in any row.
+
+    A row takes the mean of s_dot over a tile as its c if all earlier weights are negligible beside those of this tile.
+    Of the sums with the former c, only that for lse_dot is exact enough to need the change.
     """
     excess, excess_lost, moved, moved_lost, rounded, weight = sums
     least: tl.constexpr = 2.0**-32 if problem.exact else 2.0**-16
@@ -173,7 +179,7 @@ def referred(sums, reference, p, s_dot, problem: tl.constexpr):
 
 @triton.jit
 def summed(acc, sums, p, kept_p, s_dot, v, v_dot, problem: tl.constexpr, LOGITS_MOVE: tl.constexpr):
-    """(p̃ ∘ (s_dot − c))·v + p̃·v_dot, and the sums, with what a tile adds to them."""
+    """The accumulator (p̃ ∘ (s_dot − c))·v + p̃·v_dot and the sums, after adding the terms of a tile."""
     excess, excess_lost, moved, moved_lost, rounded, weight = sums
     if problem.exact:
         excess, excess_lost = logits.compensated(excess, excess_lost, tl.sum(p, 1))
@@ -197,7 +203,7 @@ def summed(acc, sums, p, kept_p, s_dot, v, v_dot, problem: tl.constexpr, LOGITS_
 
 @triton.jit
 def finished(acc, o, sums, reference, sinks_total, problem: tl.constexpr):
-    """o_dot and lse_dot of what the pass has summed; of the sinks c is taken off here."""
+    """o_dot and lse_dot from the sums of the pass; c is subtracted from the tangents of sinks here."""
     moved, lost = sums.moved - sinks_total * reference, sums.moved_lost
     rounded = sums.rounded - sinks_total * reference
     if problem.exact:

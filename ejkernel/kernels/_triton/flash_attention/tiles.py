@@ -3,12 +3,12 @@
 Index tensors are given as [rows, 1] and [1, columns], or the other way round where a tile is transposed: what is
 computed from them follows their shapes.
 
-Every loop is one loop, which masks the tiles that are not seen whole, and stands in a branch that is taken if it is not
-empty: where the accumulator of a loop that may be empty meets its initial value, ptxas gives up running the matrix
-products asynchronously (its remark C7515).
+Each kernel has a single loop, which masks only those tiles that are not full, inside a branch that is taken unless the
+loop is empty: if the accumulator could also come from an empty loop, ptxas would serialise the asynchronous matrix
+products (its remark C7515).
 
-A tile of WIDTH features is a tuple of the parts that `problem.parts` makes of them, so that 192 features cost three
-quarters of what 256 cost: parts are multiplied one after the other, and summed where features are.
+A tile of WIDTH features is a tuple of the parts that `problem.parts` gives, so that 192 features cost three quarters of
+what 256 cost: parts are multiplied one after the other, and added up in sums over features.
 """
 
 import triton
@@ -21,7 +21,7 @@ from .sequence_info import first_seeing_query, of_keys, of_queries, of_rows, vis
 @triton.jit
 def load_queries(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                  CHECKED: tl.constexpr):  # fmt: skip
-    """A tile of [B, S, H, WIDTH] from a query of the sequence on; None of what is absent."""
+    """A tile of [B, S, H, WIDTH] that begins at query `first` of the sequence; None if the array is absent."""
     if ptr is None:
         return
     else:
@@ -32,7 +32,7 @@ def load_queries(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, R
 @triton.jit
 def load_seeing_queries(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                         CHECKED: tl.constexpr):  # fmt: skip
-    """As `load_queries`, with zeros for queries to which the band shows no key."""
+    """As `load_queries`, with zeros for queries that see no key within the band."""
     begin = first_seeing_query(info, problem)
     ptr = of_queries(ptr, info, problem, WIDTH)
     return load_tile(ptr, first, begin, info.q_len, problem.H, WIDTH, ROWS, CHECKED)
@@ -41,7 +41,7 @@ def load_seeing_queries(ptr, first, info, problem: tl.constexpr, WIDTH: tl.const
 @triton.jit
 def load_keys(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               CHECKED: tl.constexpr):  # fmt: skip
-    """A tile of [B, K, G, WIDTH] from a key of the sequence on; None of what is absent."""
+    """A tile of [B, K, G, WIDTH] that begins at key `first` of the sequence; None if the array is absent."""
     if ptr is None:
         return
     else:
@@ -52,7 +52,7 @@ def load_keys(ptr, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS
 
 @triton.jit
 def load_rows(ptr, first, i, info, problem: tl.constexpr, CHECKED: tl.constexpr, other):
-    """The numbers in [B, H, S] of the queries i from `first` on, in the shape of i; None of what is absent."""
+    """The values of [B, H, S] at the queries i, which begin at `first`, in the shape of i; None if absent."""
     if ptr is None:
         return
     else:
@@ -63,7 +63,7 @@ def load_rows(ptr, first, i, info, problem: tl.constexpr, CHECKED: tl.constexpr,
 
 @triton.jit
 def expanded(x, i):
-    """A vector in the shape of i."""
+    """A vector broadcast along the axis that i has besides its own."""
     if len(i.shape) == 1:
         return x
     elif i.shape[0] == 1:
@@ -74,14 +74,14 @@ def expanded(x, i):
 
 @triton.jit
 def store_queries(ptr, tile, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Stores what `load_queries` loads."""
+    """Stores a tile where `load_queries` would load it."""
     ptr = of_queries(ptr, info, problem, WIDTH)
     store_tile(ptr, tile, first, info.q_len, problem.H, WIDTH, ROWS)
 
 
 @triton.jit
 def store_keys(ptr, tile, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Stores what `load_keys` loads, if it is wanted."""
+    """Stores a tile where `load_keys` would load it; does nothing if the result is not asked for."""
     if ptr is not None:
         ptr = of_keys(ptr, info, problem, WIDTH)
         store_tile(ptr, tile, first, info.k_len, problem.G, WIDTH, ROWS)
@@ -89,7 +89,7 @@ def store_keys(ptr, tile, first, info, problem: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def store_rows(ptr, rows, i, info, problem: tl.constexpr):
-    """Stores what `load_rows` loads."""
+    """Stores a value per row where `load_rows` would load it."""
     tl.store(of_rows(ptr, info, problem) + i, rows, mask=i < info.q_len)
 
 
@@ -98,7 +98,7 @@ def load_tile(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, 
               CHECKED: tl.constexpr):  # fmt: skip
     """Rows first … first + ROWS of one head of a dense [·, HEADS, WIDTH] as a tile.
 
-    Where CHECKED, rows outside of [begin, end) are not read, but zero.
+    If CHECKED, rows outside of [begin, end) are zero, and not read.
     """
     tile = ()
     exact: tl.constexpr = ptr.dtype.element_ty == tl.float32
@@ -127,7 +127,7 @@ def load_part(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def store_tile(ptr, tile, first, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Stores what `load_tile` loads."""
+    """Stores a tile where `load_tile` would load it."""
     for n in tl.static_range(len(tile)):
         address, rows, columns = addresses(ptr, first, HEADS, WIDTH, ROWS, n)
         inside = (first + rows < length) & (columns < WIDTH)
@@ -142,7 +142,7 @@ def joined(tile, part):
 
 @triton.jit
 def addresses(ptr, first, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, n: tl.constexpr):
-    """Of part n of a tile, with its rows and columns."""
+    """The pointers of part n of a tile, and its rows and columns."""
     part: tl.constexpr = parts(WIDTH, ptr.dtype.element_ty == tl.float32)[n]
     begin: tl.constexpr = part[0]
     width: tl.constexpr = part[1]
@@ -153,7 +153,7 @@ def addresses(ptr, first, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, problem: tl.constexpr):
-    """A tile to sum in."""
+    """A tile of zeros, to accumulate in."""
     tile = ()
     for n in tl.static_range(len(parts(WIDTH, problem.exact))):
         tile = joined(tile, tl.full([ROWS, parts(WIDTH, problem.exact)[n][1]], 0.0, tl.float32))
@@ -162,7 +162,7 @@ def zeros(ROWS: tl.constexpr, WIDTH: tl.constexpr, problem: tl.constexpr):
 
 @triton.jit
 def scaled(tile, factor):
-    """The tile times a number, or one for each row."""
+    """tile·factor, for a factor that is one number or one per row."""
     result = ()
     for n in tl.static_range(len(tile)):
         result = joined(result, tile[n] * factor)
@@ -188,11 +188,11 @@ def over_features(x, y, total):
 
 @triton.jit
 def plus_product(total, x, y):
-    """total + x·y of two parts. In float32 the product is a sum of its own: errors grow with the length of a sum."""
+    """total + x·y of two parts; in float32 x·y is summed separately first, as errors grow with the length of a sum."""
     if total is None:
         return tl.dot(x, y, input_precision="ieee")
     elif x.dtype == tl.float32:
-        return tl.fma(tl.dot(x, y, input_precision="ieee"), 1.0, total)  # Triton makes of + a longer sum
+        return tl.fma(tl.dot(x, y, input_precision="ieee"), 1.0, total)  # with + Triton would accumulate into total
     else:
         return tl.dot(x, y, total)
 
@@ -202,7 +202,7 @@ def over_features_and_tangent(x, x_dot, y, y_dot):
     """x·yᵀ and its tangent x_dot·yᵀ + x·y_dotᵀ; a tangent of None is zero."""
     total = tl.full([x[0].shape[0], y[0].shape[0]], 0.0, tl.float32)
     total_dot = total
-    for n in tl.static_range(len(x)):  # part by part, each being read once for both
+    for n in tl.static_range(len(x)):  # part by part, so that each is read once for both products
         total = over_features((x[n],), (y[n],), total)
         if x_dot is not None:
             total_dot = over_features((x_dot[n],), (y[n],), total_dot)

@@ -2,9 +2,9 @@
 
     ds = p (do·v − δ)       dq = scale Σ_j ds k_j       dk_j = scale Σ_i ds q_i       dv_j = Σ_i p do_i
 
-The gradient of queries is computed in the tiles of the forward. That of keys has a program for each item, up to 512
-queries of the list of one block, which are gathered some at a time with the heads of their group; then the items of a
-block are added up, in order: every run gives the same bits.
+dq is computed in the tiles of the forward. dk and dv are computed by a program for each work item: up to 512 of the
+queries that list one block, gathered some at a time with the heads of their group. Then the items of a block are summed
+in order, so that gradients repeat bit for bit.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ def native_sparse_attention_bwd(
     spec: NativeSparseAttentionSpec,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """The cotangents of the operands named in wrt."""
+    """The cotangents of the operands named in `wrt`, in that order."""
     problem = problem_of(primals, spec, config.block_q)
     lists, do = lists_of(primals, problem.size), cotangents.o
     delta = jnp.zeros_like(outputs.lse)
@@ -41,7 +41,7 @@ def native_sparse_attention_bwd(
         delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     if cotangents.lse is not None:
         delta = delta - cotangents.lse
-    # Of rows that see nothing: no weight, whatever their numbers are.
+    # Fully masked rows get weights of 0, whatever their logits are.
     lse = jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse)
     rows = (do, lse, delta)
     found = {}
@@ -95,7 +95,7 @@ def _of_keys(x: Operands, rows: tuple, lists: Lists, problem: Problem, config: K
 
 
 def summed(parts: jax.Array, items: Items, problem: Problem, config: KernelConfig) -> jax.Array:
-    """[b·g, slots, size, features] of parts [b·g, items, size, features]: the items of a slot follow one another."""
+    """[b·g, slots, size, features]: the sum of the parts [b·g, items, size, features] over the items of each slot."""
     of_batch, count, size, features = parts.shape
     return _launch.launch(
         sums_kernel,
@@ -113,7 +113,7 @@ def summed(parts: jax.Array, items: Items, problem: Problem, config: KernelConfi
 
 
 def of_tokens(x: jax.Array, of: Operands, problem: Problem) -> jax.Array:
-    """[b,t,g,features] of the tokens of slots, in the dtype of the operands; 0 for those of no slot."""
+    """Gradients of slots as [b,t,g,features] of tokens, in the dtype of `of`; 0 for tokens of no slot."""
     x = x.reshape(problem.B, problem.G, problem.slots * problem.size, x.shape[3]).astype(of.k.dtype)
     if of.cu_seqlens is None:
         return jnp.moveaxis(x[:, :, : problem.K], 1, 2)
@@ -170,7 +170,7 @@ def keys_kernel(
         queries: tl.constexpr = ROWS // problem.PADDED
         begins = tl.load(first + batch * problem.slots + at)
         token = begins + offset
-        last = tl.load(listed + of_group * LISTED + stop - 1)  # queries ascend, and so do their limits
+        last = tl.load(listed + of_group * LISTED + stop - 1)  # the listed queries ascend, and so do their limits
         until = tl.minimum(begins + problem.size, tl.load(limit + batch * problem.S + last))
         k_tile = tiles.load_keys(k, batch, token, until, group, problem, problem.D, problem.WIDTH)
         v_tile = tiles.load_keys(v, batch, token, until, group, problem, problem.V, problem.V_WIDTH)
@@ -203,7 +203,7 @@ def keys_kernel(
 
 @triton.jit
 def part_of_program(problem: tl.constexpr, BLOCK_K: tl.constexpr):
-    """What a program is for, and those of the keys of its block that it computes."""
+    """The work item or slot of a program, and the keys of its block that it computes."""
     parts: tl.constexpr = (problem.size + BLOCK_K - 1) // BLOCK_K
     program = tl.program_id(0).to(tl.int64)
     return program // parts, (program % parts).to(tl.int32) * BLOCK_K + tl.arange(0, BLOCK_K)

@@ -1,7 +1,7 @@
-"""Which configs the kernels of native_sparse_attention are run with.
+"""The configs of the kernels of native_sparse_attention.
 
-block_q is the rows of a tile, block_q / group neighbouring queries with the heads of their group; block_k the keys of a
-block that a step takes; block_d the rows of gathered queries that a step of the gradient of keys takes.
+block_q is the rows of a tile: block_q / group neighbouring queries with the heads of their group. block_k is the keys
+of a block that are computed per step, block_d the rows of gathered queries per step of the gradient of keys.
 """
 
 from ejkernel.kernels._triton._launch import shared_memory_limit
@@ -9,7 +9,7 @@ from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpe
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 MOST_QUERIES = 16
-# (rows of a tile, keys, rows of a step of the gradient of keys, warps, stages), the likeliest first. None was measured.
+# (block_q, block_k, block_d, num_warps, num_stages), the most promising first. None was measured.
 HALF = (
     (64, 64, 64, 4, 2),
     (32, 64, 64, 4, 2),
@@ -27,22 +27,22 @@ SINGLE = ((16, 16, 16, 8, 1), (16, 16, 16, 4, 1))
 
 
 def power_of_two(n: int) -> int:
-    """The least power of two that is not less than n, and 16 at least."""
+    """The least power of two ≥ n, at least 16."""
     return max(16, 1 << (n - 1).bit_length())
 
 
 def padded_group(heads: int) -> int:
-    """The rows of one query: the least power of two that holds the heads of a group."""
+    """The rows of one query in a tile: the heads of a group, padded to a power of two."""
     return 1 << (heads - 1).bit_length()
 
 
 def queries_of(rows: int, heads: int) -> int:
-    """The queries of a tile of so many rows, of which each has the heads of a group; 16 at most."""
+    """The queries of a tile of `rows` rows, at most 16; each query takes one row per head of the group, padded."""
     return max(1, min(MOST_QUERIES, rows // padded_group(heads)))
 
 
 def space(operation: str, operands: Operands, spec: NativeSparseAttentionSpec, target: Target) -> list[KernelConfig]:
-    """Those of the candidates that fit into the shared memory of the target; the smallest where none does."""
+    """The candidates that fit into the shared memory of the target; the smallest one if none does."""
     limit, heads, block = shared_memory_limit(target), _heads(operands), power_of_two(spec.block_size)
     found = []
     for rows, keys, step, warps, stages in _candidates(operation, operands):
@@ -58,7 +58,7 @@ def space(operation: str, operands: Operands, spec: NativeSparseAttentionSpec, t
 
 
 def _candidates(operation: str, operands: Operands) -> tuple[tuple[int, ...], ...]:
-    """Products of float32 are made of multiply-adds, whose operands are in registers: their tiles are small."""
+    """The candidates for a dtype: float32 has small tiles, as its products are multiply-adds of registers."""
     if operands.q.dtype.itemsize == 4:
         return SINGLE
     features = max(operands.q.shape[3], operands.v.shape[3])
@@ -70,9 +70,9 @@ def _heads(operands: Operands) -> int:
 
 
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
-    """Bytes at the most: the tiles of queries and of keys that stand beside each other, and those under way.
+    """An upper bound of the bytes of shared memory: tiles of queries and keys, and those in the stages of the pipeline.
 
-    Weights and their gradients stand there too, on Blackwell in both layouts of their products.
+    Weights and their gradients need shared memory too, on Blackwell in both layouts of their products.
     """
     (*_, d), (*_, e), size = operands.q.shape, operands.v.shape, operands.q.dtype.itemsize
     d, e = power_of_two(d), power_of_two(e)
@@ -89,6 +89,6 @@ def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> i
 
 
 def least_memory(operation: str, operands: Operands) -> int:
-    """That of the smallest config there is."""
+    """Bytes of shared memory of the smallest config."""
     rows = max(16, padded_group(_heads(operands)))
     return shared_memory(operation, operands, KernelConfig(rows, 16, rows, 4, 1))

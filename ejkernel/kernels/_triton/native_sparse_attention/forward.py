@@ -1,7 +1,7 @@
-"""The forward kernel: a tile of neighbouring queries, of all heads of their group, over the union of their blocks.
+"""The forward kernel: a tile of neighbouring queries, with all heads of their group, over the union of their blocks.
 
-Of row i, after some of the blocks:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j, the keys of
-blocks that its query does not list being −∞. At the end o = acc / l and lse = m + log l; logits are of base 2.
+Over the blocks so far, row i has:  m = max_j s_j,  l = Σ_j exp(s_j − m),  acc = Σ_j exp(s_j − m)·v_j, where logits of
+keys in blocks that its query does not list are −∞. At the end o = acc / l and lse = m + log l. Logits are of base 2.
 """
 
 import jax
@@ -22,7 +22,7 @@ from .problem import problem_of
 def native_sparse_attention(
     *operands: jax.Array | None, spec: NativeSparseAttentionSpec, config: KernelConfig
 ) -> Outputs:
-    """o and lse."""
+    """o, the attention to the keys of listed blocks, and lse, the logsumexp of each row of logits."""
     x = Operands(*operands)
     problem = problem_of(x, spec, config.block_q)
     lists, queries = lists_of(x, problem.size), queries_of(config.block_q, problem.heads)

@@ -1,7 +1,7 @@
-"""What a call of native_sparse_attention is to its kernels: its shapes, and its lists turned into work.
+"""The compile-time constants of the kernels of native_sparse_attention, and the work items of its gradient of keys.
 
-The lists of queries and the unions of tiles are those of `kernels/_native_sparse.py`. The gradient of keys has for each
-slot the queries that list it, in order, cut into items of a bounded length.
+The lists of queries and the unions of tiles are from `kernels/_native_sparse.py`. For the gradient of keys, the queries
+that list a slot, in order, are cut into items of a bounded length.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpe
 from .configs import padded_group, power_of_two, queries_of
 
 ITEM = 512
-"""Queries of a slot that one program adds up for the gradient of its keys."""
+"""The most queries of a work item of the gradient of keys."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Problem:
         B, S, K, H, G, D, V: batch, queries, keys, query heads, key/value heads, features of keys and of values.
         size: keys of a block.
         scale: the factor of q·k.
-        entries: slots of a tile's union, at the most.
-        slots: blocks of all sequences, at the most.
+        entries: the most slots that the union of a tile can have.
+        slots: the most blocks that all sequences can have.
     """
 
     B: int
@@ -51,7 +51,7 @@ class Problem:
 
     @property
     def PADDED(self) -> int:
-        """Rows of a tile for one query."""
+        """The rows of one query in a tile: its heads, padded to a power of two."""
         return padded_group(self.heads)
 
     @property
@@ -64,18 +64,18 @@ class Problem:
 
 
 def problem_of(x: Operands, spec: NativeSparseAttentionSpec, rows: int) -> Problem:
-    """The problem that a call poses with tiles of so many rows."""
+    """The `Problem` of a call with tiles of `rows` rows."""
     (B, S, H, D), (_, K, G, V), n = x.q.shape, x.v.shape, x.block_indices.shape[3]
     entries, slots = queries_of(rows, H // G) * n, slots_of(x, spec.block_size)
     return Problem(B, S, K, H, G, D, V, spec.block_size, spec.softmax_scale, entries, slots)
 
 
 class Items(NamedTuple):
-    """The queries of each slot, cut into items.
+    """The queries that list each slot, cut into work items.
 
     query: [b,g,s·n] int32: the queries of all slots, slot after slot.
-    slot: [b,g,items] int32: the slot of each item; the number of all slots where there is none.
-    begin, end: [b,g,items] int32: its part of `query`.
+    slot: [b,g,items] int32: the slot of each item; the number of slots for an unused item.
+    begin, end: [b,g,items] int32: the range of `query` of each item.
     first: [b,g,slots + 1] int32: the first item of each slot.
     """
 
@@ -87,7 +87,7 @@ class Items(NamedTuple):
 
 
 def items_of(lists: Lists, problem: Problem) -> Items:
-    """Of each batch element and group, [b,g,…]."""
+    """The work items of each batch element and group, [b,g,…]."""
     b, s, g, n = lists.slots.shape
     by_group = jnp.moveaxis(lists.slots, 2, 1).reshape(b, g, s * n)
     query = jnp.broadcast_to(jnp.repeat(jnp.arange(s, dtype=jnp.int32), n), by_group.shape)
@@ -95,12 +95,12 @@ def items_of(lists: Lists, problem: Problem) -> Items:
     number = jnp.arange(problem.slots + 1, dtype=jnp.int32)
     of_one = lambda of, at: jnp.searchsorted(of, at).astype(jnp.int32)
     search = jax.vmap(jax.vmap(of_one, (0, None)), (0, None))
-    starts = search(slots, number)  # of the slots in `query`
+    starts = search(slots, number)  # where each slot begins in `query`
     needed = -(-(starts[..., 1:] - starts[..., :-1]) // ITEM)
     first = jnp.pad(jnp.cumsum(needed, axis=-1, dtype=jnp.int32), ((0, 0), (0, 0), (1, 0)))
     count = problem.slots + s * n // ITEM
     item = jnp.arange(count, dtype=jnp.int32)
-    slot = search(first[..., 1:], item + 1)  # the first slot whose items end behind it
+    slot = search(first[..., 1:], item + 1)  # the first slot whose items end after this one
     of = jnp.minimum(slot, problem.slots - 1)
     take = lambda a, at: jnp.take_along_axis(a, at, axis=-1)
     begin = take(starts, of) + (item - take(first, of)) * ITEM

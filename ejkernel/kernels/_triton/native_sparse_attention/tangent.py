@@ -6,8 +6,9 @@ With the weights p = exp(s − lse), and o = p·v,
     lse_dot = Σ_j p ∘ s_dot
     o_dot = (p ∘ (s_dot − lse_dot))·v + p·v_dot
 
-p ∘ (s_dot − lse_dot) is rounded to the dtype of v, and small where p ∘ s_dot is large: lse_dot is summed first. Of a c
-that is near it, as what the first pass has summed, (p ∘ (s_dot − c))·v is off by Σ_j p ∘ (s_dot − c) times o.
+p ∘ (s_dot − lse_dot) is rounded to the dtype of v, and may be small where p ∘ s_dot is large: so lse_dot is summed in a
+first pass. With its result c, which is lse_dot up to rounding, (p ∘ (s_dot − c))·v is too large by
+Σ_j p ∘ (s_dot − c) times o, which is subtracted.
 """
 
 import jax

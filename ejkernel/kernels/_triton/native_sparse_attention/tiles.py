@@ -1,4 +1,4 @@
-"""Tiles of queries, of which each row is one head of one query, and of the keys of a block."""
+"""Tiles of queries, in which each row is one head of one query, and tiles of the keys of a block."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tile_of_program(problem: tl.constexpr, TILES: tl.constexpr):
-    """Batch element, tile and group of a program: the tiles of a group follow one another, the last ones first."""
+    """The batch element, tile and group of a program; the tiles of a group are consecutive, the last tile first."""
     program = tl.program_id(0)
     tile, rest = TILES - 1 - program % TILES, program // TILES
     return (rest // problem.G).to(tl.int64), tile, rest % problem.G
@@ -17,7 +17,7 @@ def tile_of_program(problem: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def rows_of(batch, query, group, problem: tl.constexpr, ROWS: tl.constexpr):
-    """Of the query of each row [ROWS] the number of the row among [b,s,h] and among [b,h,s], and whether it is one."""
+    """The index of each row of a tile [ROWS] in [b,s,h] and in [b,h,s], and whether the row exists."""
     head = tl.arange(0, ROWS) % problem.PADDED
     inside = (head < problem.heads) & (query < problem.S)
     of_group = group * problem.heads + head
@@ -28,7 +28,7 @@ def rows_of(batch, query, group, problem: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def load_rows(x, row, inside, FEATURES: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] of x [rows, features], 0 elsewhere; None of what is absent."""
+    """Rows of x [rows, features] as a tile [ROWS, WIDTH], 0 elsewhere; None if x is absent."""
     if x is None:
         return
     else:
@@ -44,7 +44,7 @@ def store_rows(x, tile, row, inside, FEATURES: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def load_keys(x, batch, token, end, group, problem: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr):
-    """[BLOCK_K, WIDTH] of x [b,t,g,features] for the tokens before `end`, 0 elsewhere; None of what is absent."""
+    """The tokens of x [b,t,g,features] before `end` as a tile [BLOCK_K, WIDTH], 0 elsewhere; None if x is absent."""
     if x is None:
         return
     else:
@@ -61,15 +61,16 @@ def product(x, y):
 
 @triton.jit
 def added(p, y, total):
-    """total + p·y, p in the dtype of y."""
+    """total + p·y, with p rounded to the dtype of y."""
     return tl.dot(p.to(y.dtype), y, total, input_precision="ieee")
 
 
 @triton.jit
 def weights(product, lse, visible, problem: tl.constexpr):
-    """exp(s − lse) of the products of a tile, lse being of base 2; 0 where not visible.
+    """exp(s − lse) from the products q·kᵀ of a tile and lse of base 2; 0 where not visible.
 
-    As exp(−|s − lse|): of logits near 10⁹ float32 keeps every 64th number, and s may be above lse by more than that.
+    It is computed as exp(−|s − lse|): near 10⁹ float32 resolves logits in steps of 64, and rounding may make s larger
+    than lse by so much that the exponential overflows.
     """
     scale: tl.constexpr = problem.scale * LOG2E
     return tl.exp2(-tl.abs(tl.where(visible, product * scale - lse[:, None], float("-inf"))))
@@ -77,6 +78,6 @@ def weights(product, lse, visible, problem: tl.constexpr):
 
 @triton.jit
 def visible_rows(members, token, end, limit, problem: tl.constexpr, ROWS: tl.constexpr):
-    """Which rows of a tile see which of the keys: those of the queries that list the block, up to their own limit."""
+    """Which rows of a tile see which keys of a block: rows whose query lists the block, up to the query's own limit."""
     listed = (members >> (tl.arange(0, ROWS) // problem.PADDED)) & 1
     return (listed == 1)[:, None] & (token[None, :] < tl.minimum(limit, end)[:, None])

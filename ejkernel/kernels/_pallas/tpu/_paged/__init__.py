@@ -1,4 +1,4 @@
-"""Attention over a cache on TPU, in pages or dense: what the Pallas kernel takes, and its configs.
+"""Attention over a paged or dense cache on TPU: which calls the Pallas kernel supports, and its configs.
 
 Pallas is imported only when a kernel is first needed.
 """
@@ -15,15 +15,15 @@ from .work import WorkItem
 
 LANES = 128
 QUANTISED = ("float8_e4m3fn", "int8")
-# Slots that are copied at once: of larger pages only the parts that are needed are.
+# The most slots of a copy: of larger pages only the pieces that are needed are copied.
 MOST_SLOTS_OF_PIECE = 128
-# Vector memory that blocks, tiles and logits may take together: that of a program is 56 MiB, of which the compiler
-# takes some for what does not fit into registers.
+# Vector memory for blocks, tiles and logits together: a program has 56 MiB, of which the compiler needs some for
+# register spills.
 BLOCK_BYTES = 40 * 2**20
-# Bytes of a block of keys and values: copying one takes long beside what it takes to begin, on all generations.
+# Bytes of a block of keys and values for which a copy takes long compared with its latency, on all generations.
 LIKELY_BYTES = 2 * 2**20
 KEYS = (512, 1024, 256, 2048, 128)
-# Tokens of a tile of a prefill, and how many rows those of a head may be.
+# The candidates for the tokens of a tile of prefill, and the most rows that they may give a head.
 TOKENS = (128, 64, 32, 16, 8, 4)
 MOST_ROWS_OF_TILE = 512
 WORTH_TIMING = 3
@@ -33,7 +33,7 @@ VECTOR_MEMORY = "a tile and two blocks of keys take more than vector memory hold
 def refusal(
     spec: CacheSpec, target: Target, q: Any, caches: Sequence[tuple[Any, int]], page: int, scales: Sequence[Any] = ()
 ) -> str | None:
-    """Why the kernel does not take queries [..., d] and caches, each with the rows of its slots, or None."""
+    """Why the kernel cannot run on queries [..., d] and caches, given with the rows of a slot, or None."""
     if target.platform != "tpu":
         return f"Mosaic runs on tpu, not on {target.platform}"
     if q.dtype.name not in ("bfloat16", "float32"):
@@ -44,7 +44,7 @@ def refusal(
         return f"pages of {page} slots; the kernel takes multiples of {SUBLANES}"
     for cache, rows in caches:
         if rows == 1:
-            continue  # loaded as a whole, as it lies
+            continue  # a single row per slot is loaded without a stride
         if (features := cache.shape[-1]) > 256 or (features > LANES and features % LANES):
             return f"the cache has {features} features; the kernel takes up to {LANES}, and {2 * LANES}"
         if rows % (packing := 4 // cache.dtype.itemsize):
@@ -59,7 +59,7 @@ def refusal(
 
 
 def table_refusal(items: int, table: int) -> str | None:
-    """Why scalar memory does not hold so many work items and entries of block tables, or None."""
+    """Why scalar memory cannot hold `items` work items and `table` entries of block tables, or None."""
     if (size := 4 * (len(WorkItem._fields) * items + table)) > SMEM_BYTES:
         return f"work items and block tables take {size} bytes; scalar memory holds {SMEM_BYTES}"
     return None
@@ -68,7 +68,7 @@ def table_refusal(items: int, table: int) -> str | None:
 def ragged_refusal(
     spec: CacheSpec, target: Target, x: Any, q: Any, pages: Any, scales: Sequence[Any] = (), latent: int = 0
 ) -> str | None:
-    """Why the kernels do not take a step with the tables x, queries q [b,t,h,d] and pages [b?,p,s,…,d], or None."""
+    """Why the kernels cannot run a step with the tables x, queries q [b,t,h,d] and pages [b?,p,s,…,d], or None."""
     (b, t, _, _), (_, n, columns) = q.shape, x.block_tables.shape
     if reason := refusal(spec, target, q, _of_pool(pages), pages.shape[2], scales):
         return reason
@@ -79,9 +79,9 @@ def ragged_refusal(
 
 
 def ragged_sizes(spec: CacheSpec, x: Any, q: Any, pages: Any, latent: int = 0) -> list[tuple[int, int]]:
-    """Tokens of a tile and pages of a block that may be best for a step, the likeliest first.
+    """Pairs (tokens of a tile, pages of a block) worth measuring for a step, the most promising first.
 
-    With `batch_invariant` a token has a tile of its own, and the step decides nothing.
+    With `batch_invariant` every token has its own tile, and sizes do not depend on the step.
     """
     t, page, group = q.shape[1], pages.shape[2], q.shape[2] // _heads(_of_pool(pages), latent)
     alone = spec.batch_invariant or t <= x.context_lens.shape[1]
@@ -97,16 +97,16 @@ def ragged_sizes(spec: CacheSpec, x: Any, q: Any, pages: Any, latent: int = 0) -
 
 
 def _of_pool(pages: Any) -> list[tuple[Any, int]]:
-    """The one cache of a pool: keys and values in turn, or latents, which have no axis of heads."""
+    """The single cache of a pool: alternating keys and values, or latents, which have no axis of heads."""
     return [(pages, math.prod(pages.shape[3:-1]))]
 
 
 def keys_of_blocks(
     q: Any, caches: Sequence[tuple[Any, int]], rows: int, unit: int, most: int, latent: int = 0
 ) -> list[int]:
-    """Keys of a block that may be best for tiles of so many rows: multiples of `unit`, the likeliest first.
+    """The keys per block worth measuring for tiles of `rows` rows: multiples of `unit`, the most promising first.
 
-    A sequence has at most `most`. None is left where not even `unit` keys fit.
+    A sequence has at most `most` keys. The list is empty if not even `unit` keys fit into vector memory.
     """
     sizes = dict.fromkeys(max(1, min(keys, most) // unit) * unit for keys in KEYS)
     fitting = [keys for keys in sizes if vector_bytes(q, caches, rows, keys, latent) <= BLOCK_BYTES]
@@ -115,14 +115,14 @@ def keys_of_blocks(
 
 
 def bytes_of_key(caches: Sequence[tuple[Any, int]]) -> int:
-    """Of keys and values of all heads, as they lie in vector memory."""
+    """The bytes of one key and its value in vector memory, for all heads."""
     return sum(rows * _lanes(cache.shape[-1]) * cache.dtype.itemsize for cache, rows in caches)
 
 
 def vector_bytes(q: Any, caches: Sequence[tuple[Any, int]], rows: int, keys: int, latent: int = 0) -> int:
-    """Bytes of two blocks of keys, of query tiles and their results that are copied meanwhile, of sums and logits.
+    """Bytes of vector memory: two blocks of keys, query tiles and results with double buffers, sums, and logits.
 
-    With `latent` that many of the first features of a key are its value.
+    With `latent`, that many of the first features of a key are its value.
     """
     heads, d, e = _heads(caches, latent), _lanes(caches[0][0].shape[-1]), _lanes(latent or caches[-1][0].shape[-1])
     tiles = 2 * heads * rows * (q.dtype.itemsize * (d + e) + 4 * LANES)
@@ -132,22 +132,22 @@ def vector_bytes(q: Any, caches: Sequence[tuple[Any, int]], rows: int, keys: int
 
 
 def _heads(caches: Sequence[tuple[Any, int]], latent: int) -> int:
-    """Key/value heads: of one cache of keys and values in turn half as many as its rows."""
+    """The key/value heads: half the rows of a slot in a cache of alternating keys and values."""
     return caches[0][1] // (2 if len(caches) == 1 and not latent else 1)
 
 
 def rows_of_tile(tokens: int, group: int) -> int:
-    """Of a head: those of so many tokens, rounded up to whole registers."""
+    """The rows of a tile for each key/value head: `group` per token, rounded up to whole registers."""
     return -(-tokens * group // SUBLANES) * SUBLANES
 
 
 def piece_of(slots: int) -> int:
-    """Slots of a page that are copied at once: the most, in multiples of 8, of which the page has a whole number."""
+    """The slots of a copy: the largest multiple of 8 that divides a page, up to MOST_SLOTS_OF_PIECE."""
     return max(n for n in range(SUBLANES, min(slots, MOST_SLOTS_OF_PIECE) + 1, SUBLANES) if slots % n == 0)
 
 
 def refuses(config: Any) -> str | None:
-    """What the kernel has against a config, or None."""
+    """Why the kernel cannot run with a config, or None."""
     for name in ("keys_per_block", "pages_per_block", "queries_per_block"):
         if (size := getattr(config, name, 1)) > MOST_ROWS:
             return f"config.{name} is {size}; the TPU kernel computes at most {MOST_ROWS} at once"

@@ -1,9 +1,9 @@
-"""Caches in the memories of a core: pieces of pages are copied to vector memory as they lie, and heads loaded there.
+"""The layout of caches: pieces of pages are copied to vector memory unchanged, and rows of a head are loaded there.
 
-A cache [pieces, s, rows, features] has a row for each head of a slot: of keys, of values, or of both in turn. Rows of
-16 and 8 bits lie two and four to a word of 32 bits, which is what the vector unit loads with a stride:
+A cache [pieces, s, rows, features] has a row for each head of a slot: of keys, of values, or of both alternately. Rows
+of 16 or 8 bits are packed, two or four to a word of 32 bits, as strided loads of the vector unit are of such words:
 
-    word (slot · rows + row) // packing holds row · features in its bits from (row % packing) · 32 / packing on
+    word (slot · rows + row) // packing holds the features of a row from bit (row % packing) · 32 / packing on
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ class Cache:
     """The sizes of a cache, and of a block of it in vector memory.
 
     Attributes:
-        piece: slots that are copied at once, which lie side by side in one page.
-        pieces: how many of these make a block.
-        rows: heads of a slot.
-        features: of a row.
-        dtype: of what is stored.
+        piece: slots of one copy, contiguous in a page.
+        pieces: pieces of a block.
+        rows: rows of a slot, one per head of keys or values.
+        features: features of a row.
+        dtype: the stored dtype.
     """
 
     piece: int
@@ -39,7 +39,7 @@ class Cache:
 
     @property
     def slots(self) -> int:
-        """Of a block."""
+        """Slots of a block."""
         return self.piece * self.pieces
 
     @property
@@ -49,7 +49,7 @@ class Cache:
 
     @property
     def parts(self) -> list[slice]:
-        """The features, 128 by 128, as no wider a row is loaded with a stride; of single rows all at once."""
+        """The features in parts of 128, the widest that a strided load takes; a single row per slot is one part."""
         if self.rows == 1:
             return [slice(0, self.features)]
         return [slice(n, min(n + LANES, self.features)) for n in range(0, self.features, LANES)]
@@ -60,12 +60,12 @@ class Cache:
         return self.parts[0].stop
 
     def stored(self, cache: jax.Array) -> jax.Array:
-        """A cache of pages [..., slots of a page, rows, features], cut into pieces; a single row has no axis."""
+        """Pages [..., slots of a page, rows, features] cut into pieces, without the axis of rows if that is 1."""
         rows = () if self.rows == 1 else (self.rows,)
         return cache.reshape(-1, self.piece, *rows, self.features)
 
     def buffers(self, count: int) -> Any:
-        """Vector memory for so many blocks, one part of the features after the other."""
+        """Vector memory for `count` blocks; the parts of the features are stored one after the other."""
         rows = () if self.rows == 1 else (self.rows,)
         return pltpu.VMEM((count, len(self.parts), self.slots, *rows, self.width), self.dtype)
 
@@ -79,9 +79,9 @@ class Cache:
             yield pltpu.make_async_copy(source, buffer.at[slot, number, slots], semaphore.at[slot])
 
     def loader(self, buffer: Any, slot: Any, visible: Any, dtype: Any) -> Callable[[int, int], jax.Array]:
-        """`load(row, part)` → [slots, width] in `dtype`, the row of every slot. Rows of one word are loaded once.
+        """Returns `load(row, part)` → [slots, width] in `dtype`: a part of one row of every slot of a block.
 
-        It is 0 where `visible` [slots, 1] is not.
+        It is 0 where `visible` [slots, 1] is false. Rows that are packed into one word are loaded once.
         """
         found = {}
 
@@ -100,21 +100,21 @@ class Cache:
         return load
 
     def _strided(self, view: Any, row: int, packing: int) -> jax.Array:
-        """The words at `row` of each slot, of a view [slots, rows of words, width]."""
+        """Row `row` of words of every slot, from a view [slots, rows of words, width]."""
         rows = self.rows // packing
         flat = view.reshape(self.slots * rows, view.shape[2])
         return flat[pl.ds(row, self.slots, stride=rows)] if rows > 1 else flat[...]
 
 
 def unpacked(words: jax.Array, place: int, dtype: Any) -> jax.Array:
-    """What stands in the words at a place, as float32."""
+    """The values packed at index `place` in 32-bit words, as float32."""
     if dtype == jnp.bfloat16:
         return _float32(words << 16 if place == 0 else words & np.int32(-1 << 16))
     signed = (words << (24 - 8 * place)) >> 24
     if dtype == jnp.int8:
         return signed.astype(jnp.float32)
-    # float8_e4m3fn: 4 bits of an exponent, 7 more than that of the number, and 3 after the point. Without an exponent
-    # a number is so many times 2⁻⁹, and 127 is NaN. The larger ones have their bits where float32 has them, 120 less.
+    # float8_e4m3fn: 4 bits of exponent with bias 7, 3 bits of mantissa; subnormals are multiples of 2⁻⁹, and 127 is
+    # NaN. Shifted by 20, the bits of the others are those of a float32 with an exponent less by 127 − 7 = 120.
     bits = signed & 127
     size = jnp.where(bits < 8, bits.astype(jnp.float32) * 2.0**-9, _float32(bits << 20) * 2.0**120)
     size = jnp.where(bits == 127, np.float32(np.nan), size)

@@ -1,4 +1,4 @@
-"""Copies of blocks of keys and values from a cache to the buffers on the chip, and the wait for them."""
+"""Asynchronous copies of blocks of keys and values from a cache to the buffers in vector memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from .work import WorkItem
 
 
 def for_copies(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot, act: Callable):
-    """`act(copy)` for those pieces of a block of a work item that hold keys which it sees."""
+    """Calls `act(copy)` for the pieces of a block that hold visible keys of a work item."""
     begin = (lax.div(item.first, problem.keys) + block) * problem.caches[0].pieces
     start, stop = _pieces(item, block, problem)
 
@@ -34,7 +34,7 @@ def for_copies(caches, buffers, semaphores, table, problem: Problem, item: WorkI
 
 
 def _pieces(item: WorkItem, block, problem: Problem) -> tuple[Any, Any]:
-    """Which pieces of a block hold keys that a work item sees: start ≤ n < stop."""
+    """The range start ≤ n < stop of the pieces of a block that hold visible keys of a work item."""
     piece, pieces = problem.caches[0].piece, problem.caches[0].pieces
     begin = (lax.div(item.first, problem.keys) + block) * pieces
     first, stop = lax.div(item.first, piece), lax.div(item.stop + (piece - 1), piece)
@@ -42,7 +42,7 @@ def _pieces(item: WorkItem, block, problem: Problem) -> tuple[Any, Any]:
 
 
 def wait(caches, buffers, semaphores, table, problem: Problem, item: WorkItem, block, slot):
-    """Until a block has been copied: a semaphore counts bytes, so a whole block is waited for at once."""
+    """Waits for the copies of a block, all at once if every piece is copied: a semaphore counts bytes."""
     start, stop = _pieces(item, block, problem)
     is_whole = stop - start == problem.caches[0].pieces
 

@@ -35,13 +35,13 @@ def decode(
         q: the queries.
         k, v: pages [b?,p,s,g,·] or, without `block_tables`, dense caches [n,s,g,·].
         first, stop: [n] int32.
-        batch: [n] int32, the batch element of each query: whose pages, sinks and scales it has.
+        batch: [n] int32, the batch element of each query, which selects pages, sinks and scales.
         block_tables: [n,j] int32.
         sinks: [b?,h,x].
         k_scale, v_scale: [b?,1,1,g?] float32.
         spec: what is computed.
-        keys: of a block.
-        name: of the kernel.
+        keys: keys of a block.
+        name: the name of the kernel.
     """
     n, slots, heads = q.shape[0], k.shape[-3], k.shape[-2]
     piece = piece_of(slots)

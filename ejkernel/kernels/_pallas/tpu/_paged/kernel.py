@@ -1,7 +1,7 @@
-"""The kernel of attention over a cache: each work item in turn, with an online softmax over its blocks of keys.
+"""The kernel of attention over a cache: for each work item, an online softmax over its blocks of keys.
 
-While a block is computed the next is copied to the other of two buffers: that of this work item, or the first of the
-next one.
+While a block is computed, the next one of this work item, or the first one of the next item, is copied to the other of
+two buffers.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ BUFFERS = 2
 
 
 def attend(items: jax.Array, x: Inputs, problem: Problem, name: str) -> Outputs:
-    """o [tiles, g, m, e] and lse [tiles, g, m] float32; of tokens of no item they are anything."""
+    """o [tiles, g, m, e] and lse [tiles, g, m] float32; undefined for tokens that belong to no work item."""
     tiles, heads, rows, features = x.q.shape
     values = problem.values
     scalars = [items] if x.table is None else [items, x.table]

@@ -1,4 +1,4 @@
-"""What the kernel of attention over a cache is given, what it is written for, and what it keeps between blocks."""
+"""The inputs, outputs, constants and running state of the kernel of attention over a cache."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,13 +12,13 @@ class Inputs(NamedTuple):
     """The arrays of a call; None where absent.
 
     Attributes:
-        q: query tiles [tiles, g, m, d], sorted as by `tiles.tiles_of`.
-        caches: one of latents, or of keys and values in turn, or one of each, [pieces, s, rows, features]; one row has
-            no axis.
-        sinks: [b?, g, m, 128] float32: the logsumexp of each row's.
+        q: query tiles [tiles, g, m, d], in the order of `tiles.tiles_of`.
+        caches: one of latents, one of alternating keys and values, or one of each, [pieces, s, rows, features], without
+            the axis of rows if that is 1.
+        sinks: [b?, g, m, 128] float32: the logsumexp of the sinks of each row, the same in all lanes.
         drafts: [tiles, m, w] bfloat16: 1 where a row sees the new token w of its sequence, else 0.
         k_scale, v_scale: factors of keys and values [b?, g?] float32.
-        table: block tables, row after row; None where the pieces of a sequence lie side by side.
+        table: block tables, row after row; None if the pieces of a sequence are contiguous.
     """
 
     q: Any
@@ -31,16 +31,16 @@ class Inputs(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """Of each tile o [g, m, e] and lse [g, m]."""
+    """o [g, m, e] and lse [g, m] of each tile."""
 
     o: Any
     lse: Any
 
 
 class State(NamedTuple):
-    """m and l [g, m, 128], the same number in all lanes, a [g, m, e], float32.
+    """The online softmax in float32: m and l [g, m, 128], the same in all lanes, and a [g, m, e].
 
-    Where tiles are large, keys and values of a block too, [g, parts, keys, width].
+    For large tiles also the keys and values of a block, sorted by heads: [g, parts, keys, width].
     """
 
     maximum: Any
@@ -52,18 +52,18 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What a kernel is written for.
+    """The constants of a kernel.
 
     Attributes:
         spec: what is computed.
-        caches: that of keys and that of values, or of both, or of latents.
+        caches: the layout of each cache: keys and values, both in one, or latents.
         group: query heads of a key/value head.
-        tokens: of a tile.
-        columns: pages of a row of the block tables, or pieces of a sequence where there are none.
-        pages: of a pool.
-        pieces: of a page.
-        pool: pieces of a pool, where each batch element has its own; 0 where all have one.
-        latent: how many of the first features of a key are its value; 0 where values are stored.
+        tokens: tokens of a tile.
+        columns: pages of a row of the block tables, or, without these, pieces of a sequence.
+        pages: pages of a pool.
+        pieces: pieces of a page.
+        pool: pieces of a pool if each batch element has its own; 0 if they share one.
+        latent: the number of first features of a key that are its value; 0 if values are stored.
     """
 
     spec: CacheSpec
@@ -78,12 +78,12 @@ class Problem:
 
     @property
     def keys(self) -> int:
-        """Of a block."""
+        """Keys of a block."""
         return self.caches[0].slots
 
     @property
     def rows_of_head(self) -> int:
-        """Of a slot of the cache of keys: with one of both each head has two."""
+        """Rows of a slot for each head in the cache of keys: two if that also holds the values."""
         return 2 if len(self.caches) == 1 and not self.latent else 1
 
     @property
@@ -93,5 +93,5 @@ class Problem:
 
     @property
     def value_parts(self) -> list[slice]:
-        """The features of values, as they are loaded."""
+        """The parts in which the features of values are loaded."""
         return [slice(0, self.latent)] if self.latent else self.caches[-1].parts

@@ -1,8 +1,8 @@
-"""A step of serving over pages: decode, prefill and chunks of it, mixed as they come.
+"""A step of serving over pages: any mixture of decode, prefill and chunked prefill.
 
-Sequences of which the step has one token are computed as in decoding, a tile each. The tokens of the others are cut
-into tiles of `queries_per_block`, as they follow one another in the step, and a tile has a work item for each sequence
-that has tokens in it. With one token in a tile all are computed alike, whatever the step is.
+Sequences with one token in the step are decoded, each in its own tile. The tokens of all others are cut into tiles of
+`queries_per_block` in the order of the step; a tile has a work item for each sequence with tokens in it. With one token
+per tile all sequences are computed in the same way, whatever else is in the step.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ Scales = tuple[Array | None, Array | None]
 
 
 class Step(NamedTuple):
-    """Where the tokens of a step stand, [b,t], and where those of sequences begin and end, [b,n].
+    """The places of the tokens of a step in sequences, [b,t], and of sequences in the step, [b,n].
 
     Attributes:
-        sequence: of each token; 0 of one that is of none.
-        position: in its sequence.
-        valid: whether it is of any.
-        cached: where the new tokens of its sequence begin.
-        first, stop: the keys first ≤ j < stop that it sees, if drafts allow it.
-        starts, ends: of the sequences that there are; the others have no tokens.
+        sequence: the sequence of each token; 0 for a token of none.
+        position: the position of each token in its sequence.
+        valid: whether a token belongs to a sequence.
+        cached: the position of the first new token of its sequence.
+        first, stop: the range first ≤ j < stop of keys that a token sees, before the mask of drafts.
+        starts, ends: the tokens of each sequence in the step; unused sequences have none.
     """
 
     sequence: Array
@@ -49,14 +49,14 @@ class Step(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """q [..., h, d] and drafts [..., w] of tokens; None without."""
+    """q [..., h, d] of tokens, and the rows of their draft mask [..., w], None without drafts."""
 
     q: Array
     drafts: Array | None
 
 
 def step_of(x: Any, tokens: int, size: int, spec: CacheSpec) -> Step:
-    """That of the tables [b,...] of x, for pages of that size."""
+    """The `Step` of the tables [b,...] in x, for pages of `size` slots."""
 
     def of_batch(context_lens, query_start_loc, num_seqs):
         at = places(tokens, context_lens, query_start_loc, num_seqs)
@@ -82,12 +82,12 @@ def ragged(
     Args:
         x: the tables of the step, sinks and drafts.
         q: [b,t,h,d].
-        pages: [b?,p,s,g,2,d], keys and values in turn, or with `latent` [b?,p,s,d].
-        scales: of keys and of values [b?,1,1,g?] float32; None without.
+        pages: [b?,p,s,g,2,d], alternating keys and values, or with `latent` [b?,p,s,d].
+        scales: the scales of keys and of values, [b?,1,1,g?] float32 or None.
         spec: what is computed.
-        config: that has `queries_per_block` and `pages_per_block`.
-        name: of the kernels.
-        latent: how many of the first features of a key are its value; 0 where values are stored.
+        config: a config with `queries_per_block` and `pages_per_block`.
+        name: the name of the kernels.
+        latent: the number of first features of a key that are its value; 0 if values are stored.
     """
     pages = pages.reshape(*pages.shape[:3], -1, pages.shape[-1])
     (_, t, h, d), (_, count, size, rows, _) = q.shape, pages.shape
@@ -100,7 +100,7 @@ def ragged(
     scales = [None if scale is None else scale[:, 0, 0] for scale in scales]
 
     def over(queries: Queries, tokens: int, kind: str, **fields: Any) -> list[Array]:
-        """o and lse of queries [n,h,d] in tiles of so many tokens, by the fields of their work items."""
+        """o and lse of queries [n,h,d] in tiles of `tokens` tokens, from the fields of their work items."""
         q, drafts = queries.q, tiles_of_drafts(queries.drafts, h // g, tokens)
         problem = Problem(spec, (cache,), h // g, tokens, columns, count, size // piece, pool, latent)
         items = listed(problem.keys, **fields)
@@ -115,7 +115,7 @@ def ragged(
 
 
 def _each_alone(queries: Queries, step: Step, over: Callable) -> list[Array]:
-    """A tile and a work item for each token."""
+    """o and lse, with a tile and a work item for each token."""
     (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
     flat = lambda a: a.reshape(b * t, *a.shape[2:])
     token, batch = jnp.arange(b * t, dtype=jnp.int32), jnp.repeat(jnp.arange(b, dtype=jnp.int32), t)
@@ -134,7 +134,7 @@ def _each_alone(queries: Queries, step: Step, over: Callable) -> list[Array]:
 
 
 def _in_tiles(queries: Queries, step: Step, tokens: int, over: Callable) -> list[Array]:
-    """Sequences with one token decode; those of all others are in tiles."""
+    """o and lse, with sequences of one token decoded and the tokens of all others in tiles."""
     (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
     alone = (step.ends - step.starts == 1).reshape(-1)
     decoded, prefilled = _decoded(queries, step, alone, over), _prefilled(queries, step, ~alone, tokens, over)
@@ -144,7 +144,7 @@ def _in_tiles(queries: Queries, step: Step, tokens: int, over: Callable) -> list
 
 
 def _decoded(queries: Queries, step: Step, alone: Array, over: Callable) -> list[Array]:
-    """[b·n,h,·]: of each sequence its first token, if that is `alone`."""
+    """o and lse [b·n,h,·] of the first token of each sequence, computed if that is its only one (`alone`)."""
     (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
     sequence, token = jnp.arange(b * n, dtype=jnp.int32), jnp.clip(step.starts, 0, t - 1).reshape(-1)
     of = lambda a: a[sequence // n, token]
@@ -163,7 +163,7 @@ def _decoded(queries: Queries, step: Step, alone: Array, over: Callable) -> list
 
 
 def _prefilled(queries: Queries, step: Step, active: Array, tokens: int, over: Callable) -> list[Array]:
-    """[b,t,h,·]: the tokens of those sequences that are `active`."""
+    """o and lse [b,t,h,·], computed for the tokens of `active` sequences."""
     (b, t, _, _), n = queries.q.shape, step.starts.shape[1]
     tiles = -(-t // tokens)
     batch = jnp.repeat(jnp.arange(b, dtype=jnp.int32), n)

@@ -1,10 +1,10 @@
-"""The online softmax of a work item: all heads with one block of keys, and what is written after the last.
+"""The online softmax of a work item: a block of keys for all heads, and the results after the last block.
 
-Per query: maximum m, denominator l and accumulator a over the blocks so far. A block of logits s moves them to
+Each query has a maximum m, denominator l and accumulator a over the blocks so far. A block of logits s updates them to
 
     m' = max(m, max s);   l' = l·exp(m − m') + Σ exp(s − m');   a' = a·exp(m − m') + Σ exp(s − m')·v
 
-and in the end o = a / l, lse = m + log l; sinks join both as one more logit, which has no value.
+and in the end o = a / l, lse = m + log l, where the sinks enter l as one more logit without a value.
 """
 
 from collections.abc import Callable
@@ -19,20 +19,20 @@ from .cache import LANES
 from .problem import Inputs, Outputs, Problem, State
 from .work import WorkItem
 
-# Rows of tiles, of several heads, that are computed without a loop.
+# The most rows of all heads together that are computed by unrolled code.
 ROWS_AT_ONCE = 128
 
 
 def heads_at_once(heads: int, rows: int) -> int:
-    """Heads of tiles of so many rows whose code stands side by side."""
+    """The number of heads whose code is unrolled, for tiles of `rows` rows each."""
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * rows <= ROWS_AT_ONCE))
 
 
 def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, problem: Problem):
-    """The online softmax of all heads with a block of keys.
+    """Updates the online softmax of all heads with a block of keys.
 
-    The code of a few small tiles stands side by side, for the compiler to interleave. Larger ones are computed in a
-    loop, before which keys and values are sorted by heads: what begins at a row that is not known has no stride.
+    The code for a few small tiles is unrolled, for the compiler to interleave. Larger tiles are computed in a loop, for
+    which keys and values are sorted by heads first: a strided load cannot begin at a row known only at run time.
     """
     heads, rows, _ = x.q.shape
     begin = (lax.div(item.first, problem.keys) + block) * problem.keys
@@ -71,7 +71,7 @@ def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, pr
 
 
 def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visible, factor, problem: Problem):
-    """That of head g, whose keys and values in a part of the features the two functions load."""
+    """Updates the online softmax of head g; `keys(part)` and `values(part)` load a part of the features."""
     rows, softcap = q.shape[1], problem.spec.softcap
     products = [contract(q[g, :, part], keys(n), (1, 1)) for n, part in enumerate(problem.caches[0].parts)]
     s = sum(products[1:], products[0]) * factor
@@ -90,7 +90,7 @@ def _accumulate_head(q, state: State, g, keys: Callable, values: Callable, visib
 
 
 def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.Array:
-    """Which row sees which key of a block that begins with the key `begin`, bool [rows, keys]."""
+    """Which rows see which keys of a block that begins at key `begin`, bool [rows, keys]."""
     shape = (rows, problem.keys)
     key = begin + lax.broadcasted_iota(jnp.int32, shape, 1)
     visible = (key >= item.first) & (key < item.stop)
@@ -109,19 +109,19 @@ def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.
 
 
 def _token_of(row: jax.Array, problem: Problem) -> jax.Array:
-    """⌊row / group⌋ for rows of a tile: the vector unit divides no integers, and halves are far from rounding up."""
+    """⌊row / group⌋, in float32, as the vector unit has no integer division; row + ½ keeps it clear of rounding up."""
     return ((row.astype(jnp.float32) + 0.5) * (1 / problem.group)).astype(jnp.int32)
 
 
 def _factor(scale, item: WorkItem, g: int, static: float):
-    """The factor of head g, [b?, g?] in scalar memory, times a static one."""
+    """The factor `static` times the scale of head g from [b?, g?] in scalar memory, if there is one."""
     if scale is None:
         return static
     return static * scale[item.batch if scale.shape[0] > 1 else 0, g if scale.shape[1] > 1 else 0]
 
 
 def write(x: Inputs, out: Outputs, state: State, item: WorkItem, problem: Problem):
-    """o and lse of the tokens of a work item; those of others in the tile stay."""
+    """Writes o and lse of the tokens of a work item; results of other tokens in the tile are kept."""
     heads, rows, _ = x.q.shape
     ours = lambda axis, shape: _of_item(lax.broadcasted_iota(jnp.int32, shape, axis), item, problem)
     for g in range(heads):
@@ -134,7 +134,7 @@ def write(x: Inputs, out: Outputs, state: State, item: WorkItem, problem: Proble
             weight *= jnp.exp(maximum - with_sink)
             total = total * weight + jnp.exp(sink - with_sink)
             maximum, is_some = with_sink, is_some | (sink > MASKED)
-        # A fully masked row has masked logits alone, each with a weight of 1, or no block at all.
+        # A fully masked row has only masked logits, each with a weight of 1, or no block at all.
         factor = weight * _factor(x.v_scale, item, g, 1.0) / total
         o = jnp.where(weight > 0, state.weighted[g] * factor, 0).astype(out.o.dtype)
         lse = jnp.where(is_some, maximum + jnp.log(total), -jnp.inf)
@@ -147,5 +147,5 @@ def write(x: Inputs, out: Outputs, state: State, item: WorkItem, problem: Proble
 
 
 def _of_item(row: jax.Array, item: WorkItem, problem: Problem) -> jax.Array:
-    """Whether rows of a tile are those of its tokens."""
+    """Whether the rows of a tile belong to the tokens of the work item."""
     return (row >= item.begin * problem.group) & (row < item.end * problem.group)

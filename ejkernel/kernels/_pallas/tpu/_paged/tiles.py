@@ -1,4 +1,4 @@
-"""Query tiles: the heads of some tokens, sorted by the key/value heads that they use, and back."""
+"""Query tiles: the heads of some tokens, sorted by the key/value head that they use."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def tokens_of(x: Array, n: int, group: int, tokens: int) -> Array:
 
 
 def tile_of_sinks(sinks: Array | None, heads: int, tokens: int) -> Array | None:
-    """Sinks [b?,h,x] as a tile [b?, g, m, 128] of the logsumexp of each row's."""
+    """Sinks [b?,h,x] as a tile [b?, g, m, 128]: the logsumexp of the sinks of each row's head."""
     if sinks is None:
         return None
     sink = jax.nn.logsumexp(sinks.astype(jnp.float32), axis=2)
@@ -34,7 +34,7 @@ def tile_of_sinks(sinks: Array | None, heads: int, tokens: int) -> Array | None:
 
 
 def tiles_of_drafts(drafts: Array | None, group: int, tokens: int) -> Array | None:
-    """[n,w] bool → [tiles, m, w] bfloat16, the same for all heads of a group; w is filled up to whole registers."""
+    """[n,w] bool → [tiles, m, w] bfloat16, the same for all heads of a group; w is padded to whole registers."""
     if drafts is None:
         return None
     n, width = drafts.shape

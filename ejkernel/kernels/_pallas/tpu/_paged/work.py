@@ -1,7 +1,7 @@
-"""What a kernel over a cache computes, step by step: work items, from lengths that may be traced.
+"""The work items of a kernel over a cache, computed from lengths that may be traced.
 
-A query tile is the heads of some tokens. A work item is one step of the grid: those tokens of a tile that are of one
-sequence, with the keys that they see. XLA computes the items; the kernel has them in scalar memory.
+A query tile is the heads of some tokens. A work item is one step of the grid: the tokens of one sequence in a tile,
+with the keys that they see. XLA computes the items; the kernel has them in scalar memory.
 """
 
 from typing import Any, NamedTuple
@@ -11,18 +11,18 @@ from jax import Array, lax
 
 
 class WorkItem(NamedTuple):
-    """The numbers of a work item.
+    """The fields of a work item.
 
     Attributes:
-        tile: of queries.
-        sequence: row of the block tables.
-        batch: which batch element the sequence is of.
-        first, stop: the keys first ≤ j < stop that some token of it sees; 0 and 0 for none.
-        position: where the first token of the tile would stand in the sequence.
-        cached: where its new tokens begin, of which drafts say who sees them.
-        begin, end: its tokens begin ≤ i < end of the tile.
-        before: how many blocks of keys the items before it have.
-        following: the next item that has any; the number of items if there is none.
+        tile: the query tile.
+        sequence: the row of the block tables.
+        batch: the batch element of the sequence.
+        first, stop: the range first ≤ j < stop of keys that any of its tokens sees; 0 and 0 for none.
+        position: the position in the sequence of the first token of the tile, or where that would be.
+        cached: the position of the first new token, from which on the draft mask decides what is visible.
+        begin, end: its tokens are those begin ≤ i < end of the tile.
+        before: the number of blocks of keys of all earlier items.
+        following: the next item that has blocks; the number of items if there is none.
     """
 
     tile: Any
@@ -39,14 +39,14 @@ class WorkItem(NamedTuple):
 
 
 def blocks_of(first: Any, stop: Any, keys: int) -> Any:
-    """How many blocks, of so many keys that begin at a multiple of that, hold keys first ≤ j < stop."""
+    """The number of blocks of `keys` keys, aligned to their size, that hold keys first ≤ j < stop."""
     return jnp.where(stop > first, lax.div(stop + (keys - 1), keys) - lax.div(first, keys), 0)
 
 
 def listed(keys: int, *, tile: Array, **fields: Any) -> Array:
-    """The work items one field after the other, int32 [11 · n], of blocks of so many keys.
+    """The work items for blocks of `keys` keys, field by field, as int32 [11 · n].
 
-    Of the fields, `before` and `following` follow from the others, and those of a tile of one token are known.
+    `before` and `following` are computed from the other fields; some have defaults, for tiles of one token.
     """
     (n,), first = tile.shape, jnp.maximum(fields["first"], 0)
     blocks = blocks_of(first, fields["stop"], keys)
@@ -59,7 +59,7 @@ def listed(keys: int, *, tile: Array, **fields: Any) -> Array:
 
 
 def count_of(items: Any) -> int:
-    """How many work items there are, in a kernel, where the list is a ref, or before."""
+    """The number of work items of a list, which is an array, or a ref in a kernel."""
     return items.shape[0] // len(WorkItem._fields)
 
 

@@ -1,7 +1,7 @@
-"""The step's keys and values go into the pool in place, from one array in memory to the other.
+"""Writes a step's keys and values into the pool in place, by copies within device memory.
 
-Each token is a copy of the rows of its slot. Where a page is filled from its first slot to its last, its first token is
-the copy of the whole page, and the others are none.
+Each token is one copy of the rows of its slot. If a step fills a page from its first slot to its last, the first token
+is the copy of the whole page, and the other tokens make none.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from .ragged import Step
 
-# Copies that are under way at once.
+# The most copies in flight.
 IN_FLIGHT = 64
 
 
@@ -42,7 +42,7 @@ def write(x: Any, step: Step, name: str) -> Array:
 
 
 def _destinations(block_tables: Array, step: Step, pages: int, size: int) -> tuple[Array, Array]:
-    """For each token of all batches, [b·t], where it goes in their pools, and how many from it on: 0, 1 or a page."""
+    """The slot in the pools to which each token [b·t] is copied, and how many slots are: 0, 1 or a page."""
     (b, t), columns = step.position.shape, block_tables.shape[2]
     batch, token = jnp.arange(b, dtype=jnp.int32)[:, None], jnp.arange(t, dtype=jnp.int32)[None]
     position = jnp.where(step.valid, step.position, 0)

@@ -1,17 +1,17 @@
 """A block of the recurrence on one head: the inter-chunk part, from the state, and the intra-chunk part, from pairs.
 
-With i, j = 1 … c in a block that begins in the state h, one decay g standing for those of heads and of features,
+With i, j = 1 … c in a block with the initial state h, and one log decay g, of heads or of features:
 
     o_i = q_iᵀ (exp(P_i) h + Σ_{j≤i} exp(D_ij) k_j v_jᵀ),    h' = exp(P_c) h + Σ_j exp(D_cj) k_j v_jᵀ
     D_ij = Σ_{j<l≤i} g_l,    P_i = Σ_{l≤i} g_l
 
-Arrays have two dimensions, which is what Mosaic is good at. Sums over tokens are products with matrices of 0 and 1, so
-that each D_ij is a sum of its own, at most 0 where decays are. The state is [e, d], so that a decay by key feature is
-one row, and one by value feature a column. There are no slices, whose transposes Mosaic lacks: JAX differentiates this
-function where a kernel calls for its derivative.
+Arrays have two dimensions, which Mosaic handles best. Sums over tokens are products with matrices of 0 and 1, so that
+each D_ij is summed separately, and is not positive if no g is. The state is [e, d], so that decays of key features are
+a row, and those of value features a column. The code has no slices, as Mosaic cannot lower their transposes: kernels
+use derivatives of this function that JAX computes.
 
-A pair of tokens contributes to the gradients of the decays between them alone, so that nothing cancels. The largest
-error that is left is that of an exponent, which many terms share: see `_decay`.
+A pair of tokens contributes only to the gradients of the decays between them, so that nothing cancels. The largest
+remaining error is that of an exponent, which many terms share: see `_decay`.
 """
 
 from typing import NamedTuple
@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Gates are at least this: the decay is 0 in float32 there already, and sums of gates stay finite.
+# The lower limit of gates: the decay is already 0 in float32 there, and sums of gates stay finite.
 LEAST_GATE = -1e4
 
 
 class Tokens(NamedTuple):
-    """q, k [c,d], v [c,e], g [c,1] the decay of the head, gk [c,d] and gv [c,e] those of features; None if absent."""
+    """q, k [c,d] and v [c,e] of a block, and its gates or None: g [c,1] of heads, gk [c,d] and gv [c,e] of features."""
 
     q: Array
     k: Array
@@ -41,7 +41,7 @@ def block(scale: float, state: Array, tokens: Tokens) -> tuple[Array, Array]:
     c, q = q.shape[0], q * scale
     row, column = (lax.broadcasted_iota(jnp.int32, (c, c), axis) for axis in (0, 1))
     ones = lambda where: where.astype(jnp.float32)
-    since, until = ones(column <= row), ones(column > row)  # of token "row", over tokens "column"
+    since, until = ones(column <= row), ones(column > row)  # sums for token "row" over tokens "column"
     last = ones(lax.broadcasted_iota(jnp.int32, (c, 1), 0) == c - 1)
     # weights[j, i]
     weights = _product(k, q, (1, 1)) if gk is None else _weights_by_feature(q, k, gk)
@@ -64,7 +64,7 @@ def block(scale: float, state: Array, tokens: Tokens) -> tuple[Array, Array]:
 
 
 def _weights_by_feature(q: Array, k: Array, gk: Array) -> Array:
-    """Σ_d q_id k_jd exp(D_ijd) at [j, i], 0 for j > i: row by row, for D has as many numbers as c c d."""
+    """Σ_d q_id k_jd exp(D_ijd) at [j, i], 0 for j > i; computed row by row, as D has c·c·d elements."""
     c = q.shape[0]
     token = lax.broadcasted_iota(jnp.int32, q.shape, 0)
     column = lax.broadcasted_iota(jnp.int32, (c, c), 1)
@@ -78,7 +78,7 @@ def _weights_by_feature(q: Array, k: Array, gk: Array) -> Array:
 
 
 def _values_by_feature(weights: Array, v: Array, gv: Array) -> Array:
-    """Σ_j weights_ji v_je exp(D_ije) at [i, e], likewise."""
+    """Σ_j weights_ji v_je exp(D_ije) at [i, e], likewise computed row by row."""
     c = v.shape[0]
     token = lax.broadcasted_iota(jnp.int32, v.shape, 0)
     column = lax.broadcasted_iota(jnp.int32, (c, c), 1)
@@ -93,11 +93,11 @@ def _values_by_feature(weights: Array, v: Array, gv: Array) -> Array:
 
 @jax.custom_jvp
 def _decay(chosen: Array, gate: Array) -> Array:
-    """exp(chosen · gate) for a matrix of 0 and 1, exact but for the last bit.
+    """exp(chosen · gate) for a matrix `chosen` of 0 and 1, exact up to the last bit.
 
-    The error of an exponent is a factor of all that decays by it, and so does not average out in the gradient of a
-    decay. The gates are summed in three parts of 8 bits, the sums of the first being exact, and what float32 leaves of
-    the total is a factor of its own.
+    The error of an exponent is a common factor of all terms that decay by it, and so does not average out in the
+    gradient of a decay. The gates are summed in three parts of 8 bits, where the sums of the first part are exact, and
+    the rounding error of the total is multiplied in as a second factor.
     """
     chosen, rest, sums = chosen.astype(jnp.bfloat16), jnp.maximum(gate, LEAST_GATE), []
     for _ in range(3):
@@ -117,7 +117,7 @@ def _decay_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
 
 
 def _first_bits(x: Array) -> Array:
-    """x cut to the bits of bfloat16; a cast there and back may be left out by a compiler."""
+    """x truncated to the bits of bfloat16; compilers may remove a cast to bfloat16 and back."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, jnp.float32)
 
 

@@ -1,8 +1,8 @@
-"""The kernels of the linear recurrence on TPU: a program goes through the chunks of a head, its state in VMEM.
+"""The kernels of the linear recurrence on TPU: a loop over the chunks of a head, with the state in vector memory.
 
-Forward and tangent go forwards in time, the backward goes back. It reads the chunk states that the forward has written,
-one at the beginning of each chunk, and computes the states of the blocks within a chunk again. JAX differentiates
-`block`, and so the kernels of tangent and backward have no equations of their own.
+Forward and tangent loop forwards in time, the backward loops backwards. It reads the initial state of each chunk, which
+the forward has written, and recomputes the states of the blocks within the chunk. JAX differentiates `block`, so the
+kernels of tangent and backward need no equations of their own.
 """
 
 from functools import partial
@@ -23,7 +23,7 @@ from .layout import Order, Plan, of_all_sequences, order_of, ordered, plan, stat
 
 
 def _launch(kernel, name: str, plan: Plan, table: Array, operands: tuple, in_specs: list, outputs: list, states: int):
-    """Runs `kernel(plan, table, *operands, *outputs, *states)`; `outputs` are pairs of a block and a shape."""
+    """Runs `kernel(plan, table, *operands, *outputs, *states)`; `outputs` are pairs (block spec, shape)."""
     specs, shapes = zip(*outputs, strict=True)
     return pl.pallas_call(
         partial(kernel, plan),
@@ -48,7 +48,7 @@ def _tokens(x: Operands, order: Order, plan: Plan) -> Tokens:
 
 
 def _gates_of_heads(x: Operands) -> Array | None:
-    """g + g_gamma [b,s,h,1], None where both are absent."""
+    """g + g_gamma [b,s,h,1], None if both are absent."""
     gates = [] if x.g is None else [x.g.astype(jnp.float32)]
     if x.g_gamma is not None:
         (b, s), gamma = x.q.shape[:2], x.g_gamma.astype(jnp.float32)[:, None]
@@ -66,7 +66,7 @@ def _specs(tokens: Tokens, plan: Plan, back: bool = False) -> Tokens:
 
 
 def _read(tokens: Tokens, n: int, plan: Plan) -> Tokens:
-    """Block n of the chunk that is there, in float32."""
+    """Block n of the current chunk, in float32."""
     part = pl.ds(n * plan.block, plan.block)
     return Tokens(*(None if a is None else a[part, :].astype(jnp.float32) for a in tokens))
 
@@ -97,7 +97,7 @@ def recurrence(*operands: Array | None, spec: RecurrenceSpec, config: KernelConf
 
 
 def _forward(tokens: Tokens, first: Array, order: Order, plan: Plan, keep: bool) -> tuple[Array, Array, Array | None]:
-    """o, the final state, and if these are to be kept the chunk states, one at the beginning of each chunk."""
+    """o, the final state, and with `keep` the initial state of each chunk."""
     return _launch(
         _forward_kernel,
         "recurrence_forward",
@@ -144,7 +144,7 @@ def recurrence_jvp(
     x, dx = primals, tangents
     size = plan(x, spec, config)
     order, first_dot = order_of(x, size), state_of(dx.initial_state, size)
-    # A decay of the head moves with g or with g_gamma; where a decay is absent, so is its tangent.
+    # The decay of a head has a tangent from g or from g_gamma; an absent decay has none.
     moving = dx._replace(q=jnp.zeros_like(x.q) if dx.q is None else dx.q)
     tokens, dots = _tokens(x, order, size), _tokens(moving, order, size)
     o, state = _launch(
@@ -192,7 +192,7 @@ def recurrence_bwd(
     spec: RecurrenceSpec,
     config: KernelConfig,
 ) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt."""
+    """The cotangents of the operands named in `wrt`, in that order."""
     x = primals
     size = plan(x, spec, config)
     order, first = order_of(x, size), state_of(x.initial_state, size)
@@ -235,7 +235,7 @@ def recurrence_bwd(
 
 
 def _gradients(tokens: Tokens, plan: Plan) -> list[tuple[Any, Any]]:
-    """Of every part of a head the gradients of what it shares with others, [b,h·parts,tokens,…], and of its own."""
+    """Block specs and shapes of gradients: one per part of a head for shared operands, [b,h·parts,tokens,…]."""
     heads = plan.h * plan.parts
     shared = lambda width: (plan.of_keys(width, heads, back=True), plan.tokens(heads, width))
     own = (plan.of_values(plan.h, back=True), plan.tokens(plan.h, plan.e))

@@ -1,7 +1,7 @@
 """The layout of a call in the kernels of the linear recurrence: [b,h,tokens,…] in the order of time, in whole chunks.
 
-Each sequence begins a chunk of its own, and the rest of its last chunk is 0: a token without key and decay leaves the
-state as it is. A table in scalar memory says of which sequence each chunk is. The value features of a head, which
+Each sequence begins a new chunk, and the rest of its last chunk is filled with zeros: a token without key and decay
+leaves the state unchanged. A table in scalar memory has the sequence of each chunk. The value features of a head, which
 are independent of each other, are cut into parts that fit a program.
 """
 
@@ -17,13 +17,17 @@ from ejkernel.types import KernelConfig
 
 from .._work_list import largest_block
 
-# Value features of a part.
+# The most value features of a part.
 MOST_FEATURES = 256
 
 
 class Plan(NamedTuple):
-    """The sizes of a call: batch, heads of the state, tokens, features of keys, of values and of their parts;
-    sequences, and for how many batch elements they are given (0 if not at all); tokens of a chunk and of a block."""
+    """The sizes and options of a call.
+
+    b, h, s: batch, heads of the state, tokens. d, e, part: features of keys, of values, and of a part of the values.
+    n, packed: sequences, and the batch elements for which these are given (0 without sequences).
+    chunk, block: tokens of a chunk and of a block.
+    """
 
     b: int
     h: int
@@ -40,7 +44,7 @@ class Plan(NamedTuple):
 
     @property
     def count(self) -> int:
-        """Chunks; of several sequences, as many as there can be."""
+        """The number of chunks; with packed sequences, the most that there can be."""
         return self.s // self.chunk + self.n if self.packed else pl.cdiv(self.s, self.chunk)
 
     @property
@@ -49,21 +53,21 @@ class Plan(NamedTuple):
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        """Batch; heads, each part after part; chunks."""
+        """The axes of the grid: batch; parts of heads; chunks."""
         return self.b, self.h * self.parts, self.count
 
     def sequence(self, table: Any, b: Any, i: Any) -> Any:
-        """Of which sequence a chunk is."""
+        """The sequence of a chunk."""
         return table[(b if self.packed > 1 else 0) * self.count + i]
 
     def of_keys(self, width: int, heads: int, back: bool = False) -> pl.BlockSpec:
         """A chunk of [b,heads,tokens,width]."""
-        # Mosaic lowers `//` only where the device is known.
+        # Mosaic lowers `//` only if the device is known.
         at = lambda b, h, i, table: (b, lax.div(h, self.h * self.parts // heads), self._at(i, back), 0)
         return pl.BlockSpec((None, None, self.chunk, width), at)
 
     def of_values(self, heads: int, back: bool = False) -> pl.BlockSpec:
-        """A chunk of [b,heads,tokens,e], the features of a part."""
+        """A chunk of [b,heads,tokens,e], with the features of one part."""
 
         def at(b, h, i, table):
             return b, lax.div(h, self.h * self.parts // heads), self._at(i, back), lax.rem(h, self.parts)
@@ -79,7 +83,7 @@ class Plan(NamedTuple):
         return pl.BlockSpec((None, None, None, self.part, self.d), at)
 
     def of_states(self, back: bool = False) -> pl.BlockSpec:
-        """The chunk state at the beginning of a chunk, of [b,h,count,e,d]."""
+        """The initial state of a chunk, of [b,h,count,e,d]."""
         at = lambda b, h, i, table: (b, lax.div(h, self.parts), self._at(i, back), lax.rem(h, self.parts), 0)
         return pl.BlockSpec((None, None, None, self.part, self.d), at)
 
@@ -99,7 +103,7 @@ class Plan(NamedTuple):
 
 
 def plan(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Plan:
-    """Heads of the state may share queries or values, and always may share keys."""
+    """The `Plan` of a call; the heads of the state may share keys, and queries or values."""
     (b, s, _, d), e, h = x.q.shape, x.v.shape[3], max(x.q.shape[2], x.v.shape[2])
     packed, n = (0, 1) if x.spans is None else x.spans.shape[:2]
     part = e if e <= MOST_FEATURES else largest_block(e, MOST_FEATURES)
@@ -109,10 +113,12 @@ def plan(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Plan:
 
 
 class Order(NamedTuple):
-    """Of which sequence each chunk is, [b?·count]; and of several sequences, what the chunks are made of.
+    """The assignment of chunks to sequences, and of tokens to chunks; all but `table` are None without sequences.
 
-    `source` [b?,tokens] is the index of the token at each place in the chunks, and `place` [b?,s] the place of each
-    token; both are past the end where there is none. `empty` [b?,n] are the sequences without tokens.
+    table: [b?·count] the sequence of each chunk.
+    source: [b?,tokens] the index of the token at each place in the chunks, out of range for none.
+    place: [b?,s] the place of each token in the chunks, out of range for a token of no sequence.
+    empty: [b?,n] whether a sequence has no tokens.
     """
 
     table: Array
@@ -129,7 +135,7 @@ def order_of(x: Operands, plan: Plan) -> Order:
 
 
 def _order_of_sequences(spans: Array, plan: Plan) -> Order:
-    """Of [n,2]. Chunks that are left over belong to the last sequence, and hold no token of it."""
+    """The `Order` of sequences given as spans [n,2]; unused chunks belong to the last sequence and hold no tokens."""
     start, end = spans[:, 0], jnp.maximum(spans[:, 1], spans[:, 0])
     chunks = -(-(end - start) // plan.chunk)
     after = jnp.cumsum(chunks, dtype=jnp.int32)
@@ -164,19 +170,19 @@ def unordered(a: Array, order: Order, plan: Plan) -> Array:
 
 
 def _taken(a: Array, indices: Array) -> Array:
-    """a[b, indices[b?,i]] at [b,i,…], 0 past the end."""
+    """a[b, indices[b?,i]] at [b,i,…], 0 for indices past the end."""
     take = lambda a, i: a.at[i].get(mode="fill", fill_value=0)
     shared = indices.shape[0] < a.shape[0]
     return jax.vmap(take, (0, None))(a, indices[0]) if shared else jax.vmap(take)(a, indices)
 
 
 def state_of(state: Array | None, plan: Plan) -> Array:
-    """[b,n,h,d,e] -> [b,n,h,e,d], 0 if there is none."""
+    """[b,n,h,d,e] -> [b,n,h,e,d]; zeros for None."""
     return jnp.zeros(plan.state.shape, jnp.float32) if state is None else state.astype(jnp.float32).swapaxes(3, 4)
 
 
 def of_all_sequences(state: Array, before: Array, order: Order) -> Array:
-    """[b,n,h,e,d] -> [b,n,h,d,e]: the final states, which for empty sequences are the states `before`."""
+    """The final states [b,n,h,e,d] -> [b,n,h,d,e]; those of empty sequences are the states `before`."""
     if order.empty is not None:
         state = jnp.where(order.empty[:, :, None, None, None], before, state)
     return state.swapaxes(3, 4)

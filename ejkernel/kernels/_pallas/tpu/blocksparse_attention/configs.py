@@ -1,8 +1,8 @@
-"""Which configs the kernels of blocksparse_attention are run with: how many queries and keys a tile has.
+"""The configs of the kernels of blocksparse_attention: how many queries and keys a tile has.
 
-A tile is within one block of the mask, and has as many queries and keys as the config says, but at most as the largest
-multiple of 128 that divides a block. Large ones cost fewer steps of the grid, and what causality or a window wastes at
-their edges: the heuristic counts the tiles that these leave, were all blocks kept.
+A tile lies within one block of the mask: on each axis its size is that of the config, but at most the largest multiple
+of 128 that divides a block. Large tiles need fewer steps of the grid, but waste more at the edges of causality or a
+window: the heuristic counts the tiles within the band as if all blocks were kept.
 """
 
 import itertools
@@ -33,11 +33,11 @@ PRODUCTS = tuple(name.replace("flash", "blocksparse") for name in OF_FLASH)
 
 
 def space(operation: str, operands: Operands, spec: BlocksparseAttentionSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
 
     def cost(tile):
         bundles = tile_bundles(_of_flash(operation), operands.attention, target, *tile)
-        # Tiles that need a mask and those that do not have code of their own.
+        # A kernel has separate code for tiles with and without a mask.
         return 2 * bundles > PROGRAM_BUNDLES, _count(operands, spec, tile) * (STEP_BUNDLES + bundles), -tile[0]
 
     return [
@@ -55,7 +55,7 @@ def space(operation: str, operands: Operands, spec: BlocksparseAttentionSpec, ta
 def fitting_tiles(
     operation: str, operands: Operands, spec: BlocksparseAttentionSpec, target: Target
 ) -> list[tuple[int, int]]:
-    """The tiles that fit into blocks, that the memories of a core hold, and that compile in seconds."""
+    """The tile sizes that fit into blocks and into the memories of a core, and that compile in seconds."""
     flash, x, group = _of_flash(operation), operands.attention, operands.q.shape[2] // operands.k.shape[2]
     vmem = VMEM_BYTES - (DQ_BYTES if flash == "flash_attention_bwd" else 0)
     return [
@@ -69,19 +69,19 @@ def fitting_tiles(
 
 
 def scalar_bytes(operands: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> int:
-    """Bytes of scalar memory: the table of the tiles of those heads and batch elements that differ, scale, sinks."""
+    """Bytes of scalar memory: a table of tiles for each head and batch element with its own mask, scale, and sinks."""
     b, h = operands.block_mask.shape[:2]
     batch, heads = operands.q.shape[0], operands.q.shape[2]
     varying = (operands.q_segment_ids, operands.mask, operands.cu_seqlens_q)
     rows = h * (batch if b > 1 or any(x is not None and x.shape[0] > 1 for x in varying) else 1)
-    # A block of queries, or of keys, has a tile at the least. A dbias kernel lists all of them.
+    # Every block of queries, or of keys, has at least one tile. The kernel of dbias lists all tiles.
     number = _count(operands, spec, tile) if operands.bias is None else math.prod(_numbers(operands, tile))
     scalars = sum(x is not None for x in (operands.sinks, operands.softmax_scale)) * batch * heads
     return 4 * (rows * (number + sum(_numbers(operands, tile))) + scalars)
 
 
 def _count(operands: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]) -> int:
-    """Tiles of a head that the band leaves something of."""
+    """The number of tiles of a head that are not fully masked by the band."""
     possible = possible_tiles(operands, spec, tile)
     return math.prod(_numbers(operands, tile)) if possible is None else int(possible[0].sum())
 

@@ -1,4 +1,4 @@
-"""The kernels of flash_attention, given the tiles that the block mask leaves."""
+"""blocksparse_attention by the kernels of flash_attention, over the tiles of kept blocks."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""The static side of a call, and which tiles its block mask leaves: for the kernels of flash_attention."""
+"""The problem and the mask info of a call, for the kernels of flash_attention."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from ejkernel.types import KernelConfig
 
 
 def tile_sizes(operands: Operands, spec: BlocksparseAttentionSpec, block_q: int, block_k: int) -> tuple[int, int]:
-    """Queries and keys of a tile that is to have so many: it is within one block, and has whole lanes."""
+    """The size of a tile of at most block_q queries and block_k keys, within one block and in whole lanes."""
     lengths = operands.q.shape[1], operands.k.shape[1]
     return tuple(map(_tile_size, lengths, spec.block_size, (block_q, block_k)))
 
@@ -30,7 +30,7 @@ def _tile_size(length: int, block: int, wanted: int) -> int:
 def sparse_plan(
     operands: Operands, spec: BlocksparseAttentionSpec, config: KernelConfig, chunk: int = 2 * LANES
 ) -> Problem:
-    """The problem: any key or query may be hidden by blocks that are not kept, and hold anything."""
+    """The problem of a call; any key or query may be fully masked, as its blocks are not kept, and may hold NaN."""
     block_q, block_k = tile_sizes(operands, spec, config.block_q, config.block_k)
     of_flash = plan(operands.attention, spec, config, chunk)
     return replace(of_flash, block_q=block_q, block_k=block_k, chunk=math.gcd(block_k, chunk), hidden=True)
@@ -39,7 +39,7 @@ def sparse_plan(
 def possible_tiles(
     operands: Operands, spec: BlocksparseAttentionSpec, tile: tuple[int, int]
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Which tiles the band leaves something of, and which whole, [rows, columns]; None where it is traced or a mask."""
+    """Which tiles the band does not fully mask, and which are full, [rows, columns]; None if more than that masks."""
     if any(x is not None for x in (operands.mask, operands.q_segment_ids, operands.cu_seqlens_q)):
         return None
     some, full = visibility_of(operands.attention, spec).blocks(*tile, np)
@@ -63,7 +63,8 @@ def sparse_mask_info(operands: Operands, problem: Problem) -> MaskInfo:
 def queries_without_keys(operands: Operands, lse: Any, spec: BlocksparseAttentionSpec) -> Any:
     """[b,h?,s]: the queries that see no key in any kept block.
 
-    Their lse is −∞, but for sinks; then, without segments and masks, a query sees an interval of keys and its blocks.
+    Without sinks these have an lse of −∞. With sinks, where calls have neither segments nor masks, they are found by
+    the interval of keys that a query sees and its kept blocks.
     """
     if operands.sinks is None:
         return lse == -jnp.inf

@@ -1,11 +1,13 @@
-"""The backward kernels: with p = exp(s − lse) and ds = p·(v·doᵀ − delta)·slope, tile by tile,
+"""The backward kernels of flash_attention, from the recomputed weights p = exp(s − lse) of each tile:
+
+    ds = p·(v·doᵀ − delta)·slope with delta = Σ do·o − dlse
 
     dv = Σ p·do;   dk = scale·Σ ds·q;   dq = scale·Σ ds·k;   dbias = ds
 
-where delta = Σ do·o − dlse, and dk and dv sum over the heads of a group as well. The kernel of key_gradients.py holds a
-block of keys and loops over its queries, the one below the other way round. When both are wanted and dq of a group of
-heads fits into memory beside them, the former accumulates it too, and the logits are computed once instead of twice:
-five products a tile instead of seven.
+dk and dv also sum over the heads of a group. The kernel in key_gradients.py has a stationary block of keys and loops
+over queries, the one below has a stationary block of queries. If gradients of both are asked for, and dq of a group of
+heads fits into vector memory, the former accumulates dq too: the logits are computed once instead of twice, which takes
+five products per tile instead of seven.
 """
 
 import functools
@@ -48,7 +50,7 @@ from .tiles import (
     zero_masked_keys,
 )
 
-# As much of dq as is kept on the chip beside the tiles.
+# The most bytes of dq that are kept in vector memory beside the tiles.
 DQ_BYTES = 36 * 2**20
 
 
@@ -63,7 +65,7 @@ def flash_attention_bwd(
 ) -> tuple[jax.Array, ...]:
     problem = plan(primals, spec, config)
     masked = None
-    if problem.hidden or primals.bias is not None:  # one of −∞ hides what it is added to
+    if problem.hidden or primals.bias is not None:  # a bias of −∞ may mask pairs
         masked = fully_masked_queries(primals, outputs.lse, problem)
     split = config.algorithm == "split"
     return backward(primals, outputs, cotangents, wrt, problem, mask_info_of(primals, problem), masked, split)
@@ -79,10 +81,10 @@ def backward(
     masked: jax.Array | None,
     split: bool,
 ) -> tuple[jax.Array, ...]:
-    """The cotangents of the operands named in wrt, of the tiles that the mask info leaves.
+    """The cotangents of the operands named in `wrt`, from the tiles that the mask info does not exclude.
 
-    The queries that are `masked` [b,h?,s] may hold anything, or there are none. With `split`, dq has a kernel of its
-    own even where it would fit beside dk and dv.
+    Queries that are `masked` [b,h?,s] may hold NaN; None if there are none. With `split`, dq has its own kernel even if
+    it would fit beside dk and dv.
     """
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
     if masked is not None:
@@ -114,7 +116,7 @@ def backward(
     if "bias" in wrt:
         gradients["bias"] = bias_gradient(tile, problem, mask_info, primals.bias)
     if "sinks" in wrt:
-        # d/dsink of −delta-weighted softmax: the sink's weight exp(sink − lse) has no value, only a share of the row.
+        # dsink = −Σ exp(sink − lse)·delta: the ds of a sink, whose dp is 0 as it has no value.
         sinks = primals.sinks[:, :, :, None] * problem.unit
         weights = problem.exp_of_lse(sinks - lse[:, :, None], corrected=correction is not None)
         delta = delta if correction is None else delta * correction
@@ -123,7 +125,7 @@ def backward(
 
 
 def _scaled(dq: jax.Array, problem: Problem, primals: Operands) -> dict[str, jax.Array]:
-    """From Σ ds·k the gradient of q, which is that times the scale, and of the scale, which is its product with q."""
+    """The gradients of q, scale·Σ ds·k, and of the scale, Σ q·Σ ds·k, from Σ ds·k."""
     static, scale = problem.spec.softmax_scale, primals.softmax_scale
     if scale is None:
         return {"q": (dq * static).astype(primals.q.dtype)}
@@ -144,7 +146,7 @@ def sum_to(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def dq_bytes(primals: Operands, problem: Problem) -> int:
-    """Of dq for the heads of a group, in float32. It is held once: the wait for its copy is rare and short."""
+    """Bytes of dq for the heads of a group in float32, without a second buffer: its copies are rare and short."""
     return 4 * problem.group * problem.padded_queries * round_up(primals.q.shape[3], LANES)
 
 

@@ -13,10 +13,10 @@ from .tiles import chunks_of, for_tile_mask, gradient_products, gradients_of, ma
 
 
 def bias_gradient(tile: Tile, problem: Problem, mask_info: MaskInfo, bias: jax.Array) -> jax.Array:
-    """ds, summed inside the kernel over the axes along which the bias was broadcast, innermost in the grid."""
+    """dbias: ds, summed over the axes along which the bias was broadcast, which are innermost in the grid."""
     batch, heads = (n if n > 1 else 1 for n in bias.shape[:2])
     summed_heads = problem.heads // heads
-    # A bias of one column is not padded to a block of keys, be there one key or many.
+    # A bias of one column is not padded to a block of keys, whether there are one key or many.
     one_row, one_column = bias.shape[2] < problem.queries, bias.shape[3] == 1
     schedule = schedule_of(mask_info, by="keys" if one_row else "queries", every=True)
 

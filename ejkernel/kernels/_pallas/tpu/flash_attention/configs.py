@@ -1,10 +1,10 @@
-"""Which configs the kernels of flash_attention are run with: how many queries and keys a tile has.
+"""The configs of the kernels of flash_attention: how many queries and keys a tile has.
 
-A step of the grid costs what its products take in the matrix units, and as much again for every tile, however small:
-filling the pipeline within the tile, addresses, branches. So tiles are large, but not so large that causality or a
-window wastes more at their edges: the heuristic counts the tiles of a call that are not fully masked, and what is
-computed of them, and takes the cheapest blocks, of those that the memories of a core hold and whose program stays short
-enough to compile in seconds.
+A step of the grid takes the time of its products in the matrix units, and a fixed time for a tile of any size: filling
+the pipeline within the tile, addresses, branches. So tiles are large, but not so large that they waste more at the
+edges of causality or a window. The heuristic counts the tiles of a call that are not fully masked, and what is computed
+of them, and takes the cheapest blocks among those that fit into the memories of a core and whose program compiles in
+seconds.
 """
 
 import itertools
@@ -24,25 +24,26 @@ from .problem import LANES, balanced, plan, round_up
 from .schedule import BLOCK_BITS, mask_info_of
 
 BLOCK_Q, BLOCK_K = (128, 256, 512, 1024), (128, 256, 512, 1024, 2048)
-# Products of a tile: k·q and v·p; with v·do, p·do, ds·q and ds·k; with k·q̇, k̇·q, v̇·p and v·(p·ẏ).
+# The products of a tile. Forward: k·q and v·p. Backward: k·q, v·do, p·do, ds·q and ds·k. Tangent: k·q, v·p, k·q̇, k̇·q,
+# v̇·p and v·(p·ẏ).
 PRODUCTS = {"flash_attention": 2, "flash_attention_bwd": 5, "flash_attention_jvp": 6}
-# float32 is multiplied in six passes of bfloat16.
+# A product of float32 is six products of bfloat16.
 FLOAT32_PASSES = 6
-# Bundles of instructions that a step of the grid takes beside its products, counted in compiled programs.
+# Instruction bundles of a step of the grid beside its products, counted in compiled programs.
 STEP_BUNDLES = 400
-# A tile is one straight run of bundles, which the compiler takes a millisecond each to schedule; a program has one for
-# each tile mask.
+# The code of a tile has no loops, and the compiler takes a millisecond to schedule each of its bundles; a program has
+# this code once for each tile mask.
 TILE_BUNDLES, PROGRAM_BUNDLES = 6144, 8192
 WORTH_TIMING = 3
 
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     costs = {}
     for blocks in fitting_blocks(operation, operands, target):
         steps, computed, code = _tiles(operation, operands, spec, blocks)
         tile = tile_bundles(operation, operands, target, *blocks)
-        # Of two that cost the same, that of more queries: keys are fetched less often.
+        # At equal cost, more queries per tile are better, as keys are loaded less often.
         costs[blocks] = code * tile > PROGRAM_BUNDLES, steps * STEP_BUNDLES + computed * tile, -blocks[0]
     return [
         KernelConfig(
@@ -57,7 +58,7 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
 
 
 def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[tuple[int, int]]:
-    """The blocks that the memories of a core hold, cut down to the sequences, and that compile in seconds."""
+    """The block sizes, cut down to the sequences, that fit into the memories of a core and compile in seconds."""
     queries, keys = operands.q.shape[1], operands.k.shape[1]
     vmem = VMEM_BYTES - (DQ_BYTES if operation == "flash_attention_bwd" else 0)
     blocks = {
@@ -75,24 +76,27 @@ def fitting_blocks(operation: str, operands: Operands, target: Target) -> list[t
 
 
 def stages(operation: str, target: Target) -> int:
-    """Chunks of a tile that are under way at once. The forward waits for its vector unit, the more so the larger the
-    matrix unit, and so it pays to have more logits ready; the others wait for the matrix unit."""
+    """The number of chunks of a tile in its software pipeline.
+
+    The forward is limited by the vector unit, the more so the larger the matrix unit is, and gains from having more
+    logits ready; backward and tangent are limited by the matrix unit.
+    """
     if operation != "flash_attention":
         return 2
     return 4 if matrix_width(target) > LANES else 3
 
 
 def matrix_width(target: Target) -> int:
-    """Rows and columns of a matrix unit; up to v5 there are four of 128, since v6 (assumed if not known) two of 256."""
+    """The rows and columns of a matrix unit: up to v5 a core has four of 128, from v6 on (the default) two of 256."""
     old = target.device_kind and re.match(r"TPU v[2-5]\b", target.device_kind)
     return 128 if old else 256
 
 
 def tile_bundles(operation: str, operands: Operands, target: Target, block_q: int, block_k: int) -> float:
-    """Bundles during which the matrix units of a core are busy with a tile.
+    """The number of bundles for which a tile occupies the matrix units of a core.
 
-    Four units of 128² multiply 2¹⁶ pairs of numbers in a bundle. Two of 256² could do four times as many (they take two
-    rows at once), but half of each idles where a product has 128 features.
+    Four units of 128² do 2¹⁶ multiply-adds per bundle. Two of 256² could do four times as many, as they take two rows
+    at once, but half of each is idle in products over 128 features.
     """
     features = (_lanes(operands.q) + _lanes(operands.v)) / 2
     rate = 2**16 if matrix_width(target) == LANES else 2**17
@@ -101,7 +105,7 @@ def tile_bundles(operation: str, operands: Operands, target: Target, block_q: in
 
 
 def vmem_bytes(operation: str, operands: Operands, block_q: int, block_k: int) -> int:
-    """Bytes of vector memory of a tile: blocks that are copied while the ones before are used, sums, and logits."""
+    """Bytes of vector memory of a tile: blocks with double buffers, sums, and logits."""
     d, e, size = _lanes(operands.q), _lanes(operands.v), operands.q.dtype.itemsize
     queries, keys = block_q * (d + e), block_k * (d + e)  # q with o or do; k with v
     copied, sums = {
@@ -115,7 +119,7 @@ def vmem_bytes(operation: str, operands: Operands, block_q: int, block_k: int) -
 
 
 def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
-    """Bytes of scalar memory of a call: the table of tiles (all of them, at most), scale, sinks."""
+    """Bytes of scalar memory of a call: the table of tiles, at most all of them, scale, and sinks."""
     batch, queries, heads, _ = operands.q.shape
     tiles = math.ceil(queries / block_q) * math.ceil(operands.k.shape[1] / block_k)
     varying = any(
@@ -128,8 +132,10 @@ def scalar_bytes(operands: Operands, block_q: int, block_k: int) -> int:
 def _tiles(
     operation: str, operands: Operands, spec: FlashAttentionSpec, blocks: tuple[int, int]
 ) -> tuple[int, float, float]:
-    """How many tiles causality and the window leave of a head; how many whole ones what is computed of them, and what
-    is written of them in the program, amount to."""
+    """The tiles of a head that causality and window leave, and, in whole tiles, their work and the program's code.
+
+    The work counts only the chunks that are computed; the code is that for all tile masks.
+    """
     block_q, block_k = blocks
     chunk = {"chunk": forward_chunk(operands)} if operation == "flash_attention" else {}
     problem = plan(operands, spec, KernelConfig(block_q=block_q, block_k=block_k), **chunk)

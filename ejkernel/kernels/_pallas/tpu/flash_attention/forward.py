@@ -1,10 +1,10 @@
 """The forward kernel: softmax(s)·v by the online softmax, with lse.
 
-Per query: maximum m, denominator l and accumulator a over the tiles so far. A tile of logits s moves them to
+Each query has a maximum m, denominator l and accumulator a over the tiles so far. A tile of logits s updates them to
 
     m' = max(m, max s);   l' = l·exp(m − m') + Σ exp(s − m');   a' = a·exp(m − m') + Σ exp(s − m')·v
 
-and in the end o = a / l, lse = m + log l. Sinks are where m and l begin: m = logsumexp(sinks), l = 1.
+and in the end o = a / l, lse = m + log l. With sinks, the initial values are m = logsumexp(sinks) and l = 1.
 """
 
 import functools
@@ -50,7 +50,7 @@ def flash_attention(*operands: jax.Array | None, spec: FlashAttentionSpec, confi
 
 
 def forward(operands: Operands, problem: Problem, mask_info: MaskInfo) -> Outputs:
-    """o and lse of the tiles that the mask info leaves."""
+    """o and lse, from the tiles that the mask info does not exclude."""
     schedule = schedule_of(mask_info, by="queries")
     tile = arrange(operands, problem)._replace(sink=sink_of(operands.sinks, problem))
     batch, rows, heads = problem.batch, problem.padded_queries, problem.heads
@@ -80,7 +80,7 @@ def forward(operands: Operands, problem: Problem, mask_info: MaskInfo) -> Output
 
 
 def forward_chunk(operands: Operands) -> int:
-    """Keys of a chunk. The fewer, the sooner their maximum is known; but the accumulator is rescaled for each chunk."""
+    """The keys of a chunk: with fewer, their maximum is known sooner, but the accumulator is rescaled more often."""
     return round_up(operands.v.shape[3], LANES)
 
 
@@ -120,7 +120,7 @@ def _kernel(table, tile: Tile, out: Tile, state: Softmax, *, problem: Problem, s
 
     @pl.when(step.is_last)
     def _():
-        # A fully masked query has masked logits alone, each with a weight of 1: o = 0 and lse = −inf.
+        # A fully masked query has only masked logits, each with a weight of 1; it gets o = 0 and lse = −inf.
         sees_keys = state.maximum[...] > MASKED
         o = jnp.where(sees_keys, state.weighted[...] / state.total[...], 0).astype(out.do.dtype).T
         out.do[...] = pad_axis(o, 1, out.do.shape[1])

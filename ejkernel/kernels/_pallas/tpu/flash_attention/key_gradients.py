@@ -1,4 +1,4 @@
-"""The kernel of the backward that holds a block of keys and loops over its queries: dk, dv, and dq beside them."""
+"""The backward kernel with a stationary block of keys, which loops over queries: dk, dv, and optionally dq."""
 
 import functools
 from typing import Any
@@ -26,7 +26,7 @@ from .tiles import (
 
 
 def gradients_by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals: Operands, wrt, with_dq: bool):
-    """dk and dv as wanted, by name, and Σ ds·k in float32 if it is to be accumulated too."""
+    """A Tile with those of dk and dv that `wrt` names, and with_dq also Σ ds·k in float32."""
     group = problem.group
 
     def where(b, g, step, member, table):
@@ -62,7 +62,7 @@ def gradients_by_keys(tile: Tile, problem: Problem, schedule: Schedule, primals:
 
 
 def _member(schedule: Schedule, member, minor) -> tuple[Any, Any]:
-    """Which head of a group a step is for, and its block of queries, from the last axis of the grid or the schedule."""
+    """The head of a group and the block of queries of a step, from the last axis of the grid or from the schedule."""
     if not schedule.of_head:
         return member, minor
     return jax.lax.div(minor, schedule.of_head), jax.lax.rem(minor, schedule.of_head)

@@ -1,4 +1,4 @@
-"""One way to call all the kernels: arrays and outputs as Tiles, and blocks by the tile schedule."""
+"""The common call of all kernels: arrays and outputs as Tiles, with blocks in the order of the tile schedule."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from .schedule import Schedule
 
 # Accumulators are float32.
 vmem = partial(pltpu.VMEM, dtype=jnp.float32)
-# Scoped memory of a kernel. Every chip since v5e has at least 64 MiB, and the compiler's own default is 16 MiB on some.
+# Vector memory of a kernel: every chip from v5e on has at least 64 MiB, but on some the compiler's default is 16 MiB.
 VMEM_BYTES = 56 * 2**20
 
 
@@ -32,10 +32,10 @@ def launch(
     matmuls: tuple[int, int],
     out_specs: Tile | None = None,
 ) -> Tile:
-    """Runs `kernel(table, *input tiles, output tile, scratch)` over a grid of which the first two axes are independent.
+    """Runs `kernel(table, *input tiles, output tile, scratch)` over a grid whose first two axes are parallel.
 
-    `where(*grid position, table)` is the (batch, head, query block, key block) of a step, and `matmuls` how many
-    products over q's and over v's features a tile takes.
+    `where(*grid position, table)` is the (batch, head, query block, key block) of a step. `matmuls` is the number of
+    products per tile over the features of q and over those of v.
     """
     arrays = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (inputs, outputs))
     return pl.pallas_call(
@@ -58,7 +58,7 @@ def launch(
 
 
 def _cost(problem: Problem, schedule: Schedule, tile: Tile, arrays: list[Any], matmuls: tuple[int, int]):
-    """Of the tiles that are computed (all of them, where the schedule is traced); each reads its keys and values."""
+    """The cost estimate of the computed tiles (all, if the schedule is traced); each reads its keys and values."""
     tiles = schedule.tiles(problem.batch) * problem.heads
     d, e = tile.q.shape[2] // problem.heads, tile.v.shape[2] // problem.kv_heads
     logits = tiles * problem.block_q * problem.block_k
@@ -85,7 +85,7 @@ def block_specs(tile: Tile, problem: Problem, where: Callable) -> Tile:
         return pl.BlockSpec((None, block_k, size), at(lambda b, h, i, j: (b, j, jax.lax.div(h, problem.group))))
 
     def broadcast(x, rows, columns, index):
-        # An axis of size 1 is one block, read by all.
+        # An axis of size 1 is one block, which all steps read.
         block = [1 if size == 1 else block for size, block in zip(x.shape[2:], (rows, columns), strict=True)]
         one = at(lambda *logit: tuple(0 if n == 1 else k for n, k in zip(x.shape, index(*logit), strict=True)))
         return pl.BlockSpec((None, None, *block), one)

@@ -1,9 +1,8 @@
-"""The static side of a call, and the layout of its arrays in the kernels.
+"""The constants of a call, and the layout of its arrays in the kernels.
 
-Heads lie in lanes: q [b,s,h,d] is read as [b,s,h·d], which is how a projection writes it, one head at a time by its
-lanes. Nothing is transposed, and nothing is copied where d fills whole lanes (multiples of 128) and s whole blocks.
-What belongs to a query (lse, delta, segment id …) is a lane vector, [b,h,1,s]; what has both axes has keys before
-queries.
+q [b,s,h,d] is read as [b,s,h·d], the layout in which a projection writes it, one head at a time by its lanes. Nothing
+is transposed, and nothing is copied if d is a multiple of 128 lanes and s one of the block. Values per query (lse,
+delta, segment ids …) are lane vectors [b,h,1,s]; arrays over pairs have keys before queries.
 """
 
 import math
@@ -21,16 +20,16 @@ from ejkernel.types import KernelConfig
 
 LANES = 128
 
-# Of a weight exp(s − lse) that is divided by the sum of its row, above which a sum of them may be infinite; and the
-# smallest of such sums, below which all weights underflow.
+# For weights exp(s − lse) that are divided by the sum of their row: the largest exponent, above which sums may
+# overflow, and the smallest sum, below which all weights underflow.
 LARGEST_EXPONENT, SMALLEST_SUM = 30.0, 2.0**-100
 LOG2_E = float(np.log2(np.e))
 
 
 class Tile(NamedTuple):
-    """What a kernel reads: first the arrays, then their block specs, then the refs of one tile; None where absent.
+    """The arrays that a kernel reads, or their block specs, or within a kernel the refs of one tile; None if absent.
 
-    `?` is an axis that may have size 1 and s, t are padded to whole blocks. Tangents travel as a second Tile.
+    `?` marks an axis that may have size 1; s and t are padded to whole blocks. Tangents are passed as a second Tile.
     """
 
     q: Any = None  # [b, s, h·d]
@@ -39,7 +38,7 @@ class Tile(NamedTuple):
     do: Any = None  # [b, s, h·e]
     lse: Any = None  # [b, h, 1, s], in units; +inf for a fully masked query, so that exp(logit − lse) = 0
     delta: Any = None  # [b, h, 1, s]
-    correction: Any = None  # [b, h, 1, s], what weights are multiplied by (see rows.py)
+    correction: Any = None  # [b, h, 1, s], a factor of the weights (see rows.py)
     bias: Any = None  # [b?, h?, t?, s]
     key_bias: Any = None  # [b?, h?, 1, t?]: the same for all queries
     mask: Any = None  # [b?, h?, t?, s] int8
@@ -54,9 +53,9 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """The spec, the sizes, and the blocks that they are cut into.
+    """The spec and sizes of a call, and the sizes of its blocks.
 
-    A tile is computed by chunks of keys, the products of `ahead` of them before they are used.
+    A tile is computed by chunks of keys, in a software pipeline that issues products `ahead` chunks before their use.
     """
 
     spec: FlashAttentionSpec
@@ -65,22 +64,22 @@ class Problem:
     keys: int
     heads: int
     kv_heads: int
-    # Features of a value, in whole sublanes of any dtype.
+    # Features of a value, rounded up to whole sublanes of any dtype.
     values: int
     block_q: int
     block_k: int
     chunk: int
     ahead: int
-    # Some keys or queries may be fully masked, or a bias masked, and hold anything: not to be multiplied by a weight of
-    # 0, as 0·NaN = NaN.
+    # Some keys or queries may be fully masked, or a bias masked, and hold NaN: they must not be multiplied by a weight
+    # of 0, as 0·NaN = NaN.
     hidden: bool
-    # In float32 logits are natural; in 16 bits they are in base two, which is what the hardware exponentiates. That
-    # costs one more rounding of the logit itself, where the difference of two is small.
+    # In float32 logits are exponents of e; in 16 bits they are exponents of 2, which the hardware computes directly, at
+    # the cost of one more rounding of each logit, where differences of logits are small.
     natural: bool
 
     @property
     def unit(self) -> float:
-        """What a natural logit is multiplied by."""
+        """The factor from logits to exponents of `exp`."""
         return 1.0 if self.natural else LOG2_E
 
     @property
@@ -88,8 +87,10 @@ class Problem:
         return jnp.exp if self.natural else jnp.exp2
 
     def exp_of_lse(self, exponents: jax.Array, corrected: bool) -> jax.Array:
-        """`exp` of logits less lse, which are at most 0 but for rounding: of logits near 10⁹ float32 keeps every 64th
-        number. Weights that are corrected by their sum keep their ratios, up to an exponent that leaves sums finite.
+        """`exp` of logits − lse, with exponents limited to 0, or to LARGEST_EXPONENT for `corrected` weights.
+
+        Only rounding makes an exponent positive: near 10⁹ float32 resolves logits in steps of 64. Weights that are
+        corrected by their sum keep their ratios, up to an exponent that leaves sums finite.
         """
         return self.exp(jnp.minimum(exponents, LARGEST_EXPONENT if corrected else 0.0))
 
@@ -120,7 +121,7 @@ class Problem:
 
 
 def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chunk: int = 2 * LANES) -> Problem:
-    """The problem, computed by `chunk` keys at once or a divisor of that; a matrix unit contracts up to 256."""
+    """The `Problem` of a call, with chunks of `chunk` keys or a divisor of that; a matrix unit contracts up to 256."""
     batch, queries, heads, _ = operands.q.shape
     _, keys, kv_heads, _ = operands.k.shape
     block_k = balanced(keys, config.block_k)
@@ -144,7 +145,7 @@ def plan(operands: Operands, spec: FlashAttentionSpec, config: KernelConfig, chu
 
 
 def balanced(size: int, limit: int) -> int:
-    """The smallest block that covers `size` in as few blocks as `limit` does: 2176 by 1024 is 3 of 768."""
+    """The smallest block that covers `size` in as few blocks as `limit` does: 768 for 2176 and a limit of 1024."""
     return round_up(-(-size // -(-size // limit)), LANES)
 
 
@@ -153,7 +154,7 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def pad_axis(x, axis: int, size: int, **mode):
-    """Zeros (or what np.pad's mode says) after the end of an axis."""
+    """x padded to `size` along an axis, with zeros or by a mode of np.pad."""
     if x.shape[axis] == size:
         return x
     xp = np if isinstance(x, np.ndarray) else jnp
@@ -161,13 +162,13 @@ def pad_axis(x, axis: int, size: int, **mode):
 
 
 def merge_heads(x: jax.Array, rows: int) -> jax.Array:
-    """[b,s,h,d] → [b,rows,h·d'], zeros up to `rows` and up to whole lanes."""
+    """[b,s,h,d] → [b,rows,h·d'], padded with zeros to `rows` and to whole lanes."""
     x = pad_axis(pad_axis(x, 1, rows), 3, round_up(x.shape[3], LANES))
     return x.reshape(*x.shape[:2], -1)
 
 
 def split_heads(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """[b,rows,h·d'] → the shape [b,s,h,d] that was merged."""
+    """[b,rows,h·d'] → [b,s,h,d], the inverse of `merge_heads`."""
     b, s, h, d = shape
     return x.reshape(b, x.shape[1], h, -1)[:, :s, :, :d]
 
@@ -178,7 +179,7 @@ def per_query(x: jax.Array, problem: Problem, **mode) -> jax.Array:
 
 
 def keys_first(x: jax.Array | None, problem: Problem) -> tuple[jax.Array | None, jax.Array | None]:
-    """[b?,h?,s?,t?] → ([b?,h?,t?,s], None), or (None, [b?,h?,1,t?]) if it is the same for all queries."""
+    """[b?,h?,s?,t?] → ([b?,h?,t?,s], None), or (None, [b?,h?,1,t?]) for an array that is the same for all queries."""
     if x is None:
         return None, None
     if x.shape[3] > 1:
@@ -206,7 +207,7 @@ def arrange(operands: Operands, problem: Problem) -> Tile:
 
 
 def arrange_differentiable(operands: Operands, problem: Problem) -> Tile:
-    """Of operands or of their tangents, what has a derivative (sinks excepted: each kernel wants them otherwise)."""
+    """The differentiable operands, or tangents, as the kernels read them, except sinks, which differ by kernel."""
     heads = lambda x, rows: None if x is None else merge_heads(x, rows)
     bias, key_bias = keys_first(operands.bias, problem)
     return Tile(
@@ -220,17 +221,17 @@ def arrange_differentiable(operands: Operands, problem: Problem) -> Tile:
 
 
 def sink_of(sinks: jax.Array | None, problem: Problem) -> jax.Array | None:
-    """[b?,h,n] → [b?,h], their logsumexp in units: together they add one term to the denominator."""
+    """Sinks [b?,h,n] → [b?,h], their logsumexp in units: together they are one term of the denominator."""
     return None if sinks is None else jax.nn.logsumexp(sinks, axis=-1) * problem.unit
 
 
 def lse_in_units(lse: jax.Array, problem: Problem) -> jax.Array:
-    """[b,h,s], and +inf instead of −inf for fully masked queries."""
+    """lse [b,h,s] in units, with +inf instead of −inf for fully masked queries."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse * problem.unit)
 
 
 def interval_of_queries(operands: Operands, problem: Problem) -> tuple[Any, Any]:
-    """The first and the last key that each query may see, [b?,s] int32; None where nothing bounds it."""
+    """The first and the last key that each query may see, [b?,s] int32; None for an unbounded side."""
     visibility = visibility_of(operands, problem.spec)
     first, stop = visibility.intervals()
     is_packed = visibility.cu_seqlens is not None
@@ -244,6 +245,6 @@ def fully_masked_queries(operands: Operands, lse: jax.Array, problem: Problem) -
 
 
 def padded_segments(segments, padding: int, block: int):
-    """Ids in whole blocks; padding gets a number of its own for queries and for keys, so that it matches nothing."""
+    """Segment ids padded to whole blocks with `padding`, which differs for queries and keys and so never matches."""
     whole = -(-segments.shape[1] // block) * block
     return pad_axis(jnp.where(segments < 0, padding, segments), 1, whole, constant_values=padding)

@@ -1,12 +1,12 @@
-"""What a gradient in float32 needs of whole rows more exactly than lse and o hold it: one more pass over the keys.
+"""One more pass over the keys, for sums over rows that gradients in float32 need more exactly than lse and o give them.
 
-The weights p = exp(s − lse) of a row and its sinks sum to 1 but for the rounding of lse, and Σ p·dp is d = Σ do·o but
-for the roundings of o and of that sum. Both errors are removed by
+The weights p = exp(s − lse) of a row, sinks included, sum to 1 up to the rounding of lse, and Σ p·dp equals d = Σ do·o
+up to the rounding of o and of that sum. Both errors are removed by
 
     c = 1 / Σ p,    Σ p·dp = d + c Σ (p·dp − p·d)    where dp of a sink is 0
 
-a difference that is exact where one key has all the weight. In 16 bits neither matters next to the rounding of p and
-ds.
+where the difference is exact if one key has all the weight. In 16 bits both errors are negligible beside the rounding
+of p and ds.
 """
 
 import functools
@@ -23,7 +23,7 @@ from .tiles import chunks_of, for_tile_mask, gradient_products, logits_of, mask_
 
 
 class Sums(NamedTuple):
-    """Of a block of queries, over the tiles so far."""
+    """The sums of a block of queries over the tiles so far."""
 
     weight: Any  # Σ p, [1, block_q]
     off: Any  # Σ (p·dp − p·d), [1, block_q]

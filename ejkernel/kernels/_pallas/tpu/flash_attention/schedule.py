@@ -1,10 +1,10 @@
 """The mask info and the tile schedule of the kernels: which tiles of the logits are computed, in which order.
 
-Causality, windows, packed sequences and a padded end leave every query an interval of keys, and segment ids narrow it.
-A tile is fully masked, partial or full. The fully masked ones are not in the schedule, so they cost neither a step of
-the grid nor a copy; of the others the mask info tells which chunks of keys have to be computed, and whether these need
-a mask. The schedule is a table of int32 that the index maps read from scalar memory: a constant where nothing is
-traced; otherwise it is computed from segment ids and cu_seqlens, and the number of steps is traced too.
+By causality, windows, packed sequences and padding every query sees an interval of keys, which segment ids may narrow.
+A tile is fully masked, partial or full. Fully masked tiles are not in the schedule, and cost neither a step of the grid
+nor a copy. For the others the mask info has the chunks of keys that have to be computed, and whether these need a mask.
+The schedule is a table of int32 that the index maps read from scalar memory: a constant if nothing that it depends on
+is traced; otherwise computed from segment ids and cu_seqlens, and then the number of steps is traced too.
 """
 
 from typing import Any, NamedTuple
@@ -20,26 +20,26 @@ from .problem import Problem, pad_axis
 
 
 class TileMask(NamedTuple):
-    """What is computed of a tile: the chunks of keys from `first` to before `last`, with a mask or without."""
+    """The part of a tile that is computed: its chunks of keys first ≤ n < last, with or without a mask."""
 
     first: int
     last: int
     needs_mask: bool
 
 
-# In a schedule such tiles only fill the rows of batch elements that have fewer tiles than others.
+# In a schedule, fully masked tiles only pad the rows of batch elements that have fewer tiles than others.
 FULLY_MASKED = TileMask(0, 0, False)
-# A kernel has code of its own for each tile mask: of so many tiles, beyond which tiles are computed as a whole.
+# The most code of a kernel, in tiles: it has separate code for each tile mask. With more, whole tiles are computed.
 MOST_CODE = 3
-# An entry of the table: the major block, the minor one, the tile mask.
+# The bits of a block number and of a tile mask in an entry of the table: major block, minor block, tile mask.
 BLOCK_BITS, MASK_BITS = 14, 4
 
 
 class MaskInfo(NamedTuple):
-    """Which tile mask each tile has, a number in `tile_masks`, [b?, q_blocks, k_blocks]; 0 is FULLY_MASKED.
+    """The tile mask of each tile, as an index [b?, q_blocks, k_blocks] into `tile_masks`; 0 is FULLY_MASKED.
 
-    Where heads have masks of their own, b? is those of each batch element, one after the other, `heads` of them.
-    `possible` [q_blocks, k_blocks] is known before the program runs: other tiles are fully masked; None for all.
+    If masks differ between heads, the first axis has `heads` entries for each batch element. `possible`
+    [q_blocks, k_blocks] is known when the program is traced: all other tiles are fully masked. None means all tiles.
     """
 
     block_mask: Any
@@ -49,16 +49,16 @@ class MaskInfo(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The tiles that a kernel computes, one a step of the grid.
+    """The tiles that a kernel computes, one per step of the grid.
 
     Attributes:
-        table: [b?, n] of tiles (major block · minor block · tile mask).
-        steps: how many of the n there are.
-        tile_masks: those that the table names by their number.
-        single: there is one tile for each major block.
-        heads: how many rows of the table a batch element has: 1, or one for each head (or key/value head).
-        of_head: where a row is that of a key/value head, and its tiles are those of each of the heads of the group, one
-            head after the other: how many minor blocks each head has; else 0, and the tiles are those of all heads.
+        table: [b?, n] int32, the tiles as packed (major block, minor block, tile mask).
+        steps: the number of tiles, at most n.
+        tile_masks: the tile masks that entries of the table index.
+        single: every major block has exactly one tile.
+        heads: the rows of the table for each batch element: 1, or one per head (or key/value head).
+        of_head: the minor blocks of each head if a row lists the tiles of all heads of a group, head by head; 0 if the
+            listed tiles are the same for all heads.
     """
 
     table: Any
@@ -70,20 +70,20 @@ class Schedule(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """Of the tile masks that the table may hold."""
+        """The indices of the tile masks that the table may hold."""
         if not isinstance(self.table, np.ndarray):
             return list(range(len(self.tile_masks)))
         return np.unique(_mask_number(self.table)).tolist()
 
     def tiles(self, batch: int) -> int:
-        """How many tiles are computed for all batch elements; where that is traced, at most."""
+        """The number of tiles that are computed for all batch elements; an upper bound if that is traced."""
         if not isinstance(self.table, np.ndarray):
             return batch * self.table.shape[1]
         return int((_mask_number(self.table) != 0).sum()) * (batch // self.table.shape[0])
 
 
 class Step(NamedTuple):
-    """One entry of the table, and whether it is the first or the last of the tiles that have its major block."""
+    """An entry of the table, and whether it is the first or the last tile of its major block."""
 
     major: Any
     minor: Any
@@ -99,7 +99,7 @@ def blocks_at(schedule: Schedule, table, b, h, step) -> tuple[Any, Any]:
 
 
 def step_at(schedule: Schedule, table, b, h, step) -> Step:
-    """The entry of a step, in a kernel, where the table is a ref."""
+    """The entry of a step, for use in a kernel, where the table is a ref."""
     steps = table.shape[1]
     major, minor = blocks_at(schedule, table, b, h, step)
     number = _mask_number(_entry(schedule, table, b, h, step))
@@ -122,10 +122,10 @@ def _mask_number(entry):
 
 
 def schedule_of(mask_info: MaskInfo, by: str, every: bool = False, group: int = 1) -> Schedule:
-    """The tiles that are not fully masked, sorted by "queries" or "keys", at least one for each of these blocks.
+    """The schedule of tiles that are not fully masked, sorted by blocks of "queries" or "keys".
 
-    With `every` the fully masked ones are listed too: for a kernel whose output has a block for every tile. By keys, of
-    heads that have masks of their own, `group` of them share one list.
+    Each of these blocks has at least one tile. With `every`, fully masked tiles are listed too, for a kernel whose
+    output has a block for every tile. By keys, `group` heads with separate masks share one list.
     """
     numbers, heads, possible, of_head = mask_info.block_mask, mask_info.heads, mask_info.possible, 0
     if by == "keys" and heads > 1 and not every:
@@ -154,7 +154,7 @@ def schedule_of(mask_info: MaskInfo, by: str, every: bool = False, group: int = 
 
 
 def mask_info_of(operands: Operands, problem: Problem) -> MaskInfo:
-    """The mask info of a call; where the visibility is traced, all chunks of a tile are computed."""
+    """The mask info of a call; if visibility is traced, all chunks of a tile are computed."""
     chunks, visibility = problem.block_k // problem.chunk, visibility_of(operands, problem.spec)
     if operands.mask is None and operands.q_segment_ids is None and operands.cu_seqlens_q is None:
         return _static_mask_info(*visibility.blocks(problem.block_q, problem.chunk, np), chunks)
@@ -164,7 +164,7 @@ def mask_info_of(operands: Operands, problem: Problem) -> MaskInfo:
 
 
 def _static_mask_info(some: np.ndarray, full: np.ndarray, chunks: int) -> MaskInfo:
-    """From whether a query of a block may see a key of a chunk, and all see all, [1, q_blocks, chunks of all keys]."""
+    """The mask info from which (block of queries, chunk of keys) have visible pairs, and which are full, [1, ·, ·]."""
     in_tiles = lambda x: pad_axis(x, 2, -(-x.shape[2] // chunks) * chunks).reshape(*x.shape[:2], -1, chunks)
     some, full = in_tiles(some), in_tiles(full)
     computed = some.any(3)
@@ -179,7 +179,7 @@ def _static_mask_info(some: np.ndarray, full: np.ndarray, chunks: int) -> MaskIn
 
 
 def _distinct(first: np.ndarray, last: np.ndarray, needs_mask: np.ndarray) -> MaskInfo:
-    """From the fields of the tile mask of each tile: those that occur, FULLY_MASKED before all, by their numbers."""
+    """The mask info from the fields of each tile's mask, with each distinct tile mask once and FULLY_MASKED first."""
     rows = np.stack([first, last, needs_mask], -1).reshape(-1, 3)
     found, number = np.unique(np.concatenate([[FULLY_MASKED], rows]), axis=0, return_inverse=True)
     tile_masks = tuple(TileMask(int(first), int(last), bool(needs_mask)) for first, last, needs_mask in found)

@@ -1,16 +1,16 @@
-"""The tangent kernel: what o and lse move by when the operands move, in one pass.
+"""The tangent kernel: the tangents of o and lse in one pass over the keys.
 
-With y the capped logits and p = exp(y − lse), a query's tangents are
+With y the capped logits and p = exp(y − lse), the tangents of a query are
 
     lsė = Σ p·ẏ;   ȯ = Σ p·(ẏ − lsė)·v + Σ p·v̇;   ẏ = slope·(scale·(k·q̇ + k̇·q) + scalė·k·q + biaṡ)
 
-lsė is not known before the end, and Σ p·ẏ·v − lsė·o would cancel badly where one key has all the weight. So ẏ is taken
-relative to the mean over the tiles so far, c = Σ p·ẏ / Σ p, and what was summed is corrected as the mean moves:
+lsė is not known before the end, and Σ p·ẏ·v − lsė·o would cancel badly if one key has all the weight. So ẏ is taken
+relative to the mean over the tiles so far, c = Σ p·ẏ / Σ p, and the sum is corrected as the mean changes to c':
 
     a ← a − (c' − c)·Σ p·v + Σ_tile p·(ẏ − c')·v + Σ_tile p·v̇
 
-Sinks move lse by Σ exp(sink − lse)·sinkė, which is added after the kernel. All weights carry the rounding of lse as a
-common factor, so that what they sum to, Σ p + exp(sink − lse), is divided by although it is nearly 1.
+The tangent of lse from sinks, Σ exp(sink − lse)·sinkė, is added after the kernel. All weights have the rounding of lse
+as a common factor, so results are divided by their sum Σ p + exp(sink − lse), although it is nearly 1.
 """
 
 import functools
@@ -53,7 +53,7 @@ from .tiles import (
 
 
 class Moments(NamedTuple):
-    """Of a block of queries, over the tiles so far."""
+    """The sums of a block of queries over the tiles so far."""
 
     weight: Any  # Σ p, [1, block_q]
     change: Any  # Σ p·ẏ, [1, block_q]
@@ -69,7 +69,7 @@ def flash_attention_jvp(
 
 
 def tangent(primals: Operands, outputs: Outputs, tangents: Operands, problem: Problem, mask_info: MaskInfo) -> Outputs:
-    """The tangents of o and lse, of the tiles that the mask info leaves."""
+    """The tangents of o and lse, from the tiles that the mask info does not exclude."""
     schedule = schedule_of(mask_info, by="queries")
     lse = lse_in_units(outputs.lse, problem)
     tile = arrange(primals, problem)._replace(
@@ -120,7 +120,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
 
     def move(tile_mask):
         def products(rows):
-            # k·q̇ + k̇·q is one product, over the features of both: they fill a matrix unit that is 256 deep.
+            # k·q̇ + k̇·q is one product over the features of both, which fill a matrix unit of 256 rows.
             pairs = [(k, q) for k, q in ((tile.k, dots.q), (dots.k, tile.q)) if k is not None and q is not None]
             change = None
             if pairs:
@@ -160,7 +160,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
 
 
 def _logit_change(dots: Tile, problem: Problem, rows: slice, products, scale, slope, visible, head) -> jax.Array:
-    """ẏ of the equation above, by the tangents that there are."""
+    """ẏ of the equation above, from those tangents that are present."""
     qk, change = products
     change = jnp.zeros_like(qk) if change is None else scale * change
     if dots.scale is not None:

@@ -1,7 +1,7 @@
-"""What is computed in one tile: `block_k` keys by `block_q` queries, **keys in sublanes and queries in lanes**.
+"""The computations of one tile: `block_k` keys by `block_q` queries, **keys in sublanes and queries in lanes**.
 
 With sᵀ = k·qᵀ the statistics of a query (maximum, denominator, lse, delta) are lane vectors: they are reduced over
-sublanes by plain vector arithmetic and broadcast back for nothing, where the other orientation needs a shuffle across
+sublanes by plain vector arithmetic and broadcast back at no cost. The other orientation would need a shuffle across
 lanes for every row.
 """
 
@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from .problem import Problem, Tile
 from .schedule import Schedule, Step, TileMask
 
-# A masked logit: its exponential is 0 beside any real one, and unlike −inf it has differences.
+# The value of a masked logit: its exponential is 0 beside that of any real one, and unlike −inf it can be subtracted.
 MASKED = -0.7 * float(np.finfo(np.float32).max)
 
 
 def contract(x, y, axes: tuple[int, int]) -> jax.Array:
-    """Matrix product over one axis of each, accumulated in float32; float32 operands are multiplied as float32."""
+    """The matrix product over one axis of each, summed in float32; float32 operands are multiplied in full."""
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     return jax.lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
@@ -39,16 +39,16 @@ def scalar(ref, b, h) -> jax.Array:
 
 
 def scale_of(tile: Tile, problem: Problem, b, h):
-    """The factor of q·kᵀ: the static scale, times the operand's where given."""
+    """The factor of q·kᵀ: the static scale, times the operand if there is one."""
     static = problem.spec.softmax_scale
     return static if tile.scale is None else static * scalar(tile.scale, b, h)
 
 
 def pipeline(chunks: Sequence[slice], ahead: int, products: Callable, use: Callable) -> None:
-    """`use(chunk, products(chunk))` for the chunks of a tile, as a software pipeline.
+    """Runs `use(chunk, products(chunk))` for the chunks of a tile, as a software pipeline.
 
-    The products of a chunk are written `ahead` chunks before they are used: the compiler schedules what is near, and so
-    fills the matrix unit with the next logits while the vector unit takes the exponentials of these.
+    The products of a chunk are issued `ahead` chunks before their use. The compiler interleaves neighbouring code, and
+    so lets the matrix unit compute the next logits while the vector unit takes the exponentials of these.
     """
     ready = [products(chunk) for chunk in chunks[:ahead]]
     for chunk, following in itertools.zip_longest(chunks, chunks[ahead:]):
@@ -66,17 +66,17 @@ def for_tile_mask(step: Step, schedule: Schedule, compute: Callable[[TileMask], 
 
 
 def chunks_of(tile_mask: TileMask, problem: Problem) -> list[slice]:
-    """The keys of a tile, chunk by chunk, that are computed."""
+    """The chunks of keys of a tile that are computed, as slices."""
     return [slice(n * problem.chunk, (n + 1) * problem.chunk) for n in range(tile_mask.first, tile_mask.last)]
 
 
 def mask_of(tile_mask: TileMask, tile: Tile, j, rows: slice) -> jax.Array | None:
-    """`visible`, or None where the tile mask says that no mask is needed."""
+    """`visible` for a chunk, or None if the tile mask needs no mask."""
     return visible(tile, j, rows) if tile_mask.needs_mask else None
 
 
 def visible(tile: Tile, j, rows: slice) -> jax.Array:
-    """Which query sees which key of a chunk, bool [rows, block_q]: its interval, cut down by mask and segments."""
+    """Which queries see which keys of a chunk, bool [rows, block_q], by interval, mask and segments."""
     (block_k, _), (block_q, _) = tile.k.shape, tile.q.shape
     shape = (rows.stop - rows.start, block_q)
     key = j * block_k + rows.start + jax.lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -96,7 +96,7 @@ def of_rows(ref, rows: slice) -> jax.Array:
 
 
 def zero_masked_keys(keys: jax.Array, problem: Problem, visible) -> jax.Array:
-    """k or v of a chunk with zeros for keys that no query of the tile sees, where such keys may hold anything."""
+    """k or v of a chunk, with zeros for keys that no query of the tile sees if such keys may hold NaN."""
     if visible is None or not problem.hidden:
         return keys
     is_visible = jnp.max(visible.astype(jnp.float32), axis=1, keepdims=True) > 0
@@ -104,7 +104,7 @@ def zero_masked_keys(keys: jax.Array, problem: Problem, visible) -> jax.Array:
 
 
 def logits_of(tile: Tile, problem: Problem, rows: slice, qk: jax.Array, scale, visible):
-    """The logits, in units of the problem, from q·kᵀ, and their slope in the uncapped ones (None for 1):
+    """The logits in units of the problem, from q·kᵀ, and their derivative by the uncapped ones (None for 1):
 
     x = scale·q·kᵀ + bias;  without softcap: x;  with: softcap·tanh(x / softcap), slope 1 − tanh²
     """
@@ -123,7 +123,7 @@ def logits_of(tile: Tile, problem: Problem, rows: slice, qk: jax.Array, scale, v
 
 
 def tanh(x: jax.Array, softcap: float) -> jax.Array:
-    """tanh; of a large softcap, of which logits are a small part, by its series where that is exact."""
+    """tanh; with a large softcap, beside which most logits are small, by its series where x is small."""
     if softcap <= 100:
         return jnp.tanh(x)
     z = x * x

@@ -1,9 +1,9 @@
-"""The backward: dlhs by the kernel of the forward, and the kernel that multiplies the rows of a group with each other.
+"""The backward: dlhs by the kernel of the forward, and the kernel of drhs, which sums over the rows of a group.
 
     dlhs_i = (do_i σ_g) · rhs_gᵀ        drhs_g = Σ_{i∈g} lhs_iᵀ · (do_i σ_g)
 
-Its grid is (tiles of features, tiles of columns, work items), where the work items of a matrix follow one another:
-those of all batches that share it. A group without rows has one work item, for its zeros.
+The grid of the latter is (tiles of features, tiles of columns, work items), where the work items of a matrix, from all
+batch elements that share it, are consecutive. A group without rows has one work item, which writes zeros.
 """
 
 from functools import partial
@@ -41,7 +41,7 @@ def grouped_matmul_bwd(
     spec: GroupedMatmulSpec,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """The cotangents of the operands that `wrt` names, in that order."""
+    """The cotangents of the operands named in `wrt`, in that order."""
     x, do, found = primals, cotangents.o, {}
     narrow = do.astype(x.lhs.dtype)
     if "lhs" in wrt:
@@ -111,7 +111,7 @@ def _matrices(x: Operands, do: jax.Array, dtype: Any, spec: GroupedMatmulSpec, c
 
 
 def _work_list(x: Operands, rows: int, count: int) -> jax.Array:
-    """The work list, matrix by matrix: of the rows of its group in its batch, or in one batch after the other."""
+    """The work list, matrix by matrix: the rows of its group in its batch element, or in all of them in order."""
     (b, m, _), (own, e, _, _) = x.lhs.shape, x.rhs.shape
     bounds = jnp.broadcast_to(group_bounds(x.group_sizes, x.group_offset, e, m), (b, e + 1))
     batch = jnp.broadcast_to(jnp.arange(b, dtype=jnp.int32)[:, None], (b, e))
@@ -120,7 +120,7 @@ def _work_list(x: Operands, rows: int, count: int) -> jax.Array:
 
 
 def _matrix_of(item: WorkItem, b: int, own: int) -> Any:
-    """The number of the matrix that a segment of `_table` adds to."""
+    """The number of the matrix to which a work item of `_work_list` adds."""
     return item.segment if own > 1 or b == 1 else jax.lax.div(item.segment, b)
 
 

@@ -1,7 +1,7 @@
-"""Which configs the kernels of grouped_matmul are run with: tiles that fit vector memory.
+"""The configs of the kernels of grouped_matmul: tiles that fit into vector memory.
 
-block_q is the rows of a tile, block_k its columns, block_d how many features are multiplied at a time; the latter two
-are cut down to what divides the array.
+block_q is the rows of a tile, block_k its columns, and block_d the features that a step sums over; the latter two are
+cut down to divisors of the array's sizes.
 """
 
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands
@@ -9,13 +9,13 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 from .._work_list import WorkItem, most_work_items
 
-# (block_q, block_k, block_d), the likeliest first.
+# (block_q, block_k, block_d), the most promising first.
 MANY_ROWS = ((512, 1024, 1024), (512, 512, 1024), (256, 1024, 1024), (512, 512, 2048))
 FEW_ROWS = ((128, 1024, 1024), (128, 512, 2048), (64, 1024, 1024))
 
 
 def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     return [
         KernelConfig(block_q=rows, block_k=columns, block_d=depth, platform=Platform.PALLAS, backend=Backend.TPU)
         for rows, columns, depth in _candidates(operands)
@@ -23,7 +23,7 @@ def space(operation: str, operands: Operands, spec: GroupedMatmulSpec, target: T
 
 
 def table_bytes(operands: Operands) -> int:
-    """Bytes of scalar memory that a call takes with the smallest tiles of its space."""
+    """Bytes of scalar memory that a call needs with the smallest tiles of its space."""
     (b, m, _), groups = operands.lhs.shape, operands.rhs.shape[1]
     smallest = min(rows for rows, _, _ in _candidates(operands))
     return 4 * len(WorkItem._fields) * b * most_work_items(m, smallest, groups + 2)

@@ -1,7 +1,7 @@
-"""The kernel that multiplies the rows of each group by its matrix: o, and by the matrices transposed dlhs.
+"""The kernel that multiplies the rows of each group by its matrix, which gives o, or by its transpose, for dlhs.
 
-The grid is (tiles of columns, work items, tiles of features). The first work item of a tile of rows writes the rows of
-no group, and every work item replaces the rows of its group.
+The grid is (tiles of columns, work items, tiles of features). The first work item of a tile of rows writes zeros to
+rows outside of all groups, and every work item writes the rows of its group.
 """
 
 from functools import partial
@@ -28,12 +28,12 @@ from .._work_list import (
     work_list_of_all_tiles,
 )
 
-# Scoped memory of a kernel. Every chip since v5e has at least 64 MiB, and the compiler's own default is 16 MiB on some.
+# Vector memory of a kernel: every chip from v5e on has at least 64 MiB, but on some the compiler's default is 16 MiB.
 VMEM_BYTES = 56 * 2**20
 
 
 def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
-    """o."""
+    """o, the rows of each group times its matrix."""
     x = Operands(*operands)
     return Outputs(multiply(x, spec.transpose_rhs, result_dtype(x.lhs.dtype, spec), config))
 
@@ -49,7 +49,7 @@ def grouped_matmul_jvp(
 def multiply(
     x: Operands, transposed: bool, dtype: Any, config: KernelConfig, scaled_features: bool = False
 ) -> jax.Array:
-    """x.lhs · x.rhs by groups, whose matrices lie in memory as [n, k] if `transposed`."""
+    """x.lhs · x.rhs by groups; the matrices are stored as [n, k] if `transposed`."""
     (b, m, k), (_, e, _, n) = x.lhs.shape, x.rhs.shape
     rows, columns, depth = config.block_q, largest_block(n, config.block_k), largest_block(k, config.block_d)
     rhs = x.rhs.swapaxes(2, 3) if transposed else x.rhs
@@ -141,8 +141,8 @@ def _kernel(items, *refs, names: tuple[str, ...], transposed: bool, scaled_featu
 
 
 def dot(x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """In float32, of float32 in full."""
-    if y.shape[1 - contracted[1]] == 1:  # Mosaic multiplies by one column in the dtype of both, and adds in float32
+    """The product in float32; float32 operands are multiplied in full precision."""
+    if y.shape[1 - contracted[1]] == 1:  # Mosaic multiplies by one column in the operands' dtype, and sums in float32
         x, y = x.astype(jnp.float32), y.astype(jnp.float32)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dimensions = (tuple((axis,) for axis in contracted), ((), ()))

@@ -1,4 +1,4 @@
-"""Which configs the kernels of mean_pooling are run with: block_q tokens and block_k features of a tile."""
+"""The configs of the kernels of mean_pooling: block_q tokens and block_k features of a tile."""
 
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
@@ -9,7 +9,7 @@ WIDTHS = (1024, 512)
 
 
 def space(operation: str, operands: Operands, spec: MeanPoolingSpec, target: Target) -> list[KernelConfig]:
-    """Tiles of about twice as many tokens as a segment has on average, or of the chunk that was asked for."""
+    """Configs with tiles of about twice the tokens of an average segment, or of the requested chunk."""
     return [
         KernelConfig(block_q=_tokens(operands, spec), block_k=width, platform=Platform.PALLAS, backend=Backend.TPU)
         for width in WIDTHS
@@ -17,7 +17,7 @@ def space(operation: str, operands: Operands, spec: MeanPoolingSpec, target: Tar
 
 
 def table_bytes(operands: Operands, spec: MeanPoolingSpec) -> int:
-    """Bytes of scalar memory that a call takes."""
+    """Bytes of scalar memory that a call needs."""
     b, s, _ = operands.x.shape
     return 4 * len(WorkItem._fields) * b * most_work_items(s, _tokens(operands, spec), _segments(operands) + 2)
 

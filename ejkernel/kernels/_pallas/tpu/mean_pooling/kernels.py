@@ -1,6 +1,6 @@
-"""The kernels of mean_pooling on TPU: a segment sums the rows of its tiles, a tile takes the gradients of its segments.
+"""The kernels of mean_pooling on TPU: one sums the rows of a segment over tiles, one spreads gradients over a tile.
 
-Both go through work items, the one segment by segment and the other tile by tile.
+Both loop over work items: the forward segment by segment, the backward tile by tile.
 """
 
 import jax
@@ -106,7 +106,7 @@ def mean_pooling_bwd(
 
 
 def _ends_of(operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """Where segments begin and the last ends [b, n + 1], and how long each is [b, n, 1] float32, at least 1."""
+    """The bounds of segments [b, n + 1], and their lengths [b, n, 1] float32, at least 1."""
     (b, s, _), segments = operands.x.shape, operands.segments
     if segments is None:
         segments = jnp.array([[[0, s]]], jnp.int32)

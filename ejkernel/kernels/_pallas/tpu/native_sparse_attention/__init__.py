@@ -9,7 +9,7 @@ from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 LARGEST_GROUP = 128
 LARGEST_BLOCK = 1024
-# Positions are float32 beside the statistics of rows.
+# Positions are kept in float32, beside the statistics of rows, and have to be exact.
 MOST_TOKENS = 2**24
 LANES = 128
 
@@ -30,7 +30,7 @@ def supports_bwd(spec: NativeSparseAttentionSpec, operands: Operands, target: Ta
 
 
 def refuses(name: str, config: KernelConfig) -> str | None:
-    """What the kernels have against a config, or None."""
+    """Why the kernels cannot run with a config, or None."""
     del name
     if config.block_q % LANES:
         return (

@@ -2,14 +2,14 @@
 
     ds = p (dp − δ)       dq = scale Σ_j ds k_j       dk_j = scale Σ_i ds q_i       dv_j = Σ_i p do_i
 
-dq is summed over the slots of a tile, as the forward is; dk and dv over the tiles that list a slot, of which the pairs
-of both are sorted by slots. Every run gives the same bits.
+dq is summed over the slots of a tile, as in the forward; dk and dv are summed over the tiles that list a slot, for
+which the (tile, slot) pairs are sorted by slots. Results repeat bit for bit.
 
-In float32 the weights of a row are divided by their sum, and δ is summed over them, in a pass before:
+In float32 the weights of a row are divided by their sum, and δ is computed from them, in a pass before:
 
     c = 1 / Σ p,    Σ p·dp = d + c Σ (p·dp − p·d)    with d = Σ_e do·o
 
-which removes the roundings of lse and of o. In 16 bits neither matters next to those of p and ds.
+which removes the rounding errors of lse and of o. In 16 bits these are negligible beside those of p and ds.
 """
 
 from functools import partial
@@ -51,7 +51,7 @@ def native_sparse_attention_bwd(
     spec: NativeSparseAttentionSpec,
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
-    """The cotangents of the operands named in wrt."""
+    """The cotangents of the operands named in `wrt`, in that order."""
     x, problem = primals, problem_of(primals, spec, config)
     pairs = pairs_of(x, problem)
     do = jnp.zeros_like(outputs.o) if cotangents.o is None else cotangents.o
@@ -75,7 +75,7 @@ def native_sparse_attention_bwd(
 
 
 def _exact_rows(q, do, of_rows, slots, pairs: Pairs, problem: Problem) -> jax.Array:
-    """What is known of rows, with δ and the correction as sums over the weights."""
+    """The `Rows`, with δ and the correction computed as sums over the weights."""
     row = vmem((1, problem.rows))
     return over_records(
         partial(_rows_kernel, problem=problem),

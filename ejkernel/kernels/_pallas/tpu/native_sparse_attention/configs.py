@@ -1,8 +1,8 @@
-"""Which configs the kernels of native_sparse_attention are run with.
+"""The configs of the kernels of native_sparse_attention.
 
-block_q is the rows of a tile: block_q / group neighbouring queries, 32 at most, with the heads of their group. block_k
-is the keys whose logits are computed at once, those of some whole blocks. Larger tiles have a larger union of blocks,
-of which each query sees a smaller part, and read each of them less often.
+block_q is the rows of a tile: block_q / group neighbouring queries, at most 32, with the heads of their group. block_k
+is the keys whose logits are computed at once, those of one or more whole blocks. Larger tiles have a larger union of
+blocks, of which each query sees a smaller part, but read each block less often.
 """
 
 import math
@@ -13,25 +13,26 @@ from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpe
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 LANES = 128
-# Queries of a tile have a bit each.
+# Each query of a tile has one bit of a word.
 MOST_QUERIES = 32
 SIZES = ((256, 512), (128, 512), (128, 256), (256, 256), (512, 512))
 WORTH_TIMING = 3
-# Blocks of a record, whose four numbers each are two rows of scalar memory, and vector memory for two records of them.
+# The most blocks of a record: their four numbers each fill two rows of scalar memory, and vector memory holds the
+# blocks of two records.
 MOST_ENTRIES = 64
 BUFFER_BYTES = 20 * 2**20
-# Vector memory of tiles, sums and logits.
+# The vector memory for tiles, sums and logits.
 TILE_BYTES = 24 * 2**20
 
 
 def space(operation: str, operands: Operands, spec: NativeSparseAttentionSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     del target
     return fitting(operation, operands, spec)[:WORTH_TIMING]
 
 
 def fitting(operation: str, operands: Operands, spec: NativeSparseAttentionSpec) -> list[KernelConfig]:
-    """Those that the memories of a core hold, the likeliest first."""
+    """The configs that fit into the memories of a core, the most promising first."""
     size, found = padded_size(operands, spec), []
     for rows, keys in SIZES:
         rows = queries_of(rows, operands) * padded_group(operands)
@@ -42,34 +43,34 @@ def fitting(operation: str, operands: Operands, spec: NativeSparseAttentionSpec)
 
 
 def padded_group(operands: Operands) -> int:
-    """Rows of one query: a power of two that holds the heads of a group, and with which 32 queries fill the lanes."""
+    """The rows of one query: the heads of a group, padded to a power of two with which 32 queries fill the lanes."""
     return max(LANES // MOST_QUERIES, 1 << (operands.q.shape[2] // operands.k.shape[2] - 1).bit_length())
 
 
 def queries_of(rows: int, operands: Operands) -> int:
-    """The queries of a tile of so many rows."""
+    """The queries of a tile of `rows` rows."""
     return max(1, min(MOST_QUERIES, rows // padded_group(operands)))
 
 
 def padded_size(operands: Operands, spec: NativeSparseAttentionSpec) -> int:
-    """The keys of a block, filled up to whole registers."""
+    """The keys of a block, padded to whole registers."""
     whole = SUBLANES * 4 // operands.k.dtype.itemsize
     return -(-spec.block_size // whole) * whole
 
 
 def entries_of(bytes_of_entry: int, entries: int, at_once: int) -> int:
-    """How many entries a record has, a multiple of those that are computed at once; a list has up to `entries`."""
+    """The entries of a record, a multiple of `at_once`, for lists of up to `entries` entries."""
     most = min(MOST_ENTRIES, BUFFER_BYTES // (2 * bytes_of_entry), -(-entries // at_once) * at_once)
     return max(1, most // at_once) * at_once
 
 
 def bytes_of(rows: int, *features: int, itemsize: int) -> int:
-    """Of arrays with so many rows in vector memory."""
+    """Bytes in vector memory of arrays with `rows` rows and these features."""
     return sum(rows * -(-n // LANES) * LANES * itemsize for n in features)
 
 
 def at_once(config: KernelConfig, size: int) -> int:
-    """Blocks, or tiles of queries in the gradient of keys, of which each has `size`, that are computed at once."""
+    """The blocks of `size` keys (tiles of `size` rows in the gradient of keys) that are computed at once."""
     return max(1, min(MOST_ENTRIES, config.block_k // size))
 
 

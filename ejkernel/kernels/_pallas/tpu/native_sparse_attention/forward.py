@@ -1,6 +1,6 @@
 """The forward kernel: an online softmax over the slots that the queries of a tile list, as in flash attention.
 
-Per row of a tile: maximum m, denominator l and accumulator a over the slots so far. Logits s of some more move them to
+Each row of a tile has a maximum m, denominator l and accumulator a over the slots so far. Logits s update them to
 
     m' = max(m, max s);   l' = l·exp(m − m') + Σ exp(s − m');   a' = a·exp(m − m') + Σ exp(s − m')·v
 
@@ -26,7 +26,7 @@ from .tiles import entries_at, keys_of, logits, visible_of
 
 
 class Softmax(NamedTuple):
-    """m and l [1, rows], a [features, rows], float32."""
+    """The running m and l [1, rows] and a [features, rows], in float32."""
 
     maximum: Any
     total: Any
@@ -36,7 +36,7 @@ class Softmax(NamedTuple):
 def native_sparse_attention(
     *operands: jax.Array | None, spec: NativeSparseAttentionSpec, config: KernelConfig
 ) -> Outputs:
-    """o and lse."""
+    """o, the attention to the keys of listed blocks, and lse, the logsumexp of each row of logits."""
     x = Operands(*operands)
     problem = problem_of(x, spec, config)
     pairs = pairs_of(x, problem)
@@ -59,7 +59,7 @@ def native_sparse_attention(
 
 
 def records_of_tiles(pairs: Pairs, slots: list[jax.Array], problem: Problem) -> Records:
-    """The records of the slots of each tile, of which so many arrays are copied."""
+    """The records of the slots of each tile; a kernel copies each of the arrays `slots` for them."""
     majors, entries = pairs.count.shape[0], pairs.slot.shape[0] // pairs.count.shape[0]
     of_entry = bytes_of(problem.keys, *(a.shape[2] for a in slots), itemsize=slots[0].dtype.itemsize)
     most = entries_of(of_entry, entries, problem.blocks)
@@ -93,7 +93,7 @@ def _kernel(record: Record, tile, blocks, out, state: Softmax, *, problem: Probl
     @pl.when(record.is_last)
     def _():
         o, lse = out
-        # A fully masked row has masked logits alone, each with a weight of 1, or none.
+        # A fully masked row has only masked logits, each with a weight of 1, or no logits.
         sees = state.maximum[...] > MASKED
         o[...] = jnp.where(sees, state.weighted[...] / state.total[...], 0).T.astype(o.dtype)
         lse[...] = jnp.where(sees, state.maximum[...] + jnp.log(state.total[...]), -jnp.inf)

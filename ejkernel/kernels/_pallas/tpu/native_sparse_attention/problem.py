@@ -1,8 +1,8 @@
-"""What a call of native_sparse_attention is to its kernels on TPU: tiles of queries, slots of keys, and who lists whom.
+"""The layout of a call of native_sparse_attention on TPU: tiles of queries, slots of keys, and which tiles list which.
 
-A tile [rows, features] has the heads of one group of some neighbouring queries, one query after the other; a slot
-[keys, features] is a block of keys, filled up to whole registers. Logits have keys in sublanes and rows of a tile in
-lanes: statistics of a row are lanes, and what differs from slot to slot are scalars.
+A tile [rows, features] has some neighbouring queries with the heads of one group, query by query. A slot
+[keys, features] is a block of keys, padded to whole registers. Logits have keys in sublanes and rows of a tile in
+lanes: statistics of rows are lane vectors, and values per slot are scalars.
 """
 
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ from .configs import at_once, padded_group, padded_size, queries_of
 
 @dataclass(frozen=True)
 class Problem:
-    """What the kernels of a call are written for.
+    """The constants of the kernels of a call.
 
     Attributes:
-        batch, queries, heads, kv_heads: of the call.
+        batch, queries, heads, kv_heads: sizes of the call.
         group: rows of a tile for one query.
-        rows: of a tile.
-        tiles: of the queries of one batch element and group.
+        rows: rows of a tile.
+        tiles: tiles of one batch element and group.
         size: keys of a block.
-        keys: of a slot, of which the first are those of its block.
-        slots: of one batch element and group.
+        keys: keys of a slot: those of its block, and padding.
+        slots: slots of one batch element and group.
         blocks: slots whose logits with a tile are computed at once.
         row_blocks: tiles whose logits with a slot are computed at once.
         scale: the factor of q·k.
-        is_exact: weights are divided by their sum in the gradient, which in 16 bits makes no difference.
+        is_exact: gradients divide weights by their sum, which makes no difference in 16 bits.
     """
 
     batch: int
@@ -54,7 +54,7 @@ class Problem:
 
 
 def problem_of(x: Operands, spec: NativeSparseAttentionSpec, config: KernelConfig) -> Problem:
-    """The problem that a call poses with a config."""
+    """The `Problem` of a call with a config."""
     (b, s, h, _), g, queries = x.q.shape, x.k.shape[2], queries_of(config.block_q, x)
     group, keys = padded_group(x), padded_size(x, spec)
     return Problem(
@@ -67,7 +67,7 @@ def problem_of(x: Operands, spec: NativeSparseAttentionSpec, config: KernelConfi
 
 
 def in_tiles(x: Array, problem: Problem) -> Array:
-    """[b,s,h,f] → [b·g·tiles, rows, f], 0 where a tile has more."""
+    """[b,s,h,f] → [b·g·tiles, rows, f], padded with zeros."""
     b, s, h, f = x.shape
     queries, of_group = problem.rows // problem.group, h // problem.kv_heads
     x = jnp.pad(x, ((0, 0), (0, problem.tiles * queries - s), (0, 0), (0, 0)))
@@ -94,7 +94,7 @@ def rows_out_of_tiles(x: Array, problem: Problem) -> Array:
 
 
 def in_slots(x: Array, of: Operands, problem: Problem) -> Array:
-    """[b,t,g,f] → [b·g·slots, keys, f], 0 where a slot has more."""
+    """[b,t,g,f] → [b·g·slots, keys, f], padded with zeros."""
     (b, t, g, f), places = x.shape, problem.slots * problem.size
     if of.cu_seqlens is None:
         x = jnp.pad(x, ((0, 0), (0, places - t), (0, 0), (0, 0)))
@@ -116,20 +116,20 @@ def out_of_slots(x: Array, of: Operands, problem: Problem) -> Array:
     return x.at[jnp.arange(b)[:, None], at].get(mode="fill", fill_value=0)
 
 
-# --- Who lists whom ---------------------------------------------------------------------------------------------------
+# --- Which tiles list which slots -------------------------------------------------------------------------------------
 
 
 class Pairs(NamedTuple):
     """The slots that the tiles of a call list.
 
     Attributes:
-        count: [b·g·tiles] int32, of each tile.
-        slot, members, begin, keys: [b·g·tiles · entries] int32, one tile after the other: of each the number of the
-            slot among all, the queries of the tile that list it as bits, its first token, and how many of its keys some
-            of these queries see; 0 of what is not one.
+        count: [b·g·tiles] int32, the number of slots of each tile.
+        slot, members, begin, keys: [b·g·tiles · entries] int32, tile by tile: for each entry the number of the slot
+            among all, the queries of the tile that list it as bits, its first token, and how many of its keys any of
+            these queries sees; all 0 for an unused entry.
         first: [b·g·slots] int32, the first token of each slot.
-        limit: [b·g·tiles, 1, rows] float32: a row sees the tokens before it.
-        sees: [b,s,h] bool: whether a query sees any key; one that does not may hold anything.
+        limit: [b·g·tiles, 1, rows] float32: a row sees the tokens before this position.
+        sees: [b,s,h] bool: whether a query sees any key; a fully masked one may hold NaN.
     """
 
     count: Array
@@ -143,7 +143,7 @@ class Pairs(NamedTuple):
 
 
 def pairs_of(x: Operands, problem: Problem) -> Pairs:
-    """Those of the operands."""
+    """The `Pairs` of the operands of a call."""
     lists = lists_of(x, problem.size)
     unions = unions_of(lists, problem.rows // problem.group, problem.size)
     by_group = lambda a: jnp.moveaxis(a, 2, 1)
@@ -168,8 +168,10 @@ def _limit(lists: Lists, problem: Problem) -> Array:
 
 
 def by_slots(pairs: Pairs, problem: Problem) -> tuple[Array, Array, list[Array]]:
-    """The pairs sorted by slots: of each slot the first of its pairs and their number, and of each pair the numbers of
-    an entry, with the tile as what a kernel copies, and all keys of the slot."""
+    """The pairs sorted by slots: the first pair and the number of pairs of each slot, and the fields of all pairs.
+
+    The fields are those of an `Entry` whose minor block is the tile, and whose keys are all keys of the slot.
+    """
     entries = pairs.slot.shape[0] // pairs.count.shape[0]
     tile = jnp.repeat(jnp.arange(pairs.count.shape[0], dtype=jnp.int32), entries)
     (slots,), slot = pairs.first.shape, jnp.where(pairs.keys > 0, pairs.slot, np.int32(pairs.first.shape[0]))

@@ -1,10 +1,10 @@
-"""One way to call all the kernels: a grid over records, of which each has some of the entries of one list.
+"""The common call of all kernels: a grid over records, each with some of the entries of one list.
 
-A list belongs to a major block: the slots of a tile of queries, or the tiles of a slot. Lists are cut into records of
-so many entries, at least one for each major block, and the records of a block follow one another, so that what is
-summed for it stays on the chip. While the entries of a record are computed those of the next are copied to the other of
-two buffers. XLA computes the records; a kernel has the table of their major blocks in scalar memory, and each record
-there when its step comes.
+Each major block has a list of minor blocks: a tile of queries lists slots, or a slot lists tiles. Lists are cut into
+records of a bounded number of entries, at least one for each major block. The records of a major block are consecutive,
+so that its sums stay in vector memory. While the entries of a record are computed, the blocks of the next one are
+copied to the other of two buffers. XLA computes the records; a kernel has the table of their major blocks in scalar
+memory, and the entries of a record are copied there for its step.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from ..flash_attention.launch import VMEM_BYTES
 from .configs import LANES
 
 BUFFERS = 2
-# A word of the table is the major block, and in so many bits how many entries a record has.
+# The low bits of a word of the table are the number of entries of the record, the others its major block.
 COUNT_BITS = 7
 FIELDS = 4
 
@@ -31,10 +31,10 @@ class Records(NamedTuple):
 
     Attributes:
         table: [n + 1] int32: major block and number of entries.
-        entries: [n + 1, 1, fields · most, filled up to lanes] int32: of each entry the number of its minor block, the
-            queries that list it as bits, the first token of the slot, and how many of its keys are seen.
-        count: how many of the n there are.
-        most: entries of a record.
+        entries: [n + 1, 1, fields · most, padded to whole lanes] int32: for each entry the number of its minor block,
+            the queries that list it as bits, the first token of the slot, and how many of its keys are visible.
+        count: the number of records, at most n.
+        most: the most entries of a record.
     """
 
     table: Array
@@ -44,7 +44,7 @@ class Records(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """The numbers of one entry, in a kernel."""
+    """The fields of one entry, in a kernel."""
 
     minor: Any
     members: Any
@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A record, in a kernel: its major block, how many entries it has, and whether it begins or ends a list."""
+    """A record, in a kernel: its major block, its number of entries, and whether it begins or ends a list."""
 
     major: Any
     count: Any
@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
 
 def records_of(first: Array, count: Array, fields: Sequence[Array], most: int, total: int) -> Records:
-    """Records, `total` at most, of lists that begin at `first` [m] of the fields and have `count` [m] entries."""
+    """The records, at most `total`, of m lists that begin at `first` [m] in the fields and have `count` [m] entries."""
     needed = jnp.maximum(-(-count // most), 1)
     after = jnp.cumsum(needed, dtype=jnp.int32)
     record = jnp.arange(total + 1, dtype=jnp.int32)
@@ -91,9 +91,9 @@ def over_records(
     """Runs `kernel(record, majors, blocks of minors, outputs, scratch)` for each record.
 
     Args:
-        kernel: which gets the major block of each array, and of each minor one [most, …] those of the record's entries.
-        name: of it.
-        records: those of the lists.
+        kernel: gets the major block of each array, and of each minor array the blocks [most, …] of the entries.
+        name: the name of the kernel.
+        records: the records of all lists.
         majors: arrays [majors, …], any structure.
         minors: arrays [minors, …].
         outputs: shapes [majors, …], any structure.
@@ -169,7 +169,7 @@ def _count(word):
 
 
 def for_chunks(record: Record, size: int, compute: Callable[[Any], None]) -> None:
-    """`compute(first)` for the entries of a record, `size` of them at a time."""
+    """Runs `compute(first)` for the entries of a record, `size` of them at a time."""
 
     def of_chunk(n, carry):
         compute(n * size)
@@ -179,7 +179,7 @@ def for_chunks(record: Record, size: int, compute: Callable[[Any], None]) -> Non
 
 
 def zero_from(ref: Any, n: Any, rows: Any) -> None:
-    """Zeros for the rows of block n from `rows` on, where they may hold anything."""
+    """Sets the rows of block n from `rows` on to zero, as they may hold NaN."""
     size = ref.shape[1]
 
     @pl.when(rows < size)

@@ -1,15 +1,15 @@
 """The tangent kernel: ȯ and l̇se in one pass over the slots of a tile.
 
-With the weights p = exp(s − lse), of which the sum w is 1 but for the rounding of lse, and
+With the weights p = exp(s − lse), whose sum w is 1 up to the rounding of lse, and
 
     ṡ = scale·(q̇·k + q·k̇)
 
-the tangents are those of a quotient, in which lse is a constant:
+the tangents are those of a quotient by w, with lse as a constant:
 
     l̇se = Σ_j p ṡ / w        ȯ = (Σ_j p (ṡ − l̇se) v + Σ_j p v̇) / w
 
-What is rounded for the matrix unit is p (ṡ − c), with c the mean Σ p ṡ / w over the keys so far. As c moves to c', what
-was summed moves by (c − c') Σ p v, and in the end c is l̇se.
+p (ṡ − c) is rounded for the matrix unit, with c the mean Σ p ṡ / w over the keys so far. As c changes to c', the sum is
+corrected by (c − c') Σ p v, and in the end c is l̇se.
 """
 
 from functools import partial
@@ -31,7 +31,7 @@ from .tiles import entries_at, keys_of, logits, rows_at, rows_in, visible_of, we
 
 
 class Sums(NamedTuple):
-    """w and Σ p ṡ [1, rows]; Σ p v and Σ p (ṡ − c) v + Σ p v̇ [features, rows]; float32."""
+    """The running sums in float32: w, Σ p ṡ [1, rows], Σ p v and Σ p (ṡ − c) v + Σ p v̇ [features, rows]."""
 
     weight: Any
     moved: Any
@@ -40,7 +40,7 @@ class Sums(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """q, q̇ [rows, features] and what is known of the rows; None for a tangent that is zero."""
+    """q, q̇ [rows, features] and the `Rows` of a tile; None for a tangent that is zero."""
 
     q: Any
     q_dot: Any
@@ -117,6 +117,6 @@ def _kernel(record: Record, tile: Tile, blocks, out, sums: Sums, *, problem: Pro
 
 
 def _mean(sums: Sums) -> jax.Array:
-    """Σ p ṡ / w; 0 without weights."""
+    """Σ p ṡ / w; 0 if all weights are 0."""
     weight = sums.weight[...]
     return sums.moved[...] / jnp.where(weight > 0, weight, 1)

@@ -1,6 +1,6 @@
 """Mamba-2's state space on TPU: the Pallas kernels of the linear recurrence.
 
-What stands here imports no Pallas; the kernels are imported when they are first needed.
+Pallas is imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._kernel_trio import KernelTrio

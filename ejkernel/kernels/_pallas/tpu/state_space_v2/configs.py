@@ -1,4 +1,4 @@
-"""Which configs the kernels are run with: those of the recurrence that they compute."""
+"""The configs of the kernels of state_space_v2: those of the linear recurrence."""
 
 from ejkernel.kernels._pallas.tpu._recurrence import configs
 from ejkernel.kernels._state_space_v2 import SPEC, shapes_of
@@ -7,6 +7,6 @@ from ejkernel.types import KernelConfig, Target
 
 
 def space(operation: str, operands: Operands, spec: StateSpaceSpec, target: Target) -> list[KernelConfig]:
-    """The configs that may be best for a call (arrays or shapes), the likeliest first."""
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
     operation = operation.replace("state_space_v2", "recurrence")
     return configs.space(operation, shapes_of(operands), SPEC, target)

@@ -19,7 +19,7 @@ def state_space_v2(*operands: Array | None, spec: StateSpaceSpec, config: Kernel
 def state_space_v2_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: StateSpaceSpec, config: KernelConfig
 ) -> Outputs:
-    """The tangents of both; a tangent of None is zero."""
+    """The tangents of y and the final state; a tangent of None is zero."""
     push = lambda x, dot: kernels.recurrence_jvp(x, None, dot, spec=SPEC, config=config)
     return around.tangent(push, primals, tangents)
 
@@ -33,6 +33,6 @@ def state_space_v2_bwd(
     spec: StateSpaceSpec,
     config: KernelConfig,
 ) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt."""
+    """The cotangents of the operands named in `wrt`, in that order."""
     pull = lambda x, bar, wrt: kernels.recurrence_bwd(x, None, bar, wrt=wrt, spec=SPEC, config=config)
     return around.backward(pull, primals, cotangents, wrt)
