@@ -1,1 +1,1 @@
-"""The built-in operations: a file each, with its arguments, its docstring and its checks."""
+"""The built-in operations, one per file, each with its public signature, docstring and checks."""

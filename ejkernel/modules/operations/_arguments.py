@@ -1,6 +1,6 @@
-"""What the public functions of all operations do with their arguments before a primitive is bound.
+"""Checks and conversions of arguments that the public functions of all operations share, before a primitive is bound.
 
-Wrong arguments are told here, before anything is traced or compiled, in the grammar of `ejkernel.errors`.
+Wrong arguments raise here, before anything is traced or compiled, with messages in the format of `ejkernel.errors`.
 """
 
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from ...types import BwdParams, FwdParams, OperationConfig, Platform, checked_co
 from ...types.config import LARGEST_SIZE
 from ...xla_utils.symbolic import is_symbolic
 
-# What is computed with; float8 is for matrices alone that say so, and the rest has no arithmetic or none of this kind.
+# The dtypes of arithmetic. float8 is only for the matrices that an operation names; other floats have no arithmetic.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _OF_KIND = {np.floating: FLOATS, np.integer: INTEGERS, np.bool_: ("bool",)}
 
 
 def array(operation: str, name: str, x: Any) -> Any:
-    """An operand as an array, of JAX or numpy or something that says how it becomes one; never a list or a number."""
+    """An operand as an array, from one of JAX or numpy or an object that converts to one; lists and numbers raise."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return x
     if isinstance(x, np.ndarray | np.generic):
@@ -41,12 +41,12 @@ def array(operation: str, name: str, x: Any) -> Any:
 
 
 def array_or_none(operation: str, name: str, x: Any) -> Any:
-    """An operand that may be left out."""
+    """As `array`, for an operand that may be None."""
     return None if x is None else array(operation, name, x)
 
 
 def _require_32_bits(operation: str, name: str, x: np.ndarray | np.generic) -> None:
-    """Integers of numpy are not cut off: JAX makes 64 bits to 32 unless it is told to keep them."""
+    """Raises for 64-bit integers of numpy that do not fit 32 bits, to which JAX would truncate them by default."""
     if x.dtype.kind not in "iu" or x.dtype.itemsize < 8 or jax.config.jax_enable_x64 or x.size == 0:
         return
     limits = np.iinfo(f"{x.dtype.kind.replace('i', 'int').replace('u', 'uint')}32")
@@ -56,7 +56,7 @@ def _require_32_bits(operation: str, name: str, x: np.ndarray | np.generic) -> N
 
 
 def int32(x: Any) -> Any:
-    """Integers as int32; what that does not hold becomes the nearest that it does, and does not wrap around."""
+    """Integers as int32; values outside its range saturate instead of wrapping around."""
     if jnp.iinfo(x.dtype).max <= 2**31 - 1:
         return x.astype(jnp.int32)
     least = 0 if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else -(2**31)
@@ -64,14 +64,14 @@ def int32(x: Any) -> Any:
 
 
 def require_rank(operation: str, rank: int, axes: str, **arrays: Any) -> None:
-    """Every array has that many axes."""
+    """Raises unless every array has `rank` axes."""
     for name, x in arrays.items():
         if len(x.shape) != rank:
             raise value_error(operation, f"{name} has {len(x.shape)} axes; it must have {rank}: {axes}", **arrays)
 
 
 def require_dtype(operation: str, kind: Any, wanted: str, **arrays: Any) -> None:
-    """Every array has a dtype of that kind: `np.floating`, `np.integer` or `np.bool_`, of those that are known."""
+    """Raises unless every array has a supported dtype of a kind: `np.floating`, `np.integer` or `np.bool_`."""
     for name, x in arrays.items():
         if x is None or x.dtype.name in _OF_KIND[kind]:
             continue
@@ -80,7 +80,7 @@ def require_dtype(operation: str, kind: Any, wanted: str, **arrays: Any) -> None
 
 
 def require_cuts(operation: str, **arrays: Any) -> None:
-    """Every array divides tokens into sequences, whose number is known: cu_seqlens, [sequences + 1] integers."""
+    """Raises unless every array is a valid cu_seqlens: integers [sequences + 1], of a static number of sequences."""
     require_rank(operation, 1, "sequences + 1", **arrays)
     require_dtype(operation, np.integer, "an integer type", **arrays)
     for name, x in arrays.items():
@@ -91,13 +91,13 @@ def require_cuts(operation: str, **arrays: Any) -> None:
 
 
 def require_known(operation: str, what: str, size: Any, **arrays: Any) -> None:
-    """A size that what is computed depends on is no symbolic one."""
+    """Raises if a size that determines what is computed is symbolic."""
     if is_symbolic_dim(size):
         raise value_error(operation, f"{what} is symbolic, {size}; it has to be known", **arrays)
 
 
 def require_same_dtype(operation: str, **arrays: Any) -> None:
-    """All arrays have one dtype."""
+    """Raises unless all arrays have the same dtype."""
     (first, x), *others = arrays.items()
     for name, y in others:
         if y.dtype != x.dtype:
@@ -105,7 +105,7 @@ def require_same_dtype(operation: str, **arrays: Any) -> None:
 
 
 def window_pair(operation: str, window: Any) -> tuple[int | None, int | None]:
-    """(left, right), both inclusive; an int w is w keys that end with the query's own."""
+    """The window as (left, right), both inclusive; an int w means the w keys that end with the query's own."""
     if window is None:
         return (None, None)
     if isinstance(window, int | np.integer) and not isinstance(window, bool):
@@ -124,7 +124,7 @@ def window_pair(operation: str, window: Any) -> tuple[int | None, int | None]:
 
 
 def static_number(operation: str, name: str, x: Any) -> float:
-    """A number that is known when a program is traced."""
+    """A number that is known at tracing time; raises if it is traced."""
     if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
         raise type_error(operation, f"{name} must be a static number, not {type(x).__name__}")
     try:
@@ -134,7 +134,7 @@ def static_number(operation: str, name: str, x: Any) -> float:
 
 
 def static_scale(operation: str, x: Any, dtype: Any) -> float:
-    """A static softmax_scale for logits of that dtype. Kernels multiply it by log₂ e, which has to be finite, too."""
+    """A static softmax_scale for logits of a dtype; its product with log₂ e, which kernels use, has to be finite."""
     scale, most = static_number(operation, "softmax_scale", x), float(np.finfo(dtype).max) / 2
     if not abs(scale) <= most:
         raise value_error(
@@ -154,16 +154,16 @@ def positive_or_none(operation: str, name: str, x: Any) -> float | None:
 
 
 def static_bool(operation: str, name: str, x: Any) -> bool:
-    """True or False, known when a program is traced."""
+    """A bool that is known at tracing time; raises if it is traced."""
     if not isinstance(x, bool | np.bool_):
         raise type_error(operation, f"{name} must be True or False, not {type(x).__name__}")
     return bool(x)
 
 
 def size_or_none(operation: str, name: str, x: Any, most: Any = None, *, least: int = 1) -> int | None:
-    """A static size of at least 1, or None; what is above `most`, if that is given and known, is that.
+    """A static size of at least 1, or None; a size above `most`, if that is given and static, becomes `most`.
 
-    With `least=0`, 0 is taken for 1: of what an empty array has none.
+    With `least=0`, a size of 0, as empty arrays have, is allowed and becomes 1.
     """
     if x is None:
         return None
@@ -175,7 +175,7 @@ def size_or_none(operation: str, name: str, x: Any, most: Any = None, *, least: 
 
 
 def platform_of(operation: str, platform: Platform | str | None) -> Platform | str:
-    """The platform that a user asks for; "auto" where any will do."""
+    """The platform that a user asks for, or "auto" if any will do."""
     if platform is not None and (not isinstance(platform, str) or platform not in ("auto", *Platform)):
         raise value_error(operation, f"platform {shown(platform)} is unknown; known are auto, {', '.join(Platform)}")
     return platform or "auto"
@@ -184,7 +184,7 @@ def platform_of(operation: str, platform: Platform | str | None) -> Platform | s
 def config_of(
     operation: str, config: Any, of: type[OperationConfig]
 ) -> OperationConfig | tuple[OperationConfig, OperationConfig] | None:
-    """A config given by a user, or the pair of those of the forward and of the backward; None if none is given."""
+    """The config that a user gives, or the pair of configs for forward and backward; None if none is given."""
     if config is None:
         return None
     if isinstance(config, tuple):
@@ -195,7 +195,7 @@ def config_of(
 
 
 def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> OperationConfig:
-    """A config, from one, from a mapping of its fields, or from the short forms of a `KernelConfig`."""
+    """A config from a config, from a mapping of its fields, or from a short form of `KernelConfig`."""
     known = {field.name for field in fields(of)}
     if isinstance(config, Mapping):
         if unknown := sorted(map(str, config.keys() - known)):
@@ -207,7 +207,7 @@ def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> Opera
 
 
 def block_pair(operation: str, block_size: Any) -> tuple[int, int]:
-    """Queries and keys of a block, static and positive."""
+    """The numbers of queries and of keys in a block, static and positive."""
     if not isinstance(block_size, tuple | list) or len(block_size) != 2:
         raise type_error(
             operation, f"block_size is {shown(block_size)}; it must be a pair of ints, of queries and keys"
@@ -221,7 +221,7 @@ def block_pair(operation: str, block_size: Any) -> tuple[int, int]:
 
 
 def axis_size(operation: str, axis_name: Any) -> int:
-    """The number of devices of a mesh axis, or of several, which has to be manual here."""
+    """The number of devices along one or several mesh axes; raises unless these are manual here."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):
         raise type_error(operation, f"axis_name is {shown(axis_name)}; it must be the name of a mesh axis, or several")
@@ -234,15 +234,15 @@ def axis_size(operation: str, axis_name: Any) -> int:
 
 
 def align(primitive: KernelPrimitive, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Operands with one sharding for each axis and the same varying manual axes, as the primitive needs them."""
+    """The operands with one sharding for each axis name and the same varying manual axes, as a primitive needs them."""
     return aligned(primitive.name, primitive.table, primitive.layout, vary_alike(named))
 
 
 def vary_alike(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays with the same varying manual axes.
+    """The arrays with the same varying manual axes.
 
-    Under `shard_map` an operand that does not vary over an axis that others vary over is cast to do so, whose transpose
-    sums its gradient.
+    Under `shard_map`, an operand that does not vary over an axis over which others vary is cast to vary over it; the
+    transpose of the cast sums the operand's gradient over that axis.
     """
     types = {name: jax.typeof(x) for name, x in named.items()}
     varying = frozenset().union(*(aval.manual_axis_type.varying for aval in types.values()))
@@ -255,11 +255,11 @@ def vary_alike(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def on_one_mesh(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays all on the mesh of Explicit axes that one of them is on, as plain JAX needs them under `jax.vmap`.
+    """The arrays, all brought to the Explicit mesh that one of them is on, as plain JAX needs it under `jax.vmap`.
 
-    JAX finds no mesh for what it maps over an Explicit axis, but which has the type of an array of no mesh: cotangents
-    of such an array, and what is selected by a mapped condition. As a product with ones an array is on the mesh, and
-    its cotangent is one again (seen on jax 0.11.2).
+    JAX finds no mesh for values that it maps over an Explicit axis if their type is that of an array without a mesh, as
+    is the case for cotangents of such an array and for the result of a `select` with a mapped condition. The product
+    with an array of ones is on the mesh, and so is its cotangent (seen on jax 0.11.2).
     """
     meshes = {name: jax.typeof(x).sharding.mesh for name, x in named.items()}
     placed = next((name for name, mesh in meshes.items() if explicit_axes_of(mesh)), None)

@@ -1,4 +1,4 @@
-"""The arguments of attention: what they have to fit, and what becomes of windows, caps, ids and dropout."""
+"""Checks of the arguments of attention, and the canonical forms of windows, softcaps, segment ids and dropout keys."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -31,17 +31,17 @@ from ._arguments import (
     window_pair,
 )
 
-# Beyond it a window of a symbolic length is unbounded, and a position plus a bound is still an int32.
+# For symbolic lengths, bounds of a window from here on are unbounded. A position plus this still fits an int32.
 FAR = 2**30
-# Below it logits are all 0 to a softmax. Above it they are what they are without a cap: up to 2³⁰, float64 too is not
-# changed by it.
+# Softcaps below the first make all logits 0 to a softmax. Softcaps above the second change nothing: logits up to 2³⁰
+# stay the same even in float64.
 LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-60, 2.0**60
 
 
 def attention_call(operation: str, given: Operands, **options: Any) -> tuple[Operands, dict[str, Any]]:
-    """The operands and the fields of the spec of a call of attention, checked, from its arguments.
+    """The checked operands and the spec's fields of a call of attention, from the arguments of the public function.
 
-    Operands `given` are as users give them: a scale may be static, dropout is a key, packed arrays have no batch.
+    The operands `given` are in the user's form: the scale may be static, dropout is a key, packed arrays have no batch.
     """
     q, k, v = (array(operation, name, getattr(given, name)) for name in ("q", "k", "v"))
     cu_seqlens_q = array_or_none(operation, "cu_seqlens_q", given.cu_seqlens_q)
@@ -89,7 +89,7 @@ def attention_call(operation: str, given: Operands, **options: Any) -> tuple[Ope
 
 
 def results_of(operation: str, operands: Operands, return_lse: bool) -> Callable[[Mapping[str, Any]], Any]:
-    """From the results of a primitive to those of the call of attention: o, with lse if asked for."""
+    """A function from the results of the primitive to the results of the call: o, with lse if requested."""
     return_lse, packed = static_bool(operation, "return_lse", return_lse), operands.cu_seqlens_q is not None
 
     def finish(out: Mapping[str, Any]):
@@ -166,12 +166,12 @@ def _precision(operation: str, precision):
 
 
 def _statistics_dtype(q):
-    """float32, or float64 with such inputs. By the table of numpy: that of jax may be set to refuse."""
+    """float32, or float64 for float64 inputs. NumPy's promotion is used, as JAX's may be set to strict and raise."""
     return np.promote_types(q.dtype, np.float32)
 
 
 def _scale(operation: str, scale, q):
-    """The static scale and the traced one: a traced scale is an operand, and the static one is then 1."""
+    """(static scale, traced scale or None). A traced scale is an operand, and the static scale is then 1."""
     if scale is None:
         require_known(operation, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
         return q.shape[-1] ** -0.5, None
@@ -184,7 +184,7 @@ def _scale(operation: str, scale, q):
 
 
 def pairwise(operation: str, name: str, x, kind, wanted: str, q, k):
-    """bias or mask with four axes, each of the logits' size or 1."""
+    """bias or mask with four axes, each of the size that the logits have or of size 1."""
     if x is None:
         return None
     x = array(operation, name, x)
@@ -200,7 +200,7 @@ def pairwise(operation: str, name: str, x, kind, wanted: str, q, k):
 
 
 def softcap_for(operation: str, softcap, q) -> float | None:
-    """A cap that the logits of these queries can be divided by; None for one that they do not come near."""
+    """A softcap by which the logits of q's dtype can be divided; None for one so large that it changes nothing."""
     softcap, dtype = positive_or_none(operation, "softcap", softcap), np.promote_types(q.dtype, np.float32)
     if softcap is None:
         return None
@@ -211,7 +211,7 @@ def softcap_for(operation: str, softcap, q) -> float | None:
 
 
 def window_within(operation: str, window, q, k) -> tuple[int | None, int | None]:
-    """(left, right), None for a bound beyond which there are no keys."""
+    """The window as (left, right), with None for a bound that hides no keys."""
     bounds = window_pair(operation, window)
     lengths = (k.shape[1], q.shape[1])  # i' ≤ K − 1 on the left; K − 1 ≤ i' + S − 1 on the right
     symbolic = is_symbolic(q) or is_symbolic(k)
@@ -220,7 +220,7 @@ def window_within(operation: str, window, q, k) -> tuple[int | None, int | None]
 
 
 def segment_ids(operation: str, q_ids, kv_ids, q, k):
-    """Both as int32, negative for padding; ids of a type that may hold more are numbered anew, in their order."""
+    """Both segment ids as int32, negative for padding; ids of wider types are renumbered in ascending order."""
     if q_ids is None:
         return None, None
     found = []
@@ -246,7 +246,7 @@ def segment_ids(operation: str, q_ids, kv_ids, q, k):
 
 
 def sinks_of_heads(operation: str, sinks, heads: int, q):
-    """[1, heads, n] in the dtype of statistics; None where there are none."""
+    """Sinks as [1, heads, n] in the dtype of statistics; None without sinks."""
     if sinks is None:
         return None
     sinks = array(operation, "sinks", sinks)
@@ -259,7 +259,7 @@ def sinks_of_heads(operation: str, sinks, heads: int, q):
 
 
 def dropout_words(operation: str, rate, key, q):
-    """[b, h, 4]: the key's two words, the batch index, the head index."""
+    """Words of the dropout counter [b, h, 4]: two words of the key, the batch index and the head index."""
     rate = static_number(operation, "dropout_rate", rate)
     if not 0 <= rate < 1:
         raise value_error(operation, f"dropout_rate is {rate}; it must be at least 0 and below 1")
@@ -277,7 +277,7 @@ def dropout_words(operation: str, rate, key, q):
 
 
 def _words_of_key(operation: str, key, q):
-    """The words of one key; or, as it is, [b, h, 4], a shard of what `dropout_words` made for the whole."""
+    """The words of one key. An array [b, h, 4], a shard of the whole call's `dropout_words`, is returned unchanged."""
     if not is_array(key):
         raise type_error(operation, f"dropout_key must be one jax.random.key, not {type(key).__name__}")
     key = array(operation, "dropout_key", key)
@@ -290,7 +290,7 @@ def _words_of_key(operation: str, key, q):
 
 
 def key_of_seed(operation: str, seed):
-    """The key of an integer, which may be traced."""
+    """The `jax.random` key for an integer seed, which may be traced."""
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
         if not -(2**31) <= seed < 2**32:
             raise value_error(operation, f"dropout_seed is {shown(seed)}; it must be an integer of 32 bits")

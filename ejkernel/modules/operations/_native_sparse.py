@@ -1,4 +1,4 @@
-"""What the operations of native sparse attention share: their checks, and attention to the means of ended blocks."""
+"""Common parts of the native sparse attention operations: their checks, and attention to means of complete blocks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ from ._arguments import array, int32, require_cuts, require_dtype, require_rank,
 
 
 def check_heads(operation: str, q: Any, k: Any) -> None:
-    """q [b,s,h,d] and k [b,t,g,d] of one float dtype, h a multiple of g."""
+    """Raises unless q [b,s,h,d] and k [b,t,g,d] have one float dtype and h is a multiple of g."""
     both = dict(q=q, k=k)
     require_rank(operation, 4, "batch, length, heads, features", **both)
     require_dtype(operation, np.floating, "a float type", **both)
@@ -39,7 +39,7 @@ def check_heads(operation: str, q: Any, k: Any) -> None:
 
 
 def cuts_of(operation: str, cu_seqlens: Any, q: Any, k: Any) -> Array | None:
-    """[1, n + 1] int32; None if not given."""
+    """cu_seqlens as [1, n + 1] int32; None if not given."""
     if cu_seqlens is None:
         return None
     cu_seqlens = array(operation, "cu_seqlens", cu_seqlens)
@@ -72,10 +72,10 @@ def compressed(
     cu_seqlens: Array | None,
     size: int,
 ) -> Array:
-    """Attention of each query to the mean keys and values of those blocks that have ended at or before it.
+    """Attention of each query to the mean keys and values of the blocks that end at or before it.
 
-    Queries stand in rows of `size`, each of the same ended blocks, the m-th of m: so row m sees the blocks before m,
-    which is causal attention of rows, one more than blocks. The places in a row are mapped, as heads that share keys.
+    Queries are arranged in rows of `size`; all queries of row m see the same m blocks, those before block m. This is
+    causal attention of rows to blocks, with one row more than blocks, mapped by `jax.vmap` over the places in a row.
 
     Args:
         attend: (q, k, v, cu_seqlens_q, cu_seqlens_k) → o, causal.
@@ -107,17 +107,17 @@ def _compressed_packed(attend, q, k, v, cuts, size):
 
 
 def _in_rows(x: Array, size: int) -> Array:
-    """[b, rows · size, …] -> [b, rows, size, …]."""
+    """x [b, rows · size, …] reshaped to [b, rows, size, …]."""
     return reshape_axes(x, 1, 1, (x.shape[1] // size, size))
 
 
 def _mean_of_rows(x: Array) -> Array:
-    """[b, rows, size, …] -> [b, rows, …], summed in the dtype of statistics."""
+    """The mean over each row: [b, rows, size, …] → [b, rows, …], summed in the dtype of statistics."""
     return x.mean(2, dtype=np.promote_types(x.dtype, np.float32)).astype(x.dtype)
 
 
 def _taken(x: Array, tokens: Array) -> Array:
-    """x[:, tokens], 0 where there is no such token. Of those that there are none stands twice in `tokens`."""
+    """x[:, tokens], with 0 for indices out of range. Indices in range are distinct."""
     aval, sharding = jax.typeof(x), None
     spec = tuple(aval.sharding.spec) if explicit_axes(aval) else ()
     if any(entry is not None for entry in spec):

@@ -1,4 +1,4 @@
-"""The arguments of attention over a cache: what tables, pages, scales, masks of drafts and plans have to fit."""
+"""Checks of the arguments of attention over a cache: block tables, pages, scales, draft masks and plans."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -29,9 +29,9 @@ from ._arguments import (
 from ._attention import FAR, softcap_for
 
 QUANTISED = ("float8_e4m3fn", "int8")
-ITEM = 8  # numbers of a work item of a plan
+ITEM = 8  # numbers in each work item of a plan
 
-# A factor of the numbers in pages: one, one of each head, or one of each slot and head.
+# The scale of quantised pages: one for all, one for each head, or one for each slot and head.
 PageScale: TypeAlias = float | Float[Array, ""] | Float[Array, " kv_heads"] | Float[Array, "pages page_size kv_heads"]
 RENAMED = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "softmax_aux"}
 
@@ -39,7 +39,7 @@ RENAMED = {"softcap": "logits_soft_cap", "window": "sliding_window", "sinks": "s
 def cache_spec(
     operation: str, q, window, softcap, softmax_scale, num_splits=None, most_splits=None, batch_invariant=False
 ) -> CacheSpec:
-    """What is computed, from the options of a call."""
+    """The spec of a call, from its options."""
     left, _ = window_pair(operation, window)
     return CacheSpec(
         window=None if left is None or left >= FAR else left + 1,
@@ -58,7 +58,7 @@ def _scale_of_logits(operation: str, scale, q) -> float:
 
 
 def check_cache(operation: str, q, **caches: Any) -> None:
-    """Queries of a float dtype; keys and values of that dtype, or quantised, with heads that divide theirs."""
+    """Raises unless q is float, the caches share q's dtype or a quantised one, and no axis that matters is empty."""
     require_dtype(operation, np.floating, "a float type", q=q)
     shown = dict(q=q, **caches)
     (first, x), *others = caches.items()
@@ -74,7 +74,7 @@ def check_cache(operation: str, q, **caches: Any) -> None:
 
 
 def check_heads(operation: str, q, name: str, x, groups: int, features: int) -> None:
-    """Query heads are a multiple of `groups`, and x, of which that is said, has the features of q."""
+    """Raises unless the query heads are a multiple of `groups`, and x, which errors call `name`, has `features`."""
     heads = q.shape[-2]
     if heads % groups:
         rule = "query heads must be a multiple of key/value heads"
@@ -87,7 +87,7 @@ def check_heads(operation: str, q, name: str, x, groups: int, features: int) -> 
 
 
 def check_tables(operation: str, context_lens, block_tables, query_start_loc=None) -> None:
-    """Raises where the tables of a step do not belong together."""
+    """Raises if the shapes of a step's context_lens, block_tables and query_start_loc do not fit each other."""
     shown = dict(context_lens=context_lens, block_tables=block_tables)
     require_rank(operation, 1, "sequences", context_lens=context_lens)
     require_rank(operation, 2, "sequences, pages of a sequence", block_tables=block_tables)
@@ -103,7 +103,7 @@ def check_tables(operation: str, context_lens, block_tables, query_start_loc=Non
 
 
 def count_of_sequences(operation: str, num_seqs, **tables: Any):
-    """num_seqs as [1, 1] int32; it is at most the number of sequences that the tables are of."""
+    """num_seqs as [1, 1] int32, at most the number of sequences in the tables."""
     count = tables["context_lens"].shape[0]
     if not is_array(num_seqs):
         num_seqs = size_or_none(operation, "num_seqs", num_seqs)
@@ -120,7 +120,7 @@ def count_of_sequences(operation: str, num_seqs, **tables: Any):
 
 
 def scale_of_pages(operation: str, name: str, scale, pages, groups: int, q):
-    """A factor of pages [p,s,…] as [1, p or 1, s or 1, g or 1] in the dtype of statistics; None without one."""
+    """The scale of pages [p,s,…] as [1, p or 1, s or 1, g or 1] in the dtype of statistics; None without a scale."""
     if scale is None:
         return None
     dtype = np.promote_types(q.dtype, np.float32)
@@ -139,7 +139,7 @@ def scale_of_pages(operation: str, name: str, scale, pages, groups: int, q):
 
 
 def mask_of_drafts(operation: str, mask, tokens: Any):
-    """A draft_mask [tokens, drafts] as [1, tokens, drafts]; None without one."""
+    """A draft_mask [tokens, drafts] as [1, tokens, drafts]; None without a mask."""
     mask = array_or_none(operation, "draft_mask", mask)
     if mask is None:
         return None
@@ -151,7 +151,7 @@ def mask_of_drafts(operation: str, mask, tokens: Any):
 
 
 def plan_of_step(operation: str, plan, least: Any, most: Any):
-    """A plan of at least and at most so many rows, where these are known, as [1, rows, items, 8] int32; or None."""
+    """A plan as [1, rows, items, 8] int32, or None; raises unless least ≤ rows ≤ most, where these are static."""
     if plan is None:
         return None
     plan = array(operation, "plan", plan)
@@ -167,7 +167,7 @@ def plan_of_step(operation: str, plan, least: Any, most: Any):
 
 
 def synthetic_step(operands: Mapping[str, Any], tokens: int, pages: int, page: int) -> dict[str, Any]:
-    """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+    """Random arrays; sequences have equal shares of the tokens, and contexts of three quarters of their pages."""
     values, (_, count, columns) = random_like(dict(operands)), operands["block_tables"].shape
     new = -(-tokens // count)
     made = dict(
@@ -183,7 +183,7 @@ def synthetic_step(operands: Mapping[str, Any], tokens: int, pages: int, page: i
 
 
 def _plan_of(shape: tuple[int, int, int], tables: Mapping[str, Any], tokens: int, page: int):
-    """A plan of this shape for the tables of a step; of a device's part of one, in which nothing is to be done."""
+    """A plan of a given shape for the tables of a step; for one device's part of a plan, a plan without work."""
     (rows, items, _), count = shape, len(tables["context_lens"])
     workers, lengths = max(1, rows * (items - 1)), tables["context_lens"]
     of_item = next((n for n in range(1, tokens + 2) if tokens // n == rows - count), None)

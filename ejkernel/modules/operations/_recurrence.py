@@ -1,4 +1,4 @@
-"""What the operations over the linear recurrence share: from their arguments to the operands of the primitive."""
+"""The linear recurrence operations' common path from public arguments to the operands of the primitive."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -47,13 +47,13 @@ def prepare(
     return_state: Any,
     axis_name: Any,
 ) -> Prepared:
-    """A checked call of an operation of this family."""
+    """A checked call of one of the linear recurrence operations."""
     name = algorithm.name
     reverse, return_state = static_bool(name, "reverse", reverse), static_bool(name, "return_state", return_state)
     q, k, v = (array(name, of, x) for of, x in (("q", q), ("k", k), ("v", v)))
     _check_tokens(name, q, k, v)
     batch, length, heads, d = q.shape
-    dtype = np.promote_types(q.dtype, np.float32)  # of statistics; by numpy's table, as that of jax may refuse
+    dtype = np.promote_types(q.dtype, np.float32)  # of statistics; JAX's promotion may be set to strict, and raise
     spans = spans_of(name, cu_seqlens, q)
     shards = None if axis_name is None else shards_of(name, axis_name, cu_seqlens, q, reverse)
     if spans is not None and shards is not None:
@@ -61,7 +61,7 @@ def prepare(
     initial_state = states_of(name, initial_state, q, (heads, d, v.shape[-1]), spans)
     g_gamma = float_operand(name, "g_gamma", g_gamma, (heads,), "one number for each head of q")
     result, traced = q.dtype, isinstance(softmax_scale, jax.Array | jax.core.Tracer)
-    if traced and q.dtype == jnp.float16:  # which holds q times a scale only where that is near 1
+    if traced and q.dtype == jnp.float16:  # whose range may be too small for q · scale
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     q, scale = _scaled(name, q, softmax_scale, spans)
     operands = Operands(
@@ -119,7 +119,7 @@ def _check_tokens(name: str, q, k, v) -> None:
 
 
 def float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
-    """The operand `of` as a float array of that shape, or None where it is absent."""
+    """The operand `of` as a float array of a given shape, or None if it is absent."""
     if x is None:
         return None
     x = array(name, of, x)
@@ -130,7 +130,7 @@ def float_operand(name: str, of: str, x, shape: tuple[int, ...], meaning: str):
 
 
 def states_of(name: str, given: Any, q: Any, shape: tuple[int, ...], spans: Any, axes: str = _OF_STATE) -> Any:
-    """initial_state [batch, 1, …] or [1, sequences, …] in the dtype of statistics, None where it is absent."""
+    """initial_state as [batch, 1, …] or [1, sequences, …] in the dtype of statistics; None if it is absent."""
     sequences = q.shape[0] if spans is None else spans.shape[1]
     meaning = f"({'batch' if spans is None else 'sequences'}, {axes})"
     given = float_operand(name, "initial_state", given, (sequences, *shape), meaning)
@@ -141,7 +141,7 @@ def states_of(name: str, given: Any, q: Any, shape: tuple[int, ...], spans: Any,
 
 
 def spans_of(name: str, cu_seqlens, q, of: str = "q"):
-    """[1, n, 2]: where each sequence begins and ends, within the tokens that there are."""
+    """The begin and end of each sequence, [1, n, 2], clipped to the number of tokens."""
     if cu_seqlens is None:
         return None
     cu_seqlens = array(name, "cu_seqlens", cu_seqlens)
@@ -157,9 +157,9 @@ def spans_of(name: str, cu_seqlens, q, of: str = "q"):
 
 
 def _scaled(name: str, q, scale, spans):
-    """q and the static scale: a traced one is multiplied into q, which is 0 then in tokens of no sequence.
+    """q and the static scale. A traced scale is multiplied into q, with q set to 0 for tokens of no sequence.
 
-    They may be NaN, and so would be their product with a cotangent of 0 in the gradient of the scale.
+    Those tokens may be NaN, and the gradient of the scale would contain their products with cotangents of 0: NaN.
     """
     if scale is None:
         require_known(name, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
@@ -178,7 +178,7 @@ def _scaled(name: str, q, scale, spans):
 
 
 def synthetic_spans(operands: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """The spans of sequences of unequal lengths, where a call has any."""
+    """The spans of sequences of unequal lengths, if the call has spans."""
     if "spans" not in operands:
         return {}
     shape = operands["spans"].shape
@@ -187,17 +187,17 @@ def synthetic_spans(operands: Mapping[str, Any], tokens: int) -> dict[str, Any]:
 
 
 class Recurrence:
-    """What tuning, benchmarks and the doctor ask of an operation of this family."""
+    """The example, synthetic operands and flops of linear recurrences, for tuning, benchmarks and the doctor."""
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """q, k and v of a few chunks, and the final state."""
+        """A call with q, k and v of a few chunks that returns the final state too."""
         q, kv = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.bfloat16) for heads in (2, 1))
         return dict(q=q, k=kv, v=kv, return_state=True)
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: RecurrenceSpec) -> dict[str, Any]:
-        """Gates by which a state halves in about sixteen tokens, and sequences of unequal lengths."""
+        """Random arrays, with gates that halve a state in about sixteen tokens and sequences of unequal lengths."""
         values = random_like({name: x for name, x in operands.items() if name != "spans"})
         for name in values.keys() & {"g", "gk", "gv", "g_gamma"}:
             wide = values[name].astype(jnp.float32)
@@ -206,10 +206,10 @@ class Recurrence:
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: RecurrenceSpec) -> float:
-        """2·d·e for each token, head and product: the recurrence adds k vᵀ to the state and multiplies the state by q.
+        """2·d·e for each token, head and product; the forward has two products, k vᵀ and the state times q.
 
-        A backward or tangent computes the states again; then each of q, k and v that it differentiates adds a product,
-        and k or v one more, for the tangent or cotangent of the state.
+        A backward or tangent recomputes the states; each of q, k and v in which it differentiates adds a product, and
+        k or v adds one more, for the tangent or cotangent of the state.
         """
         (batch, length, heads, d), e = named["q"].shape, named["v"].shape[-1]
         moving = [f"{name}_dot" in named or f"{name}_bar" in results for name in "qkv"]

@@ -1,19 +1,19 @@
-"""Attention in a ring: the keys and values of every device come by, each hop is a call of flash_attention.
+"""Ring attention: keys and values are passed around the devices, and each hop is a call of flash_attention.
 
-The hops are unrolled: in a loop XLA sends once more than is needed and overlaps less, and each hop has its own parts.
+The hops are unrolled: in a loop XLA sends once more than needed and overlaps less, and the parts differ between hops.
 
-The forward merges the hops: o and lse of the keys so far are all that it holds. With L the lse of all keys and O
-their output, the hop t with o_t and lse_t moves them by
+The forward merges the hops and holds only o and lse of the keys so far. With L the lse of all keys and O their output,
+and o_t and lse_t the results of hop t alone, the tangents of both are
 
     dlse = Σ_t w_t·dlse_t,   do = Σ_t w_t·(do_t + (o_t − O)·dlse_t),   w_t = exp(lse_t − L)
 
-a sum over hops, in which no hop needs what another has computed. That sum is the derivative of
+sums over hops, in which no hop needs results of another. They are the derivative of
 
     Σ_t w_t,   Σ_t w_t·(o_t − O)   with L and O held constant
 
-for any values of q, k and v, so it has derivatives itself: o and lse have every order. Of the forward only q, k, v, o
-and lse are kept. In a derivative each hop fetches its keys and values from where they belong and, transposed, sends
-their gradients there at once, while the next hop is computed.
+for any values of q, k and v, so it is differentiable itself, and o and lse have derivatives of every order. The forward
+saves only q, k, v, o and lse. In a derivative each hop fetches its keys and values from the device that owns them and,
+transposed, sends their gradients to that device directly, while the next hop is computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,14 +39,14 @@ Arrays = dict[str, Any]
 
 @dataclass(frozen=True)
 class Ring:
-    """A call of ring attention, but for its arrays.
+    """A call of ring attention without its arrays.
 
     Attributes:
         axis_name: the mesh axis over which the sequence is sharded.
         size: its number of devices.
-        layout: which tokens a device has.
-        band: who sees whom in the whole sequence: of queries aligned with keys i', i' − left ≤ j ≤ i' + right.
-        options: of each call of flash_attention.
+        layout: which tokens each device has.
+        band: the band of the whole sequence, i' − left ≤ j ≤ i' + right, where query i is aligned with key i'.
+        options: the options of each call of flash_attention.
     """
 
     axis_name: Any
@@ -57,7 +57,7 @@ class Ring:
 
 
 def ring(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    """o in q's dtype and lse of arrays that all vary over the same manual axes. Differentiable to any order.
+    """o in q's dtype, and lse, from arrays that all vary over the same manual axes. Differentiable to any order.
 
     sinks are [1, heads, n], softmax_scale is a traced scalar; bias and mask have four axes.
     """
@@ -80,7 +80,7 @@ def ring(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    """The hops, merged; the keys of the next hop are sent before this one is computed."""
+    """o and lse merged over the hops; the keys of the next hop are sent before this one is computed."""
     q, v = arrays["q"], arrays["v"]
     dtype = _statistics_dtype(q)
     o, lse = _alike(arrays, jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(_lse_shape(q), -jnp.inf, dtype))
@@ -91,7 +91,7 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
         if n + 1 < len(plan):
             travelling = _sent(call, travelling, plan[n + 1][0] - hop)
         o, lse = _on_device(call, of_devices, partial(_merged, call, n == 0), here, o, lse)
-        # What comes next is sent on when this hop is computed: no more than two hops' keys are here at once.
+        # Keys are sent on only after this hop is computed, so that a device holds the keys of at most two hops.
         travelling, o, lse = lax.optimization_barrier((travelling, o, lse))
     if "sinks" in arrays:
         o, lse = merge_attention(o, lse, jnp.zeros_like(o), jnp.broadcast_to(_sinks_lse(arrays), lse.shape))
@@ -101,7 +101,7 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 def _merged(
     call: Ring, is_first: bool, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array
 ) -> tuple[Array, Array]:
-    """o and lse with the keys of the parts added to those before; before the first hop there are none."""
+    """o and lse of the previous hops merged with those of the parts of this hop; nothing precedes the first hop."""
     for n, part in enumerate(parts):
         rows = slice(part.q_begin, part.q_end)
         of_part, lse_of_part = _attend(call, part, here)
@@ -113,7 +113,7 @@ def _merged(
 
 
 def _attend(call: Ring, part: Part, here: Arrays) -> tuple[Array, Array]:
-    """o and lse of the queries and keys of a part alone."""
+    """o and lse of a part: of its queries over its keys alone."""
     rows, columns = slice(part.q_begin, part.q_end), slice(part.k_begin, part.k_end)
     of_rows, of_columns = ("q", "q_segment_ids"), TRAVELLING
     given = {name: here[name][:, rows] for name in of_rows if name in here}
@@ -127,7 +127,7 @@ def _attend(call: Ring, part: Part, here: Arrays) -> tuple[Array, Array]:
 
 
 def flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
-    """o and lse of one call of flash_attention, whose options are those of the ring."""
+    """o and lse of one call of flash_attention with the ring's options."""
     left, right = band
     causal = right == 0
     window = None if left is None and (causal or right is None) else (left, None if causal else right)
@@ -138,10 +138,11 @@ def flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
 
 
 def _tangent(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """The tangents of o and lse, linear in those of the arrays that move.
+    """The tangents of o and lse, linear in the tangents `moving`.
 
-    Hops of even and of odd number are two chains. Each hop waits for the last but one, and transposed, where it takes
-    its gradient, for the next but one: a device computes one hop and receives the keys of another, and has no more.
+    Hops of even and of odd number form two chains: each hop waits for the hop two before it, and in the transpose, the
+    backward, for the hop two after it. So a device holds the keys of the hop that it computes and of one that it
+    receives, and no more.
     """
     still = o.astype(lse.dtype), jnp.where(jnp.isfinite(lse), lse, 0)
     of_hops = {name: x for name, x in moving.items() if name != "sinks"}
@@ -158,13 +159,13 @@ def _tangent(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -
 
 
 def _jvp(f: Callable, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """The tangents of f(arrays, o, lse) along the arrays that move; o and lse stay."""
+    """The tangents of f(arrays, o, lse) for the tangents `moving` of arrays; o and lse are constant."""
     function = lambda x: f({**arrays, **x}, o, lse)
     return jax.jvp(function, ({name: arrays[name] for name in moving},), (moving,))[1]
 
 
 def _weighted(call: Ring, hop: int, of_devices: list[tuple[Part, ...]], arrays: Arrays, o: Array, lse: Array) -> Any:
-    """Σ w·(o_t − O) and Σ w of the parts of a hop, w = exp(lse_t − L). Nothing of it is kept for a backward."""
+    """Σ w·(o_t − O) and Σ w over the parts of a hop, w = exp(lse_t − L). A backward recomputes all of it."""
 
     @jax.checkpoint
     def of_hop(arrays, o, lse):
@@ -188,7 +189,7 @@ def _sums_of_parts(call: Ring, parts: tuple[Part, ...], here: Arrays, o: Array, 
 
 
 def _weighted_sinks(arrays: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """The same of the sinks, which have no values."""
+    """The terms of the sinks, which have no values, in the sums of `_weighted`."""
     return _weighted_difference(jnp.zeros_like(o), jnp.broadcast_to(_sinks_lse(arrays), lse.shape), o, lse)
 
 
@@ -205,7 +206,7 @@ def _travelling(arrays: Arrays) -> Arrays:
 
 
 def _sent(call: Ring, arrays: Arrays, distance: int) -> Arrays:
-    """Each array from the device that is `distance` before in the ring."""
+    """The arrays of the device that is `distance` places before this one in the ring."""
     if distance == 0:
         return arrays
     pairs = [(d, (d + distance) % call.size) for d in range(call.size)]
@@ -213,7 +214,7 @@ def _sent(call: Ring, arrays: Arrays, distance: int) -> Arrays:
 
 
 def _columns(call: Ring, arrays: Arrays, hop: int) -> Arrays:
-    """Bias and mask for the keys that a hop has, of those of all devices."""
+    """The columns of bias and mask for the keys of a hop, out of the columns of all devices."""
     source = (lax.axis_index(call.axis_name) - hop) % call.size
     found = {}
     for name in ("bias", "mask"):
@@ -232,7 +233,7 @@ def _plan(call: Ring, arrays: Arrays):
 
 
 def _on_device(call: Ring, of_devices: list[tuple[Part, ...]], body: Callable, *operands: Any) -> Any:
-    """body(parts, *operands) with the parts of this device; a program is made for each distinct list of parts."""
+    """body(parts, *operands) with the parts of this device; each distinct list of parts is traced once, in a switch."""
     distinct = list(dict.fromkeys(of_devices))
     branches = [partial(body, parts) for parts in distinct]
     if len(branches) == 1:
@@ -242,7 +243,7 @@ def _on_device(call: Ring, of_devices: list[tuple[Part, ...]], body: Callable, *
 
 
 def _with_rows(x: Array, rows: Array, part: Part, axis: int) -> Array:
-    """x with the rows of a part in their place."""
+    """x with the rows of a part written to their place."""
     if rows.shape == x.shape:
         return rows
     return lax.dynamic_update_slice_in_dim(x, rows, part.q_begin, axis)
@@ -253,12 +254,12 @@ def _sum(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def _sinks_lse(arrays: Arrays) -> Array:
-    """[1, heads, 1]: what the sinks of a head add up to."""
+    """The logsumexp of the sinks of each head, [1, heads, 1]."""
     return jax.nn.logsumexp(arrays["sinks"], axis=-1)[:, :, None]
 
 
 def _alike(arrays: Arrays, *made: Array) -> list[Array]:
-    """Arrays made here, that vary over the manual axes over which q varies."""
+    """New arrays, cast to vary over the manual axes over which q varies."""
     axes = jax.typeof(arrays["q"]).manual_axis_type.varying
     missing = [axes - jax.typeof(x).manual_axis_type.varying for x in made]
     return [lax.pcast(x, tuple(sorted(m)), to="varying") if m else x for x, m in zip(made, missing, strict=True)]

@@ -1,7 +1,7 @@
-"""Attention over a sharded sequence in one call on each device: with all the keys, or all the tokens of its heads.
+"""Attention over a sharded sequence in one call on each device, with all keys or with all tokens of some heads.
 
-Both are exact by `flash_attention` alone and keep for a backward what it keeps, but for the keys and values of all
-devices, which are gathered again.
+Both consist of exact calls of `flash_attention` and save for a backward what it saves, except the keys and values of
+all devices, which a backward gathers again.
 """
 
 import jax
@@ -17,12 +17,12 @@ _KEPT = ("flash_attention_o", "flash_attention_lse")
 
 
 def one_device(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    """o and lse where one device has the sequence: flash_attention as it is."""
+    """o and lse if one device has the whole sequence: one call of flash_attention."""
     return _flash(call, arrays, call.band)
 
 
 def no_pairs(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    """o and lse where there are no queries or no keys, on whatever device: that of flash_attention without others."""
+    """o and lse if there are no queries or no keys on any device: flash_attention without communication."""
     local = lambda x: x if x.shape[3] == 1 else x[..., : arrays["k"].shape[1]]
     return _flash(call, arrays | {name: local(arrays[name]) for name in ("bias", "mask") if name in arrays}, call.band)
 
@@ -31,7 +31,7 @@ def no_pairs(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def all_gather(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    """o and lse of the queries of this device and the keys of all, which are gathered; in a backward once more."""
+    """o and lse of the queries of this device over the keys of all devices, gathered, and again in a backward."""
     policy = jax.checkpoint_policies.save_only_these_names(*_KEPT)
     return jax.checkpoint(lambda arrays: _with_all_keys(call, arrays), policy=policy)(arrays)
 
@@ -51,7 +51,7 @@ def _with_all_keys(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -> tuple[Array, Array]:
-    """o and lse of some rows, whose positions in the sequence follow each other from `first`."""
+    """o and lse of some rows, which have consecutive positions in the sequence from `first` on."""
     given = dict(arrays)
     for name, axis in (("q", 1), ("q_segment_ids", 1), ("bias", 2), ("mask", 2)):
         if name in given and given[name].shape[axis] > 1:
@@ -61,7 +61,7 @@ def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -
     q, k, (left, right) = given["q"], given["k"], call.band
     keys = k.shape[1]
     after = keys if right is None else min(right, keys)
-    # The last of the keys is to be the last that the last query sees, so that the band is where flash_attention has it.
+    # Roll the keys so that the last one is aligned with the last query: flash_attention's band is relative to it.
     length, end = keys + after, first + q.shape[1] + after + keys - call.size * arrays["q"].shape[1]
     position = end - length + jnp.arange(length)
     last = lambda x, axis: x if x.shape[axis] == 1 < keys else _rolled(x, axis, after, end)
@@ -76,7 +76,7 @@ def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -
 
 
 def _rolled(x: Array, axis: int, after: int, end: Array) -> Array:
-    """x with `after` more, turned so that what stood before `end` is last."""
+    """x padded by `after` and rolled along the axis so that the element before index `end` is last."""
     widths = [(0, after if n == axis else 0) for n in range(x.ndim)]
     x = jnp.pad(x, widths)
     length = x.shape[axis]
@@ -87,7 +87,7 @@ def _rolled(x: Array, axis: int, after: int, end: Array) -> Array:
 
 
 def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    """o and lse by way of devices that have all the tokens of a part of the heads (DeepSpeed-Ulysses)."""
+    """o and lse by exchanges after which each device has all tokens of a part of the heads (DeepSpeed-Ulysses)."""
 
     def heads(x: Array) -> Array:
         x = lax.all_to_all(x, call.axis_name, split_axis=2, concat_axis=1, tiled=True)
@@ -116,7 +116,7 @@ def _flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
 
 
 def _in_sequence(x: Array, axis: int, call: Ring) -> Array:
-    """From the tokens of all devices, one device after the other, to the order of the sequence; axes of 1 stay."""
+    """Tokens in the order of devices, permuted to the order of the sequence; axes of size 1 are unchanged."""
     if x.shape[axis] == 1 or call.layout == "contiguous":
         return x
     before, after = x.shape[:axis], x.shape[axis + 1 :]
@@ -128,7 +128,7 @@ def _in_sequence(x: Array, axis: int, call: Ring) -> Array:
 
 
 def _in_shards(x: Array, axis: int, call: Ring) -> Array:
-    """The tokens of the sequence as they are laid out over devices, one device after the other."""
+    """Tokens in the order of the sequence, permuted to the order of devices."""
     if call.layout == "contiguous":
         return x
     before, after = x.shape[:axis], x.shape[axis + 1 :]

@@ -1,13 +1,13 @@
-"""Which tokens of a sequence a device holds, and what of the keys of another device its queries see.
+"""Which tokens of a sequence each device holds, and which keys of another device its queries see.
 
-A sequence of `size` equal shards is laid out so:
+The layouts of a sequence over `size` devices, with S tokens each:
 
     contiguous    device d holds the tokens from d·S to (d + 1)·S
     striped       device d holds the tokens d, d + size, d + 2·size, …
     zigzag        device d holds chunk d and chunk 2·size − 1 − d of the 2·size chunks of the sequence, in this order
 
-With a causal mask the first leaves the devices with unequal work, the others do not (striped attention, arXiv
-2311.09431). Everything here is of static numbers: a device is one of `size` cases.
+With a causal mask the work of devices is unequal in the first layout and equal in the others (striped attention, arXiv
+2311.09431). All numbers here are static; the parts are computed for each of the `size` devices.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ LAYOUTS = ("contiguous", "striped", "zigzag")
 
 
 class Run(NamedTuple):
-    """Some tokens of a shard that follow each other: `count` from place `start`, at positions first + step·n."""
+    """Consecutive tokens of a shard: `count` of them from index `start` on, at positions first + step·n."""
 
     start: int
     count: int
@@ -26,9 +26,9 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A call of attention: the queries and keys of two shards from `begin` to `end`, and the band between them.
+    """A call of attention: ranges of queries and keys in two shards, and the band between them.
 
-    The band is that of `flash_attention`: i' − left ≤ j ≤ i' + right with i' = i + keys − queries, counted in the part.
+    The band is as in `flash_attention`: i' − left ≤ j ≤ i' + right with i' = i + keys − queries, relative to the part.
     """
 
     q_begin: int
@@ -48,7 +48,7 @@ Band = tuple[int | None, int | None]
 
 
 def runs(length: int, size: int, layout: str, device: int) -> tuple[Run, ...]:
-    """The `length` tokens that a device holds, with their positions in the sequence."""
+    """The runs of the `length` tokens that a device holds."""
     if layout == "contiguous" or size == 1:
         return (Run(0, length, device * length, 1),)
     if layout == "striped":
@@ -60,16 +60,16 @@ def runs(length: int, size: int, layout: str, device: int) -> tuple[Run, ...]:
 def parts_of(
     q_len: int, kv_len: int, size: int, layout: str, band: Band, q_device: int, kv_device: int
 ) -> tuple[Part, ...]:
-    """The calls that make the attention of the queries of one device to the keys of another; together they are exact.
+    """The parts that together are the exact attention of the queries of one device to the keys of another.
 
     Args:
-        q_len: the queries of a device.
-        kv_len: the keys of a device.
+        q_len: the number of queries on each device.
+        kv_len: the number of keys on each device.
         size: the number of devices.
         layout: one of `LAYOUTS`.
-        band: of the whole sequence, where query i is aligned with key i + size·(kv_len − q_len).
-        q_device: whose queries.
-        kv_device: whose keys.
+        band: the band of the whole sequence, where query i is aligned with key i + size·(kv_len − q_len).
+        q_device: the device of the queries.
+        kv_device: the device of the keys.
     """
     causal_alone = band == (None, 0) and q_len == kv_len
     if band == (None, None) or (causal_alone and q_device == kv_device):
@@ -85,7 +85,7 @@ def parts_of(
 
 
 def between(q: Run, k: Run, band: Band) -> tuple[Part, ...]:
-    """The call between two runs of one step, without the queries and keys at either end that see and show nothing."""
+    """The part between two runs of the same step, without fully masked queries and keys at their ends."""
     left, right = band
     distance = q.first - k.first
     # In steps: query a sees key b where a − left ≤ b ≤ a + right. Either bound may be negative.
@@ -97,7 +97,7 @@ def between(q: Run, k: Run, band: Band) -> tuple[Part, ...]:
     q_end = q.count if left is None else min(q.count, k_end + left)
     if k_begin >= k_end or q_begin >= q_end or (None not in (left, right) and left + right < 0):
         return ()
-    # Aligned are the last query and the last key of a part.
+    # In a part the last query is aligned with the last key.
     left = None if left is None else left + k_end - q_end
     right = None if right is None else right + q_end - k_end
     left = None if left is None or left >= k_end - k_begin - 1 else left
@@ -110,7 +110,7 @@ def _some(part: Part) -> tuple[Part, ...]:
 
 
 def _joined(parts: list[Part]) -> tuple[Part, ...]:
-    """Full parts of the same queries, or of the same keys, that follow each other are one."""
+    """The parts, with consecutive full parts of the same queries, or of the same keys, joined to one."""
     for n, a in enumerate(parts):
         for b in parts[n + 1 :]:
             if a.is_full and b.is_full and (whole := _union(a, b)):
@@ -127,7 +127,7 @@ def _union(a: Part, b: Part) -> Part | None:
 
 
 def hops(q_len: int, kv_len: int, size: int, layout: str, band: Band) -> Iterator[tuple[int, list[tuple[Part, ...]]]]:
-    """The hops of a ring at which some device sees something, 0 among them, with the parts of each device.
+    """(t, the parts of each device) for each hop t of a ring in which some pair is visible, and for t = 0.
 
     At hop t device d has the keys of device d − t.
     """

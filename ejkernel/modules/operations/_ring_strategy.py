@@ -1,4 +1,4 @@
-"""How ring attention brings queries and keys together: what is possible, and which of that is chosen."""
+"""The strategies by which ring attention brings queries and keys together: which are possible, which is chosen."""
 
 from typing import Any, NamedTuple
 
@@ -10,15 +10,15 @@ from ._ring_layout import Band, hops
 
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
-# Of an H200: matrix products and copies a second. Two of them exchanged 64 MiB at 237 GB/s and 512 MiB at 342 GB/s,
-# which is a start of 99 µs and a rate of 365 GB/s beyond it: about a twelfth of the rate of copies.
+# Rates of an H200, flops and bytes copied per second. Two H200 exchanged 64 MiB at 237 GB/s and 512 MiB at 342 GB/s,
+# which is a latency of 99 µs and a rate of 365 GB/s, about a twelfth of the rate of copies.
 _PRODUCTS = 680e12
 _SENT, _COPY_PER_SENT = 365e9, 12.0
 _START = 99e-6
 
 
 class Problem(NamedTuple):
-    """What decides: the sizes [length, heads, features] of a sequence on a device, and what the call asks for."""
+    """What the choice depends on: sizes of one sequence on a device, and the options of the call."""
 
     size: int
     layout: str
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 def refusal(strategy: str, problem: Problem) -> str | None:
-    """Why a strategy does not take a call, and the way to go; None if it does."""
+    """Why a strategy does not support a call, and what to use instead; None if it does."""
     heads, kv_heads = problem.q_shape[1], problem.k_shape[1]
     if strategy == "ulysses":
         if heads % problem.size or kv_heads % problem.size:
@@ -55,9 +55,9 @@ def refusal(strategy: str, problem: Problem) -> str | None:
 
 
 def choose(problem: Problem, ceilings: Ceilings | None = None) -> tuple[str, str]:
-    """The strategy of "auto" and the reason: the one of those that take the call whose forward takes least in a model.
+    """The strategy of "auto" and the reason: among those that support the call, the fastest forward in a model.
 
-    Of equal times that of the ring, which takes the least memory.
+    Of equal times the ring is chosen, as it needs the least memory.
     """
     can = [strategy for strategy in STRATEGIES if refusal(strategy, problem) is None]
     if not can:
@@ -71,7 +71,7 @@ def choose(problem: Problem, ceilings: Ceilings | None = None) -> tuple[str, str
 
 
 class Hop(NamedTuple):
-    """The seconds that a hop of a ring computes and sends, and how many hops do send: all but the first."""
+    """The seconds of computing and of sending in a hop of a ring, and how many hops send: all but the first."""
 
     computed: float
     sent: float
@@ -79,12 +79,12 @@ class Hop(NamedTuple):
 
 
 def seconds(problem: Problem, ceilings: Ceilings | None = None) -> dict[str, float]:
-    """A model of the forward by each strategy, whether or not it takes the call.
+    """The modelled seconds of the forward by each strategy, whether or not it supports the call.
 
-    In a ring the first hop computes, and each other one takes the longer of computing and sending. The other two send
-    first and compute then. Products are computed at the measured matrix rate of the device, and what is sent goes at a
-    twelfth of the measured rate of copies, as between two H200; at the rates of these where nothing was measured. Each
-    collective takes 99 µs to start: two for k and v, and with ulysses as many for q and o.
+    In a ring the first hop only computes, and each other hop takes the longer of computing and sending. The other two
+    strategies send first and then compute. Products run at the measured matrix rate of the device, and data are sent at
+    a twelfth of the measured rate of copies, the ratio of two H200; without measurements, at the rates of an H200. Each
+    collective takes 99 µs to start: there are two, for k and v, and with ulysses two more, for q and o.
     """
     hop, sent = _hop(problem, ceilings), bytes_sent(problem)
     once = lambda strategy, starts: starts * _START + problem.batch * sent[strategy] / _sent_a_second(ceilings)
@@ -97,7 +97,7 @@ def seconds(problem: Problem, ceilings: Ceilings | None = None) -> dict[str, flo
 
 
 def _hop(problem: Problem, ceilings: Ceilings | None) -> Hop:
-    """Of all pairs that are seen each hop has as many as any other."""
+    """The model of a hop, which has an equal share of all visible pairs."""
     (q_len, heads, dim), kv_len, size = problem.q_shape, problem.k_shape[0], problem.size
     count = len(list(hops(q_len, kv_len, size, problem.layout, problem.band))) - 1
     pairs = visible_pairs(size * q_len, size * kv_len, False, problem.band) / size
@@ -107,7 +107,7 @@ def _hop(problem: Problem, ceilings: Ceilings | None) -> Hop:
 
 
 def bytes_sent(problem: Problem) -> dict[str, int]:
-    """What a device sends of a sequence in the forward by each strategy; in a ring in all hops."""
+    """The bytes that a device sends for one sequence in the forward by each strategy, in a ring over all hops."""
     (q_len, heads, dim), (kv_len, kv_heads, _), value_dim = problem.q_shape, problem.k_shape, problem.v_head_dim
     each = np.dtype(problem.dtype).itemsize
     keys, queries = kv_len * kv_heads * (dim + value_dim), q_len * heads * (dim + value_dim)

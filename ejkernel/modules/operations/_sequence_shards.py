@@ -1,19 +1,19 @@
-"""A linear recurrence over a sequence that is sharded over devices: the state in which the shard of each begins.
+"""The linear recurrence over a sequence that is sharded over devices: the initial state of each device's shard.
 
-From a state h the tokens j = 1 … c of a shard, with log decays g, lead to
+The tokens j = 1 … c of a shard, with log decays g, take a state h to
 
     exp(Σ_l g_l) · h + H,    H = Σ_j exp(Σ_{l>j} g_l) · k_j v_jᵀ
 
-A device computes H and Σ g of its shard, which takes one product of the two that an output takes; these are gathered
-from all devices, and each applies those before it, one after the other. The recurrence itself then runs once, from the
-right state: o is rounded once, as of a sequence on one device.
+Each device computes H and Σ g of its shard, with one of the two products that the output takes. All devices gather
+these, and each applies those of the devices before it, one after the other. The recurrence itself then runs once, from
+the right state, so that o is rounded once, as for a sequence on one device.
 
-What is sent does not depend on the length, a state for each head. Gathering sends n − 1 of them from each device where
-a scan would send log₂ n, but at once: with states of some MB each step costs more to start than to send. It is also one
-collective for any number of devices, whose transpose is one reduce-scatter.
+Each device sends one state for each head, whatever the length. The all-gather of n devices sends n − 1 states from each
+device where a scan would send log₂ n, but all at once: with states of a few MB, a step costs more to start than to
+send. It is one collective for any number of devices, and its transpose is one reduce-scatter.
 
-At most one of packed sequences goes on from a device to the next, so what is sent is the state of one sequence, that of
-the last token in time; all devices know from cu_seqlens on which of them it began.
+At most one packed sequence continues from a device to the next, so a device sends the state of one sequence, that of
+its last token in time; all devices know from cu_seqlens on which of them it began.
 """
 
 from dataclasses import dataclass
@@ -30,17 +30,17 @@ from ...primitives._sharding import explicit_axes
 from ._arguments import array, axis_size, int32, require_known, vary_alike
 
 _CHUNK, _BLOCK = 4096, 256
-"""Tokens whose decays are held at once, in float32, and those that a product sums over: with more, cores are idle."""
+"""The tokens whose decays are in memory at once, in float32, and the tokens of one product; more leave cores idle."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How a sequence, or several that are packed, are sharded over a mesh axis.
+    """The sharding of one sequence, or of several packed ones, over a mesh axis.
 
     Attributes:
-        axis_name: the axis, or axes.
+        axis_name: the mesh axis, or axes.
         size: the number of devices.
-        length: the tokens of each.
+        length: the number of tokens on each device.
         reverse: time runs from the last token to the first.
         cuts: where sequences begin and end, among the tokens of all devices: [sequences + 1] int32.
     """
@@ -53,27 +53,27 @@ class Shards:
 
     @property
     def index(self) -> Array:
-        """The number of this device."""
+        """The index of this device along the axis."""
         return lax.axis_index(self.axis_name)
 
     @property
     def first(self) -> Array:
-        """The first token of this device."""
+        """The index of this device's first token among the tokens of all devices."""
         return self.index * self.length
 
     @property
     def spans(self) -> Array:
-        """[1,n,2]: where each sequence begins and ends among the tokens of this device."""
+        """The begin and end [1,n,2] of each sequence among the tokens of this device."""
         ends = (self.cuts - self.first).clip(0, self.length)
         return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
 
     def device_of(self, token: Array) -> Array:
-        """The device that has a token."""
+        """The index of the device that has a token."""
         return jnp.clip(token, 0, max(self.size * self.length - 1, 0)) // max(self.length, 1)
 
 
 class Sequence(NamedTuple):
-    """The sequence that has a token: its number, where it begins and ends, and whether there is one."""
+    """The sequence that contains a token: its index, its begin and end, and whether there is one."""
 
     number: Array
     first: Array
@@ -82,7 +82,7 @@ class Sequence(NamedTuple):
 
 
 def shards_of(name: str, axis_name: Any, cu_seqlens: Any, q: Any, reverse: bool) -> Shards:
-    """The shards of a call whose q is that of this device."""
+    """The shards of a call, where q has the tokens of this device."""
     size, length = axis_size(name, axis_name), q.shape[1]
     require_known(name, "the length of q", length, q=q)
     total = size * length
@@ -91,10 +91,10 @@ def shards_of(name: str, axis_name: Any, cu_seqlens: Any, q: Any, reverse: bool)
 
 
 def with_initial_states(shards: Shards, operands: Operands, *, precise: bool) -> Operands:
-    """The operands of this device's part of a recurrence: `initial_state` is that in which each sequence begins here.
+    """The operands of this device's part of a recurrence, with `initial_state` the state of each sequence on entry.
 
-    It is the one given where a sequence has not begun before, and anything where it has no tokens here. `precise` asks
-    for float32 products of 16 bits too, for a final state that is a result; o alone is rounded to 16 bits anyway.
+    It is the given state for sequences that begin here, and arbitrary for those without tokens here. `precise` asks for
+    float32 products of 16-bit arrays too, as a final state that is a result needs; o is rounded to 16 bits anyway.
     """
     operands, index = _varying(operands, shards)
     given = _given(operands)
@@ -115,7 +115,7 @@ def with_initial_states(shards: Shards, operands: Operands, *, precise: bool) ->
 
 
 def final_states(shards: Shards, states: Array) -> Array:
-    """[n or b,h,d,e], the same on each device: each from the one that has the last token of its sequence in time."""
+    """The final states [n or b,h,d,e] on every device, each from the device with its sequence's last token in time."""
     owner = shards.device_of(shards.cuts[:-1] if shards.reverse else shards.cuts[1:] - 1)
     is_own = lax.expand_dims(owner == shards.index, (1, 2, 3))
     return lax.psum(jnp.where(is_own, states, 0), shards.axis_name)
@@ -125,7 +125,7 @@ def final_states(shards: Shards, states: Array) -> Array:
 
 
 class Shard(NamedTuple):
-    """The state H [b,h,d,e] in which a shard ends, and the sums of its log decays of rows [b,h,d or 1] and columns."""
+    """The final state H [b,h,d,e] of a shard, and the sums of its log decays of rows [b,h,d or 1] and columns."""
 
     state: Array
     of_keys: Array | None
@@ -133,7 +133,7 @@ class Shard(NamedTuple):
 
 
 def _shard(x: Operands, state: Array, of_sequence: Array, *, precision: str, reverse: bool) -> Shard:
-    """What tokens of one sequence, the last in time, make of a state [b,h,d,e]; the others are as if they were not."""
+    """The update of a state [b,h,d,e] by a shard's last sequence in time; tokens of other sequences have no effect."""
     (batch, length, groups), heads = x.k.shape[:3], x.q.shape[2]
     of_groups = lambda a: a.reshape(*a.shape[:2], groups, heads // groups, *a.shape[3:])
     tokens = dict(k=x.k, v=x.v, mask=of_sequence[None])
@@ -153,7 +153,7 @@ def _shard(x: Operands, state: Array, of_sequence: Array, *, precision: str, rev
 
 
 def _no_decay(x: Operands, state: Array) -> tuple[Array | None, Array | None]:
-    """The sums of the log decays of no token, sharded as the state [b,g,r,d,e] is."""
+    """Sums of log decays over no tokens: zeros, sharded as the state [b,g,r,d,e] is; None for absent decays."""
     of_row = state[..., 0] if x.gk is not None else state[..., 0, :1]
     decays = x.gk is not None or x.g is not None or x.g_gamma is not None
     return jnp.zeros_like(of_row) if decays else None, None if x.gv is None else jnp.zeros_like(state[..., 0, :])
@@ -162,7 +162,7 @@ def _no_decay(x: Operands, state: Array) -> tuple[Array | None, Array | None]:
 def _chunk(
     gamma: Array | None, blocks: int, precision: str, reverse: bool, carry: Shard, of_chunk: dict[str, Array]
 ) -> tuple[Shard, None]:
-    """The carry after some tokens [b,c,…]; states are [b,g,r,d,e], r query heads for each of g key/value heads."""
+    """The carry after a chunk of tokens [b,c,…]; states are [b,g,r,d,e], r query heads for each key/value head."""
     dtype, mask = carry.state.dtype, of_chunk["mask"]
     tokens = {name: a for name, a in of_chunk.items() if name != "mask"}
     shown = {n: jnp.where(lax.expand_dims(mask, range(2, a.ndim)), a, 0).astype(dtype) for n, a in tokens.items()}
@@ -188,7 +188,7 @@ def _chunk(
 
 
 def _later(g: Array, reverse: bool) -> Array:
-    """The sum of the log decays of all tokens that come after each in time: a sum of its own, no difference of two."""
+    """For each token the sum of the log decays of all later ones in time, without a difference of two sums."""
     zero = jnp.zeros_like(g[:, :1])
     later = (zero, g[:, :-1]) if reverse else (g[:, 1:], zero)
     return lax.cumsum(jnp.concatenate(later, 1), 1, reverse=not reverse)
@@ -198,7 +198,7 @@ def _later(g: Array, reverse: bool) -> Array:
 
 
 def _gathered(shard: Shard, axis_name: Any) -> Shard:
-    """Those of all devices, [n,…], by one collective."""
+    """The shards of all devices, [n,…], by one collective."""
     state, *sums = shard
     parts = [state.reshape(*state.shape[:2], -1), *(a for a in sums if a is not None)]
     ends = np.cumsum([a.shape[2] for a in parts])[:-1]
@@ -211,10 +211,11 @@ def _gathered(shard: Shard, axis_name: Any) -> Shard:
 
 
 def _all_gather(x: Array, axis_name: Any) -> Array:
-    """Those of all devices, one after the other on the first axis.
+    """The arrays x of all devices, concatenated along the first axis.
 
-    Explicit axes of the mesh, over which x may be split, are made manual: the transpose, a reduce-scatter, has no
-    lowering beside them, and gathered on a new axis they would stay at the places before it (both on jax 0.11.2).
+    Explicit axes of the mesh, over which x may be split, are made manual here. Beside Explicit axes the transpose, a
+    reduce-scatter, has no lowering, and gathering on a new axis would leave their entries one place early in the spec
+    (both on jax 0.11.2).
     """
     gather = partial(lax.all_gather, axis_name=axis_name, tiled=True)
     aval = jax.typeof(x)
@@ -225,7 +226,7 @@ def _all_gather(x: Array, axis_name: Any) -> Array:
 
 
 def _entering(shards: Shards, index: Array, entering: Sequence, gathered: Shard) -> Array:
-    """[b,h,d,e]: the state that the devices before have made of the sequence that goes on here; 0 if none does."""
+    """The state [b,h,d,e], from the devices before, of the sequence that continues here; 0 if none does."""
     since = shards.device_of(entering.after - 1 if shards.reverse else entering.first)
 
     def after_device(state, of_device):
@@ -250,7 +251,7 @@ def _entering(shards: Shards, index: Array, entering: Sequence, gathered: Shard)
 
 
 def _varying(operands: Operands, shards: Shards) -> tuple[Operands, Array]:
-    """Operands and the number of this device, which vary over the same manual axes."""
+    """The operands and the index of this device, cast to vary over the same manual axes."""
     given = {name: x for name, x in operands._asdict().items() if x is not None}
     varying = vary_alike(given | {"index": shards.index})
     index = varying.pop("index")
@@ -258,7 +259,7 @@ def _varying(operands: Operands, shards: Shards) -> tuple[Operands, Array]:
 
 
 def _given(x: Operands) -> Array:
-    """[b,n,h,d,e]: the states in which sequences begin, sharded as q is."""
+    """The given initial states [b,n,h,d,e], sharded as q is."""
     if x.initial_state is not None:
         return x.initial_state
     of_heads = jnp.zeros_like(x.q, np.promote_types(x.q.dtype, np.float32)).sum(1)
@@ -268,13 +269,13 @@ def _given(x: Operands) -> Array:
 
 
 def _sequence(cuts: Array, token: Array) -> Sequence:
-    """The sequence that has a token, which is not empty."""
+    """The sequence, never an empty one, that contains a token."""
     found = (cuts <= token).sum(dtype=np.int32) - 1
     number = found.clip(0, cuts.shape[0] - 2)
     return Sequence(number, cuts[number], cuts[number + 1], (found == number) & (token < cuts[-1]))
 
 
 def _of_sequence(sequence: Sequence, shards: Shards) -> Array:
-    """[1,n,1,1,1]: which state is that of the sequence."""
+    """A mask [1,n,1,1,1] that selects the state of the sequence."""
     number = jnp.arange(shards.cuts.shape[0] - 1, dtype=np.int32)
     return lax.expand_dims(number == sequence.number, (0, 2, 3, 4))

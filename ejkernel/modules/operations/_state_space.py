@@ -1,4 +1,4 @@
-"""What the two state spaces of Mamba share: from their arguments to the operands of the primitive."""
+"""The state spaces of Mamba and Mamba-2: the common path from public arguments to the operands of the primitive."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from ._recurrence import spans_of, states_of, synthetic_spans
 def prepare(
     algorithm: Trio, operands: type, arrays: Mapping[str, Any], initial_state: Any, cu_seqlens: Any, return_state: Any
 ) -> Prepared:
-    """A checked call; x and dt have heads, or channels, and B and C the numbers of a state."""
+    """A checked call, in which x and dt have heads or channels, and B and C have the state's features."""
     name = algorithm.name
     arrays = {of: (array_or_none if of == "D" else array)(name, of, x) for of, x in arrays.items()}
     given = {of: x for of, x in arrays.items() if x is not None}
@@ -36,7 +36,7 @@ def prepare(
     spans = spans_of(name, cu_seqlens, x, "x")
     state = "channels, numbers of the state" if x.ndim == 3 else "heads, features, numbers of the state"
     initial_state = states_of(name, initial_state, x, (*x.shape[2:], B.shape[-1]), spans, state)
-    # As wide as their gradients, which are summed over rows, those of a vmap included: a sum is rounded once.
+    # In the dtype of their gradients, which are sums over all rows, those of a vmap included: a sum is rounded once.
     of_batch = lambda a: None if a is None else a.astype(np.promote_types(x.dtype, np.float32))[None]
     arrays |= dict(A=of_batch(arrays["A"]), D=of_batch(arrays["D"]))
     filled = operands(**arrays, initial_state=initial_state, spans=spans)._asdict()
@@ -55,7 +55,7 @@ _AXES = dict(b="batch", s="length", h="heads", g="groups", d="numbers of the sta
 
 
 class StateSpace:
-    """What tuning and benchmarks ask of both."""
+    """The synthetic operands of both state spaces, for tuning and benchmarks."""
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: StateSpaceSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The arguments of attention over pages that TurboQuant has quantised: what pools and matrices have to fit."""
+"""Checks of the arguments of attention over pages that are quantised by TurboQuant: pools, matrices, codebooks."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ def operands_of_cache(
     matrices: Mapping[str, Any],
     sinks: Any,
 ) -> dict[str, Any]:
-    """All operands but those of the step's tokens, as the primitives have them. Raises where one does not fit."""
+    """The primitive's operands except those of the step's tokens; raises if one does not fit the others."""
     pools, tables = ({name: array(operation, name, x) for name, x in of.items()} for of in (pools, tables))
     matrices = _checked_matrices(operation, q, matrices)
     _check_pools(operation, q, pools, matrices["qjl_projection"])
@@ -64,7 +64,7 @@ def example_of_cache(heads: int, features: int) -> dict[str, Any]:
 
 
 def _check_pools(operation: str, q, pools: Mapping[str, Any], projection: Any) -> None:
-    """Raises where the pools [P, page, G, ·] do not belong together, to the queries, or to the projection [e, D]."""
+    """Raises unless the pools [P, page, G, ·] fit each other, the queries, and the projection [e, D]."""
     require_dtype(operation, np.floating, "a float type", q=q)
     for name, x in pools.items():
         axes = RANKS[name]
@@ -89,7 +89,7 @@ def _check_pools(operation: str, q, pools: Mapping[str, Any], projection: Any) -
 
 
 def _checked_matrices(operation: str, q, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotation [D, D], the projection [e, D] and both codebooks."""
+    """The checked rotation [D, D], projection [e, D] and codebooks."""
     found = {name: array(operation, name, x) for name, x in given.items()}
     require_dtype(operation, np.floating, "a float type", **found)
     (rotation, projection, *codebooks), features = found.values(), q.shape[2]

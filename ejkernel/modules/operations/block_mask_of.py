@@ -1,4 +1,4 @@
-"""block_mask_of: composed of operations of JAX, with no primitive of its own."""
+"""block_mask_of, composed of JAX operations, without a primitive of its own."""
 
 from collections.abc import Callable
 
@@ -23,23 +23,24 @@ def block_mask_of(
 
         block_mask[m, n] = any fn(i, j) of i < S with i // block_q = m and j < K with j // block_k = n
 
-    The pattern is asked for one block of queries beside one of keys at a time, and nothing is of the size S × K.
-    Within the blocks that it keeps, `blocksparse_attention` sees all pairs that its own options (causal, window, mask,
-    segment ids) let it see.
+    fn is evaluated for one block of queries and one block of keys at a time, so that no array has the size S × K.
+    Within the blocks that are kept, the options of `blocksparse_attention` (causal, window, mask, segment ids) alone
+    decide which pairs are visible.
 
     Args:
-        fn: from places of queries i, int32 [block_q, 1], and of keys j, int32 [1, block_k], to whether query i sees key
-            j: bool that broadcasts to [block_q, block_k], with axes before that for batch elements and heads if these
-            differ. It may use arrays, traced ones too, and is asked of places beyond the ends, which count for nothing.
-        S: queries.
-        K: keys.
-        block_size: queries and keys of a block.
+        fn: (i, j) → whether query i sees key j, from indices of queries i, int32 [block_q, 1], and of keys j, int32
+            [1, block_k], to a bool that broadcasts to [block_q, block_k], with leading axes for batch elements and
+            heads if these differ. It may use arrays, also traced ones. It is also evaluated at indices past the ends,
+            where its values are ignored.
+        S: the number of queries.
+        K: the number of keys.
+        block_size: the numbers of queries and of keys in a block.
 
     Returns:
-        bool [⌈S / block_q⌉, ⌈K / block_k⌉], behind the axes that fn adds.
+        bool [⌈S / block_q⌉, ⌈K / block_k⌉], preceded by the leading axes of fn.
 
     Raises:
-        ValueError, TypeError: lengths or block sizes are no positive numbers, or fn gives something else.
+        ValueError, TypeError: lengths or block sizes are not positive numbers, or fn returns something else.
     """
     block_q, block_k = block_pair(NAME, block_size)
     for name, length in (("S", S), ("K", K)):
@@ -66,7 +67,7 @@ def block_mask_of(
 
 
 def _leading(fn: Callable, block_q: int, block_k: int) -> tuple[int, ...]:
-    """The axes that fn has before those of queries and keys."""
+    """The leading axes of fn's result, before those of queries and keys."""
     of = jax.eval_shape(fn, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((block_q, 1), (1, block_k))))
     if getattr(of, "dtype", None) != np.bool_:
         raise type_error(NAME, f"fn gives {of}; it must give an array of bool")

@@ -56,19 +56,19 @@ def blocksparse_attention_arguments(
 ]:
     """Softmax attention over the blocks of keys that a mask keeps for each block of queries.
 
-    Query i sees key j, of one head, only where
+    In each head, query i sees key j only if the mask keeps their blocks,
 
         block_mask[i // block_q, j // block_k],   (block_q, block_k) = block_size
 
-    and where causal, window, mask, segment ids and cu_seqlens let it; all else is as in `flash_attention`:
+    and causal, window, mask, segment ids and cu_seqlens allow it; everything else is as in `flash_attention`:
 
         s_ij = softmax_scale · q_i·k_j + bias_ij,   then softcap · tanh(s_ij / softcap),   then −∞ where not seen
         lse_i = log(Σ_j exp s_ij + Σ_n exp sinks_n),   o_i = Σ_j exp(s_ij − lse_i) · keep_ij/(1 − dropout_rate) · v_j
 
-    Time and memory follow the number of blocks that are kept; nothing is of the size of the logits. Differentiable in
-    q, k, v, bias, sinks and a traced softmax_scale, through o and lse, to any order; of derivatives of the second order
-    and beyond the time also grows, by little, with the number of all blocks, and over Auto axes of a mesh these gather
-    q, k and v if the block mask differs between heads or batch elements.
+    Time and memory grow with the number of blocks that are kept; no array has the size of the logits. Differentiable in
+    q, k, v, bias, sinks and a traced softmax_scale, through o and lse, to any order. The time of derivatives of second
+    and higher order also grows slightly with the number of all blocks, and over Auto axes of a mesh they gather q, k
+    and v if the block mask differs between heads or batch elements.
 
     `block_mask_of` makes block masks from functions of i and j, and `ejkernel.block_masks` the usual ones.
 
@@ -76,9 +76,9 @@ def blocksparse_attention_arguments(
         q: queries [B, S, H, D], or [T, H, D] with cu_seqlens.
         k: keys [B, K, G, D], or [T', G, D]; H is a multiple of G.
         v: values [B, K, G, V], or [T', G, V]. q, k and v have one float dtype.
-        block_mask: bool [⌈S / block_q⌉, ⌈K / block_k⌉], with an axis of H or 1 heads before these if there are
-            different masks for heads, and one of B or 1 before that; may be traced. With cu_seqlens its blocks are
-            those of the packed tokens. Where S or K is symbolic, what lies behind its last block is not kept.
+        block_mask: bool [⌈S / block_q⌉, ⌈K / block_k⌉], preceded by an axis of H or 1 heads if masks differ between
+            heads, and by one of B or 1 batch elements before that; may be traced. With cu_seqlens its blocks are blocks
+            of the packed tokens. If S or K is symbolic, tokens past the last block of the mask are not kept.
         bias: added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
         mask: bool, broadcastable to [B, H, S, K]; False hides.
         q_segment_ids: [B, S] integers, negative for padding; a query attends only where the ids are equal.
@@ -87,7 +87,7 @@ def blocksparse_attention_arguments(
         cu_seqlens_q: [N + 1] integers, may be traced: sequence n is the tokens from entry n to entry n + 1.
         cu_seqlens_k: [N + 1] integers, likewise for keys and values.
         dropout_key: a `jax.random.key`; a weight is dropped where `flash_attention` drops it with that key.
-        block_size: queries and keys of a block, whatever tiles a device computes with.
+        block_size: the numbers of queries and of keys in a block, which need not be the tile sizes of a kernel.
         causal: query i sees keys j ≤ i' = i + K − S.
         window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is (w − 1, 0).
         softcap: bound of the logits, from 2**-60 to what their float type holds.
@@ -101,8 +101,8 @@ def blocksparse_attention_arguments(
         precision: "e4m3": as in `flash_attention`.
 
     Returns:
-        o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for; packed: [T, H, V] and [H, T]. A query none
-        of whose blocks is kept has o = 0 and lse = −∞ (with sinks, their logsumexp), and gradients 0.
+        o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for; packed: [T, H, V] and [H, T]. A query
+        without a kept block has o = 0 and lse = −∞ (with sinks, their logsumexp), and gradients 0.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
@@ -145,7 +145,7 @@ def blocksparse_attention_arguments(
 
 
 def _block_mask(block_mask, block_size, q, k):
-    """[b?,h?,x,y]; the sizes of x and y are looked at where the lengths are known."""
+    """The block mask [b?,h?,x,y]; the sizes x and y are checked if the lengths are static."""
     block_mask = array(NAME, "block_mask", block_mask)
     require_dtype(NAME, np.bool_, "bool", block_mask=block_mask)
     shown, rank = dict(block_mask=block_mask, q=q, k=k), len(block_mask.shape)
@@ -165,20 +165,20 @@ def _block_mask(block_mask, block_size, q, k):
 
 
 class BlocksparseAttention(FlashAttention):
-    """Softmax attention over blocks that are kept: `ejkernel.lax.blocksparse_attention` as a kernel object."""
+    """Softmax attention over the kept blocks: `ejkernel.lax.blocksparse_attention` as a kernel object."""
 
     algorithm = algorithm
     prepare_arguments = staticmethod(blocksparse_attention_arguments)
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Two blocks of queries, and two of keys."""
+        """A call with two blocks of queries and two of keys."""
         x, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (2, 1))
         return dict(q=x, k=kv, v=kv, block_mask=jax.ShapeDtypeStruct((2, 2), jnp.bool_), causal=True, return_lse=True)
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """As those of flash_attention; of the blocks a quarter at random, and those at the diagonal."""
+        """Those of flash_attention, with a mask of the blocks at the diagonal and a random quarter of the others."""
         values, of = super().synthetic_operands(operands, spec), operands["block_mask"]
         (rows, columns), kept = of.shape[2:], jax.random.bernoulli(jax.random.key(0), 0.25, of.shape)
         at = jnp.arange(rows, dtype=jnp.int32) * columns // max(1, rows)
@@ -186,5 +186,5 @@ class BlocksparseAttention(FlashAttention):
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
-        """None: values decide which blocks are computed."""
+        """None, since the values of the mask decide which blocks are computed."""
         return None

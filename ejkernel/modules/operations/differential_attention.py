@@ -52,17 +52,18 @@ def differential_attention(
     batch_invariant: bool = False,
     config: ConfigLike | None = None,
 ) -> Output:
-    """The attention of the Differential Transformer: what two softmax attentions have in common is taken off.
+    """The attention of the Differential Transformer: the difference of two softmax attentions over the same values.
 
         o = attention(q1, k1, v) − λ · attention(q2, k2, v)
 
-    Both are computed by one call of flash_attention with twice the heads: next to each key/value head of the first
-    attention stands that of the second, so that devices split the heads of both alike. v is there twice for it, as
-    keys and values have one number of heads; its gradient is the sum of both. Each attention is rounded to the dtype
-    of q1 before the difference, which is computed in float32, or float64 with such arrays.
+    One call of flash_attention with twice the heads computes both. Each key/value head of the first attention is
+    followed by that of the second, so that devices split the heads of both alike. v is passed twice, since keys and
+    values have the same number of heads; its gradient is the sum of both. Each attention is rounded to the dtype of q1
+    before the difference, which is computed in float32, or in float64 for float64 arrays.
 
-    The paper takes λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init, and norms o of each head: RMSNorm(o) · (1 − λ_init).
-    Both are the caller's. Differentiable in all six and a traced softmax_scale, to any order.
+    In the paper λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init, and o of each head is normalised to RMSNorm(o) ·
+    (1 − λ_init). Both are left to the caller. Differentiable in all six arrays and a traced softmax_scale, to any
+    order.
 
     Args:
         q1: queries of the first attention [B, S, H, D], or [T, H, D] with cu_seqlens.
@@ -83,10 +84,10 @@ def differential_attention(
         max_seqlen_k: static bound of the lengths in cu_seqlens_k.
         deterministic: as in flash_attention.
         batch_invariant: as in flash_attention.
-        config: of the call of flash_attention.
+        config: the config of the call of flash_attention.
 
     Returns:
-        o [B, S, H, V], or packed [T, H, V], in q1's dtype; 0 where a query sees nothing.
+        o [B, S, H, V], or packed [T, H, V], in q1's dtype; 0 for queries that see no key.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
@@ -126,13 +127,13 @@ def differential_attention(
     )
     first, second = _apart(o.astype(lambda_.dtype), groups)
     lambda_ = lambda_.reshape((1,) * (q1.ndim - 2) + (-1, 1)) if lambda_.ndim else lambda_
-    if not first.size and is_inside_shard_map():  # of a constant no gradient reads the cotangent
+    if not first.size and is_inside_shard_map():  # a constant, so that no gradient needs its cotangent
         return jnp.zeros_like(first, q1.dtype)
     return (first - lambda_ * second).astype(q1.dtype)
 
 
 def _check(given: Operands, options: Mapping[str, Any]) -> None:
-    """Raises where the first attention is no call of flash_attention; nothing is computed."""
+    """Raises if the first attention is not a valid call of flash_attention; computes nothing."""
 
     def check() -> None:
         attention_call(NAME, given, **options, dropout_rate=0.0, precision=None)
@@ -150,7 +151,7 @@ def _check_alike(**arrays: Any) -> None:
 
 
 def _aligned(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays with one sharding for each axis, as flash_attention takes its operands."""
+    """The arrays with one sharding for each axis name, as flash_attention needs its operands."""
     of_all = dict(q1="b s h d", k1="b t g d", q2="b s h d", k2="b t g d", v="b t g e", lambda_="h")
     table = {name: axes(of_all[name])[-x.ndim :] if x.ndim else () for name, x in arrays.items()}
     arrays = aligned(NAME, table, algorithm.forward.layout, vary_alike(arrays))
@@ -164,14 +165,14 @@ def _aligned(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _beside(a: Array, b: Array, groups: int) -> Array:
-    """[…, 2·heads, features]: for each key/value head its heads of a, then those of b."""
+    """a and b interleaved to […, 2·heads, features]: for each key/value head its heads of a, then those of b."""
     *leading, heads, features = a.shape
     both = jnp.stack([x.reshape(*leading, groups, heads // groups, features) for x in (a, b)], axis=-3)
     return both.reshape(*leading, 2 * heads, features)
 
 
 def _apart(o: Array, groups: int) -> tuple[Array, Array]:
-    """[…, heads, features] of the first attention and of the second, from both side by side."""
+    """The inverse of `_beside`: the heads […, heads, features] of the first and of the second attention."""
     *leading, heads, features = o.shape
     both = o.reshape(*leading, groups, 2, heads // groups // 2, features)
     first, second = (both[..., n, :, :].reshape(*leading, heads // 2, features) for n in range(2))
@@ -179,7 +180,7 @@ def _apart(o: Array, groups: int) -> tuple[Array, Array]:
 
 
 def _factor(lambda_: Any, q1: Array) -> Array:
-    """λ in the dtype of the difference."""
+    """λ in the dtype in which the difference is computed."""
     dtype = np.promote_types(q1.dtype, np.float32)
     if isinstance(lambda_, float | int) and not isinstance(lambda_, bool):
         return jnp.asarray(lambda_, dtype)

@@ -81,9 +81,9 @@ def flash_attention_arguments(
         cu_seqlens_q: [N + 1] integers, may be traced: sequence n is the tokens from entry n to entry n + 1.
         cu_seqlens_k: [N + 1] integers, likewise for keys and values.
         dropout_key: a `jax.random.key` of any implementation, may be traced. The kept set depends on all words of the
-            key, b, h, i and j alone, also over Auto and Explicit axes. Inside a `jax.shard_map` of your own b and h
-            count from 0 on each device, which so drop alike: fold `jax.lax.axis_index` of the axes that split batch
-            and heads into the key.
+            key, b, h, i and j alone, also over Auto and Explicit axes. Inside a `jax.shard_map` of your own, b and h
+            count from 0 on each device, so that all devices drop the same weights: fold `jax.lax.axis_index` of the
+            axes that split batch and heads into the key.
         causal: query i sees keys j ≤ i'.
         window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is the w keys that end
             with the query's own, (w − 1, 0). It may be larger than the lengths.
@@ -95,10 +95,10 @@ def flash_attention_arguments(
         return_lse: also return lse.
         deterministic: only implementations that give the same bits in every run.
         batch_invariant: only implementations that give a row the same bits whatever else is in the batch.
-        precision: "e4m3": q, k, v and the weights of the forward may be rounded to eight bits, with a scale for each
-            tile, where the device is faster with them; q and k after a rotation that spreads outliers. With normal
-            random numbers the relative error of o is then 5e-2 (bfloat16: 2e-3). Elsewhere, and in gradients and
-            tangents, nothing is rounded further.
+        precision: "e4m3" allows the forward to round q, k, v and the weights to eight bits, with a scale for each tile,
+            on devices that are faster with these; q and k are rounded after a rotation that spreads outliers. For
+            normal random numbers the relative error of o is then 5e-2 (bfloat16: 2e-3). On other devices, and in
+            gradients and tangents, nothing is rounded further.
 
     Returns:
         o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for; packed: [T, H, V] and [H, T]. A query that
@@ -159,7 +159,7 @@ class FlashAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Enough queries and keys for the tiles of every implementation."""
+        """A call with enough queries and keys to fill the tiles of every implementation."""
         x, kv = (jax.ShapeDtypeStruct((1, 256, heads, 128), jnp.bfloat16) for heads in (2, 1))
         return dict(q=x, k=kv, v=kv, causal=True, return_lse=True)
 
@@ -184,10 +184,10 @@ class FlashAttention(Operation):
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
-        """2 for each visible pair and each feature of a product; None where values decide which are visible.
+        """2 for each visible pair and each feature of a product; None if values decide which pairs are visible.
 
-        The products are s = q·kᵀ; forward p·v; one for each tangent or gradient of q, k and v; and with one of q or k
-        also do·vᵀ (or ṡ·v).
+        The products are s = q·kᵀ; in the forward p·v; one for each tangent or gradient of q, k and v; and, if q or k is
+        among these, do·vᵀ (or ṡ·v).
         """
         if not named.keys().isdisjoint(("mask", "q_segment_ids", "cu_seqlens_q")):
             return None
@@ -199,7 +199,7 @@ class FlashAttention(Operation):
 
     @classmethod
     def convert(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The modules API takes an integer seed, 0 if none is given."""
+        """The arguments of the lax API, with a dropout key from the integer seed of the modules API, by default 0."""
         seed, rate = arguments.get("dropout_key"), arguments.get("dropout_rate")
         if seed is None and not (isinstance(rate, float | np.floating) and rate > 0):
             return dict(arguments)
@@ -209,7 +209,7 @@ class FlashAttention(Operation):
     def place(
         cls, arrays: Mapping[str, Any], given: Mapping[str, Any], specs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Every shard drops what the whole would drop: it gets its own rows of the whole's counters."""
+        """Shards drop the same weights as the whole call: each gets its rows of the whole call's dropout counters."""
         rate = given.get("dropout_rate", 0.0)
         if not rate:
             return dict(arrays), dict(specs)

@@ -46,9 +46,9 @@ def flash_mla_arguments(
     Float[Array, "batch q_len heads v_head_dim"]
     | tuple[Float[Array, "batch q_len heads v_head_dim"], Float[Array, "batch heads q_len"]]
 ]:
-    """Multi-head latent attention for training and prefill: keys and values are projections of one latent a position.
+    """Multi-head latent attention for training and prefill: keys and values are projections of a latent per position.
 
-    With c_j the latent of position j and r_j its rotary part, which all heads share, head h has
+    With c_j the latent of position j and r_j its rotary part, both shared by all heads, head h has
 
         k_jh = [Σ_r c_jr · w_kc[r, h], r_j],   v_jh = Σ_r c_jr · w_vc[r, h]
 
@@ -61,15 +61,15 @@ def flash_mla_arguments(
     traced softmax_scale, through o and lse, to any order. `multi_latent_page_attention` decodes over pages of latents.
 
     Args:
-        q: queries [B, S, H, Dn + Dr], of each first the features without position, then the rotary ones.
+        q: queries [B, S, H, Dn + Dr], each with the features without position first, then the rotary ones.
         kv_latent: latents [B, K, R].
-        k_rope: rotary parts of the keys [B, K, Dr], with their positions in them.
+        k_rope: rotary parts of the keys [B, K, Dr], to which rotary embeddings are already applied.
         w_kc: the projection [R, H, Dn] of latents to keys.
         w_vc: the projection [R, H, V] of latents to values. All five have one float dtype.
         bias: added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
         mask: bool, broadcastable to [B, H, S, K]; False hides.
-        q_segment_ids: [B, S] integers, negative for padding; a query attends only where the ids are equal. Sequences
-            that are packed into one are told apart by them: there are no cu_seqlens.
+        q_segment_ids: [B, S] integers, negative for padding; a query attends only where the ids are equal. They also
+            separate packed sequences, as there are no cu_seqlens.
         kv_segment_ids: [B, K] integers.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
         dropout_key: a `jax.random.key`; a weight is dropped where `flash_attention` drops it with that key.
@@ -146,7 +146,7 @@ def _check_arrays(q, kv_latent, k_rope, w_kc, w_vc) -> None:
 
 
 class FlashMLA(FlashAttention):
-    """Multi-head latent attention, keys and values expanded: `ejkernel.lax.flash_mla` as a kernel object."""
+    """Multi-head latent attention with expanded keys and values: `ejkernel.lax.flash_mla` as a kernel object."""
 
     algorithm = algorithm
     prepare_arguments = staticmethod(flash_mla_arguments)
@@ -154,7 +154,7 @@ class FlashMLA(FlashAttention):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Two heads of 128 + 64 features, and latents of 128."""
+        """A call with two heads of 128 + 64 features, and latents of 128."""
         shapes = dict(q=(1, 256, 2, 192), kv_latent=(1, 256, 128), k_rope=(1, 256, 64), w_kc=(128, 2, 128))
         shapes |= dict(w_vc=(128, 2, 128))
         made = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in shapes.items()}
@@ -162,9 +162,9 @@ class FlashMLA(FlashAttention):
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
-        """Those of flash_attention on the expanded keys and values, and 2 for each number of a projection of a latent.
+        """The flops of flash_attention on expanded keys and values, and 2 for each latent and number of a projection.
 
-        Keys and values are made once in every pass, and again for each tangent or gradient of what they are made of.
+        Keys and values are expanded once in every pass, and again for each tangent or gradient of latents and weights.
         """
         if not named.keys().isdisjoint(("mask", "q_segment_ids")):
             return None

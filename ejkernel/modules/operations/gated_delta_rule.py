@@ -49,22 +49,23 @@ def gated_delta_rule_arguments(
         u_t = beta_t · (v_t − exp(g_t) · h_{t−1}ᵀ k_t)
         h_t = exp(g_t) · h_{t−1} + k_t u_tᵀ,    o_t = (softmax_scale · q_t)ᵀ h_t
 
-    with q_t and k_t divided by √(Σ x² + 1e-6) before, unless `use_qk_l2norm` is False. A chunk is computed at once, by
-    the solution of a system with a triangular matrix (the WY form). Differentiable in every float array, the state
-    included, to any order. A whole sequence and one token at a time with the state carried along are the same function.
+    with q_t and k_t first divided by √(Σ x² + 1e-6), unless `use_qk_l2norm` is False. The tokens of a chunk are
+    computed together by solving a triangular system (the WY form). Differentiable in every float array, the state
+    included, to any order. A whole sequence at once, and one token at a time with the state passed on, give the same
+    results.
 
     Args:
         q: queries [B, S, G, K].
         k: keys [B, S, G, K].
         v: values [B, S, H, V]; H is a multiple of G, and head h of the state uses head h // (H // G) of q and k. q, k
             and v have one float dtype.
-        beta: [B, S, H], how much of what the state has at a key is replaced: from 0, nothing, to 1, all of it.
-        g: log decay [B, S, H] of the whole state; at most 0 is expected, any value is correct. 0 if not given.
+        beta: [B, S, H], the share of the state's value at a key that is replaced: 0 for nothing, 1 for all of it.
+        g: log decay [B, S, H] of the whole state; usually at most 0, but any value is correct. 0 if not given.
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
         cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
             entry n + 1.
         softmax_scale: K**-0.5 by default; a static number.
-        use_qk_l2norm: whether q and k are normalised. A state may grow without bound where keys are longer than 1.
+        use_qk_l2norm: whether q and k are normalised. The state may grow without bound if keys have norms above 1.
         return_state: also return the final state.
 
     Returns:
@@ -94,7 +95,7 @@ def gated_delta_rule_arguments(
 
 
 def spec_of(name: str, q: Any, softmax_scale: Any, use_qk_l2norm: Any) -> GatedDeltaRuleSpec:
-    """What is computed, from the options of a call."""
+    """The spec of a call, from its options."""
     if softmax_scale is None:
         require_known(name, "the number of features, of which softmax_scale is a power,", q.shape[-1], q=q)
         softmax_scale = q.shape[-1] ** -0.5
@@ -103,14 +104,14 @@ def spec_of(name: str, q: Any, softmax_scale: Any, use_qk_l2norm: Any) -> GatedD
 
 
 def gates_of(name: str, beta: Any, g: Any, v: Any) -> tuple[Any, Any]:
-    """beta and g, which have a number for each token and head of v; g may be None."""
+    """The checked beta and g, with a number for each token and head of v; g may be None."""
     meaning = "one number for each token and head of v"
     beta = float_operand(name, "beta", array(name, "beta", beta), v.shape[:-1], meaning)
     return beta, float_operand(name, "g", g, v.shape[:-1], meaning)
 
 
 def check_tokens(name: str, rank: int, axes: str, q: Any, k: Any, v: Any) -> None:
-    """q and k of one shape [..., heads, features], and v whose heads are a multiple of theirs."""
+    """Raises unless q and k have one shape [..., heads, features], and the heads of v are a multiple of theirs."""
     shown = dict(q=q, k=k, v=v)
     require_rank(name, rank, axes, **shown)
     require_dtype(name, np.floating, "a float type", **shown)
@@ -139,22 +140,22 @@ class GatedDeltaRule(Recurrence, Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Two heads of values on one of queries and keys, with gates and the final state."""
+        """A call with two value heads for one head of queries and keys, with gates, that returns the final state."""
         q, v = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.bfloat16) for heads in (1, 2))
         gate = jax.ShapeDtypeStruct(v.shape[:3], jnp.float32)
         return dict(q=q, k=q, v=v, beta=gate, g=gate, return_state=True)
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: GatedDeltaRuleSpec) -> dict[str, Any]:
-        """As in the family; beta is between 0 and 1."""
+        """Those of linear recurrences, with beta between 0 and 1."""
         values = super().synthetic_operands(operands, spec)
         return values | dict(beta=jax.nn.sigmoid(values["beta"].astype(jnp.float32)).astype(values["beta"].dtype))
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: GatedDeltaRuleSpec) -> float:
-        """2·d·e for each token, head and product: what the state has at a key, what is written there, and the output.
+        """2·d·e for each token, head and product: hᵀk, the update k uᵀ, and the output.
 
-        A backward or tangent computes the first two again, and differentiates all three in both of their factors.
+        A backward or tangent recomputes the first two, and differentiates all three in both of their factors.
         """
         (batch, length, heads, e), d = named["v"].shape, named["q"].shape[-1]
         return 2.0 * batch * length * heads * d * e * (3 if "o" in results else 8)

@@ -32,13 +32,13 @@ def gla_arguments(
         h_t = diag(exp(gk_t)) · h_{t−1} + k_t v_tᵀ,    o_t = (softmax_scale · q_t)ᵀ h_t
 
     Differentiable in every float array, the state and a traced softmax_scale included, to any order. A whole sequence
-    and one token at a time with the state carried along are the same function.
+    at once, and one token at a time with the state passed on, give the same results.
 
     Args:
         q: queries [B, S, H, K].
         k: keys [B, S, G, K]; H is a multiple of G, and query head h uses head h // (H // G).
         v: values [B, S, G, V]. q, k and v have one float dtype.
-        gk: log decay [B, S, H, K] of each row of the state; at most 0 is expected, any value is correct.
+        gk: log decay [B, S, H, K] of each row of the state; usually at most 0, but any value is correct.
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
         cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
             entry n + 1.
@@ -46,7 +46,7 @@ def gla_arguments(
         reverse: time runs backwards, from the last token of each sequence to its first.
         return_state: also return the final state.
         axis_name: inside `jax.shard_map`, the mesh axis, or axes, over which the tokens are sharded in order. Arrays
-            with tokens are those of this device; cu_seqlens and states are of the whole, the same on each device.
+            over tokens have this device's tokens; cu_seqlens and states are those of the whole, equal on all devices.
 
     Returns:
         o [B, S, H, V] in q's dtype, 0 for tokens past the last sequence, whose contents do not matter; with the final
@@ -82,6 +82,6 @@ class GLA(Recurrence, Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """With a gate for each key feature."""
+        """The example of linear recurrences, with a gate for each key feature."""
         given = super().example()
         return dict(given, gk=given["q"])

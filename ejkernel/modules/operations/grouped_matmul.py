@@ -43,19 +43,20 @@ def grouped_matmul_arguments(
 
         o_in = scale_{g(i),n} Σ_k lhs_ik rhs_{g(i),k,n},        rows after the last group: existing_out, or 0
 
-    The products are added up in float32. Groups may be empty and as uneven as they like; their sizes may be traced.
-    Sizes that add up to more than M, and even to more than int32 holds, are cut off at the last row.
-    Rows after the last group may hold anything, NaN too: neither results nor gradients depend on them.
+    The products are added up in float32. Groups may be empty and of any sizes, which may be traced. Groups past the
+    last row are cut off, where the sizes add up to more than M, even if the sum does not fit an int32. Rows after the
+    last group may hold anything, even NaN: neither results nor gradients depend on them.
     Differentiable in lhs, rhs, existing_out and rhs_scale, to any order.
 
     Args:
-        lhs: rows [M, K] of a float dtype, those of one group after those of another.
+        lhs: rows [M, K] of a float dtype, sorted by group.
         rhs: a matrix for each group [E, K, N], or [E, N, K] with transpose_rhs; in the dtype of lhs, or int8 or fp8,
-            which are brought to it.
+            which are converted to it.
         group_sizes: [E] integers ≥ 0, may be traced: how many rows each group has. With group_offset [F], F ≥ E.
         group_offset: an integer ≥ 0, scalar or [1], may be traced: rhs holds the groups from this one on, and rows of
-            others are like those after the last group. So a device that holds some of the experts computes its share.
-        existing_out: [M, N], what stands in the result in rows of no group.
+            other groups are treated as those after the last group. So a device with some of the experts computes its
+            share.
+        existing_out: [M, N], the result for rows of no group.
         rhs_scale: a factor of rhs, a scalar, [E], or [E, N] for one of each column (or [E, 1, N]).
         transpose_rhs: the matrices of rhs are given as [N, K].
         preferred_element_type: the dtype of the result: float32, bfloat16 or float16; with float64 arrays float64.
@@ -112,7 +113,7 @@ def _check_arrays(lhs, rhs, group_sizes, transpose_rhs: bool) -> None:
 def _result_dtype(dtype, lhs) -> str:
     try:
         name = None if dtype is None or is_array(dtype) else np.dtype(dtype).name
-    except Exception:  # of many kinds, for what numpy takes for the description of a record
+    except Exception:  # of many kinds, for values that numpy takes for the description of a structured dtype
         name = None
     if name is None:
         raise type_error(NAME, f"preferred_element_type is {shown(dtype)}; it must be a dtype")
@@ -164,7 +165,7 @@ def _existing(existing_out, lhs, rhs, dtype):
 
 
 def _scale(scale, lhs, rhs):
-    """[1, e?, n?]."""
+    """rhs_scale as [1, e or 1, n or 1]."""
     if scale is None:
         return None
     scale = array(NAME, "rhs_scale", scale)
@@ -188,7 +189,7 @@ class GroupedMatmul(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four matrices, and enough rows for the tiles of every implementation; bfloat16 as in layers of experts."""
+        """A call with four matrices and enough rows to fill the tiles of every implementation, in bfloat16."""
         array = jax.ShapeDtypeStruct
         rows, matrices = array((512, 128), jnp.bfloat16), array((4, 128, 128), jnp.bfloat16)
         sizes = array((4,), jnp.int32)
@@ -196,7 +197,7 @@ class GroupedMatmul(Operation):
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random arrays; the groups that are here share all rows, unevenly."""
+        """Random arrays; the groups whose matrices are in rhs have all rows, in uneven shares."""
         values = random_like(dict(operands))
         rows, groups = operands["lhs"].shape[1], operands["rhs"].shape[1]
         of = operands["group_sizes"]

@@ -42,7 +42,7 @@ def lightning_attention_arguments(
         g_gamma = −(8/H) · (1 − layer_idx/num_layers) · (0, 1, …, H − 1)
 
     Differentiable in every float array, the state and a traced softmax_scale included, to any order. A whole sequence
-    and one token at a time with the state carried along are the same function.
+    at once, and one token at a time with the state passed on, give the same results.
 
     Args:
         q: queries [B, S, H, K].
@@ -51,15 +51,15 @@ def lightning_attention_arguments(
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
         cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
             entry n + 1.
-        g_gamma: [H] in the place of the formula above, which is that of all heads of a layer: under `jax.shard_map`
-            over heads each device has to be given its part of them.
-        layer_idx: the layer, from 0; later layers remember longer.
-        num_layers: how many layers there are.
+        g_gamma: [H], log decays to use instead of the formula above, which holds for all heads of a layer: under
+            `jax.shard_map` over heads each device must be given the log decays of its own heads.
+        layer_idx: the index of the layer, from 0; states decay more slowly in later layers.
+        num_layers: the number of layers.
         softmax_scale: K**-0.5 by default; a number, or a traced scalar.
         reverse: time runs backwards, from the last token of each sequence to its first.
         return_state: also return the final state.
         axis_name: inside `jax.shard_map`, the mesh axis, or axes, over which the tokens are sharded in order. Arrays
-            with tokens are those of this device; cu_seqlens and states are of the whole, the same on each device.
+            over tokens have this device's tokens; cu_seqlens and states are those of the whole, equal on all devices.
 
     Returns:
         o [B, S, H, V] in q's dtype, 0 for tokens past the last sequence, whose contents do not matter; with the final
@@ -110,7 +110,7 @@ class LightningAttention(Recurrence, Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Of the first of two layers."""
+        """The example of linear recurrences, with the decays of the first of two layers."""
         given = super().example()
         return dict(given, layer_idx=0, num_layers=2)
 
@@ -118,7 +118,7 @@ class LightningAttention(Recurrence, Operation):
     def place(
         cls, arrays: Mapping[str, Any], given: Mapping[str, Any], specs: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Every shard decays as its heads do in the whole."""
+        """Each shard gets the decays that its heads have in the whole call."""
         if "g_gamma" in arrays:
             return dict(arrays), dict(specs)
         heads = (*specs["q"], None, None, None)[2]

@@ -1,4 +1,4 @@
-"""lightning_indexer: composed of operations of JAX, with no primitive of its own."""
+"""lightning_indexer, composed of JAX operations, without a primitive of its own."""
 
 import jax
 import numpy as np
@@ -29,20 +29,20 @@ def lightning_indexer(
 ) -> Int32[Array, "tokens top_k"]:
     """The keys that each token of a step attends to in DeepSeek's sparse attention: those of the highest index scores.
 
-    The indexer has few and narrow heads of queries, and one key for each position, which all of them share. Token t
-    scores the positions j of its sequence that it sees, its own included:
+    The indexer has a few narrow query heads, and one key for each position, shared by all heads. Token t scores the
+    positions j of its sequence that it sees, its own included:
 
         I_tj = Σ_h w_th · relu(q_th · k_j)
 
-    and lists the top_k of them, the highest first and of equal ones the earlier. `multi_latent_page_attention` takes
-    the lists as `indices`, with the same lengths, and tables of its own pool. Computed for a block of tokens at a time:
-    the scores of all never stand in memory. It has no derivative: indexers are trained on their scores. Scores are sums
-    over heads, which no device has alone, and blocks of tokens are taken from all of them: on an explicit mesh q and
-    weights must not be split along either, and no array be mapped by `jax.vmap` along an axis that is. Inside
-    `jax.shard_map` each device may have a step of its own.
+    and lists the top_k of them, in descending order; of equal scores the earlier position comes first.
+    `multi_latent_page_attention` takes the lists as `indices`, with the same lengths, and block tables of its own pool.
+    Scores are computed for a block of tokens at a time, so that those of all tokens are never in memory together. It
+    has no derivative: indexers are trained on their scores. Scores are sums over all heads, and blocks are taken from
+    all tokens: on an Explicit mesh q and weights must not be split along heads or tokens, and `jax.vmap` must not map
+    an array along a split axis. Inside `jax.shard_map` each device may have a step of its own.
 
-    What the model makes of q and k before, as rotary embeddings, is the caller's; so is the factor of its weights,
-    which chooses nothing if it is positive and the same for all.
+    What the model applies to q and k before, such as rotary embeddings, is left to the caller; so is a factor of the
+    weights, which does not affect the choice if it is positive and the same for all.
 
     Args:
         q: the indexer's queries [T, H, D] of the step's tokens, one sequence after the other.
@@ -51,10 +51,10 @@ def lightning_indexer(
         context_lens: [N] integers: the tokens of each sequence, those of the step included.
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
-        num_seqs: how many of the N sequences there are, [1] integers or an int.
-        k_scale: a factor of the numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
-        draft_mask: [T, W] bool, a tree of speculated tokens, as of `multi_latent_page_attention`.
-        top_k: positions of a list.
+        num_seqs: how many of the N sequences are in use, [1] integers or an int.
+        k_scale: a factor of all numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
+        draft_mask: [T, W] bool, a tree of speculated tokens, as in `multi_latent_page_attention`.
+        top_k: the number of positions in a list.
 
     Returns:
         indices int32 [T, top_k]; −1 where a token sees fewer keys, and for tokens of no sequence.

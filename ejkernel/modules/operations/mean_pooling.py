@@ -28,12 +28,12 @@ def mean_pooling_arguments(
 
         o_n = Σ_{t in sequence n} x_t / length of n,    0 for an empty sequence
 
-    Tokens of no sequence may hold anything, NaN too: neither results nor gradients depend on them. Differentiable in x.
+    Tokens of no sequence may hold anything, even NaN: neither results nor gradients depend on them. Differentiable in x.
 
     Args:
         x: [B, S, D] of a float dtype, or packed [T, D] with cu_seqlens.
         cu_seqlens: [N + 1] integers, ascending, may be traced: sequence n is the tokens from entry n to entry n + 1.
-        chunk_size: tokens that are added up at a time; it changes no more than the order of the sum.
+        chunk_size: the number of tokens that are added up at a time; it affects only the order of the sum.
 
     Returns:
         o [B, D], or [N, D] with cu_seqlens, in x's dtype.
@@ -57,7 +57,7 @@ def mean_pooling_arguments(
 
 
 def _segments(cu_seqlens, x):
-    """[1, n, 2]: the first token of each sequence and the one after its last."""
+    """The first token of each sequence and the one after its last, [1, n, 2]."""
     require_cuts(NAME, cu_seqlens=cu_seqlens)
     ends = int32(cu_seqlens).clip(0, x.shape[0])
     return jnp.stack([ends[:-1], ends[1:]], axis=-1)[None]
@@ -71,13 +71,13 @@ class MeanPooling(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Eight packed sequences."""
+        """A call with eight packed sequences."""
         array = jax.ShapeDtypeStruct
         return dict(x=array((512, 128), jnp.bfloat16), cu_seqlens=array((9,), jnp.int32))
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random tokens; uneven segments that hold all of them."""
+        """Random tokens, in sequences of uneven lengths that have all of them."""
         values = random_like(dict(operands))
         if "segments" in operands:
             shape, tokens = operands["segments"].shape, operands["x"].shape[1]

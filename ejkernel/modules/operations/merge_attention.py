@@ -1,4 +1,4 @@
-"""merge_attention: composed of operations of JAX, with no primitive of its own."""
+"""merge_attention, composed of JAX operations, without a primitive of its own."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -27,9 +27,10 @@ def merge_attention(
 
         lse = log(exp(lse_a) + exp(lse_b)),   o = exp(lse_a − lse)·o_a + exp(lse_b − lse)·o_b
 
-    Shared prefixes (cascades), caches that are split, and the steps of a ring are merged so. A row that sees no key of
-    a set has lse = −∞ there and takes nothing of its o; where it sees none of either, o = 0 and lse = −∞. Sinks belong
-    into one of both. Differentiable in all four, to any order; computed in float32, or float64 where lse is.
+    It merges shared prefixes (cascades), the parts of a split cache, and the hops of a ring. A row that sees no key of
+    a set has lse = −∞ there, and o of that set does not affect the result; if it sees no key of either set, o = 0 and
+    lse = −∞. Sinks may be included in only one of the two. Differentiable in all four arrays, to any order. Computed in
+    float32, or in float64 if lse is float64.
 
     Args:
         o_a: the attention over one set of keys, [B, S, H, V], or [T, H, V] of packed or paged tokens.
@@ -37,10 +38,10 @@ def merge_attention(
             [H, T] from flash_attention and [T, H] from the paged operations.
         o_b: the attention over the other set, as o_a.
         lse_b: the logsumexp of its rows, as lse_a.
-        heads_last: lse is [T, H], not [H, T]. It has to be said where the shapes do not tell, as T = H.
+        heads_last: whether lse is [T, H] rather than [H, T]. Required if the shapes are ambiguous, as for T = H.
 
     Returns:
-        o in o_a's shape and dtype; lse in lse_a's shape, float32 (float64 where that is).
+        o in o_a's shape and dtype; lse in lse_a's shape, float32 (float64 if lse_a is float64).
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit; the message names operand, numbers and rule.
@@ -59,20 +60,20 @@ def merge_attention(
     of_a, of_b = jnp.exp(a - top), jnp.exp(b - top)
     empty = of_a + of_b == 0
     total = jnp.where(empty, jnp.ones((), dtype), of_a + of_b)
-    # Of lax, as `+` of jax 0.12 is under jit, whose transpose has no mesh for what is mapped over an Explicit axis.
+    # lax.add, since `+` of jax 0.12 is under jit, and its transpose finds no mesh for values mapped over an Explicit axis.
     lse = jnp.where(empty, jnp.array(-np.inf, dtype), lax.add(top, lax.log(total)))
 
     def part(weight: Array, o: Array) -> Array:
         weight = weight / total
         weight = (weight if last else jnp.swapaxes(weight, -1, -2))[..., None]
-        # An o of a row that sees nothing may hold anything: 0·NaN = NaN.
+        # o may be NaN for rows that see no key of the set, and 0·NaN = NaN.
         return weight * jnp.where(weight == 0, jnp.zeros((), dtype), o.astype(dtype))
 
     return (part(of_a, o_a) + part(of_b, o_b)).astype(o_a.dtype), lse
 
 
 def _heads_last(told: bool | None, o_a: Array, lse_a: Array, o_b: Array, lse_b: Array) -> bool:
-    """Whether the heads are the last axis of lse; raises where the arrays do not belong together."""
+    """Whether heads are the last axis of both lse; raises if the shapes of the arrays do not fit each other."""
     shown = dict(o_a=o_a, lse_a=lse_a, o_b=o_b, lse_b=lse_b)
     found = heads_are_last(NAME, told, shown)
     for name, x, other in (("o_b", o_b, o_a), ("lse_b", lse_b, lse_a)):
@@ -82,9 +83,9 @@ def _heads_last(told: bool | None, o_a: Array, lse_a: Array, o_b: Array, lse_b: 
 
 
 def heads_are_last(operation: str, told: bool | None, given: Mapping[str, Array]) -> bool:
-    """Whether lse, the second array given, is [T, H] and not [H, T]; raises where it is not that of o, the first.
+    """Whether lse, the second array given, is [T, H] rather than [H, T]; raises if its shape does not fit o, the first.
 
-    `told` is what the caller says, None where it leaves it to the shapes.
+    `told` is the caller's `heads_last`, None to infer it from the shapes.
     """
     (name, o), (name_of_lse, lse), *_ = given.items()
     if o.ndim not in (3, 4):

@@ -1,4 +1,4 @@
-"""merge_attention_shards: attention over keys that are sharded over devices, from that of each device over its own."""
+"""merge_attention_shards: merges the attention of each device over its own keys into that over all keys."""
 
 from functools import reduce
 from typing import Any
@@ -27,33 +27,33 @@ def merge_attention_shards(
     axis_name: str | tuple[str, ...],
     heads_last: bool | None = None,
 ) -> tuple[Output, Lse]:
-    """Attention over all keys inside `jax.shard_map`, from what each device of a mesh axis has of its own keys.
+    """Attention over all keys inside `jax.shard_map`, from the attention of each device of a mesh axis over its own.
 
         lse = log Σ_d exp(lse_d),   o = Σ_d exp(lse_d − lse)·o_d
 
-    A cache that is longer than the memory of a device is sharded by tokens. In a step of decoding all devices have the
-    queries, and each attends to the keys that it has:
+    A cache that is larger than the memory of a device is sharded by tokens. In a step of decoding all devices have the
+    queries, and each attends to its own keys:
 
         o, lse = page_attention(q, k_pages, v_pages, lens_of_this_device, block_tables, return_lse=True)
         o, lse = merge_attention_shards(o, lse, axis_name="x", heads_last=True)
 
     o and lse of all devices are exchanged by one all-gather, 4·(V + 1) bytes for each row and device, and merged by
-    `merge_attention` in float32. A device without a key of a sequence has lse = −∞ there. No window: that of a shard
-    would be of its own positions. Derivatives are those of the parts; operations of serving have none.
+    `merge_attention` in float32. A device without a key of a sequence has lse = −∞ there. Windows are not possible, as
+    a shard's window would count its own positions. Differentiable if the parts are; operations of serving are not.
 
     Args:
-        o: [T, H, V] or [B, S, H, V], of the keys of this device.
+        o: [T, H, V] or [B, S, H, V], the attention over the keys of this device.
         lse: the logsumexp of its rows, as the operation returns it: [B, H, S], [H, T] or [T, H].
-        sinks: [H] or [H, n] logits that join the denominator of every row once, the same on each device; they are not
-            given to the operation.
+        sinks: [H] or [H, n] logits that join the denominator of every row once, the same on each device; they must not
+            be given to the operation too.
         axis_name: the manual mesh axis, or axes, over which the keys are sharded.
-        heads_last: lse is [T, H], not [H, T]. It has to be said where the shapes do not tell, as T = H.
+        heads_last: whether lse is [T, H] rather than [H, T]. Required if the shapes are ambiguous, as for T = H.
 
     Returns:
-        o in its shape and dtype; lse in its shape, float32 (float64 where it is). Both are the same on each device.
+        o and lse in their shapes; o in its dtype, lse in float32, or float64 if it is. Both are equal on all devices.
 
     Raises:
-        ValueError, TypeError: shapes or dtypes do not fit, or there is no such axis; the message names the rule.
+        ValueError, TypeError: shapes or dtypes do not fit, or the axis does not exist; the message names the rule.
 
     Flash-Decoding, 2023, the blog of PyTorch; tree attention, arXiv 2408.04093.
     """
@@ -73,10 +73,11 @@ def merge_attention_shards(
 
 
 def _of_all_devices(rows: Array, axis_name: Any) -> Array:
-    """[devices,…], the same on each device.
+    """The rows of all devices [devices,…], equal on all devices.
 
-    Tiled, as a new axis would leave Explicit axes of the mesh at the places before it (jax 0.11.2). "invarying" tells
-    shard_map that it is the same on each; where that checks no such types, gradients of other devices would be missing.
+    The gather is tiled, as one on a new axis would leave Explicit axes one place early in the spec (jax 0.11.2).
+    "invarying" tells shard_map that the result is equal on all devices; where shard_map does not check these types,
+    the gradients from other devices would be missing.
     """
     rows, index = vary_alike({"rows": rows, "index": lax.axis_index(axis_name)}).values()
     checked = bool(jax.typeof(index).manual_axis_type.varying)
@@ -84,13 +85,13 @@ def _of_all_devices(rows: Array, axis_name: Any) -> Array:
 
 
 def _parts(rows: Array, last: bool) -> tuple[Array, Array]:
-    """o and lse from rows in which lse stands behind o."""
+    """o and lse from rows in which lse follows o in the last axis."""
     lse = rows[..., -1]
     return rows[..., :-1], lse if last else lse.swapaxes(-1, -2)
 
 
 def _of_sinks(sinks: Array, last: bool, o: Array, lse: Array) -> tuple[Array, Array]:
-    """The same of sinks, which have no values."""
+    """o and lse of the sinks, whose values are 0."""
     sinks = sinks_of_heads(NAME, sinks, o.shape[-2], o)[0]
     of_heads = jax.nn.logsumexp(sinks.astype(lse.dtype), axis=-1)
     return jnp.zeros_like(o), jnp.broadcast_to(of_heads if last else of_heads[:, None], lse.shape)

@@ -65,47 +65,47 @@ def multi_latent_page_attention_arguments(
     Float[Array, "tokens q_heads latent_dim"]
     | tuple[Float[Array, "tokens q_heads latent_dim"], Float[Array, "tokens q_heads"]]
 ]:
-    """Multi-head latent attention over a paged cache, in its absorbed form: prefill, decode and drafts as they come.
+    """Multi-head latent attention over a paged cache in its absorbed form, for any mix of prefill, decode and drafts.
 
-    The cache holds for each position one latent c_j [R] and one rotary part r_j [Dr], which all heads share. With the
-    projections of keys absorbed into the queries and those of values left to the caller, token i of sequence n, which
-    stands at position p = context_lens[n] − q_len[n] + i, sees the positions j ≤ p, within the window:
+    For each position the cache holds one latent c_j [R] and one rotary part r_j [Dr], shared by all heads. The
+    projections of keys are absorbed into the queries, and those of values are left to the caller. Token i of sequence
+    n, at position p = context_lens[n] − q_len[n] + i, sees the positions j ≤ p, within the window:
 
         s_j = softmax_scale · (q_latent·c_j + q_rope·r_j),   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · c_j
 
-    Position j stands in slot j % page of page block_tables[n, j // page], that of the token itself too. Forward only:
-    it has no derivative. Slots past a context may hold anything, NaN too.
+    Position j is in slot j % page of page block_tables[n, j // page], also for the tokens of the step. Forward only: it
+    has no derivative. Slots past a context may hold anything, even NaN.
 
-    Given `indices` it is DeepSeek's sparse attention: the sums are over the positions j in the token's own list, of
-    those that it sees. Time follows the lengths of the lists, not the contexts; no other slot is read.
+    With `indices` it is DeepSeek's sparse attention: the sums are over the positions j in the token's own list that it
+    sees. Time grows with the lengths of the lists, not of the contexts; no other slot is read.
 
     Args:
-        q_latent: the queries [T, H, R] of the step's tokens against latents, one sequence after the other: those of
-            q [T, H, Dn] without position times the keys' projection, Σ_d q_td · w_kc[r, h, d].
+        q_latent: the queries [T, H, R] of the step's tokens against latents, one sequence after the other: the part
+            of q without position, [T, H, Dn], times the projection of keys, Σ_d q_td · w_kc[r, h, d].
         q_rope: their rotary parts [T, H, Dr], in the same float dtype.
-        pages: the pool [P, page, R + Dr], a latent and then its rotary part, in that dtype, float8_e4m3fn or int8.
+        pages: the pool [P, page, R + Dr], each latent followed by its rotary part, in that dtype, float8_e4m3fn or int8.
         context_lens: [N] integers: the tokens of each sequence, those of the step included.
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
             context may be anything. A page outside the pool is read as the nearest one in it.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
-        num_seqs: how many of the N sequences there are, [1] integers or an int; the entries of the others, and tokens
+        num_seqs: how many of the N sequences are in use, [1] integers or an int; the entries of the others, and tokens
             past query_start_loc[num_seqs], may hold anything.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        k_scale: a factor of the numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
-        plan: how the work is divided, from `page_plan` of these lengths. It is checked, but no implementation uses it
-            yet: results are the same with and without it.
-        draft_mask: [T, W] bool, a tree of speculated tokens, as of `ragged_page_attention`.
+        k_scale: a factor of all numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
+        plan: the division of the work, which `page_plan` makes of these lengths. It is checked, but no implementation
+            uses it yet: results are the same with and without it.
+        draft_mask: [T, W] bool, a tree of speculated tokens, as in `ragged_page_attention`.
         indices: [T, n] integers, for each token the positions in its own sequence of the keys that it attends to, in
-            any order, as `lightning_indexer` makes them. −1, and whatever the token would not see without a list (past
-            its own position or its window, a draft that is not its own), is no key. A position that stands in a list
-            twice counts twice, as in the sparse prefill of FlashMLA: the sums are over the list.
-        window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
+            any order, as `lightning_indexer` makes them. Entries of −1, and positions that the token would not see
+            without a list (after its own, outside its window, or drafts of other branches), are skipped. A position
+            that is listed twice counts twice, as in the sparse prefill of FlashMLA: the sums are over the list.
+        window: an int w, the w keys that end with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
-        softmax_scale: a static number, (R + Dr)**-0.5 by default: of the features that are multiplied here. That of a
-            model is usually (Dn + Dr)**-0.5, which cannot be known here.
-        num_splits: into how many parts the keys of a token are cut and computed side by side, where the implementation
-            should not choose; at most as many as pages. It changes no more than the rounding.
+        softmax_scale: a static number; by default (R + Dr)**-0.5, from the features that are multiplied here. Models
+            usually need (Dn + Dr)**-0.5, but Dn is not known here.
+        num_splits: the number of parts of a token's keys that are computed in parallel, if the implementation is not to
+            choose it; at most the number of pages. It changes only the rounding.
         return_lse: also return lse.
         batch_invariant: only implementations that give a token the same bits whatever else is in the step.
 
@@ -165,7 +165,7 @@ def _check_arrays(q_latent, q_rope, pages) -> None:
 
 
 def _lists_of_keys(indices, tokens: Any):
-    """Lists [tokens, keys] as [1, tokens, keys] int32; None without."""
+    """The lists `indices` [tokens, keys] as [1, tokens, keys] int32; None without lists."""
     indices = array_or_none(NAME, "indices", indices)
     if indices is None:
         return None
@@ -186,7 +186,7 @@ class MultiLatentPageAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences that share 64 tokens and have four pages of 16 each."""
+        """A call with four sequences that share 64 tokens and have four pages of 16 slots each."""
         array = jax.ShapeDtypeStruct
         shapes = dict(q_latent=(64, 4, 128), q_rope=(64, 4, 64), pages=(16, 16, 192))
         tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))
@@ -195,7 +195,7 @@ class MultiLatentPageAttention(Operation):
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+        """Random arrays; sequences have equal shares of the tokens, and contexts of three quarters of their pages."""
         made = synthetic_step(operands, operands["q_latent"].shape[1], *operands["pages"].shape[1:3])
         if (lists := operands.get("indices")) is not None:
             made["indices"] = _spread(lists.shape, made["context_lens"].min())
@@ -203,6 +203,6 @@ class MultiLatentPageAttention(Operation):
 
 
 def _spread(shape: tuple[int, int, int], context: Any) -> jax.Array:
-    """Lists of positions that are apart from one another, other ones for each token."""
+    """Lists of positions that are spread over the context, and differ between tokens."""
     batch, token, entry = (jnp.arange(size, dtype=jnp.int32) for size in shape)
     return (104729 * (batch[:, None, None] + token[:, None]) + 7919 * entry) % context

@@ -74,13 +74,13 @@ def page_attention_arguments(
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
         k_scale: a factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
         v_scale: a factor of the values, likewise.
-        plan: how the work is divided among programs of a GPU, from `page_plan` of these lengths and this window: one
-            for all layers of a step. The results are those without it; with batch_invariant it is left aside.
-        window: that many keys ending with the query's own, or a pair (left, right), of which right hides nothing.
+        plan: the division of the work among programs of a GPU, which `page_plan` makes of these lengths and this window
+            once for all layers of a step. Results are the same without it; with batch_invariant it is not used.
+        window: an int w, the w keys that end with the query's own, or a pair (left, right), where right hides nothing.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
-        num_splits: into how many parts the keys of a sequence are cut and computed side by side, where the
-            implementation should not choose; at most as many as pages. It changes no more than the rounding.
+        num_splits: the number of parts of a sequence's keys that are computed in parallel, if the implementation is not
+            to choose it; at most the number of pages. It changes only the rounding.
         return_lse: also return lse.
         batch_invariant: only implementations that give a sequence the same bits whatever else is in the step.
 

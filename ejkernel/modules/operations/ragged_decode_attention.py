@@ -57,11 +57,11 @@ def ragged_decode_attention_arguments(
         sequence_start: [B] integers: the first key of each sequence, behind the padding on the left, say.
         sequence_end: [B] integers: the key after its last; beyond K it is K.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        window: that many keys ending with the query's own, or a pair (left, right), of which right hides nothing.
+        window: an int w, the w keys that end with the query's own, or a pair (left, right), where right hides nothing.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
-        num_splits: into how many parts the keys of a sequence are cut and computed side by side, where the
-            implementation should not choose; at most as many as keys. It changes no more than the rounding.
+        num_splits: the number of parts of a sequence's keys that are computed in parallel, if the implementation is not
+            to choose it; at most the number of keys. It changes only the rounding.
         return_lse: also return lse.
 
     Returns:

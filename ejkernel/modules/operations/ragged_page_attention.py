@@ -76,7 +76,7 @@ def ragged_page_attention_arguments(
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
             context may be anything. A page outside the pool is read as the nearest one in it.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
-        num_seqs: how many of the N sequences there are, [1] integers or an int; the entries of the others, and tokens
+        num_seqs: how many of the N sequences are in use, [1] integers or an int; the entries of the others, and tokens
             past query_start_loc[num_seqs], may hold anything.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
         k_scale: a factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
@@ -84,14 +84,14 @@ def ragged_page_attention_arguments(
         draft_mask: [T, W] bool, a tree of speculated tokens: a token sees the keys that were there before the step, and
             of the new ones of its sequence, j < W, those whose entry is True. It stands in the place of causality among
             the new ones; a window counts positions.
-        plan: how the work of sequences with few tokens is divided among programs of a GPU, from `page_plan` of these
-            lengths, drafts and window: one for all layers of a step. The results are those without it; with
-            batch_invariant it is left aside.
-        window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
+        plan: the division of the work of sequences with few tokens among programs of a GPU, which `page_plan` makes of
+            these lengths, drafts and window once for all layers of a step. Results are the same without it; with
+            batch_invariant it is not used.
+        window: an int w, the w keys that end with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
-        num_splits: into how many parts the keys of a token are cut and computed side by side, where the implementation
-            should not choose; at most as many as pages. It changes no more than the rounding.
+        num_splits: the number of parts of a token's keys that are computed in parallel, if the implementation is not to
+            choose it; at most the number of pages. It changes only the rounding.
         return_lse: also return lse.
         batch_invariant: only implementations that give a token the same bits whatever else is in the step.
 
@@ -159,5 +159,5 @@ class RaggedPageAttention(Operation):
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+        """Random arrays; sequences have equal shares of the tokens, and contexts of three quarters of their pages."""
         return synthetic_step(operands, operands["q"].shape[1], *operands["kv_pages"].shape[1:3])

@@ -97,7 +97,7 @@ def ragged_page_attention_v3_turboquant_arguments(
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pools. Entries past
             its context may be anything. A page outside the pools is not written; it is read as the nearest one in them.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
-        num_seqs: how many of the N sequences there are, [1] integers or an int; the entries of the others, and tokens
+        num_seqs: how many of the N sequences are in use, [1] integers or an int; the entries of the others, and tokens
             past query_start_loc[num_seqs], may hold anything.
         rotation_matrix: Π [D, D], orthogonal: `ejkernel.quantization.turboquant.matrices` makes one.
         qjl_projection: S [e, D] of normal numbers of variance 1 / e; e is a multiple of 8.
@@ -105,7 +105,7 @@ def ragged_page_attention_v3_turboquant_arguments(
             is the last bit: `ejkernel.quantization.turboquant.codebook` has them.
         value_codebook: those of values, up to 16; 2^b for b bits.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        window: that many keys ending with the token's own, or a pair (left, right); causality makes right 0.
+        window: an int w, the w keys that end with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
         return_lse: also return lse.
@@ -167,5 +167,5 @@ class RaggedPageAttentionV3TurboQuant(Operation):
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random arrays; every sequence has as many of the tokens, and three quarters of the pages in its table."""
+        """Random arrays; sequences have equal shares of the tokens, and contexts of three quarters of their pages."""
         return synthetic_step(operands, operands["q"].shape[1], *operands["value_norms_pages"].shape[1:3])

@@ -36,13 +36,13 @@ def recurrent_arguments(
         o_t = (softmax_scale · q_t)ᵀ h_t
 
     Differentiable in every float array, the state and a traced softmax_scale included, to any order. A whole sequence
-    and one token at a time with the state carried along are the same function.
+    at once, and one token at a time with the state passed on, give the same results.
 
     Args:
         q: queries [B, S, H, K].
         k: keys [B, S, G, K]; H is a multiple of G, and query head h uses head h // (H // G).
         v: values [B, S, G, V]. q, k and v have one float dtype.
-        g: log decay [B, S, H] of the whole state; at most 0 is expected, any value is correct.
+        g: log decay [B, S, H] of the whole state; usually at most 0, but any value is correct.
         gk: log decay [B, S, H, K] of each row of the state.
         gv: log decay [B, S, H, V] of each column of the state.
         g_gamma: log decay [H] of the whole state, the same at each token.
@@ -53,7 +53,7 @@ def recurrent_arguments(
         reverse: time runs backwards, from the last token of each sequence to its first.
         return_state: also return the final state.
         axis_name: inside `jax.shard_map`, the mesh axis, or axes, over which the tokens are sharded in order. Arrays
-            with tokens are those of this device; cu_seqlens and states are of the whole, the same on each device.
+            over tokens have this device's tokens; cu_seqlens and states are those of the whole, equal on all devices.
 
     Returns:
         o [B, S, H, V] in q's dtype, 0 for tokens past the last sequence, whose contents do not matter; with the final
@@ -91,6 +91,6 @@ class Recurrent(Recurrence, Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """With a gate for each head."""
+        """The example of linear recurrences, with a gate for each head."""
         given = super().example()
         return dict(given, g=jax.ShapeDtypeStruct(given["q"].shape[:3], given["q"].dtype))

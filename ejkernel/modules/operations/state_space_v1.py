@@ -39,16 +39,16 @@ def state_space_v1_arguments(
 
         h_t = exp(dt_t · A) ∘ h_{t−1} + dt_t · x_t · B_t,    y_t = C_t · h_t + D · x_t
 
-    Differentiable in every float array, the state included, to any order. A whole sequence and one token at a time with
-    the state carried along are the same function. The convolution before it, the softplus of dt and a gate after it are
-    the caller's.
+    Differentiable in every float array, the state included, to any order. A whole sequence at once, and one token at a
+    time with the state passed on, give the same results. The convolution before, the softplus of dt and a gate after
+    are left to the caller.
 
     Args:
         x: [B, S, channels], of a float dtype, which is that of the result.
-        A: [channels, N]; below 0 is expected, any value is correct.
-        B: [B, S, N], what a token writes into the state of each channel.
-        C: [B, S, N], what it reads of it.
-        D: [channels], the factor of x that passes by the state; None for none.
+        A: [channels, N]; usually negative, but any value is correct.
+        B: [B, S, N], by which a token is written into the state of each channel.
+        C: [B, S, N], by which the state of each channel is read.
+        D: [channels], the factor of x in y beside the state; None for none.
         dt: [B, S, channels], the step of each token, after its softplus.
         initial_state: [B, channels, N], or [sequences, channels, N] with cu_seqlens; 0 if not given. Kept in float32.
         cu_seqlens: [sequences + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n
@@ -79,7 +79,7 @@ class StateSpaceV1(StateSpace, Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """64 channels with 16 numbers of state each, and the final state."""
+        """A call with 64 channels, each with a state of 16 numbers, that returns the final state."""
         array = jax.ShapeDtypeStruct
         x, BC = array((1, 128, 64), jnp.bfloat16), array((1, 128, 16), jnp.bfloat16)
         A, D, dt = (array(shape, jnp.float32) for shape in ((64, 16), (64,), x.shape))
@@ -87,6 +87,6 @@ class StateSpaceV1(StateSpace, Operation):
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: StateSpaceSpec) -> float | None:
-        """None: nothing of it is a product of matrices."""
+        """None: there are no matrix products."""
         del named, results, spec
         return None

@@ -36,20 +36,20 @@ def state_space_v2_arguments(
         Float[Array, "batch heads head_dim state"] | Float[Array, "sequences heads head_dim state"],
     ]
 ]:
-    """The state space of Mamba-2: a recurrence over a state h [P, N] of each head, which decays as a whole; in chunks.
+    """The state space of Mamba-2: a recurrence over a state h [P, N] of each head with one decay, computed in chunks.
 
         h_t = exp(dt_t · A) · h_{t−1} + dt_t · x_t B_tᵀ,    y_t = h_t C_t + D · x_t
 
-    Differentiable in every float array, the state included, to any order. A whole sequence and one token at a time with
-    the state carried along are the same function. The convolution before it, the softplus of dt, and a gate and a norm
-    after it are the caller's.
+    Differentiable in every float array, the state included, to any order. A whole sequence at once, and one token at a
+    time with the state passed on, give the same results. The convolution before, the softplus of dt, and a gate and a
+    norm after are left to the caller.
 
     Args:
         x: [B, S, H, P], of a float dtype, which is that of the result.
-        A: [H]; below 0 is expected, any value is correct.
-        B: [B, S, G, N], what a token writes; H is a multiple of G, and head h uses group h // (H // G).
-        C: [B, S, G, N], what it reads.
-        D: [H], the factor of x that passes by the state; None for none.
+        A: [H]; usually negative, but any value is correct.
+        B: [B, S, G, N], by which a token is written; H is a multiple of G, and head h uses group h // (H // G).
+        C: [B, S, G, N], by which the state is read.
+        D: [H], the factor of x in y beside the state; None for none.
         dt: [B, S, H], the step of each token, after its softplus.
         initial_state: [B, H, P, N], or [sequences, H, P, N] with cu_seqlens; 0 if not given. Kept in float32.
         cu_seqlens: [sequences + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n
@@ -79,7 +79,7 @@ class StateSpaceV2(StateSpace, Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Two heads of 64 features on one group of 64 numbers of state, and the final state."""
+        """A call with two heads of 64 features, and one group with 64 state features, that returns the final state."""
         array = jax.ShapeDtypeStruct
         x, BC = array((1, 128, 2, 64), jnp.bfloat16), array((1, 128, 1, 64), jnp.bfloat16)
         A, D, dt = (array(shape, jnp.float32) for shape in ((2,), (2,), (1, 128, 2)))
@@ -89,8 +89,8 @@ class StateSpaceV2(StateSpace, Operation):
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: StateSpaceSpec) -> float:
         """2·P·N for each token, head and product: a token's x Bᵀ, and the state times C.
 
-        A backward or tangent computes the states again; each of x, B and C that it differentiates adds a product, and x
-        or B one more, for the tangent or cotangent of the state.
+        A backward or tangent recomputes the states; each of x, B and C in which it differentiates adds a product, and x
+        or B adds one more, for the tangent or cotangent of the state.
         """
         del spec
         (batch, length, heads, features), state = named["x"].shape, named["B"].shape[-1]
