@@ -1,7 +1,7 @@
-"""Implementations: arrays in, arrays out. Each registers itself with `kernels._registry` when it is imported.
+"""Implementations: functions from arrays to arrays, each registered with `kernels._registry` when it is imported.
 
-A file in one of the folders (`_xla/`, `_triton/`, `_pallas/tpu/` …) is one algorithm; putting it there is all it takes.
-Files must import without the framework they are written in: `supports` says when that is missing.
+A file in one of the folders (`_xla/`, `_triton/`, `_pallas/tpu/` …) is one algorithm; no other file names it. A file
+must be importable without the framework that its kernels are written in: `supports` says if that is missing.
 """
 
 import importlib

@@ -1,7 +1,7 @@
-"""Lists of blocks that are kept, and orders of such lists, made by counting while a program runs.
+"""Lists of kept blocks, and the order of such lists by length, computed on the device by counting.
 
-A block is the n-th of its list if n kept ones stand before it. No list is sorted: a GPU's sorts of many short lists
-take as long as the attention over a few of the blocks.
+A block is the n-th of its list if n kept blocks precede it. Lists are not sorted, since sorting many short lists on a
+GPU takes as long as the attention over a few of the blocks.
 """
 
 import jax
@@ -19,9 +19,9 @@ def entries_of(kept: Array) -> Array:
 
 
 def full_first(some: Array, full: Array) -> tuple[Array, Array, Array]:
-    """Of each list […,N] of the blocks that are to be computed: its length, how many of them are full, and the blocks.
+    """For each list […,N] of blocks to compute: its length, the number of full blocks, and the blocks.
 
-    Full ones, which need no mask, come first, and each kind in ascending order.
+    Full blocks, which need no mask, come first; both kinds are in ascending order.
     """
     number = lax.broadcasted_iota(jnp.int32, some.shape, some.ndim - 1)
     length, of_full = (kept.sum(-1, dtype=jnp.int32) for kept in (some, some & full))
@@ -31,7 +31,7 @@ def full_first(some: Array, full: Array) -> tuple[Array, Array, Array]:
 
 
 def longest_first(lengths: Array) -> Array:
-    """int32 […,N] → int32 […,N]: the numbers of the lists, the longest first, of equal ones the first."""
+    """The indices of lists in descending order of length, stable for equal lengths: int32 […,N] → int32 […,N]."""
     here, there = lengths[..., :, None], lengths[..., None, :]
     number = jnp.arange(lengths.shape[-1], dtype=jnp.int32)
     rank = ((there > here) | ((there == here) & (number < number[:, None]))).sum(-1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Which implementation of an operation a target gets: the highest priority that has no reason against this call."""
+"""Dispatch: the implementation of the highest priority that supports a call on a target."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ Candidate = tuple[KernelSpec, str | None]
 
 
 class Dispatch:
-    """The implementations for one call, by descending priority; what one was asked is remembered.
+    """The implementations for one call by descending priority, with their answers cached.
 
-    They are asked one after the other, as far as someone looks: the answer of one may take an import of seconds.
+    They are asked lazily, one after the other, as an answer may need an import that takes seconds.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Dispatch:
         self._rest = iter(kernel_registry.list_implementations(operation))
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Each with the reason why it is passed over, or None."""
+        """Yields each implementation with the reason why it does not support the call, or None."""
         yield from self._asked
         _, *call = self._call
         for entry in self._rest:

@@ -1,4 +1,4 @@
-"""flash_mla by flash_attention, on every platform: the keys and values of all heads are made of the latents.
+"""flash_mla by flash_attention, on every platform: latents are expanded to the keys and values of all heads.
 
 With c_j the latent of position j, r_j its rotary part, and the projections W of keys and U of values of a head h:
 
@@ -14,7 +14,7 @@ Its backward gives dk and dv, with dk = [dn, dr] as k is divided; sums over head
     dW_h = Σ_j c_jᵀ dn_jh                                   dU_h = Σ_j c_jᵀ dv_jh
 
 which are summed in float32 and rounded once, at the end. A position that no query sees has dn = dv = 0, but its latent
-may be NaN, and so would be the product: tangent and backward take such a latent for 0.
+may be NaN, and so would be their product: tangent and backward replace such a latent by 0.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def register(
 ) -> None:
     """Registers flash_mla on a platform that has a package of `attention` kernels, which `kernels()` imports.
 
-    What a call must be like, and its configs, are what flash_attention says of the expanded shapes.
+    `supports` and the configs are those of flash_attention for the expanded shapes.
     """
 
     def flash_mla(
@@ -152,7 +152,7 @@ def register(
 
 
 def _present(implementation: Callable, module: str, of: Callable, space: Callable) -> None:
-    """Attaches to an implementation what that of flash_attention, `of`, has to say of the expanded shapes."""
+    """Attaches `supports` and configs of `of`, flash_attention's implementation, for the expanded shapes."""
     implementation.__module__, implementation.__qualname__ = module, implementation.__name__
     implementation.excess = lambda x, config: of.excess(x.shapes(x.q.dtype), config)
     configured_by(lambda *call: space(*call)[0], space, of.variants, of.refuses)(implementation)
@@ -179,9 +179,9 @@ def _space(
 def expanded(x: Operands) -> algorithm.Operands:
     """The operands of flash_attention: the keys [b,t,h,d] and the values [b,t,h,e] of every head.
 
-    Tangent and backward make them again, and there exp(s − lse) is a weight only if s is that of the forward. So the
-    products stand between barriers: XLA may sum them in another order together with what is around them, and some of
-    the keys would be rounded to another number.
+    Tangent and backward expand them again, and their weights exp(s − lse) are right only if s equals that of the
+    forward. So the products are between optimisation barriers: fused with surrounding operations, XLA might sum them in
+    another order, which would round some keys differently.
     """
     latent, w_kc, w_vc = lax.optimization_barrier((x.kv_latent, x.w_kc, x.w_vc))
     k, v = lax.optimization_barrier(tuple(_projected(latent, w).astype(x.q.dtype) for w in (w_kc, w_vc)))
@@ -189,7 +189,7 @@ def expanded(x: Operands) -> algorithm.Operands:
 
 
 def _expanded_tangent(x: Operands, dx: Operands) -> algorithm.Operands:
-    """The tangents of the keys and values by the product rule; None where nothing of theirs moves."""
+    """The tangents of keys and values by the product rule; None for one whose inputs have no tangents."""
 
     def moved(w, dw):
         terms = [] if dx.kv_latent is None else [_projected(dx.kv_latent, w)]
@@ -205,7 +205,7 @@ def _expanded_tangent(x: Operands, dx: Operands) -> algorithm.Operands:
 
 
 def _with_rope(k: Array, rope: Array) -> Array:
-    """[b,t,h,x] and [b,t,y] -> [b,t,h,d]: every head has the one rotary part."""
+    """Concatenates k [b,t,h,x] with the rotary part [b,t,y], shared by all heads, to [b,t,h,d]."""
     rope = jnp.broadcast_to(rope[:, :, None], (*k.shape[:3], rope.shape[2]))
     return jnp.concatenate([k, rope.astype(k.dtype)], axis=-1)
 
@@ -214,7 +214,7 @@ def _with_rope(k: Array, rope: Array) -> Array:
 
 
 def _visible(x: Operands, spec: FlashAttentionSpec) -> Array | None:
-    """[b?,t,1] bool: the positions that some query of some head sees; None where all are."""
+    """Whether some query of some head sees a position, bool [b?,t,1]; None if all positions are visible."""
     visibility = visibility_of(x.shapes(x.q.dtype), spec)
     if x.mask is None and x.q_segment_ids is None and not visibility.masks_keys:
         return None
@@ -222,7 +222,7 @@ def _visible(x: Operands, spec: FlashAttentionSpec) -> Array | None:
 
 
 def _without_hidden(x: Operands, visible: Array | None) -> Operands:
-    """The operands, or their tangents, with latents of 0 where no query sees them."""
+    """The operands, or their tangents, with latents set to 0 at positions that no query sees."""
     if visible is None or x.kv_latent is None:
         return x
     return x._replace(kv_latent=jnp.where(visible, x.kv_latent, jnp.zeros((), x.kv_latent.dtype)))
@@ -244,10 +244,10 @@ def _onto_latents(da: Array, w: Array) -> Array:
 
 
 def _onto_projection(latent: Array, da: Array, w: Array) -> Array:
-    """Σ_t latent [b,t,c] · da [b,t,h,n] -> [b?,c,h,n], as w is: over the batch too if that shares the projection.
+    """Σ_t latent [b,t,c] · da [b,t,h,n] -> [b?,c,h,n], the shape of w; also over the batch if w is shared by it.
 
-    The product that JAX makes when it transposes `_projected`, da first: on a CPU, XLA sums some products the other way
-    round one term after the other, and errs twice as much.
+    da is the first factor, as in JAX's transpose of `_projected`. In the other order XLA sums some products
+    sequentially on a CPU, with twice the error.
     """
     axes, _ = _named(w)
     transposed = axes.replace("c", "") + "c"
@@ -256,12 +256,12 @@ def _onto_projection(latent: Array, da: Array, w: Array) -> Array:
 
 
 def _named(w: Array) -> tuple[str, Array]:
-    """The axes of a projection, and it without that of the batch if all of that share it."""
+    """The axes of a projection and the projection, without the batch axis if the batch shares it."""
     return ("chn", w[0]) if w.shape[0] == 1 else ("bchn", w)
 
 
 def _product(axes: str, x: Array, y: Array) -> Array:
-    """In the dtype of statistics; float32 in full on every platform."""
+    """The product of x and y along the named axes in the dtype of statistics, at full float32 precision."""
     return jnp.einsum(axes, x, y, precision="highest", preferred_element_type=_statistics_dtype(x))
 
 

@@ -1,4 +1,4 @@
-"""What the kernels of grouped_matmul on all accelerators leave to plain JAX."""
+"""The parts of grouped_matmul that the kernels of all accelerators leave to plain JAX."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from ejkernel.xla_utils.groups import group_bounds
 
 
 def tangent(x: Operands, dx: Operands, multiply: Callable[[Operands], jax.Array]) -> jax.Array:
-    """ȯ = (l̇hs · rhs + lhs · ṙhs) σ + (lhs · rhs) σ̇, and the tangent of existing_out in rows of no group."""
+    """The tangent ȯ = (l̇hs · rhs + lhs · ṙhs) σ + (lhs · rhs) σ̇, and that of existing_out in rows of no group."""
     x = x._replace(existing_out=None)
     moved = [x._replace(**{name: t}) for name in ("lhs", "rhs", "rhs_scale") if (t := getattr(dx, name)) is not None]
     terms = [multiply(product) for product in moved]
@@ -30,8 +30,8 @@ def outside(a: jax.Array, x: Operands) -> jax.Array:
 def scale_cotangent(x: Operands, do: jax.Array, matrices: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """dσ_g = Σ_k rhs_g ∘ Σ_i lhs_iᵀ · do_i, where `matrices` gives the latter sum [b?, e, k, n] in float32.
 
-    It takes do in the dtype of lhs. As dσ is float32, what rounding to that dtype leaves of do is brought too. (XLA, at
-    times more precise than it is asked to be, would find nothing left after a conversion there and back.)
+    `matrices` takes do in the dtype of lhs. As dσ is float32, the rounding error of do in that dtype is passed as well.
+    (It is not computed by converting back and forth, which XLA may simplify to no conversion, and an error of 0.)
     """
     narrow, limits = do.astype(x.lhs.dtype), jnp.finfo(x.lhs.dtype)
     unscaled = matrices(narrow)

@@ -30,7 +30,7 @@ Predicate = Callable[[Any, Any, Target], str | None]
 
 @dataclass(frozen=True)
 class KernelTrio:
-    """Where the three kernels are, what they take, and how they are registered.
+    """Names the modules of the three kernels, their types, and how they are registered.
 
     Attributes:
         package: the name of the package.
@@ -38,10 +38,10 @@ class KernelTrio:
         spec, operands, outputs: the types that the trio of primitives defines.
         platform: what the kernels are written in.
         backend: the hardware that they run on.
-        priority: of several implementations that take a call, the highest is chosen.
-        custom_calls: what they are lowered to and `jax.export` does not know.
-        refuses: from the name of a kernel and a config to what the kernel has against it, or None.
-        excess: the same for given operands, where those have to fit somewhere; it is told the package, too.
+        priority: of several implementations that support a call, the one with the highest priority is chosen.
+        custom_calls: the custom calls in their lowering that `jax.export` does not know.
+        refuses: (name of a kernel, config) → why the kernel does not take the config, or None.
+        excess: as `refuses` for given operands, which may exceed a limit such as shared memory; gets the package too.
     """
 
     package: str

@@ -1,7 +1,7 @@
-"""The lists of blocks of native_sparse_attention, as kernels of every platform take them.
+"""The lists of blocks of native_sparse_attention in the form that the kernels of all platforms take.
 
-Blocks are numbered over the whole array, sequence after sequence: a slot is a block with a first token. A tile of
-queries has the union of the slots of its queries, each with a bit for every query that has it in its list.
+Blocks are numbered over the whole array, sequence after sequence; a numbered block is called a slot. For a tile of
+queries the kernels take the union of the queries' slots, with a bit in each slot for every query that lists it.
 """
 
 from functools import partial
@@ -16,11 +16,11 @@ from ejkernel.primitives.native_sparse_attention import Operands
 from ejkernel.xla_utils.sequence_blocks import places
 
 NONE = np.int32(2**31 - 1)
-"""The slot that is none, and sorts behind all others."""
+"""The number of no slot, which sorts after all others."""
 
 
 def slots_of(x: Operands, size: int) -> int:
-    """Blocks of all sequences, at the most."""
+    """An upper bound of the number of blocks of all sequences."""
     keys = x.k.shape[1]
     return -(-keys // size) if x.cu_seqlens is None else keys // size + x.cu_seqlens.shape[1] - 1
 
@@ -39,7 +39,7 @@ class Lists(NamedTuple):
 
 
 def lists_of(x: Operands, size: int) -> Lists:
-    """Of each batch element, whose cu_seqlens may be its own."""
+    """The lists of a call, of each batch element by its own cu_seqlens."""
     of_one = partial(_lists_of_one, keys=x.k.shape[1], slots=slots_of(x, size), size=size)
     if x.cu_seqlens is None:
         return jax.vmap(lambda blocks: of_one(blocks, None))(x.block_indices)
@@ -67,7 +67,7 @@ def _lists_of_one(blocks: Array, cuts: Array | None, *, keys: int, slots: int, s
 
 
 def tokens_in_slots(x: Operands, size: int) -> Array:
-    """[b,t], given cu_seqlens: where each token stands among all places of all slots, or behind them, if in none."""
+    """For cu_seqlens the index [b,t] of each token among the tokens of all slots; past the end for tokens in none."""
     keys, behind = x.k.shape[1], slots_of(x, size) * size
 
     def of_one(cuts: Array) -> Array:
@@ -95,7 +95,7 @@ class Unions(NamedTuple):
 
 
 def unions_of(lists: Lists, queries: int, size: int) -> Unions:
-    """The unions of tiles of so many queries, of slots of `size` tokens."""
+    """The unions for tiles of `queries` queries, of slots with `size` tokens."""
     (b, s, g, n), slots = lists.slots.shape, lists.first.shape[1]
     tiles = -(-s // queries)
     behind = tiles * queries - s

@@ -1,11 +1,11 @@
 """The work list of a step over pages, from lengths that may be traced: what each program of a kernel computes.
 
-A row is some tokens of one request, which are computed side by side: one token in a decode, up to `tokens_per_item` of
-a prefill. Its pages are cut into work items, so that no item has more than its share of the pages of all rows:
+A row is a group of tokens of one request that are computed together: one token in a decode, up to `tokens_per_item` in
+a prefill. Its pages are split into work items, none with more than an equal share of the pages of all rows:
 
     share = ⌈Σ_rows pages / workers⌉,     items of a row = max(1, ⌈pages / share⌉),     of all ≤ rows + workers
 
-The list has that many places whatever the lengths are, the longest items first and no work in what is left over.
+The list has rows + workers entries whatever the lengths are: the longest items first, then entries without work.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class WorkItem(NamedTuple):
     """The eight numbers of a work item, as the last axis of a plan has them.
 
     Attributes:
-        request: whose pages.
+        request: the request that the pages belong to.
         token: the first of its tokens in the step.
         tokens: how many; 0 is no work.
         page: the first page, counted in the table of the request.
@@ -72,7 +72,7 @@ def ragged_rows(
     tokens_per_item: int,
     drafts: int | None,
 ) -> Rows:
-    """N + ⌊num_tokens / tokens_per_item⌋ rows, of which those that are not needed have no tokens."""
+    """The N + ⌊num_tokens / tokens_per_item⌋ rows of a step; unused rows have no tokens."""
     n = context_lens.shape[0]
     starts = jnp.where(jnp.arange(n + 1, dtype=jnp.int32) <= count, query_start_loc, query_start_loc[count])
     starts = jnp.clip(starts, 0, num_tokens)
@@ -92,7 +92,7 @@ def ragged_rows(
 
 
 def _pages(position: Array, stop: Array, page_size: int, left: int | None) -> tuple[Array, Array]:
-    """The first of the pages with keys j < stop that a query at this position sees, and how many they are."""
+    """The first page, and the number of pages, with keys j < stop that a query at a position sees."""
     first, stop = interval(position, left, None, 0, stop)
     return first // page_size, -(-stop // page_size) - first // page_size
 

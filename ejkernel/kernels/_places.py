@@ -1,4 +1,4 @@
-"""Where the tokens of a step of serving belong, and their keys and values in the pages."""
+"""The sequences and positions of the tokens of a serving step, and where their keys and values are in the pages."""
 
 from typing import Any, NamedTuple
 
@@ -30,9 +30,9 @@ def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: A
 
 
 def slots(at: Places, block_tables: Array, pages: int, size: int) -> tuple[Array, Array]:
-    """The page, of so many with `size` slots, and its slot, where the key and value of each token belong.
+    """The page and the slot for the key and value of each token, in a pool of `pages` pages of `size` slots.
 
-    One whose page is not in the pool, or not in the table, is written nowhere: its page is one past the last.
+    A token whose page is not in the pool or in the table gets a page past the end, and is not written.
     """
     column = at.position // size
     in_table = at.valid & (column < block_tables.shape[1])

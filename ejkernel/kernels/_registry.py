@@ -1,4 +1,4 @@
-"""The registry of kernel implementations: who computes an algorithm, written in what, on which hardware.
+"""The registry of kernel implementations by algorithm, platform and backend.
 
     @kernel_registry.register("flash_attention", Platform.TRITON, Backend.GPU, priority=10)
     @supported_if(lambda spec, operands, target: "head dim over 256" if operands.q.shape[-1] > 256 else None)
@@ -50,7 +50,7 @@ class KernelSpec:
     """One registered implementation.
 
     Attributes:
-        platform: what it is written in.
+        platform: the framework that it is written in.
         backend: the hardware it runs on.
         algorithm: the algorithm's name, in lower case.
         implementation: the callable; its `supports(spec, operands, target)` says why it cannot run, or None.

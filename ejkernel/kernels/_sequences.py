@@ -1,4 +1,4 @@
-"""What cu_seqlens say of a packed call, on every platform."""
+"""Masking by the cu_seqlens of packed calls, for all platforms."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -7,7 +7,7 @@ from ejkernel.primitives.flash_attention import Operands
 
 
 def of_sequences(lse: Array, operands: Operands) -> Array:
-    """lse [b, h, S], −∞ outside of the sequences of a packed call, where sinks count for nothing either."""
+    """lse [b, h, S] with −∞ for tokens outside the sequences of a packed call, whatever sinks there are."""
     if operands.cu_seqlens_q is None or operands.sinks is None:
         return lse
     token, cuts = jnp.arange(lse.shape[2], dtype=jnp.int32), operands.cu_seqlens_q

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def parameters(implementation: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those of an implementation, with their types where these can be evaluated."""
+    """The parameters of an implementation, with annotations evaluated where possible."""
     try:
         signature = inspect.signature(implementation, eval_str=True)
     except Exception:  # an annotation that names what is imported for type checkers alone stays a string
@@ -16,7 +16,7 @@ def parameters(implementation: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def mismatches(reference: Callable[..., Any], other: Callable[..., Any], to: str, of: str) -> list[str]:
-    """In what the signature of one implementation differs from another's, which `to` and `of` name."""
+    """The differences between the signatures of two implementations, which `to` and `of` name."""
     ours, theirs = parameters(reference), parameters(other)
     if [p.name for p in ours] != [p.name for p in theirs]:
         return [f"{of} takes {[p.name for p in theirs]}, {to} takes {[p.name for p in ours]}"]

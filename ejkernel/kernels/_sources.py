@@ -1,4 +1,4 @@
-"""The source files that an implementation is made of: what a measured time of it depends on."""
+"""The source files of an implementation, on which its measured times depend."""
 
 import functools
 import hashlib
@@ -12,9 +12,9 @@ from ._registry import KernelSpec
 PACKAGE = Path(__file__).parents[1]
 """The folder of `ejkernel`."""
 
-# What brings a kernel to where it runs: neither what a kernel does nor how fast it is depends on it.
+# Files that only register and dispatch kernels; neither results nor speed of a kernel depend on them.
 _MACHINERY = {"_dispatch.py", "_registry.py", "_sources.py", "_kernel_trio.py", "_signatures.py"}
-# Packages of implementations, which an import of one of them does not mean.
+# Folders of implementations; importing one module of them does not import the others.
 _FOLDERS = {"_xla", "_triton", "_pallas", "gpu", "tpu", "_cuda"}
 _IMPORT = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\n]*)", re.MULTILINE)
 
@@ -22,7 +22,7 @@ _IMPORT = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(\([^)]*\)|[^\
 def files_of(entries: Iterable[KernelSpec]) -> list[Path]:
     """The files of the implementations and those that they import, directly or not, from the packages of kernels.
 
-    Of a package that is every file in it: kernels are imported when they are needed.
+    For a package these are all its files, since its kernels are imported only when needed.
     """
     found, ahead = set(), [file for entry in entries for file in _own_files(entry)]
     while ahead:
@@ -34,7 +34,7 @@ def files_of(entries: Iterable[KernelSpec]) -> list[Path]:
 
 
 def fingerprint(files: Iterable[Path]) -> str:
-    """A hash of what the files hold."""
+    """A hash of the contents of the files."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(file.read_bytes())

@@ -1,4 +1,4 @@
-"""Mamba-2's state space by the kernels of the linear recurrence: what has to be computed around them.
+"""Mamba-2's state space by the kernels of the linear recurrence: the computations before and after these.
 
 With queries C, keys B, values v_t = dt_t · x_t and a decay g_t = dt_t · A of each head,
 
@@ -124,7 +124,7 @@ def _recurrence(x: Operands) -> Recurrence:
 
 
 def _dtype(x: Operands) -> Any:
-    """Of products of matrices: the narrowest that holds x, B and C."""
+    """The dtype of matrix products: the narrowest that holds x, B and C."""
     return np.dtype(jnp.result_type(*(a.dtype for a in (x.x, x.B, x.C))))
 
 
@@ -135,7 +135,7 @@ def _with_zeros(a: Operands, of: Operands | None = None) -> Operands:
 
 
 def _of_sequences(a: Array, x: Operands) -> Array:
-    """[b,s,…] with zeros in tokens of no sequence."""
+    """The array [b,s,…] with zeros for tokens of no sequence."""
     if x.spans is None:
         return a
     token = jnp.arange(a.shape[1], dtype=jnp.int32)
@@ -153,7 +153,7 @@ def _wide(a: Array) -> Array:
 
 
 def _sum(*terms: Array | None) -> Array | None:
-    """Of those that there are."""
+    """The sum of the terms that are not None."""
     given = [a for a in terms if a is not None]
     return sum(given[1:], given[0]) if given else None
 

@@ -1,6 +1,6 @@
-"""The target that an implementation is traced for, where its `spec` and `config` do not say enough.
+"""The target for which an implementation is being traced, as what it compiles to may depend on the device.
 
-What it compiles to may depend on the device: the architecture, how many programs run at once.
+It may depend, for example, on the architecture and on how many programs run at once.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ _lowered_for: ContextVar[Target | None] = ContextVar("ejkernel_lowered_for", def
 
 @contextlib.contextmanager
 def lowering_for(target: Target) -> Iterator[None]:
-    """While an implementation is traced for `target`."""
+    """A context in which implementations are traced for `target`."""
     before = _lowered_for.set(target)
     try:
         yield
@@ -28,9 +28,9 @@ def lowering_for(target: Target) -> Iterator[None]:
 
 
 def gpu_target() -> Target:
-    """What the implementation that is being traced is for: what a lowering says, else the GPU of this process.
+    """The target of the implementation that is being traced: that of the lowering, else the GPU of this process.
 
-    Without either it is the GPU that is assumed where there is none, `Target("cuda")`.
+    Without either it is `Target("cuda")`, the GPU that is assumed if there is none.
     """
     if (target := _lowered_for.get()) is not None:
         return target
@@ -48,10 +48,10 @@ def first_device(platform: str) -> Target | None:
 
 @functools.cache
 def target_of_device(device: Any) -> Target:
-    """Of a device, concrete or abstract. Both CUDA and ROCm devices call their platform "gpu"; their kinds tell.
+    """The target of a device, concrete or abstract; CUDA and ROCm devices, both "gpu", are told apart by their kinds.
 
-    A CUDA device tells its compute capability and how many multiprocessors it has. An abstract one is taken for that of
-    this process which is of its kind, if there is one.
+    A CUDA device has a compute capability and a number of multiprocessors. For an abstract device these are taken from
+    a device of the same kind in this process, if there is one.
     """
     platform, kind = device.platform, device.device_kind
     if platform != "gpu":

@@ -1,16 +1,16 @@
-"""Who sees whom: the keys that a query of attention sees, for the kernels of every platform.
+"""The keys that each query of attention sees, for the kernels of all platforms.
 
-Query i of a sequence of S queries and K keys is aligned with the key i' = i + K − S. It sees key j where all that is
-given allows it:
+Query i of a sequence of S queries and K keys is aligned with key i' = i + K − S. It sees key j if all of the given
+conditions hold:
 
     i' − left ≤ j ≤ i' + right        the band: the window, which causality ends at the diagonal
     i and j are in one sequence       cu_seqlens
     both have one id, not negative    segment ids
     the mask says so
 
-Band and sequences leave an interval of keys to every query, and so a range of blocks of keys to every block of queries.
-`transposed` exchanges queries and keys: what is said of the keys that a query sees it says of the queries that see a
-key. Nothing here takes memory for all pairs, but for what segment ids and masks hide of single tokens.
+Band and sequences give every query an interval of keys, and so every block of queries a range of blocks of keys.
+`transposed` exchanges queries and keys, for the queries that see each key. Only segment ids and masks, which may hide
+single tokens, take memory for all pairs.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class Visibility:
 
     @property
     def most_keys(self) -> int:
-        """How many keys the band leaves to a query at most."""
+        """The largest number of keys that the band allows a query."""
         return min(self.kv_len, self.left + self.right + 1) if None not in (self.left, self.right) else self.kv_len
 
     @property
@@ -103,7 +103,7 @@ class Visibility:
         return Visibility(*sizes, exchanged(self.cu_seqlens), exchanged(self.segment_ids), mask)
 
     def intervals(self, xp: Any = jnp) -> tuple[Any, Any]:
-        """Band and sequences leave to each query the keys first ≤ j < stop: int32 [b?, q_len], 0 and 0 for none.
+        """The keys first ≤ j < stop that band and sequences allow each query: int32 [b?, q_len], 0 and 0 for none.
 
         `xp` is numpy for constants, where there are no cu_seqlens.
         """
@@ -129,7 +129,7 @@ class Visibility:
         return jnp.minimum(number, cuts.shape[1] - 2), is_inside
 
     def pairs(self) -> Array:
-        """Whether a query sees a key, bool [b?, h?, q_len, kv_len]: for who reduces it at once."""
+        """Whether each query sees each key, bool [b?, h?, q_len, kv_len], to be reduced at once by the caller."""
         first, stop = (x[:, None, :, None] for x in self.intervals())
         key = jnp.arange(self.kv_len, dtype=jnp.int32)[None, None, None]
         visible = (first <= key) & (key < stop)
@@ -213,7 +213,7 @@ class Visibility:
 
 
 def visibility_of(operands: Operands, spec: FlashAttentionSpec) -> Visibility:
-    """That of a call of attention."""
+    """The visibility of a call of attention."""
     pair = lambda q, k: None if q is None else (q, k)
     return Visibility(
         *(operands.q.shape[1], operands.k.shape[1], *band(spec.causal, spec.window)),
@@ -226,8 +226,8 @@ def visibility_of(operands: Operands, spec: FlashAttentionSpec) -> Visibility:
 def zero_fully_masked(visibility: Visibility, *arrays: Array | None) -> tuple[Array | None, ...]:
     """Arrays [b, q_len, heads, …] of zeros where a query sees no key; transposed, where no query sees a key.
 
-    What stands there may be padding that holds NaN, which a weight of 0 does not keep out of a product: 0·NaN = NaN.
-    Of several heads that share one of an array's, each counts.
+    These entries may be padding with NaN, which a weight of 0 does not exclude from a product: 0·NaN = NaN. If several
+    heads share a head of an array, it is zeroed only where all of them are masked.
     """
     masked = visibility.fully_masked()
 

@@ -1,6 +1,7 @@
 """Dense attention in the form of ejkernel 0.0.78: flash, plain, of `jax.nn`, block-sparse and over a ring.
 
-All are `ejkernel.lax.flash_attention`, or `ring_attention`, of what `mask_info`, `causal` and `sliding_window` say.
+All call `ejkernel.lax.flash_attention` or `ring_attention`, with the visibility from `mask_info`, `causal` and
+`sliding_window`.
 """
 
 from collections.abc import Mapping
@@ -19,8 +20,10 @@ from ._release_visibility import dense, lax_band, specs_of_masks, visibility_of
 
 @translates
 def flash_attention(flash: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """`mask_info` says who sees whom, besides causal and sliding_window; `block_tables` [B, pages] where k and v, pools
-    [P, page, G, D], have the keys of each batch element, which are gathered; packed sequences may be [1, T, H, D].
+    """`flash_attention` with the visibility of `mask_info`, causal and sliding_window together.
+
+    With `block_tables` [B, pages], k and v are pools [P, page, G, D], from which the keys of each batch element are
+    gathered. Packed sequences may be [1, T, H, D].
     """
     if call["block_tables"] is not None:
         call, specs = _of_pages(call, specs)
@@ -30,7 +33,7 @@ def flash_attention(flash: Present, call: dict[str, Any], specs: dict[str, Any])
 
 
 def _of_pages(call: Mapping[str, Any], specs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keys and values [B, pages · page, G, D] that block_tables [B, pages] name in pools [P, page, G, D]."""
+    """The call with keys and values [B, pages · page, G, D], gathered by block_tables [B, pages] from their pools."""
     k, v, tables = arrays_of(call, "k", "v", "block_tables")
     of_table = lambda pool: pool.at[tables].get(mode="clip").reshape(tables.shape[0], -1, *pool.shape[2:])
     batch, *_ = entries_of(specs, "q", 4)
@@ -43,7 +46,7 @@ def _of_pages(call: Mapping[str, Any], specs: Mapping[str, Any]) -> tuple[dict[s
 
 
 def _packed(flash: Present, call: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
-    """Sequences that cum_seqlens divide, of arrays [1, T, H, D] too; causality is that of each one's last token."""
+    """Attention within packed sequences, in arrays [1, T, H, D] too; causality is relative to each one's last token."""
     name = "flash_attention"
     if call["mask_info"] is not None:
         raise value_error(name, "mask_info and cum_seqlens both divide the tokens into sequences; give one of them")
@@ -73,10 +76,10 @@ def _packed(flash: Present, call: Mapping[str, Any], specs: Mapping[str, Any]) -
 
 @translates
 def scaled_dot_product_attention(flash: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """Softmax attention of q [B, S, H, D] and of k and v [B, K, G, D]: `flash_attention`.
+    """Softmax attention of q [B, S, H, D], k and v [B, K, G, D], by `flash_attention`.
 
     cum_seqlens_q and cum_seqlens_k are the numbers of queries and of keys of each batch element, [B] integers.
-    `init_bias` makes a bias where none is given.
+    `init_bias` makes a bias if none is given.
     """
     name = "scaled_dot_product_attention"
     call |= dict(logits_soft_cap=None)
@@ -99,11 +102,11 @@ def scaled_dot_product_attention(flash: Present, call: dict[str, Any], specs: di
 
 @translates
 def attention(flash: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """Softmax attention with its weights: `flash_attention`, and exp(s − lse).
+    """Softmax attention and its weights, by `flash_attention` and exp(s − lse).
 
-    Of q [B, S, H, D], k [B, K, G, D] and v [B, K, G, V], brought to `dtype` (bfloat16 by default; None leaves them),
-    gives (o [B, S, H, V], weights [B, H, S, K]). Under `jax.jit` weights that are not used are not computed. They are
-    those before dropout, which takes place where `deterministic` is False.
+    q [B, S, H, D], k [B, K, G, D] and v [B, K, G, V] are converted to `dtype` (bfloat16 by default; None leaves them
+    unchanged). Returns (o [B, S, H, V], weights [B, H, S, K]); under `jax.jit` unused weights are not computed. The
+    weights are those before dropout, which is applied if `deterministic` is False.
     """
     name = "attention"
     if call["dtype"] is not None:
@@ -116,9 +119,9 @@ def attention(flash: Present, call: dict[str, Any], specs: dict[str, Any]) -> An
 
 @translates
 def blocksparse_attention(flash: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """Arrays are [B, H, S, D] here, and blocks are those that causality, window and segments leave: `flash_attention`.
+    """Attention of arrays [B, H, S, D] by `flash_attention`, which skips blocks that the visibility masks.
 
-    Lengths need not divide into blocks. `chunk_size` is that of `MaskInfo.apply_chunked`.
+    Lengths need not be multiples of the blocks. `chunk_size` is the argument of `MaskInfo.apply_chunked`.
     """
     name = "blocksparse_attention"
     call |= dict(zip("qkv", (x.swapaxes(1, 2) for x in arrays_of(call, "q", "k", "v")), strict=True))
@@ -136,7 +139,7 @@ def _swapped(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _with_mask_and_chunks(call: Mapping[str, Any]) -> dict[str, Any]:
-    """What `attention_mask` and `chunk_size` say, in mask_info."""
+    """The call with `attention_mask` and `chunk_size` combined into mask_info."""
     (batch, queries, *_), keys = call["q"].shape, call["k"].shape[1]
     info = call["mask_info"]
     if (mask := call.get("attention_mask")) is not None:
@@ -151,9 +154,9 @@ def _with_mask_and_chunks(call: Mapping[str, Any]) -> dict[str, Any]:
 
 @translates
 def ring_attention(composed: tuple[Present, Present], call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """On a mesh, over tokens in their natural order: the layout "contiguous", and a strategy that is chosen.
+    """Ring attention on a mesh over tokens in their natural order: layout "contiguous", and the strategy "auto".
 
-    Where the queries are not split over `axis_name`, in a step of decoding say, each device has all keys.
+    If the queries are not split over `axis_name`, as in a step of decoding, each device gets all keys.
     """
     ring, flash = composed
     name, call = "ring_attention", _with_mask_and_chunks(call)
@@ -198,7 +201,7 @@ def _ring_of(ring: Present, call: Mapping[str, Any], specs: Mapping[str, Any], i
 
 
 def _rows_of_bias(bias: Any, *entries: Any) -> PartitionSpec:
-    """The spec of a bias from the entries of batch, heads and rows, of its axes that are not of size 1."""
+    """The spec of a bias from the entries of batch, heads and rows, with None for its axes of size 1."""
     sizes = () if bias is None else bias.shape[-1 - len(entries) : -1]
     of_last = entries[len(entries) - len(sizes) :]
     return PartitionSpec(*(e if n > 1 else None for e, n in zip(of_last, sizes, strict=True)))
@@ -212,7 +215,7 @@ def _refuse_capped_bias(name: str, call: Mapping[str, Any]) -> None:
 
 
 def _options(call: Mapping[str, Any], heads: int, groups: int) -> dict[str, Any]:
-    """The options of flash_attention that mean the same, and sinks of heads."""
+    """The options that have the same meaning in flash_attention, and the sinks of each head."""
     options = {n: call[n] for n in ("softmax_scale", "logits_soft_cap", "dropout_prob", "dropout_seed") if n in call}
     return options | dict(softmax_aux=sinks_of_heads(call.get("softmax_aux"), heads, groups))
 
@@ -220,7 +223,7 @@ def _options(call: Mapping[str, Any], heads: int, groups: int) -> dict[str, Any]
 def _attend(
     name: str, flash: Present, call: Mapping[str, Any], specs: Mapping[str, Any], with_weights: bool = False
 ) -> Any:
-    """flash_attention of arrays [B, S, H, D] and of what the call lets queries see."""
+    """flash_attention of arrays [B, S, H, D] with the visibility of the call."""
     q, k, v, bias = arrays_of(call, "q", "k", "v", "bias")
     if bias is None and call.get("init_bias") is not None:
         bias = call["init_bias"]()

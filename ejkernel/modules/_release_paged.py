@@ -14,7 +14,7 @@ from ._release_table import FORMS
 
 @translates
 def ragged_decode_attention(decode: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """q may be [B, 1, H, D], as the result then is; softmax_aux [n] is shared by all heads unless n is their number."""
+    """Decoding: q and o may be [B, 1, H, D]; softmax_aux [n] is shared by all heads unless n is their number."""
     q, k = arrays_of(call, "q", "k")
     one_row = q.ndim == 4
     if one_row:
@@ -50,9 +50,11 @@ _OPTIONS = ("softmax_scale", "logits_soft_cap", "sliding_window")
 
 @translates
 def ragged_page_attention_v3(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """block_tables may be flat, [N · pages of a sequence]; num_seqs may be a distribution [3], of which the last number
-    is that of sequences; kv_pages may be [P, page, ⌈2G / packing⌉, packing, features that are padded]. softmax_scale is
-    1 if left out, and D**-0.5 if None. Gives (o, kv_pages).
+    """A step of serving by `ragged_page_attention_v3`; returns (o, kv_pages).
+
+    block_tables may be flat, [N · pages of a sequence]; num_seqs may be a distribution [3], whose last number is the
+    number of sequences; kv_pages may be [P, page, ⌈2G / packing⌉, packing, padded features]. softmax_scale is 1 if not
+    given, and D**-0.5 if None.
     """
     q, k, v, pool = arrays_of(call, "q", "k", "v", "kv_pages")
     (_, heads, features), groups = q.shape, k.shape[1]
@@ -76,19 +78,19 @@ def ragged_page_attention_v3(paged: Present, call: dict[str, Any], specs: dict[s
 
 
 def _two_axes(call: dict[str, Any]) -> Any:
-    """block_tables [N, pages of a sequence] of flat ones."""
+    """block_tables as [N, pages of a sequence], also from flat ones."""
     tables, lens = arrays_of(call, "block_tables", "context_lens")
     return tables.reshape(lens.shape[0], -1)
 
 
 def _count(distribution: Any) -> Any:
-    """The number of sequences, of [decodes, prefills, all], or as it is."""
+    """The number of sequences, the last entry of a distribution [decodes, prefills, all]; other values as they are."""
     is_three = getattr(distribution, "shape", ()) == (3,)
     return jnp.asarray(distribution)[2:] if is_three else distribution
 
 
 def _of_four_axes(call: dict[str, Any], specs: dict[str, Any], axes: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Specs of pages with one axis of heads, where they have two."""
+    """The call, and specs of pages with one axis of heads, from pages with two."""
     specs = specs | dict(softmax_aux=PartitionSpec(entries_of(specs, "q", 3)[1]))
     if axes == 4 or call["mesh"] is None:
         return specs, call
@@ -105,8 +107,10 @@ def _of_four_axes(call: dict[str, Any], specs: dict[str, Any], axes: int) -> tup
 
 @translates
 def ragged_page_attention_v2_turboquant(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """A step of serving over a cache that is quantised. Of bits and qjl_dim, which the codebooks and the projection
-    have, it is held that they agree. platform="pallas", as for a TPU, is that of what there is.
+    """A step of serving over a quantised cache.
+
+    bits and qjl_dim must agree with the codebooks and the projection. platform="pallas", written for TPUs, selects any
+    implementation that exists.
     """
     platform = None if call["platform"] == "pallas" else call["platform"]
     return _over_quantised("ragged_page_attention_v2_turboquant", paged, call | dict(platform=platform), specs)
@@ -114,15 +118,17 @@ def ragged_page_attention_v2_turboquant(paged: Present, call: dict[str, Any], sp
 
 @translates
 def ragged_page_attention_v3_turboquant(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """block_tables may be flat, [N · pages of a sequence]; num_seqs may be a distribution [3], of which the last number
-    is that of sequences. Of bits and qjl_dim, which the codebooks and the projection have, it is held that they agree.
+    """A step of serving that writes its keys and values into a quantised cache.
+
+    block_tables may be flat, [N · pages of a sequence]; num_seqs may be a distribution [3], whose last number is the
+    number of sequences. bits and qjl_dim must agree with the codebooks and the projection.
     """
     call |= dict(block_tables=_two_axes(call), num_seqs=_count(call["num_seqs"]))
     return _over_quantised("ragged_page_attention_v3_turboquant", paged, call, specs)
 
 
 def _over_quantised(name: str, paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """The call with its arrays and options, where bits and qjl_dim are those of the matrices."""
+    """Calls the operation after checking that bits and qjl_dim agree with the matrices."""
     q, pool, projection = arrays_of(call, "q", "value_norms_pages", "qjl_projection")
     bits, rows = call["bits"], call["qjl_dim"]
     for of, most in (("key_codebook", 1), ("value_codebook", 0)):
@@ -141,10 +147,10 @@ def _over_quantised(name: str, paged: Present, call: dict[str, Any], specs: dict
 
 @translates
 def unified_attention(paged: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """A step of serving over keys and values in two pools [P, page, G, D]: `ragged_page_attention`.
+    """A step of serving over keys and values in two pools [P, page, G, D], by `ragged_page_attention`.
 
-    That operation has keys and values in one pool, so that the pages in the tables are put together for each call, or
-    the whole pools where they are smaller. A cache that is kept as one pool is read in place: ragged_page_attention_v2.
+    That operation needs keys and values in one pool, so each call copies the pages in the tables, or the whole pools if
+    these are smaller, into one. A cache that is kept as one pool is read in place by ragged_page_attention_v2.
     """
     for name in ("alibi_slopes", "qq_bias"):
         if call[name] is not None:
@@ -166,12 +172,11 @@ def unified_attention(paged: Present, call: dict[str, Any], specs: dict[str, Any
 
 @translates
 def multi_latent_ragged_page_attention(latent: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """The step's latents and rotary parts go into a paged cache, over which its queries attend: a scatter, and
-    `multi_latent_page_attention`.
+    """Scatters the step's latents and rotary parts into a paged cache, then calls `multi_latent_page_attention` on it.
 
-    Of queries [T, H, R] and [T, H, Dr], latents [T, R], rotary parts [T, Dr], and a pool [P, page / packing, packing,
-    ⌈R⌉ + ⌈Dr⌉], each padded to a multiple of 128, or [P, page, R + Dr]; block_tables may be flat. softmax_scale is
-    (R + Dr)**-0.5 by default. Gives (o [T, H, R], kv_pages).
+    The queries are [T, H, R] and [T, H, Dr], the latents [T, R], the rotary parts [T, Dr], and the pool is [P, page,
+    R + Dr], or [P, page / packing, packing, ⌈R⌉ + ⌈Dr⌉] with both padded to multiples of 128; block_tables may be flat.
+    softmax_scale is (R + Dr)**-0.5 by default. Returns (o [T, H, R], kv_pages).
     """
     name = "multi_latent_ragged_page_attention"
     q, q_rope, c, r, pool = arrays_of(call, "queries_nope", "queries_pe", "keys_values", "keys_pe", "kv_pages")
@@ -205,5 +210,5 @@ TRANSLATIONS["multi_latent_ragged_page_attention_v2"] = multi_latent_ragged_page
 
 
 def _written(pages: jax.Array, new: jax.Array, tables: jax.Array, at: Any) -> jax.Array:
-    """The pages with the rows of the step's tokens; a token that has no slot in them is written nowhere."""
+    """The pages after writing the rows of the step's tokens; tokens without a slot are not written."""
     return pages.at[slots(at, tables, *pages.shape[:2])].set(new.astype(pages.dtype), mode="drop")

@@ -16,11 +16,11 @@ from .operations._arguments import int32
 
 @translates
 def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """lhs and rhs of two float dtypes are brought to the one that holds both, as `jnp.matmul` does. `rhs_bias`, which
-    is [E, 1, N], is added to the rows of each group; rhs_scale may be [E, 1, 1, N].
+    """The product of each group's rows and matrix, plus `rhs_bias` [E, 1, N] and existing_out.
 
-    A call is in this form, too, where it gives group_offset or existing_out by position. Here existing_out is added to
-    every row, and with group_offset the rows of lhs are those of the groups that rhs has, from its first on.
+    lhs and rhs of two float dtypes are promoted to a common one, as in `jnp.matmul`. rhs_scale may be [E, 1, 1, N].
+    Calls that give group_offset or existing_out by position are in this form too. In this form existing_out is added to
+    every row, and with group_offset the rows of lhs begin with the first group in rhs.
     """
     lhs, rhs, sizes, existing, scale, bias = arrays_of(
         call, "lhs", "rhs", "group_sizes", "existing_out", "rhs_scale", "rhs_bias"
@@ -51,7 +51,7 @@ def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]
 
 
 def _bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
-    """[rows, N] of [E, 1, N] or [E, N]; 0 for rows after the last group."""
+    """The bias of each row [rows, N] from that of groups, [E, 1, N] or [E, N]; 0 for rows after the last group."""
     bias = bias.reshape(bias.shape[0], bias.shape[-1])
     ends = group_bounds(int32(sizes)[None], None, bias.shape[0], rows)[0, 1:]
     group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
@@ -59,7 +59,7 @@ def _bias_of_rows(bias: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
 
 
 def with_one_dtype(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Both in the float dtype that holds both; int8 and float8 matrices stay what they are."""
+    """lhs and rhs promoted to a common float dtype; int8 and float8 matrices are unchanged."""
     if lhs.dtype == rhs.dtype or rhs.dtype.itemsize == 1 or not jnp.issubdtype(rhs.dtype, jnp.floating):
         return lhs, rhs
     common = jnp.promote_types(lhs.dtype, rhs.dtype)
@@ -68,11 +68,11 @@ def with_one_dtype(lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, jax.Array
 
 @translates
 def quantized_matmul(product: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """`axis` names the layout of the weights: "row" is transpose=False, "col" is transpose=True.
+    """A product with quantised weights, whose layout `axis` names: "row" is transpose=False, "col" transpose=True.
 
-    fuse, strict_fuse, allow_dense_fallback and tpu_path choose among the kernels of 0.0.78. Here no implementation
-    makes the whole of a large matrix, which is what strict_fuse asks for, so that all of them are taken; those that
-    contradict each other are refused, as there. A platform without an implementation of it is "auto".
+    fuse, strict_fuse, allow_dense_fallback and tpu_path choose among the kernels of 0.0.78. All their values are
+    accepted, since no implementation here dequantises a large matrix as a whole, which is what strict_fuse asks for;
+    contradicting values raise, as in 0.0.78. A platform without an implementation means "auto".
     """
     _check_fusion(**{name: call[name] for name in ("fuse", "strict_fuse", "allow_dense_fallback", "tpu_path")})
     transpose, axis, platform = call["transpose"], call["axis"], call["platform"]
@@ -100,7 +100,7 @@ def _check_fusion(fuse: Any, strict_fuse: Any, allow_dense_fallback: Any, tpu_pa
 
 @translates
 def mean_pooling(pooled: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """Of x [B, S, H, D] the mean over S, [B, H, D]."""
+    """The mean [B, H, D] of x [B, S, H, D] over S."""
     (x,) = arrays_of(call, "x")
     if call["cu_seqlens"] is not None:
         raise value_error("mean_pooling", "x has 4 axes and cu_seqlens is given; it must be [T, D] with these", x=x)

@@ -14,8 +14,10 @@ step_of_recurrence = RaggedGatedDeltaRule.call
 
 @translates
 def gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """query, key, value, beta, decay and initial_state, by position. A sequence is computed in chunks and a token at
-    once, whatever use_chunked says: both are the same function. The state is float32.
+    """The gated delta rule of query, key, value, beta, decay and initial_state, in this order.
+
+    Sequences are computed in chunks and single tokens directly, whatever use_chunked is, since the results are the
+    same. The state is float32.
     """
     names = ("q", "k", "v", "beta", "g", "initial_state", "use_qk_l2norm", "return_state")
     return run(present, call, {name: call[name] for name in names}, specs)
@@ -23,7 +25,7 @@ def gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[str, An
 
 @translates
 def ragged_gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """The arrays by these names. Gives (o, recurrent_state)."""
+    """A step of serving with the arrays named as in 0.0.78. Returns (o, recurrent_state)."""
     names = {"query": "q", "key": "k", "value": "v", "decay": "g", "recurrent_state": "states"}
     of = ("query", "key", "value", "beta", "decay", "recurrent_state", "query_start_loc", "state_indices")
     arguments = {names.get(name, name): call[name] for name in of}
@@ -34,7 +36,7 @@ def ragged_gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[
 
 
 def gated_delta_rule_decode(q, k, v, beta, g, states, state_indices, use_qk_l2norm) -> tuple[jax.Array, jax.Array]:
-    """(o, states) of one token for each sequence, as a function of 0.0.78's kernels has it."""
+    """(o, states) for one token of each sequence, in the form of the function among 0.0.78's kernels."""
     cuts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
     return step_of_recurrence(q, k, v, beta, g, states, cuts, state_indices, use_qk_l2norm=use_qk_l2norm)
 
@@ -42,7 +44,7 @@ def gated_delta_rule_decode(q, k, v, beta, g, states, state_indices, use_qk_l2no
 def gated_delta_rule_prefill(
     q, k, v, beta, g, states, query_start_loc, state_indices, chunk_size, use_qk_l2norm, compute_dtype=None
 ) -> tuple[jax.Array, jax.Array]:
-    """(states, o) of packed sequences, as a function of 0.0.78's kernels has it; products here are float32."""
+    """(states, o) for packed sequences, in the form of the function among 0.0.78's kernels, with float32 products."""
     del chunk_size, compute_dtype
     o, states = step_of_recurrence(
         q, k, v, beta, g, states, query_start_loc, state_indices, use_qk_l2norm=use_qk_l2norm
@@ -52,15 +54,16 @@ def gated_delta_rule_prefill(
 
 @translates
 def state_space_v1(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """y is multiplied by act_fn(gate), which is silu if not given. Gives (y, the final state, conv_state as it is)."""
+    """Mamba's state space. y is multiplied by act_fn(gate), by default silu. Returns (y, final state, conv_state)."""
     y, state = _run(present, call, specs)
     return _gated(y, call), state, call["conv_state"]
 
 
 @translates
 def state_space_v2(present: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """y [B, S, H · P] is multiplied by act_fn(gate), which is silu if not given, after a norm over all its features if
-    use_gated_rmsnorm. Gives (y, the final state, conv_state as it is).
+    """Mamba-2's state space; returns (y [B, S, H · P], final state, conv_state unchanged).
+
+    y is multiplied by act_fn(gate), by default silu, after a norm over all its features if use_gated_rmsnorm.
     """
     x, B, gate = arrays_of(call, "x", "B", "gate")
     if call["n_groups"] not in (None, B.shape[2]):

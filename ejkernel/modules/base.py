@@ -1,4 +1,4 @@
-"""What the modules share: their config, the platform of an algorithm, and the executor of the first examples."""
+"""Common parts of the modules: their config, platform detection, and the deprecated `create_default_executor`."""
 
 import warnings
 from typing import Any
@@ -22,11 +22,11 @@ _PREFERENCE = {
 
 
 def detect_platform(algorithm: str, platform: Platform | str | None = "auto", maybe_pallas: bool = False) -> Platform:
-    """The platform that `algorithm` runs in on the default backend.
+    """The platform on which `algorithm` runs on the default backend.
 
-    On a GPU Triton and then XLA, on a TPU Pallas and then XLA, elsewhere XLA; of these the first that is registered for
-    the backend, and that can be used here: no Triton where it cannot be imported, say. A platform that is asked for is
-    returned if the algorithm is registered on it, for any backend.
+    This is the first platform that is registered for the backend and usable here (Triton must be importable, for
+    example): on a GPU of Triton and XLA, on a TPU of Pallas and XLA, elsewhere XLA. A requested platform is returned
+    if the algorithm is registered for it with any backend.
 
     Args:
         algorithm: a name in the registry.
@@ -34,8 +34,7 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
         maybe_pallas: on a GPU, consider Pallas after Triton and before XLA.
 
     Raises:
-        ValueError: the algorithm is not registered, or not on the platform that is asked for, or on none that runs
-            here.
+        ValueError: the algorithm is not registered, or not for the requested platform, or for none that runs here.
     """
     if platform not in (None, "auto"):
         kernel_registry.find(algorithm, platform)
@@ -56,7 +55,7 @@ def detect_platform(algorithm: str, platform: Platform | str | None = "auto", ma
 
 
 def _can_be_used(algorithm: str, platform: Platform) -> bool:
-    """Whether the platform takes the example of the operation here; of what is no operation nothing is known."""
+    """Whether the platform supports the operation's example here; True for algorithms that are not operations."""
     operation = OPERATIONS.get(algorithm.lower())
     if operation is None:
         return True

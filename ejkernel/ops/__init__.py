@@ -1,4 +1,4 @@
-"""The framework: kernels, and the choice, caching, measuring and recording of their configs."""
+"""The framework of kernels: choosing, caching, measuring and recording their configs."""
 
 from ejkernel.errors import ConfigMissError
 from ejkernel.types import BwdParams, FwdParams

@@ -1,10 +1,10 @@
-"""Recorded calls in a file: what a program calls, to be measured later, elsewhere, and without the program.
+"""Files of recorded calls, by which the calls of a program can be measured later, elsewhere and without the program.
 
     EJKERNEL_OPS_RECORD=calls.json python train.py       # the file is written when the process ends
     python -m ejkernel tune --recorded calls.json
 
-A file holds types and static options: no values, and no code. A built-in kernel is found again by its name, a user's by
-its class if the process that reads the file has imported it. Many processes may write one file.
+A file holds types and static options, but no values and no code. A reader finds a built-in kernel by its name, and a
+user's kernel by its class if it has imported that. Many processes may write to one file.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from .utils.shared_file import SharedFile, read_entries
 
 
 def record_if_asked(inv: Invocation) -> None:
-    """Records a call as `EJKERNEL_OPS_RECORD` says: "1" in memory, a path that ends in ".json" also in that file."""
+    """Records a call if `EJKERNEL_OPS_RECORD` is "1", in memory, or a path that ends in ".json", also in that file."""
     overheard(inv)
     where = os.environ.get("EJKERNEL_OPS_RECORD", "0")
     if where not in ("", "0"):
@@ -45,13 +45,13 @@ def _save_at_exit(path: str) -> None:
 
 
 def save_invocations(path: str | os.PathLike) -> None:
-    """Adds every recorded call, for whatever device, to a file.
+    """Adds the recorded calls of all devices to a file.
 
-    A call that has no JSON (a function among its options, say) is left out, with a warning.
+    A call that cannot be written as JSON (with a function among its options, say) is skipped with a warning.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: it is there, and no file of recorded calls.
+        ValueError: the file exists and is not a file of recorded calls.
     """
     entries = {}
     for device in recorded_devices():
@@ -70,13 +70,13 @@ def save_invocations(path: str | os.PathLike) -> None:
 def load_invocations(path: str | os.PathLike, dev: str | None = None) -> dict[str, Calls]:
     """The calls in a file: operation → call → (kernel, args, kwargs), in the form of `get_invocations`.
 
-    `autotune_recorded` measures them on the device in use, whatever they were recorded on; with `dev` only those that
-    were recorded for that device are given. A call of a kernel whose class is not imported is left out, with a
+    With `dev`, only the calls that were recorded for that device. `autotune_recorded` measures them on the device in
+    use, whatever device they were recorded for. A call of a kernel whose class is not imported is skipped with a
     warning.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, or no file of recorded calls.
+        ValueError: it is damaged, or not a file of recorded calls.
     """
     found: dict[str, Calls] = {}
     for entry in read_entries(path, "calls").values():
@@ -106,7 +106,7 @@ def _pack_kernel(kernel: Kernel) -> dict[str, Any]:
 
 
 def _unpack_kernel(packed: Any) -> Kernel:
-    """A kernel that equals the one that was packed. Of a user's class no code is run, not even its constructor."""
+    """A kernel equal to the one that was packed. No code of a user's class is run, not even its constructor."""
     if "name" in packed:
         if packed["name"] not in KERNELS:
             raise ValueError(f"there is no built-in kernel {packed['name']}")

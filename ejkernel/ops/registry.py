@@ -1,13 +1,13 @@
-"""Invocations that were recorded, to be measured all at once later: device → operation → call → (kernel, args, kwargs).
+"""The registry of recorded calls for measuring them later: device → operation → call → (kernel, args, kwargs).
 
-Both forms name the same registry:
+`record_invocation` has two forms:
 
     record_invocation("gpu|NVIDIA H200", "matmul@v1", call_key, kernel, args, kwargs)
     record_invocation(kernel, invocation)
 
-With `EJKERNEL_OPS_RECORD=1` every call that an executor chooses a config for is recorded, the backward of a gradient
-too. Arrays are recorded as their types, so nothing is kept alive and nothing leaks out of a trace. The registry lives
-as long as the process; `save_invocations` keeps it.
+With `EJKERNEL_OPS_RECORD=1` every call for which an executor chooses a config is recorded, also the backwards of
+gradients. Arrays are recorded as their types, so no array is kept alive and no tracer leaks. The registry exists as
+long as the process; `save_invocations` writes it to a file.
 """
 
 import threading
@@ -34,7 +34,7 @@ def record_invocation(kernel: Any, inv: Invocation) -> None: ...
 
 
 def record_invocation(*call: Any, **named: Any) -> None:
-    """Records a call, in either form.
+    """Records a call, in one of the two forms.
 
     Args:
         dev: a device fingerprint, e.g. "gpu|NVIDIA H200".
@@ -93,7 +93,7 @@ def recorded_devices() -> list[str]:
 
 
 def get_invocations(dev: str | None = None) -> dict[str, Calls]:
-    """What was recorded for a device (by default that in use): operation → call → (kernel, args, kwargs)."""
+    """The calls recorded for a device (by default the one in use): operation → call → (kernel, args, kwargs)."""
     with _lock:
         recorded = _recorded.get(device_fingerprint() if dev is None else dev, {})
         return {operation: dict(calls) for operation, calls in recorded.items()}

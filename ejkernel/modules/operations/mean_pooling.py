@@ -28,7 +28,7 @@ def mean_pooling_arguments(
 
         o_n = Σ_{t in sequence n} x_t / length of n,    0 for an empty sequence
 
-    Tokens of no sequence may hold anything, even NaN: neither results nor gradients depend on them. Differentiable in x.
+    Tokens of no sequence may hold anything, NaN too: neither results nor gradients depend on them. Differentiable in x.
 
     Args:
         x: [B, S, D] of a float dtype, or packed [T, D] with cu_seqlens.

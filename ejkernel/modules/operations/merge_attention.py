@@ -60,7 +60,7 @@ def merge_attention(
     of_a, of_b = jnp.exp(a - top), jnp.exp(b - top)
     empty = of_a + of_b == 0
     total = jnp.where(empty, jnp.ones((), dtype), of_a + of_b)
-    # lax.add, since `+` of jax 0.12 is under jit, and its transpose finds no mesh for values mapped over an Explicit axis.
+    # lax.add, as `+` of jax 0.12 is under jit, whose transpose finds no mesh for values mapped over an Explicit axis.
     lse = jnp.where(empty, jnp.array(-np.inf, dtype), lax.add(top, lax.log(total)))
 
     def part(weight: Array, o: Array) -> Array:

@@ -84,7 +84,7 @@ def multi_latent_page_attention_arguments(
         q_latent: the queries [T, H, R] of the step's tokens against latents, one sequence after the other: the part
             of q without position, [T, H, Dn], times the projection of keys, Σ_d q_td · w_kc[r, h, d].
         q_rope: their rotary parts [T, H, Dr], in the same float dtype.
-        pages: the pool [P, page, R + Dr], each latent followed by its rotary part, in that dtype, float8_e4m3fn or int8.
+        pages: the pool [P, page, R + Dr], latents followed by their rotary parts, in that dtype, float8_e4m3fn or int8.
         context_lens: [N] integers: the tokens of each sequence, those of the step included.
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
             context may be anything. A page outside the pool is read as the nearest one in it.

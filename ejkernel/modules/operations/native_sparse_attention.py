@@ -1,4 +1,4 @@
-"""native_sparse_attention as an operation: the primitive is its selected branch, the others are flash_attention."""
+"""native_sparse_attention as an operation: the primitive is its selected branch, flash_attention the other two."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -46,11 +46,11 @@ def native_sparse_attention_arguments(
     Float[Array, "batch q_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Int32[Array, "batch q_len kv_heads blocks"]]
 ]:
-    """Native sparse attention: to the means of blocks, to the best blocks, and to a window, added up by gates.
+    """Native sparse attention: a gated sum of attention to means of blocks, to selected blocks, and to a window.
 
         o_i = g_cmp_i · cmp_i + g_slc_i · slc_i + g_swa_i · swa_i
 
-    Each branch is softmax attention with logits softmax_scale · q_i·k_j over keys of its own, i' = i + K − S:
+    Each branch is softmax attention with logits softmax_scale · q_i·k_j over its own keys, i' = i + K − S:
 
     cmp, compressed: the mean keys and values of the blocks of block_size tokens that have ended at or before the query,
         (x + 1) · block_size ≤ i' + 1. It is left out where g_cmp is not given.
@@ -71,20 +71,20 @@ def native_sparse_attention_arguments(
         g_cmp: gates [B, S, H] of the compressed branch, of any float dtype; not bounded.
         g_slc: gates [B, S, H] of the selected branch.
         g_swa: gates [B, S, H] of the window branch, with `window` only.
-        block_indices: [B, S, G, n] integers, taken as they are: a negative one is no block, one behind the query has no
-            visible key, one that stands twice counts once.
+        block_indices: [B, S, G, n] integers, the selected blocks: a negative index is no block, a block after the query
+            has no visible key, and a block that is listed twice counts once.
         cu_seqlens: [N + 1] integers that divide the tokens, of a batch of 1 and S = K, into sequences: positions and
             blocks are counted within each. May be traced.
-        block_counts: blocks of a query where block_indices are not given.
-        block_size: tokens of a block.
+        block_counts: the number of blocks of a query if block_indices are not given.
+        block_size: the number of tokens in a block.
         window: (left, right): keys i' − left ≤ j ≤ min(i' + right, i'), None is unbounded; an int w is (w − 1, 0).
         softmax_scale: D**-0.5 by default; a number, or a traced scalar.
         return_block_indices: also return the blocks.
 
     Returns:
-        o [B, S, H, V] in q's dtype, with block_indices [B, S, G, n] int32 if asked for. A query that sees nothing in a
-        branch takes 0 of it; tokens of no sequence have o = 0 and gradients 0. A config and the labels of a kernel are
-        those of the selected branch.
+        o [B, S, H, V] in q's dtype, with block_indices [B, S, G, n] int32 if asked for. A branch in which a query sees
+        no key contributes 0; tokens of no sequence have o = 0 and gradients 0. A config, and the labels of kernels,
+        refer to the selected branch.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
@@ -177,7 +177,7 @@ def _inside(q: Any, k: Any, cuts: Any) -> Any:
 
 
 def _run(operation: type[Operation], *args: Any, platform: Platform | str | None = None, **options: Any) -> Any:
-    """The operation under the arguments of the lax API, on a platform."""
+    """Calls an operation with the arguments of the lax API, on a platform."""
     inv, finish = operation.invocation(*args, platform=platform, **options)
     return finish(default_executor().run(inv))
 
@@ -185,7 +185,7 @@ def _run(operation: type[Operation], *args: Any, platform: Platform | str | None
 def _other_branches(
     named: Mapping[str, Any], gates: Mapping[str, Any], size: int, window: Any, scale: float
 ) -> list[tuple[Any, Callable[[], Any]]]:
-    """The gate of each, None for 1, and what computes it."""
+    """(gate, function that computes the branch) for each branch besides the selected one; a gate of None is 1."""
     q, k, v = (named[name] for name in "qkv")
     cuts, platform, found = named.get("cu_seqlens"), _platform.get(), []
     options = dict(causal=True, softmax_scale=scale, platform=platform)
@@ -233,7 +233,7 @@ class NativeSparseAttention(Operation):
 
     @classmethod
     def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:
-        """A call in canonical form, and what makes its result; the other branches are asked of the platform, too."""
+        """A call in canonical form, and the function that makes its result; the platform holds for all branches."""
         token = _platform.set(platform)
         try:
             return super().invocation(*args, platform=platform, **kwargs)
@@ -242,13 +242,13 @@ class NativeSparseAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """The two blocks there are, which are given."""
+        """A call with both of its two blocks selected."""
         q, kv = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.bfloat16) for heads in (16, 1))
         return dict(q=q, k=kv, v=kv, block_indices=jax.ShapeDtypeStruct((1, 128, 1, 2), jnp.int32))
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random arrays; uneven sequences; of the blocks up to the query its own, the first, and some in between."""
+        """Random arrays; uneven sequences; lists of the query's own block, the first, and some in between."""
         values, q, k = super().synthetic_operands(operands, spec), operands["q"], operands["k"]
         (_, s, _, n), t = operands["block_indices"].shape, k.shape[1]
         if (cuts := operands.get("cu_seqlens")) is not None:
@@ -260,5 +260,5 @@ class NativeSparseAttention(Operation):
 
     @classmethod
     def flops(cls, named: Mapping[str, Any], results: Sequence[str], spec: Any) -> float | None:
-        """None: values decide which keys are visible."""
+        """None, since values decide which keys are visible."""
         return None

@@ -28,28 +28,29 @@ def native_sparse_blocks_arguments(
 ) -> Prepared[Int32[Array, "batch q_len kv_heads block_counts"]]:
     """The blocks of keys that each query attends to in native sparse attention: its own, the first, and the best.
 
-    With c_x the mean key of block x, the keys from x · block_size on, query i of head h weighs the blocks that have
-    ended at or before it; the heads that share keys choose together, i' = i + K − S:
+    With c_x the mean key of block x, the keys from x · block_size on, query i of head h has weights for the blocks that
+    end at or before it, which are summed over the heads that share keys; i' = i + K − S:
 
         p_ihx = exp(softmax_scale · q_ih·c_x) / Σ_x' exp(softmax_scale · q_ih·c_x'),   (x + 1) · block_size ≤ i' + 1
         score_ix = Σ_h p_ihx
 
-    A list has the own block of the query, i' // block_size, then block 0, then those of the highest scores in between,
-    and of equal ones the earlier. Computed in float32 some queries at a time: the scores of all never stand in memory.
-    It has no derivative. `native_sparse_attention` takes the lists, and makes them itself where it is not given any.
+    A list has the query's own block, i' // block_size, then block 0, then the blocks of the highest scores in between,
+    of equal scores the earlier first. Scores are computed in float32 for some queries at a time, so that those of all
+    queries are never in memory together. It has no derivative. `native_sparse_attention` takes the lists, and makes
+    them itself if it is given none.
 
     Args:
         q: queries [B, S, H, D], of a float dtype.
         k: keys [B, K, G, D], in q's dtype; H is a multiple of G, and query head h uses head h // (H // G).
         cu_seqlens: [N + 1] integers that divide the tokens, of a batch of 1 and S = K, into sequences: blocks are then
             numbered within each. May be traced.
-        block_counts: blocks of a list.
-        block_size: keys of a block.
+        block_counts: the number of blocks in a list.
+        block_size: the number of keys in a block.
         softmax_scale: D**-0.5 by default; a static number.
 
     Returns:
-        block_indices int32 [B, S, G, block_counts], of each query and key/value head; −1 where there are fewer blocks
-        up to the query, and for tokens of no sequence.
+        block_indices int32 [B, S, G, block_counts] for each query and key/value head, filled up with −1 if there are
+        fewer blocks up to the query; all −1 for tokens of no sequence.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
@@ -79,7 +80,7 @@ class NativeSparseBlocks(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Two of four blocks for each query."""
+        """A call that chooses two of four blocks for each query."""
         q, k = (jax.ShapeDtypeStruct((1, 256, heads, 64), jnp.bfloat16) for heads in (4, 2))
         return dict(q=q, k=k, block_counts=2)
 
@@ -94,6 +95,6 @@ class NativeSparseBlocks(Operation):
 
 
 def uneven_cuts(tokens: int, cuts: Any) -> jax.Array:
-    """cu_seqlens of uneven sequences, of the shape of cuts."""
+    """cu_seqlens of sequences of uneven lengths, of the shape of `cuts`."""
     ends = np.round(tokens * np.linspace(0, 1, cuts.shape[1]) ** 1.5)
     return jnp.broadcast_to(jnp.asarray(ends, jnp.int32), cuts.shape)

@@ -53,9 +53,9 @@ def page_attention_arguments(
 ]:
     """A step of decoding over a paged cache: one query of each sequence attends over the sequence's keys and values.
 
-    The query of sequence n is its newest token, at position context_lens[n] − 1, whose key and value are in the cache
-    already. Key j stands in slot j % page of page block_tables[n, j // page]. The query sees 0 ≤ j < context_lens[n],
-    within the window:
+    The query of sequence n is its newest token, at position context_lens[n] − 1, whose key and value are already in the
+    cache. Key j is in slot j % page of page block_tables[n, j // page]. The query sees 0 ≤ j < context_lens[n], within
+    the window:
 
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
@@ -145,7 +145,7 @@ class PageAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences of up to 64 tokens in pages of 16."""
+        """A call with four sequences of up to 64 tokens in pages of 16 slots."""
         array = jax.ShapeDtypeStruct
         pages = array((16, 16, 2, 128), jnp.bfloat16)
         tables = dict(context_lens=array((4,), jnp.int32), block_tables=array((4, 4), jnp.int32))
@@ -153,5 +153,5 @@ class PageAttention(Operation):
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random arrays; every sequence has three quarters of the pages in its table."""
+        """Random arrays; contexts of three quarters of the pages in the block tables."""
         return synthetic_step(operands, operands["q"].shape[1], *operands["k_pages"].shape[1:3])

@@ -1,4 +1,4 @@
-"""page_plan: composed of operations of JAX, with no primitive of its own."""
+"""page_plan, composed of JAX operations, without a primitive of its own."""
 
 from typing import Any
 
@@ -32,16 +32,16 @@ def page_plan(
 ) -> Int32[Array, "rows items 8"]:
     """The work list of a step of serving, for `page_attention` or `ragged_page_attention`: one for all its layers.
 
-    A row is some tokens of one sequence that are computed side by side: the one token of a decode, or up to
-    tokens_per_item of a prefill. The pages that they see are cut into work items, none of which has more than its share
-    of the pages of all rows, so that programs that run side by side end together:
+    A row is a group of tokens of one sequence that are computed together: the one token of a decode, or up to
+    tokens_per_item of a prefill. The pages that they see are split into work items, none with more than an equal share
+    of the pages of all rows, so that programs that run in parallel end at about the same time:
 
         share = ⌈Σ_rows pages / workers⌉,   items of a row = max(1, ⌈pages / share⌉)
 
-    It is made on the device, of lengths that may be traced; its size follows from static numbers. The operations make
-    it themselves where it is not given, and their results are the same with and without it.
+    It is computed on the device from lengths that may be traced; its size depends on static numbers only. The
+    operations make a plan themselves if none is given, and their results are the same with and without it.
 
-    Along the last axis stand the eight numbers of an item:
+    The last axis has the eight numbers of an item:
 
         0  request   the sequence whose pages these are
         1  token     the first of its tokens in the step
@@ -55,18 +55,18 @@ def page_plan(
     Args:
         context_lens: [N] integers: the tokens of each sequence, those of the step included.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1 of the step,
-            for `ragged_page_attention`. Left out for `page_attention`: one token of each.
-        num_seqs: how many of the N sequences there are, with query_start_loc; all of them by default.
-        page_size: slots of a page.
-        num_tokens: T, the tokens of the step at most, padding counted; with query_start_loc.
-        tokens_per_item: tokens of a row at most; with query_start_loc.
+            for `ragged_page_attention`. Not given for `page_attention`, where each sequence has one token.
+        num_seqs: how many of the N sequences are in use, with query_start_loc; by default all of them.
+        page_size: the number of slots in a page.
+        num_tokens: T, the largest number of tokens of the step, with padding; with query_start_loc.
+        tokens_per_item: the largest number of tokens in a row; with query_start_loc.
         drafts: W of a draft_mask [T, W], if the operation is given one.
-        window: that of the operation.
-        workers: among how many programs the pages are shared: the multiprocessors of a GPU, say, or some for each.
+        window: the window of the operation.
+        workers: the number of programs that share the pages, such as the multiprocessors of a GPU or a multiple of it.
 
     Returns:
-        int32 [R, I, 8], the longest items first and no work behind them; R = N, or N + ⌊T / tokens_per_item⌋ with
-        query_start_loc, and I = 1 + ⌈workers / R⌉.
+        int32 [R, I, 8], the longest items first, followed by items without work; R = N, or N + ⌊T / tokens_per_item⌋
+        with query_start_loc, and I = 1 + ⌈workers / R⌉.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.

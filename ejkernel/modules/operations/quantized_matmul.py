@@ -36,14 +36,14 @@ def quantized_matmul_arguments(
     bits: int | None = None,
     mode: Mode = "affine",
 ) -> Prepared[Product]:
-    """Rows times a matrix of quantised weights, which are kept as codes of a few bits: x · W, or x · Wᵀ.
+    """Rows times a matrix of quantised weights, which are stored as codes of a few bits: x · W, or x · Wᵀ.
 
-    With v_rc the value of code c of row r, and γ the group of c:
+    With v_rc the value of code c in row r, and γ the group of c:
 
         W_rc = (v_rc − zeros_rγ) scales_rγ  in mode affine,        W_rc = v_rc scales_rγ  in others
 
-    W is computed in float32 and rounded to the dtype of x; products are added up in float32. In XLA a block of columns
-    of W is dequantised, multiplied and forgotten before the next one, so that a large W never exists as a whole.
+    W is computed in float32 and rounded to the dtype of x; products are added up in float32. XLA dequantises and
+    multiplies one block of columns of W after the other, so that a large W is never in memory as a whole.
     Differentiable in x, and in scales and zeros where these are floats, to any order; codes have no derivative.
     Rows of x and columns of W, in whole groups, may be split over devices, without communication.
 
@@ -53,10 +53,10 @@ def quantized_matmul_arguments(
             `ejkernel.quantization.quantize` and `prepack_quantized_weights` make them.
         scales: [K, N / group_size], or with transpose [N, K / group_size]: floats in modes affine and nf4, and uint8 in
             the others.
-        zeros: of mode affine, floats in the shape of scales.
-        transpose: the rows of the codes are columns of the product, and groups are along K.
-        group_size: codes that share a scale; that of the mode if not given, 64 in modes affine and nf4.
-        bits: of a code; that of the mode if not given, 4 in mode affine.
+        zeros: for mode affine, floats in the shape of scales.
+        transpose: whether rows of codes are columns of the product, with groups along K.
+        group_size: the number of codes that share a scale; by default that of the mode, 64 in modes affine and nf4.
+        bits: the bits of a code; by default those of the mode, 4 in mode affine.
         mode: affine, nf4, mxfp4, mxfp8, nvfp4 or nvfp8, as in `ejkernel.quantization.quantize`.
 
     Returns:
@@ -120,14 +120,14 @@ class QuantizedMatmul(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four bits in groups of 64, some rows: a decoding step of a small batch."""
+        """A call with four bits in groups of 64 and a few rows, as in a decoding step of a small batch."""
         array = jax.ShapeDtypeStruct
         groups = array((256, 4), jnp.bfloat16)
         return dict(x=array((16, 256), jnp.bfloat16), w=array((256, 32), jnp.uint32), scales=groups, zeros=groups)
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random rows, scales and codes; the bytes of fp8 that are no number are left out."""
+        """Random rows, scales and codes, without the bytes that are NaN in fp8."""
         values = random_like({name: x for name, x in operands.items() if name not in ("w", "columns")})
         key, w = jax.random.key(0), operands["w"]
         values["w"] = jax.random.bits(key, w.shape, jnp.uint32) & jnp.uint32(0xBFBFBFBF)

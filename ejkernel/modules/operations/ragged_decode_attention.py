@@ -41,21 +41,21 @@ def ragged_decode_attention_arguments(
 ]:
     """A step of decoding over a dense cache: one query of each sequence attends over a part of the sequence's keys.
 
-    The query of sequence n stands at position sequence_end[n] − 1 and sees sequence_start[n] ≤ j < sequence_end[n],
-    within the window:
+    The query of sequence n is at position sequence_end[n] − 1 and sees sequence_start[n] ≤ j < sequence_end[n], within
+    the window:
 
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
 
-    Forward only: it has no derivative. Keys and values that are not seen may hold anything, NaN too. A sequence that
-    sees none has o = 0, and lse = −∞ or that of the sinks.
+    Forward only: it has no derivative. Keys and values that no query sees may hold anything, even NaN. A query that
+    sees no key has o = 0, and lse = −∞ or that of the sinks.
 
     Args:
         q: one query of each sequence [B, H, D], of a float dtype.
         k: the keys [B, K, G, D], in q's dtype; H is a multiple of G, and query head h uses head h // (H // G).
         v: the values [B, K, G, V], in q's dtype.
-        sequence_start: [B] integers: the first key of each sequence, behind the padding on the left, say.
-        sequence_end: [B] integers: the key after its last; beyond K it is K.
+        sequence_start: [B] integers: the first key of each sequence, which may follow padding on the left.
+        sequence_end: [B] integers: the index after its last key; values above K mean K.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
         window: an int w, the w keys that end with the query's own, or a pair (left, right), where right hides nothing.
         softcap: bound of the logits.
@@ -114,14 +114,14 @@ class RaggedDecodeAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Three sequences of up to 128 keys."""
+        """A call with three sequences of up to 128 keys."""
         array = jax.ShapeDtypeStruct
         q, kv = array((3, 4, 128), jnp.bfloat16), array((3, 128, 2, 128), jnp.bfloat16)
         return dict(q=q, k=kv, v=kv, **{name: array((3,), jnp.int32) for name in ("sequence_start", "sequence_end")})
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
-        """Random arrays; every sequence has the first three quarters of the keys."""
+        """Random arrays; each sequence has the first three quarters of its keys."""
         batch, length = operands["k"].shape[:2]
         ends = dict(sequence_start=0, sequence_end=max(1, 3 * length // 4))
         return random_like(dict(operands)) | {name: jnp.full((batch,), x, jnp.int32) for name, x in ends.items()}

@@ -35,28 +35,28 @@ def ragged_gated_delta_rule_arguments(
     softmax_scale: float | None = None,
     use_qk_l2norm: bool = True,
 ) -> Prepared[tuple[Float[Array, "tokens q_heads v_head_dim"], Float[Array, "slots q_heads head_dim v_head_dim"]]]:
-    """A step of serving with the gated delta rule: packed tokens of several sequences, whose states are in a pool.
+    """A step of serving with the gated delta rule, for packed tokens of several sequences whose states are in a pool.
 
         u_t = beta_t · (v_t − exp(g_t) · h_{t−1}ᵀ k_t)
         h_t = exp(g_t) · h_{t−1} + k_t u_tᵀ,    o_t = (softmax_scale · q_t)ᵀ h_t
 
-    with q_t and k_t divided by √(Σ x² + 1e-6) before, unless `use_qk_l2norm` is False, and h before the first token of
-    sequence n that of the pool at state_indices[n], where the last one is then written. Prefill, chunks of a prefill
-    and decode may be mixed in a step. Forward only: it has no derivative. Where states is donated to a compiled
-    program, the pool is written in place, and states of no sequence of the step stay; without donation XLA copies it.
+    with q_t and k_t first divided by √(Σ x² + 1e-6), unless `use_qk_l2norm` is False. The initial h of sequence n is
+    read from the pool at state_indices[n], and its final h is written there. Prefill, chunks of a prefill and decode
+    may be mixed in a step. Forward only: it has no derivative. If states is donated to a compiled program, the pool is
+    updated in place and the other states are not touched; without donation XLA copies it.
 
     Args:
         q: the queries [T, G, K] of the step's tokens, one sequence after the other.
         k: their keys [T, G, K].
         v: their values [T, H, V]; H is a multiple of G, and head h of the state uses head h // (H // G) of q and k. q,
             k and v have one float dtype.
-        beta: [T, H], how much of what the state has at a key is replaced.
+        beta: [T, H], the share of the state's value at a key that is replaced.
         g: log decay [T, H] of the whole state, or None for none.
-        states: the pool [slots, H, K, V], of a float dtype, in which states are rounded between steps.
-        query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1. One without
-            tokens leaves its state as it was.
-        state_indices: [N] integers: where the state of a sequence is in the pool, each place of one sequence with
-            tokens. A sequence of a place outside the pool begins with a state of 0, and its state is not kept.
+        states: the pool [slots, H, K, V], of a float dtype, to which states are rounded between steps.
+        query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1. The state
+            of a sequence without tokens does not change.
+        state_indices: [N] integers: where the state of each sequence is in the pool; sequences with tokens must have
+            different indices. A sequence with an index outside the pool begins with a state of 0, which is not stored.
         softmax_scale: K**-0.5 by default; a static number.
         use_qk_l2norm: whether q and k are normalised.
 
@@ -106,7 +106,7 @@ class RaggedGatedDeltaRule(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences that share 128 tokens, and a pool of eight states."""
+        """A call with four sequences that share 128 tokens, and a pool of eight states."""
         array = jax.ShapeDtypeStruct
         q, v = (array((128, heads, 64), jnp.bfloat16) for heads in (1, 2))
         gate, states = array((128, 2), jnp.float32), array((8, 2, 64, 64), jnp.float32)
@@ -115,7 +115,7 @@ class RaggedGatedDeltaRule(Operation):
 
     @classmethod
     def synthetic_operands(cls, operands: Mapping[str, Any], spec: GatedDeltaRuleSpec) -> dict[str, Any]:
-        """Random arrays; every sequence has as many of the tokens, and a place in the pool of its own."""
+        """Random arrays; sequences have equal shares of the tokens, and different states of the pool."""
         del spec
         values = random_like({n: x for n, x in operands.items() if n not in ("query_start_loc", "state_indices")})
         wide = lambda name, f: f(values[name].astype(jnp.float32)).astype(values[name].dtype)

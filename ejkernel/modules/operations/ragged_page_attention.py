@@ -57,11 +57,11 @@ def ragged_page_attention_arguments(
     Float[Array, "tokens q_heads head_dim"]
     | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
 ]:
-    """A step of serving over a paged cache: prefill, chunks of a prefill, decode and drafts, mixed as they come.
+    """A step of serving over a paged cache, for any mix of prefill, chunks of a prefill, decode and drafts.
 
-    In the step sequence n has q_len[n] = query_start_loc[n + 1] − query_start_loc[n] tokens; its token i stands at
-    position p = context_lens[n] − q_len[n] + i. Its key and value are in the cache already: those of position j in slot
-    j % page of page block_tables[n, j // page]. It sees the positions j ≤ p, within the window:
+    In the step sequence n has q_len[n] = query_start_loc[n + 1] − query_start_loc[n] tokens; its token i is at position
+    p = context_lens[n] − q_len[n] + i. The keys and values of these tokens are already in the cache; those of position
+    j are in slot j % page of page block_tables[n, j // page]. A token sees the positions j ≤ p, within the window:
 
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
@@ -81,9 +81,9 @@ def ragged_page_attention_arguments(
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
         k_scale: a factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
         v_scale: a factor of the values, likewise.
-        draft_mask: [T, W] bool, a tree of speculated tokens: a token sees the keys that were there before the step, and
-            of the new ones of its sequence, j < W, those whose entry is True. It stands in the place of causality among
-            the new ones; a window counts positions.
+        draft_mask: [T, W] bool, a tree of speculated tokens: a token sees the keys from before the step, and of the
+            step's new keys j < W of its sequence those whose entry is True. Among the new keys it replaces causality; a
+            window counts positions.
         plan: the division of the work of sequences with few tokens among programs of a GPU, which `page_plan` makes of
             these lengths, drafts and window once for all layers of a step. Results are the same without it; with
             batch_invariant it is not used.
@@ -151,7 +151,7 @@ class RaggedPageAttention(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences that share 192 tokens and have four pages of 16 each."""
+        """A call with four sequences that share 192 tokens and have four pages of 16 slots each."""
         array = jax.ShapeDtypeStruct
         q, pages = (array(shape, jnp.bfloat16) for shape in ((192, 2, 128), (16, 16, 2, 128)))
         tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))

@@ -45,9 +45,9 @@ def ragged_page_attention_v2_turboquant_arguments(
     Float[Array, "tokens q_heads head_dim"]
     | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
 ]:
-    """A step of serving over a paged cache whose keys and values TurboQuant has quantised, which it reads alone.
+    """A step of serving that reads, and does not write, a paged cache quantised by TurboQuant.
 
-    A cached key is the indices of codebook entries c, signs s = ±1, and norms κ and ρ; a value indices and a norm ν:
+    A key is stored as indices of codebook entries c, signs s = ±1, and norms κ and ρ; a value as indices and a norm ν:
 
         k̃ = κ · Πᵀ(c + √(π/2e) · ρ · Sᵀs),   ṽ = ν · Πᵀc
 
@@ -133,7 +133,7 @@ class RaggedPageAttentionV2TurboQuant(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences that share 192 tokens and have four pages of 16 each, with four bits of each feature."""
+        """A call with four sequences that share 192 tokens, four pages of 16 slots each, and four bits per feature."""
         q = jax.ShapeDtypeStruct((192, 2, 128), jnp.bfloat16)
         return dict(q=q, **example_of_cache(heads=1, features=128))
 

@@ -47,16 +47,16 @@ def ragged_page_attention_v3_arguments(
 ]:
     """A step of serving: the step's keys and values go into a paged cache, over which its queries then attend.
 
-    In the step sequence n has q_len[n] = query_start_loc[n + 1] − query_start_loc[n] tokens; its token i stands at
-    position p = context_lens[n] − q_len[n] + i. Its key and value are written into slot p % page of page
+    In the step sequence n has q_len[n] = query_start_loc[n + 1] − query_start_loc[n] tokens; its token i is at position
+    p = context_lens[n] − q_len[n] + i. Its key and value are written into slot p % page of page
     block_tables[n, p // page], and it sees the keys of its sequence at positions j ≤ p, within the window:
 
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
 
-    Prefill, chunks of a prefill and decode may be mixed in a step. Forward only: it has no derivative. Where kv_pages
-    is donated to a compiled program, the pool is written in place, and every byte that belongs to no token of the step
-    stays; without donation XLA copies it.
+    Prefill, chunks of a prefill and decode may be mixed in a step. Forward only: it has no derivative. If kv_pages is
+    donated to a compiled program, the pool is updated in place, and bytes that belong to no token of the step are not
+    touched; without donation XLA copies it.
 
     Args:
         q: the queries [T, H, D] of the step's tokens, one sequence after the other.
@@ -142,7 +142,7 @@ class RaggedPageAttentionV3(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences that share 192 tokens and have four pages of 16 each."""
+        """A call with four sequences that share 192 tokens and have four pages of 16 slots each."""
         array = jax.ShapeDtypeStruct
         q, kv, pages = (array(shape, jnp.bfloat16) for shape in ((192, 2, 128), (192, 1, 128), (16, 16, 2, 128)))
         tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))

@@ -63,11 +63,11 @@ def ragged_page_attention_v3_turboquant_arguments(
         Float[Array, "pages page_size kv_heads"],
     ]
 ]:
-    """A step of serving: its keys and values go into a cache that TurboQuant quantises, over which its queries attend.
+    """A step of serving that writes its keys and values into a cache quantised by TurboQuant, and attends over it.
 
-    A key k becomes, with the rotation Π and the projection S of e rows, c of the entries of the codebook that are
-    nearest to Π·k / ‖k‖, the signs s = sign(S·r) of the residual r = Π·k / ‖k‖ − c, and the norms ‖k‖ and ‖r‖; a value
-    v becomes c and ‖v‖. They stand for
+    With the rotation Π and the projection S of e rows, a key k is stored as the codebook entries c nearest to
+    Π·k / ‖k‖, the signs s = sign(S·r) of the residual r = Π·k / ‖k‖ − c, and the norms ‖k‖ and ‖r‖; a value v as its
+    entries c and ‖v‖. These are dequantised to
 
         k̃ = ‖k‖ · Πᵀ(c + √(π/2e) · ‖r‖ · Sᵀs),   ṽ = ‖v‖ · Πᵀc
 
@@ -79,9 +79,9 @@ def ragged_page_attention_v3_turboquant_arguments(
         s_j = softmax_scale · q·k̃_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · ṽ_j
 
-    Prefill, chunks of a prefill and decode may be mixed in a step. Forward only: it has no derivative. Where the pools
-    are donated to a compiled program, they are written in place, and every byte that belongs to no token of the step
-    stays; without donation XLA copies them.
+    Prefill, chunks of a prefill and decode may be mixed in a step. Forward only: it has no derivative. If the pools are
+    donated to a compiled program, they are updated in place, and bytes that belong to no token of the step are not
+    touched; without donation XLA copies them.
 
     Args:
         q: the queries [T, H, D] of the step's tokens, one sequence after the other; D is even.
@@ -161,7 +161,7 @@ class RaggedPageAttentionV3TurboQuant(Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """Four sequences that share 192 tokens and have four pages of 16 each, with four bits of each feature."""
+        """A call with four sequences that share 192 tokens, four pages of 16 slots each, and four bits per feature."""
         q, kv = (jax.ShapeDtypeStruct((192, heads, 128), jnp.bfloat16) for heads in (2, 1))
         return dict(q=q, k=kv, v=kv, **example_of_cache(heads=1, features=128))
 

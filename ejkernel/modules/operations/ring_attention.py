@@ -79,9 +79,9 @@ def ring_attention(
         order, inverse = ring_order(length, size, layout)   # of the whole sequence; q[:, order], …, o[:, inverse]
         jax.shard_map(lambda q, k, v: ring_attention(q, k, v, axis_name="x", layout=layout, causal=True), …)
 
-    o, lse and every derivative are those of `flash_attention` on the whole sequence: causality, window and segments are
-    of the positions there, and the last query is aligned with the last key. Differentiable as flash_attention is, to
-    any order. With n devices, a strategy is how keys meet queries:
+    o, lse and all derivatives equal those of `flash_attention` on the whole sequence: causality, window and segments
+    refer to positions in it, and the last query is aligned with the last key. Differentiable like flash_attention, to
+    any order. With n devices, the strategies of bringing keys and queries together are:
 
     "ring": k and v go round in n − 1 hops, a `ppermute` of k and one of v each, under way while the hop before is
     computed; hops, and parts of them, in which all is masked are neither sent nor computed. Of the forward q, k,
@@ -91,8 +91,8 @@ def ring_attention(
     zigzag. Of the forward o, lse and what is local are kept, and its kernels run once.
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and takes o and lse back. Query and
     key/value heads are multiples of n. The only one with dropout.
-    "auto": the one whose forward takes least in a model, where a hop takes the longer of computing and sending, and
-    each collective some time to start. `ejkernel.explain`, called at the same place, says which and why.
+    "auto": the strategy with the shortest forward in a model, in which a hop takes the longer of computing and sending,
+    and each collective some time to start. `ejkernel.explain`, called at the same place, says which and why.
 
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names("ring_attention_o",
     "ring_attention_lse")` keeps what a ring keeps, so that it does not run again as a whole; `save_kernels` would keep
@@ -116,7 +116,7 @@ def ring_attention(
         layout: which tokens a device has, see `ring_order`. With a causal mask zigzag and striped give each the same
             work in a ring.
         strategy: one of the above.
-        causal: as in flash_attention, of the whole sequence.
+        causal: as in flash_attention, on the whole sequence.
         window: likewise.
         softcap: as in flash_attention.
         softmax_scale: as in flash_attention.
@@ -127,13 +127,13 @@ def ring_attention(
         deterministic: as in flash_attention.
         batch_invariant: as in flash_attention.
         precision: as in flash_attention.
-        config: of each call of flash_attention.
+        config: the config of each call of flash_attention.
 
     Returns:
         o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for: the rows of this device.
 
     Raises:
-        ValueError, TypeError: arguments do not fit each other or the strategy; the message names the rule and the way.
+        ValueError, TypeError: arguments do not fit each other or the strategy; the message names the rule and a remedy.
 
     Ring attention, arXiv 2310.01889; striped attention, 2311.09431; DeepSpeed-Ulysses, 2309.14509.
     """
@@ -165,7 +165,7 @@ _STRATEGIES = {"ring": ring, "all_gather": all_gather, "ulysses": ulysses}
 
 
 def _strategy(strategy: str, call: Ring, arrays: Mapping[str, Any]) -> tuple[str, str]:
-    """The strategy that is asked for or chosen, and the reason; raises where it does not take the call."""
+    """The requested or chosen strategy, and the reason; raises if it does not support the call."""
     q, k, v = (arrays[name] for name in "qkv")
     pairs = any(name in arrays and max(arrays[name].shape[2:]) > 1 for name in ("bias", "mask"))
     shapes = q.shape[1:], k.shape[1:], v.shape[3]
@@ -190,7 +190,7 @@ def _refuse_packed(**given: Any) -> None:
 
 
 def _arrays(given: Operands, size: int, layout: str, options: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
-    """The arrays of a call that was checked, by name, and the static scale, None where it is traced."""
+    """The checked arrays of a call by name, and the static scale, None if the scale is traced."""
     checked, fields = attention_call(
         NAME,
         given._replace(bias=None, mask=None),
@@ -206,7 +206,7 @@ def _arrays(given: Operands, size: int, layout: str, options: Mapping[str, Any])
     arrays = {name: x for name, x in checked._asdict().items() if x is not None}
     if "dropout" in arrays:
         arrays["dropout_key"] = arrays.pop("dropout")
-    # Ids are numbered pair by pair: the numbers of one device are not those of another.
+    # The given ids, not those renumbered for one call: numbers of one device mean nothing on another.
     arrays |= {n: array(NAME, n, getattr(given, n)) for n in ("q_segment_ids", "kv_segment_ids") if n in arrays}
     all_keys = jax.ShapeDtypeStruct((k.shape[0], size * k.shape[1], *k.shape[2:]), k.dtype)
     if given.bias is not None:

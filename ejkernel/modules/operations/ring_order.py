@@ -22,11 +22,11 @@ def ring_order(
         x[:, order]       what is then sharded into `size` equal shards, in order
         y[:, inverse]     what was computed of it, in the order of the sequence again
 
-    Everything that has a token for each position goes through the order alike: embeddings, positions, labels, ids.
+    All arrays with an entry for each token must be permuted alike: embeddings, positions, labels, ids.
 
     Args:
-        length: tokens of the whole sequence, a multiple of size; in zigzag of 2·size, but for one device.
-        size: devices of the axis over which the sequence is sharded.
+        length: the tokens of the whole sequence, a multiple of size; in zigzag of 2·size, unless size is 1.
+        size: the devices of the axis over which the sequence is sharded.
         layout: "contiguous" (device d has tokens d·S to (d + 1)·S), "striped" (tokens d, d + size, …) or "zigzag"
             (chunks d and 2·size − 1 − d of 2·size).
 
@@ -57,13 +57,13 @@ def ring_order(
 
 
 def check_layout(operation: str, layout: str) -> None:
-    """The layout is one of those that are known."""
+    """Raises unless the layout is one of `LAYOUTS`."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise value_error(operation, f"layout is {shown(layout)}; it must be one of {', '.join(LAYOUTS)}")
 
 
 def check_halves(operation: str, what: str, length: int, size: int, layout: str) -> None:
-    """In zigzag a shard is two chunks of one length."""
+    """Raises in zigzag unless a shard divides into two chunks of equal length."""
     if layout == "zigzag" and size > 1 and length % 2:
         rule = "zigzag needs an even number, two chunks for each device; pad, or use striped or contiguous"
         raise value_error(operation, f"{what} has {length} tokens; {rule}")

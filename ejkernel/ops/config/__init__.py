@@ -1,1 +1,1 @@
-"""Where the config of a call comes from: selection, caches, files, shipped tables."""
+"""The sources of configs: their selection, caches in memory, files and shipped tables."""

@@ -1,9 +1,9 @@
 """ConfigCache, and the contexts that change which config is chosen: `overlay_cache` and `policy_override`.
 
-What is chosen while `jax.jit` traces is baked into the program, so whatever the choice depends on has to be part of the
-key under which JAX keeps the program. The three values below are: each is a context of JAX, and where it changes, the
-next call is traced anew. Like every context of JAX they belong to a thread and are not inherited by those that it
-starts.
+A config that is chosen while `jax.jit` traces becomes part of the program, so everything that the choice depends on has
+to be part of the key of JAX's cache of programs. The three values below are: each is a context of JAX, and after a
+change of it the next call is traced again. Like every context of JAX, they belong to one thread and are not inherited
+by threads that it starts.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
 
 @contextlib.contextmanager
 def policy_override(*, autotune: bool) -> Iterator[None]:
-    """Within this context configs are measured where none is stored, or are not, whatever the policy in force says."""
+    """Within this context missing configs are measured or not, as `autotune` says, whatever the policy in force."""
     with _autotune_override(autotune):
         yield
 

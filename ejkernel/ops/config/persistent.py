@@ -13,8 +13,8 @@ from ..utils.shared_file import SharedFile, cache_directory, path_in
 class PersistentCache:
     """Configs on disk by key, with the interface of `ConfigCache`.
 
-    Configs are stored with the name of their class, which has to be a frozen dataclass. A reader that expects a class,
-    or has it loaded, gets the config back; code is never loaded for the sake of a file.
+    Configs are stored with the name of their class, which must be a frozen dataclass. A reader gets the config if it
+    expects that class or has imported it; a file never causes code to be imported.
 
     Args:
         path: the directory; `~` is expanded. None: `$EJKERNEL_CACHE_DIR`, else `~/.cache/ejkernel`, as it is when used.
@@ -27,17 +27,17 @@ class PersistentCache:
         self._files: dict[str, SharedFile] = {}
 
     def get(self, key: str, device: str | None = None, cls: type | None = None) -> Any | None:
-        """The config of `key` for `device` (a `device_fingerprint`; by default that in use), None if there is none.
+        """The config of `key` for `device` (a `device_fingerprint`, by default of the device in use), None if missing.
 
-        `cls` is the class that the config has to be of, where the caller knows it.
+        `cls` is the class that the config must have, if the caller knows it.
         """
         file = self._file(device)
         return _unpacked(file, file.read().get(key), cls)
 
     def outdated(self, key: str, device: str | None = None, cls: type | None = None) -> Any | None:
-        """The config that was last measured for this call with another source or other versions, or None.
+        """The config last measured for this call with another source or other versions, or None.
 
-        It is only a good first candidate: it is not used without being measured again.
+        It is only a good first candidate for measuring, and never used without that.
         """
         file, call = self._file(device), call_of(key)
         entries = [entry for other, entry in file.read().items() if other != key and call_of(other) == call]
@@ -47,10 +47,10 @@ class PersistentCache:
         return self.get(key) is not None
 
     def put(self, key: str, config: Any, device: str | None = None, tried: tuple[int, int] | None = None) -> None:
-        """Stores the config of `key` for `device` (by default that in use).
+        """Stores the config of `key` for `device` (by default the one in use).
 
-        `tried` says of how many configs, of how many that there are, it is the best, where that is not all: the entry
-        then has it beside the config, as `"tried": [3, 12]`.
+        `tried` is given if only some configs were measured: (number measured, number of all). It is stored beside the
+        config, as `"tried": [3, 12]`.
         """
         file = self._file(device)
         try:
@@ -59,7 +59,7 @@ class PersistentCache:
             file.warn(str(error))
 
     def budgets_spent(self, key: str, device: str | None = None) -> list[float]:
-        """The seconds of each search for the config of `key` that ended before two configs could be compared."""
+        """The budget in seconds of each search for `key` that ended before two configs could be compared."""
         entry = self._file(device, "searches").read().get(key)
         spent = entry.get("budgets_spent") if isinstance(entry, dict) else None
         return [s for s in spent if isinstance(s, int | float)] if isinstance(spent, list) else []
@@ -70,7 +70,7 @@ class PersistentCache:
         self._file(device, "searches").write({key: {"budgets_spent": spent}})
 
     def path_of(self, device: str | None = None, kind: str = "configs") -> str:
-        """The file for `device`; that of its configs is a table: it may be copied, and read with `load_table`."""
+        """The file for `device`; the file of its configs is a table, which may be copied and read with `load_table`."""
         folder = self._path or cache_directory()
         folder = folder if kind == "configs" else os.path.join(os.fspath(folder), kind)
         return path_in(folder, device or device_fingerprint())
@@ -81,7 +81,7 @@ class PersistentCache:
 
 
 def entry_of(config: Any, tried: tuple[int, int] | None = None) -> dict[str, Any]:
-    """The entry of a config that was measured now: the config, the date and the commit.
+    """The entry for a config that has just been measured: the config, the date and the commit.
 
     Raises:
         TypeError: the config cannot be stored.
@@ -94,7 +94,7 @@ def _unpacked(file: SharedFile, entry: Any, cls: type | None) -> Any | None:
         return None
     try:
         return unpack(entry, cls)
-    except Exception as error:  # of any kind: it runs the constructor of the config's class
+    except Exception as error:  # any kind, since the constructor of the config's class runs
         file.warn(f"an entry was ignored: {error}")
         return None
 

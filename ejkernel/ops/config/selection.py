@@ -1,4 +1,4 @@
-"""ConfigSelectorChain: which config a call runs with.
+"""ConfigSelectorChain chooses the config of a call.
 
     override → overlay → cache → persistent → tables → autotune → heuristics
 
@@ -35,18 +35,18 @@ from .persistent import PersistentCache
 
 @dataclass(frozen=True)
 class AutotunePolicy:
-    """What may be done where no config is stored.
+    """What is allowed if no config is stored.
 
     Attributes:
-        allow_autotune: measure the kernel's `config_space` and keep the fastest.
-        allow_heuristics: take what `heuristic_cfg` says. Where neither is allowed, a miss is an error.
+        allow_autotune: measuring the kernel's `config_space` and storing the fastest.
+        allow_heuristics: using `heuristic_cfg`. If neither is allowed, a missing config is an error.
     """
 
     allow_autotune: bool = True
     allow_heuristics: bool = True
 
 
-# Searches for the config of a call that may end without one: that of a process that lowers the kernels, and that of one
+# How many searches for the config of a call may end without one: a search that lowers the kernels, and a second one
 # that finds them on disk.
 _SEARCHES = 2
 _POLICIES = {
@@ -57,7 +57,7 @@ _POLICIES = {
 
 
 def policy_of_environment() -> AutotunePolicy:
-    """The policy that `EJKERNEL_AUTOTUNE_POLICY` names now: "autotune" (the default), "heuristics" or "error"."""
+    """The policy named by `EJKERNEL_AUTOTUNE_POLICY` now: "autotune" (the default), "heuristics" or "error"."""
     name = os.environ.get("EJKERNEL_AUTOTUNE_POLICY") or "autotune"
     if name not in _POLICIES:
         raise ValueError(f"EJKERNEL_AUTOTUNE_POLICY is {name!r}; it has to be one of {', '.join(_POLICIES)}")
@@ -65,11 +65,11 @@ def policy_of_environment() -> AutotunePolicy:
 
 
 class ConfigSelectorChain(Generic[Cfg]):
-    """Chooses configs in the order above, each level under the same key (`Kernel.key_builder`).
+    """Chooses configs in the order above, with the same key (`Kernel.key_builder`) at each level.
 
     Args:
-        cache: configs in memory; by default a new one.
-        policy: what to do on a miss; by default what `EJKERNEL_AUTOTUNE_POLICY` says at the time.
+        cache: configs in memory; by default a new cache.
+        policy: what to do on a miss; by default the policy in `EJKERNEL_AUTOTUNE_POLICY` at the time.
         tuner: how to measure.
         persistent: configs on disk; None for none.
         tables: configs on disk that are only read.
@@ -104,7 +104,7 @@ class ConfigSelectorChain(Generic[Cfg]):
 
     @property
     def policy(self) -> AutotunePolicy:
-        """The policy in force: `policy_override`, else the one given, else that of the environment."""
+        """The policy in force: that of `policy_override`, else the given one, else that of the environment."""
         policy = self._policy or policy_of_environment()
         override = autotune_override()
         return policy if override is None else replace(policy, allow_autotune=override)
@@ -112,12 +112,12 @@ class ConfigSelectorChain(Generic[Cfg]):
     def choose(self, kernel: Kernel[Cfg, Any], inv: Invocation, override: Cfg | None = None) -> Cfg:
         """The config for `inv`; `override` if that is given.
 
-        What a user gives, as `override` or in a cache in memory, has to be a config that the kernel can be run with.
-        One in a file that is not costs a warning, and the next level answers.
+        A config from the user, as `override` or in a cache in memory, must be one that the kernel can run with. An
+        invalid config in a file causes a warning, and the next level is asked.
 
         Raises:
-            ConfigMissError: none is stored, and the policy allows neither to measure nor to guess.
-            TypeError, ValueError: what a user gave is no config of the kernel.
+            ConfigMissError: none is stored, and the policy allows neither measuring nor heuristics.
+            TypeError, ValueError: the user's config is not one of the kernel.
         """
         if override is not None:
             override = kernel.checked_for(override, inv)
@@ -139,9 +139,9 @@ class ConfigSelectorChain(Generic[Cfg]):
         budget: float = math.inf,
         configs: Sequence[Cfg] | None = None,
     ) -> Cfg:
-        """Measures `inv` whatever the policy, for at most `budget` seconds, and stores the fastest config.
+        """Measures `inv`, whatever the policy, for at most `budget` seconds, and stores the fastest config.
 
-        `configs` are those of `config_space` in another order.
+        `configs` is `config_space` in another order.
 
         Raises:
             EjkernelRuntimeError: it cannot be measured here, or no config computes the right numbers.
@@ -159,13 +159,13 @@ class ConfigSelectorChain(Generic[Cfg]):
         return self._tell("autotune_finish", kernel, key, measured.fastest)
 
     def stored(self, kernel: Kernel[Cfg, Any], inv: Invocation, key: str) -> tuple[str, Cfg] | None:
-        """The config that is stored for `inv` and the event that it would be, None if none is. Nothing is changed."""
+        """The event and the config that `choose` would find stored for `inv`, or None. Changes nothing."""
         for overlay in overlays():
             if (config := overlay.get(key)) is not None:
                 return "overlay_hit", kernel.checked_for(config, inv)
         if (config := self.cache.get(key)) is not None:
             return "cache_hit", kernel.checked_for(config, inv)
-        # A file of one host may hold what those of the others do not, and all must have the same config.
+        # Files of several hosts may differ, and all hosts must have the same config.
         own = [] if self.persistent is None or jax.process_count() > 1 else [("persistent_hit", self.persistent)]
         for event, store in own + [("table_hit", table) for table in self.tables]:
             if (config := store.get(key, inv.device_fingerprint, kernel.config_class)) is not None:
@@ -180,7 +180,7 @@ class ConfigSelectorChain(Generic[Cfg]):
     def outdated(self, kernel: Kernel[Cfg, Any], inv: Invocation, key: str, space: Sequence[Cfg]) -> Cfg | None:
         """A config of the space that was measured for `inv` with another source or other versions, or None.
 
-        It is measured first; it may not be the best any more, so it is never used without that.
+        It is the first to be measured, and never used without that, as it may no longer be the best.
         """
         for store in (*filter(None, [self.persistent]), *self.tables):
             config = store.outdated(key, inv.device_fingerprint, kernel.config_class)
@@ -227,7 +227,7 @@ class ConfigSelectorChain(Generic[Cfg]):
                 return None
 
     def _was_too_short(self, budget: float, key: str, inv: Invocation) -> bool:
-        """Whether searches with no smaller budget, in earlier processes on this machine, have come to nothing."""
+        """Whether `_SEARCHES` earlier searches on this machine, with at least this budget, found no config."""
         spent = [] if self.persistent is None else self.persistent.budgets_spent(key, inv.device_fingerprint)
         return sum(seconds >= budget for seconds in spent) >= _SEARCHES
 
@@ -249,7 +249,7 @@ class ConfigSelectorChain(Generic[Cfg]):
 
 
 class _LockByKey:
-    """A lock for each key, so that a config is measured once while other keys are not held up."""
+    """A lock for each key, so that each config is measured once without blocking other keys."""
 
     def __init__(self) -> None:
         self._locks: dict[str, threading.Lock] = {}

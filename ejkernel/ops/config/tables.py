@@ -1,8 +1,8 @@
 """Tables: files of tuned configs that are shipped, shared and merged.
 
-A table is what `PersistentCache` writes, so the file of a machine is one, and a table that is copied into a cache
-directory under the name of a device serves there. Its keys name device, source and versions: what does not fit is
-never asked for, and tables of many devices may be merged into one.
+A table has the format of `PersistentCache`: the file of a machine is a table, and a table copied into a cache directory
+under the name of a device is used there. Keys include device, source and versions, so entries that do not fit are
+never looked up, and tables of many devices may be merged into one.
 """
 
 import os
@@ -18,18 +18,18 @@ from .cache import ConfigCache
 from .persistent import PersistentCache
 
 SHIPPED = PersistentCache(Path(__file__).parents[2] / "modules/tuned")
-"""What comes with the library, a file for each device that was measured; nothing is ever written there."""
+"""The tables in the library, a file for each measured device. They are only read."""
 
 
 def load_table(path: str | os.PathLike) -> ConfigCache:
-    """The configs of a table; with `overlay_cache(load_table(path))` they come first.
+    """The configs of a table; `overlay_cache(load_table(path))` makes them come first.
 
-    Those of classes that this process has not imported are left out: code is never loaded for the sake of a file. So
-    are, with a warning, those whose fields make no sense.
+    Configs of classes that this process has not imported are skipped: a file never causes code to be imported. Configs
+    with invalid fields are skipped with a warning.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged, or no table.
+        ValueError: it is damaged, or not a table.
     """
     table = ConfigCache()
     for key, packed in read_entries(path).items():
@@ -45,13 +45,13 @@ def load_table(path: str | os.PathLike) -> ConfigCache:
 
 
 def merge_tables(paths: Iterable[str | os.PathLike], out: str | os.PathLike) -> int:
-    """Adds the configs of tables to those of the table `out`, and returns how many there were to add.
+    """Adds the configs of tables to the table `out`, and returns how many they have.
 
-    Of several for one key the last one holds.
+    Of several configs for one key the last one is kept.
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: one is damaged, or no table. `out` is then as it was.
+        ValueError: one is damaged, or not a table. `out` is then unchanged.
     """
     merged = {key: packed for path in paths for key, packed in read_entries(path).items()}
     SharedFile(out).add(merged)

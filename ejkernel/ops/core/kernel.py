@@ -1,4 +1,4 @@
-"""Kernel, the building block of the framework, and Invocation, one call of it."""
+"""Kernel, the building block of the framework, and Invocation, one call of a kernel."""
 
 import dataclasses
 import functools
@@ -17,14 +17,14 @@ from .user_primitive import bind
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Invocation(Generic[Cfg, Out]):
-    """What a config is chosen for: a kernel, its operands and options, and the target it is to run on.
+    """A call for which a config is chosen: a kernel, its operands and options, and the target on which it is to run.
 
     Attributes:
         kernel: the kernel that is called.
         args: positional operands; arrays, tracers or `jax.ShapeDtypeStruct`, and anything else as it was given.
         kwargs: keyword operands and options.
-        metadata: whatever a caller wants to keep with the call; nothing here reads it.
-        target: what the program is for; by default the device in use.
+        metadata: any values that a caller wants to keep with the call; the library does not read them.
+        target: the target of the program; by default the device in use.
     """
 
     kernel: "Kernel[Cfg, Out]"
@@ -45,7 +45,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @property
     def device_fingerprint(self) -> str:
-        """The target as `ejkernel.ops.device_fingerprint` names it."""
+        """The target in the form of `ejkernel.ops.device_fingerprint`."""
         return device_fingerprint(self.target)
 
     @property
@@ -64,18 +64,18 @@ class Kernel(Generic[Cfg, Out]):
     """
 
     version = 1
-    """Part of the operation's identity. Raise it to forget every config that was stored for the kernel."""
+    """Part of the key of stored configs. Increase it to invalidate all configs that are stored for the kernel."""
 
     run_triton = None
-    """`run_triton(*args, cfg, **kwargs)`, taken on CUDA and ROCm. Where it is None, `run_xla` is taken, else `run`."""
+    """`run_triton(*args, cfg, **kwargs)`, used on CUDA and ROCm. If it is None, `run_xla` is used, else `run`."""
     run_cuda = None
-    """`run_cuda(*args, cfg, **kwargs)`, taken on CUDA where there is no `run_triton`."""
+    """`run_cuda(*args, cfg, **kwargs)`, used on CUDA if there is no `run_triton`."""
     run_cute = None
-    """`run_cute(*args, cfg, **kwargs)`, taken on CUDA where there is neither of these."""
+    """`run_cute(*args, cfg, **kwargs)`, used on CUDA if there is neither `run_triton` nor `run_cuda`."""
     run_pallas = None
-    """`run_pallas(*args, cfg, **kwargs)`, taken on TPU. Where it is None, `run_xla` is taken, else `run`."""
+    """`run_pallas(*args, cfg, **kwargs)`, used on TPU. If it is None, `run_xla` is used, else `run`."""
     run_xla = None
-    """`run_xla(*args, cfg, **kwargs)`, taken on CPU and where a platform has no method of its own. Else `run` is."""
+    """`run_xla(*args, cfg, **kwargs)`, used on CPU and where a platform has no method of its own; if None, `run` is."""
     custom_vjp = None
     """`custom_vjp(primals, cfg, kwargs, cotangents)` gives a gradient for each positional operand, None for none.
 
@@ -88,7 +88,7 @@ class Kernel(Generic[Cfg, Out]):
 
     def __call__(self, *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """Runs the kernel with the config that the default executor chooses, or with `cfg`."""
-        from ejkernel.ops import default_executor  # which is made of kernels
+        from ejkernel.ops import default_executor  # here, as it imports this module
 
         return default_executor()(self, *args, cfg=cfg, **kwargs)
 
@@ -97,7 +97,7 @@ class Kernel(Generic[Cfg, Out]):
         raise NotImplementedError(f"{self.name}: a kernel needs run(*args, cfg, **kwargs)")
 
     def heuristic_cfg(self, inv: Invocation[Cfg, Out]) -> Cfg:
-        """The config for `inv` where none was measured. `inv.target` says for what device."""
+        """The config for `inv` on the device `inv.target` if none was measured."""
         raise NotImplementedError(f"{self.name}: a kernel needs heuristic_cfg(inv)")
 
     def config_space(self, inv: Invocation[Cfg, Out]) -> Sequence[Cfg]:
@@ -105,13 +105,13 @@ class Kernel(Generic[Cfg, Out]):
         return [self.heuristic_cfg(inv)]
 
     def examine(self, inv: Invocation[Cfg, Out]) -> Any:
-        """What the kernel derives from a call once, kept as `inv.examined`; by default None."""
+        """A value that the kernel derives once from a call, kept as `inv.examined`; by default None."""
         del inv
 
     def synthetic_inputs(self, inv: Invocation[Cfg, Out]) -> tuple[tuple, dict[str, Any]]:
-        """`(args, kwargs)` to measure with where `inv` holds no values: by default random numbers.
+        """`(args, kwargs)` with values to measure with if `inv` has none: by default random numbers.
 
-        A kernel whose time depends on values (lengths, group sizes, tables of indices) brings its own.
+        A kernel whose time depends on values (lengths, group sizes, tables of indices) overrides this.
         """
         return random_like((inv.args, inv.kwargs))
 
@@ -123,7 +123,7 @@ class Kernel(Generic[Cfg, Out]):
     def cost(self, inv: Invocation[Cfg, Out]) -> tuple[float, float] | None:
         """(operations, bytes moved) that every config of `inv` needs at least, None if unknown.
 
-        With the ceilings of the device (`ejkernel.callib`) they bound the time, so that the tuner knows when to stop.
+        With the ceilings of the device (`ejkernel.callib`) these bound the time from below, where the tuner stops.
         """
         del inv
         return None
@@ -138,10 +138,10 @@ class Kernel(Generic[Cfg, Out]):
         return _source_of_class(type(self))
 
     def checked_config(self, cfg: Any) -> Cfg:
-        """A config that a user gave or that was found stored, if the kernel can be run with it; by default any is.
+        """A config from a user or from storage, if the kernel can run with it; by default every config is accepted.
 
-        A kernel that overrides this raises `TypeError` or `ValueError`, and says why: for a user to see, while a stored
-        config is then passed over with a warning.
+        An override raises `TypeError` or `ValueError` with the reason. A user sees the error; a stored config is
+        skipped with a warning.
         """
         return cfg
 
@@ -150,7 +150,7 @@ class Kernel(Generic[Cfg, Out]):
         return self.checked_config(cfg)
 
     def heuristic_on(self, platform: str, args: tuple, kwargs: dict[str, Any]) -> Cfg:
-        """The heuristic config of a call for a platform of JAX, independent of the devices of this process."""
+        """The heuristic config of a call for a platform of JAX, whatever devices this process has."""
         return self.heuristic_cfg(Invocation(self, abstract(args), abstract(kwargs), target=Target(platform)))
 
     @property
@@ -164,23 +164,24 @@ class Kernel(Generic[Cfg, Out]):
         return _declared_config_class(type(self))
 
     def prepare(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Invocation, Callable[[Any], Out]]:
-        """The invocation that a config is chosen for, and a function from the result of `bind` to that of the call.
+        """The invocation for which a config is chosen, and a function from the result of `bind` to that of the call.
 
-        A kernel whose primitive takes other arguments than its call translates them here.
+        A kernel whose primitive has other arguments than its call translates them here.
         """
         return Invocation(self, args, kwargs), lambda result: result
 
     def canonical(self, inv: Invocation[Cfg, Out]) -> Invocation[Cfg, Out]:
-        """The invocation that configs are stored under: of the kernel that `prepare` hands the call to."""
+        """The invocation under whose key configs are stored: of the kernel to which `prepare` passes the call."""
         return inv
 
     def bind(
         self, args: tuple, kwargs: dict[str, Any], cfg: Cfg, target: Target | None = None, executor: Any = None
     ) -> Out:
-        """Binds the primitive of this kernel. `target` is what `cfg` was chosen for, None where a user gave it.
+        """Binds the primitive of this kernel. `target` is what `cfg` was chosen for, None if a user gave it.
 
-        Where the program is lowered for another platform than that of `target`, heuristics choose again. `executor`
-        chose it: a kernel whose gradient has configs of its own asks it for them. Here they are that of the call.
+        If the program is lowered for another platform than that of `target`, heuristics choose again. `executor` chose
+        the config; a kernel whose gradient has its own configs asks it for these. By default the gradient has the
+        config of the call.
         """
         del executor
         return bind(self, args, kwargs, cfg, target)
@@ -202,7 +203,7 @@ class Kernel(Generic[Cfg, Out]):
 
 
 KERNELS: dict[str, Any] = {}
-"""The kernels over the primitives of operations, by name: an operation that is defined registers them here."""
+"""The kernels over the primitives of operations, by name; each operation registers its own when it is defined."""
 
 
 @functools.cache

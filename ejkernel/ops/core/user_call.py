@@ -1,12 +1,12 @@
-"""A call of a user's kernel, and the three functions of its arrays that its primitives stand for.
+"""A call of a user's kernel, and the three functions of its arrays that are its primitives.
 
     forward     arrays → results                                  the kernel's method for the platform
     tangent     arrays, tangents → tangents of the results        linear in the tangents: the jvp of that method
     cotangent   arrays, cotangents → cotangents of the arrays     the transpose of tangent: `custom_vjp`, else the vjp
 
-Arrays are x0, x1, … and results y0, y1, …, in the order of the leaves of the call's arguments and of what it returns.
-Beside the derivatives stands what gives the types of their results, so that one that a kernel cannot have (the jvp of a
-kernel with its own `custom_vjp`) is traced only where it is asked for.
+Arrays are named x0, x1, … and results y0, y1, …, in the order of the leaves of the call's arguments and results. The
+types of the derivatives' results are computed by separate functions, so that a derivative that a kernel cannot have
+(the jvp of a kernel with its own `custom_vjp`) is traced only when it is requested.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +28,14 @@ _WRITTEN_FOR = {"cuda": ("triton", "cuda", "cute"), "rocm": ("triton",), "tpu": 
 
 @dataclass(frozen=True)
 class Call:
-    """Everything of a call but its arrays and its config: the spec of its primitives.
+    """A call without its arrays and config: the spec of its primitives.
 
     Attributes:
         kernel: the `Kernel` that is called.
-        structure: of `(args, kwargs)`.
+        structure: the tree structure of `(args, kwargs)`.
         static: for each leaf None if it is an array, else `(type, value)`; 1 and 1.0 are different calls.
-        target: what the config was chosen for; None if a user gave it, which then stands on every platform.
-        levels: the vmaps around it.
+        target: what the config was chosen for; None if a user gave it, which then holds on every platform.
+        levels: the levels of vmap around the call.
     """
 
     kernel: Any
@@ -54,17 +54,17 @@ class Call:
         return [f"x{i}" for i in range(sum(leaf is None for leaf in self.static))]
 
     def arguments(self, arrays: Arrays) -> tuple[tuple, dict[str, Any]]:
-        """`(args, kwargs)` with these arrays."""
+        """`(args, kwargs)` with the given arrays as their array leaves."""
         given = map(arrays.get, self.operands)
         return jax.tree.unflatten(self.structure, [next(given) if leaf is None else leaf[1] for leaf in self.static])
 
     def run(self, arrays: Arrays, config: Any, platform: str | None) -> Any:
-        """What the kernel's method for the platform returns."""
+        """The result of the kernel's method for the platform."""
         args, kwargs = self.arguments(arrays)
         return implementation(self.kernel, platform)[1](*args, cfg=config, **kwargs)
 
     def config_on(self, platform: str, config: Any, arrays: Arrays) -> Any:
-        """The config, or that of heuristics for this platform if the config was chosen for another one."""
+        """The config, or the heuristic one for this platform if the config was chosen for another platform."""
         if self.target is None or self.target.platform == platform:
             return config
         return self.kernel.heuristic_on(platform, *self.arguments(arrays))
@@ -79,7 +79,7 @@ class Call:
 
 
 def implementation(kernel: Any, platform: str | None) -> tuple[str, Callable]:
-    """(name, method) that runs on a platform; with None, the method that defines shapes and derivatives."""
+    """(name, method) of a kernel for a platform; for None, the method that defines shapes and derivatives."""
     for name in (*_WRITTEN_FOR.get(platform, ()), "xla"):
         if (method := getattr(kernel, f"run_{name}")) is not None:
             return name, method
@@ -90,13 +90,13 @@ def implementation(kernel: Any, platform: str | None) -> tuple[str, Callable]:
 
 
 def forward(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
-    """The results of `run` of those names."""
+    """The results of `run` with the names in `results`."""
     leaves = dict(_results(arrays, spec, config, platform))
     return [leaves[name] for name in results]
 
 
 def tangent(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
-    """The tangents of results of those names."""
+    """The tangents of the results named in `results`."""
     moving = [name for name in spec.operands if name + TANGENT in arrays]
     moved = [name.removesuffix(TANGENT) for name in results]
     of_moving = lambda *values: forward(
@@ -106,14 +106,14 @@ def tangent(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, pla
 
 
 def tangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: Any) -> list[Any]:
-    """The types of tangents are those of the results."""
+    """The types of the tangents, which are those of the results."""
     return forward(arrays, [name.removesuffix(TANGENT) for name in results], spec, config)
 
 
 def cotangent(
     arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None
 ) -> list[Any]:
-    """The cotangents of operands of those names."""
+    """The cotangents of the operands named in `results`."""
     wrt = [name.removesuffix(COTANGENT) for name in results]
 
     def outputs(*values):
@@ -131,7 +131,7 @@ def cotangent(
 
 
 def cotangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: Any) -> list[Any]:
-    """The types of cotangents are those of the operands."""
+    """The types of the cotangents, which are those of the operands."""
     return [arrays[name.removesuffix(COTANGENT)] for name in results]
 
 

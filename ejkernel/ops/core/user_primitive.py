@@ -1,6 +1,6 @@
 """A user's kernel as primitives of JAX, so that every transform applies to it.
 
-The trio x, x_jvp and x_bwd stands for the functions `forward`, `tangent` and `cotangent` of one example.
+The primitives x, x_jvp and x_bwd are the functions `forward`, `tangent` and `cotangent` of a call.
 """
 
 import functools
@@ -45,7 +45,7 @@ def bind(kernel: Any, args: tuple, kwargs: dict[str, Any], config: Any, target: 
 
 @dataclass(frozen=True, repr=False)
 class ConfigOfForward(ShortRepr):
-    """The `Chooser` of a user's kernel: its derivatives have the config of the call."""
+    """The `Chooser` of a user's kernel, whose derivatives have the config of the call."""
 
     of_forward: Any
     platform: str = "auto"
@@ -66,7 +66,7 @@ def _trio(name: str) -> WiredTrio:
 
 
 def _primitive(name: str, function: Callable, types: Callable, linear: str | None = None) -> TracedPrimitive:
-    """The primitive of a function, which is lowered under a label, with the config for the platform."""
+    """The primitive of a function, lowered with a label and with the config for the platform."""
 
     def labelled_function(arrays, results, spec, config, platform):
         if platform is None:
