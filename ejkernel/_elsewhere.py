@@ -1,4 +1,4 @@
-"""Names that ejkernel 0.0.78 has in other modules than this library: programs written for it find them there too."""
+"""Names that ejkernel 0.0.78 has in other modules than this library, defined there for programs written for it."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, str]] = {
 
 
 def name_what_is_elsewhere() -> None:
-    """Makes the names of the table, and the modules that there are not."""
+    """Defines the names of the table, and creates the modules that do not exist."""
     for (module, name), (place, here) in ELSEWHERE.items():
         setattr(_module(module), name, getattr(importlib.import_module(place), here))
 

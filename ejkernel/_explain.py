@@ -86,7 +86,7 @@ def explain(
 
 
 def _of_call(operation: str, named: dict[str, Any], spec: Any, target: Target, platform: str) -> Explanation:
-    """Of a call of one primitive, from its operands by name."""
+    """The explanation of a call of one primitive, from its operands by name."""
     kernel = KERNELS[operation]
     looked_at = candidates(operation, spec, kernel.primitive.operands(named), target, platform)
     config, origin = None, "nothing can run"
@@ -98,7 +98,7 @@ def _of_call(operation: str, named: dict[str, Any], spec: Any, target: Target, p
 
 
 def _of_composed(operation: str, args: tuple, kwargs: dict[str, Any], target: Target, platform: str) -> Explanation:
-    """The calls of primitives of this library that are in it."""
+    """The explanation of a composed operation, by its calls of primitives of this library."""
     is_array = lambda x: hasattr(x, "shape")
     values, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in values if is_array(x)]
@@ -123,7 +123,7 @@ def _of_composed(operation: str, args: tuple, kwargs: dict[str, Any], target: Ta
 
 
 def _equations(jaxpr: Any) -> Iterator[Any]:
-    """Those of a program and of the programs in it."""
+    """The equations of a jaxpr and of its inner jaxprs."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):

@@ -1,4 +1,4 @@
-"""Block masks for `ejkernel.lax.blocksparse_attention`, by the bounds of their blocks.
+"""Block masks for `ejkernel.lax.blocksparse_attention`, computed from the bounds of blocks.
 
     mask = block_masks.global_and_local(S, K, tokens=64, window=512) & block_masks.documents(ids, ids)
     o = ejkernel.lax.blocksparse_attention(q, k, v, mask, causal=True)
@@ -119,7 +119,7 @@ def _band(name: str, S: int, K: int, left: int | None, right: int | None, block_
 
 
 def _within(S: int, K: int, name: str, block_size: BlockSize) -> BlockSize:
-    """The block size, no larger than the lengths."""
+    """The block size, limited to the lengths."""
     block_q, block_k = block_pair(name, block_size)
     return min(block_q, max(1, S)), min(block_k, max(1, K))
 

@@ -1,4 +1,4 @@
-"""Errors of the library, and the grammar in which a wrong call is told what is wrong with it.
+"""Errors of the library, and the format of the messages for wrong calls.
 
 A message names the operation, the operand, the numbers and the rule, and shows the arrays that took part:
 
@@ -38,7 +38,7 @@ def describe(**arrays: Any) -> str:
 
 
 def shown(x: Any) -> str:
-    """`repr(x)` on one line of at most 60 characters, of whatever a user may have given."""
+    """`repr(x)` on one line of at most 60 characters, for any value that a user may give."""
     try:
         text = " ".join(repr(x).split())
     except Exception:  # an int of thousands of digits, an object whose repr fails
@@ -47,10 +47,10 @@ def shown(x: Any) -> str:
 
 
 def value_error(operation: str, message: str, **arrays: Any) -> ValueError:
-    """A `ValueError` in the grammar of this module."""
+    """A `ValueError` in the format of this module."""
     return ValueError(f"{operation}: {message}" + (f" {describe(**arrays)}" if arrays else ""))
 
 
 def type_error(operation: str, message: str, **arrays: Any) -> TypeError:
-    """A `TypeError` in the grammar of this module."""
+    """A `TypeError` in the format of this module."""
     return TypeError(f"{operation}: {message}" + (f" {describe(**arrays)}" if arrays else ""))

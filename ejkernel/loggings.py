@@ -1,4 +1,4 @@
-"""Loggers of the standard library that can also say a thing once."""
+"""Loggers of the standard library that can also log a message only once."""
 
 import logging
 from typing import Any

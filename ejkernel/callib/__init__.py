@@ -1,6 +1,6 @@
-"""Calibration: the highest rates of this device, measured. Benchmarks show a fraction of it, tuners order by it.
+"""Calibration: the highest rates of a device, as measured, for the fractions in benchmarks and for the tuner.
 
-`cdiv` and `ejit` are here for models that import them from here.
+`cdiv` and `ejit` are here because models import them from here.
 """
 
 from ._cdiv import cdiv

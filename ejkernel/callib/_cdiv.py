@@ -4,5 +4,5 @@ from typing import Any
 
 
 def cdiv(a: Any, b: Any) -> Any:
-    """⌈a / b⌉ of integers, of sizes that may be symbolic, and of arrays."""
+    """⌈a / b⌉ for integers, sizes that may be symbolic, and arrays."""
     return -(-a // b)

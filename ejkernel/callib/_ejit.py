@@ -8,7 +8,7 @@ import numpy as np
 
 
 def ejit(func: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
-    """`jax.jit(func, **options)`, or with options alone what makes it of a function: `@ejit(static_argnums=0)`.
+    """`jax.jit(func, **options)`; without `func`, a decorator with these options: `@ejit(static_argnums=0)`.
 
     Compiled programs are kept by JAX: set `jax_compilation_cache_dir` to keep them on disk.
     """

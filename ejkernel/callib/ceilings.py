@@ -26,10 +26,10 @@ _SIZES = {"gpu": (2**29, 8192), "tpu": (2**28, 8192), "cpu": (2**25, 1024)}
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What was measured on one kind of device.
+    """The rates measured on one kind of device.
 
     Attributes:
-        device_kind: as `jax.Device.device_kind` says.
+        device_kind: the `jax.Device.device_kind`.
         copy: bytes read and written a second by a large copy.
         matmul: operations (2·m·n·k) a second of a large matrix product, by the name of the dtype.
         jax: the version of JAX it was measured with.
@@ -77,7 +77,7 @@ def calibrate(device: jax.Device | None = None, *, tell: Callable[[str], None] =
 
 
 def known_ceilings(device_kind: str) -> Ceilings | None:
-    """What was measured on this kind of device and kept; None if nothing was, or if the file is damaged."""
+    """The ceilings that were measured for this kind of device; None if none were, or if the file is damaged."""
     path = _path(device_kind)
     try:
         return Ceilings(**json.loads(path.read_text()))
@@ -122,7 +122,7 @@ def _path(device_kind: str) -> Path:
 
 
 def _keep(ceilings: Ceilings) -> None:
-    """Written beside its place and renamed there, so that a reader finds the old file or the new one."""
+    """Writes a temporary file and renames it, so that a reader finds either the old file or the new one."""
     path = _path(ceilings.device_kind)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

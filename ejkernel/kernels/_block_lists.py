@@ -10,10 +10,10 @@ from jax import Array, lax
 
 
 def entries_of(kept: Array) -> Array:
-    """Bool […,N] → int32 […,N]: the numbers of the kept ones in ascending order, behind which stands N."""
+    """The indices of the True entries, ascending and filled up with N: bool […,N] → int32 […,N]."""
     through = jnp.cumsum(kept.reshape(-1, kept.shape[-1]), 1, dtype=jnp.int32)
     place = jnp.arange(kept.shape[-1], dtype=jnp.int32)
-    # The n-th one is the first up to which n + 1 are kept.
+    # The n-th kept entry is the first at which the cumulative count is n + 1.
     find = lambda row: jnp.searchsorted(row, place, side="right", method="scan_unrolled")
     return jax.vmap(find)(through).astype(jnp.int32).reshape(kept.shape)
 

@@ -1,4 +1,4 @@
-"""Kernels as operations of JAX: pure functions of arrays and static options, each file one operation.
+"""Kernels as operations of JAX: pure functions of arrays and static options, one operation per file.
 
 They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
 """

@@ -1,7 +1,7 @@
-"""From an operation to a function like those of `jax.lax`.
+"""Makes functions like those of `jax.lax` from operations.
 
-Under a trace the function binds its primitive there. Called on concrete arrays it runs as one compiled program that is
-kept by the static options, so that a call costs little more than that of a jitted function.
+Within a trace the function binds its primitive. On concrete arrays it runs one compiled program, which is cached by the
+static options, so that a call costs little more than one of a jitted function.
 """
 
 import functools
@@ -63,7 +63,7 @@ def native(operation: type[Declared[P, Result]]) -> Native[P, Result]:
         static = tuple((key, x) for key, x in kwargs.items() if key not in arrays)
         try:
             run = compiled(static, tuple(_types(x) for _, x in static), tuple(map(os.environ.get, _READ_WHILE_TRACING)))
-        except TypeError:  # an option that cannot be hashed: a config given as a dict, an array of numpy
+        except TypeError:  # an option that is not hashable, such as a config given as a dict or an array of numpy
             return operation.call(*args, **kwargs)
         return run(args, arrays)
 
@@ -76,7 +76,7 @@ def native(operation: type[Declared[P, Result]]) -> Native[P, Result]:
 
 
 def _types(option: Any) -> Any:
-    """The types of an option and of what it holds: 1, 1.0 and True are equal, and one may be right and another not."""
+    """The types of an option and of its contents: 1, 1.0 and True are equal, but not all of them may be valid."""
     if isinstance(option, tuple):
         return tuple(map(_types, option))
     if is_dataclass(option):

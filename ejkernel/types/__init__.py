@@ -1,4 +1,4 @@
-"""Plain values that every layer above may use: enums, targets, configs, the types of arguments, who sees whom."""
+"""Plain values that all layers above may use: enums, targets, configs, types of arguments, and `MaskInfo`."""
 
 from ._repr import ShortRepr
 from .arguments import (

@@ -1,4 +1,4 @@
-"""What is applied to a `MaskInfo`: causality, windows, chunks, types of tokens, lengths of a cache."""
+"""The restrictions that can be applied to a `MaskInfo`: causality, windows, chunks, token types, cache lengths."""
 
 from dataclasses import replace
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from .segment_masks import PADDING, Band, as_bool, within_band
 
 
 def apply_causal(self, offset: Any = 0) -> Any:
-    """Query i sees no key after i + offset; an offset may be an int, or integers [B], or traced.
+    """Hides keys after i + offset from query i; the offset is an int or integers [B], and may be traced.
 
     Positions are counted from the first query and the first key, whatever their segments.
     """
@@ -28,14 +28,14 @@ def apply_sliding_window(
     mode: Literal["default", "decode", "prefill"] | None = None,
     index: Any = None,
 ) -> Any:
-    """Query i sees i + offset − left ≤ j ≤ i + offset + right, of (left, right) or of an int w, which is (w, w).
+    """Restricts query i to keys i + offset − left ≤ j ≤ i + offset + right; an int w is (left, right) = (w, w).
 
     Args:
         sliding_window: an int, which may be traced, or a pair.
         offset: an int, or integers [B].
-        mode: "decode" keeps the row `index` and the left + right + 1 keys from index − left on; "prefill" the last
-            w keys, of a pair left + right + 1. Both hold a mask of what they keep.
-        index: of "decode", the row of the query: an int or integers [B].
+        mode: "decode" keeps the row `index` and the left + right + 1 keys from index − left on; "prefill" keeps the
+            last w keys, for a pair left + right + 1. Both store a mask of the rows and keys that they keep.
+        index: for "decode", the row of the query: an int or integers [B].
     """
     left, right = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
     for bound in (left, right):
@@ -57,10 +57,10 @@ def apply_sliding_window(
 
 
 def apply_chunked(self, chunk_size: Any, offset: int = 0) -> Any:
-    """Query i sees the keys of its own chunk, j // chunk_size = i // chunk_size, up to j = i + offset.
+    """Restricts query i to the keys of its own chunk, j // chunk_size = i // chunk_size, up to j = i + offset.
 
-    The ids of the result are numbers of chunks, from 1 on. It holds a mask, since the segments that there were go on
-    to divide too.
+    The ids of the result are chunk numbers, from 1 on. The result stores a mask, since the previous segments continue
+    to apply.
     """
     if isinstance(chunk_size, int | np.integer) and chunk_size < 1:
         raise ValueError(f"MaskInfo: chunk_size is {shown(chunk_size)}; it must be at least 1")
@@ -75,7 +75,7 @@ def apply_chunked(self, chunk_size: Any, offset: int = 0) -> Any:
 def create_chunked_attention_mask(
     chunk_size: Any, q_len: int, kv_len: int | None = None, offset: Any = 0, dtype: DTypeLike = jnp.bool_
 ) -> Any:
-    """[Q, K], 1 where j // chunk_size = i // chunk_size and j ≤ i + offset."""
+    """A mask [Q, K] that is 1 where j // chunk_size = i // chunk_size and j ≤ i + offset."""
     if isinstance(chunk_size, int | np.integer) and chunk_size < 1:
         raise ValueError(f"MaskInfo: chunk_size is {shown(chunk_size)}; it must be at least 1")
     rows, columns = jnp.arange(q_len), jnp.arange(q_len if kv_len is None else kv_len)
@@ -91,14 +91,14 @@ def apply_token_type_ids(
     zero_policy: Literal["q", "kv", "both", "none"] = "q",
     update_segment_ids: bool | None = None,
 ) -> Any:
-    """Tokens of one type see each other, too ("union"), besides what is there ("intersect"), or alone ("replace").
+    """Combines "tokens of equal type see each other" with the mask, by "union", by "intersect", or to "replace" it.
 
     Args:
         token_type_ids: [B, S], or a pair (q [B, Q], kv [B, K]).
-        combine: how it joins what is there.
-        zero_policy: of whom type 0 is no type: queries, keys, both or none.
-        update_segment_ids: whether the ids become the types, with 0 for padding; by default where nothing is joined by
-            union. The result holds a mask.
+        combine: "union", "intersect" or "replace".
+        zero_policy: for whom type 0 means no type: queries, keys, both or none.
+        update_segment_ids: whether the ids become the types, with 0 for padding; by default unless combine is "union".
+            The result stores a mask.
     """
     q, kv = token_type_ids if isinstance(token_type_ids, tuple | list) else (token_type_ids, token_type_ids)
     q, kv = jnp.asarray(q), jnp.asarray(kv)
@@ -130,13 +130,13 @@ def apply_token_type_ids(
 def apply_kv_lengths(
     self, kv_lengths: Any, *, q_len: int | None = None, end_index: Any = None, sliding_window: int | None = None
 ) -> Any:
-    """The rows of a step of a cache: the last `q_len` queries before `end_index`, of keys before `kv_lengths`.
+    """The rows of a step over a cache: the last `q_len` queries before `end_index`, with keys before `kv_lengths`.
 
     Args:
-        kv_lengths: [B] integers: keys from there on are hidden.
-        q_len: how many rows are kept, those from end_index − q_len on.
-        end_index: [B] integers; kv_lengths if left out.
-        sliding_window: keep that many keys, those that end at kv_lengths, as a cache of a window holds them.
+        kv_lengths: [B] integers: keys from this index on are hidden.
+        q_len: the number of rows that are kept, from end_index − q_len on.
+        end_index: [B] integers; by default kv_lengths.
+        sliding_window: the number of keys to keep, those that end at kv_lengths, as in the cache of a window.
 
     The result holds a mask [B, H or 1, q_len, K] and the ids of the same rows and keys.
     """
@@ -158,7 +158,7 @@ def _known_shape(self, change: str) -> tuple[int, int, int]:
 
 
 def _banded(self, band: tuple[Any, Any], offset: Any) -> Any:
-    """With a band, moved by an offset, besides its own: in numbers where they are static, in the mask otherwise."""
+    """Restricts it by a band, shifted by an offset: as numbers if these are static, otherwise in the mask."""
     _known_shape(self, "apply_causal or apply_sliding_window")
     if all(x is None or isinstance(x, int | np.integer) for x in (*band, offset)):
         low, high = (None if x is None else int(x + offset) for x in band)
@@ -170,13 +170,13 @@ def _banded(self, band: tuple[Any, Any], offset: Any) -> Any:
 
 
 def _narrower(a: Band, b: Band) -> Band:
-    """The pairs that are in both bands."""
+    """The intersection of two bands."""
     both = lambda pick, x, y: x if y is None else y if x is None else pick(x, y)
     return both(max, a[0], b[0]), both(min, a[1], b[1])
 
 
 def _part(self, rows: Any, queries: int, columns: Any, keys: int, lengths: Any = None) -> Any:
-    """The rows from `rows` [B] and the columns from `columns` [B] on, so many; keys from `lengths` on are hidden."""
+    """`queries` rows from `rows` [B] and `keys` columns from `columns` [B] on; keys from `lengths` on are hidden."""
     cut = lambda x, start, size: jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, -1))(x, start)
     mask, _, _, band = self.visibility
     at, of = rows[:, None] + jnp.arange(queries), columns[:, None] + jnp.arange(keys)

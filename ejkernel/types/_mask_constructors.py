@@ -1,4 +1,4 @@
-"""What a `MaskInfo` is made of: segment ids, a mask, cumulative lengths, or tokens without padding."""
+"""Constructors of a `MaskInfo`: from segment ids, a mask, cumulative lengths, or tokens without padding."""
 
 from dataclasses import replace
 from typing import Any, Self, TypeAlias
@@ -14,7 +14,7 @@ AXES = ("batch_axis_name", "qheads_axis_name", "kvheads_axis_name", "sequence_ax
 
 
 class Constructors:
-    """The class methods of `MaskInfo` that make one."""
+    """The class methods that construct a `MaskInfo`."""
 
     @classmethod
     def from_segments(
@@ -29,7 +29,7 @@ class Constructors:
         sequence_axis_name: Axes = "sp",
         is_attn_mask: bool = False,
     ) -> Self:
-        """Of ids [B, Q] and [B, K] (those of queries if left out): equal ids see each other, negative ones are padding.
+        """From ids [B, Q] and [B, K] (by default those of queries): equal ids see each other, negative are padding.
 
         With `is_attn_mask` the arrays are 1 for tokens and 0 for padding.
         """
@@ -51,10 +51,10 @@ class Constructors:
         mask_is_valid: bool = True,
         **axes: Axes,
     ) -> Self:
-        """Of a mask [B, S] of tokens, 0 for padding, or of who sees whom, [B, Q, K] or [B, H, Q, K].
+        """From a mask of tokens [B, S], 0 for padding, or a mask of pairs, [B, Q, K] or [B, H, Q, K].
 
-        With `mask_is_valid=False` a mask says what is hidden. Of more than two axes, ids tell those who see or are seen
-        by nobody (−1) from the others (0).
+        With `mask_is_valid=False` the mask is True for hidden entries. With masks of pairs the ids are −1 for queries
+        and keys without a visible pair, and 0 for the others.
         """
         mask = as_bool(attention_mask)
         mask = mask if mask_is_valid else ~mask
@@ -81,7 +81,7 @@ class Constructors:
         kv_positions: Any = None,
         **axes: Axes,
     ) -> Self:
-        """Of the first token of each batch element and the one after its last, [start_0, end_0, start_1, end_1, …]."""
+        """From the first token of each batch element and the one after its last, [start_0, end_0, start_1, …]."""
         q = jnp.asarray(cu_seqlens_q)
         kv = q if cu_seqlens_kv is None else jnp.asarray(cu_seqlens_kv)
 
@@ -105,7 +105,7 @@ class Constructors:
         kv_positions: Any = None,
         **axes: Axes,
     ) -> Self:
-        """Of a random mask [B, 1, Q, K] that hides `sparsity` of the pairs."""
+        """From a random mask [B, 1, Q, K] that hides a share `sparsity` of the pairs."""
         shape = (batch_size, 1, q_len, q_len if kv_len is None else kv_len)
         mask = jax.random.uniform(jax.random.key(seed), shape) >= sparsity
         return cls(_attention_mask=mask, q_positions=q_positions, kv_positions=kv_positions, **axes)
@@ -119,7 +119,7 @@ class Constructors:
         inputs_embeds: Any = None,
         attention_mask: Any = None,
     ) -> Self:
-        """The `mask_info` if there is one; else that of the mask; else one of tokens without padding."""
+        """`mask_info` if it is given; else one from the mask if that is given; else one of tokens without padding."""
         if mask_info is not None:
             return mask_info
         if attention_mask is not None:

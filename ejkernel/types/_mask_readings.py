@@ -1,4 +1,4 @@
-"""What is read from a `MaskInfo` besides who sees whom: lengths, shardings, a picture."""
+"""Properties of a `MaskInfo` other than its visibility: lengths, shardings and a picture."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 
 
 class MaskSharding(NamedTuple):
-    """The PartitionSpecs of the arrays of a `MaskInfo`; None for an array that it has not."""
+    """The PartitionSpecs of the arrays of a `MaskInfo`; None for absent arrays."""
 
     attention_mask: PartitionSpec | None = None
     q_segment_ids: PartitionSpec | None = None
@@ -26,7 +26,7 @@ def is_multi_sequence(self) -> Any:
 
 
 def q_lens(self) -> Any:
-    """The tokens of each segment of the batch, or of each batch element where none has several. Not under a trace."""
+    """The number of tokens of each segment, or of each batch element if none has several segments. Not in a trace."""
     return _lengths(self.get_or_compute_segment_ids()[0])
 
 
@@ -43,7 +43,7 @@ def _lengths(ids) -> Any:
 
 
 def cu_seqlens_q(self) -> Any:
-    """Those that were given, or of `get_or_compute_qkv_cu_seqlens`."""
+    """The cumulative lengths that were given, else those of `get_or_compute_qkv_cu_seqlens`."""
     return self.get_or_compute_qkv_cu_seqlens()[0] if self._cu_seqlens_q is None else self._cu_seqlens_q
 
 
@@ -64,11 +64,11 @@ def get_or_compute_qkv_cu_seqlens(
 
 
 def get_shardings(self, sequence_parallel: bool = False, *, mesh: Mesh) -> MaskSharding:
-    """How the arrays that it holds are split over a mesh by its axis names; axes that do not divide one are left out.
+    """The shardings of its arrays over a mesh by its axis names, without mesh axes that do not divide an array's axis.
 
     Args:
         sequence_parallel: whether queries are split over `sequence_axis_name`.
-        mesh: has to have the axes that are named.
+        mesh: a mesh with the named axes.
     """
     batch, heads, sequence = self.batch_axis_name, self.qheads_axis_name, self.sequence_axis_name
     for name in ("batch_axis_name", "qheads_axis_name", *(("sequence_axis_name",) if sequence_parallel else ())):

@@ -1,10 +1,10 @@
-"""The short form of a frozen dataclass, as it stands in a jaxpr: the fields that differ from their defaults."""
+"""The short text of a frozen dataclass in a jaxpr: only the fields that differ from their defaults."""
 
 from dataclasses import fields
 
 
 class ShortRepr:
-    """`KernelConfig(block_q=64, platform=xla)`: only what is not the default, in the order of the constructor."""
+    """`KernelConfig(block_q=64, platform=xla)`: the fields without their default values, in the constructor's order."""
 
     def __repr__(self) -> str:
         in_order = sorted(fields(self), key=lambda field: field.kw_only)

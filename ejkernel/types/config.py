@@ -10,21 +10,21 @@ from ._repr import ShortRepr
 from .enums import Backend, Platform
 
 LARGEST_SIZE = 2**31 - 1
-# Of an int that is no size: it may be 0 or negative.
+# Metadata of an int field that is not a size, and may be 0 or negative.
 _ANY_INT = {"any int": True}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class OperationConfig(ShortRepr):
-    """What every config says.
+    """The fields that all configs have.
 
-    An operation whose kernels are told something else has a class of its own:
+    An operation whose kernels have other parameters defines its own class:
 
         @dataclass(frozen=True, repr=False)
         class PageConfig(OperationConfig):
             pages_per_block: int = 8
 
-    Its integers are sizes, which have to be positive; its text may be None.
+    Its integers are sizes, and must be positive; its strings may be None.
 
     A config that was chosen for a target names the implementation platform and the backend it was chosen for. A config
     given by a user may leave both open ("auto", "any"): the dispatcher then picks the implementation by priority.
@@ -82,7 +82,7 @@ class BwdParams:
 
 
 def checked_config(operation: str, config: Any, of: type[OperationConfig] = KernelConfig) -> OperationConfig:
-    """The config, which has to be one of the class `of`, with plain Python values in its fields, if these make sense.
+    """The config, checked to be of the class `of`, with the valid values of its fields as plain Python values.
 
     Raises:
         TypeError, ValueError: a field holds something else; the message names the operation, the field and the rule.
@@ -119,7 +119,7 @@ def _checked_size(operation: str, name: str, size: Any) -> int:
 
 
 def _one_of(operation: str, name: str, found: Any, known: tuple[str, ...]) -> str:
-    """None leaves the choice open, as the defaults of the fields do."""
+    """Raises unless a value is one of the known ones; None leaves the choice open, as the defaults do."""
     if found is None:
         return {"platform": "auto", "backend": Backend.ANY}[name]
     if not isinstance(found, str) or found not in known:

@@ -1,4 +1,4 @@
-"""The two axes on which an implementation is registered: what it is written in, and what it runs on."""
+"""The platforms that implementations are written in, and the backends that they run on."""
 
 from enum import StrEnum
 

@@ -1,10 +1,10 @@
-"""Who sees whom in a call of attention, said once for a model: segment ids, a band of positions, or a mask.
+"""MaskInfo: which queries see which keys, for all attention calls of a model, as segment ids, a band, or a mask.
 
     MaskInfo.dynamic_init(input_ids=ids, attention_mask=padding)      # [B, S], 1 where there is a token
     MaskInfo.from_segments(ids).apply_causal().apply_sliding_window((127, 0))
 
-Nothing of the size of the logits is made until somebody asks for `attention_mask`: ids stay ids, and causality and
-windows that are static stay numbers, in which form `visibility` hands them to kernels.
+No array of the size of the logits is made before `attention_mask` is read: ids remain ids, and static causality and
+windows remain numbers, and `visibility` gives them to kernels in this form.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ _APPLIED = ("causal_mask_baked_in", "sliding_window_baked_in", "chunked_mask_bak
 
 
 class Visibility(NamedTuple):
-    """What kernels are told: query i sees key j where mask, ids and band all let it.
+    """The form for kernels: query i sees key j if mask, ids and band all allow it.
 
     Attributes:
         mask: bool [B, H or 1, Q, K], or None.
@@ -55,8 +55,8 @@ class MaskInfo(Constructors):
     Attributes:
         q_positions: [B, Q] positions that a caller attached; they hide nothing.
         kv_positions: [B, K] likewise.
-        causal_mask_baked_in: causality is in it: an operation adds none.
-        sliding_window_baked_in: a window is in it: an operation adds none.
+        causal_mask_baked_in: causality is included, so that an operation adds none.
+        sliding_window_baked_in: a window is included, so that an operation adds none.
         chunked_mask_baked_in: `apply_chunked` was called.
         token_type_ids_baked_in: `apply_token_type_ids` was called.
         batch_axis_name: mesh axes of the batch, for `get_shardings`.
@@ -85,7 +85,7 @@ class MaskInfo(Constructors):
     def replace(self, **changes: Any) -> "MaskInfo":
         """A copy with other values of `attention_mask`, `q_segment_ids`, … or of any attribute; None keeps an array.
 
-        An attention_mask that is given says all: nothing that was applied before is applied to it again.
+        A given attention_mask is complete: restrictions that were applied before are not applied to it again.
         """
         given = {name: x for name, x in changes.items() if name not in _ARRAYS or x is not None}
         fields = {f"_{name}" if name in _ARRAYS else name: x for name, x in given.items()}
@@ -93,18 +93,18 @@ class MaskInfo(Constructors):
             fields["_band"] = (None, None)
         return replace(self, **fields)
 
-    # --- What it says -------------------------------------------------------------------------------------------------
+    # --- Readings -----------------------------------------------------------------------------------------------------
 
     @property
     def visibility(self) -> Visibility:
-        """Who sees whom, for kernels: the mask alone where there is one, ids otherwise, and the band."""
+        """The visibility for kernels: the mask alone if there is one, otherwise the ids, and the band."""
         if self._attention_mask is not None:
             return Visibility(as_bool(_four_axes(self._attention_mask)), None, None, self._band)
         return Visibility(None, self._q_segment_ids, self._kv_segment_ids, self._band)
 
     @property
     def attention_mask(self) -> Any:
-        """Who sees whom as [B, H or 1, Q, K], made here if it was not given; None of an empty `MaskInfo`."""
+        """The mask of pairs [B, H or 1, Q, K], made on demand if it was not given; None for an empty `MaskInfo`."""
         mask, q, _, band = self.visibility
         if mask is None and q is None:
             return None
@@ -113,7 +113,7 @@ class MaskInfo(Constructors):
         return self._pairs()
 
     def _pairs(self) -> Any:
-        """Who sees whom as bool [B, H or 1, Q, K]."""
+        """The mask of pairs as bool [B, H or 1, Q, K]."""
         mask, q, kv, band = self.visibility
         if mask is None and q is None:
             raise ValueError("MaskInfo: it is empty, with neither segment ids nor an attention_mask")
@@ -122,12 +122,12 @@ class MaskInfo(Constructors):
 
     @property
     def q_segment_ids(self) -> Any:
-        """[B, Q] ids, negative for padding; of a mask the numbers of `mask_to_segment_ids`; None of an empty one."""
+        """The ids [B, Q], negative for padding; for a mask those of `mask_to_segment_ids`; None if empty."""
         return self._ids()[0]
 
     @property
     def kv_segment_ids(self) -> Any:
-        """[B, K] ids, likewise."""
+        """The ids [B, K] of keys, as `q_segment_ids`."""
         return self._ids()[1]
 
     def _ids(self, per_head: bool = False) -> tuple[Any, Any]:
@@ -165,12 +165,12 @@ class MaskInfo(Constructors):
         return self.materialize_attention_mask(dtype)
 
     def get_qkv_masks(self, dtype: DTypeLike = jnp.bool_) -> tuple[Any, Any, Any]:
-        """(q [B, Q], kv [B, K], mask [B, H or 1, Q, K]), of which the first two say what is no padding."""
+        """(q [B, Q], kv [B, K], mask [B, H or 1, Q, K]); the first two are True for tokens that are not padding."""
         q, kv = self.get_or_compute_segment_ids()
         return (q >= 0).astype(dtype), (kv >= 0).astype(dtype), self.get_or_compute_attention_mask(dtype)
 
     def create_bias(self, dtype: DTypeLike = jnp.float32) -> Any:
-        """[B, H or 1, Q, K], 0 where a query sees a key and the least number of the dtype elsewhere."""
+        """A bias [B, H or 1, Q, K]: 0 where a query sees a key, and the least number of the dtype elsewhere."""
         return jnp.where(self._pairs(), jnp.zeros((), dtype), jnp.finfo(dtype).min)
 
     @property
@@ -198,17 +198,17 @@ class MaskInfo(Constructors):
 
     @property
     def batch_size(self) -> int | None:
-        """B, or None of an empty one."""
+        """B, or None if empty."""
         return self.shape[0]
 
     @property
     def q_len(self) -> int | None:
-        """Q, or None of an empty one."""
+        """Q, or None if empty."""
         return self.shape[1]
 
     @property
     def kv_len(self) -> int | None:
-        """K, or None of an empty one."""
+        """K, or None if empty."""
         return self.shape[2]
 
     @property
@@ -222,7 +222,7 @@ class MaskInfo(Constructors):
         return (batch, q, kv)
 
     def is_self_attention(self) -> bool:
-        """Whether queries and keys are the same tokens: equal ids, or of a mask, or while traced, equal lengths."""
+        """Whether queries and keys are the same tokens: by equal ids, or by equal lengths for masks and tracers."""
         q, kv = self._q_segment_ids, self._kv_segment_ids
         if q is None or kv is None or isinstance(q, jax.core.Tracer) or isinstance(kv, jax.core.Tracer):
             return self.q_len is not None and self.q_len == self.kv_len
@@ -230,7 +230,7 @@ class MaskInfo(Constructors):
 
     @property
     def baked_in_masks(self) -> dict[str, bool]:
-        """What was applied: causal, sliding_window, chunked, token_type_ids."""
+        """The restrictions that were applied: causal, sliding_window, chunked, token_type_ids."""
         short = lambda name: name.removesuffix("_baked_in").removesuffix("_mask")
         return {short(name): getattr(self, name) for name in _APPLIED}
 

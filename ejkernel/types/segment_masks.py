@@ -1,4 +1,4 @@
-"""From segment ids to masks and back: who sees whom as ids of [batch, length], or as bool [batch, heads, q, kv]."""
+"""Conversions between segment ids [batch, length] and masks [batch, heads, q, kv]."""
 
 from typing import Any, TypeAlias
 
@@ -20,9 +20,9 @@ def segment_ids_to_mask(
     """The mask [B, 1, Q, K] of segment ids: 1 where both are equal and none is negative.
 
     Args:
-        segment_ids: [B, S] of self-attention, or a pair (q [B, Q], kv [B, K]).
-        dtype: that of the mask.
-        return_separate_masks: gives (q [B, Q], kv [B, K], mask), of which the first two say what is no padding.
+        segment_ids: [B, S] for self-attention, or a pair (q [B, Q], kv [B, K]).
+        dtype: the dtype of the mask.
+        return_separate_masks: return (q [B, Q], kv [B, K], mask); the first two are 1 for tokens that are not padding.
     """
     q, kv = segment_ids if isinstance(segment_ids, tuple | list) else (segment_ids, segment_ids)
     separate = segment_ids_to_qkv_masks(q, kv, dtype)
@@ -47,10 +47,10 @@ def equal_and_valid(q: Integer[Array, "*batch q"], kv: Integer[Array, "*batch k"
 def mask_to_segment_ids(
     mask: Shaped[Array, "..."], per_head: bool = False
 ) -> tuple[Integer[Array, "..."], Integer[Array, "..."]]:
-    """Numbers of the queries, and of the keys, with equal rows, and columns, in a mask, in the order of their first.
+    """Segment ids of a mask: queries with equal rows, and keys with equal columns, get equal ids, in order from 0.
 
-    Those whose row or column is all False have −1. The numbers of queries and of keys are counted each for themselves,
-    so that the mask of them is the given one only where it was made of blocks.
+    Queries and keys whose row or column is all False get −1. Ids of queries and of keys are numbered separately, so
+    that they give the same mask back only if it consists of blocks.
 
     Args:
         mask: [Q, K], [B, Q, K] or [B, H, Q, K].

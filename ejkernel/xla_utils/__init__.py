@@ -1,1 +1,1 @@
-"""Pieces in plain JAX that several operations use."""
+"""Functions in plain JAX that several operations share."""

@@ -1,8 +1,8 @@
-"""A conditional that each device of a mesh takes its own way through, and its limit: one platform to a program.
+"""A conditional in which devices of a mesh take different branches, for programs of one platform.
 
-A program that is lowered for several platforms has a conditional for each kernel, whose index is the platform. XLA
-takes the branches of the other platforms out, but where that conditional stands in another one, which hands it the
-index: there it compiles the kernels of all platforms, and fails when the program is loaded (seen on jax 0.11.2).
+A program that is lowered for several platforms has a conditional on the platform around each kernel. XLA removes the
+branches of other platforms, except inside another conditional, which passes the index on: there it compiles the kernels
+of all platforms, and fails when the program is loaded (seen on jax 0.11.2).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Groups of rows that follow one another, their sizes known only at run time: where they are, and their tiles."""
+"""Bounds and tiles of consecutive groups of rows, whose sizes are known only at run time."""
 
 from typing import NamedTuple
 
@@ -78,6 +78,6 @@ def row_tiles(starts: Array, ends: Array, rows: int, size: int) -> RowTiles:
 
 
 def _first_above(ends: Array, values: Array) -> Array:
-    """For each value the first of the ends [b, e] that is larger: [b, values]; e where none is."""
+    """For each value the index of the first of the ends [b, e] that is larger, [b, values]; e if none is."""
     search = lambda of: jnp.searchsorted(of, values, side="right")
     return jax.vmap(search)(ends).astype(jnp.int32)

@@ -1,6 +1,6 @@
-"""Blocks of tokens that are counted within each sequence: where tokens stand in theirs, and which tokens a block has.
+"""Blocks of tokens that are counted within each sequence: positions of tokens, and the tokens of blocks.
 
-Sequences are packed one after the other, as `cu_seqlens` [n + 1] says, or there is one, without `cu_seqlens`.
+Sequences are packed by `cu_seqlens` [n + 1]; without `cu_seqlens` there is one sequence.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class Places(NamedTuple):
 
 
 def places(cu_seqlens: Array | None, queries: int, keys: int) -> Places:
-    """Of the queries of a call with so many keys: the last query is the last token, and packed ones are all tokens."""
+    """The places of the queries of a call; the last query is the last of the keys, and packed queries are all tokens."""
     token = jnp.arange(queries, dtype=jnp.int32)
     if cu_seqlens is None:
         zero = jnp.zeros_like(token)
@@ -49,13 +49,13 @@ class Rows(NamedTuple):
 
 
 def ended_blocks(cu_seqlens: Array, tokens: int, size: int) -> Rows:
-    """The blocks of `size` tokens of each sequence that have all of them."""
+    """The complete blocks of `size` tokens in each sequence."""
     cuts = jnp.clip(cu_seqlens, 0, tokens)
     return _rows(cuts, (cuts[1:] - cuts[:-1]) // size, tokens // size, 0, tokens, size)
 
 
 def rows_by_ended_blocks(cu_seqlens: Array, tokens: int, size: int) -> Rows:
-    """The tokens of each sequence in rows, of which the m-th has those at or before which m blocks have ended.
+    """The tokens of each sequence in rows; row m has the tokens at or before which exactly m blocks end.
 
     Position i is in row (i + 1) // size at place (i + 1) mod size.
     """
@@ -65,7 +65,7 @@ def rows_by_ended_blocks(cu_seqlens: Array, tokens: int, size: int) -> Rows:
 
 
 def _rows(cuts: Array, needed: Array, count: int, shift: int, tokens: int, size: int) -> Rows:
-    """`count` rows, of which each sequence has `needed`, and the first begins `shift` tokens behind its cut."""
+    """`count` rows, `needed` of them for each sequence; its first row begins `shift` tokens after its cut."""
     after = jnp.cumsum(needed, dtype=jnp.int32)
     before = jnp.pad(after, (1, 0))
     row = jnp.arange(count, dtype=jnp.int32)

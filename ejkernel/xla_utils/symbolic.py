@@ -1,4 +1,4 @@
-"""Dimensions that `jax.export` leaves open: an artifact is called with any sizes in their place."""
+"""Symbolic dimensions of `jax.export`, in whose place an artifact may be called with any sizes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def is_symbolic(x: Any) -> bool:
 
 
 def with_known_sizes(tree: Any) -> Any:
-    """The tree with a size for every symbolic dimension, if there are any: what heuristics look at."""
+    """The tree with a concrete size in the place of every symbolic dimension, for heuristics."""
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_symbolic, leaves)):
         return tree
@@ -24,5 +24,5 @@ def with_known_sizes(tree: Any) -> Any:
 
 
 def at_most(most: int, length: Any) -> int:
-    """The lesser of the two, as far as is known: `most` where either is symbolic."""
+    """The smaller of the two, or `most` if either is symbolic."""
     return most if any(map(jax.export.is_symbolic_dim, (most, length))) else min(most, length)

@@ -1,4 +1,4 @@
-"""TurboQuant, arXiv 2504.19874, in plain JAX: how a key and a value become bytes, and what the bytes stand for.
+"""TurboQuant, arXiv 2504.19874, in plain JAX: quantises keys and values to bytes, and dequantises them.
 
 With Π an orthogonal matrix [d,d] and S a matrix [e,d] of independent normal numbers of variance 1/e:
 
@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 MOST_ENTRIES = 16
-"""Of a codebook, whose indices have four bits."""
+"""The largest number of entries of a codebook, as indices have four bits."""
 
 
 class Matrices(NamedTuple):
@@ -92,7 +92,7 @@ def _unpacked(x: Array, bits: int) -> Array:
 
 
 def nearest(x: Array, codebook: Array) -> tuple[Array, Array]:
-    """The index, in uint8, of the entry that is nearest to each number, of two the first; and that entry."""
+    """The uint8 index of the nearest entry for each number, the first of equally near ones, and that entry."""
     index, entry = jnp.zeros(x.shape, jnp.uint8), jnp.broadcast_to(codebook[0], x.shape)
     for n in range(1, codebook.shape[0]):
         is_nearer = jnp.abs(x - codebook[n]) < jnp.abs(x - entry)
@@ -101,7 +101,7 @@ def nearest(x: Array, codebook: Array) -> tuple[Array, Array]:
 
 
 def entries(index: Array, codebook: Array) -> Array:
-    """The entries of indices; of one that the codebook has not, the last. Selected one by one: none is gathered."""
+    """The entries of indices, the last entry for indices out of range; by a chain of selects instead of a gather."""
     found = jnp.broadcast_to(codebook[-1], index.shape)
     for n in range(codebook.shape[0] - 1):
         found = jnp.where(index == np.uint8(n), codebook[n], found)
@@ -132,7 +132,7 @@ def quantise(k: Array, v: Array, by: Matrices) -> Quantised:
 
 
 def rotated_keys(x: Quantised, by: Matrices) -> Array:
-    """[...,d+e] of which the product with `rotated_queries` is ⟨q, k̃⟩: ‖k‖·c beside ‖k‖·‖r‖·s."""
+    """Keys [...,d+e] whose product with `rotated_queries` is ⟨q, k̃⟩: ‖k‖·c followed by ‖k‖·‖r‖·s."""
     dtype = by.key_codebook.dtype
     norm, of_residual = (x.key_norms[..., n, None].astype(dtype) for n in (0, 1))
     c, s = entries(unpack_4bit(x.key_indices), by.key_codebook), unpack_signs(x.key_signs).astype(dtype)
@@ -140,7 +140,7 @@ def rotated_keys(x: Quantised, by: Matrices) -> Array:
 
 
 def rotated_queries(q: Array, by: Matrices) -> Array:
-    """[...,d+e] of queries [...,d]: Π·q beside √(π/2e) · S·Π·q."""
+    """Queries [...,d+e] from queries [...,d]: Π·q followed by √(π/2e) · S·Π·q."""
     rotated = product(q.astype(by.rotation_matrix.dtype), by.rotation_matrix.T)
     return jnp.concatenate([rotated, sign_factor(by) * product(rotated, by.qjl_projection.T)], -1)
 
