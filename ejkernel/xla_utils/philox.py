@@ -34,7 +34,7 @@ def philox_4x32(counter: tuple, key: tuple, rounds: int = 10) -> tuple:
 def two_words(words: Array) -> tuple[Array, Array]:
     """The two words of a Philox key from a key [n] uint32: its words if n is 2, otherwise a hash of them.
 
-    The hash is Philox over blocks of four words, each with two words of the previous block's result as key, initially n.
+    The hash is Philox over blocks of four words, each keyed by two words of the previous result, first by n.
     """
     if words.shape[0] == 2:
         return words[0], words[1]

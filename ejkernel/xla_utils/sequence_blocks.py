@@ -23,7 +23,7 @@ class Places(NamedTuple):
 
 
 def places(cu_seqlens: Array | None, queries: int, keys: int) -> Places:
-    """The places of the queries of a call; the last query is the last of the keys, and packed queries are all tokens."""
+    """The places of the queries of a call; the last query is the last key, and packed queries are all tokens."""
     token = jnp.arange(queries, dtype=jnp.int32)
     if cu_seqlens is None:
         zero = jnp.zeros_like(token)
