@@ -1,4 +1,4 @@
-"""The example call of an operation, forward and gradient, on every implementation that takes it.
+"""Checks the example call of an operation, forward and gradient, on every implementation that supports it.
 
 What an implementation gives is judged against the formula in float64: its error may be 2 times that of the formula in
 the dtypes of the call, and 3 times in a gradient. No result can be nearer than the exact one rounded.
@@ -29,7 +29,7 @@ from ..primitives._trio import Trio
 from ..types import Target
 
 PASSES = {"forward": 2.0, "gradient": 3.0}
-"""What is checked of an operation, and how many times the error of the formula it may have."""
+"""The checked passes of an operation, and how many times the formula's error each may have."""
 
 # Of formulas on a CPU, which run once.
 _UNOPTIMIZED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -40,7 +40,7 @@ Program = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one pass on one implementation.
+    """The outcome of one pass on one implementation.
 
     Attributes:
         milliseconds: of a call, if its numbers are right.

@@ -18,7 +18,7 @@ _BY_TOKENS = P(None, _AXIS)
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Sequences of some length over `size` devices, in the order of zigzag: of a causal mask each has equal work."""
+    """Sequences sharded over `size` devices in zigzag order, by which a causal mask gives all equal work."""
 
     length: int
     size: int

@@ -1,4 +1,4 @@
-"""Text that every machine with Python has: the source of its standard library, one token a character."""
+"""Text that every machine with Python has: the source of its standard library, with characters as tokens."""
 
 import sysconfig
 from pathlib import Path

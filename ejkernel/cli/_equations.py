@@ -1,11 +1,11 @@
-"""Where an operation stands in a program: its equations in a jaxpr."""
+"""The equations of an operation in a jaxpr."""
 
 from collections.abc import Iterator
 from typing import Any
 
 
 def equations(jaxpr: Any, operation: str) -> Iterator[Any]:
-    """The equations whose primitive is `operation` or begins with its name, those of inner jaxprs among them."""
+    """The equations, also in inner jaxprs, whose primitive is `operation` or begins with its name."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if equation.primitive.name.startswith(operation):
             yield equation

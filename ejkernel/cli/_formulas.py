@@ -37,7 +37,7 @@ def plain_gla(
 
 
 def plain_grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array, *, preferred_element_type) -> Array:
-    """Every row times every matrix, of which it keeps the one of its group."""
+    """Every row times every matrix, from which the product with the matrix of the row's group is selected."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(lhs)), side="right")
     kept = jax.nn.one_hot(group, len(rhs), dtype=lhs.dtype)
     every = jnp.einsum("mk,ekn->emn", lhs, rhs, preferred_element_type=jnp.float32)

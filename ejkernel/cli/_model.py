@@ -18,7 +18,7 @@ Parameters = dict[str, Any]
 
 
 class Operations(NamedTuple):
-    """What the model is made of, under the names and arguments of `ejkernel.lax`."""
+    """The operations of the model, with the names and arguments of `ejkernel.lax`."""
 
     flash_attention: Callable[..., Any]
     gla: Callable[..., Any]

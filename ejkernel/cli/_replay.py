@@ -65,7 +65,7 @@ def arrivals(prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Arriv
 
 
 def replay(engine: Engine, wanted: Sequence[Arrival], show: Callable[[int, str], None]) -> Replay:
-    """Lets the requests arrive and steps the engine until all have their text."""
+    """Submits the requests as they arrive, and steps the engine until all are finished."""
     found, coming = Replay(), deque(wanted)
     timed: list[tuple[float, Done]] = []
     last: dict[Request, float] = {}  # when it arrived, or its last token

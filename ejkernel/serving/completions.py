@@ -59,7 +59,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request that was understood."""
+    """A parsed and valid request."""
 
     prompt: list[int]
     sampling: Sampling
@@ -67,14 +67,14 @@ class Wanted:
 
 
 class Completions:
-    """The application: a worker, and the name that its model is known by."""
+    """The application: a worker, and the name of its model."""
 
     def __init__(self, worker: Worker, model: str, most_bytes: int = MOST_BYTES) -> None:
         self.worker, self.model, self.most_bytes = worker, model, most_bytes
         self.created = int(time.time())
 
     def application(self) -> Starlette:
-        """What a server serves; the worker is closed with it."""
+        """The ASGI application for a server; the worker is closed with it."""
 
         @asynccontextmanager
         async def lifespan(app: Starlette) -> AsyncIterator[None]:

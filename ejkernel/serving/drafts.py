@@ -58,7 +58,7 @@ class Drafts(NamedTuple):
 
 
 class Lookup:
-    """An index of one text: where every run of a few tokens ended last."""
+    """An index of one text: the last places where each run of a few tokens ended."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], list[int]] = {}
@@ -99,7 +99,7 @@ class Lookup:
         self._indexed = max(self._indexed, len(tokens) - 1)
 
     def _candidates(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Where the runs at the end of the text ended before: of the longest first, and the latest first."""
+        """The earlier ends of the runs at the end of the text, the longest runs and the latest ends first."""
         for size in SIZES:
             if size <= len(tokens):
                 yield from reversed(self._ends.get(tuple(tokens[-size:]), ()))
