@@ -155,16 +155,29 @@ def test_documents_have_the_tables_of_the_records(path):
 
 
 def test_every_record_says_what_it_is_evidence_for():
-    """In one form; and a figure of a document is of a record that is there."""
+    """In one form, what was measured in fields; and a figure of a document is of a record that is there."""
     records = {path.name: json.loads(path.read_text()) for path in report.RESULTS.iterdir() if path.suffix == ".json"}
     assert {path.name for path in report.RESULTS.iterdir()} == records.keys() | {"README.md"}
     for name, record in records.items():
         assert {"date", "device", "versions", "evidence", "convention", "rows"} <= record.keys(), name
         assert record["evidence"] and record["rows"], name
         assert all(isinstance(row, dict) and "line" not in row for row in record["rows"]), name
+        assert [row for row in record["rows"] if _only_told(row)] == [], name
     names = lambda page: set(re.findall(r"[a-z_0-9]+-[a-z0-9-]*\d{8}[0-9-]*\.(?:json|txt)", page.read_text()))
     pages = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")]
     assert set().union(*map(names, pages)) <= records.keys()
+
+
+def _only_told(row):
+    """Whether the row has its measured numbers in the words of `what` alone."""
+    numbers = [value for value in row.values() if type(value) in (int, float)]
+    return re.search(r"\d\.\d", row.get("what", "")) and not numbers
+
+
+def test_a_number_in_words_alone_is_found():
+    assert _only_told({"section": "A", "what": "d128 1x16384 full 192, 64, 2 3.000 (2.909)"})
+    assert not _only_told({"section": "A", "what": "d128 1x16384 full", "ms": 3.0})
+    assert not _only_told({"section": "A", "what": "ptxas 13.0", "spill_bytes": 0})
 
 
 def test_every_record_is_cited_by_a_document():

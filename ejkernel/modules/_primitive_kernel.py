@@ -146,7 +146,7 @@ class PrimitiveKernel(Kernel):
         self,
         args: tuple,
         kwargs: Mapping[str, Any],
-        cfg: OperationConfig,
+        cfg: OperationConfig | tuple[OperationConfig, OperationConfig],
         target: Target | None = None,
         executor: Executor | None = None,
     ) -> dict[str, Any]:
@@ -163,7 +163,9 @@ class PrimitiveKernel(Kernel):
         chooser = ExecutorOfForward(platform, executor, backward)
         return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, chooser=chooser, results=kwargs["results"])
 
-    def run(self, *args: Any, cfg: OperationConfig, **kwargs: Any) -> dict[str, Any]:
+    def run(
+        self, *args: Any, cfg: OperationConfig | tuple[OperationConfig, OperationConfig], **kwargs: Any
+    ) -> dict[str, Any]:
         """The results by name, as `bind` gives them."""
         return self.bind(args, kwargs, cfg)
 
