@@ -17,6 +17,7 @@ nothing is rounded between x and a product of matrices, or between o and y.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,7 +28,8 @@ from jax import Array
 from ejkernel.primitives._recurrence import Operands as Recurrence
 from ejkernel.primitives._recurrence import Outputs as States
 from ejkernel.primitives._recurrence import RecurrenceSpec
-from ejkernel.primitives.state_space_v2 import Operands, Outputs
+from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
+from ejkernel.types import KernelConfig
 from ejkernel.xla_utils.sums import exact_sum
 
 SPEC = RecurrenceSpec()
@@ -50,6 +52,30 @@ def refusal(supports: Supports, x: Operands, target: Any) -> str | None:
     if reason := supports(SPEC, shapes_of(x), target):
         return f"{reason}, of which q is C, k is B and v is dt · x"
     return None
+
+
+def by_kernels(
+    recurrence: Callable[..., States], recurrence_jvp: Callable[..., States], recurrence_bwd: Callable[..., tuple]
+) -> tuple[Callable[..., Any], ...]:
+    """The forward, tangent and backward of the operation by the kernels of a platform for the linear recurrence."""
+
+    def state_space_v2(*operands: Array | None, spec: StateSpaceSpec, config: KernelConfig) -> Outputs:
+        return forward(partial(recurrence, spec=SPEC, config=config), Operands(*operands))
+
+    def state_space_v2_jvp(
+        primals: Operands, outputs: Outputs, tangents: Operands, *, spec: StateSpaceSpec, config: KernelConfig
+    ) -> Outputs:
+        push = lambda x, dot: recurrence_jvp(x, None, dot, spec=SPEC, config=config)
+        return tangent(push, primals, tangents)
+
+    def state_space_v2_bwd(
+        primals: Operands, outputs: Outputs, cotangents: Outputs, *, wrt: tuple[str, ...], spec: StateSpaceSpec,
+        config: KernelConfig,
+    ) -> tuple[Array, ...]:  # fmt: skip
+        pull = lambda x, bar, wrt: recurrence_bwd(x, None, bar, wrt=wrt, spec=SPEC, config=config)
+        return backward(pull, primals, cotangents, wrt)
+
+    return state_space_v2, state_space_v2_jvp, state_space_v2_bwd
 
 
 def forward(recurrence: Callable[..., States], x: Operands) -> Outputs:

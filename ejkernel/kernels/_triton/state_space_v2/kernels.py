@@ -1,38 +1,8 @@
 """Mamba-2's state space in Triton: forward, tangent and backward by the kernels of the linear recurrence."""
 
-from functools import partial
-
-from jax import Array
-
-from ejkernel.kernels import _state_space_v2 as around
-from ejkernel.kernels._state_space_v2 import SPEC
+from ejkernel.kernels._state_space_v2 import by_kernels
 from ejkernel.kernels._triton._recurrence import forward, gradients, tangent
-from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
-from ejkernel.types import KernelConfig
 
-
-def state_space_v2(*operands: Array | None, spec: StateSpaceSpec, config: KernelConfig) -> Outputs:
-    """y and the final state."""
-    return around.forward(partial(forward.recurrence, spec=SPEC, config=config), Operands(*operands))
-
-
-def state_space_v2_jvp(
-    primals: Operands, outputs: Outputs, tangents: Operands, *, spec: StateSpaceSpec, config: KernelConfig
-) -> Outputs:
-    """The tangents of both; a tangent of None is zero."""
-    push = lambda x, dot: tangent.recurrence_jvp(x, None, dot, spec=SPEC, config=config)
-    return around.tangent(push, primals, tangents)
-
-
-def state_space_v2_bwd(
-    primals: Operands,
-    outputs: Outputs,
-    cotangents: Outputs,
-    *,
-    wrt: tuple[str, ...],
-    spec: StateSpaceSpec,
-    config: KernelConfig,
-) -> tuple[Array, ...]:
-    """The cotangents of the operands named in wrt."""
-    pull = lambda x, bar, wrt: gradients.recurrence_bwd(x, None, bar, wrt=wrt, spec=SPEC, config=config)
-    return around.backward(pull, primals, cotangents, wrt)
+state_space_v2, state_space_v2_jvp, state_space_v2_bwd = by_kernels(
+    forward.recurrence, tangent.recurrence_jvp, gradients.recurrence_bwd
+)
