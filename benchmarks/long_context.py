@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import lax
 
-from ._harness import RESULTS, result_file, save_record
+from ._records import RESULTS, result_file, save_record
 
 HEADS, KV_HEADS, HEAD_DIM, DEVICES = 32, 8, 128, 8
 LENGTHS = (16384, 65536, 262144)

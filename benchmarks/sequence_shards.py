@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import lax
 
-from ._harness import RESULTS, interleaved, queued, result_file, save_record
+from ._harness import interleaved, queued
+from ._records import RESULTS, result_file, save_record
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOKENS = P(None, "x")
@@ -80,7 +81,7 @@ def _beside_one(
     placed = [jax.device_put(np.asarray(a)[:, order], NamedSharding(mesh, TOKENS)) for a in x]
     specs = (TOKENS,) * len(x)
     over = {n: jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=TOKENS) for n, f in sharded.items()}
-    for mode, transform in (("fwd", lambda f: f), ("fwd_bwd", _with_backward)):
+    for mode, transform in (("fwd", lambda f: f), ("fwd_bwd", with_backward)):
         alone = jax.jit(transform(whole))
         wanted = jax.tree.leaves(alone(*x))
         programs = {name: jax.jit(transform(f)) for name, f in over.items()}
@@ -104,7 +105,7 @@ def arrays(batch: int, length: int, gates: int) -> list[jax.Array]:
     return [*made[:3], *(jax.nn.log_sigmoid(a) / 16 for a in made[3:])]
 
 
-def _with_backward(f: Callable[..., Any]) -> Callable[..., Any]:
+def with_backward(f: Callable[..., Any]) -> Callable[..., Any]:
     """o and the gradients of Σ sin o."""
 
     def run(*x):

@@ -1,7 +1,9 @@
 """Benchmarks count the work they say they count, and time nothing whose numbers are wrong."""
 
+import ast
 import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,16 @@ from tests.benchmarked import breaks
 
 SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap=5.0, sinks=1)
 NAMED = [(operation, shape) for operation in measured_operations() for shape in shapes_of(operation).values()]
+
+
+def test_programs_find_what_they_import_from_one_another():
+    """Those that nothing imports, too, which is why a name that has moved is not seen before a program is run."""
+    for path in sorted(Path(_driver.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                module = importlib.import_module(f"benchmarks.{node.module}")
+                missing = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert not missing, f"{path.name}: {node.module} has no {missing}"
 
 
 # --- The registry of calls
