@@ -87,6 +87,7 @@ _CALLS = (
     RaggedPageAttentionShape("b8-4k-512-page16", 8, 4096, 512, 32, 8, page=16),
     RaggedPageAttentionShape("b8-4k-512-page128", 8, 4096, 512, 32, 8, page=128),
     RaggedPageAttentionShape("b4-4k-512-b60-decode", 4, 4096, 512, 32, 8, decodes=60),
+    RaggedPageAttentionShape("b16-8k-8", 16, 8192, 8, 32, 8, page=16),
     RaggedPageAttentionShape("b1-0-8k", 1, 0, 8192, 32, 8),
     RaggedPageAttentionShape("b4-16k-2k", 4, 16384, 2048, 32, 8),
     RaggedPageAttentionShape("b32-2k-128", 32, 2048, 128, 32, 8),
