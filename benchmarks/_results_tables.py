@@ -28,6 +28,7 @@ def _of_record(record: Record) -> str | None:
         ("program", "outcome"): lambda: _compiled(record.rows),
         ("shape", "operation", "config", "tflops"): lambda: _configs(record.rows),
         ("operation", "milliseconds", "heuristic", "config"): lambda: _kept(record.rows),
+        ("program", "batch", "tokens", "milliseconds"): lambda: _programs(record.rows),
     }
     for keys, lines in tables.items():
         if set(keys) <= record.rows[0].keys():
@@ -99,3 +100,18 @@ def _configs(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         cells = f"{row['config']} | {row['ms']:.3f} | {row['tflops']:.0f}"
         yield f"| {row['shape']} | {row['operation']} | {cells} |"
+
+
+def _programs(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each case with the time of each program, and what they are compared for."""
+    programs = list(dict.fromkeys(row["program"] for row in rows))
+    compared, form = ("of_two", "{:.3f} ×") if "of_two" in rows[0] else ("gain", "at most {:.1%}")
+    named = {"of_two": f"{programs[0]} of {programs[1]}", "gain": "gain"}
+    yield f"| ms | mode | {' | '.join(programs)} | {named[compared]} |"
+    yield "|---" * (3 + len(programs)) + "|"
+    of = lambda row: (row.get("heads", ""), f"{row['batch']} × {row['tokens']}", MODES[row["mode"]])
+    for case in dict.fromkeys(map(of, rows)):
+        here = {row["program"]: row for row in rows if of(row) == case}
+        value = next(row[compared] for row in here.values() if compared in row)
+        times = " | ".join(f"{here[program]['milliseconds']:.3f}" for program in programs)
+        yield f"| {', '.join(filter(None, case[:2]))} | {case[2]} | {times} | {form.format(value)} |"

@@ -5,12 +5,9 @@ the backward. Numbers are compared with those of one GPU first, and what is too 
 of the ideal, which is the time of one GPU divided by their number, and keeps a record.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jax
@@ -21,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import lax
 
-from ._harness import interleaved, queued
-from ._records import RESULTS, result_file, save_record
+from ._program import difference, milliseconds, parser_of
+from ._records import result_file, save_record
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOKENS = P(None, "x")
@@ -32,12 +29,10 @@ LARGEST_DIFFERENCE = 0.02  # of the largest value, in bfloat16
 
 def main() -> int:
     """Measures, prints and keeps; 1 where numbers differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--devices", type=int, default=len(jax.devices()), help="how many; all by default")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--lengths", type=int, nargs="*", default=[16384, 65536], help="of the whole sequence")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds of each contender")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     of = parser.parse_args()
     mesh = jax.make_mesh((of.devices,), ("x",), devices=jax.devices()[: of.devices], axis_types=(AxisType.Auto,))
     rows = []
@@ -83,18 +78,18 @@ def _beside_one(
     over = {n: jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=TOKENS) for n, f in sharded.items()}
     for mode, transform in (("fwd", lambda f: f), ("fwd_bwd", with_backward)):
         alone = jax.jit(transform(whole))
-        wanted = jax.tree.leaves(alone(*x))
+        wanted = list(map(np.asarray, jax.tree.leaves(alone(*x))))
         programs = {name: jax.jit(transform(f)) for name, f in over.items()}
-        off = {name: _difference(jax.tree.leaves(f(*placed)), wanted, order) for name, f in programs.items()}
-        timed = {name: queued(f, *placed) for name, f in programs.items() if off[name] <= LARGEST_DIFFERENCE}
-        found = interleaved({"one device": queued(alone, *x)} | timed, repeats)
-        times = {name: median(seconds) * 1e3 for name, seconds in found.items() if isinstance(seconds, list)}
-        for name, difference in {"one device": 0.0, **off}.items():
-            milliseconds, devices = times.get(name, float("nan")), mesh.size if name in over else 1
-            ideal = times.get("one device", float("nan")) / devices / milliseconds
+        found = {name: jax.tree.leaves(f(*placed)) for name, f in programs.items()}
+        off = {name: difference(results, [a[:, order] for a in wanted]) for name, results in found.items()}
+        timed = {name: (f, placed) for name, f in programs.items() if off[name] <= LARGEST_DIFFERENCE}
+        times = milliseconds({"one device": (alone, x)} | timed, repeats)
+        for name, error in {"one device": 0.0, **off}.items():
+            time, devices = times.get(name, float("nan")), mesh.size if name in over else 1
+            ideal = times["one device"] / devices / time
             layer = name if name in over else f"{next(iter(over)).split(',')[0]}, one device"
-            row = dict(layer=layer, mode=mode, length=len(order), milliseconds=milliseconds, ideal=ideal)
-            yield row | dict(difference=difference)
+            row = dict(layer=layer, mode=mode, length=len(order), milliseconds=time, ideal=ideal)
+            yield row | dict(difference=error)
 
 
 def arrays(batch: int, length: int, gates: int) -> list[jax.Array]:
@@ -113,15 +108,6 @@ def with_backward(f: Callable[..., Any]) -> Callable[..., Any]:
         return o, pull(jnp.cos(o))
 
     return run
-
-
-def _difference(found: Sequence[Any], wanted: Sequence[Any], order: np.ndarray) -> float:
-    """The largest of all arrays, as a part of the largest value of each."""
-    wide = lambda a: np.asarray(a).astype(np.float32)
-    return max(
-        float(np.abs(wide(a) - wide(b)[:, order]).max() / np.abs(wide(b)).max())
-        for a, b in zip(found, wanted, strict=True)
-    )
 
 
 if __name__ == "__main__":

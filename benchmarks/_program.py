@@ -1,0 +1,75 @@
+"""What the small programs share, those that compare a few jitted programs and have no registry of calls."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._contenders import Function, call
+from ._harness import interleaved, queued, warmed
+from ._records import RESULTS
+
+Program = tuple[Function, tuple]
+"""A compiled function and its arguments."""
+
+
+def parser_of(description: str, repeats: int = 7) -> argparse.ArgumentParser:
+    """A command line with `--repeats` and `--out`.
+
+    Configs are those of the heuristics where EJKERNEL_AUTOTUNE_POLICY does not say otherwise: to measure them takes
+    longer than the program does, and disturbs what is compiled beside it.
+    """
+    os.environ.setdefault("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=repeats, help="rounds of each contender")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
+    return parser
+
+
+def size(text: str) -> tuple[int, int]:
+    """The type of an argument like 8x1024: sequences and tokens of each."""
+    batch, tokens = map(int, text.split("x"))
+    return batch, tokens
+
+
+def compiled(cases: Mapping[tuple, Mapping[str, tuple[Function, tuple, Any]]]) -> dict[tuple, dict[str, Program]]:
+    """The programs of all cases, compiled side by side. The last part of a case is its mode.
+
+    A case has by name functions, each with its operands and the cotangent of its result.
+    """
+    makers = {
+        (case, name): cache(partial(_compiled, case[-1], *of))
+        for case, functions in cases.items()
+        for name, of in functions.items()
+    }
+    warmed(list(makers.values()))
+    return {case: {name: makers[case, name]() for name in functions} for case, functions in cases.items()}
+
+
+def _compiled(mode: str, function: Function, operands: tuple, cotangent: Any) -> Program:
+    arguments = (operands, (), cotangent)
+    return jax.jit(call(function, mode)).lower(*arguments).compile(), arguments
+
+
+def milliseconds(programs: Mapping[str, Program], repeats: int) -> dict[str, float]:
+    """Of a call of each program, the median over rounds in which they are interleaved; NaN where it failed, as told."""
+    times = {}
+    for name, seconds in interleaved({name: queued(f, *x) for name, (f, x) in programs.items()}, repeats).items():
+        if isinstance(seconds, Exception):
+            print(f"{name} failed: {seconds}")
+        times[name] = float("nan") if isinstance(seconds, Exception) else median(seconds) * 1e3
+    return times
+
+
+def difference(found: Sequence[Any], wanted: Sequence[Any]) -> float:
+    """The largest of all arrays, as a part of the largest value of each."""
+    wide = lambda a: np.asarray(a).astype(np.float32)
+    return max(
+        float(np.abs(wide(a) - wide(b)).max() / np.abs(wide(b)).max()) for a, b in zip(found, wanted, strict=True)
+    )
