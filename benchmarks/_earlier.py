@@ -3,9 +3,6 @@
 The first request for a folder leaves the results there; `calls` says how many more calls are to be made.
 """
 
-import importlib
-import os
-import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, os.path.abspath(os.environ["EJKERNEL_BEFORE"]))
-ejkernel = importlib.import_module("ejkernel")
+from ._serve import serve, version_of
+
+ejkernel = version_of("EJKERNEL_BEFORE")
 
 from ._contenders import Inputs, of_jax
 from ._harness import Prepared
-from ._process import serve
-
-if not Path(ejkernel.__file__).is_relative_to(sys.path[0]):
-    raise ImportError(f"EJKERNEL_BEFORE={sys.path[0]} holds no ejkernel; the one that is found is {ejkernel.__file__}")
 
 
 @lru_cache(maxsize=1)

@@ -1,6 +1,6 @@
 """Another version of this library, which cannot be imported beside us, in a process that computes what it is asked for.
 
-A line of JSON asks, a line of JSON answers. The process ends with its input, that is with this process.
+A line of JSON asks, a line of JSON answers (see _serve.py). The process ends with its input, that is with this process.
 """
 
 import json
@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -45,15 +44,3 @@ def _started(program: str) -> subprocess.Popen:
         cwd=Path(__file__).parents[1],
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
     )
-
-
-def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answers on standard output; whatever else is printed goes to the errors."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        try:
-            answered = answer(json.loads(line))
-        except Exception as error:
-            answered = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answered), file=answers, flush=True)

@@ -5,8 +5,6 @@ of its own: that of its heuristics and those that its tuner tries first.
 """
 
 import importlib
-import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -16,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._process import serve
+from ._serve import serve, version_of
 
-sys.path.insert(0, os.environ["EJKERNEL_RELEASE"])
+version_of("EJKERNEL_RELEASE")
 release = importlib.import_module("ejkernel.kernels._triton.flash_attention")
 ops = importlib.import_module("ejkernel.ops")
 

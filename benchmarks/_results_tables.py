@@ -29,6 +29,8 @@ def _of_record(record: Record) -> str | None:
         ("shape", "operation", "config", "tflops"): lambda: _configs(record.rows),
         ("operation", "milliseconds", "heuristic", "config"): lambda: _kept(record.rows),
         ("program", "batch", "tokens", "milliseconds"): lambda: _programs(record.rows),
+        ("what", "start", "trace", "lower", "compile", "run"): lambda: _first_calls(record.rows),
+        ("contender", "tokens_per_second"): lambda: _trained(record.timed),
     }
     for keys, lines in tables.items():
         if set(keys) <= record.rows[0].keys():
@@ -115,3 +117,24 @@ def _programs(rows: Sequence[Row]) -> Iterator[str]:
         value = next(row[compared] for row in here.values() if compared in row)
         times = " | ".join(f"{here[program]['milliseconds']:.3f}" for program in programs)
         yield f"| {', '.join(filter(None, case[:2]))} | {case[2]} | {times} | {form.format(value)} |"
+
+
+def _first_calls(rows: Sequence[Row]) -> Iterator[str]:
+    """The seconds of each part; tuning is none where nothing was searched for."""
+    parts = ("tuning", "trace", "lower", "compile", "run")
+    yield f"| process, call | start | {' | '.join(parts)} |"
+    yield "|---" * (2 + len(parts)) + "|"
+    for row in rows:
+        cells = (f"{row[part]:.3f}" if row.get(part) else "" for part in parts)
+        yield f"| {row['what']} | {row['start']:.2f} | {' | '.join(cells)} |"
+
+
+def _trained(rows: Sequence[Row]) -> Iterator[str]:
+    """Rates, and how many times as long the steps of the others take."""
+    yield "| attention | tokens/s | × | loss | first step compiled in, s | memory, GB |"
+    yield "|---|---|---|---|---|---|"
+    for row in rows:
+        ratio = f"{row['ratio']:.2f} ×" if "ratio" in row and not row["ours"] else ""
+        memory = f"{row['peak_gigabytes']:.0f}" if row["peak_gigabytes"] else ""
+        figures = f"{row['loss']:.4f} | {row['compile_seconds']:.1f} | {memory}"
+        yield f"| {row['contender']} | {row['tokens_per_second']:.0f} | {ratio} | {figures} |"

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-import ejkernel
 from benchmarks import _driver, report
 from benchmarks import _harness as harness
 from ejkernel import callib
 from ejkernel.callib.ceilings import Probe
-from tests.benchmarked import breaks, prepared
+from tests.benchmarked import breaks, installed, prepared
 
 
 def forbidden(calls):
@@ -98,11 +97,7 @@ def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
 
 def test_another_version_takes_part_from_a_process_of_its_own(tmp_path, monkeypatch):
     """Here it is this one, under the names that an installation gives it."""
-    installed = tmp_path / "before" / "ejkernel"
-    installed.mkdir(parents=True)
-    files = {file.name: file for file in Path(ejkernel.__path__[0]).iterdir()}
-    for name, file in (files | {"lowering": ejkernel.lowering.__path__[0]}).items():
-        (installed / name).symlink_to(file)
+    installed(tmp_path / "before")
     monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
     monkeypatch.setenv("EJKERNEL_BEFORE", str(tmp_path / "before"))
     asked = [

@@ -233,8 +233,9 @@ def backward(
     if "sinks" in wrt:
         dsinks = -sink_weights(x, rows.lse, rows.excess) * rows.delta
         totals["dsinks"] = attention.sum_to(dsinks.sum(3, keepdims=True), x.sinks.shape)
-    for name in {"q", "k", "softmax_scale"}.intersection(wrt):
-        totals["d" + name] = scaled(totals["d" + name], spec.softmax_scale)
+    for name in ("q", "k", "softmax_scale"):  # in an order that is the same in every process, as caches need it
+        if name in wrt:
+            totals["d" + name] = scaled(totals["d" + name], spec.softmax_scale)
     columns = partial(unfold_columns, groups=x.k.shape[1])
     unfold = {"q": unfold_rows, "k": columns, "v": columns}
     like = {name: getattr(primals, name) for name in wrt}

@@ -1,0 +1,74 @@
+"""Training beside the release, which is this library here, and what first calls cost: whole runs at sizes for a CPU."""
+
+import json
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import _process, first_call, training
+from tests.benchmarked import installed
+
+TINY = "--layers 2 --hidden 32 --heads 4 --kv-heads 2 --head-dim 16 --feed-forward 48 --vocabulary 64 --batch 2"
+RELEASE = {
+    "__init__.py": "",
+    "kernels/__init__.py": "",
+    "kernels/_triton/__init__.py": "",
+    "kernels/_triton/flash_attention.py": "def flash_attention(q, k, v, **options): return 2 * q",
+    "ops.py": "FwdParams = dict",
+}
+
+
+def record_of(main, asked, folder, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["benchmark", *asked.split(), "--out", str(folder)])
+    outcome = main()
+    (file,) = folder.iterdir()
+    return outcome, json.loads(file.read_text())
+
+
+def test_training_beside_the_release(tmp_path, monkeypatch, capsys):
+    installed(tmp_path / "release")
+    monkeypatch.setenv("EJKERNEL_RELEASE", str(tmp_path / "release"))
+    asked = f"{TINY} --length 24 --steps 12 --repeats 2"
+    outcome, record = record_of(training.main, asked, tmp_path / "results", monkeypatch)
+    ours, release, cudnn = record["rows"]
+    assert ours["status"] == release["status"] == "timed" and outcome == (release["ratio"] < training.LEAST_RATIO)
+    assert ours["loss"] < np.log(64) - 0.05 and release["loss_difference"] < 1e-6
+    assert "flash_attention_bwd" in ours["detail"] and release["detail"] == "xla"
+    assert cudnn["status"] == "failed" and "cuDNN" in cudnn["reason"]
+    assert record["sizes"]["length"] == 24 and "tokens/s" in capsys.readouterr().out
+
+
+def test_training_needs_steps_for_each_round(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit):
+        record_of(training.main, "--steps 3 --repeats 3", tmp_path, monkeypatch)
+
+
+def test_the_release_runs_in_its_process_and_not_this_library(tmp_path, monkeypatch):
+    for name, text in RELEASE.items():
+        file = tmp_path / "release" / "ejkernel" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    monkeypatch.setenv("EJKERNEL_RELEASE", str(tmp_path / "release"))
+    q = np.asarray(jnp.arange(64.0).reshape(1, 4, 1, 16), jnp.bfloat16)
+    for name in "qkv":
+        np.save(tmp_path / f"{name}.npy", q.view(np.uint16))
+    request = dict(folder=str(tmp_path), causal=True, window=None, calls=1)
+    assert "num_warps" in _process.asked("_release", "EJKERNEL_RELEASE", request)["config"]
+    np.testing.assert_array_equal(np.load(tmp_path / "o.npy").view(jnp.bfloat16), 2 * q)
+
+
+def test_first_calls(tmp_path, monkeypatch):
+    _, record = record_of(first_call.main, "gemma --length 64", tmp_path, monkeypatch)
+    assert [row["what"] for row in record["rows"]] == ["cold, gemma", "tuned, gemma", "warm, gemma"]
+    cold, tuned, warm = record["rows"]
+    assert all(row[part] > 0 for row in record["rows"] for part in ("start", *first_call.PARTS))
+    assert warm["compile"] < cold["compile"] / 2 and "added" in tuned and cold["searches"] == warm["searches"] == 0
+
+
+def test_bars_of_first_calls():
+    row = dict(tuning=0.0, searches=2, trace=0.5, lower=1.1, compile=3.5, run=0.0, added=5.9)
+    assert [bar.split(":")[0] for bar in first_call.over("cold", row)] == ["lower", "compile"]
+    assert first_call.over("tuned", row) == [] and first_call.over("tuned", row | dict(searches=1)) != []
+    assert first_call.over("warm", row) == ["both: 5.10 s over 0.5 s"]
