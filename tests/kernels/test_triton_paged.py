@@ -118,11 +118,14 @@ def test_prefills_beside_decodes(options, drafts):
     check_call("ragged_page_attention", ragged((23, 1, 4, 0, 9), (40, 17, 4, 8, 30), drafts=drafts), **options)
 
 
-@pytest.mark.parametrize("most", (0, 256))
+@pytest.mark.parametrize("most, at_once", ((0, 16), (256, 16), (256, 2)))
 @pytest.mark.parametrize("count", (3, pytest.param(0, marks=pytest.mark.slow)))
-def test_tokens_of_no_sequence_have_nothing(count, most, monkeypatch):
-    """In front of the first sequence and behind the last that counts, of a step in one launch and in two."""
+def test_tokens_of_no_sequence_have_nothing(count, most, at_once, monkeypatch):
+    """In front of the first sequence and behind the last that counts, of a step in two launches and in one, and where
+    another merges its splits.
+    """
     monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_TOKENS_OF_DECODES", most)
+    monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_MERGED_AT_ONCE", at_once)
     x = ragged((9, 0, 1, 4), (20, 8, 17, 4))
     x |= dict(query_start_loc=jnp.minimum(x["query_start_loc"] + 2, len(x["q"])), num_seqs=jnp.asarray([count]))
     check_call("ragged_page_attention", x)
