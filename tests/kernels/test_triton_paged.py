@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, assert_close
-from kernels.paged import close, decode_defined, decode_step, wide
+from kernels.paged import close, decode_defined, decode_step, unseen, wide
 
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
@@ -226,3 +227,23 @@ def test_what_nobody_sees_may_be_nan():
         results.append(computed("ragged_page_attention", operands, call.spec)[0])
     for clean, poisoned in zip(*results, strict=True):
         np.testing.assert_array_equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("window", (None, 3))
+@pytest.mark.parametrize("dtype, pages", [("float32", "float32"), ("bfloat16", "float8_e4m3fn")])
+def test_a_draft_that_nobody_sees_may_be_nan(dtype, pages, window):
+    """Since no mask names it, or only for tokens whose window it is outside of, or which are in no context."""
+    x = ragged((5, 1, 3), (20, 13, 1), d=32, drafts=5, seed=2)
+    x["draft_mask"] = x["draft_mask"].at[:, 1].set(False).at[5].set(False)
+    x["block_tables"] = jnp.arange(x["block_tables"].size).reshape(x["block_tables"].shape)
+    scales = np.random.default_rng(1).uniform(0.5, 1.5, (2, *x["kv_pages"].shape[:2], 2))
+    x |= dict(zip(("k_scale", "v_scale"), jnp.asarray(scales, jnp.float32), strict=True))
+    x |= dict(q=x["q"].astype(dtype), kv_pages=x["kv_pages"].astype(pages))
+    hidden = jnp.asarray(unseen(x, window))[..., None]
+    assert hidden[2, 0] or window is None  # of the last sequence, whose first two tokens are in no context
+    with_nan = {name: jnp.where(hidden, jnp.nan, x[name]) for name in ("k_scale", "v_scale")}
+    with_nan["kv_pages"] = jnp.where(hidden[..., None], jnp.asarray(jnp.nan, pages), x["kv_pages"])
+    run = lambda x: computed("ragged_page_attention", *operands_of("ragged_page_attention", x, window=window))
+    for found, clean in zip(run(x | with_nan), run(x), strict=True):
+        assert np.isfinite(wide(found[0])).all()
+        jax.tree.map(np.testing.assert_array_equal, found, clean)

@@ -47,8 +47,10 @@ def attend_kernel(
     in_step = in_row & (token + of_token >= 0) & (token + of_token < problem.T)
     queries, multiplier = load_queries(q, k_scale, at, in_step, d, batch, group, problem, PAIRS)
     place = position + of_token
+    # Of the rows of a tile that are those of no token, or of one in no context, none sees a draft.
+    sees = tl.where(in_row & (place >= 0), token + of_token, -1)
     maximum, total, acc = attend_keys(
-        low, high, position, place, batch, sequence, group, token + of_token, queries, k, v, context_lens, starts,
+        low, high, position, place, batch, sequence, group, sees, queries, k, v, context_lens, starts,
         first_keys, block_tables, k_scale, v_scale, draft_mask, multiplier,
         problem, ROWS, BLOCK_K, WIDTH, V_WIDTH, PAIRS,
     )  # fmt: skip
