@@ -247,4 +247,25 @@ FAILURES = (
         values="ties",
         seed=622,
     ),
+    # The value of a draft that no token sees is NaN here; 0, which is its weight, times that was added to o.
+    Call(
+        "ragged_page_attention",
+        sizes={"t": 1, "d": 8, "h": 1, "g": 1, "z": 8, "n": 1, "m": 2, "j": 1, "p": 12, "c": 2, "w": 1},
+        operands={"q": "t h d", "kv_pages": "p z c d", "context_lens": "n", "block_tables": "n j"}
+        | {"query_start_loc": "m", "num_seqs": "", "k_scale": "g", "v_scale": "g", "draft_mask": "t w"},
+        options={"window": (4, 4), "softcap": 2.0, "return_lse": True},
+        dtype="bfloat16",
+        dtypes={
+            "context_lens": "int16",
+            "block_tables": "uint32",
+            "query_start_loc": "int64",
+            "num_seqs": "int32",
+        },
+        jit=True,
+        api="modules",
+        platform="triton",
+        values="uniform",
+        poison=True,
+        seed=4277,
+    ),
 )

@@ -1,7 +1,12 @@
 """Attention over pages by its definition, in float64 and one query at a time, and steps to try it on."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
+
+from ejkernel.kernels._xla._pages import ragged_queries, visible
+from ejkernel.primitives._pages import CacheSpec
 
 # Of steps of decoding: the arguments of sequences, how many these are, pages of the pool and of a sequence, contexts.
 MOVING = ("q", "context_lens", "block_tables")
@@ -114,3 +119,18 @@ def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, token
             seen &= j > position - (window or len(k))
             o[token], lse[token] = attended(np.asarray(x["q"][token]), k, v, seen, x.get("sinks"), **options)
     return o, lse
+
+
+def unseen(x, window=None):
+    """[P, page]: the slots that no token of a ragged step sees, each page of which is of one sequence."""
+    pool = x["kv_pages"] if "kv_pages" in x else x["pages"]
+    step = SimpleNamespace(**{"draft_mask": None, "sinks": None} | x)
+    step.num_seqs, length = jnp.reshape(step.num_seqs, (1,)), x["block_tables"].shape[1] * pool.shape[1]
+    tokens = x["q"] if "q" in x else x["q_latent"]
+    queries = ragged_queries(step, tokens, pool.shape[1], CacheSpec(softmax_scale=1.0, window=window))
+    position = jnp.broadcast_to(jnp.arange(length)[None], (len(tokens), length))
+    pages = x["block_tables"][queries.sequence]
+    slots = (pages[:, :, None] * pool.shape[1] + jnp.arange(pool.shape[1])).reshape(position.shape)
+    seen = np.zeros(pool.shape[0] * pool.shape[1], bool)
+    seen[np.asarray(slots)[np.asarray(visible(queries, position))]] = True
+    return ~seen.reshape(pool.shape[:2])

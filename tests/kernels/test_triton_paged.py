@@ -2,11 +2,12 @@
 
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, assert_close
-from kernels.paged import close, decode_defined, decode_step, wide
+from kernels.paged import close, decode_defined, decode_step, unseen, wide
 
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
@@ -118,11 +119,14 @@ def test_prefills_beside_decodes(options, drafts):
     check_call("ragged_page_attention", ragged((23, 1, 4, 0, 9), (40, 17, 4, 8, 30), drafts=drafts), **options)
 
 
-@pytest.mark.parametrize("most", (0, 256))
+@pytest.mark.parametrize("most, at_once", ((0, 16), (256, 16), (256, 2)))
 @pytest.mark.parametrize("count", (3, pytest.param(0, marks=pytest.mark.slow)))
-def test_tokens_of_no_sequence_have_nothing(count, most, monkeypatch):
-    """In front of the first sequence and behind the last that counts, of a step in one launch and in two."""
+def test_tokens_of_no_sequence_have_nothing(count, most, at_once, monkeypatch):
+    """In front of the first sequence and behind the last that counts, of a step in two launches and in one, and where
+    another merges its splits.
+    """
     monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_TOKENS_OF_DECODES", most)
+    monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_MERGED_AT_ONCE", at_once)
     x = ragged((9, 0, 1, 4), (20, 8, 17, 4))
     x |= dict(query_start_loc=jnp.minimum(x["query_start_loc"] + 2, len(x["q"])), num_seqs=jnp.asarray([count]))
     check_call("ragged_page_attention", x)
@@ -223,3 +227,23 @@ def test_what_nobody_sees_may_be_nan():
         results.append(computed("ragged_page_attention", operands, call.spec)[0])
     for clean, poisoned in zip(*results, strict=True):
         np.testing.assert_array_equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("window", (None, 3))
+@pytest.mark.parametrize("dtype, pages", [("float32", "float32"), ("bfloat16", "float8_e4m3fn")])
+def test_a_draft_that_nobody_sees_may_be_nan(dtype, pages, window):
+    """Since no mask names it, or only for tokens whose window it is outside of, or which are in no context."""
+    x = ragged((5, 1, 3), (20, 13, 1), d=32, drafts=5, seed=2)
+    x["draft_mask"] = x["draft_mask"].at[:, 1].set(False).at[5].set(False)
+    x["block_tables"] = jnp.arange(x["block_tables"].size).reshape(x["block_tables"].shape)
+    scales = np.random.default_rng(1).uniform(0.5, 1.5, (2, *x["kv_pages"].shape[:2], 2))
+    x |= dict(zip(("k_scale", "v_scale"), jnp.asarray(scales, jnp.float32), strict=True))
+    x |= dict(q=x["q"].astype(dtype), kv_pages=x["kv_pages"].astype(pages))
+    hidden = jnp.asarray(unseen(x, window))[..., None]
+    assert hidden[2, 0] or window is None  # of the last sequence, whose first two tokens are in no context
+    with_nan = {name: jnp.where(hidden, jnp.nan, x[name]) for name in ("k_scale", "v_scale")}
+    with_nan["kv_pages"] = jnp.where(hidden[..., None], jnp.asarray(jnp.nan, pages), x["kv_pages"])
+    run = lambda x: computed("ragged_page_attention", *operands_of("ragged_page_attention", x, window=window))
+    for found, clean in zip(run(x | with_nan), run(x), strict=True):
+        assert np.isfinite(wide(found[0])).all()
+        jax.tree.map(np.testing.assert_array_equal, found, clean)

@@ -29,16 +29,17 @@ def attend_tile(
     page, slot = page_and_slot(block_tables, batch, sequence, tile, held, problem, BLOCK_K)
     row_of_k, row_of_v = row_at(k_strides, batch, page, slot, group), row_at(v_strides, batch, page, slot, group)
     if PAIRS:
-        first, second = load_pairs(k, row_of_k, 0, problem.D)
+        first, second = load_pairs(k, row_of_k, 0, problem.D, None)
         s = tl.dot(queries[1], tl.trans(second), tl.dot(queries[0], tl.trans(first))) * multiplier[:, None]
     else:
-        keys = in_dtype(load_rows(k, row_of_k, 0, problem.D, WIDTH), queries)
+        keys = in_dtype(load_rows(k, row_of_k, 0, problem.D, WIDTH, None), queries)
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * multiplier
-    factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group)
+    factor = scales_at(k_scale, k_scale_strides, batch, page, slot, group, None)
     if factor is not None:
         s *= factor[None, :]
     if problem.softcap is not None:
         s = problem.softcap * LOG2E * tanh(s)
+    seen = None
     if MASKED:
         visible_to = (held == position)[None, :]
         if problem.causal and problem.drafts == 0:
@@ -49,17 +50,19 @@ def attend_tile(
             visible_to = visible_to & is_drafted(
                 draft_mask, position, batch, sequence, token, context_lens, starts, problem
             )
+            # A draft that no token of the row sees has no weight, and its value, which 0 may not be a factor of, is 0.
+            seen = tl.max(visible_to.to(tl.int32), 0) != 0
         s = tl.where(visible_to, s, float("-inf"))
     highest = tl.maximum(maximum, tl.max(s, 1))
     base = tl.where(highest == float("-inf"), 0.0, highest)
     p = tl.exp2(s - base[:, None])
     alpha = tl.exp2(maximum - base)
     total = total * alpha + tl.sum(p, 1)
-    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group)
+    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, seen)
     if factor is not None:
         p *= factor[None, :]
     if PAIRS:
-        first, second = load_pairs(v, row_of_v, problem.v_offset, problem.V)
+        first, second = load_pairs(v, row_of_v, problem.v_offset, problem.V, seen)
         if factor is None:
             p = p.to(tl.float16)
             acc = tl.dot(p, first, acc[0] * alpha[:, None]), tl.dot(p, second, acc[1] * alpha[:, None])
@@ -69,29 +72,36 @@ def attend_tile(
             even = acc[0] * alpha[:, None] + tl.dot(p, first) * unit[:, None]
             acc = even, acc[1] * alpha[:, None] + tl.dot(p, second) * unit[:, None]
     else:
-        values = in_dtype(load_rows(v, row_of_v, problem.v_offset, problem.V, V_WIDTH), queries)
+        values = in_dtype(load_rows(v, row_of_v, problem.v_offset, problem.V, V_WIDTH, seen), queries)
         acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
     return highest, total, acc
 
 
 @triton.jit
-def load_rows(x, row, offset: tl.constexpr, features: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of keys or values."""
+def load_rows(x, row, offset: tl.constexpr, features: tl.constexpr, WIDTH: tl.constexpr, seen):
+    """A tile of keys or values, whose rows are 0 where these are not seen; None stands for all of them."""
     column = tl.arange(0, WIDTH)
     at = x + row[:, None] * features + column[None, :] + offset
-    if features == WIDTH:
+    if features == WIDTH and seen is None:
         return tl.load(at)
-    else:
+    elif features == WIDTH:
+        return tl.load(at, mask=seen[:, None], other=0.0)
+    elif seen is None:
         return tl.load(at, mask=(column < features)[None, :], other=0.0)
+    else:
+        return tl.load(at, mask=seen[:, None] & (column < features)[None, :], other=0.0)
 
 
 @triton.jit
-def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr):
-    """The features of a tile of eight-bit keys or values in float16: the first of each pair, and the second."""
+def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, seen):
+    """The features of a tile of eight-bit keys or values, as `load_rows` reads it, in float16: the first of each pair,
+    and the second.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     column = tl.arange(0, features // 2)
     at = row[:, None] * (features // 2) + column[None, :] + offset // 2
-    pairs = tl.load(x.to(tl.pointer_type(tl.int16), bitcast=True) + at)
+    at = x.to(tl.pointer_type(tl.int16), bitcast=True) + at
+    pairs = tl.load(at) if seen is None else tl.load(at, mask=seen[:, None], other=0)
     if dtype == tl.int8:
         # 1024 + 128 + x in float16, whose last bit is 1 there.
         first = ((pairs & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
@@ -132,12 +142,14 @@ def row_at(strides: tl.constexpr, batch, page, slot, group):
 
 
 @triton.jit
-def scales_at(scales, strides: tl.constexpr, batch, page, slot, group):
-    """The scales of a tile of keys or values; None if they do not vary over slots."""
+def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, seen):
+    """The scales of a tile of keys or values, 0 where these are not seen; None if they do not vary over slots."""
     if scales is None or (strides.page == 0 and strides.slot == 0):
         return
-    else:
+    elif seen is None:
         return tl.load(scales + row_at(strides, batch, page, slot, group))
+    else:
+        return tl.load(scales + row_at(strides, batch, page, slot, group), mask=seen, other=0.0)
 
 
 @triton.jit

@@ -36,7 +36,7 @@ def attend_kernel(
     row = tl.arange(0, ROWS)
     of_token = row // heads
     if tokens == 0:
-        if schedule.padding:
+        if schedule.padding and o is not None:
             write_padding(o, lse, batch, token + of_token, of_token, group * heads + row % heads, starts, num_seqs,
                           problem, schedule, V_WIDTH)  # fmt: skip
         return
@@ -47,16 +47,21 @@ def attend_kernel(
     in_step = in_row & (token + of_token >= 0) & (token + of_token < problem.T)
     queries, multiplier = load_queries(q, k_scale, at, in_step, d, batch, group, problem, PAIRS)
     place = position + of_token
+    # Of the rows of a tile that are those of no token, or of one in no context, none sees a draft.
+    sees = tl.where(in_row & (place >= 0), token + of_token, -1)
     maximum, total, acc = attend_keys(
-        low, high, position, place, batch, sequence, group, token + of_token, queries, k, v, context_lens, starts,
+        low, high, position, place, batch, sequence, group, sees, queries, k, v, context_lens, starts,
         first_keys, block_tables, k_scale, v_scale, draft_mask, multiplier,
         problem, ROWS, BLOCK_K, WIDTH, V_WIDTH, PAIRS,
     )  # fmt: skip
     head = group * heads + row % heads
     whole: tl.constexpr = plan is None and schedule.splits == 1
-    if whole or splits == 1:
-        write(o, lse, at, in_step, maximum, total, acc, place, sinks, batch, head, problem, V_WIDTH)
-    if not whole:  # noqa: SIM102, since the inner condition may be known at run time alone
+    # `splits` is known at run time alone, even where a launch has a fixed number of them. If another merges them, there
+    # is no o.
+    if o is not None:  # noqa: SIM102, since the inner condition may be known at run time alone
+        if whole or splits == 1:
+            write(o, lse, at, in_step, maximum, total, acc, place, sinks, batch, head, problem, V_WIDTH)
+    if not whole:  # noqa: SIM102, as above
         if splits > 1:
             store_split(o_splits, lse_splits, slot, of_token, head, e, in_row, maximum, total, acc, problem, schedule)
             if arrivals is not None:  # noqa: SIM102, as above

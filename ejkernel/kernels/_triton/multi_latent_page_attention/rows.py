@@ -49,7 +49,10 @@ def step_of(x: Operands, spec: CacheSpec, tokens: int) -> Step:
         rows = jnp.stack([rows.request, rows.token, rows.tokens], axis=1)[:T]
         of_tokens, of_rows = None, None
         if draft_mask is not None:
-            of_tokens, number = in_words(draft_mask), jnp.arange(tokens, dtype=jnp.int32)
+            # Of its row a token only asks for drafts that are within its context and window.
+            draft = queries.cached[:, None] + jnp.arange(drafts, dtype=jnp.int32)
+            seen = draft_mask & (draft >= queries.first[:, None]) & (draft < queries.stop[:, None])
+            of_tokens, number = in_words(seen), jnp.arange(tokens, dtype=jnp.int32)
             places = jnp.where(number < rows[:, 2:], rows[:, 1:2] + number, T)
             words = of_tokens.at[places].get(mode="fill", fill_value=0)
             of_rows = lax.reduce(words, np.int32(0), lax.bitwise_or, (1,))

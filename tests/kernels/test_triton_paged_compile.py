@@ -1,0 +1,96 @@
+"""The kernels over a cache in Triton compile however the splits of a row are merged, for GPUs that are not here.
+
+Few splits are merged by the last program of their row, more of them, and those of a fixed size, by a launch of their
+own; a plan says itself how many a row has.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("triton")
+
+from ejkernel.kernels._target import lowering_for
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton.flash_decoding import flash_attention
+from ejkernel.kernels._triton.page_attention import page_attention
+from ejkernel.kernels._triton.ragged_decode_attention import ragged_decode_attention
+from ejkernel.kernels._triton.ragged_page_attention import ragged_page_attention
+from ejkernel.kernels._triton.ragged_page_attention_v3 import ragged_page_attention_v3
+from ejkernel.modules._operation import OPERATIONS
+from ejkernel.primitives._pages import CacheSpec
+from ejkernel.primitives.flash_attention import FlashAttentionSpec
+
+from . import compiler
+from .test_triton_compile import KINDS
+
+N, PAGES, PAGE, COLUMNS, D = 4, 64, 64, 64, 64
+POOL = dict(context_lens=(1, N), block_tables=(1, N, COLUMNS))
+STEP = POOL | dict(query_start_loc=(1, N + 1), num_seqs=(1, 1), kv_pages=(1, PAGES, PAGE, 2, 2, D))
+SHAPES = {
+    "page_attention": POOL | dict(q=(1, N, 8, D), **dict.fromkeys(("k_pages", "v_pages"), (1, PAGES, PAGE, 2, D))),
+    "ragged_page_attention": STEP | dict(q=(1, 8, 8, D)),
+    "ragged_page_attention_v3": STEP | dict(q=(1, 8, 8, D), **dict.fromkeys(("k", "v"), (1, 8, 2, D))),
+    "ragged_decode_attention": dict(q=(N, 8, D), **dict.fromkeys(("k", "v"), (N, COLUMNS * PAGE, 2, D)))
+    | dict.fromkeys(("sequence_start", "sequence_end"), (N,)),
+    "flash_attention": dict(q=(1, 1, 8, D), **dict.fromkeys(("k", "v"), (1, COLUMNS * PAGE, 2, D))),
+}
+DTYPES = dict.fromkeys(("q", "k", "v", "k_pages", "v_pages", "kv_pages"), "bfloat16") | {"draft_mask": "bool"}
+IMPLEMENTATIONS = {
+    of.__name__: of
+    for of in (
+        page_attention,
+        ragged_page_attention,
+        ragged_page_attention_v3,
+        ragged_decode_attention,
+        flash_attention,
+    )
+}
+PLAN, DRAFTS, PREFILLS = dict(plan=(1, 1, 32, 8)), dict(draft_mask=(1, 8, 4)), dict(q=(1, 512, 8, D))
+# What is asked for, the shapes that differ from those above, and whether a launch of its own merges the splits.
+CASES = {
+    "one split": (dict(num_splits=1), {}, False),
+    "few splits": (dict(num_splits=3), {}, False),
+    "many splits": (dict(num_splits=17), {}, True),
+    "batch invariant": (dict(batch_invariant=True), {}, True),
+    "plan": (dict(num_splits=3), PLAN, False),
+    "many splits with drafts": (dict(num_splits=17), DRAFTS, True),
+    "plan with drafts": (dict(num_splits=3), DRAFTS | PLAN, False),
+    "many splits beside prefills": (dict(num_splits=17), PREFILLS, True),
+}
+# Of flash_attention, whose kernel of few queries takes as many splits as the GPU has work for, and of the others.
+OF_ALL, OF_A_STEP = ("one split", "few splits", "many splits", "batch invariant"), tuple(CASES)
+NAMES = {
+    "page_attention": (*OF_ALL, "plan"),
+    "ragged_page_attention": OF_A_STEP,
+    "ragged_page_attention_v3": OF_ALL,
+    "ragged_decode_attention": OF_ALL,
+    "flash_attention": ("many splits", "batch invariant"),
+}
+ALWAYS = [(operation, "many splits") for operation in ("page_attention", "ragged_page_attention", "flash_attention")]
+
+
+@pytest.mark.parametrize(
+    "operation, name",
+    [
+        pytest.param(operation, name, marks=() if (operation, name) in ALWAYS else pytest.mark.slow)
+        for operation, names in NAMES.items()
+        for name in names
+    ],
+)
+def test_compiles(operation, name, monkeypatch):
+    """All launches of a call, for a Hopper."""
+    options, shapes, merged = CASES[name]
+    implementation, algorithm = IMPLEMENTATIONS[operation], OPERATIONS[operation].algorithm
+    arrays = {n: jnp.zeros(shape, DTYPES.get(n, "int32")) for n, shape in (SHAPES[operation] | shapes).items()}
+    x, target = algorithm.operands(**arrays), KINDS["sm_90"]
+    spec = CacheSpec(softmax_scale=0.1, **options)
+    if operation == "flash_attention":
+        spec = FlashAttentionSpec(softmax_scale=0.1, batch_invariant=spec.batch_invariant)
+    with lowering_for(target):
+        call = partial(implementation, *x, spec=spec, config=implementation.space(spec, x, target)[0])
+        found = compiler.launches(monkeypatch, _launch, call)
+    assert ("merge_kernel" in [launch.kernel.__name__ for launch in found]) == merged
+    for launch in found:
+        assert compiler.binary(launch, compiler.TARGETS["sm_90"]).shared <= _launch.shared_memory_limit(target)
