@@ -21,7 +21,7 @@ from ejkernel import UnsupportedError
 
 from .calls import Call
 from .oracle import expected, of_example
-from .transforms import SECOND, arguments, mesh_of, program
+from .transforms import SECOND, arguments, mesh_of, on_devices, program
 
 NEIGHBOURS = 6
 
@@ -56,7 +56,8 @@ class Program:
     def check(self, call: Call) -> bool:
         """Whether it ran: False if it was refused in the library's words. Raises AssertionError where it is wrong."""
         assert call.program == self.call
-        with jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext(), strict(), inside_mesh(call):
+        x64 = jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext()
+        with x64, strict(), on_devices(call), inside_mesh(call):
             try:
                 found = jax.tree.map(np.asarray, jax.block_until_ready(self.run(*arguments(call))))
             except Exception as error:

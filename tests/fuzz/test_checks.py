@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
 from .calls import Call
 from .checks import Program, check, differences
-from .transforms import arguments
+from .failures import FAILURES
+from .transforms import arguments, devices_of
 
 CALL = Call(
     "flash_attention",
@@ -68,3 +70,13 @@ def test_a_call_prints_as_python():
 def test_an_exception_is_a_failure():
     with pytest.raises(AssertionError, match="window is 0"):
         check(replace(CALL, options={"window": 0}))
+
+
+@pytest.mark.parametrize("call", [call for call in FAILURES if call.mesh is not None], ids=lambda call: call.operation)
+def test_a_mesh_is_of_cpu_devices_where_the_default_platform_has_too_few(call, monkeypatch):
+    """As on a machine with one GPU, for which the last CPU device stands here."""
+    all_devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda platform=None: all_devices[:-1] if platform else all_devices[-1:])
+    assert devices_of(call) == all_devices[:4]
+    with jax.default_device(all_devices[-1]):
+        assert check(call)
