@@ -5,7 +5,7 @@ brings these two files and edits no other. `failures.py` holds the calls that on
 
     python -m pytest tests/fuzz                                   the search of CI, the same calls each time
     python -m pytest tests/fuzz -m slow -n auto                   other calls each time, for an hour on two cores
-    JAX_PLATFORMS=cuda,cpu python -m pytest tests/fuzz -m gpu -n 8     on a GPU
+    JAX_PLATFORMS=cuda,cpu OPENBLAS_NUM_THREADS=1 python -m pytest tests/fuzz -m gpu -n 28     on a GPU
 
 FUZZ_SECONDS (of each part), FUZZ_SEED and FUZZ_PARTS replace what these have, and FUZZ_LOG names a file to which all
 failures are written, where otherwise the first one is made small and shown.

@@ -8,6 +8,7 @@ those of the library that say that an implementation does not take the call.
 """
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from ejkernel import UnsupportedError
 
 from .calls import Call
 from .oracle import expected, of_example
-from .transforms import SECOND, arguments, mesh_of, program
+from .transforms import SECOND, arguments, mesh_of, on_devices, program
 
 NEIGHBOURS = 6
 
@@ -42,6 +43,25 @@ def inside_mesh(call: Call):
     return jax.set_mesh(mesh_of(call)) if wanted and is_explicit else contextlib.nullcontext()
 
 
+class GpuLost(BaseException):
+    """A call after which every call of this process fails. Not an Exception, which hypothesis would go on with."""
+
+
+LOST: list[str] = []
+"""The call that met an error of CUDA, which stays with the process: no later result says anything."""
+
+
+def refuse_if_lost() -> None:
+    """Raises AssertionError where an earlier call of this process met an error of CUDA."""
+    assert not LOST, f"the GPU of this process is lost since\n{LOST[0]}"
+
+
+def is_of_cuda(error: BaseException | None) -> bool:
+    """Whether an error, or one that caused it, is one of CUDA that JAX tells of."""
+    names_cuda = isinstance(error, jax.errors.JaxRuntimeError) and re.search("CUDA_ERROR_|CUDA error", str(error))
+    return bool(names_cuda) or (error is not None and is_of_cuda(error.__cause__))
+
+
 @dataclass
 class Program:
     """What is compiled for a call, to be run on several values."""
@@ -56,10 +76,15 @@ class Program:
     def check(self, call: Call) -> bool:
         """Whether it ran: False if it was refused in the library's words. Raises AssertionError where it is wrong."""
         assert call.program == self.call
-        with jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext(), strict(), inside_mesh(call):
+        refuse_if_lost()
+        x64 = jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext()
+        with x64, strict(), on_devices(call), inside_mesh(call):
             try:
                 found = jax.tree.map(np.asarray, jax.block_until_ready(self.run(*arguments(call))))
             except Exception as error:
+                if is_of_cuda(error):
+                    LOST.append(call.snippet)
+                    raise GpuLost(f"{str(error)[:2000]}\n{call.snippet}") from error
                 if may_be_refused(call) and isinstance(error, UnsupportedError) and is_clean(call.operation, error):
                     return False
                 raise AssertionError(f"{type(error).__name__}: {str(error)[:2000]}\n{call.snippet}") from error

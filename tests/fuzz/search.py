@@ -10,7 +10,7 @@ import jax
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from .calls import Call
-from .checks import Program
+from .checks import GpuLost, Program, refuse_if_lost
 from .operations._draws import CPU, Sizes
 from .strategies import calls
 
@@ -38,11 +38,10 @@ class Search:
         operation: its name.
         seconds: how long.
         seed: of what is drawn.
-        platform: forced, or None.
-        sizes: of the arrays.
+        sizes: of the arrays, and the platform whose kernels are asked for.
         log: a file to which failures are appended while the search goes on; without one it stops at the first.
         shrinking: seconds for which a failing call is made smaller.
-        ran, refused, programs: counts.
+        ran, refused, programs: counts, of calls and of programs.
         failures: by what was drawn.
         seen: the programs so far.
     """
@@ -50,7 +49,6 @@ class Search:
     operation: str
     seconds: float
     seed: int
-    platform: str | None = None
     sizes: Sizes = CPU
     log: Path | None = None
     shrinking: float = 30.0
@@ -61,24 +59,33 @@ class Search:
     seen: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
-        on = f" on {self.platform}" if self.platform else ""
+        on = f" on {self.sizes.platform}" if self.sizes.platform else ""
         refused = f", {self.refused} refused" if self.refused else ""
         return (
             f"{self.operation}{on}: {self.ran} calls of {self.programs} programs{refused}, {len(self.failures)} failed"
         )
 
     def run(self) -> None:
-        """Raises AssertionError with a snippet of Python for a call that fails."""
+        """Raises AssertionError with a snippet of Python for a call that fails, and where every call was refused.
+
+        An error of CUDA ends the search, and every later one of the process, at the call that met it.
+        """
+        refuse_if_lost()
         self.end = time.monotonic() + self.seconds
-        with contextlib.suppress(TimeIsUp):
-            seed(self.seed)(QUIET(given(calls(self.operation, self.sizes, self.platform))(self._example)))()
+        try:
+            with contextlib.suppress(TimeIsUp):
+                seed(self.seed)(QUIET(given(calls(self.operation, self.sizes))(self._example)))()
+        except GpuLost as error:
+            self._write(error)
+            raise AssertionError(f"the GPU of this process is lost: {error}") from error
         assert not self.failures, f"{len(self.failures)} calls failed; they stand in {self.log}"
+        assert self.ran, f"{self}: every call was refused"
 
     def _example(self, drawn: list[Call]) -> None:
         known = self.failures.get(repr(drawn))
         if known is not None and self.log is None:
             raise known
-        if time.monotonic() > self.end:
+        if self.programs and time.monotonic() > self.end:
             if self.failures and self.log is None:
                 return  # long enough made smaller: nothing else fails any more
             raise TimeIsUp
@@ -97,6 +104,8 @@ class Search:
                 return self._failed(drawn, error)
             self.ran += ran
             self.refused += not ran
+            if not ran or time.monotonic() > self.end:
+                return  # it is refused whatever the values are
 
     def _failed(self, drawn: list[Call], error: Exception) -> None:
         if not self.failures and self.log is None:
@@ -104,5 +113,9 @@ class Search:
         self.failures[repr(drawn)] = error
         if self.log is None:
             raise error
-        with self.log.open("a") as file:
-            file.write("".join(traceback.format_exception(error)[-3:]) + f"of {drawn}\n\n")
+        self._write(error, f"of {drawn}")
+
+    def _write(self, error: BaseException, of: str = "") -> None:
+        if self.log is not None:
+            with self.log.open("a") as file:
+                file.write("".join(traceback.format_exception(error)[-3:]) + f"{of}\n\n")

@@ -9,7 +9,7 @@ from ejkernel.modules._operation import OPERATIONS
 
 from .calls import Call
 from .operations import BY_NAME
-from .operations._draws import CPU, Sizes, chance, pick
+from .operations._draws import CPU, Sizes, chance, pick, seldom
 from .transforms import DERIVATIVES, SAME, WITHIN
 from .values import FAMILIES
 
@@ -21,16 +21,21 @@ WHOLE = {"b": (2, 4), "h": (4,), "g": (2,), "n": (8, 16), "d": (8, 16)}  # sizes
 
 
 @st.composite
-def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None) -> list[Call]:
+def calls(draw, operation: str, sizes: Sizes = CPU) -> list[Call]:
     """Calls that are one program: they differ in their values alone."""
-    module = BY_NAME[operation]
+    module, platform = BY_NAME[operation], sizes.platform
+    sizes = replace(sizes, **getattr(module, "ON", {}).get(platform, {}))
     operands, size, options, dtypes = module.programs(draw, sizes)
-    operands, options = ({n: x for n, x in of.items() if n not in sizes.absent} for of in (operands, options))
+    refused = getattr(module, "REFUSED", {}).get(platform, ())
+    refused = () if refused and seldom(draw) else refused
+    operands, options, dtypes = (
+        {n: x for n, x in of.items() if n not in refused} for of in (operands, options, dtypes)
+    )
     dtype, x64 = pick(draw, *sizes.dtypes), False
     if platform is None and chance(draw, 10):
         dtype, x64 = pick(draw, dtype, "float64"), True
     call = Call(operation, size, operands, options, dtype, dtypes, x64=x64, platform=platform)
-    call = _derived(draw, call)
+    call = _derived(draw, call, with_jvp="jvp" not in refused)
     is_composed = operation in COMPOSED
     if platform is None and chance(draw, 10):
         call = _over_mesh(draw, call)
@@ -46,7 +51,7 @@ def calls(draw, operation: str, sizes: Sizes = CPU, platform: str | None = None)
     return [_with_values(draw, call) for _ in range(sizes.draws)]
 
 
-def _derived(draw, call: Call) -> Call:
+def _derived(draw, call: Call, with_jvp: bool) -> Call:
     if call.operation not in COMPOSED and not OPERATIONS[call.operation].algorithm.differentiable:
         return call
     derivative = "none" if getattr(call.module, "FORWARD_ONLY", False) else pick(draw, *OFTEN, *DERIVATIVES)
@@ -55,6 +60,8 @@ def _derived(draw, call: Call) -> Call:
         return call
     if call.operation in SOFTMAX and call.dtype in ("bfloat16", "float16"):
         derivative = IN_HALF.get(derivative, derivative)
+    if not with_jvp and SAME.get(derivative, derivative) != "vjp":
+        derivative = "vjp"
     wrt = movable if chance(draw, 50) else draw(st.lists(st.sampled_from(movable), min_size=1, unique=True))
     return replace(call, derivative=derivative, wrt=tuple(sorted(wrt)))
 

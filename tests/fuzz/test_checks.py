@@ -1,13 +1,18 @@
 """The search itself: it sees errors, and what it prints makes the same call again."""
 
+import re
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
+from . import checks
 from .calls import Call
 from .checks import Program, check, differences
-from .transforms import arguments
+from .failures import FAILURES
+from .search import Search
+from .transforms import arguments, devices_of
 
 CALL = Call(
     "flash_attention",
@@ -68,3 +73,57 @@ def test_a_call_prints_as_python():
 def test_an_exception_is_a_failure():
     with pytest.raises(AssertionError, match="window is 0"):
         check(replace(CALL, options={"window": 0}))
+
+
+@pytest.fixture
+def a_gpu_that_is_lost(monkeypatch):
+    """Programs that fail as after an error of CUDA; the list of those that were run."""
+    ran = []
+
+    def run(*args):
+        ran.append(args)
+        raise jax.errors.JaxRuntimeError("INTERNAL: CUDA error: CUDA_ERROR_MISALIGNED_ADDRESS: misaligned address")
+
+    monkeypatch.setattr(checks, "LOST", [])
+    monkeypatch.setattr(checks, "program", lambda call: run)
+    return ran
+
+
+def test_an_error_of_cuda_ends_the_search_at_its_call(a_gpu_that_is_lost, tmp_path):
+    for log in (None, tmp_path / "log"):
+        checks.LOST.clear()
+        a_gpu_that_is_lost.clear()
+        search = Search("mean_pooling", seconds=60, seed=0, log=log)
+        with pytest.raises(AssertionError, match=r"(?s)lost: INTERNAL: CUDA error.*check\(Call\('mean_pooling'"):
+            search.run()
+        assert len(a_gpu_that_is_lost) == search.programs == 1
+        assert not search.failures
+    assert "CUDA_ERROR_MISALIGNED_ADDRESS" in log.read_text()
+
+
+def test_nothing_is_searched_on_a_gpu_that_is_lost(a_gpu_that_is_lost):
+    with pytest.raises(checks.GpuLost):
+        check(CALL)
+    later = Search("mean_pooling", seconds=60, seed=0)
+    since = re.escape(f"the GPU of this process is lost since\n{CALL.snippet}")
+    for again in (later.run, lambda: check(CALL)):
+        with pytest.raises(AssertionError, match=since):
+            again()
+    assert later.programs == 0 and len(a_gpu_that_is_lost) == 1
+
+
+def test_a_search_that_is_refused_everything_fails(monkeypatch):
+    monkeypatch.setattr(Program, "check", lambda program, call: False)
+    search = Search("mean_pooling", seconds=0.1, seed=0)
+    with pytest.raises(AssertionError, match=r"mean_pooling: 0 calls of .* every call was refused"):
+        search.run()
+
+
+@pytest.mark.parametrize("call", [call for call in FAILURES if call.mesh is not None], ids=lambda call: call.operation)
+def test_a_mesh_is_of_cpu_devices_where_the_default_platform_has_too_few(call, monkeypatch):
+    """As on a machine with one GPU, for which the last CPU device stands here."""
+    all_devices = jax.devices()
+    monkeypatch.setattr(jax, "devices", lambda platform=None: all_devices[:-1] if platform else all_devices[-1:])
+    assert devices_of(call) == all_devices[:4]
+    with jax.default_device(all_devices[-1]):
+        assert check(call)

@@ -1,5 +1,6 @@
 """From a call to the program that is run: the operation, its derivative, its maps, and the mesh that it runs on."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -172,23 +173,39 @@ def arguments(call: Call) -> tuple[dict, list | None, dict | None]:
 
 # --- Meshes -----------------------------------------------------------------------------------------------------------
 
+MESH = (2, 2)
+
 
 def over_mesh(call: Call, function: Callable) -> Callable:
     """A function of the arrays of each device as one of whole arrays."""
     split, axes = call.module.OVER, sorted({*call.module.OVER.values()})
     sizes = tuple(call.sizes[axis] for axis in axes)
-    mesh = jax.make_mesh(
-        sizes, axes, axis_types=(AxisType.Auto,) * len(axes), devices=jax.devices()[: math.prod(sizes)]
-    )
+    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes), devices=devices_of(call))
     of = lambda axes: PartitionSpec(*(split.get(axis) for axis in axes.split()))
     specs = {name: of(axes) for name, axes in call.operands.items()}
     results = [of(axes) for axes, _ in call.module.results(call)]
     return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=(specs,), out_specs=results))
 
 
+def devices_of(call: Call) -> list[jax.Device]:
+    """Of its mesh, if it has one: CPU devices where the machine has too few of the default platform."""
+    if hasattr(call.module, "OVER"):
+        count = math.prod(call.sizes[axis] for axis in {*call.module.OVER.values()})
+    else:
+        count = 0 if call.mesh is None else math.prod(MESH)
+    found = jax.devices() if count <= len(jax.devices()) else jax.devices("cpu")
+    return found[:count]
+
+
+def on_devices(call: Call) -> contextlib.AbstractContextManager:
+    """Arrays and programs belong to the devices of the mesh."""
+    devices = devices_of(call)
+    return jax.default_device(devices[0]) if devices else contextlib.nullcontext()
+
+
 def mesh_of(call: Call) -> Any:
     kind = AxisType.Explicit if call.mesh[0] == "explicit" else AxisType.Auto
-    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind), devices=jax.devices()[:4])
+    return jax.make_mesh(MESH, ("x", "y"), axis_types=(kind, kind), devices=devices_of(call))
 
 
 def placed(call: Call, args: tuple) -> tuple:

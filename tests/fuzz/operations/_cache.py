@@ -50,6 +50,13 @@ def page_values(call, name, rng, shape):
     return rng.integers(-8, 8, shape).astype(np.float64) if call.dtypes.get(name) in ("int8", "float8_e4m3fn") else None
 
 
+def longest_in_step(size) -> int:
+    """How many tokens a sequence has in a step at most: few as in decodes, or in a larger step twice the average. Its
+    context may be shorter.
+    """
+    return 6 if size["t"] <= 20 else 2 * size["t"] // size["n"]
+
+
 def pages_of(call, x) -> np.ndarray:
     """[N, J]: the pages of each sequence, clamped to those that there are."""
     return np.clip(x["block_tables"].astype(np.int64), 0, call.sizes["p"] - 1)

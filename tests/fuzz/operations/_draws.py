@@ -8,32 +8,82 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sizes:
-    """The lengths and features of a search: those that compile fast, or those that fill the tiles of a GPU."""
+    """What a search draws from: sizes that compile fast, or those that the kernels for a GPU take.
 
+    Attributes:
+        platform: whose kernels are asked for, or None.
+        kinds: of calls of attention.
+        lengths: of sequences, and `keys` those of keys where they are other ones than those of queries.
+        features: of a head or a row.
+        attention_features: of a head of attention.
+        rope: rotary features of a head beside others.
+        windows: of keys, and `window_ends` of each side of a window.
+        blocks: of a block mask, in queries and in keys.
+        steps: tokens in a step of serving, `sequences` in it, and `paged_features` of a head there.
+        pages: slots of a page, and `columns` of a table of them.
+        configs: whether configs are given.
+        draws: of values for one program.
+        dtypes: of the float operands.
+    """
+
+    platform: str | None = None
+    kinds: tuple[str, ...] = (*["dense"] * 4, "segments", "packed")
     lengths: tuple[int, ...] = (1, 2, 5, 7, 8, 16, 17, 31, 33, 40, 65, 130, 0)
+    keys: tuple[int, ...] = ()
     features: tuple[int, ...] = (1, 3, 8, 8, 16, 16, 20, 32, 64)
     attention_features: tuple[int, ...] = (8, 16, 16, 16, 24, 32, 64, 1, 3)
+    rope: tuple[int, ...] = (4, 1, 8)
+    windows: tuple[int, ...] = (1, 2, 5, 20, 64, 200, 2**31)
+    window_ends: tuple[int | None, ...] = (None, 0, 1, 3, 10, 40, 1000, 2**31, 2**40)
+    blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((1, 3, 8, 16, 64, 300), (2, 5, 8, 16, 64, 300))
+    steps: tuple[int, ...] = (1, 3, 8, 12, 20)
+    sequences: tuple[int, ...] = (1, 2, 3, 5)
+    paged_features: tuple[int, ...] = (8, 16, 32)
+    pages: tuple[int, ...] = (8, 16, 4, 1)
+    columns: tuple[int, ...] = (1, 2, 5)
     configs: bool = True
-    draws: int = 3  # of values for one program
+    draws: int = 3
     dtypes: tuple[str, ...] = ("float32", "float32", "bfloat16", "bfloat16", "float16")
-    absent: tuple[str, ...] = ()  # operands and options
 
 
 CPU = Sizes()
 GPU = Sizes(
-    (1, 5, 16, 33, 63, 64, 77, 127, 128, 129, 200, 256, 300), (16, 32, 64, 64, 128), (16, 32, 40, 64, 64, 128), False, 5
+    platform="triton",
+    lengths=(1, 5, 16, 33, 63, 64, 77, 127, 128, 129, 200, 256, 300),
+    features=(16, 32, 64, 64, 128),
+    attention_features=(16, 32, 40, 64, 64, 128),
+    rope=(8, 16, 4, 32, 8),
+    blocks=((16, 32, 8, 64, 128, 48, 300), (16, 32, 5, 64, 128, 48, 300)),
+    steps=(1, 3, 8, 20, 70),
+    paged_features=(8, 16, 32, 64, 128),
+    pages=(8, 16, 32, 4, 1),
+    configs=False,
+    draws=15,
 )
+"""What the Triton kernels take, and some that they refuse."""
 
 HOPPER = Sizes(
-    (64, 128, 192, 256, 256, 300, 384, 512, 640),
-    (64, 128),
-    (64, 128, 128, 256),
-    False,
-    5,
-    ("bfloat16", "float16"),
-    ("bias", "mask", "softmax_scale", "dropout_key", "dropout_rate"),
+    platform="pallas",
+    lengths=(256, 300, 64, 192, 256, 300, 384, 512, 640),
+    keys=(256, 300, 384, 128, 512, 640, 384),
+    features=(64, 128),
+    attention_features=(128, 64, 128, 80, 192, 256, 128),
+    rope=(16, 32, 64, 8, 4, 16, 32, 64, 16),
+    windows=(256, 300, 64, 384, 500, 2**31),
+    window_ends=(None, 0, 1, 40, 256, 300, 1000, 2**31, 2**40),
+    blocks=((128, 64, 256, 384, 640, 128), (128, 256, 64, 384, 640, 128)),
+    steps=(72, 100, 128, 150),
+    sequences=(1, 2, 1, 1, 3, 1),
+    columns=(1, 2, 3),
+    paged_features=(64, 128, 192, 256, 128),
+    pages=(16, 32, 64, 8, 32, 64, 16),
+    configs=False,
+    draws=15,
+    dtypes=("bfloat16", "float16"),
 )
-"""What the Mosaic GPU kernels take."""
+"""What the Mosaic GPU kernels take, and some that they refuse."""
+
+SIZES = {of.platform: of for of in (CPU, GPU, HOPPER)}
 
 
 def shape_of(call, axes: str) -> tuple[int, ...]:
@@ -47,6 +97,11 @@ def pick(draw, *of):
 
 def chance(draw, percent: int) -> bool:
     return draw(st.sampled_from(range(100))) >= 100 - percent  # so that hypothesis makes it False where it can
+
+
+def seldom(draw) -> bool:
+    """True in one draw of 20; of what hypothesis samples from, it likes the first and the last."""
+    return draw(st.sampled_from(range(20))) == 10
 
 
 def heads(draw) -> dict[str, int]:

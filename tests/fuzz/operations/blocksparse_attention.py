@@ -10,11 +10,24 @@ __all__ = ["formula", "magnitude", "results", "sensitivity"]
 SHARE = 3
 SPLIT = flash.SPLIT
 DTYPES = flash.DTYPES
+SEGMENTS = ("q_segment_ids", "kv_segment_ids")
+REFUSED = {"pallas": (*flash.REFUSED["pallas"], *SEGMENTS, "jvp", "deterministic", "batch_invariant", "sinks")}
+ON = {
+    "pallas": dict(
+        kinds=(*["dense"] * 20, "packed", "segments", *["dense"] * 4),
+        lengths=(256, 384, 512, 300, 640),
+        keys=(),
+        windows=(257, 385, 300, 513, 2**31),  # the next key is the first of a block
+        window_ends=(None, 256, 0, 40, 384, 2**31, None),
+        blocks=((128, 256, 640, 384, 640, 256), (128, 128, 256, 128, 128, 640, 128)),
+        dtypes=(*["bfloat16"] * 8, "float16", "bfloat16"),
+    )
+}
 
 
 def programs(draw, sizes):
     operands, size, options, dtypes = flash.programs(draw, sizes)
-    block = pick(draw, 1, 3, 8, 16, 64, 300), pick(draw, 2, 5, 8, 16, 64, 300)
+    block = tuple(pick(draw, *of) for of in sizes.blocks)
     size |= {of: -(-size[length] // n) for of, length, n in zip("xy", "st", block, strict=True)}
     batch = pick(draw, "1", "b") if "b" in size else "1"
     axes = [batch, pick(draw, "h", "1"), "x y"]

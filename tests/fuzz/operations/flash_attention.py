@@ -12,17 +12,18 @@ __all__ = ["formula"]
 SHARE = 4
 SPLIT = ("b", "h", "g")
 DTYPES = {"softmax_scale": "float32", "sinks": "float32", "bias": "float32"}
+REFUSED = {"pallas": ("bias", "mask", "softmax_scale", "dropout_key", "dropout_rate")}
 FLOATS = ("float32", "bfloat16", "float16", "call")
 INTEGERS = ("int32", "int32", "int32", "int8", "uint8", "int16", "uint32", "int64")
 
 
 def programs(draw, sizes):
     S = pick(draw, *sizes.lengths)
-    K = S if chance(draw, 40) else pick(draw, *sizes.lengths)
+    K = S if chance(draw, 40) else pick(draw, *(sizes.keys or sizes.lengths))
     D = pick(draw, *sizes.attention_features)
     V = D if chance(draw, 60) else pick(draw, *sizes.attention_features)
     size = {"b": pick(draw, 1, 2, 3), "s": S, "t": K, "d": D, "e": V, **heads(draw)}
-    kind = pick(draw, *["dense"] * 4, "segments", "packed")
+    kind = pick(draw, *sizes.kinds)
     operands = dict(q="b s h d", k="b t g d", v="b t g e")
     options, dtypes = {}, {}
     if kind == "packed":
@@ -52,9 +53,8 @@ def programs(draw, sizes):
     if chance(draw, 40):
         options["causal"] = True
     if chance(draw, 35):
-        ends = (None, 0, 1, 3, 10, 40, 1000, 2**31, 2**40)
-        pair = (pick(draw, *ends), pick(draw, *ends))
-        options["window"] = pick(draw, 1, 2, 5, 20, 64, 200, 2**31) if chance(draw, 40) else pair
+        pair = (pick(draw, *sizes.window_ends), pick(draw, *sizes.window_ends))
+        options["window"] = pick(draw, *sizes.windows) if chance(draw, 40) else pair
     if chance(draw, 20):
         options["softcap"] = pick(draw, 0.5, 2.0, 30.0, 5, 1e5)
     if chance(draw, 15):

@@ -13,6 +13,8 @@ __all__ = ["facts", "formula", "results", "unheard"]
 SHARE = 2
 SPLIT = ("b", "h")
 DTYPES = flash.DTYPES
+REFUSED = {"triton": ("batch_invariant",), "pallas": (*flash.REFUSED["pallas"], "batch_invariant")}
+ON = {"pallas": dict(attention_features=(64, 128, 80, 64, 192, 128, 128))}
 OF_KEYS, OF_VALUES = ("kv_latent", "k_rope", "w_kc"), ("kv_latent", "w_vc")
 facts, results, unheard = flash.facts, flash.results, flash.unheard
 
@@ -27,7 +29,7 @@ def programs(draw, sizes):
         size["b"] = 1
         del size["m"]
     del operands["k"], operands["v"], size["g"]
-    size |= dict(c=pick(draw, 8, 1, 12, 32), y=pick(draw, 4, 1, 8), x=size["d"])
+    size |= dict(c=pick(draw, 8, 1, 12, 32), y=pick(draw, *sizes.rope), x=size["d"])
     size["d"] += size["y"]
     operands |= dict(q="b s h d", kv_latent="b t c", k_rope="b t y", w_kc="c h x", w_vc="c h e")
     return operands, size, options, dtypes

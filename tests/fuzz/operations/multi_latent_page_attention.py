@@ -16,9 +16,15 @@ FORWARD_ONLY = True
 
 
 def programs(draw, sizes):
-    n, size = pick(draw, 1, 2, 3, 5), {"t": pick(draw, 1, 3, 8, 12, 20), "h": pick(draw, 1, 2, 3, 16)}
+    n, size = pick(draw, *sizes.sequences), {"t": pick(draw, *sizes.steps), "h": pick(draw, 1, 2, 3, 16)}
     size |= {"c": pick(draw, 8, 16, 32), "d": pick(draw, 4, 8), "w": pick(draw, 1, 3, 8)}
-    size |= {"z": pick(draw, 8, 16, 4, 1), "n": n, "m": n + 1, "j": pick(draw, 1, 2, 5), "p": pick(draw, 1, 4, 12)}
+    size |= {
+        "z": pick(draw, *sizes.pages),
+        "n": n,
+        "m": n + 1,
+        "j": pick(draw, *sizes.columns),
+        "p": pick(draw, 1, 4, 12),
+    }
     size["f"] = size["c"] + size["d"]
     operands = dict(q_latent="t h c", q_rope="t h d", pages="p z f", context_lens="n", block_tables="n j")
     operands |= {"query_start_loc": "m", "num_seqs": pick(draw, "1", "")}

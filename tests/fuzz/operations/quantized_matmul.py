@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..formulas.quantized_matmul import formula, group_size, numbers_of_codes, numbers_of_scales
-from ._draws import chance, pick
+from ._draws import chance, pick, seldom
 
 __all__ = ["formula"]
 
@@ -17,10 +17,17 @@ FORMATS = (
     *(("nf4", 4, size) for size in (16, 64)),
     *(("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16), ("nvfp8", 8, 16)),
 )
+ON = {
+    "triton": dict(
+        lengths=(1, 3, 8, 16, 17, 77, 21, 33, 64), dtypes=(*["bfloat16", "float16"] * 5, "float32", "bfloat16")
+    )
+}
+IN_TRITON = tuple(of for of in FORMATS if of[:2] in (("affine", 2), ("affine", 4), ("affine", 8)))
 
 
 def programs(draw, sizes):
-    mode, bits, group = pick(draw, *FORMATS)
+    in_triton = sizes.platform == "triton" and not seldom(draw)
+    mode, bits, group = pick(draw, *(IN_TRITON if in_triton else FORMATS))
     size = {"m": pick(draw, *sizes.lengths), "u": pick(draw, 1, 2, 3)}
     size["p"] = size["u"] * group * bits // 32
     options, dtypes = {"mode": mode}, {"w": "uint32", "scales": "uint8"}

@@ -3,7 +3,16 @@
 import numpy as np
 
 from ..formulas.ragged_page_attention import formula
-from ._cache import draw_options, draw_quantised, hidden_pages, left_of, page_values, pages_of, unseen_slots
+from ._cache import (
+    draw_options,
+    draw_quantised,
+    hidden_pages,
+    left_of,
+    longest_in_step,
+    page_values,
+    pages_of,
+    unseen_slots,
+)
 from ._draws import along, chance, heads, logits_rounded, pick
 
 __all__ = ["formula"]
@@ -12,12 +21,21 @@ SHARE = 1
 SPLIT = ()
 DTYPES = {"sinks": "float32", "k_scale": "float32", "v_scale": "float32"}
 FORWARD_ONLY = True
-LONGEST = 6  # tokens that a sequence has in a step, which its context may be shorter than
+REFUSED = {"pallas": ("k_scale", "v_scale", "draft_mask", "window", "softcap", "sinks")}
 
 
 def programs(draw, sizes):
-    n, size = pick(draw, 1, 2, 3, 5), {"t": pick(draw, 1, 3, 8, 12, 20), "d": pick(draw, 8, 16, 32), **heads(draw)}
-    size |= {"z": pick(draw, 8, 16, 4, 1), "n": n, "m": n + 1, "j": pick(draw, 1, 2, 5), "p": pick(draw, 1, 4, 12)}
+    n, size = (
+        pick(draw, *sizes.sequences),
+        {"t": pick(draw, *sizes.steps), "d": pick(draw, *sizes.paged_features), **heads(draw)},
+    )
+    size |= {
+        "z": pick(draw, *sizes.pages),
+        "n": n,
+        "m": n + 1,
+        "j": pick(draw, *sizes.columns),
+        "p": pick(draw, 1, 4, 12),
+    }
     size |= {"c": 2 * size["g"], "w": pick(draw, 1, 3, 8)}
     operands = dict(q="t h d", kv_pages="p z c d", context_lens="n", block_tables="n j")
     operands |= {"query_start_loc": "m", "num_seqs": pick(draw, "1", "")}
@@ -33,7 +51,7 @@ def programs(draw, sizes):
 
 def values(call, name, rng, shape):
     if name == "query_start_loc":
-        lengths = rng.integers(0, LONGEST + 1, call.sizes["n"])
+        lengths = rng.integers(0, longest_in_step(call.sizes) + 1, call.sizes["n"])
         return np.minimum(np.append(0, np.cumsum(lengths)), call.sizes["t"]).astype(np.int32)
     if name == "num_seqs":
         return np.full(shape, rng.integers(1, call.sizes["n"] + 1), np.int32)

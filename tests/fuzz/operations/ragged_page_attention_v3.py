@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..formulas.ragged_page_attention_v3 import formula
-from ._cache import draw_options, left_of
+from ._cache import draw_options, left_of, longest_in_step
 from ._draws import along, heads, logits_rounded, pick
 
 __all__ = ["formula"]
@@ -12,12 +12,15 @@ SHARE = 1
 SPLIT = ()
 DTYPES = {"sinks": "float32"}
 FORWARD_ONLY = True
-LONGEST = 6  # tokens that a sequence has in a step; its context is no shorter
+REFUSED = {"pallas": ("window", "softcap", "sinks")}
 
 
 def programs(draw, sizes):
-    n, size = pick(draw, 1, 2, 3, 5), {"t": pick(draw, 1, 3, 8, 12, 20), "d": pick(draw, 8, 16, 32), **heads(draw)}
-    size |= {"z": pick(draw, 8, 16, 4, 1), "n": n, "m": n + 1, "j": pick(draw, 1, 2, 5)}
+    n, size = (
+        pick(draw, *sizes.sequences),
+        {"t": pick(draw, *sizes.steps), "d": pick(draw, *sizes.paged_features), **heads(draw)},
+    )
+    size |= {"z": pick(draw, *sizes.pages), "n": n, "m": n + 1, "j": pick(draw, *sizes.columns)}
     size |= {"c": 2 * size["g"], "p": n * size["j"] + pick(draw, 0, 1, 3)}
     operands = dict(q="t h d", k="t g d", v="t g d", kv_pages="p z c d", context_lens="n", block_tables="n j")
     operands |= {"query_start_loc": "m", "num_seqs": pick(draw, "1", "")}
@@ -28,13 +31,13 @@ def programs(draw, sizes):
 
 def values(call, name, rng, shape):
     size = call.sizes
-    most = size["j"] * size["z"]
-    if name == "context_lens":
-        return rng.integers(min(LONGEST, most), most + 1, shape).astype(np.int32)
+    most, longest = size["j"] * size["z"], longest_in_step(size)
+    if name == "context_lens":  # no shorter than the tokens of its step
+        return rng.integers(min(longest, most), most + 1, shape).astype(np.int32)
     if name == "block_tables":
         return rng.permutation(size["p"])[: size["n"] * size["j"]].reshape(shape).astype(np.int32)
     if name == "query_start_loc":
-        lengths = rng.integers(0, min(LONGEST, most) + 1, size["n"])
+        lengths = rng.integers(0, min(longest, most) + 1, size["n"])
         return np.minimum(np.append(0, np.cumsum(lengths)), size["t"]).astype(np.int32)
     return np.full(shape, rng.integers(1, size["n"] + 1), np.int32) if name == "num_seqs" else None
 
