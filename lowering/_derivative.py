@@ -134,7 +134,11 @@ def bind(program: OverDevices, arrays: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Implementation:
-    """The XLA implementation of a primitive, as a function of arrays."""
+    """The XLA implementation of a primitive, as a function of arrays.
+
+    Arrays of float16 are taken as float32, and results are rounded to their own dtype at the end: the derivative of an
+    intermediate, such as that of the gradient of logits, may be beyond 65504 where that of the result is not.
+    """
 
     primitive: KernelPrimitive
     operands: tuple[str, ...]
@@ -144,7 +148,11 @@ class Implementation:
 
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         how = self.spec, self.config, _TARGET, Platform.XLA, Progress(self.primitive.name, _TARGET)
-        return body_of(self.primitive, self.operands, self.results, *how)(*arrays)
+        named = dict(zip(self.operands, arrays, strict=True))
+        shapes = self.primitive.result_shapes(named, self.results, self.spec).values()
+        wide = [x.astype(jnp.float32) if x.dtype == jnp.float16 else x for x in arrays]
+        found = body_of(self.primitive, self.operands, self.results, *how)(*wide)
+        return [x.astype(dtype) for x, (_, dtype) in zip(found, shapes, strict=True)]
 
 
 _TARGET = Target("cpu")

@@ -48,3 +48,23 @@ def test_of_large_logits(second, logits):
 
     for name, found, allowed in zip(("q", "k", "v", "sinks"), errors(ours), errors(formula), strict=True):
         assert found <= 3 * allowed and found < 0.05, f"{name}: {found} {allowed}"
+
+
+def jvp_of_vjp(f, x, moved, cotangent):
+    return jax.jvp(lambda x: jax.vjp(f, *x)[1](cotangent), (x,), (moved,))[1]
+
+
+@pytest.mark.parametrize("second", [vjp_of_vjp, jvp_of_vjp], ids=lambda f: f.__name__)
+def test_where_float16_overflows_on_the_way(second):
+    """The tangent of the gradient of logits is beyond 65504, which those of the gradients of q, k and v are not."""
+    rng, shape, scale = np.random.default_rng(0), (1, 24, 2, 16), 2.0**-10
+    operands = lambda *sizes: tuple(jnp.asarray(n * rng.standard_normal(shape), jnp.float16) for n in sizes)
+    x, moved, (cotangent,) = operands(1, 8, 400), operands(400, 1, 1), operands(10)
+    call = lambda *x: ejkernel.lax.flash_attention(*x, causal=True, softmax_scale=scale)
+    found = jax.jit(second, static_argnums=0)(call, x, moved, cotangent)
+    with jax.enable_x64(True):
+        widened = jax.tree.map(lambda a: a.astype(jnp.float64), (x, moved, cotangent))
+        without_sinks = lambda q, k, v: formula(q * (scale * 4), k, v, jnp.full(2, -np.inf))
+        exact = second(without_sinks, *widened)
+    for name, a, b in zip("qkv", found, exact, strict=True):
+        assert np.linalg.norm(np.float64(a) - b) <= 1e-3 * np.linalg.norm(b), name

@@ -37,9 +37,11 @@ def _reason(operation: str, operands: Operands, target: Target) -> str | None:
     for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
         if size > 256 or size % 8:
             return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
-    if operands.q.shape[2] // operands.k.shape[2] > LARGEST_GROUP:
-        group = operands.q.shape[2] // operands.k.shape[2]
-        return f"{group} query heads share keys; Triton's kernels take up to {LARGEST_GROUP}"
+    group = operands.q.shape[2] // operands.k.shape[2]
+    # In float32 registers spill with more.
+    largest = LARGEST_GROUP // 2 if operands.q.dtype.name == "float32" else LARGEST_GROUP
+    if group > largest:
+        return f"{group} query heads share keys; Triton's kernels take up to {largest} in {operands.q.dtype}"
     if any(0 in operands[n].shape for n in (0, 1, 3)):
         return "an empty batch, sequence or list"
     from .configs import least_memory

@@ -133,7 +133,7 @@ def queries_kernel(
     q_tile = tiles.load_rows(q, row, inside, problem.D, problem.WIDTH)
     do_tile = tiles.load_rows(do, row, inside, problem.V, problem.V_WIDTH)
     limits = tl.load(limit + batch * problem.S + query, mask=inside, other=0)
-    of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf")) * tiles.LOG2E
+    of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf"))[:, None] * tiles.LOG2E
     deltas = tl.load(delta + row_of_head, mask=inside, other=0.0)
     at = (batch * TILES + tile) * problem.G + group
     WIDTH: tl.constexpr = problem.WIDTH
@@ -184,7 +184,7 @@ def keys_kernel(
             row, row_of_head, inside = tiles.rows_of(batch, query, group, problem, ROWS)
             q_tile = tiles.load_rows(q, row, inside, problem.D, problem.WIDTH)
             limits = tl.load(limit + batch * problem.S + query, mask=inside, other=0)
-            of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf")) * tiles.LOG2E
+            of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf"))[:, None] * tiles.LOG2E
             deltas = tl.load(delta + row_of_head, mask=inside, other=0.0)
             visible = token[None, :] < tl.minimum(limits, until)[:, None]
             p = tiles.weights(tiles.product(q_tile, k_tile), of_row, visible, problem)

@@ -48,6 +48,7 @@ def space(operation: str, operands: Operands, spec: NativeSparseAttentionSpec, t
     for rows, keys, step, warps, stages in _candidates(operation, operands):
         rows, step = (max(16, queries_of(n, heads) * padded_group(heads)) for n in (rows, step))
         step = step if operation.endswith("_bwd") else 16
+        warps = max(warps, rows // 16)  # registers spill if a warp has more than 16 rows
         config = KernelConfig(
             rows, min(block, keys), step, warps, stages, platform=Platform.TRITON, backend=Backend.GPU
         )

@@ -69,7 +69,7 @@ def tangent_kernel(
     q_tile = tiles.load_rows(q, row, inside, problem.D, problem.WIDTH)
     q_dot_tile = tiles.load_rows(q_dot, row, inside, problem.D, problem.WIDTH)
     limits = tl.load(limit + batch * problem.S + query, mask=inside, other=0)
-    of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf")) * tiles.LOG2E
+    of_row = tl.load(lse + row_of_head, mask=inside, other=float("inf"))[:, None] * tiles.LOG2E
     at = (batch * TILES + tile) * problem.G + group
     moved, rest = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
     V_WIDTH: tl.constexpr = problem.V_WIDTH

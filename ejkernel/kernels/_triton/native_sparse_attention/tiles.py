@@ -73,7 +73,7 @@ def weights(product, lse, visible, problem: tl.constexpr):
     than lse by so much that the exponential overflows.
     """
     scale: tl.constexpr = problem.scale * LOG2E
-    return tl.exp2(-tl.abs(tl.where(visible, product * scale - lse[:, None], float("-inf"))))
+    return tl.exp2(-tl.abs(tl.where(visible, product * scale - lse, float("-inf"))))
 
 
 @triton.jit
