@@ -4,7 +4,6 @@ The canonical form, which caches, recordings and tuning use, is that of the prim
 `args`, and `operands`, `results`, `spec` and `platform` as `kwargs`.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -205,12 +204,18 @@ class ExecutorOfForward(ShortRepr):
     backward: OperationConfig | None = None
 
     def config(self, primitive: KernelPrimitive, named: Mapping[str, Any], spec: Any, results) -> OperationConfig:
-        """Tangents are not measured here: a gradient traces one too, and transposes it away."""
+        """Tangents are neither measured nor refused here: a gradient traces one too, and transposes it away.
+
+        One that no implementation of the platform takes is refused when it is lowered.
+        """
         inv = KERNELS[primitive.name].invocation(named, spec, results, self.platform)
-        is_tangent = primitive is inv.kernel.algorithm.tangent
-        given = None if is_tangent else self.backward
-        with policy_override(autotune=False) if is_tangent else contextlib.nullcontext():
-            return (self.executor or default_executor()).choose(inv.kernel, inv, given)
+        executor = self.executor or default_executor()
+        if primitive is not inv.kernel.algorithm.tangent:
+            return executor.choose(inv.kernel, inv, self.backward)
+        if next(iter(inv.examined[1].taking()), None) is None:
+            return inv.kernel.config_class(platform=self.platform)
+        with policy_override(autotune=False):
+            return executor.choose(inv.kernel, inv, None)
 
 
 @functools.cache

@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from programs import equations
 
-from ejkernel import EjkernelRuntimeError, lax
-from ejkernel.modules import FlashAttention
+from ejkernel import EjkernelRuntimeError, lax, modules
+from ejkernel.modules import FlashAttention, _primitive_kernel
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.ops import ConfigCache, ConfigSelectorChain, Executor, Invocation, autotune_recorded
+from ejkernel.types import Target
 
 
 @pytest.fixture
@@ -73,3 +75,13 @@ def test_a_recorded_call_that_cannot_be_measured_takes_no_other_along(arrays, mo
     with pytest.raises(EjkernelRuntimeError, match=r"^1 of 2 recorded calls cannot be measured\n  flash_attention: "):
         autotune_recorded({"flash_attention": {"wrong": wrong, "right": right}}, Executor(selector))
     assert len(selector.cache) == 1
+
+
+def test_a_gradient_needs_no_tangent_of_the_platform(monkeypatch):
+    """blocksparse_attention in Mosaic GPU has no tangent, which a gradient traces and transposes away."""
+    monkeypatch.setattr(_primitive_kernel, "local_target", lambda: Target("cuda", "NVIDIA H200"))
+    x = jax.ShapeDtypeStruct((1, 512, 4, 128), jnp.float16)
+    options = dict(block_mask=jnp.ones((1, 4, 4), bool), block_size=(128, 128), platform="pallas")
+    loss = lambda *qkv: modules.blocksparse_attention(*qkv, **options).astype(jnp.float32).sum()
+    (backward,) = equations(jax.make_jaxpr(jax.grad(loss))(x, x, x), "blocksparse_attention_bwd")
+    assert (backward.params["config"].platform, backward.params["config"].backend) == ("pallas", "gpu")
