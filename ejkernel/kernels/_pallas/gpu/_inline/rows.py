@@ -55,7 +55,8 @@ def zero_rows(tile: Any, begin: Array, end: Array) -> None:
 def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows: Array, head: Array) -> None:
     """o[first + n, head] = tile[n] and lse[first + n, head] = of_rows[n] for the rows 0 ≤ n < `rows` of a warpgroup.
 
-    `tile` [64, columns] has 16 or 32 bits a number. A thread stores the two columns of every eight that its registers hold.
+    `tile` [64, columns] has 16 or 32 bits a number. A thread stores the two columns of every eight that its registers
+    hold.
     """
     (_, heads, columns), itemsize = o.shape, tile.dtype.itemsize
 

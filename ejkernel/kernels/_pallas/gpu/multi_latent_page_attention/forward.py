@@ -7,7 +7,8 @@ its owner computes
 
     s = q·k_tᵀ,    m' = max(m, max_j s_j),    p = exp(s − m'),
 
-and leaves p and m' in shared memory, p in place of the rotary parts of its keys, which are no more needed; both warpgroups rescale their acc by exp(m − m') and add p·v_t of their columns.
+and leaves p and m' in shared memory, p in place of the rotary parts of its keys, which are no more needed. Both
+warpgroups rescale their acc by exp(m − m') and add p·v_t of their columns.
 While warpgroup 0 computes the softmax of tile t, q·kᵀ of tile t + 1 is under way in warpgroup 1, and while that
 computes its softmax, p·v of tile t is under way.
 
@@ -35,11 +36,22 @@ from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionC
 from .._inline.registers import compare_columns
 from .._inline.rows import TILE_COLUMNS, store_rows, zero_rows
 from .._launch import (
-    PER_ROW, ROWS, WGMMA, accumulator, arrive, broadcast_rows, full, launch, load_vector, shared, stage_of, sync,
+    PER_ROW,
+    ROWS,
+    WGMMA,
+    accumulator,
+    arrive,
+    broadcast_rows,
+    full,
+    launch,
+    load_vector,
+    shared,
+    stage_of,
+    sync,
     times_rows,
 )  # fmt: skip
 from ..flash_attention.plan import REGISTERS
-from ..flash_attention.problem import LOG2_E, Problem
+from ..flash_attention.problem import LOG2_E
 from ..flash_attention.tiles import COLUMNS, LIMITS, Statistics, logits, weights
 from ..ragged_page_attention.work import WorkTile, most_tiles, work_tiles
 from .plan import BLOCK_K, HALF, K_EMPTY, P_FULL, STAGES, SUMS, Plan
@@ -162,7 +174,8 @@ def _produce(
 ) -> None:  # fmt: skip
     """The producer warpgroup: q, and the tiles of keys into the stages as they become empty."""
     plgpu.set_max_registers(REGISTERS[2][1], action="decrease")
-    for part, target in enumerate(tuple(tiles.q)[1]):
+    _, parts = tiles.q
+    for part, target in enumerate(parts):
         source, column = (q_latent, part * TILE_COLUMNS) if part < plan.parts - 1 else (q_rope, 0)
         plgpu.copy_gmem_to_smem(source.at[pl.ds(row, ROWS), pl.ds(column, TILE_COLUMNS)], target, tiles.q_full)
 
@@ -252,7 +265,8 @@ def _logits(tiles: Tiles, stage: int, of: WorkTile, tile: Array, plan: Plan) -> 
     pl.when(hides)(lambda: zero_rows(tiles.k_latent.at[stage], begin, end))
 
     def product(s):
-        for part, q in enumerate(tuple(tiles.q)[0]):
+        parts, _ = tiles.q
+        for part, q in enumerate(parts):
             columns = pl.ds(part * TILE_COLUMNS, TILE_COLUMNS)
             is_rope = part == plan.parts - 1
             plgpu.wgmma(s, q, (tiles.k_rope.at[stage] if is_rope else tiles.k_latent.at[stage, :, columns]).T)
