@@ -45,6 +45,7 @@ from .._launch import (
     full,
     launch,
     load_vector,
+    opaque_copy,
     shared,
     stage_of,
     sync,
@@ -101,9 +102,9 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
         warpgroups=WARPGROUPS,
         scratch=dict(
             q=plgpu.RefUnion(
-                tuple(shared((ROWS, TILE_COLUMNS), dtype) for _ in range(plan.parts)),
+                tuple(shared((1, ROWS, TILE_COLUMNS), dtype) for _ in range(plan.parts)),
                 tuple(
-                    plgpu.SMEM((ROWS, TILE_COLUMNS), dtype, transforms=(plgpu.SwizzleTransform(128),))
+                    plgpu.SMEM((1, ROWS, TILE_COLUMNS), dtype, transforms=(plgpu.SwizzleTransform(128),))
                     for _ in range(plan.parts)
                 ),
             ),
@@ -177,7 +178,7 @@ def _produce(
     _, parts = tiles.q
     for part, target in enumerate(parts):
         source, column = (q_latent, part * TILE_COLUMNS) if part < plan.parts - 1 else (q_rope, 0)
-        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, ROWS), pl.ds(column, TILE_COLUMNS)], target, tiles.q_full)
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(row, ROWS), pl.ds(column, TILE_COLUMNS)], target.at[0], tiles.q_full)
 
     def one(n, carry):
         stage = stage_of(n, STAGES)
@@ -243,7 +244,7 @@ def _odd_second(tiles: Tiles, of: WorkTile, first: Array, plan: Plan, pair: Arra
 
     def both(refs):
         acc, maximum, total, factor = refs
-        plgpu.wgmma(acc, tiles.k_rope.at[0], tiles.k_latent.at[0, :, pl.ds(HALF, HALF)])
+        _issue_values(tiles, 0, 1, acc)
         p, after, alpha = weights(s, before, None, plan.exponent, 0, LIMITS)
         _publish(tiles, 1, p, after.maximum)
         arrive(P_FULL + 1, 2)
@@ -258,18 +259,22 @@ def _odd_second(tiles: Tiles, of: WorkTile, first: Array, plan: Plan, pair: Arra
 
 
 def _logits(tiles: Tiles, stage: int, of: WorkTile, tile: Array, plan: Plan) -> Array:
-    """The logits of a tile, without the factor `plan.exponent`, −∞ where they are masked."""
+    """The logits of a tile, without the factor `plan.exponent`, −∞ where they are masked.
+
+    The addresses of the products are computed again each time: kept in registers, they are spilled.
+    """
     plgpu.barrier_wait(tiles.k_full.at[stage])
     begin, end = of.first_key - tile * BLOCK_K, of.stop - tile * BLOCK_K
     hides = (begin > 0) | (end < BLOCK_K)
     pl.when(hides)(lambda: zero_rows(tiles.k_latent.at[stage], begin, end))
 
     def product(s):
-        parts, _ = tiles.q
+        (parts, _), again, zero = tiles.q, opaque_copy(stage), opaque_copy(0)
         for part, q in enumerate(parts):
             columns = pl.ds(part * TILE_COLUMNS, TILE_COLUMNS)
             is_rope = part == plan.parts - 1
-            plgpu.wgmma(s, q, (tiles.k_rope.at[stage] if is_rope else tiles.k_latent.at[stage, :, columns]).T)
+            k = tiles.k_rope.at[again] if is_rope else tiles.k_latent.at[again, :, columns]
+            plgpu.wgmma(s, q.at[zero], k.T)
         return s[...]
 
     s = pl.run_scoped(product, accumulator(ROWS, BLOCK_K))
@@ -308,8 +313,10 @@ def _rescaled(tiles: Tiles, stage: int, acc: Array, before: Statistics) -> tuple
 
 def _plus_values(tiles: Tiles, stage: int, half: int, acc: Array) -> Array:
     """acc + p·v of a tile."""
+    return pl.run_state(partial(_issue_values, tiles, stage, half))(plgpu.ACC.init(acc))
 
-    def product(acc):
-        plgpu.wgmma(acc, tiles.k_rope.at[stage], tiles.k_latent.at[stage, :, pl.ds(half * HALF, HALF)])
 
-    return pl.run_state(product)(plgpu.ACC.init(acc))
+def _issue_values(tiles: Tiles, stage: int, half: int, acc: Any) -> None:
+    """p·v of a tile. Its addresses are computed again each time: kept in registers, they are spilled."""
+    stage = opaque_copy(stage)
+    plgpu.wgmma(acc, tiles.k_rope.at[stage], tiles.k_latent.at[stage, :, pl.ds(half * HALF, HALF)])
