@@ -37,7 +37,7 @@ def of_lengths(contexts, tokens, h, page=64, dtype="bfloat16", seed=0):
         context_lens=integers(contexts),
         block_tables=integers(rng.permutation(pages).reshape(len(contexts), columns)),
         query_start_loc=integers(np.cumsum([0, *counts])),
-        num_seqs=jnp.int32(len(contexts)),
+        num_seqs=jnp.array([len(contexts)]),
         softmax_scale=576**-0.5,
     )
 
