@@ -125,7 +125,7 @@ def plan_of(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig
     tokens = max(1, min(config.queries_per_block, ROWS // H))
     return Plan(
         H, R, x.q_rope.shape[3], N, pages, page, pools, J, tokens, spec.num_splits or config.num_splits,
-        most_tiles(B, N, T, tokens), spec.window, spec.softmax_scale, spec.softcap,
+        min(most_tiles(B, N, T, tokens), B * T), spec.window, spec.softmax_scale, spec.softcap,
     )  # fmt: skip
 
 

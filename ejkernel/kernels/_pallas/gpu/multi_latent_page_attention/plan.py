@@ -33,7 +33,7 @@ class Plan:
         sequences, pages, page, pools, columns: of a batch; of a pool; slots of a page; pools; pages of a table's row.
         tokens: most tokens of a work tile.
         splits: parts that the keys of a work tile are cut into.
-        most_tiles: places in the table of work tiles.
+        most_tiles: an upper bound of the number of work tiles, of which each has a token.
         window, scale, softcap: the options of the call.
     """
 
