@@ -42,7 +42,7 @@ def defined(x, window=None, num_splits=None, **options):
     q = np.concatenate([np.asarray(x["q_latent"]), np.asarray(x["q_rope"])], axis=-1)
     latent, contexts = x["q_latent"].shape[2], np.asarray(x["context_lens"])
     o, lse = np.zeros(x["q_latent"].shape), np.full(q.shape[:2], -np.inf)
-    for n in range(COUNT):
+    for n in range(int(np.ravel(x["num_seqs"])[0])):
         begin, end = (int(x["query_start_loc"][n + i]) for i in range(2))
         keys = keys_of(x["pages"][:, :, None], x.get("k_scale"), x["block_tables"][n])
         j, cached = np.arange(len(keys)), contexts[n] - (end - begin)

@@ -55,7 +55,8 @@ def zero_rows(tile: Any, begin: Array, end: Array) -> None:
 def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows: Array, head: Array) -> None:
     """o[first + n, head] = tile[n] and lse[first + n, head] = of_rows[n] for the rows 0 ≤ n < `rows` of a warpgroup.
 
-    `tile` [64, columns] has 16 bits a number. A thread stores the two columns of every eight that its registers hold.
+    `tile` [64, columns] has 16 or 32 bits a number. A thread stores the two columns of every eight that its registers
+    hold.
     """
     (_, heads, columns), itemsize = o.shape, tile.dtype.itemsize
 
@@ -63,7 +64,8 @@ def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows
     def emit(_, o, lse, tile, of_rows, first, rows, head):
 
         i32, i64, void = (*map(ir.IntegerType.get_signless, (32, 64)), ir.Type.parse("!llvm.void"))
-        word = ir.VectorType.get((1,), i32)
+        bits, kind = 16 * itemsize, "r" if itemsize == 2 else "l"
+        word = ir.VectorType.get((1,), ir.IntegerType.get_signless(bits))
         first, rows, head = (x.registers[()] for x in (first, rows, head))
         pointers = [llvm.ptrtoint(i64, utils.memref_ptr(x)) for x in (o, lse)]
         numbers = llvm.inline_asm(
@@ -82,9 +84,10 @@ def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows
             address = arith.addi(pointers[0], arith.muli(at, constant(columns * itemsize, i64)))
             address = arith.addi(address, wide(arith.muli(lane, constant(2 * itemsize))))
             for part, pair in enumerate(words[:, half]):
-                bits = vector.extract(vector.bitcast(word, pair), [], [0])
-                text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.b32 [$0 + {8 * itemsize * part}], $1; }}"
-                llvm.inline_asm(void, [address, bits, arith.extui(i32, inside)], text, "l,r,r", has_side_effects=True)
+                store = f"st.global.b{bits} [$0 + {8 * itemsize * part}], $1"
+                text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p {store}; }}"
+                numbers = [address, vector.extract(vector.bitcast(word, pair), [], [0]), arith.extui(i32, inside)]
+                llvm.inline_asm(void, numbers, text, f"l,{kind},r", has_side_effects=True)
             alone = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0)))
             number = vector.extract(of_row, [], [0])
             text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }"

@@ -1,0 +1,119 @@
+"""The static plan of the kernel: how rows, splits and blocks of keys are laid out."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from .._inline.rows import TILE_COLUMNS
+from .._launch import FIRST_BARRIER, ROWS
+from ..flash_attention.problem import Problem
+from ..ragged_page_attention.work import WorkTile
+
+# Keys of a tile; a stage holds one.
+BLOCK_K = 64
+STAGES = 2
+# Columns of o that one of the two consumer warpgroups accumulates.
+HALF = 256
+# Named barriers: the empty stages; the weights of even and of odd tiles; the sums at the end.
+K_EMPTY = FIRST_BARRIER
+P_FULL = K_EMPTY + STAGES
+SUMS = P_FULL + 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The shapes of one call, and how it is divided.
+
+    Attributes:
+        H, R, D: heads, and features of a latent and of its rotary part.
+        sequences, pages, page, pools, columns: of a batch; of a pool; slots of a page; pools; pages of a table's row.
+        tokens: most tokens of a work tile.
+        splits: parts that the keys of a work tile are cut into.
+        most_tiles: an upper bound of the number of work tiles, of which each has a token.
+        window, scale, softcap: the options of the call.
+    """
+
+    H: int
+    R: int
+    D: int
+    sequences: int
+    pages: int
+    page: int
+    pools: int
+    columns: int
+    tokens: int
+    splits: int
+    most_tiles: int
+    window: int | None
+    scale: float
+    softcap: float | None
+
+    @property
+    def parts(self) -> int:
+        """Tiles of q: of its latent, and one of its rotary part."""
+        return self.R // TILE_COLUMNS + 1
+
+    @property
+    def head_blocks(self) -> int:
+        return math.ceil(self.H / ROWS)
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks: one for each part of the keys of each block of heads of a work tile."""
+        return self.most_tiles * self.splits * self.head_blocks
+
+    @property
+    def rows_of_page(self) -> int:
+        """Slots that one copy brings."""
+        return min(self.page, BLOCK_K)
+
+    @property
+    def copies(self) -> int:
+        """Copies that a tile of keys takes."""
+        return BLOCK_K // self.rows_of_page
+
+    @property
+    def exponent(self) -> float:
+        """The factor that makes a logit of `tiles.logits` into an exponent of 2."""
+        return self.problem.exponent
+
+    @property
+    def problem(self) -> Problem:
+        """What the logits of the dense kernel are told."""
+        return Problem(
+            *(1, 1, 1, self.H, 1, self.R + self.D, self.R, self.scale, self.softcap),
+            low=None, high=0, packed=False, segmented=False, dtype=np.dtype("float32"),
+        )  # fmt: skip
+
+    def place(self) -> tuple[Array, Array, Array]:
+        """The work tile, part and block of heads of this thread block; those with the same keys are neighbours."""
+        block, head_blocks = lax.axis_index("block"), jnp.int32(self.head_blocks)
+        part = lax.div(block, head_blocks)
+        return lax.div(part, jnp.int32(self.splits)), lax.rem(part, jnp.int32(self.splits)), lax.rem(block, head_blocks)
+
+    def work_tile(self, index: Array, table: Any) -> WorkTile:
+        return WorkTile(*(table[index, n] for n in range(len(WorkTile._fields))))
+
+    def tiles_of_keys(self, of: WorkTile, part: Array) -> tuple[Array, Array]:
+        """The first tile of keys of a part, and the number of pairs of tiles; the last may reach past the end."""
+        end = jnp.minimum(of.position + of.tokens, of.stop)
+        begin = lax.div(jnp.clip(of.first_key, 0, jnp.maximum(end, 0)), jnp.int32(BLOCK_K))
+        tiles = lax.div(jnp.maximum(end, 0) + (BLOCK_K - 1), jnp.int32(BLOCK_K)) - begin
+        pairs = lax.div(tiles + 1, jnp.int32(2))
+        each = lax.div(pairs + (self.splits - 1), jnp.int32(self.splits))
+        return begin + 2 * part * each, jnp.clip(pairs - part * each, 0, each)
+
+    def slots(self, of: WorkTile, tile: Array, block_tables: Any) -> list[Array]:
+        """The first row, of all slots of all pools, of each copy of a tile of keys; pages are clamped to the pool."""
+        pool = lax.div(of.sequence, jnp.int32(self.sequences)) * self.pages if self.pools > 1 else 0
+        page, found = jnp.int32(self.page), []
+        for n in range(self.copies):
+            key = tile * BLOCK_K + n * self.rows_of_page
+            column = jnp.minimum(lax.div(key, page), self.columns - 1)
+            number = jnp.clip(block_tables[of.sequence, column], 0, self.pages - 1) + pool
+            found.append(number * self.page + (lax.rem(key, page) if self.page > BLOCK_K else 0))
+        return found

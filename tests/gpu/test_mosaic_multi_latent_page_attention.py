@@ -1,0 +1,87 @@
+"""multi_latent_page_attention in Mosaic GPU against its definition in float64: heads, lengths, splits, hidden slots."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.latent_pages import defined, poisoned, step
+from kernels.paged import close
+
+import ejkernel
+
+pytestmark = pytest.mark.gpu
+TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3}
+DEEPSEEK = dict(latent=512, rope=64)
+run = partial(ejkernel.lax.multi_latent_page_attention, return_lse=True, platform="pallas")
+
+
+def check(x, **options):
+    wanted = defined(x, **options)
+    for a, b in zip(jax.jit(partial(run, **options))(**x), wanted, strict=True):
+        close(a, b, TOLERANCE[x["q_latent"].dtype.name])
+
+
+def of_lengths(contexts, tokens, h, page=64, dtype="bfloat16", seed=0):
+    """A step of sequences with these contexts, each with up to so many tokens."""
+    rng, counts = np.random.default_rng(seed), [min(tokens, context) for context in contexts]
+    columns = max(1, -(-max(contexts) // page))
+    pages = columns * len(contexts)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    integers = lambda numbers: jnp.asarray(numbers, jnp.int32)
+    return dict(
+        q_latent=normal(sum(counts), h, 512),
+        q_rope=normal(sum(counts), h, 64),
+        pages=normal(pages, page, 576),
+        context_lens=integers(contexts),
+        block_tables=integers(rng.permutation(pages).reshape(len(contexts), columns)),
+        query_start_loc=integers(np.cumsum([0, *counts])),
+        num_seqs=jnp.array([len(contexts)]),
+        softmax_scale=576**-0.5,
+    )
+
+
+@pytest.mark.parametrize("h", (1, 3, 16, 64, 80, 128))
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("page", (16, 32, 64, 128))
+def test_steps(h, dtype, page):
+    check(step(h, dtype=dtype, pages=dtype, page=page, **DEEPSEEK))
+
+
+@pytest.mark.parametrize("h", (16, 64, 128))
+@pytest.mark.parametrize("tokens", (1, 2, 64))
+@pytest.mark.parametrize("num_splits", (1, 3))
+def test_lengths(h, tokens, num_splits):
+    x = of_lengths((0, 1, 63, 64, 65, 128, 129, 1000), tokens, h)
+    options = dict(softmax_scale=x.pop("softmax_scale"), num_splits=num_splits)
+    check(x, **options)
+
+
+@pytest.mark.parametrize("h", (16, 128))
+@pytest.mark.parametrize("options", [dict(window=9), dict(softcap=2.0), dict(window=70, num_splits=3)], ids=str)
+def test_options(h, options):
+    x = of_lengths((1, 65, 1000), 70, h)
+    scale = x.pop("softmax_scale")
+    check(x, **options, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("sinks", [(16,), (16, 3)], ids=str)
+@pytest.mark.parametrize("num_splits", (1, 3))
+def test_sinks(sinks, num_splits):
+    given = jnp.asarray(np.random.default_rng(1).standard_normal(sinks), jnp.float32)
+    check(step(16, "bfloat16", "bfloat16", page=64, **DEEPSEEK) | dict(sinks=given), num_splits=num_splits)
+
+
+@pytest.mark.parametrize("h", (16, 128))
+@pytest.mark.parametrize("num_splits", (1, 3))
+def test_nobody_sees_what_is_not_of_a_context(h, num_splits):
+    """NaN in slots after each context and in tokens of no sequence, and any numbers in tables after them."""
+    x, with_nan = poisoned(step(h, "bfloat16", "bfloat16", page=64, **DEEPSEEK))
+    call = jax.jit(partial(run, num_splits=num_splits))
+    jax.tree.map(np.testing.assert_array_equal, call(**with_nan), call(**x))
+
+
+def test_reruns_give_the_same_bits():
+    x, call = step(128, "bfloat16", "bfloat16", page=64, scale=4, **DEEPSEEK), jax.jit(run)
+    jax.tree.map(np.testing.assert_array_equal, call(**x), call(**x))
