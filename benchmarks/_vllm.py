@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,4 +71,9 @@ def graph(step: Callable[[Any], Any], first: Any, calls: int) -> Prepared:
         last = first
         for _ in range(calls):
             last = step(last)
-    return Prepared((alone, last), torch_batch(captured.replay))
+    return Prepared((alone, last), torch_batch(partial(_replay, captured, step)))
+
+
+def _replay(captured: Any, step: Callable[[Any], Any]) -> None:
+    """`step` is passed to be kept: the graph reads the arrays and the plan that it holds, and does not own them."""
+    captured.replay()
