@@ -89,11 +89,11 @@ def intervals(folder: Path) -> dict[str, tuple[list[Interval], list[Interval]]]:
 def shared(interval: Interval, others: list[Interval]) -> float:
     """How much of an interval lies in the union of others."""
     begin, end = interval
-    total, reached = 0.0, begin
+    total, covered = 0.0, begin
     for low, high in sorted(others):
-        low, high = max(low, reached), min(high, end)
+        low, high = max(low, covered), min(high, end)
         if low < high:
-            total, reached = total + high - low, high
+            total, covered = total + high - low, high
     return total
 
 
