@@ -55,6 +55,7 @@ from ..flash_attention.plan import REGISTERS
 from ..flash_attention.problem import LOG2_E
 from ..flash_attention.tiles import COLUMNS, LIMITS, Statistics, logits, weights
 from ..ragged_page_attention.work import WorkTile, most_tiles, work_tiles
+from .merge import merged
 from .plan import BLOCK_K, HALF, K_EMPTY, P_FULL, STAGES, SUMS, Plan
 
 WARPGROUPS = 3
@@ -116,7 +117,7 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
             k_full=plgpu.Barrier(num_barriers=STAGES, num_arrivals=2 * plan.copies),
         ),
     )
-    return _merged(o, lse, x, plan)
+    return merged(o, lse, x, plan)
 
 
 def plan_of(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Plan:
@@ -127,31 +128,6 @@ def plan_of(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig
         H, R, x.q_rope.shape[3], N, pages, page, pools, J, tokens, spec.num_splits or config.num_splits,
         min(most_tiles(B, N, T, tokens), B * T), spec.window, spec.softmax_scale, spec.softcap,
     )  # fmt: skip
-
-
-def _merged(o: Array, lse: Array, x: Operands, plan: Plan) -> Outputs:
-    """The outputs of all parts, and the sinks, as one."""
-    (B, T, H, R), dtype = x.q_latent.shape, x.q_latent.dtype
-    o, lse = o.reshape(plan.splits, B, T, H, R), lse[:, 0].reshape(plan.splits, B, T, H)
-    if plan.splits == 1 and x.sinks is None:
-        return Outputs(o[0], lse[0])
-    maximum = lse.max(0)
-    sinks = -jnp.inf
-    if x.sinks is not None:  # a token of no sequence has none
-        sinks = jnp.where(_valid(x)[..., None], jax.nn.logsumexp(x.sinks, axis=-1)[:, None], -jnp.inf)
-        maximum = jnp.maximum(maximum, sinks)
-    maximum = jnp.where(jnp.isfinite(maximum), maximum, np.float32(0))
-    factors = jnp.exp(lse - maximum)
-    total = factors.sum(0) + jnp.exp(sinks - maximum)
-    o = (o.astype(jnp.float32) * factors[..., None]).sum(0) / jnp.where(total == 0, np.float32(1), total)[..., None]
-    return Outputs(o.astype(dtype), maximum + jnp.log(total))
-
-
-def _valid(x: Operands) -> Array:
-    """[b,t] bool, whether a token is of any sequence."""
-    token = jnp.arange(x.q_latent.shape[1], dtype=jnp.int32)
-    end = jnp.take_along_axis(x.query_start_loc, jnp.clip(x.num_seqs, 0, x.context_lens.shape[1]), 1)
-    return (token >= x.query_start_loc[:, :1]) & (token < end)
 
 
 def _kernel(q_latent, q_rope, pages, block_tables, table, total, o, lse, *, plan: Plan, **scratch):

@@ -99,7 +99,7 @@ class Plan:
         return WorkTile(*(table[index, n] for n in range(len(WorkTile._fields))))
 
     def tiles_of_keys(self, of: WorkTile, part: Array) -> tuple[Array, Array]:
-        """The first tile of keys of a part, and the number of pairs of tiles; the last may reach past the end."""
+        """The first tile of keys of a part, and the number of pairs of tiles; the last may go past the end."""
         end = jnp.minimum(of.position + of.tokens, of.stop)
         begin = lax.div(jnp.clip(of.first_key, 0, jnp.maximum(end, 0)), jnp.int32(BLOCK_K))
         tiles = lax.div(jnp.maximum(end, 0) + (BLOCK_K - 1), jnp.int32(BLOCK_K)) - begin
