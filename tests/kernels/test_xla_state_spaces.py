@@ -1,5 +1,6 @@
 """State spaces and the gated delta rule on XLA: what the generated tests of transforms do not ask."""
 
+import math
 from functools import partial
 
 import jax
@@ -48,6 +49,16 @@ def test_memory_is_linear_in_the_length(of, mode):
 def test_the_states_of_all_tokens_are_never_there_at_once(of, mode):
     found, of_states = memory(of, 4096, mode)
     assert found < of_states / 2
+
+
+@pytest.mark.parametrize("of", [delta_rule, mamba, mamba_2])
+def test_a_single_token_replaces_the_state_without_another_one(of):
+    """States are neither transposed nor computed twice."""
+    f, operands, numbers = of(1)
+    shape = (1, *operands[0].shape[2:], numbers // math.prod(operands[0].shape[2:]))
+    step = partial(f, return_state=True)
+    compiled = jax.jit(lambda state, *x: step(*x, initial_state=state)).lower(FLOATS(shape), *operands).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < numbers * 4
 
 
 @pytest.mark.parametrize("batch", [1, 3])
