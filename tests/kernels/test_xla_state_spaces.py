@@ -61,6 +61,16 @@ def test_a_single_token_replaces_the_state_without_another_one(of):
     assert compiled.memory_analysis().temp_size_in_bytes < numbers * 4
 
 
+def test_states_of_sequences_of_one_token_are_replaced_in_place():
+    """The step has none of the pool's states but those of one sequence at a time besides the pool that it is given."""
+    sequences, state = 16, (4, 64, 64)
+    x, of_heads = FLOATS((sequences, 4, 64)), FLOATS((sequences, 4))
+    tables = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (sequences + 1, sequences))
+    step = jax.jit(lax.ragged_gated_delta_rule, donate_argnums=5)
+    compiled = step.lower(x, x, x, of_heads, of_heads, FLOATS((sequences, *state)), *tables).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * math.prod(state) * 4
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("features", [1, 5, 16])
 def test_the_gradient_of_the_loop_is_the_one_that_jax_finds(batch, features):
