@@ -1,5 +1,8 @@
 """quantized_matmul in XLA: blocks of columns, memory, and rows and columns over devices."""
 
+import re
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +71,17 @@ def test_the_matrix_never_exists_as_a_whole(transpose, derivative):
     programs = {"none": f, "of rows": jax.grad(loss), "of all": jax.grad(loss, (0, 2, 3)), "second": second}
     memory = jax.jit(programs[derivative]).lower(*types).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 8 * 2**20
+
+
+@pytest.mark.parametrize("mode", ("nf4", "nvfp8"))
+def test_the_loop_over_blocks_has_its_shifts_as_constants_and_decoded_scales(mode):
+    """Shifts that are carried through the loop keep its code from being vectorised; scales are decoded before it."""
+    packed = quantization.prepack_quantized_weights(random(64, 1024), transpose=False, mode=mode)
+    f = partial(ejkernel.lax.quantized_matmul, mode=mode, config=dict(block_k=128))
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in packed if a is not None]
+    hlo = jax.jit(f).lower(jax.ShapeDtypeStruct((8, 64), jnp.float32), *types).compile().as_text()
+    carried = re.findall(r"= (u\d+)\[([\d,]*)\]\S* get-tuple-element", hlo)
+    assert [(dtype, shape.count(",")) for dtype, shape in carried] == [("u32", 3)]  # the words
 
 
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))

@@ -1,5 +1,6 @@
 """State spaces and the gated delta rule on XLA: what the generated tests of transforms do not ask."""
 
+import math
 from functools import partial
 
 import jax
@@ -48,6 +49,26 @@ def test_memory_is_linear_in_the_length(of, mode):
 def test_the_states_of_all_tokens_are_never_there_at_once(of, mode):
     found, of_states = memory(of, 4096, mode)
     assert found < of_states / 2
+
+
+@pytest.mark.parametrize("of", [delta_rule, mamba, mamba_2])
+def test_a_single_token_replaces_the_state_without_another_one(of):
+    """States are neither transposed nor computed twice."""
+    f, operands, numbers = of(1)
+    shape = (1, *operands[0].shape[2:], numbers // math.prod(operands[0].shape[2:]))
+    step = partial(f, return_state=True)
+    compiled = jax.jit(lambda state, *x: step(*x, initial_state=state)).lower(FLOATS(shape), *operands).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < numbers * 4
+
+
+def test_states_of_sequences_of_one_token_are_replaced_in_place():
+    """The step has none of the pool's states but those of one sequence at a time besides the pool that it is given."""
+    sequences, state = 16, (4, 64, 64)
+    x, of_heads = FLOATS((sequences, 4, 64)), FLOATS((sequences, 4))
+    tables = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (sequences + 1, sequences))
+    step = jax.jit(lax.ragged_gated_delta_rule, donate_argnums=5)
+    compiled = step.lower(x, x, x, of_heads, of_heads, FLOATS((sequences, *state)), *tables).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 6 * math.prod(state) * 4
 
 
 @pytest.mark.parametrize("batch", [1, 3])

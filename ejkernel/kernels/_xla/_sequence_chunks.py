@@ -129,6 +129,19 @@ def over_chunks(
     return joined(o, chunks, length), jnp.where(is_empty, states, final)
 
 
+def is_one_token(tokens: Array, spans: Array | None) -> bool:
+    """Whether tokens [b,s,…] are a single one of a single sequence, as in a step of decoding."""
+    return spans is None and tokens.shape[1] == 1
+
+
+def over_one_token(
+    step: Callable[[Array, Any], tuple[Array, Array]], states: Array, tokens: Any
+) -> tuple[Array, Array]:
+    """`over_chunks` for a single token, without a loop: `step` is (state, token [b,…]) -> (state after, o [b,…])."""
+    state, o = step(states[:, 0], jax.tree.map(lambda a: a[:, 0], tokens))
+    return o[:, None], state[:, None]
+
+
 def over_tokens(
     step: Callable[[Array, Any], tuple[Array, Array]],
     states: Array,

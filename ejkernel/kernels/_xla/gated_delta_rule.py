@@ -34,7 +34,7 @@ from ejkernel.xla_utils.symbolic import at_most
 from ._attention import statistics_dtype, where
 from ._decays import decay_of, times
 from ._differentiated import backward_of, register, tangent_of
-from ._sequence_chunks import initial_states, over_chunks, over_tokens
+from ._sequence_chunks import initial_states, is_one_token, over_chunks, over_one_token, over_tokens
 from ._tiles import varying_like
 
 NORM_EPSILON = 1e-6
@@ -97,13 +97,30 @@ def gated_delta_rule(
     states = _initial_state(x, dtype)
     if x.v.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros(x.v.shape, x.q.dtype)), states)
+    tokens = (x.q, x.k, x.v, x.beta, x.g)
+    if is_one_token(x.q, x.spans):
+        o, final = over_one_token(partial(of_token, dtype, spec), states, tokens)
+        return Outputs(o.astype(x.q.dtype), final)
     size = max(1, at_most(config.block_q, x.q.shape[1]))
 
     def chunk(state, tokens):
         state, o = of_chunk(dtype, spec, state, tokens)
         return state, o.astype(x.q.dtype)
 
-    return Outputs(*over_chunks(chunk, states, (x.q, x.k, x.v, x.beta, x.g), x.spans, size))
+    return Outputs(*over_chunks(chunk, states, tokens, x.spans, size))
+
+
+def of_token(dtype: Any, spec: GatedDeltaRuleSpec, state: Array, token: tuple) -> tuple[Array, Array]:
+    """The state [b,h,d,e] after a token, and o [b,h,e], from q and k [b,g,d], v [b,h,e], beta and g [b,h].
+
+    Queries are multiplied by the state before it, too, so that a state can be replaced in its place in memory.
+    """
+    q, k, v, beta, g = (None if a is None else a.astype(dtype) for a in token)
+    q, k = (jnp.repeat(normalised(a, spec), v.shape[1] // a.shape[1], axis=1) for a in (q, k))
+    q, decay = q * spec.softmax_scale, None if g is None else jnp.exp(g)
+    held, read = (times(_product("bhd,bhde->bhe", a, state), decay) for a in (k, q))
+    u = beta[..., None] * (v - held)
+    return times(state, decay) + k[..., None] * u[:, :, None], read + (q * k).sum(-1, keepdims=True) * u
 
 
 def of_chunk(dtype: Any, spec: GatedDeltaRuleSpec, state: Array, tokens: tuple) -> tuple[Array, Array]:

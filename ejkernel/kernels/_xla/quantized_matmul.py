@@ -32,21 +32,26 @@ from ._tiles import varying_like
 def reference(*operands, spec=QuantizedMatmulSpec()) -> Outputs:
     """The formula: the whole matrix in the dtype of x, and one product; differentiable to any order."""
     operands = Operands(*operands)
-    matrix = _matrix(_rows_of(operands), spec, operands.x.dtype)
+    matrix = _matrix(_rows_of(operands, spec), spec, operands.x.dtype)
     return _outputs(_dot(_plain(operands.x), matrix, spec.transpose), operands, spec)
 
 
 # --- Configs ---------------------------------------------------------------------------------------------------------
 
+MANY_ROWS = 64
+
 
 def heuristic(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> KernelConfig:
-    """Blocks of columns of 2^17 floats on a CPU, or 2^20 if columns are rows of codes, and of 2^25 elsewhere.
+    """Blocks of columns of 2^25 floats; on a CPU 2^20 for many rows or if columns are rows of codes, else 2^17.
 
-    On two cores of a server these are the fastest of 2^15 to 2^20: the cache holds a block until it is multiplied.
+    On two cores of a server these are the fastest of 2^15 to 2^21: the cache holds a block until it is multiplied, but
+    that matters little where the product takes most of the time.
     """
-    features = operands.x.shape[2] * operands.x.shape[3] * operands.x.shape[4]
-    most = (2**20 if spec.transpose else 2**17) if target.platform == "cpu" else 2**25
-    return KernelConfig(block_k=max(1, most // max(1, features)))
+    batch, rows, *features = operands.x.shape
+    most = 2**25
+    if target.platform == "cpu":
+        most = 2**20 if spec.transpose or batch * rows >= MANY_ROWS else 2**17
+    return KernelConfig(block_k=max(1, most // max(1, math.prod(features))))
 
 
 def space(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> list[KernelConfig]:
@@ -71,7 +76,7 @@ def quantized_matmul(
     def of_block(x, block):
         return {}, {"o": _dot(x, _matrix(block.rows, spec, x.dtype), spec.transpose)}
 
-    _, parts = _sweep(of_block, _plain(operands.x), _Block(_rows_of(operands)), spec, config)
+    _, parts = _sweep(of_block, _plain(operands.x), _Block(_rows_of(operands, spec)), spec, config)
     return _outputs(parts["o"], operands, spec)
 
 
@@ -87,7 +92,7 @@ def quantized_matmul_jvp(
     config: KernelConfig = KernelConfig(),
 ) -> Outputs:
     """The tangent of o; a tangent of None is zero."""
-    moving = _rows_of(tangents)
+    moving = _Rows(None, *(None if a is None else _merged(a) for a in (tangents.scales, tangents.zeros)))
 
     def of_block(xs, block):
         x, dx = xs
@@ -97,7 +102,7 @@ def quantized_matmul_jvp(
         return {}, {"o": sum(terms)}
 
     xs = _plain(primals.x), None if tangents.x is None else _plain(tangents.x)
-    _, parts = _sweep(of_block, xs, _Block(_rows_of(primals), tangents=moving), spec, config)
+    _, parts = _sweep(of_block, xs, _Block(_rows_of(primals, spec), tangents=moving), spec, config)
     return _outputs(parts["o"], primals, spec)
 
 
@@ -121,12 +126,12 @@ def quantized_matmul_bwd(
             sums["x"] = _dot(block.do, _matrix(block.rows, spec, x.dtype), not spec.transpose)
         if "scales" in wrt or "zeros" in wrt:
             of_matrix = _in_groups(_matrix_cotangent(x, block.do, block.rows, spec), spec)
-            relative, scales = _relative(block.rows, spec, wide), scales_of(block.rows.scales, spec.format, wide)
-            found = {"scales": (of_matrix * relative).sum(-1), "zeros": -scales * of_matrix.sum(-1)}
+            relative = _relative(block.rows, spec, wide)
+            found = {"scales": (of_matrix * relative).sum(-1), "zeros": -block.rows.scales * of_matrix.sum(-1)}
             parts = {name: _of_batch(found[name], block.rows, name) for name in ("scales", "zeros") if name in wrt}
         return sums, parts
 
-    block = _Block(_rows_of(primals), do=_plain(cotangents.o))
+    block = _Block(_rows_of(primals, spec), do=_plain(cotangents.o))
     sums, parts = _sweep(of_block, _plain(primals.x), block, spec, config)
     like = {name: getattr(primals, name) for name in wrt}
     return tuple((sums | parts)[name].astype(x.dtype).reshape(x.shape) for name, x in like.items())
@@ -136,7 +141,7 @@ def quantized_matmul_bwd(
 
 
 class _Rows(NamedTuple):
-    """Rows of codes: words [b?, rows, groups, words of a group], scales and zeros [b?, rows, groups]."""
+    """Rows of codes: words [b?, rows, groups, words of a group], scales and zeros [b?, rows, groups] as floats."""
 
     w: Any = None
     scales: Any = None
@@ -151,16 +156,16 @@ class _Block(NamedTuple):
     do: Any = None
 
 
-def _rows_of(x: Operands) -> _Rows:
-    """The codes without the axes of the other layout."""
+def _rows_of(x: Operands, spec: QuantizedMatmulSpec) -> _Rows:
+    """The codes without the axes of the other layout; scales are decoded here, once, and not for every code."""
+    scales = scales_of(x.scales, spec.format, _wide(x.x.dtype))
+    return _Rows(_merged(x.w), _merged(scales), None if x.zeros is None else _merged(x.zeros))
 
-    def merged(a):
-        if a is None:
-            return None
-        b, k, n, g, h, *words = a.shape
-        return a.reshape(b, k * n, g * h, *words)
 
-    return _Rows(merged(x.w), merged(x.scales), merged(x.zeros))
+def _merged(a: Array) -> Array:
+    """[b?, k · n, g · h, …] of [b?, k, n, g, h, …]."""
+    b, k, n, g, h, *words = a.shape
+    return a.reshape(b, k * n, g * h, *words)
 
 
 def _plain(x: Array) -> Array:
@@ -181,14 +186,15 @@ def _sweep(
     spec: QuantizedMatmulSpec,
     config: KernelConfig,
 ) -> tuple[dict[str, Array], dict[str, Array]]:
-    """of_block(x, block) → (sums, parts) for every block of columns, with sums added and parts concatenated.
+    """of_block(x, block) → (sums, parts) for every block of columns, with sums added and parts side by side.
 
-    Derivatives store only the place of a block and recompute it.
+    Parts are written into their places in the whole. Derivatives store only the place of a block and recompute it.
     """
     axis, columns = (1, 1) if spec.transpose else (2, spec.group_size)
     count = whole.rows.w.shape[axis]
-    size = max(1, min(config.block_k // columns, count))
-    if size == count:
+    blocks = -(-count // max(1, min(config.block_k // columns, count)))
+    size = -(-count // blocks)
+    if blocks == 1:
         return of_block(x, whole)
 
     def cut(start, size):
@@ -200,27 +206,27 @@ def _sweep(
     def of_cut(x, block):
         return of_block(x, block)
 
-    def step(sums, start):
-        more, parts = of_cut(x, cut(start, size))
+    place = lambda name: (2, columns) if name == "o" else (axis, 1)
+
+    def step(carry, start, size):
+        sums, parts = carry
+        more, found = of_cut(x, cut(start, size))
+        for name, part in found.items():
+            along, width = place(name)
+            parts = parts | {name: lax.dynamic_update_slice_in_dim(parts[name], part, start * width, along)}
         return jax.tree.map(jnp.add, sums, more), parts
 
-    nothing, _ = jax.eval_shape(lambda: of_block(x, cut(0, size)))
-    nothing = varying_like((x, whole), jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), nothing))
+    def empty(name, part):
+        along, width = place(name)
+        return jnp.zeros((*part.shape[:along], count * width, *part.shape[along + 1 :]), part.dtype)
+
+    sums, parts = jax.eval_shape(lambda: of_block(x, cut(0, size)))
+    sums = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), sums)
+    carry = varying_like((x, whole), (sums, {name: empty(name, part) for name, part in parts.items()}))
     starts = np.arange(count // size, dtype=np.int32) * np.int32(size)
-    sums, parts = lax.scan(step, nothing, starts)
-    at = lambda name: 2 if name == "o" else axis
-    parts = {name: _side_by_side(a, at(name)) for name, a in parts.items()}
-    if rest := count % size:
-        more, last = of_cut(x, cut(count - rest, rest))
-        sums = jax.tree.map(jnp.add, sums, more)
-        parts = {name: jnp.concatenate((a, last[name]), at(name)) for name, a in parts.items()}
-    return sums, parts
-
-
-def _side_by_side(parts: Array, axis: int) -> Array:
-    """The parts [n, …, s, …] concatenated to […, n · s, …], where s is at `axis` of a part."""
-    parts = jnp.moveaxis(parts, 0, axis)
-    return parts.reshape(*parts.shape[:axis], parts.shape[axis] * parts.shape[axis + 1], *parts.shape[axis + 2 :])
+    carry, _ = lax.scan(lambda carry, start: (step(carry, start, size), None), carry, starts)
+    rest = count % size
+    return step(carry, np.int32(count - rest), rest) if rest else carry
 
 
 # --- The parts of the formula ----------------------------------------------------------------------------------------
@@ -247,8 +253,7 @@ def _flat(groups: Array, dtype: np.dtype) -> Array:
 
 def _matrix(rows: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
     """W [b?, rows, codes], in a dtype."""
-    scales = scales_of(rows.scales, spec.format, _wide(dtype))
-    return _flat(_relative(rows, spec, _wide(dtype)) * scales[..., None], dtype)
+    return _flat(_relative(rows, spec, rows.scales.dtype) * rows.scales[..., None], dtype)
 
 
 def _matrix_tangent(rows: _Rows, tangents: _Rows, spec: QuantizedMatmulSpec, dtype: np.dtype) -> Array:
@@ -257,7 +262,7 @@ def _matrix_tangent(rows: _Rows, tangents: _Rows, spec: QuantizedMatmulSpec, dty
     if tangents.scales is not None:
         terms.append(_relative(rows, spec, wide) * tangents.scales.astype(wide)[..., None])
     if tangents.zeros is not None:
-        moved = rows.scales.astype(wide) * tangents.zeros.astype(wide)
+        moved = rows.scales * tangents.zeros.astype(wide)
         terms.append(jnp.broadcast_to(-moved[..., None], (*moved.shape, spec.group_size)))
     return _flat(sum(terms), dtype)
 

@@ -31,7 +31,7 @@ from ejkernel.xla_utils.symbolic import at_most
 
 from ._attention import statistics_dtype
 from ._differentiated import backward_of, register, tangent_of
-from ._sequence_chunks import initial_states, over_chunks, over_tokens
+from ._sequence_chunks import initial_states, is_one_token, over_chunks, over_one_token, over_tokens
 from ._tiles import varying_like
 
 ASSOCIATIVE = "associative_scan"
@@ -91,6 +91,10 @@ def _by_chunks(loop: Callable[..., tuple[Array, Array]], x: Operands, config: Ke
     if x.x.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros(x.x.shape, x.x.dtype)), states)
     A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
+    if is_one_token(x.x, x.spans):
+        tokens = tuple(a.astype(dtype) for a in (x.x, x.dt, x.B, x.C))
+        y, final = over_one_token(partial(_of_token, A, D), states, tokens)
+        return Outputs(y.astype(x.x.dtype), final)
     A = varying_like(x, jnp.swapaxes(A, 1, 2))
     size = max(1, at_most(config.block_q, x.x.shape[1]))
     of_chunk = _by_associative_scan if config.algorithm == ASSOCIATIVE else loop
@@ -104,6 +108,14 @@ def _by_chunks(loop: Callable[..., tuple[Array, Array]], x: Operands, config: Ke
     tokens = x.x, x.dt, x.B[:, :, None], x.C[:, :, None]
     y, final = over_chunks(chunk, jnp.swapaxes(states, -1, -2), tokens, x.spans, size)
     return Outputs(y, jnp.swapaxes(final, -1, -2))
+
+
+def _of_token(A: Array, D: Array | None, h: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The state [b,h,d] after a token, and y [b,h]; the states of a pool are as they are stored, with d last."""
+    u, dt, B, C = token
+    h = h * jnp.exp(dt[..., None] * A) + (dt * u)[..., None] * B[:, None]
+    y = _product("bhd,bd->bh", h, C)
+    return h, y if D is None else y + D * u
 
 
 def _by_associative_scan(A: Array, h: Array, u: Array, dt: Array, B: Array, C: Array) -> tuple[Array, Array]:

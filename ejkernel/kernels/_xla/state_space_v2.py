@@ -20,7 +20,7 @@ from ejkernel.xla_utils.symbolic import at_most
 from ._attention import statistics_dtype
 from ._differentiated import backward_of, register, tangent_of
 from ._recurrence import block_of_tokens
-from ._sequence_chunks import initial_states, over_chunks, over_tokens
+from ._sequence_chunks import initial_states, is_one_token, over_chunks, over_one_token, over_tokens
 from ._tiles import varying_like
 
 
@@ -73,6 +73,10 @@ def state_space_v2(
     if x.x.size == 0:  # without tokens the states stay as they are
         return Outputs(varying_like(x, jnp.zeros(x.x.shape, x.x.dtype)), states)
     A, D = (None if a is None else a.astype(dtype) for a in (x.A, x.D))
+    if is_one_token(x.x, x.spans):
+        tokens = tuple(a.astype(dtype) for a in (x.x, x.dt, x.B, x.C))
+        o, final = over_one_token(partial(_of_token, A, D), states, tokens)
+        return Outputs(o.astype(x.x.dtype), final)
 
     def chunk(state, tokens):
         u, dt, B, C = (a.astype(dtype) for a in tokens)
@@ -84,6 +88,21 @@ def state_space_v2(
     size = max(1, at_most(config.block_q, x.x.shape[1]))
     o, final = over_chunks(chunk, jnp.swapaxes(states, -1, -2), (x.x, x.dt, x.B, x.C), x.spans, size)
     return Outputs(o, jnp.swapaxes(final, -1, -2))
+
+
+def _of_token(A: Array, D: Array | None, h: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The state [b,h,e,d] after a token, and y [b,h,e] from the state before it: both are computed at the same time.
+
+    h_t C = exp(dt · A) · h_{t−1} C + dt · x (B · C), with one product for the heads of a group.
+    """
+    u, dt, B, C = token
+    of_groups = lambda a: a.reshape(a.shape[0], B.shape[1], a.shape[1] // B.shape[1], *a.shape[2:])
+    of_heads = lambda a: jnp.repeat(a, h.shape[1] // B.shape[1], axis=1)
+    decay, added = jnp.exp(dt * A)[..., None], dt[..., None] * u
+    read = jnp.einsum("bgred,bgd->bgre", of_groups(h), C, precision="highest").reshape(u.shape)
+    y = decay * read + added * of_heads((B * C).sum(-1, keepdims=True))
+    h = h * decay[..., None] + added[..., None] * of_heads(B)[:, :, None]
+    return h, y if D is None else y + D[..., None] * u
 
 
 state_space_v2_jvp = tangent_of(state_space_v2, StateSpaceSpec(), Operands, Outputs)
