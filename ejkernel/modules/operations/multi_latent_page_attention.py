@@ -188,7 +188,7 @@ class MultiLatentPageAttention(Operation):
     def example(cls) -> dict[str, Any]:
         """A call with four sequences that share 64 tokens and have four pages of 16 slots each."""
         array = jax.ShapeDtypeStruct
-        shapes = dict(q_latent=(64, 4, 128), q_rope=(64, 4, 64), pages=(16, 16, 192))
+        shapes = dict(q_latent=(64, 2, 512), q_rope=(64, 2, 64), pages=(16, 16, 576))
         tables = dict(context_lens=(4,), block_tables=(4, 4), query_start_loc=(5,), num_seqs=(1,))
         made = {name: array(of, jnp.bfloat16) for name, of in shapes.items()}
         return made | {name: array(of, jnp.int32) for name, of in tables.items()}
