@@ -1,22 +1,29 @@
 """The parts of grouped_matmul that the kernels of all accelerators leave to plain JAX."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ejkernel.primitives.grouped_matmul import Operands
 from ejkernel.xla_utils.groups import group_bounds
 
 
-def tangent(x: Operands, dx: Operands, multiply: Callable[[Operands], jax.Array]) -> jax.Array:
-    """The tangent ȯ = (l̇hs · rhs + lhs · ṙhs) σ + (lhs · rhs) σ̇, and that of existing_out in rows of no group."""
-    x = x._replace(existing_out=None)
+def tangent(x: Operands, dx: Operands, multiply: Callable[[Operands, np.dtype], jax.Array], dtype: Any) -> jax.Array:
+    """The tangent ȯ = (l̇hs · rhs + lhs · ṙhs) σ + (lhs · rhs) σ̇, and that of existing_out in rows of no group.
+
+    `multiply` gives one of these products in a dtype. Several are added up in float32 where the sum is of float16: a
+    term may be beyond 65504 where the sum is not. (The range of bfloat16 is that of float32.)
+    """
+    x, dtype = x._replace(existing_out=None), np.dtype(dtype)
     moved = [x._replace(**{name: t}) for name in ("lhs", "rhs", "rhs_scale") if (t := getattr(dx, name)) is not None]
-    terms = [multiply(product) for product in moved]
+    wide = np.dtype(np.float32) if len(moved) > 1 and dtype == np.float16 else dtype
+    terms = [multiply(product, wide) for product in moved]
     if dx.existing_out is not None:
-        terms.append(outside(dx.existing_out, x))
-    return sum(terms[1:], terms[0])
+        terms.append(outside(dx.existing_out, x).astype(wide))
+    return sum(terms[1:], terms[0]).astype(dtype)
 
 
 def outside(a: jax.Array, x: Operands) -> jax.Array:

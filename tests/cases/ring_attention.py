@@ -51,7 +51,12 @@ def visible(q, k, axis_sizes, axis_name, layout, causal, window, q_segment_ids, 
     if q_segment_ids is not None:
         a, b = q_segment_ids[:, None, :, None], kv_segment_ids[:, None, None, :]
         seen = seen & (a == b) & (a >= 0)
-    return seen if mask is None else seen & mask
+    return seen if mask is None else seen & of_four_axes(mask)
+
+
+def of_four_axes(x):
+    """x [b,h,s,t], of which the first axes may be missing: JAX can be told not to promote ranks silently."""
+    return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
 def formula(
@@ -82,7 +87,7 @@ def formula(
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scale = jnp.asarray(q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, wide)
     s = jnp.einsum("bshd,bthd->bhst", q, k, precision="highest", preferred_element_type=wide) * scale
-    s = s if bias is None else s + bias.astype(wide).reshape((1,) * (4 - bias.ndim) + bias.shape)
+    s = s if bias is None else s + of_four_axes(bias.astype(wide))
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
     s = jnp.where(seen, s, -jnp.inf)
     if sinks is not None:
@@ -143,8 +148,14 @@ CASES = (
         softcap=2.0,
         tiny=dict(TINY, n=2),
     ),
+    # Without softcap the second derivative of a bias that all keys of a query share would be 0.
     case(
-        "gathered_striped", "all_gather", "striped", dict(b=2, t=12, c=12), dict(bias="s 1", mask=Operand("1 c", some))
+        "gathered_striped",
+        "all_gather",
+        "striped",
+        dict(b=2, t=12, c=12),
+        dict(bias="s 1", mask=Operand("1 c", some)),
+        softcap=2.0,
     ),
     case("exchanged_zigzag_segments", "ulysses", "zigzag", dict(b=2, n=2), {**IDS, "sinks": "h n"}, causal=True),
 )

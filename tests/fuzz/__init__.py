@@ -1,7 +1,8 @@
 """A random search of the public operations: options × transforms × dtypes × values, against float64.
 
 `operations/<operation>.py` says which calls there are and `formulas/<operation>.py` what they mean; a new operation
-brings these two files and edits no other. `failures.py` holds the calls that once failed.
+brings these two files and edits no other. `failures.py` holds the calls that once failed, and `failures_of_kernels.py`
+those that failed with a kernel of a GPU.
 
     python -m pytest tests/fuzz                                   the search of CI, the same calls each time
     python -m pytest tests/fuzz -m slow -n auto                   other calls each time, for an hour on two cores

@@ -1,6 +1,7 @@
 """Calls that once failed, each with what was wrong. They run before the search does."""
 
 from .calls import Call
+from .failures_of_kernels import FAILURES_OF_KERNELS
 
 QKV = {"q": "b s h d", "k": "b t g d", "v": "b t g e"}
 
@@ -88,22 +89,6 @@ FAILURES = (
         dtypes={"context_lens": "uint32", "block_tables": "int32", "query_start_loc": "int32", "num_seqs": "int32"},
         values="one_hot",
         seed=602,
-    ),
-    # The backward of Mosaic GPU sums logits of 10⁹ in another order than the forward: s − lse was over 128, p infinite.
-    Call(
-        "flash_attention",
-        sizes={"b": 1, "s": 256, "t": 256, "d": 256, "e": 256, "h": 1, "g": 1},
-        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e", "q_segment_ids": "b s", "kv_segment_ids": "b t"},
-        options={"return_lse": True},
-        dtype="bfloat16",
-        dtypes={"q_segment_ids": "uint8", "kv_segment_ids": "uint8"},
-        derivative="vjp",
-        wrt=("k", "q", "v"),
-        jit=True,
-        api="modules",
-        platform="pallas",
-        values="huge",
-        seed=2629,
     ),
     # An example without a row in any group: the matrix of a tile without rows, NaN, entered the scale that all share.
     Call(
@@ -247,27 +232,6 @@ FAILURES = (
         values="ties",
         seed=622,
     ),
-    # The value of a draft that no token sees is NaN here; 0, which is its weight, times that was added to o.
-    Call(
-        "ragged_page_attention",
-        sizes={"t": 1, "d": 8, "h": 1, "g": 1, "z": 8, "n": 1, "m": 2, "j": 1, "p": 12, "c": 2, "w": 1},
-        operands={"q": "t h d", "kv_pages": "p z c d", "context_lens": "n", "block_tables": "n j"}
-        | {"query_start_loc": "m", "num_seqs": "", "k_scale": "g", "v_scale": "g", "draft_mask": "t w"},
-        options={"window": (4, 4), "softcap": 2.0, "return_lse": True},
-        dtype="bfloat16",
-        dtypes={
-            "context_lens": "int16",
-            "block_tables": "uint32",
-            "query_start_loc": "int64",
-            "num_seqs": "int32",
-        },
-        jit=True,
-        api="modules",
-        platform="triton",
-        values="uniform",
-        poison=True,
-        seed=4277,
-    ),
     # The tangent of the gradient of logits, which was rounded to float16, was beyond 65504 where that of dq is not.
     Call(
         "flash_attention",
@@ -282,4 +246,5 @@ FAILURES = (
         values="huge",
         seed=904,
     ),
+    *FAILURES_OF_KERNELS,
 )

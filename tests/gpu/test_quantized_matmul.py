@@ -59,3 +59,16 @@ def test_against_float64(size, family, bits, transpose, platform):
         least = error(np.asarray(jnp.asarray(wanted, jnp.bfloat16)), wanted)
         assert error(a, wanted) <= factor * max(error(b, wanted), least)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(c))
+
+
+@pytest.mark.parametrize("transpose", (False, True))
+@pytest.mark.parametrize("bits", (2, 4, 8))
+def test_examples_of_a_vmap(bits, transpose):
+    """They are 35 rows of one product, whose config is that of an example of 7."""
+    x = jnp.asarray(RNG.standard_normal((5, 7, 16)), jnp.bfloat16)
+    packed = quantization.quantize(jnp.asarray(RNG.standard_normal((16, 16)), jnp.bfloat16), bits=bits, group_size=16)
+    of = dict(bits=bits, group_size=16, transpose=transpose)
+    product = ejkernel.modules.quantized_matmul
+    run = lambda platform: jax.jit(jax.vmap(lambda x: product(x, *packed, **of, platform=platform)))(x)
+    found, wanted = (np.asarray(run(platform), np.float64) for platform in ("triton", "xla"))
+    assert error(found, wanted) <= 2 * float(jnp.finfo(jnp.bfloat16).eps) * np.linalg.norm(wanted)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import CASES, Operand
 from cases.grouped_matmul import beyond_32_bits
@@ -10,6 +12,7 @@ from ejkernel.types import KernelConfig
 
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
+from ejkernel.kernels._triton.grouped_matmul import forward  # noqa: E402
 
 from . import against_xla, interpreter  # noqa: E402
 
@@ -44,3 +47,18 @@ def test_sizes_that_add_up_to_more_than_32_bits_hold(interpreted):
     """Groups past the last row have none, and the sum does not wrap around."""
     huge = replace(OURS[0], operands={**OURS[0].operands, "group_sizes": Operand("e", beyond_32_bits)})
     against_xla.check(huge, against_xla.prepared(huge), "triton", "gpu", CONFIG)
+
+
+@pytest.mark.parametrize("existing", (False, True), ids=("", "existing out"))
+def test_terms_of_a_tangent_beyond_float16(existing, interpreted):
+    """They are 10⁵ times the result, and −10⁵ times: their sum is 0, and in float16 it was ∞ − ∞."""
+    operands = OURS[0].operands | (dict(existing_out=Operand("m n")) if existing else {})
+    case = replace(OURS[0], operands=operands, options=OURS[0].options | dict(preferred_element_type="float16"))
+    x, spec, _ = against_xla.prepared(case)
+    moving = type(x)(*(None,) * len(x))._replace(lhs=1e5 * x.lhs, rhs=-1e5 * x.rhs, existing_out=x.existing_out)
+    found = forward.grouped_matmul_jvp(x, None, moving, spec=spec, config=CONFIG).o
+    assert found.dtype == jnp.float16
+    inside = int(x.group_sizes.sum())
+    np.testing.assert_allclose(np.asarray(found[:, :inside], np.float32), 0, atol=0.5)
+    if existing:
+        np.testing.assert_array_equal(found[:, inside:], x.existing_out[:, inside:].astype(jnp.float16))

@@ -26,7 +26,8 @@ def call(bits, group, transpose, rows, features, columns):
     )
 
 
-# Tiles beyond the rows, the codes of a row and the rows of codes; groups that are wider than a tile, and many in one.
+# Tiles beyond the rows, the codes of a row and the rows of codes; groups that are wider than a tile, and many in one;
+# more rows than a config has; codes of a row in one word.
 CALLS = [
     call(bits, group, transpose, rows, *sizes)
     for bits, group, transpose, rows, sizes in (
@@ -38,6 +39,8 @@ CALLS = [
         (4, 64, True, 1, (192, 50)),
         (8, 32, True, 8, (96, 33)),
         (2, 16, True, 5, (32, 17)),
+        (2, 16, False, 16, (16, 16)),
+        (4, 32, True, 20, (32, 17)),
     )
 ]
 

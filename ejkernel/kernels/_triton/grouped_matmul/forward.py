@@ -33,8 +33,8 @@ def grouped_matmul_jvp(
 ) -> Outputs:
     """The tangent of o."""
     dtype = result_dtype(primals.lhs.dtype, spec)
-    product = lambda x: multiply(x, problem_of(x, dtype, spec.transpose_rhs), dtype, config)
-    return Outputs(tangent(primals, tangents, product))
+    product = lambda x, wide: multiply(x, problem_of(x, dtype, spec.transpose_rhs), wide, config)
+    return Outputs(tangent(primals, tangents, product, dtype))
 
 
 def multiply(x: Operands, problem: Problem, dtype, config: KernelConfig) -> jax.Array:

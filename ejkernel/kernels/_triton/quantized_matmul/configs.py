@@ -1,6 +1,7 @@
 """Which configs the kernel of quantized_matmul is run with: block_k columns of a tile, block_d features at a time.
 
-block_q is all rows, a power of two from 16 on. The order is that of what a program reads: it has not been measured.
+block_q is all rows, a power of two from 16 on; with fewer than all the kernel reads the codes for each block of them.
+The order is that of what a program reads: it has not been measured.
 """
 
 from ejkernel.kernels._triton._launch import shared_memory_limit

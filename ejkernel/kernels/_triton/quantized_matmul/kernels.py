@@ -4,6 +4,8 @@ A program has a tile of columns and a part of the contracted features, which is 
 tiles than keep the device busy; the sums of parts are added up in a second step, in order: every run gives the same
 bits. The words of a tile become codes by shifts along a new axis, and rows times numbers is a product of matrices.
 
+A tile has all rows, unless its config is for fewer: that of a call is chosen before `jax.vmap` gives it more.
+
 The tangent in x and the cotangent of x are products with the same matrix, and the same kernel. Those of scales and
 zeros are left to XLA.
 """
@@ -106,7 +108,7 @@ def _product(x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulS
     rows = x.shape[0] * x.shape[1]
     shape = (rows, k * n, g * h * spec.group_size, spec.bits, spec.group_size, over_rows)
     problem = Problem(*shape, parts=1)
-    tiles = triton.cdiv(problem.columns, config.block_k)
+    tiles = triton.cdiv(rows, config.block_q) * triton.cdiv(problem.columns, config.block_k)
     problem = Problem(*shape, parts=_parts(tiles, triton.cdiv(problem.features, config.block_d)))
     whole = problem.parts == 1
     o = _launch.launch(
@@ -140,12 +142,14 @@ def product_kernel(
 ):  # fmt: skip
     COLUMNS: tl.constexpr = problem.columns
     FEATURES: tl.constexpr = problem.features
-    TILES: tl.constexpr = (COLUMNS + BLOCK_N - 1) // BLOCK_N
+    TILES_OF_ROWS: tl.constexpr = (problem.M + BLOCK_M - 1) // BLOCK_M
+    TILES: tl.constexpr = TILES_OF_ROWS * ((COLUMNS + BLOCK_N - 1) // BLOCK_N)
     STEPS: tl.constexpr = (FEATURES + BLOCK_K - 1) // BLOCK_K
     STEPS_OF_PART: tl.constexpr = (STEPS + problem.parts - 1) // problem.parts
     program = tl.program_id(0)
-    column, part = program % TILES * BLOCK_N, program // TILES
-    row, feature = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    tile, part = program % TILES, program // TILES
+    column, first_row = tile // TILES_OF_ROWS * BLOCK_N, tile % TILES_OF_ROWS * BLOCK_M
+    row, feature = first_row + tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for step in tl.range(part * STEPS_OF_PART, tl.minimum(part * STEPS_OF_PART + STEPS_OF_PART, STEPS)):
         first = step * BLOCK_K

@@ -42,8 +42,8 @@ def grouped_matmul_jvp(
     primals: Operands, outputs: Outputs, tangents: Operands, *, spec: GroupedMatmulSpec, config: KernelConfig
 ) -> Outputs:
     """The tangent of o."""
-    dtype = result_dtype(primals.lhs.dtype, spec)
-    return Outputs(tangent(primals, tangents, lambda x: multiply(x, spec.transpose_rhs, dtype, config)))
+    product = lambda x, dtype: multiply(x, spec.transpose_rhs, dtype, config)
+    return Outputs(tangent(primals, tangents, product, result_dtype(primals.lhs.dtype, spec)))
 
 
 def multiply(

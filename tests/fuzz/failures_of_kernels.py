@@ -1,0 +1,76 @@
+"""Calls that once failed with a kernel of a GPU, each with what was wrong."""
+
+from .calls import Call
+
+FAILURES_OF_KERNELS = (
+    # The backward of Mosaic GPU sums logits of 10⁹ in another order than the forward: s − lse was over 128, p infinite.
+    Call(
+        "flash_attention",
+        sizes={"b": 1, "s": 256, "t": 256, "d": 256, "e": 256, "h": 1, "g": 1},
+        operands={"q": "b s h d", "k": "b t g d", "v": "b t g e", "q_segment_ids": "b s", "kv_segment_ids": "b t"},
+        options={"return_lse": True},
+        dtype="bfloat16",
+        dtypes={"q_segment_ids": "uint8", "kv_segment_ids": "uint8"},
+        derivative="vjp",
+        wrt=("k", "q", "v"),
+        jit=True,
+        api="modules",
+        platform="pallas",
+        values="huge",
+        seed=2629,
+    ),
+    # The value of a draft that no token sees is NaN here; 0, which is its weight, times that was added to o.
+    Call(
+        "ragged_page_attention",
+        sizes={"t": 1, "d": 8, "h": 1, "g": 1, "z": 8, "n": 1, "m": 2, "j": 1, "p": 12, "c": 2, "w": 1},
+        operands={"q": "t h d", "kv_pages": "p z c d", "context_lens": "n", "block_tables": "n j"}
+        | {"query_start_loc": "m", "num_seqs": "", "k_scale": "g", "v_scale": "g", "draft_mask": "t w"},
+        options={"window": (4, 4), "softcap": 2.0, "return_lse": True},
+        dtype="bfloat16",
+        dtypes={
+            "context_lens": "int16",
+            "block_tables": "uint32",
+            "query_start_loc": "int64",
+            "num_seqs": "int32",
+        },
+        jit=True,
+        api="modules",
+        platform="triton",
+        values="uniform",
+        poison=True,
+        seed=4277,
+    ),
+    # Both terms of a tangent are beyond 65504, and were rounded to float16 before they were added to 22159.
+    Call(
+        "grouped_matmul",
+        sizes={"m": 1, "k": 16, "n": 16, "e": 1, "f": 1},
+        operands={"lhs": "m k", "rhs": "e k n", "group_sizes": "f", "existing_out": "m n"},
+        options={"preferred_element_type": "float16"},
+        dtypes={"group_sizes": "int32", "existing_out": "call"},
+        derivative="linearize",
+        wrt=("existing_out", "lhs", "rhs"),
+        maps=(
+            {"lhs": 0, "rhs": 0, "group_sizes": 0, "existing_out": 0},
+            {"lhs": 0, "rhs": 0, "existing_out": 0},
+        ),
+        outside=True,
+        jit=True,
+        api="modules",
+        platform="triton",
+        values="huge",
+        seed=416,
+    ),
+    # The config, and in it the rows of a tile, is that of one example: rows of the others were not computed.
+    Call(
+        "quantized_matmul",
+        sizes={"m": 16, "u": 1, "p": 1, "k": 16, "c": 16},
+        operands={"x": "m k", "w": "k p", "scales": "k u", "zeros": "k u"},
+        options={"mode": "affine", "group_size": 16, "bits": 2},
+        dtype="bfloat16",
+        dtypes={"w": "uint32", "scales": "call", "zeros": "call"},
+        maps=({"x": 0},),
+        jit=True,
+        api="modules",
+        platform="triton",
+    ),
+)
