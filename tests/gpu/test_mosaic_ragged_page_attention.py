@@ -9,7 +9,7 @@ import pytest
 from kernels.paged import ragged_defined, wide
 
 import ejkernel
-from ejkernel import lax
+from ejkernel import lax, modules
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.kernels._target import gpu_target
 from ejkernel.modules._operation import OPERATIONS
@@ -82,7 +82,8 @@ def check(x, **options):
         np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
         finite = np.isfinite(ours)
         scale = 2.0**-7 if ours.ndim == 3 else 1e-5
-        np.testing.assert_allclose(ours[finite], theirs[finite], rtol=scale, atol=scale * np.abs(theirs[finite]).max())
+        most = np.abs(theirs[finite]).max(initial=0)  # no lse is finite where no sequence counts
+        np.testing.assert_allclose(ours[finite], theirs[finite], rtol=scale, atol=scale * most)
     return found
 
 
@@ -139,7 +140,7 @@ def test_a_plan_divides_the_decodes():
 
 @pytest.mark.parametrize("num_seqs", (0, 2, 5))
 def test_fewer_sequences_count(num_seqs):
-    """Tokens behind them, however many, are 0."""
+    """Tokens behind them, however many, are 0, and their lse is −∞."""
     x = step() | dict(num_seqs=jnp.asarray([num_seqs]))
     o, lse = check(x)
     end = int(x["query_start_loc"][num_seqs])
@@ -181,6 +182,36 @@ def test_vmap(shared):
     found = jax.jit(jax.vmap(lambda x: attention(**x)))(x)
     for n, s in enumerate(steps):
         for a, b in zip(found, computed(s), strict=True):
+            a, b = wide(a[n]), wide(b)
+            np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
+            np.testing.assert_allclose(a[np.isfinite(a)], b[np.isfinite(b)], atol=2e-3)
+
+
+@pytest.mark.parametrize("d", (64, 256))
+def test_a_pool_of_one_page(d):
+    """Its tiles wait for no page numbers, so that more of them are in shared memory."""
+    x = step(8, 2, d, lengths=(1, 70), contexts=(64, 64))
+    tables = jnp.zeros_like(x["block_tables"])
+    pages = jax.random.normal(jax.random.key(0), (1, *x["kv_pages"].shape[1:]), jnp.bfloat16)
+    check(x | dict(kv_pages=pages, block_tables=tables))
+
+
+@pytest.mark.parametrize("platform", ("pallas", "triton"))
+@pytest.mark.parametrize("sliced", (False, True))
+def test_within_a_scan(platform, sliced):
+    """Over layers, whose results are stacked; of their pages each reads a slice."""
+    x, layers = step(), 3
+    pools = jnp.stack([jnp.roll(x["kv_pages"], n, 3) for n in range(layers)])
+
+    @jax.jit
+    def scanned(x, pools):
+        call = partial(modules.ragged_page_attention, return_lse=True, platform=platform)
+        one = lambda carry, pool: (carry, call(**x | ({"kv_pages": pool} if sliced else {})))
+        return jax.lax.scan(one, (), pools)[1]
+
+    found = scanned(x, pools)
+    for n in range(layers):
+        for a, b in zip(found, computed(x | ({"kv_pages": pools[n]} if sliced else {}), platform), strict=True):
             a, b = wide(a[n]), wide(b)
             np.testing.assert_array_equal(np.isfinite(a), np.isfinite(b))
             np.testing.assert_allclose(a[np.isfinite(a)], b[np.isfinite(b)], atol=2e-3)

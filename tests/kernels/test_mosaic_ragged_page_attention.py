@@ -1,12 +1,14 @@
 """ragged_page_attention in Mosaic GPU, without a GPU: it lowers, and its tiles, blocks and pages are a step's."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import ejkernel
-from ejkernel import lax
+from ejkernel import lax, modules
 from ejkernel.kernels._pallas.gpu.ragged_page_attention import BLOCKS, UNTRIED, supports
 from ejkernel.kernels._pallas.gpu.ragged_page_attention.work import WorkTile, most_tiles, work_tiles
 from ejkernel.kernels._target import lowering_for
@@ -80,6 +82,21 @@ def test_a_step_is_a_prefill_and_a_decode():
     assert found["mosaic_gpu_v2"] == 1 and found["triton_kernel_call"] in (1, 2)
     new = jax.ShapeDtypeStruct((640, 2, 128), jnp.bfloat16)
     assert custom_calls(lambda x: lax.ragged_page_attention_v3(**x), x | dict(k=new, v=new)) == found
+
+
+@pytest.mark.parametrize("platform", ("pallas", "triton"))
+def test_what_a_launch_writes_in_place_goes_into_no_slice(platform):
+    """XLA would fuse the two, and have the launch write its operand, which is dropped, rather than the slice."""
+    x = a_call()
+    step = lambda x: modules.ragged_page_attention(**x, platform=platform)
+    with lowering_for(HOPPER):
+        scanned = jax.jit(lambda x: jax.lax.scan(lambda carry, _: (carry, step(x)), (), length=2)[1])
+        text, users = scanned.trace(x).lower(lowering_platforms=("cuda",)).as_text(), []
+    for function in text.split("func.func")[1:]:
+        for name, aliases in re.findall(r"(%\w+):\d+ = .*output_operand_aliases = \[(.+?>)\]", function):
+            for n in re.findall(r"output_tuple_indices = \[(\d+)\]", aliases):
+                users += [line for line in function.splitlines() if re.search(rf"{name}#{n}\b", line)]
+    assert users and all("optimization_barrier" in line or "custom_call" in line for line in users)
 
 
 def test_few_tokens_are_decoded():

@@ -12,13 +12,15 @@ import pytest
 pytest.importorskip("triton")
 
 from ejkernel.kernels._target import lowering_for
-from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton import _launch, _paged
+from ejkernel.kernels._triton import ragged_page_attention as ragged
 from ejkernel.kernels._triton.flash_decoding import flash_attention
 from ejkernel.kernels._triton.page_attention import page_attention
 from ejkernel.kernels._triton.ragged_decode_attention import ragged_decode_attention
 from ejkernel.kernels._triton.ragged_page_attention import ragged_page_attention
 from ejkernel.kernels._triton.ragged_page_attention_v3 import ragged_page_attention_v3
 from ejkernel.modules._operation import OPERATIONS
+from ejkernel.primitives import ragged_page_attention as over_pages
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
 
@@ -94,3 +96,40 @@ def test_compiles(operation, name, monkeypatch):
     assert ("merge_kernel" in [launch.kernel.__name__ for launch in found]) == merged
     for launch in found:
         assert compiler.binary(launch, compiler.TARGETS["sm_90"]).shared <= _launch.shared_memory_limit(target)
+
+
+@pytest.mark.parametrize("beside", ("a prefill", "a prefill of another platform", "decodes alone"))
+@pytest.mark.parametrize(
+    "d, page, pool",
+    [
+        (256, 64, 1),
+        (128, 64, PAGES),
+        *(
+            pytest.param(d, page, pool, marks=pytest.mark.slow)
+            for d in (16, 24, 64, 96, 128, 192, 256)
+            for page in (1, 8, 16, 32, 64, 128, 256)
+            for pool in (1, PAGES)
+        ),
+    ],
+)
+def test_decodes_fit_shared_memory(d, page, pool, beside, monkeypatch):
+    """Where the pool has a page alone, no launch waits for page numbers, and more of its stages hold keys."""
+    given = lambda x: dict(o=jnp.zeros(x.q.shape, x.q.dtype), lse=jnp.zeros(x.q.shape[:3]))
+    tokens = N if beside == "decodes alone" else 512
+    sizes = STEP | dict(q=(1, tokens, 8, d), kv_pages=(1, pool, page, 2, 2, d))
+    x = over_pages.Operands(**{n: jnp.zeros(shape, DTYPES.get(n, "int32")) for n, shape in sizes.items()})
+    spec, target, checked = CacheSpec(softmax_scale=0.1), KINDS["sm_90"], 0
+    prefill = (lambda most: given(x)) if beside == "a prefill of another platform" else None
+    with lowering_for(target):
+        for config in ragged.space(spec, x, target)[:2]:
+            found = compiler.launches(monkeypatch, _launch, partial(ragged.attended, x, spec, config, prefill))
+            shapes = _paged.Shapes(x.q, x.kv_pages, x.kv_pages, N)
+            for launch in found:
+                if launch.kernel.__name__ != "attend_kernel":
+                    continue
+                constants = dict(launch.constants)
+                tiles = _paged.Tiles(constants["ROWS"], constants["BLOCK_K"], launch.num_warps, launch.num_stages)
+                taken = compiler.binary(launch, compiler.TARGETS["sm_90"]).shared
+                assert taken <= _paged.shared_memory(shapes, tiles) <= _launch.shared_memory_limit(target), launch
+                checked += 1
+    assert checked >= 2

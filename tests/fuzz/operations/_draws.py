@@ -21,6 +21,7 @@ class Sizes:
         blocks: of a block mask, in queries and in keys.
         steps: tokens in a step of serving, `sequences` in it, and `paged_features` of a head there.
         pages: slots of a page, and `columns` of a table of them.
+        latent_features: of a latent there, and of its rotary part.
         configs: whether configs are given.
         draws: of values for one program.
         dtypes: of the float operands.
@@ -41,6 +42,7 @@ class Sizes:
     paged_features: tuple[int, ...] = (8, 16, 32)
     pages: tuple[int, ...] = (8, 16, 4, 1)
     columns: tuple[int, ...] = (1, 2, 5)
+    latent_features: tuple[tuple[int, int], ...] = tuple((c, d) for c in (8, 16, 32) for d in (4, 8))
     configs: bool = True
     draws: int = 3
     dtypes: tuple[str, ...] = ("float32", "float32", "bfloat16", "bfloat16", "float16")

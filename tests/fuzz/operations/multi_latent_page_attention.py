@@ -13,11 +13,15 @@ SHARE = 1
 SPLIT = ()
 DTYPES = {"sinks": "float32", "k_scale": "float32"}
 FORWARD_ONLY = True
+REFUSED = {"pallas": ("k_scale", "draft_mask", "indices", "batch_invariant")}
+# Of latents that are as wide as those of models; few tokens and pages, so that a call is cheap.
+ON = {"pallas": dict(steps=(1, 3, 8, 16), latent_features=((512, 64),), pages=(16, 32, 64), columns=(1, 2), draws=5)}
 
 
 def programs(draw, sizes):
     n, size = pick(draw, *sizes.sequences), {"t": pick(draw, *sizes.steps), "h": pick(draw, 1, 2, 3, 16)}
-    size |= {"c": pick(draw, 8, 16, 32), "d": pick(draw, 4, 8), "w": pick(draw, 1, 3, 8)}
+    size |= {"w": pick(draw, 1, 3, 8)}
+    size["c"], size["d"] = pick(draw, *sizes.latent_features)
     size |= {
         "z": pick(draw, *sizes.pages),
         "n": n,

@@ -105,19 +105,32 @@ def shared_memory(x: Shapes, tiles: Tiles) -> int:
     """Bytes of shared memory: tiles of keys and values in flight, one of each being multiplied, and the queries."""
     d, e = _width(x.k), _width(x.v)
     converted = 0 if x.k.dtype == x.q.dtype else tiles.keys * (d + e) * x.q.dtype.itemsize
-    return bytes_in_flight(x, tiles) + converted + tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
+    numbers = 4 * tiles.keys * ((tiles.stages - 1) // 2) if _has_page_numbers(x, tiles) else 0
+    return bytes_in_flight(x, tiles) + converted + numbers + tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
 
 
 def bytes_in_flight(x: Shapes, tiles: Tiles) -> int:
     """Bytes of keys and values that the pipeline of a program has in flight.
 
     Where a tile has several pages every other stage is for their numbers, and holds no keys; products of warpgroups,
-    which have 64 rows, keep one more.
+    which have 64 rows, keep one more, unless the number of a page is loaded with each tile.
     """
     buffers = tiles.stages - 1
-    if x.tables and x.k.shape[2] % tiles.keys:
+    if _has_page_numbers(x, tiles):
         buffers = buffers // 2 + (tiles.rows >= 64)
+    elif not _reads_tables(x):
+        buffers += tiles.rows >= 64
     return max(1, buffers) * tiles.keys * (_width(x.k) + _width(x.v)) * x.k.dtype.itemsize
+
+
+def _has_page_numbers(x: Shapes, tiles: Tiles) -> bool:
+    """Whether the pipeline loads several page numbers for a tile."""
+    return _reads_tables(x) and x.k.shape[2] % tiles.keys != 0
+
+
+def _reads_tables(x: Shapes) -> bool:
+    """Whether keys wait for page numbers. Of a pool of one page they do not, as every number is clamped to that."""
+    return x.tables and x.k.shape[1] > 1
 
 
 def _width(x: Any) -> int:

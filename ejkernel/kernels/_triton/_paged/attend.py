@@ -39,7 +39,7 @@ def attend_tile(
         s *= factor[None, :]
     if problem.softcap is not None:
         s = problem.softcap * LOG2E * tanh(s)
-    seen = None
+    is_visible = None
     if MASKED:
         visible_to = (held == position)[None, :]
         if problem.causal and problem.drafts == 0:
@@ -51,18 +51,18 @@ def attend_tile(
                 draft_mask, position, batch, sequence, token, context_lens, starts, problem
             )
             # A draft that no token of the row sees has no weight, and its value, which 0 may not be a factor of, is 0.
-            seen = tl.max(visible_to.to(tl.int32), 0) != 0
+            is_visible = tl.max(visible_to.to(tl.int32), 0) != 0
         s = tl.where(visible_to, s, float("-inf"))
     highest = tl.maximum(maximum, tl.max(s, 1))
     base = tl.where(highest == float("-inf"), 0.0, highest)
     p = tl.exp2(s - base[:, None])
     alpha = tl.exp2(maximum - base)
     total = total * alpha + tl.sum(p, 1)
-    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, seen)
+    factor = scales_at(v_scale, v_scale_strides, batch, page, slot, group, is_visible)
     if factor is not None:
         p *= factor[None, :]
     if PAIRS:
-        first, second = load_pairs(v, row_of_v, problem.v_offset, problem.V, seen)
+        first, second = load_pairs(v, row_of_v, problem.v_offset, problem.V, is_visible)
         if factor is None:
             p = p.to(tl.float16)
             acc = tl.dot(p, first, acc[0] * alpha[:, None]), tl.dot(p, second, acc[1] * alpha[:, None])
@@ -72,28 +72,28 @@ def attend_tile(
             even = acc[0] * alpha[:, None] + tl.dot(p, first) * unit[:, None]
             acc = even, acc[1] * alpha[:, None] + tl.dot(p, second) * unit[:, None]
     else:
-        values = in_dtype(load_rows(v, row_of_v, problem.v_offset, problem.V, V_WIDTH, seen), queries)
+        values = in_dtype(load_rows(v, row_of_v, problem.v_offset, problem.V, V_WIDTH, is_visible), queries)
         acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision="ieee")
     return highest, total, acc
 
 
 @triton.jit
-def load_rows(x, row, offset: tl.constexpr, features: tl.constexpr, WIDTH: tl.constexpr, seen):
-    """A tile of keys or values, whose rows are 0 where these are not seen; None stands for all of them."""
+def load_rows(x, row, offset: tl.constexpr, features: tl.constexpr, WIDTH: tl.constexpr, is_visible):
+    """A tile of keys or values, whose rows are 0 where they are not visible; None stands for all of them."""
     column = tl.arange(0, WIDTH)
     at = x + row[:, None] * features + column[None, :] + offset
-    if features == WIDTH and seen is None:
+    if features == WIDTH and is_visible is None:
         return tl.load(at)
     elif features == WIDTH:
-        return tl.load(at, mask=seen[:, None], other=0.0)
-    elif seen is None:
+        return tl.load(at, mask=is_visible[:, None], other=0.0)
+    elif is_visible is None:
         return tl.load(at, mask=(column < features)[None, :], other=0.0)
     else:
-        return tl.load(at, mask=seen[:, None] & (column < features)[None, :], other=0.0)
+        return tl.load(at, mask=is_visible[:, None] & (column < features)[None, :], other=0.0)
 
 
 @triton.jit
-def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, seen):
+def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, is_visible):
     """The features of a tile of eight-bit keys or values, as `load_rows` reads it, in float16: the first of each pair,
     and the second.
     """
@@ -101,7 +101,7 @@ def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, seen):
     column = tl.arange(0, features // 2)
     at = row[:, None] * (features // 2) + column[None, :] + offset // 2
     at = x.to(tl.pointer_type(tl.int16), bitcast=True) + at
-    pairs = tl.load(at) if seen is None else tl.load(at, mask=seen[:, None], other=0)
+    pairs = tl.load(at) if is_visible is None else tl.load(at, mask=is_visible[:, None], other=0)
     if dtype == tl.int8:
         # 1024 + 128 + x in float16, whose last bit is 1 there.
         first = ((pairs & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
@@ -142,14 +142,14 @@ def row_at(strides: tl.constexpr, batch, page, slot, group):
 
 
 @triton.jit
-def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, seen):
-    """The scales of a tile of keys or values, 0 where these are not seen; None if they do not vary over slots."""
+def scales_at(scales, strides: tl.constexpr, batch, page, slot, group, is_visible):
+    """The scales of a tile of keys or values, 0 where they are not visible; None if they do not vary over slots."""
     if scales is None or (strides.page == 0 and strides.slot == 0):
         return
-    elif seen is None:
+    elif is_visible is None:
         return tl.load(scales + row_at(strides, batch, page, slot, group))
     else:
-        return tl.load(scales + row_at(strides, batch, page, slot, group), mask=seen, other=0.0)
+        return tl.load(scales + row_at(strides, batch, page, slot, group), mask=is_visible, other=0.0)
 
 
 @triton.jit

@@ -270,4 +270,9 @@ def _launched(
             zeroed_outputs=tuple(n for n, name in enumerate(new) if name == zeroed),
             problem=problem, schedule=schedule, **unwanted, **sizes,
         )  # fmt: skip
-    return dict(zip((*new, *placed), found, strict=True))
+    found = dict(zip((*new, *placed), found, strict=True))
+    if not placed:
+        return found
+    # XLA fuses a call with the update of a slice that its result goes into, as in a scan, and lets it write there
+    # rather than in the place of its operand. A barrier, which costs nothing, keeps the two apart.
+    return found | jax.lax.optimization_barrier({name: found[name] for name in placed})

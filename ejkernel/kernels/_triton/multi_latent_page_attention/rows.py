@@ -51,8 +51,8 @@ def step_of(x: Operands, spec: CacheSpec, tokens: int) -> Step:
         if draft_mask is not None:
             # Of its row a token only asks for drafts that are within its context and window.
             draft = queries.cached[:, None] + jnp.arange(drafts, dtype=jnp.int32)
-            seen = draft_mask & (draft >= queries.first[:, None]) & (draft < queries.stop[:, None])
-            of_tokens, number = in_words(seen), jnp.arange(tokens, dtype=jnp.int32)
+            visible = draft_mask & (draft >= queries.first[:, None]) & (draft < queries.stop[:, None])
+            of_tokens, number = in_words(visible), jnp.arange(tokens, dtype=jnp.int32)
             places = jnp.where(number < rows[:, 2:], rows[:, 1:2] + number, T)
             words = of_tokens.at[places].get(mode="fill", fill_value=0)
             of_rows = lax.reduce(words, np.int32(0), lax.bitwise_or, (1,))

@@ -37,11 +37,13 @@ def accumulate(x: Inputs, buffers, state: State, item: WorkItem, block, slot, pr
     heads, rows, _ = x.q.shape
     begin = (lax.div(item.first, problem.keys) + block) * problem.keys
     key = begin + lax.broadcasted_iota(jnp.int32, (problem.keys, 1), 0)
-    in_context = (key >= item.first) & (key < item.stop)
-    loaders = [
-        cache.loader(buffer, slot, in_context, x.q.dtype) for cache, buffer in zip(problem.caches, buffers, strict=True)
-    ]
+    is_seen = (key >= item.first) & (key < item.stop)
     visible = _visible(x.drafts, item, begin, rows, problem)
+    if x.drafts is not None:
+        is_seen &= _is_visible_to_any(visible, item, problem)
+    loaders = [
+        cache.loader(buffer, slot, is_seen, x.q.dtype) for cache, buffer in zip(problem.caches, buffers, strict=True)
+    ]
 
     def of_head(g, keys, values):
         factor = _factor(x.k_scale, item, g, problem.spec.softmax_scale)
@@ -106,6 +108,18 @@ def _visible(drafts, item: WorkItem, begin, rows: int, problem: Problem) -> jax.
     if drafts is None:
         visible &= key <= position
     return visible if problem.spec.window is None else visible & (key > position - problem.spec.window)
+
+
+def _is_visible_to_any(visible: jax.Array, item: WorkItem, problem: Problem) -> jax.Array:
+    """Whether a token of the work item sees a key of a block, bool [keys, 1], of which rows see which [rows, keys].
+
+    A draft that none sees may hold NaN, which a weight of 0 does not hide. The sum over rows is a product, because
+    that brings it from lanes to sublanes.
+    """
+    row = lax.broadcasted_iota(jnp.int32, visible.shape, 0)
+    ours = _of_item(row, item, problem) & (item.position + _token_of(row, problem) >= 0)
+    ones = jnp.ones((visible.shape[0], LANES), jnp.bfloat16)
+    return contract(jnp.where(visible & ours, 1.0, 0.0).astype(ones.dtype), ones, (0, 0))[:, :1] > 0.5
 
 
 def _token_of(row: jax.Array, problem: Problem) -> jax.Array:
