@@ -7,7 +7,6 @@ from programs import all_equations, collectives, equations
 
 from .calls import KEPT, local_call, squares
 
-
 KEEPING = ("cond", "optimization_barrier")  # what they return is an array in memory
 
 

@@ -114,14 +114,13 @@ def _merged(
 
     Merged in the dtype of lse; o is returned in `dtype`.
     """
-    before, o = o, o.astype(dtype)
+    before, o, wide = o, o.astype(dtype), lse.dtype
     for n, part in enumerate(parts):
         rows = slice(part.q_begin, part.q_end)
         found = _attend(call, part, here)
         if not is_first or _overlaps(parts, n):
-            wide = lambda x: x.astype(lse.dtype)
-            of_rows = (o if _overlaps(parts, n) else before)[:, rows]
-            found = merge_attention(wide(of_rows), lse[:, :, rows], wide(found[0]), found[1])
+            of_rows = (o if _overlaps(parts, n) else before)[:, rows].astype(wide)
+            found = merge_attention(of_rows, lse[:, :, rows], found[0].astype(wide), found[1])
         o, lse = _with_rows(o, found[0].astype(dtype), part, 1), _with_rows(lse, found[1], part, 2)
     return o, lse
 
