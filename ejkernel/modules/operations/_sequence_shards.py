@@ -147,9 +147,9 @@ def with_initial_states(shards: Shards, operands: Operands, final: Recurrence) -
     entering, leaving = (_sequence(shards.cuts, x) for x in ((first, after - 1)[:: -1 if shards.reverse else 1]))
     began_before = entering.after > after if shards.reverse else entering.first < first
     goes_on = _of_sequence(entering, shards) & began_before & entering.exists
-    token = first + jnp.arange(shards.length, dtype=np.int32)
     mask = None
     if operands.spans is not None:
+        token = first + jnp.arange(shards.length, dtype=np.int32)
         mask = (leaving.first <= token) & (token < leaving.after) & leaving.exists
     links = Links(shards, entering, leaving, goes_on, None, None)
     made = final(operands._replace(initial_state=jnp.where(goes_on, 0, given))).final_state
@@ -165,10 +165,9 @@ def _constant(x: Array) -> Array:
     return x
 
 
-@partial(_constant.defjvp, symbolic_zeros=True)
+@_constant.defjvp
 def _constant_jvp(primals, tangents):
-    (x,) = primals
-    return x, jnp.zeros_like(x)
+    return primals[0], jnp.zeros_like(tangents[0])
 
 
 def linked(links: Links, operands: Operands, out: Outputs, recurrence: Recurrence) -> Outputs:
