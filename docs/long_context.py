@@ -59,7 +59,7 @@ class Ring(NamedTuple):
     ideal: float
 
 
-def ring(length: int, devices: int, products: float, again: float, arrays: int, merged: int) -> Ring:
+def ring(length: int, devices: int, products: float, again: float, arrays: int, merged: float) -> Ring:
     """Each hop has the same work, a half of the pairs of its queries and keys; all but the first are sent.
 
     A hop takes the longer of computing and sending, for keys are sent while the hop before is computed.
@@ -70,7 +70,7 @@ def ring(length: int, devices: int, products: float, again: float, arrays: int, 
         products: seconds for each operation of the forward, of those that flash_attention has too.
         again: the same of those that it has not.
         arrays: how many of the size of k are sent in a hop, one after the other.
-        merged: bytes that are moved for each number of o to add a hop to those before.
+        merged: bytes that are moved for each number of o to add a hop to those before, on average.
     """
     here = length // devices
     operations = 4 * BATCH * HEADS * HEAD_DIM * here * here / 2
@@ -81,8 +81,9 @@ def ring(length: int, devices: int, products: float, again: float, arrays: int, 
 
 
 def forward(length: int, devices: int) -> Ring:
-    """k and v are sent; o is read and written in float32 and the o of a hop read."""
-    return ring(length, devices, 1 / rates().forward, 0, arrays=2, merged=4 + 4 + 2)
+    """k and v are sent, and o merged: in float32 between hops, but as the first reads it and the last writes it."""
+    bytes_of_merges = 2 + 2 + 2 + (devices - 2) * (2 + 4 + 4)
+    return ring(length, devices, 1 / rates().forward, 0, arrays=2, merged=bytes_of_merges / devices)
 
 
 def backward(length: int, devices: int) -> Ring:

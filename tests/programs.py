@@ -11,20 +11,21 @@ import jax
 def equations(jaxpr: Any, operation: str) -> list[Any]:
     """The equations that bind a primitive of an operation, in order, those of the programs inside included."""
     ours = lambda name: name == operation or name in (f"{operation}_jvp", f"{operation}_bwd")
-    return [equation for equation in _equations(jaxpr) if ours(equation.primitive.name)]
+    return [equation for equation in all_equations(jaxpr) if ours(equation.primitive.name)]
 
 
 def launches(jaxpr: Any) -> list[str]:
     """The names of the Triton kernels that a program launches, in order."""
-    return [e.params["fn"].__name__ for e in _equations(jaxpr) if e.primitive.name == "triton_kernel_call"]
+    return [e.params["fn"].__name__ for e in all_equations(jaxpr) if e.primitive.name == "triton_kernel_call"]
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def all_equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, each before those of the programs inside it."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
         for inside in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(inside, "eqns"):
-                yield from _equations(inside)
+                yield from all_equations(inside)
 
 
 def scopes(hlo: str, kernel: str) -> set[str]:

@@ -9,7 +9,6 @@ from cases._case import Operand
 from cases._recurrence import case, gate, remembering
 from jax.sharding import AxisType
 
-from ejkernel.modules.operations import _sequence_shards
 from tests.sequence_shards import CASES, OF_THE_WHOLE, SIZES, packed, sharded
 
 
@@ -49,13 +48,6 @@ def test_any_cuts(reverse):
         places = rng.choice([0, 6, 12, 18, 24, *rng.integers(0, 25, 5)], 7)
         arrays |= dict(cu_seqlens=jnp.asarray(np.sort(places), jnp.int32))
         assert_close(found(arrays), whole(arrays), 2e-5, str(arrays["cu_seqlens"]))
-
-
-def test_a_shard_of_several_chunks_and_blocks(monkeypatch):
-    """Eight tokens in three chunks of two blocks each, the last of which are not full."""
-    monkeypatch.setattr(_sequence_shards, "_CHUNK", 3)
-    monkeypatch.setattr(_sequence_shards, "_BLOCK", 2)
-    check(CASES["packed_reversed"], 3)
 
 
 @pytest.mark.parametrize(

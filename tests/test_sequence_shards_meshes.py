@@ -46,10 +46,16 @@ def test_collectives():
     assert collectives(compiled(with_state, x).as_text()) == {"all-gather": 1, "all-reduce": 1}
 
 
-def test_the_recurrence_itself_runs_once():
+def test_the_output_and_the_gradients_are_computed_once():
+    """Each in one call; before it a call computes states alone, or their cotangents."""
     f, x = local_call(2)
-    assert [e.primitive.name for e in equations(jax.make_jaxpr(f)(x), "gla")] == ["gla"]
-    assert [e.primitive.name for e in equations(jax.make_jaxpr(squares(f))(x), "gla")] == ["gla", "gla_bwd"]
+    outputs = [e.params["spec"].return_output for e in equations(jax.make_jaxpr(f)(x), "gla")]
+    assert outputs == [False, True]
+    found = equations(jax.make_jaxpr(squares(f))(x), "gla_bwd")
+    assert [e.params["results"] for e in found if e.primitive.name == "gla_bwd"] == [
+        ("initial_state_bar",),
+        ("q_bar", "k_bar", "v_bar", "gk_bar"),
+    ]
 
 
 def test_the_memory_of_a_gradient_is_that_of_a_shard():
@@ -60,7 +66,7 @@ def test_the_memory_of_a_gradient_is_that_of_a_shard():
         return compiled(squares(f), x).memory_analysis().temp_size_in_bytes
 
     assert temporary(8, 1024) < 1.1 * temporary(4, 1024)
-    assert temporary(4, 512) < 0.6 * temporary(4, 1024)
+    assert temporary(4, 2048) < 0.6 * temporary(4, 4096)
 
 
 # --- Within other programs --------------------------------------------------------------------------------------------

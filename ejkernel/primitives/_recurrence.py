@@ -57,11 +57,13 @@ class RecurrenceSpec(ShortRepr):
         softmax_scale: the factor of q.
         reverse: time runs from the last token of a sequence, which follows the initial state, to the first.
         return_state: the final state is a result in float32; otherwise it may be rounded like o.
+        return_output: o is a result; otherwise it is arbitrary, and implementations need not compute it.
     """
 
     softmax_scale: float = 1.0
     reverse: bool = False
     return_state: bool = True
+    return_output: bool = True
 
 
 TABLE = {

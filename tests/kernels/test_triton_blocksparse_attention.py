@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import _equations
+from programs import all_equations
 
 from ejkernel.kernels._xla._blocks import within_blocks
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
@@ -100,7 +100,7 @@ def test_memory_is_that_of_the_blocks(monkeypatch):
         tangents = x._replace(**{name: None for name in x._fields if name not in "qkv"})
         return gradients, blocksparse_attention_jvp(x, outputs, tangents, spec=spec, config=CONFIG)
 
-    sizes = [v.aval.size for e in _equations(jax.make_jaxpr(program)(x)) for v in e.outvars]
+    sizes = [v.aval.size for e in all_equations(jax.make_jaxpr(program)(x)) for v in e.outvars]
     assert max(sizes) < 4096**2 / 8
 
 

@@ -1,5 +1,7 @@
 """The linear recurrence in Triton: every kernel's masks and indices, by the interpreter, against float64."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
@@ -111,3 +113,24 @@ def test_splits_in_the_interpreter(monkeypatch):
     gradients = recurrence_bwd(x, None, cotangents, wrt=wrt, spec=spec, config=KernelConfig(**CONFIG))
     exact, rounded = (formula(x, spec, cotangents, dtype) for dtype in (jnp.float64, None))
     check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, jnp.float32)
+
+
+@pytest.mark.parametrize("shortest", (16, 1024), ids=("splits", "whole"))
+def test_states_alone_in_the_interpreter(shortest, monkeypatch):
+    """Without an output the final state is the same, bit for bit, and so is the cotangent of the initial state alone.
+
+    The output is zeros.
+    """
+    monkeypatch.setattr(splits, "SHORTEST", shortest)
+    config = KernelConfig(**CONFIG, algorithm="chunks")
+    for ends in ((),) if shortest == 16 else ((), (0.1, 0.8, 1.5)):
+        x, spec = Case("states", dict(gk=0.5), B=1, H=2, G=1, ends=ends).make(32, jnp.float32)
+        whole, alone = (
+            recurrence(*poisoned(x), spec=replace(spec, return_output=found), config=config) for found in (True, False)
+        )
+        assert (alone.final_state == whole.final_state).all() and not alone.o.any()
+        cotangents = like(whole)
+        backward = lambda wrt, x=x, spec=spec, ct=cotangents: recurrence_bwd(
+            poisoned(x), None, ct, wrt=wrt, spec=spec, config=config
+        )
+        assert (backward(("initial_state",))[0] == backward(differentiable(x))[-1]).all()

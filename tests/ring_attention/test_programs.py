@@ -1,10 +1,13 @@
 """The programs that a ring is: what is sent, what is kept, and what is computed once."""
 
 import jax
+import jax.numpy as jnp
 import pytest
-from programs import collectives, equations
+from programs import all_equations, collectives, equations
 
 from .calls import KEPT, local_call, squares
+
+KEEPING = ("cond", "optimization_barrier")  # what they return is an array in memory
 
 
 def found_collectives(f, x):
@@ -73,3 +76,11 @@ def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
         return [e.primitive.name for e in equations(program, "flash_attention")].count("flash_attention")
 
     assert (forwards(None), forwards(KEPT)) == (9, 6)
+
+
+def test_the_output_of_two_devices_is_never_in_float32():
+    """Between the hops it is as its hop has rounded it, and after the last as it is returned."""
+    f, x = local_call(2, causal=True, strategy="ring")
+    x = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in x.items()}
+    passed = [a.aval for e in all_equations(jax.make_jaxpr(f)(x)) if e.primitive.name in KEEPING for a in e.outvars]
+    assert {a.dtype for a in passed if a.ndim == 4} == {jnp.dtype(jnp.bfloat16)}

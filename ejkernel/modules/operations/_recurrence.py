@@ -1,6 +1,8 @@
 """The linear recurrence operations' common path from public arguments to the operands of the primitive."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import value_error
+from ...ops import default_executor
+from ...ops.core.kernel import KERNELS
 from ...ops.utils.operands import random_like
 from ...primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ...primitives._trio import Trio
@@ -24,7 +28,7 @@ from ._arguments import (
     static_bool,
     static_scale,
 )
-from ._sequence_shards import final_states, shards_of, with_initial_states
+from ._sequence_shards import final_states, linked, shards_of, with_initial_states
 
 XLA_ALONE = "kernels for GPUs and TPUs come later"
 _OF_STATE = "heads, features of k, features of v"
@@ -77,19 +81,30 @@ def prepare(
         initial_state=initial_state,
         spans=spans,
     )
+    spec, links = RecurrenceSpec(softmax_scale=scale, reverse=reverse, return_state=return_state), None
     if shards is not None:
-        operands = with_initial_states(shards, operands, precise=return_state)
-    spec = RecurrenceSpec(softmax_scale=scale, reverse=reverse, return_state=return_state)
+        operands, links = with_initial_states(
+            shards, operands, partial(_recurrence, algorithm, replace(spec, return_output=False))
+        )
     named = align(algorithm.forward, {of: x for of, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
-        o, final = Outputs(**out)
+        results = Outputs(**out)
+        if links is not None:
+            results = linked(links, operands, results, partial(_recurrence, algorithm, spec))
+        o, final = results
         o, final = o.astype(result), final[:, 0] if spans is None else final[0]
         if not return_state:
             return o
         return o, final if shards is None else final_states(shards, final)
 
     return Prepared(named, spec, finish)
+
+
+def _recurrence(algorithm: Trio, spec: RecurrenceSpec, operands: Operands) -> Outputs:
+    """The recurrence over the tokens of this device, with the config that the default executor chooses."""
+    named = align(algorithm.forward, {of: x for of, x in operands._asdict().items() if x is not None})
+    return Outputs(**default_executor().run(KERNELS[algorithm.name].invocation(named, spec), None))
 
 
 def _check_tokens(name: str, q, k, v) -> None:

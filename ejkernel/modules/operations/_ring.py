@@ -80,36 +80,54 @@ def ring(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    """o and lse merged over the hops; the keys of the next hop are sent before this one is computed."""
+    """o and lse merged over the hops; the keys of the next hop are sent before this one is computed.
+
+    The first o stays in its own dtype, in which its hop rounds it anyway, and the last is rounded where it is merged:
+    only between hops is o in the dtype of statistics, which doubles what it takes to read and write.
+    """
     q, v = arrays["q"], arrays["v"]
-    dtype = _statistics_dtype(q)
-    o, lse = _alike(arrays, jnp.zeros((*q.shape[:3], v.shape[3]), dtype), jnp.full(_lse_shape(q), -jnp.inf, dtype))
+    wide = _statistics_dtype(q)
+    o, lse = _alike(arrays, jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(_lse_shape(q), -jnp.inf, wide))
     travelling = _travelling(arrays)
     plan = list(_plan(call, arrays))
     for n, (hop, of_devices) in enumerate(plan):
         here = {**arrays, **travelling, **_columns(call, arrays, hop)}
         if n + 1 < len(plan):
             travelling = _sent(call, travelling, plan[n + 1][0] - hop)
-        o, lse = _on_device(call, of_devices, partial(_merged, call, n == 0), here, o, lse)
+        merges_once = not any(_overlaps(parts, m) for parts in of_devices for m in range(len(parts)))
+        is_last = n + 1 == len(plan) and "sinks" not in arrays
+        dtype = q.dtype if merges_once and (n == 0 or is_last) else wide
+        o, lse = _on_device(call, of_devices, partial(_merged, call, n == 0, dtype), here, o, lse)
         # Keys are sent on only after this hop is computed, so that a device holds the keys of at most two hops.
         travelling, o, lse = lax.optimization_barrier((travelling, o, lse))
     if "sinks" in arrays:
-        o, lse = merge_attention(o, lse, jnp.zeros_like(o), jnp.broadcast_to(_sinks_lse(arrays), lse.shape))
+        o, lse = merge_attention(
+            o.astype(wide), lse, jnp.zeros_like(o, wide), jnp.broadcast_to(_sinks_lse(arrays), lse.shape)
+        )
     return o.astype(q.dtype), lse
 
 
 def _merged(
-    call: Ring, is_first: bool, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array
+    call: Ring, is_first: bool, dtype: Any, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array
 ) -> tuple[Array, Array]:
-    """o and lse of the previous hops merged with those of the parts of this hop; nothing precedes the first hop."""
+    """o and lse of the previous hops merged with those of the parts of this hop; nothing precedes the first hop.
+
+    Merged in the dtype of lse; o is returned in `dtype`.
+    """
+    before, o, wide = o, o.astype(dtype), lse.dtype
     for n, part in enumerate(parts):
         rows = slice(part.q_begin, part.q_end)
-        of_part, lse_of_part = _attend(call, part, here)
-        found = of_part.astype(o.dtype), lse_of_part
-        if not is_first or any(a.q_begin < part.q_end and part.q_begin < a.q_end for a in parts[:n]):
-            found = merge_attention(o[:, rows], lse[:, :, rows], *found)
-        o, lse = _with_rows(o, found[0], part, 1), _with_rows(lse, found[1], part, 2)
+        found = _attend(call, part, here)
+        if not is_first or _overlaps(parts, n):
+            of_rows = (o if _overlaps(parts, n) else before)[:, rows].astype(wide)
+            found = merge_attention(of_rows, lse[:, :, rows], found[0].astype(wide), found[1])
+        o, lse = _with_rows(o, found[0].astype(dtype), part, 1), _with_rows(lse, found[1], part, 2)
     return o, lse
+
+
+def _overlaps(parts: tuple[Part, ...], n: int) -> bool:
+    """Whether a part has queries of one before it."""
+    return any(a.q_begin < parts[n].q_end and parts[n].q_begin < a.q_end for a in parts[:n])
 
 
 def _attend(call: Ring, part: Part, here: Arrays) -> tuple[Array, Array]:

@@ -4,9 +4,14 @@ The tokens j = 1 … c of a shard, with log decays g, take a state h to
 
     exp(Σ_l g_l) · h + H,    H = Σ_j exp(Σ_{l>j} g_l) · k_j v_jᵀ
 
-Each device computes H and Σ g of its shard, with one of the two products that the output takes. All devices gather
+Each device computes H, by the recurrence's own kernels without an output, and Σ g of its shard. All devices gather
 these, and each applies those of the devices before it, one after the other. The recurrence itself then runs once, from
 the right state, so that o is rounded once, as for a sequence on one device.
+
+With h the initial and h' the final state of a shard, the tangent of the recurrence is the sum of that for a constant h,
+which gives a dh' too, and that for dh alone. The dh of each device are made of the dh' of those before it as h is made
+of H. Transposed, the cotangents of h come first, from the output alone; gathered, they are those of h', with which one
+backward computes all gradients.
 
 Each device sends one state for each head, whatever the length. The all-gather of n devices sends n − 1 states from each
 device where a scan would send log₂ n, but all at once: with states of a few MB, a step costs more to start than to
@@ -16,7 +21,8 @@ At most one packed sequence continues from a device to the next, so a device sen
 its last token in time; all devices know from cu_seqlens on which of them it began.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,12 +31,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ...primitives._recurrence import Operands
+from ...primitives._recurrence import Operands, Outputs
 from ...primitives._sharding import explicit_axes
 from ._arguments import array, axis_size, int32, require_known, vary_alike
 
-_CHUNK, _BLOCK = 4096, 256
-"""The tokens whose decays are in memory at once, in float32, and the tokens of one product; more leave cores idle."""
+Recurrence = Callable[[Operands], Outputs]
+"""The recurrence over the tokens of one device, from `initial_state`."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +96,98 @@ def shards_of(name: str, axis_name: Any, cu_seqlens: Any, q: Any, reverse: bool)
     return Shards(axis_name, size, length, reverse, cuts.clip(0, total))
 
 
-def with_initial_states(shards: Shards, operands: Operands, *, precise: bool) -> Operands:
+@dataclass(frozen=True)
+class Links:
+    """What joins the part of the recurrence on a device to those on the devices before it.
+
+    Attributes:
+        shards: the sharding.
+        entering, leaving: the sequences of this device's first and of its last token in time.
+        goes_on: whether the state of a sequence [1,n,1,1,1] comes from the devices before.
+        of_keys, of_values: the sums of log decays over the tokens of `leaving`, as in `Shard`, of all devices, [m,…].
+    """
+
+    shards: Shards
+    entering: "Sequence"
+    leaving: "Sequence"
+    goes_on: Array
+    of_keys: Array | None
+    of_values: Array | None
+
+    def initial_states(self, states: Array) -> Array:
+        """The states on entry [b,n,h,d,e], 0 for sequences that begin here, from what all devices make of 0."""
+        gathered = Shard(states, self.of_keys, self.of_values)
+        state = _entering(self.shards, self.shards.index, self.entering, gathered)
+        return jnp.where(self.goes_on, state[:, None], 0)
+
+    def of_leaving(self, final: Array) -> Array:
+        """The final state [b,h,d,e] of the sequence of this device's last token in time."""
+        return jnp.where(_of_sequence(self.leaving, self.shards), final, 0).sum(1)
+
+
+jax.tree_util.register_dataclass(
+    Links, ["entering", "leaving", "goes_on", "of_keys", "of_values", "shards"], meta_fields=[]
+)
+jax.tree_util.register_dataclass(Shards, ["cuts"], ["axis_name", "size", "length", "reverse"])
+
+
+def with_initial_states(shards: Shards, operands: Operands, final: Recurrence) -> tuple[Operands, Links | None]:
     """The operands of this device's part of a recurrence, with `initial_state` the state of each sequence on entry.
 
-    It is the given state for sequences that begin here, and arbitrary for those without tokens here. `precise` asks for
-    float32 products of 16-bit arrays too, as a final state that is a result needs; o is rounded to 16 bits anyway.
+    It is the given state for sequences that begin here, and arbitrary for those without tokens here. `final` computes
+    final states alone. In a first derivative the states that come from other devices are constant: `linked` adds what
+    depends on them.
     """
     operands, index = _varying(operands, shards)
     given = _given(operands)
+    operands = operands._replace(initial_state=given)
     if shards.size == 1 or operands.q.size == 0:
-        return operands._replace(initial_state=given)
+        return operands, None
     first, after = index * shards.length, (index + 1) * shards.length
     entering, leaving = (_sequence(shards.cuts, x) for x in ((first, after - 1)[:: -1 if shards.reverse else 1]))
-    begins_here = leaving.after <= after if shards.reverse else leaving.first >= first
-    state = jnp.where(_of_sequence(leaving, shards) & begins_here, given, 0).sum(1)
-    token = first + jnp.arange(shards.length, dtype=np.int32)
-    mask = (leaving.first <= token) & (token < leaving.after) & leaving.exists
-    precision = "highest" if precise or operands.k.dtype.itemsize > 2 else "high"
-    shard = jax.checkpoint(partial(_shard, precision=precision, reverse=shards.reverse))(operands, state, mask)
-    state = _entering(shards, index, entering, _gathered(shard, shards.axis_name))
     began_before = entering.after > after if shards.reverse else entering.first < first
     goes_on = _of_sequence(entering, shards) & began_before & entering.exists
-    return operands._replace(initial_state=jnp.where(goes_on, state[:, None], given))
+    mask = None
+    if operands.spans is not None:
+        token = first + jnp.arange(shards.length, dtype=np.int32)
+        mask = (leaving.first <= token) & (token < leaving.after) & leaving.exists
+    links = Links(shards, entering, leaving, goes_on, None, None)
+    made = final(operands._replace(initial_state=jnp.where(goes_on, 0, given))).final_state
+    gathered = _gathered(Shard(links.of_leaving(made), *_decays(operands, mask)), shards.axis_name)
+    links = replace(links, of_keys=gathered.of_keys, of_values=gathered.of_values)
+    states = _constant(links.initial_states(gathered.state))
+    return operands._replace(initial_state=jnp.where(goes_on, states, given)), links
+
+
+@jax.custom_jvp
+def _constant(x: Array) -> Array:
+    """x, whose tangent is 0; in higher derivatives x varies in the result of the first."""
+    return x
+
+
+@_constant.defjvp
+def _constant_jvp(primals, tangents):
+    return primals[0], jnp.zeros_like(tangents[0])
+
+
+def linked(links: Links, operands: Operands, out: Outputs, recurrence: Recurrence) -> Outputs:
+    """The results `out` of the recurrence, whose derivatives now pass through the states of other devices."""
+
+    @jax.custom_jvp
+    def joined(out, operands, links):
+        return out
+
+    def derivative(primals, tangents):
+        out, operands, links = primals
+        moving = tangents[0]
+        states = _all_gather(links.of_leaving(moving.final_state)[None], links.shards.axis_name)
+        entering = links.initial_states(states)
+        of_states = lambda state: recurrence(operands._replace(initial_state=state))
+        added = jax.jvp(of_states, (operands.initial_state,), (entering,))[1]
+        return out, Outputs(*(x + y for x, y in zip(moving, added, strict=True)))
+
+    joined.defjvp(derivative)
+    return joined(out, operands, links)
 
 
 def final_states(shards: Shards, states: Array) -> Array:
@@ -132,66 +208,24 @@ class Shard(NamedTuple):
     of_values: Array | None
 
 
-def _shard(x: Operands, state: Array, of_sequence: Array, *, precision: str, reverse: bool) -> Shard:
-    """The update of a state [b,h,d,e] by a shard's last sequence in time; tokens of other sequences have no effect."""
-    (batch, length, groups), heads = x.k.shape[:3], x.q.shape[2]
-    of_groups = lambda a: a.reshape(*a.shape[:2], groups, heads // groups, *a.shape[3:])
-    tokens = dict(k=x.k, v=x.v, mask=of_sequence[None])
-    tokens |= {name: of_groups(a) for name in ("g", "gk", "gv") if (a := getattr(x, name)) is not None}
-    gamma = None if x.g_gamma is None else x.g_gamma.reshape(x.g_gamma.shape[0], groups, heads // groups)
-    state = state.reshape(batch, groups, heads // groups, *state.shape[2:])
-    carry = Shard(state, *_no_decay(x, state))
-    if length:
-        chunks = -(-length // _CHUNK)
-        blocks = -(-length // (chunks * _BLOCK))
-        size = -(-length // (chunks * blocks)) * blocks
-        pad = lambda a: jnp.pad(a, [(0, chunks * size - length if axis == 1 else 0) for axis in range(a.ndim)])
-        cut = lambda a: jnp.moveaxis(pad(a).reshape(a.shape[0], chunks, size, *a.shape[2:]), 1, 0)
-        chunk = jax.checkpoint(partial(_chunk, gamma, blocks, precision, reverse))
-        carry, _ = lax.scan(chunk, carry, jax.tree.map(cut, tokens), reverse=reverse)
-    return Shard(*(None if a is None else a.reshape(batch, heads, *a.shape[3:]) for a in carry))
+def _decays(x: Operands, mask: Array | None) -> tuple[Array | None, Array | None]:
+    """The sums of log decays, of keys [b,h,d or 1] and of values [b,h,e], over the tokens of a mask, or over all.
 
+    They vary over devices as the state does. None where no decay of this kind is given.
+    """
+    dtype = np.promote_types(x.q.dtype, np.float32)
 
-def _no_decay(x: Operands, state: Array) -> tuple[Array | None, Array | None]:
-    """Sums of log decays over no tokens: zeros, sharded as the state [b,g,r,d,e] is; None for absent decays."""
-    of_row = state[..., 0] if x.gk is not None else state[..., 0, :1]
-    decays = x.gk is not None or x.g is not None or x.g_gamma is not None
-    return jnp.zeros_like(of_row) if decays else None, None if x.gv is None else jnp.zeros_like(state[..., 0, :])
+    def total(g: Array) -> Array:
+        shown = g if mask is None else jnp.where(lax.expand_dims(mask, (0, *range(2, g.ndim))), g, 0)
+        return shown.sum(1, dtype=dtype)
 
-
-def _chunk(
-    gamma: Array | None, blocks: int, precision: str, reverse: bool, carry: Shard, of_chunk: dict[str, Array]
-) -> tuple[Shard, None]:
-    """The carry after a chunk of tokens [b,c,…]; states are [b,g,r,d,e], r query heads for each key/value head."""
-    dtype, mask = carry.state.dtype, of_chunk["mask"]
-    tokens = {name: a for name, a in of_chunk.items() if name != "mask"}
-    shown = {n: jnp.where(lax.expand_dims(mask, range(2, a.ndim)), a, 0).astype(dtype) for n, a in tokens.items()}
-    k, v, gk, gv = shown["k"][:, :, :, None], shown["v"], shown.get("gk"), shown.get("gv")
-    g = shown.get("g")
-    if gamma is not None:
-        of_token = jnp.where(mask[..., None, None], gamma[:, None], 0)
-        g = of_token if g is None else g + of_token
-    if g is not None:
-        gk = g[..., None] if gk is None else gk + g[..., None]
-    state, of_keys, of_values = carry
-    if gk is not None:
-        k, total = k * jnp.exp(_later(gk, reverse)), gk.sum(1)
-        state, of_keys = state * jnp.exp(total)[..., None], of_keys + total
-    if gv is not None:
-        v, total = v[:, :, :, None] * jnp.exp(_later(gv, reverse)), gv.sum(1)
-        state, of_values = state * jnp.exp(total)[..., None, :], of_values + total
-        k = jnp.broadcast_to(k, (*v.shape[:4], k.shape[-1]))
-    k, v = (a.reshape(a.shape[0], blocks, -1, *a.shape[2:]) for a in (k, v))
-    axes = "bnsgrd,bnsge->bngrde" if gv is None else "bnsgrd,bnsgre->bngrde"
-    added = jnp.einsum(axes, k, v, precision=precision).sum(1)
-    return Shard(state + added, of_keys, of_values), None
-
-
-def _later(g: Array, reverse: bool) -> Array:
-    """For each token the sum of the log decays of all later ones in time, without a difference of two sums."""
-    zero = jnp.zeros_like(g[:, :1])
-    later = (zero, g[:, :-1]) if reverse else (g[:, 1:], zero)
-    return lax.cumsum(jnp.concatenate(later, 1), 1, reverse=not reverse)
+    parts = [] if x.gk is None else [total(x.gk)]
+    parts += [] if x.g is None else [total(x.g)[..., None]]
+    if x.g_gamma is not None:
+        count = x.q.shape[1] if mask is None else mask.sum(dtype=dtype)
+        like = jnp.zeros_like(x.q, dtype).sum(1)[..., :1]
+        parts.append(like + (count * x.g_gamma.astype(dtype))[..., None])
+    return sum(parts[1:], parts[0]) if parts else None, None if x.gv is None else total(x.gv)
 
 
 # --- Between devices --------------------------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
     x = Operands(*operands)
     x = gamma_of_batch(x, x.q.shape[0])
     num_splits = splits.number_of(x)
+    if num_splits == 1 and not spec.return_output:
+        return _state_alone(x, spec, config)
     if num_splits == 1:
         return _of_whole(x, spec, config)
     q, k, v, g, gk = (splits.split(a, num_splits) for a in x[:5])
@@ -40,7 +42,23 @@ def recurrence(*operands, spec=RecurrenceSpec(), config=KernelConfig()) -> Outpu
     start, final = splits.initial_states(
         k, v, gates, x.initial_state, num_splits, p, config, backward=False, precise=spec.return_state
     )
+    if not spec.return_output:
+        return Outputs(_no_output(x, num_splits), final)
     return Outputs(splits.merged(_of_whole(x._replace(initial_state=start), spec, config).o, num_splits), final)
+
+
+def _state_alone(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:
+    """The final state, without chunk states and outputs."""
+    p = problem_of(x, spec, config.block_q)
+    how = dict(backward=False, keep=False, precise=spec.return_state)
+    return Outputs(_no_output(x, 1), chunk_states(*x[1:8], places_of(x, p), p, config, **how)[1])
+
+
+def _no_output(x: Operands, num_splits: int) -> jax.Array:
+    """Zeros in the place of o, of which XLA makes no array where nobody reads them."""
+    heads = max(x.q.shape[2], x.v.shape[2])
+    shape = (x.q.shape[0] // num_splits, x.q.shape[1] * num_splits, heads, x.v.shape[3])
+    return jnp.zeros(shape, x.v.dtype)
 
 
 def _of_whole(x: Operands, spec: RecurrenceSpec, config: KernelConfig) -> Outputs:

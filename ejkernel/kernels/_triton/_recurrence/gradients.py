@@ -68,6 +68,11 @@ def recurrence_bwd(
     p = problem_of(x, spec, config.block_q, wide=wide)
     places, gates = places_of(x, p), (x.g, x.gk, x.gv, x.g_gamma)
     dstart, precise = None, "initial_state" in wrt
+    if wrt == ("initial_state",):
+        how = dict(backward=True, precise=True)
+        if num_splits > 1:
+            return (splits.initial_states(x.q, do, gates, dend, num_splits, p, config, **how)[1],)
+        return (chunk_states(x.q, do, *gates, dend, places, p, config, keep=False, **how)[1],)
     if num_splits > 1:
         start, _ = splits.initial_states(x.k, x.v, gates, start, num_splits, p, config, backward=False, precise=False)
         dend, dstart = splits.initial_states(
