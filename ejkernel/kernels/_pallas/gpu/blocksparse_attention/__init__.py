@@ -39,6 +39,9 @@ def takes_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target
 
 
 def _reason(suffix: str, spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
+    for name in flash_attention.PAIRS:
+        if getattr(operands, name) is not None:
+            return f"{name} is not supported by these kernels"
     for name in ABSENT:
         if getattr(operands, name) is not None:
             return f"{name} may mask some keys of a kept block for every query, and such keys may hold NaN"
