@@ -34,7 +34,7 @@ from .feature_tiles import Tiles, load_parts, tiles_of, union, views
 from .head_dims import parts_of
 from .mainloop import Shared, Tile, consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
-from .pairs import Pairs, pairs_of, views_of_bias
+from .pairs import Pairs, pairs_of, scratch_of_bias
 from .plan import Q_EMPTY, REGISTERS, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import Scales, hadamard_size, rotated
@@ -81,10 +81,6 @@ def attention(
     v = views((stages, plan.block_k), V_parts, tile_dtype, plan.values_widest)
     if plan.e4m3:
         v = ((shared((stages, problem.V, plan.block_k), tile_dtype),),)
-    of_bias = {}
-    if plan.bias:
-        of_bias["bias_tiles"] = union(*views_of_bias(operands.bias, plan))
-        of_bias["bias_full"] = plgpu.Barrier(num_barriers=stages, num_arrivals=1)
     q_copies, v_copies = len(D_parts), len(V_parts)
     o, lse = launch(
         partial(_kernel, plan=plan),
@@ -112,7 +108,7 @@ def attention(
             k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=q_copies),
             v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=v_copies),
             q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
-            **of_bias,
+            **scratch_of_bias(operands.bias, plan),
         ),
     )
     return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))

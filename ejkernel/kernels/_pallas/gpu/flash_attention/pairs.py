@@ -18,6 +18,7 @@ from ejkernel.primitives.flash_attention import Operands
 
 from .._inline.registers import BITS
 from .._launch import PER_ROW, ROWS, WGMMA, load_vector, shared
+from .feature_tiles import union
 from .mask_info import same
 from .plan import Plan
 
@@ -55,11 +56,15 @@ def pairs_of(operands: Operands, plan: Plan) -> Pairs | None:
     return Pairs(operands.bias, words.swapaxes(2, 3))
 
 
-def views_of_bias(bias: Array, plan: Plan) -> tuple:
-    """The scratch memory of tiles of the bias: as a warpgroup reads them, and as TMA copies them, row after row."""
+def scratch_of_bias(bias: Array | None, plan: Plan) -> dict:
+    """Tiles of the bias, as a warpgroup reads them and as TMA copies them, row after row, and their full barriers."""
+    if bias is None:
+        return {}
     of_tiles = shared((plan.stages, plan.block_q, plan.block_k), bias.dtype)
     row = plgpu.SwizzleTransform(plan.block_k * bias.dtype.itemsize)
-    return (of_tiles,), (plgpu.SMEM(of_tiles.shape, bias.dtype, transforms=(row,)),)
+    copies = plgpu.SMEM(of_tiles.shape, bias.dtype, transforms=(row,))
+    full = plgpu.Barrier(num_barriers=plan.stages, num_arrivals=1)
+    return dict(bias_tiles=union((of_tiles,), (copies,)), bias_full=full)
 
 
 def biased(products: Array, tile: Any, scale: float) -> Array:
