@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "softmax_scale")
 class Case:
     """A call: its sizes, options, and the optional operands it has.
 
-    S and K are in units of a length that a test chooses. `bias` and `mask` name the axes along which they vary.
+    S and K are in units of a length that a test chooses. `bias` and `mask` name the axes along which they vary; of the
+    bias `bias_dtype` is the dtype, None for that of q, and `hidden` the part of its numbers that are −∞. With `empty`
+    bias and mask hide all keys from every seventh query, and the first 70 keys from every query.
     """
 
     name: str
@@ -34,6 +37,9 @@ class Case:
     spec: FlashAttentionSpec = PLAIN
     bias: str | None = None
     mask: str | None = None
+    bias_dtype: Any = jnp.float32
+    hidden: float = 0.0
+    empty: bool = False
     segments: bool = False
     sinks: int = 0
     scale: str | None = None
@@ -71,9 +77,12 @@ class Case:
         spec = replace(self.spec, softmax_scale=self.spec.softmax_scale * self.D**-0.5)
         x = Operands(q, k, v)
         if self.bias is not None:
-            x = x._replace(bias=normal(*shape(self.bias)))
+            bias = normal(*shape(self.bias))
+            bias = jnp.where(self._hidden(rng, bias.shape), -jnp.inf, bias) if self.hidden or self.empty else bias
+            x = x._replace(bias=bias.astype(self.bias_dtype or dtype))
         if self.mask is not None:
-            x = x._replace(mask=jnp.asarray(rng.random(shape(self.mask)) < 0.6))
+            shown = rng.random(shape(self.mask)) < 0.6
+            x = x._replace(mask=jnp.asarray(shown & ~self._hidden(rng, shown.shape) if self.empty else shown))
         if self.segments:
             q_ids, kv_ids = (np.sort(rng.integers(-1, 4, (self.B, n)), 1) for n in (S, K))
             x = x._replace(q_segment_ids=jnp.asarray(q_ids, jnp.int32), kv_segment_ids=jnp.asarray(kv_ids, jnp.int32))
@@ -88,6 +97,14 @@ class Case:
             place = jnp.stack(jnp.meshgrid(jnp.arange(self.B), jnp.arange(self.H), indexing="ij"), -1)
             x = x._replace(dropout=jnp.concatenate([key, place.astype(jnp.uint32)], -1))
         return x, spec
+
+    def _hidden(self, rng, shape: tuple[int, ...]):
+        """What a bias or a mask of pairs hides: bool."""
+        hidden = rng.random(shape) < self.hidden
+        if self.empty:
+            hidden[:, :, ::7] = True
+            hidden[..., :70] = True
+        return hidden
 
 
 def _cuts(tokens: int, shift: int, first: float, rng):

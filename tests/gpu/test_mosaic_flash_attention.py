@@ -116,9 +116,12 @@ HEAD_DIMS += [(24, 256), (40, 256), (80, 160), (160, 40), (256, 72)]
 
 
 def compare(case: Case, length: int, dtype):
-    """The outputs, the tangents and the gradients, by the likeliest configs."""
-    for compare_operation in COMPARE.values():
-        compare_operation(case, length, dtype)
+    """The outputs, the tangents and the gradients, by the likeliest configs; those beside a bias or a mask are Triton's
+    (test_mosaic_pairs.py).
+    """
+    for operation, compare_operation in COMPARE.items():
+        if operation == "flash_attention" or case.bias is case.mask is None:
+            compare_operation(case, length, dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)

@@ -10,6 +10,7 @@ import ejkernel
 from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._pallas.gpu.flash_attention import (
     LEAST_KEYS,
+    LEAST_OF_PAIRS,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
@@ -63,7 +64,21 @@ REFUSED = {
     "small head dim": (dict(v=jax.ShapeDtypeStruct((2, 128, 4, 8), q.dtype)), "a head dim of 8"),
     "large head dim": (dict(v=jax.ShapeDtypeStruct((2, 128, 4, 264), q.dtype)), "a head dim of 264"),
     "queries": (dict(q=jax.ShapeDtypeStruct((2, 1, 4, 64), q.dtype)), "q has a length of 1"),
-    "bias": (dict(bias=jax.ShapeDtypeStruct((1, 1, 128, 128), q.dtype)), "bias"),
+    "wide bias": (dict(bias=jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.float32)), "bias is float32"),
+    "bias of keys": (dict(bias=jax.ShapeDtypeStruct((1, 1, 1, 128), q.dtype)), "bias is [1, 1, 1, 128]"),
+    "bias of odd rows": (
+        dict(
+            k=jax.ShapeDtypeStruct((2, 130, 4, 64), q.dtype),
+            bias=jax.ShapeDtypeStruct((1, 1, 128, 130), q.dtype),
+        ),
+        "a bias over 130 keys",
+    ),
+    "mask of keys": (dict(mask=jax.ShapeDtypeStruct((2, 1, 1, 128), jnp.bool_)), "mask is [2, 1, 1, 128]"),
+    "packed mask": (
+        dict(mask=jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.bool_), **SIGHTS["packed"]),
+        "mask over packed sequences",
+    ),
+    "traced scale": (dict(softmax_scale=jax.ShapeDtypeStruct((1, 4), jnp.float32)), "softmax_scale"),
     "negative scale": (dict(spec=FlashAttentionSpec(softmax_scale=-1.0)), "softmax_scale is -1"),
     "sequences of few queries": (
         dict(
@@ -96,6 +111,22 @@ def test_few_keys_are_left_to_smaller_blocks():
         assert "query sees: at most 255;" in f.supports(FlashAttentionSpec(), Operands(few, few, few), HOPPER)
         assert "query sees: at most 128;" in f.supports(narrow, Operands(many, many, many), HOPPER)
         assert f.supports(FlashAttentionSpec(), Operands(many, many, many), HOPPER) is None
+
+
+@pytest.mark.parametrize("name, dtype", [("bias", jnp.bfloat16), ("mask", jnp.bool_)])
+def test_the_forward_with_a_bias_or_a_mask_has_the_gradients_of_triton(name, dtype):
+    """Short ones, which have not been measured, are Triton's too."""
+
+    def call(length):
+        given = {name: jax.ShapeDtypeStruct((1, 1, length, length), dtype)}
+        return Operands(*[jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)] * 3, **given)
+
+    spec, x = FlashAttentionSpec(), call(LEAST_OF_PAIRS)
+    assert select("flash_attention", spec, x, HOPPER).platform == Platform.PALLAS
+    for derivative in ("flash_attention_bwd", "flash_attention_jvp"):
+        assert f"{name} is taken by the forward alone" in PREDICATES[derivative](spec, x, HOPPER)
+        assert select(derivative, spec, x, HOPPER).platform == Platform.TRITON
+    assert select("flash_attention", spec, call(LEAST_OF_PAIRS // 2), HOPPER).platform == Platform.TRITON
 
 
 def test_short_gradients_of_64_features_are_left_to_smaller_blocks():

@@ -1,5 +1,6 @@
 """Operations on the registers of a tile, and barriers against what ptxas would do with them."""
 
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,6 +17,8 @@ WGMMA, SPLAT = plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT
 PER_ROW, PER_COLUMN = WGMMA.reduce(1), WGMMA.reduce(0)
 # In the WGMMA layout a thread holds two numbers of every 8 columns of a row.
 COLUMNS = 8
+# Of a word.
+BITS = 32
 # Of every 16 keys a thread holds four after q·kᵀ; as an operand in eight bits it holds four consecutive ones.
 KEYS = 16
 
@@ -44,6 +47,35 @@ def compare_columns(comparison: str, limits: Array, shape: tuple[int, int]) -> A
         return fragment(limits, registers.reshape(limits.registers.shape), is_signed=False)
 
     return emit(limits)
+
+
+def where_bits(words: Sequence[Array], s: Array) -> Array:
+    """s float32, −∞ where a bit is 0: bit n of word w, of which each row has its own, is that of column 32·w + n."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA, *(PER_ROW,) * len(words)), return_type=plgpu.ShapeDtypeStruct(s.shape, s.dtype, WGMMA)
+    )
+    def emit(_, s, *words):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        text = "{ .reg .b32 x; mov.u32 x, %laneid; and.b32 x, x, 3; add.u32 x, x, x; shr.b32 $0, $1, x; }"
+        words = [x.broadcast_in_dim(s.shape, (0,), WGMMA.to_mgpu()).registers for x in words]
+        of_rows = [x.reshape(s.shape[1] // COLUMNS, -1)[0] for x in words]
+        shifted = lambda x: llvm.inline_asm(i32, [vector.extract(x, [], [0])], text, "=r,r")
+        of_rows = [[shifted(x) for x in row] for row in of_rows]
+        registers = np.empty((s.shape[1] // COLUMNS, len(of_rows[0])), object)
+        for (n, row), pair in np.ndenumerate(s.registers.reshape(registers.shape)):
+            word, place = of_rows[n * COLUMNS // BITS][row], n * COLUMNS % BITS
+            shown = (
+                f"{{ .reg .pred p; .reg .b32 x; and.b32 x, $2, {1 << place + i}; setp.ne.b32 p, x, 0; "
+                "selp.f32 $0, $1, 0fFF800000, p; }"
+                for i in range(2)
+            )
+            numbers = [vector.extract(pair, [], [i]) for i in range(2)]
+            numbers = [llvm.inline_asm(f32, [x, word], text, "=f,f,r") for x, text in zip(numbers, shown, strict=True)]
+            registers[n, row] = vector.from_elements(pair.type, numbers)
+        return fragment(s, registers.reshape(s.registers.shape))
+
+    return emit(s, *words)
 
 
 def powers_of_pairs(s: Array, exponent: Array, base: Array) -> Array:

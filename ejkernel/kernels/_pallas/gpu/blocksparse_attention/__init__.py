@@ -16,7 +16,8 @@ ABSENT = ("q_segment_ids", "kv_segment_ids", "cu_seqlens_q")
 
 def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward cannot run on these operands (arrays or shapes), or None."""
-    return flash_attention.supports(spec, operands.attention, target) or _reason("", spec, operands, target)
+    wrong = _pairs(operands) or flash_attention.supports(spec, operands.attention, target)
+    return wrong or _reason("", spec, operands, target)
 
 
 def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -25,17 +26,23 @@ def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Tar
         return "deterministic, batch_invariant: dq is summed by atomic additions, in another order in every run"
     if operands.sinks is not None:
         return "sinks: their gradient is not defined here for a query that sees no block"
-    return flash_attention.supports_bwd(spec, operands.attention, target) or _reason("_bwd", spec, operands, target)
+    wrong = _pairs(operands) or flash_attention.supports_bwd(spec, operands.attention, target)
+    return wrong or _reason("_bwd", spec, operands, target)
 
 
 def takes(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward leaves these operands to others, or None."""
-    return flash_attention.takes(spec, operands.attention, target) or supports(spec, operands, target)
+    return supports(spec, operands, target) or flash_attention.takes(spec, operands.attention, target)
 
 
 def takes_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward leaves these operands to others, or None."""
-    return flash_attention.takes_bwd(spec, operands.attention, target) or supports_bwd(spec, operands, target)
+    return supports_bwd(spec, operands, target) or flash_attention.takes_bwd(spec, operands.attention, target)
+
+
+def _pairs(operands: Operands) -> str | None:
+    given = (name for name in flash_attention.PAIRS if getattr(operands, name) is not None)
+    return next((f"{name} is not supported by these kernels" for name in given), None)
 
 
 def _reason(suffix: str, spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:

@@ -26,7 +26,11 @@ MOST_RANKED = 2**36
 MOST_IN_REGISTERS = 192
 # The error of tanh in the kernels is 1e-7, which the softcap multiplies in the logits.
 MOST_SOFTCAP = 100.0
-ABSENT = ("bias", "mask", "softmax_scale", "dropout")
+ABSENT = ("softmax_scale", "dropout")
+# What the forward takes alone.
+PAIRS = ("bias", "mask")
+# With a bias or a mask: shorter ones have not been measured, and are left to Triton.
+LEAST_OF_PAIRS = 1024
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -58,12 +62,12 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         return f"softcap is {softcap:g}; the tanh of the kernels is accurate enough up to {MOST_SOFTCAP:g}"
     if spec.softmax_scale / softcap > 1e38:
         return f"softmax_scale / softcap is {spec.softmax_scale:g} / {softcap:g}, which overflows float32"
-    return _hidden_keys(spec, operands)
+    return _hidden_keys(spec, operands) or configs.refuses_pairs(operands)
 
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    if wrong := supports(spec, operands, target):
+    if wrong := supports(spec, operands, target) or _pairs(operands):
         return wrong
     D, V = operands.q.shape[3], operands.v.shape[3]
     if D % 16 or V % 16:
@@ -82,7 +86,13 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
         return "batch_invariant: the order of sums within a packed sequence depends on the sequences before it"
     if (spec.deterministic or spec.batch_invariant) and arrays and queries * keys > MOST_RANKED:
         return f"{queries} queries and {keys} keys: the table that orders the additions to dq would be too large"
-    return supports(spec, operands, target)
+    return supports(spec, operands, target) or _pairs(operands)
+
+
+def _pairs(operands: Operands) -> str | None:
+    """Refuses a bias and a mask, where the backward and the tangent are Triton's."""
+    given = (name for name in PAIRS if getattr(operands, name) is not None)
+    return next((f"{name} is taken by the forward alone" for name in given), None)
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -92,14 +102,15 @@ def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     """
     if operands.cu_seqlens_q is not None or operands.q_segment_ids is not None:
         return None
-    if visibility_of(operands, spec).masks_keys:
+    if visibility_of(operands._replace(mask=None), spec).masks_keys:
         return "some keys are masked for every query: they may hold NaN, and these kernels multiply it by 0"
     return None
 
 
 def takes(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward leaves these operands to others, or None."""
-    return supports(spec, operands, target) or _few_keys(spec, operands) or _padded_tiles(operands)
+    wrong = supports(spec, operands, target) or _few_keys(spec, operands) or _padded_tiles(operands)
+    return wrong or _few_pairs(operands)
 
 
 def takes_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -117,6 +128,13 @@ def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     keys = visibility_of(operands, spec).most_keys
     if keys < LEAST_KEYS:
         return f"keys that a query sees: at most {keys}; below {LEAST_KEYS} the smaller tiles of Triton are faster"
+    return None
+
+
+def _few_pairs(operands: Operands) -> str | None:
+    queries, keys = operands.q.shape[1], operands.k.shape[1]
+    if configs.has_pairs(operands) and min(queries, keys) < LEAST_OF_PAIRS:
+        return f"a bias or a mask of {queries} queries and {keys} keys: below {LEAST_OF_PAIRS} it is left to Triton"
     return None
 
 

@@ -21,6 +21,11 @@ from .head_dims import cut_row, tile_width
 FEATURES = ((64, 64), (128, 128), (192, 128), (256, 256))
 # Up to this head dim of v the tangent holds q in registers, and streams k and v at once.
 MOST_BESIDE_Q = 128
+# (block_q, block_k, num_stages) of the forward with a bias, of which a stage has a tile, or with a mask: the last fits
+# any head dims. With 128 keys, or with 192 queries in two stages, whose scheduler is persistent, a mask spills.
+OF_PAIRS = ((192, 64, 3), (128, 64, 3), (128, 64, 2))
+# Up to so many columns of v three consumers have the registers for blocks of 64 keys.
+MOST_OF_THREE = 128
 # Bytes of shared memory that a thread block may use.
 SHARED_BYTES = 227 * 1024
 # From this length on tiles of 192 queries pay, without and with a causal mask: the last tile of a sequence is seldom
@@ -84,8 +89,12 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(operands, spec) else operation
     candidates = CONFIGS[kernel][next(key for key in CONFIGS[kernel] if size <= key)]
     if kernel == "flash_attention":
-        candidates = [blocks for blocks in candidates if shared_bytes(blocks, D, V) <= SHARED_BYTES]
-        candidates = [blocks for blocks in candidates if blocks[1] in blocks_of_keys(V)]
+        if has_pairs(operands):
+            candidates = [blocks for blocks in OF_PAIRS if blocks[0] == 128 or tile_width(V) <= MOST_OF_THREE]
+        bias = operands.bias is not None
+        candidates = [blocks for blocks in candidates if shared_bytes(blocks, D, V, bias=bias) <= SHARED_BYTES]
+        taken = blocks_of_keys(V, has_pairs(operands))
+        candidates = [blocks for blocks in candidates if blocks[1] in taken]
     candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
@@ -100,29 +109,58 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
     ]
 
 
-def blocks_of_keys(V: int) -> tuple[int, ...]:
-    """The sizes of blocks of keys that the forward takes.
+def has_pairs(operands: Operands) -> bool:
+    """Whether the call has a bias or a mask."""
+    return operands.bias is not None or operands.mask is not None
+
+
+def refuses_pairs(operands: Operands) -> str | None:
+    """Why the forward does not take this bias and this mask, or None."""
+    S, K = operands.q.shape[1], operands.k.shape[1]
+    for name in ("bias", "mask"):
+        x = getattr(operands, name)
+        if x is None:
+            continue
+        if operands.cu_seqlens_q is not None:
+            return f"{name} over packed sequences is not supported by these kernels"
+        if x.shape[2:] != (S, K):
+            return f"{name} is {list(x.shape)}; the kernels take one that varies over queries and keys"
+    if operands.bias is not None and operands.bias.dtype.itemsize != 2:
+        return f"bias is {operands.bias.dtype}; the kernels take 16 bits"
+    if operands.bias is not None and K % 8:
+        return f"a bias over {K} keys; TMA loads rows of multiples of 8"
+    return None
+
+
+def blocks_of_keys(V: int, pairs: bool = False) -> tuple[int, ...]:
+    """The sizes of blocks of keys that the forward takes; with `pairs`, a bias or a mask, 64: where its keys end, TMA
+    cuts off a tile of the bias of one row of 128 bytes, and of no more.
 
     A product with v sums over as many keys at a time as a row of v in shared memory has features, so a block has to be
     a multiple of that; the rows of a head dim that TMA cuts off (head_dims.py) have a fixed width.
     """
+    if pairs:
+        return (64,)
     return tuple(block_k for block_k in TAKES["flash_attention"]["block_k"] if V % 16 == 0 or not block_k % cut_row(V))
 
 
 def in_e4m3(operands: Operands, spec: FlashAttentionSpec) -> bool:
     """Whether the forward rounds to e4m3. JAX before 0.11 cannot transpose tiles of eight bits in shared memory."""
     taken = (operands.q.shape[3], operands.v.shape[3]) in FEATURES and jax.__version_info__ >= (0, 11)
-    return spec.precision == "e4m3" and taken
+    return spec.precision == "e4m3" and taken and not has_pairs(operands)
 
 
-def shared_bytes(blocks: tuple[int, int, int], D: int, V: int, persistent: bool = False, e4m3: bool = False) -> int:
+def shared_bytes(
+    blocks: tuple[int, int, int], D: int, V: int, persistent: bool = False, e4m3: bool = False, bias: bool = False
+) -> int:
     """Bytes of shared memory of the forward: its tiles, of 16 bits a number or 8 in e4m3, and 2 KB of barriers.
 
-    With a persistent scheduler o has memory of its own beside q and the next q; otherwise o reuses that of q.
+    A stage has a tile of the bias, if there is one. With a persistent scheduler o has memory of its own beside q and
+    the next q; otherwise o reuses that of q.
     """
     (block_q, block_k, stages), D, V = blocks, tile_width(D), tile_width(V)
     size = 1 if e4m3 else 2
-    q, o, streamed = block_q * D * size, block_q * V * 2, stages * block_k * (D + V) * size
+    q, o, streamed = block_q * D * size, block_q * V * 2, stages * block_k * ((D + V) * size + bias * block_q * 2)
     return (2 * q + o if persistent else max(q, o)) + streamed + 2048
 
 
@@ -168,6 +206,8 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) 
     if operation == "flash_attention_bwd":
         return 64 if segmented or spec.softcap is not None or spec.deterministic or spec.batch_invariant else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
+        return 128
+    if operands.bias is not None and operands.mask is not None:
         return 128
     D, V = operands.q.shape[3], operands.v.shape[3]
     long = next((LONG[size] for size in LONG if _columns(D, V) <= size), (0, 0))

@@ -29,11 +29,12 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 from ejkernel.types import KernelConfig
 
 from .._launch import PER_ROW, ROWS, WGMMA, broadcast_rows, full, launch, shared, stage_of, sync, whole_eights
-from .configs import SHARED_BYTES, blocks_of_keys, check, in_e4m3
+from .configs import SHARED_BYTES, blocks_of_keys, check, has_pairs, in_e4m3
 from .feature_tiles import Tiles, load_parts, tiles_of, union, views
 from .head_dims import parts_of
 from .mainloop import Shared, Tile, consume
 from .mask_info import MaskInfo, mask_info_of, zero_hidden_keys
+from .pairs import Pairs, pairs_of, scratch_of_bias
 from .plan import Q_EMPTY, REGISTERS, Plan
 from .problem import LOG2_E, problem_of
 from .quantized import Scales, hadamard_size, rotated
@@ -43,7 +44,7 @@ from .tiles import COLUMNS, Statistics, View
 
 def flash_attention(*operands: Array | None, spec: FlashAttentionSpec, config: KernelConfig) -> Outputs:
     operands = Operands(*operands)
-    check("flash_attention", config, block_k=blocks_of_keys(operands.v.shape[3]))
+    check("flash_attention", config, block_k=blocks_of_keys(operands.v.shape[3], has_pairs(operands)))
     mask_info = mask_info_of(visibility_of(operands, spec), config.block_q, config.block_k)
     return attention(operands, spec, config, mask_info)
 
@@ -54,7 +55,8 @@ def attention(
     """o and lse; `mask_info` is the mask of arrays, applied on top of the band."""
     visibility, problem = visibility_of(operands, spec), problem_of(operands, spec)
     listed = mask_info is not None and mask_info.block_lists is not None
-    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, in_e4m3(operands, spec), listed)
+    given = in_e4m3(operands, spec), listed, operands.bias is not None, operands.mask is not None
+    plan = Plan(problem, config.block_q, config.block_k, config.num_stages, *given)
     if (size := plan.shared_bytes(plan.persistent)) > SHARED_BYTES:
         blocks = f"{plan.block_q} queries and {plan.block_k} keys in {plan.stages} stages"
         raise ValueError(f"flash_attention: {blocks} take {size} bytes of shared memory; there are {SHARED_BYTES}")
@@ -89,6 +91,7 @@ def attention(
             sinks,
             scales,
             mask_info,
+            pairs_of(operands, plan),
         ),
         out_type=(
             jax.ShapeDtypeStruct((problem.B, -(-problem.S // 8) * 8, problem.H, problem.V), dtype),
@@ -105,34 +108,37 @@ def attention(
             k_full=plgpu.Barrier(num_barriers=stages, num_arrivals=q_copies),
             v_full=plgpu.Barrier(num_barriers=stages, num_arrivals=v_copies),
             q_empty=plgpu.Barrier(num_barriers=plan.q_stages, num_arrivals=plan.consumers),
+            **scratch_of_bias(operands.bias, plan),
         ),
     )
     return Outputs(o[:, : problem.S], of_sequences(lse[:, :, : problem.S], operands))
 
 
 def _kernel(
-    arrays, longest_first, sinks, scales: Scales | None, mask_info: MaskInfo | None, o, lse, *, plan: Plan,
-    q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty,
+    arrays, longest_first, sinks, scales: Scales | None, mask_info: MaskInfo | None, pairs: Pairs | None, o, lse, *,
+    plan: Plan, q_and_o, k_tiles, v_tiles, lse_tile, q_full, k_full, v_full, q_empty, bias_tiles=None, bias_full=None,
 ):  # fmt: skip
     number, work_tiles = lax.axis_index("warpgroup"), plan.work_tiles(longest_first)
     if not plan.persistent:
         of_q = len(views((), parts_of(plan.problem.D), plan.problem.dtype))
         q_and_o = tuple(q_and_o)[:of_q], tuple(q_and_o)[of_q:]
     q_tiles, o_tiles, k_tiles, v_tiles = map(tiles_of, (*q_and_o, k_tiles, v_tiles))
-    tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty)
-    tile_of = partial(_tile_of, q_tiles, (longest_first, sinks, scales, mask_info), number, plan)
+    bias_tiles = tiles_of(bias_tiles) if plan.bias else None
+    tiles = Shared(q_tiles, k_tiles, v_tiles, q_full, k_full, v_full, q_empty, bias_tiles, bias_full)
+    tile_of = partial(_tile_of, q_tiles, (longest_first, sinks, scales, mask_info, pairs), number, plan)
     store = partial(_store, (o, lse), (o_tiles, lse_tile), scales, number, plan)
 
     def compute():
         consume(tiles, tile_of, store, number, work_tiles, plan)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(number < plan.consumers, compute, lambda: _load(arrays, longest_first, tiles, work_tiles, mask_info, plan))
+    load = partial(_load, arrays, longest_first, tiles, work_tiles, mask_info, pairs, plan)
+    lax.cond(number < plan.consumers, compute, load)
 
 
 def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile: Array) -> Tile:
     """The rows that this warpgroup has of the n-th work tile of its thread block."""
-    longest_first, sinks, scales, mask_info = arrays
+    longest_first, sinks, scales, mask_info, pairs = arrays
     first, head, batch = plan.tile(work_tile, longest_first)
     maximum, total = -jnp.inf, 0.0
     if sinks is not None:
@@ -148,6 +154,7 @@ def _tile_of(q_tiles: Tiles, arrays: tuple, number: Array, plan: Plan, work_tile
         block=lambda n: plan.block(n, first, head, batch, mask_info),
         start=Statistics(full((ROWS,), maximum, PER_ROW), full((ROWS, COLUMNS), total, WGMMA)),
         units=plan.units(scales, batch, head, first),
+        pairs=pairs,
     )
 
 
@@ -182,7 +189,9 @@ def _store(
     plgpu.commit_smem_to_gmem_group()
 
 
-def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: MaskInfo | None, plan: Plan):
+def _load(
+    arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: MaskInfo | None, pairs: Pairs | None, plan: Plan
+):
     """The producer warpgroup: q of every work tile, and its blocks of k and v into the stages as they become empty."""
     q, k, v = arrays
     plgpu.set_max_registers(REGISTERS[plan.consumers][1], action="decrease")
@@ -204,6 +213,9 @@ def _load(arrays, longest_first, tiles: Shared, work_tiles: Array, mask_info: Ma
             sync(plan.k_empty + stage, plan.warpgroups)
             load_parts(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full.at[stage])
             sync(plan.v_empty + stage, plan.warpgroups)
+            if plan.bias:
+                of_bias = pairs.tile_of_bias(batch, head, first, block, plan)
+                plgpu.copy_gmem_to_smem(of_bias, tiles.bias.copies[0].at[stage], tiles.bias_full.at[stage])
             if plan.e4m3:  # of which the keys are innermost, in one part
                 plgpu.copy_gmem_to_smem(
                     v.at[batch, kv_head, :, keys], tiles.v.parts[0].at[stage], tiles.v_full.at[stage]

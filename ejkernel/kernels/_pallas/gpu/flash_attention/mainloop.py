@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .._inline.registers import where_bits
 from .._launch import (
     ROWS,
     WGMMA,
@@ -20,6 +21,7 @@ from .._launch import (
     times_rows,
 )
 from .feature_tiles import Tiles
+from .pairs import Pairs, biased
 from .plan import PING_PONG, REGISTERS, Plan
 from .problem import BlockRanges, Problem, after_first
 from .quantized import Unit, Units
@@ -29,7 +31,8 @@ from .tiles import Statistics, View, logits, updated, visible, weights
 class Shared(NamedTuple):
     """Tiles in the shared memory of a thread block, and their full and empty barriers.
 
-    The empty barriers of k and v are named barriers (plan.py).
+    The empty barriers of k and v are named barriers (plan.py). A stage of the bias is empty when that of v is: the
+    weights are computed before they are multiplied by v.
     """
 
     q: Tiles
@@ -39,6 +42,8 @@ class Shared(NamedTuple):
     k_full: Any
     v_full: Any
     q_empty: Any
+    bias: Tiles | None = None
+    bias_full: Any = None
 
 
 class Tile(NamedTuple):
@@ -46,7 +51,7 @@ class Tile(NamedTuple):
 
     number: of the warpgroup. q: the parts of its queries in shared memory. view: where these stand, and what masks
     them. head: of the queries. block_range: the blocks of keys that they see, of which the n-th is block(n). start: the
-    row maxima and sums of the sinks. units: the scales in e4m3.
+    row maxima and sums of the sinks. units: the scales in e4m3. pairs: bias and mask.
     """
 
     number: Array
@@ -58,6 +63,14 @@ class Tile(NamedTuple):
     units: Units | None
     block: Callable[[Array], Array] = lambda n: n
     zero_hidden: Callable[[Array, Array], None] | None = None
+    pairs: Pairs | None = None
+
+
+class OfBlock(NamedTuple):
+    """What the rows have of a block of keys in device memory: its scales in e4m3, and the bits of the mask."""
+
+    unit: Unit
+    bits: Sequence[Array]
 
 
 class Carry(NamedTuple):
@@ -110,8 +123,10 @@ def prologue(shared: Shared, tile: Tile, plan: Plan) -> Carry:
     plgpu.barrier_wait(shared.q_full.at[0])
     q = _in_registers(tile, plan)
     plgpu.barrier_wait(shared.k_full.at[0])
+    of_block = _of_block(tile, 0, plan)
     products = pl.run_scoped(product, accumulator(ROWS, plan.block_k, plan.sums))
-    p, statistics, _ = _weights(products, tile, tile.start, 0, _unit(tile, 0), plan)
+    products = _biased(products, shared, tile, 0, plan)
+    p, statistics, _ = _weights(products, tile, tile.start, 0, of_block, plan)
     arrive(plan.k_empty, plan.warpgroups)
     return Carry(jnp.int32(1), p, statistics, q)
 
@@ -133,14 +148,18 @@ def mainloop(
 
     def compute(i, carry, masked):
         acc, p, before = carry
-        unit = _unit(tile, i)  # read while the products are computed
+        of_block = _of_block(tile, i, plan)  # read while the products are computed
         values = partial(_await_values, shared, tile, lambda: _block(tile, i - 1))
         acc, products = _products(shared, tile, q, step + i - 1, acc, p, values, plan)
+        products = _biased(products, shared, tile, step + i - 1, plan)
         if masked:
-            p, after, alpha = _weights(products, tile, before, i, unit, plan)
+            p, after, alpha = _weights(products, tile, before, i, of_block, plan)
             return times_rows(acc, alpha), p, after
-        s, exponent = _log2_logits(products, unit, plan.problem)
-        return updated(acc, s, before, exponent, unit.p_scale_log2, plan.limits, plan.operand)
+        s, exponent = _log2_logits(products, of_block.unit, plan.problem)
+        if plan.mask:
+            s = where_bits(of_block.bits, s)
+        p_scale_log2, hides = of_block.unit.p_scale_log2, plan.bias or plan.mask
+        return updated(acc, s, before, exponent, p_scale_log2, plan.limits, plan.operand, hides)
 
     acc = full((ROWS, plan.problem.V_tile), 0.0, WGMMA)
     acc, p, statistics = after_first(tile.block_range, compute, (acc, p, before), plan.problem)
@@ -152,9 +171,10 @@ def mainloop(
         plgpu.barrier_arrive(shared.q_empty.at[stage_of(work_tile, plan.q_stages)])
         plgpu.barrier_wait(shared.q_full.at[stage_of(work_tile + 1, plan.q_stages)])
         tile = following()
-        unit, q = _unit(tile, 0), _in_registers(tile, plan)
+        of_block, q = _of_block(tile, 0, plan), _in_registers(tile, plan)
         acc, products = _products(shared, tile, q, step, acc, p, values_of_last, plan)
-        p, statistics, _ = _weights(products, tile, tile.start, 0, unit, plan)
+        products = _biased(products, shared, tile, step, plan)
+        p, statistics, _ = _weights(products, tile, tile.start, 0, of_block, plan)
         return acc, p, statistics, q
 
     def ended(acc, p, statistics):
@@ -237,14 +257,26 @@ def _issue_pv(acc: Any, shared: Shared, p: Array, stage: Array, plan: Plan) -> N
         plgpu.wgmma(of_acc, p, plan.values(of_v.at[stage]))
 
 
-def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, unit: Unit, plan: Plan):
+def _biased(products: Array, shared: Shared, tile: Tile, step: Array | int, plan: Plan) -> Array:
+    """q·kᵀ with the bias of the block that was loaded in this step."""
+    if not plan.bias:
+        return products
+    stage = stage_of(step, plan.stages)
+    plgpu.barrier_wait(shared.bias_full.at[stage])
+    of_rows = shared.bias.parts[0].at[stage, pl.ds(tile.number * ROWS, ROWS)]
+    return biased(products, of_rows, plan.problem.scale)
+
+
+def _weights(products: Array, tile: Tile, before: Statistics, i: Array | int, of_block: OfBlock, plan: Plan):
     """p of a block that may be masked, as an operand of wgmma; the row statistics; and alpha, which rescales acc."""
-    problem = plan.problem
+    problem, unit = plan.problem, of_block.unit
     # An empty list names a block past the last one, which is fully masked.
     uneven = plan.listed or problem.K % plan.block_k > 0
     ok = visible(tile.view, _block(tile, i) * plan.block_k, products.shape, uneven, problem)
     s, exponent = _log2_logits(products, unit, problem)
-    p, statistics, alpha = weights(s, before, ok, exponent, unit.p_scale_log2, plan.limits)
+    if plan.mask:
+        s = where_bits(of_block.bits, s)
+    p, statistics, alpha = weights(s, before, ok, exponent, unit.p_scale_log2, plan.limits, plan.bias or plan.mask)
     return plan.operand(p), statistics, alpha
 
 
@@ -259,5 +291,8 @@ def _block(tile: Tile, i: Array | int) -> Array:
     return tile.block(tile.block_range.end - 1 - i)
 
 
-def _unit(tile: Tile, i: Array | int) -> Unit:
-    return Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
+def _of_block(tile: Tile, i: Array | int, plan: Plan) -> OfBlock:
+    unit = Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
+    if tile.pairs is None:
+        return OfBlock(unit, ())
+    return OfBlock(unit, tile.pairs.words(tile.view.batch, tile.head, tile.view.row, _block(tile, i), plan.block_k))

@@ -33,12 +33,12 @@ class MaskInfo(NamedTuple):
 
     def block_range(self, tile: Array, batch: Array, head: Array | int = 0) -> BlockRanges:
         """In a kernel, where the arrays are refs: the range of blocks of a tile, or of indices into its list."""
-        row = _same(self.block_ranges, batch, head)
+        row = same(self.block_ranges, batch, head)
         return BlockRanges(*(self.block_ranges[*row, tile, n] for n in range(len(BlockRanges._fields))))
 
     def block(self, n: Array, tile: Array, batch: Array, head: Array) -> Array:
         """In a kernel: block n of a tile's range."""
-        return n if self.block_lists is None else self.block_lists[*_same(self.block_lists, batch, head), tile, n]
+        return n if self.block_lists is None else self.block_lists[*same(self.block_lists, batch, head), tile, n]
 
 
 def mask_info_of(visibility: Visibility, block_rows: int, block_columns: int) -> MaskInfo | None:
@@ -57,7 +57,7 @@ def mask_info_of(visibility: Visibility, block_rows: int, block_columns: int) ->
 
 def zero_hidden_keys(visibility: Visibility, *arrays: Array | None) -> tuple:
     """Arrays [b, K, G, …] with zeros where no query sees a key. A band that hides keys is none of these kernels'."""
-    if visibility.cu_seqlens is None and visibility.segment_ids is None:
+    if visibility.cu_seqlens is None and visibility.segment_ids is None and visibility.mask is None:
         return arrays
     return zero_fully_masked(visibility.transposed(), *arrays)
 
@@ -69,7 +69,7 @@ def zero_fully_masked_queries(visibility: Visibility, *arrays: Array) -> tuple:
     return zero_fully_masked(visibility, *arrays)
 
 
-def _same(x: Array, batch: Array, head: Array | int) -> tuple[Array | int, Array | int]:
+def same(x: Array, batch: Array, head: Array | int) -> tuple[Array | int, Array | int]:
     """The index into x [b?, h?, …], whose axes of size 1 hold for all, of a batch index and a head."""
     return batch if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0
 

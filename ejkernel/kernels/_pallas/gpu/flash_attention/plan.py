@@ -30,8 +30,8 @@ PING_PONG = Q_EMPTY + 1
 
 @dataclass(frozen=True)
 class Plan:
-    """A problem, its block sizes, in how many bits, whether lists of blocks say what is computed, and on how many
-    multiprocessors it is scheduled.
+    """A problem, its block sizes, in how many bits, whether lists of blocks say what is computed, whether there are a
+    bias and a mask, and on how many multiprocessors it is scheduled.
     """
 
     problem: Problem
@@ -40,6 +40,8 @@ class Plan:
     stages: int
     e4m3: bool = False
     listed: bool = False
+    bias: bool = False
+    mask: bool = False
     processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
@@ -87,7 +89,7 @@ class Plan:
 
     def shared_bytes(self, persistent: bool) -> int:
         blocks = self.block_q, self.block_k, self.stages
-        return shared_bytes(blocks, self.problem.D, self.problem.V, persistent, self.e4m3)
+        return shared_bytes(blocks, self.problem.D, self.problem.V, persistent, self.e4m3, self.bias)
 
     @property
     def bytes_of_a_key(self) -> int:

@@ -132,27 +132,29 @@ def weights(
     exponent: Array | float,
     p_scale_log2: Array | int,
     limits: RescaleLimits,
+    hides: bool = False,
 ) -> tuple[Array, Statistics, Array]:
     """p = 2^p_scale_log2·exp(s − m) under the new row maximum m, the statistics, and alpha, the factor of earlier sums.
 
     s times `exponent` is the log₂ of a weight. A maximum stays where none is greater by more than `rescale_threshold`:
-    then alpha is 1.
+    then alpha is 1. `hides`: logits may be −∞ where `ok` does not say so.
     """
     s = s.astype(jnp.float32)
     if ok is not None:
         s = jnp.where(ok, s, -jnp.inf)
     greatest = limits.maximum(s.max(axis=1) * exponent)
     maximum = jnp.where(greatest > before.maximum + limits.rescale_threshold, greatest, before.maximum)
-    base = maximum if ok is None else jnp.where(maximum == -jnp.inf, 0.0, maximum)  # rows that have seen no key yet
+    base = _base(maximum, hides or ok is not None)
     p, total, alpha = _relative_to(base, s, before, exponent, p_scale_log2, limits)
     return p, Statistics(maximum, total), alpha
 
 
 def updated(
     acc: Array, s: Array, before: Statistics, exponent: Array | float, p_scale_log2: Array | int, limits: RescaleLimits,
-    operand: Callable[[Array], Array],
+    operand: Callable[[Array], Array], hides: bool = False,
 ) -> tuple[Array, Array, Statistics]:  # fmt: skip
-    """acc, p of a block that needs no mask as an operand of wgmma, and the statistics.
+    """acc, p of a block as an operand of wgmma, and the statistics. Only if it `hides` some may all logits of a row be
+    −∞: a row without a maximum has no finite sums of threads, and comes to `rise`.
 
     A warp assumes that its row maxima stay, and checks the sums of its threads: no weight is too great if none of these
     is. That saves the reduction of the maximum. Otherwise it computes p again under new maxima, and rescales acc.
@@ -170,10 +172,15 @@ def updated(
             fits &= jnp.abs(before.maximum) <= limits.float16.maximum
         risen = jnp.maximum(before.maximum, limits.maximum(s.max(axis=1) * exponent))
         maximum = jnp.where(fits, before.maximum, risen)
-        p, total, alpha = _relative_to(maximum, s, before, exponent, p_scale_log2, limits)
+        p, total, alpha = _relative_to(_base(maximum, hides), s, before, exponent, p_scale_log2, limits)
         return acc * broadcast_rows(alpha, acc), operand(p), Statistics(maximum, total)
 
     return lax.cond(_beyond(sums, before.maximum, p_scale_log2, limits), rise, stay, acc, s, packed, sums)
+
+
+def _base(maximum: Array, hides: bool) -> Array:
+    """What weights are relative to: the maxima, or 0 in rows that have seen no key yet."""
+    return jnp.where(maximum == -jnp.inf, 0.0, maximum) if hides else maximum
 
 
 def _relative_to(

@@ -1,0 +1,89 @@
+"""A bias and a mask in flash_attention on Mosaic GPU: the words of a mask, and kernels of every head dim and sight."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ejkernel.kernels._pallas.gpu.flash_attention import supports
+from ejkernel.kernels._pallas.gpu.flash_attention.configs import SHARED_BYTES, shared_bytes, space
+from ejkernel.kernels._pallas.gpu.flash_attention.pairs import pairs_of
+from ejkernel.kernels._pallas.gpu.flash_attention.plan import Plan
+from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+
+from .mosaic import CUSTOM_CALL, HOPPER, SIGHTS, arguments, lowered, q, run
+
+
+def of_pairs(D: int, V: int, queries: int, keys: int, **shapes: tuple[int, int]) -> Operands:
+    """Shapes of a call; `shapes` are the batch and the heads of the bias and the mask."""
+    sized = lambda n, heads, width: jax.ShapeDtypeStruct((2, n, heads, width), jnp.bfloat16)
+    dtypes = dict(bias=jnp.bfloat16, mask=jnp.bool_)
+    given = {name: jax.ShapeDtypeStruct((*shape, queries, keys), dtypes[name]) for name, shape in shapes.items()}
+    return Operands(sized(queries, 4, D), sized(keys, 2, D), sized(keys, 2, V), **given)
+
+
+@pytest.mark.parametrize("block_q", [128, 192])
+@pytest.mark.parametrize("S, K", [(128, 128), (77, 300), (200, 61)])
+def test_words_of_a_mask(S, K, block_q):
+    """One bit a key, 0 up to the ends of the last tiles."""
+    mask = np.random.default_rng(0).random((2, 3, S, K)) < 0.5
+    x = of_pairs(64, 64, S, K)._replace(mask=jnp.asarray(mask))
+    plan = Plan(problem_of(x, FlashAttentionSpec()), block_q, 64, 3, mask=True, processors=132)
+    words = np.asarray(pairs_of(x, plan).bits).view(np.uint32)
+    rows, keys = -(-S // block_q) * block_q, -(-K // 64) * 64
+    assert words.shape == (2, 3, keys // 32, rows)
+    bits = (words.swapaxes(2, 3)[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    expected = np.pad(mask, ((0, 0), (0, 0), (0, rows - S), (0, keys - K)))
+    np.testing.assert_array_equal(bits.reshape(2, 3, rows, keys).astype(bool), expected)
+
+
+GIVEN = {
+    "bias": dict(bias=(1, 4)),
+    "bias of a batch": dict(bias=(2, 1)),
+    "mask": dict(mask=(2, 1)),
+    "mask of heads": dict(mask=(1, 4)),
+    "bias, mask": dict(bias=(2, 4), mask=(1, 1)),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize(
+    "D, V",
+    [
+        (128, 128),
+        *(pytest.param(*size, marks=pytest.mark.slow) for size in ((64, 64), (72, 72), (192, 128), (256, 256))),
+    ],
+)
+def test_a_bias_and_a_mask_lower(D, V, given):
+    """By every config, at lengths that end in a tile of 64 keys."""
+    for causal in (False, True):
+        x, spec = of_pairs(D, V, 600, 712, **GIVEN[given]), FlashAttentionSpec(causal=causal)
+        assert supports(spec, x, HOPPER) is None
+        for config in space("flash_attention", x, spec, HOPPER):
+            text = lowered(run("flash_attention", spec, config), *arguments(x))
+            assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
+
+
+def test_a_bias_and_a_mask_lower_with_segments_a_window_and_a_softcap():
+    x = of_pairs(64, 64, 128, 128, bias=(1, 4), mask=(2, 1))._replace(**SIGHTS["segments"])
+    spec = FlashAttentionSpec(causal=True, window=(50, None), softcap=30.0)
+    assert supports(spec, x, HOPPER) is None and x.q.shape == q.shape
+    (config, *_) = space("flash_attention", x, spec, HOPPER)
+    assert CUSTOM_CALL in lowered(run("flash_attention", spec, config), *arguments(x))
+
+
+def test_every_pair_of_head_dims_has_configs_that_fit_beside_a_bias():
+    for D in range(16, 257, 8):
+        for V in range(16, 257, 8):
+            x = of_pairs(D, V, 16384, 16384, bias=(1, 1))
+            configs = space("flash_attention", x, FlashAttentionSpec(), HOPPER)
+            assert configs, (D, V)
+            for c in configs:
+                assert c.block_k == 64 and shared_bytes((c.block_q, 64, c.num_stages), D, V, bias=True) <= SHARED_BYTES
+
+
+def test_rounding_to_eight_bits_is_left_out_beside_a_bias():
+    x, spec = of_pairs(128, 128, 1024, 1024, bias=(1, 1)), FlashAttentionSpec(precision="e4m3")
+    (config, *_) = space("flash_attention", x, spec, HOPPER)
+    assert "f8E4M3FN" not in lowered(run("flash_attention", spec, config), *arguments(x))
