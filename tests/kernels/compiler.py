@@ -53,6 +53,7 @@ class Binary:
         spilled: bytes of registers that its code spills, stores or loads, whichever are more.
         serialized: whether matrix products wait for one another.
         ptx_version: of the PTX, as 8.7; of a GPU of AMD "".
+        widest_copy: bytes of the widest asynchronous copy of a thread, which have to divide its addresses.
     """
 
     shared: int
@@ -60,6 +61,7 @@ class Binary:
     spilled: int
     serialized: bool
     ptx_version: str
+    widest_copy: int
 
 
 def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
@@ -100,12 +102,13 @@ def binary(launch: Launch, target: GPUTarget) -> Binary:
         knobs.compilation.always_compile, knobs.nvidia.dump_ptxas_log = True, True
         options = make_backend(target).parse_options(options).__dict__
         compiled = triton.compile(source, target, options)
-    said = log.getvalue()
+    said, ptx = log.getvalue(), compiled.asm.get("ptx", "")
     numbers = lambda pattern: sum(map(int, re.findall(pattern, said)))
     return Binary(
         compiled.metadata.shared,
         numbers(r"Used (\d+) registers"),
         max(numbers(r"(\d+) bytes spill stores"), numbers(r"(\d+) bytes spill loads")),
         "serializ" in said.lower(),
-        "".join(re.findall(r"^\.version (\S+)", compiled.asm.get("ptx", ""), re.MULTILINE)),
+        "".join(re.findall(r"^\.version (\S+)", ptx, re.MULTILINE)),
+        max((int(n, 16) for n in re.findall(r"cp\.async\.c[ag]\.shared\.global .*, (0x\w+)", ptx)), default=0),
     )

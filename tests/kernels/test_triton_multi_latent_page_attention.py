@@ -263,6 +263,19 @@ def test_compiles(target, name, monkeypatch):
     assert not trouble, "\n".join(trouble)
 
 
+@pytest.mark.parametrize("latent, rope, widest", [(32, 4, 8), (40, 8, 16), (12, 2, 4)])
+def test_rows_are_copied_by_what_divides_them(latent, rope, widest, monkeypatch):
+    """Rows of 72 bytes, 96 and 28: a wider copy would begin at an address that is no multiple of its size."""
+    x, spec, kind = decode(1), CacheSpec(softmax_scale=0.1), KINDS["sm_90"]
+    shape = lambda of, features: jax.ShapeDtypeStruct((*of.shape[:-1], features), of.dtype)
+    x = x._replace(q_latent=shape(x.q_latent, latent), q_rope=shape(x.q_rope, rope))
+    x = x._replace(pages=shape(x.pages, latent + rope))
+    (config, *_), given = IMPLEMENTATION.space(spec, x, kind), jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), x)
+    with lowering_for(kind):
+        (launch,) = compiler.launches(monkeypatch, _launch, partial(IMPLEMENTATION, *given, spec=spec, config=config))
+    assert 0 < compiler.binary(launch, compiler.TARGETS["sm_90"]).widest_copy <= widest
+
+
 @pytest.mark.parametrize(
     "changed, reason",
     [
