@@ -89,12 +89,7 @@ def refuses(config: MultiLatentPageAttentionConfig) -> str | None:
     return None
 
 
-@kernel_registry.register(
-    "multi_latent_page_attention",
-    Platform.PALLAS,
-    Backend.GPU,
-    priority=-1,  # below XLA: until it has run on a GPU, who names Pallas gets it
-)
+@kernel_registry.register("multi_latent_page_attention", Platform.PALLAS, Backend.GPU, priority=200)
 @configured_by(lambda *call: space(*call)[0], space, refuses=refuses)
 @supported_if(supports)
 def multi_latent_page_attention(
