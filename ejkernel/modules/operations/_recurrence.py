@@ -211,7 +211,7 @@ class Recurrence:
         return dict(q=q, k=kv, v=kv, return_state=True)
 
     @classmethod
-    def synthetic_operands(cls, operands: Mapping[str, Any], spec: RecurrenceSpec) -> dict[str, Any]:
+    def synthetic_operands(cls, operands: Mapping[str, Any], spec: Any) -> dict[str, Any]:
         """Random arrays, with gates that halve a state in about sixteen tokens and sequences of unequal lengths."""
         values = random_like({name: x for name, x in operands.items() if name != "spans"})
         for name in values.keys() & {"g", "gk", "gv", "g_gamma"}:
