@@ -21,7 +21,7 @@ from .test_random_calls import on_gpu
 from .transforms import arguments, program
 
 KIND = "NVIDIA H100 80GB HBM3"
-PROGRAMS = 25
+PROGRAMS = 12
 
 
 class Question(Search):
