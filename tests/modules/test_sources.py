@@ -16,6 +16,7 @@ MADE_WITH = {
     **{("_triton", name): "_paged/kernel.py" for name in OF_PAGES},
     **{("_pallas/tpu", name): "_paged/kernel.py" for name in (*OF_PAGES, "multi_latent_page_attention")},
     **{("_pallas/gpu", name): "ragged_page_attention/forward.py" for name in OF_PAGES},
+    ("_pallas/gpu", "multi_latent_page_attention"): "multi_latent_page_attention/forward.py",
     **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},
 }
 # Operations whose implementations call those of another.
