@@ -64,8 +64,7 @@ def excerpt() -> list[dict]:
 
 def on_device(folder: Path) -> Iterator[dict]:
     """The events of device kernels in the trace of a profile, in order."""
-    (file,) = folder.rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    events = events_of(folder)
     devices = {e["pid"] for e in events if e.get("name") == "process_name" and "/device:" in e["args"]["name"]}
     kernels = (e for e in events if e.get("pid") in devices and e.get("ph") == "X" and "hlo_op" in e.get("args", {}))
     begun = set()
@@ -73,6 +72,12 @@ def on_device(folder: Path) -> Iterator[dict]:
         if event["ts"] not in begun:  # the same span stands on several lines of a trace: streams, operations, modules
             begun.add(event["ts"])
             yield event
+
+
+def events_of(folder: Path) -> list[dict]:
+    """All events of the trace that a profile left in a folder."""
+    (file,) = folder.rglob("*.trace.json.gz")
+    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 
 def row_of(event: dict) -> dict:

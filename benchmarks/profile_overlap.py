@@ -5,18 +5,12 @@ long its exchanges took, and how much of that other kernels ran beside.
 """
 
 import argparse
-import gzip
-import json
-import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-# Kernels that run as one graph of CUDA all go by the name of the graph.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
 
 import jax
 import numpy as np
@@ -25,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from ejkernel import lax
 
 from ._records import RESULTS, result_file, save_record
+from .profile_labels import events_of  # its import disables graphs of CUDA
 from .sequence_shards import HEAD_DIM, HEADS, KV_HEADS, TOKENS, arrays, with_backward
 
 Interval = tuple[float, float]
@@ -74,8 +69,7 @@ def measured(batch: int, length: int, strategy: str) -> Iterator[dict[str, Any]]
 
 def intervals(folder: Path) -> dict[str, tuple[list[Interval], list[Interval]]]:
     """Of each device: when its kernels of collectives ran, and when its other kernels did."""
-    (file,) = folder.rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    events = events_of(folder)
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     found: dict[str, tuple[list[Interval], list[Interval]]] = defaultdict(lambda: ([], []))
     for event in events:
