@@ -74,7 +74,6 @@ class StateSpaceV2(StateSpace, Operation):
     """The state space of Mamba-2: `ejkernel.lax.state_space_v2` as a kernel object."""
 
     algorithm = algorithm
-    outlook = 'Triton, which has not passed all of its tests on a GPU yet, is chosen by platform="triton" alone'
     prepare_arguments = staticmethod(state_space_v2_arguments)
 
     @classmethod
