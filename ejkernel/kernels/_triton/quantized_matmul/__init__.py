@@ -43,7 +43,7 @@ _kernels = KernelTrio(
     Outputs,
     Platform.TRITON,
     Backend.GPU,
-    priority=-1,  # below XLA: until it has run on a GPU, who names Triton gets it
+    priority=100,
     custom_calls=_launch.CUSTOM_CALLS,
     refuses=_launch.refuses,
     excess=_launch.excess,
