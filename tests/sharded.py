@@ -114,7 +114,7 @@ def needed(case, split, transform):
         return Counter()
     specs = case.specs(split)
     shared = [name for name in case.differentiable if mesh_axes([specs[name]]) != mesh_axes(specs.values())]
-    return +Counter({"all-reduce": len(shared)})
+    return +Counter({"all-reduce": sum(case.operands[name].sums for name in shared)})
 
 
 def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=None):

@@ -28,10 +28,14 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Operand:
-    """An array by its axes, letters or numbers as in "1 h s t", and by how its values are made, floats in float64."""
+    """An array by its axes, letters or numbers as in "1 h s t", and by how its values are made, floats in float64.
+
+    `sums` is the number of terms of its gradient that devices sum each by itself, where they share the array.
+    """
 
     axes: str
     values: Values = normal
+    sums: int = 1
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(int(axis) if axis.isdigit() else sizes[axis] for axis in self.axes.split())

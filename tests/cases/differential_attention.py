@@ -48,7 +48,7 @@ CASES = (
     case(
         "window_softcap_traced_scale",
         dict(s=12),
-        dict(softmax_scale=Operand("", scalar)),
+        dict(softmax_scale=Operand("", scalar, sums=2)),  # of each of the two attentions
         window=(4, 2),
         softcap=2.0,
     ),

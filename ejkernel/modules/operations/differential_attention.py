@@ -1,4 +1,4 @@
-"""differential_attention: the difference of two softmax attentions, composed of one call of flash_attention."""
+"""differential_attention: the difference of two softmax attentions, composed of two calls of flash_attention."""
 
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -56,10 +56,9 @@ def differential_attention(
 
         o = attention(q1, k1, v) − λ · attention(q2, k2, v)
 
-    One call of flash_attention with twice the heads computes both. Each key/value head of the first attention is
-    followed by that of the second, so that devices split the heads of both alike. v is passed twice, since keys and
-    values have the same number of heads; its gradient is the sum of both. Each attention is rounded to the dtype of q1
-    before the difference, which is computed in float32, or in float64 for float64 arrays.
+    Each attention is a call of flash_attention, rounded to the dtype of q1 before the difference, which is computed in
+    float32, or in float64 for float64 arrays. One call with twice the heads would have to copy queries, keys and values
+    side by side, which takes longer than it saves.
 
     In the paper λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init, and o of each head is normalised to RMSNorm(o) ·
     (1 − λ_init). Both are left to the caller. Differentiable in all six arrays and a traced softmax_scale, to any
@@ -118,14 +117,10 @@ def differential_attention(
     _check_alike(k1=k1, k2=k2)
     arrays = dict(q1=q1, k1=k1, q2=q2, k2=k2, v=v, lambda_=_factor(lambda_, q1))
     q1, k1, q2, k2, v, lambda_ = _aligned(arrays).values()
-    groups = k1.shape[-2]
-    o = FlashAttention.call(
-        *(_beside(a, b, groups) for a, b in ((q1, q2), (k1, k2), (v, v))),
-        **visible,
-        **options,
-        config=config_of(NAME, config, FlashAttention.config_class),
+    options["config"] = config_of(NAME, config, FlashAttention.config_class)
+    first, second = (
+        FlashAttention.call(q, k, v, **visible, **options).astype(lambda_.dtype) for q, k in ((q1, k1), (q2, k2))
     )
-    first, second = _apart(o.astype(lambda_.dtype), groups)
     lambda_ = lambda_.reshape((1,) * (q1.ndim - 2) + (-1, 1)) if lambda_.ndim else lambda_
     if not first.size and is_inside_shard_map():  # a constant, so that no gradient needs its cotangent
         return jnp.zeros_like(first, q1.dtype)
@@ -154,29 +149,7 @@ def _aligned(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """The arrays with one sharding for each axis name, as flash_attention needs its operands."""
     of_all = dict(q1="b s h d", k1="b t g d", q2="b s h d", k2="b t g d", v="b t g e", lambda_="h")
     table = {name: axes(of_all[name])[-x.ndim :] if x.ndim else () for name, x in arrays.items()}
-    arrays = aligned(NAME, table, algorithm.forward.layout, vary_alike(arrays))
-    if arrays["k1"].shape[-2] == 1 and jax.typeof(arrays["q1"]).sharding.spec[-2] is not None:
-        raise value_error(
-            NAME,
-            "heads are sharded, but there is one key/value head of each attention, so two for all; repeat k1, k2 and v",
-            **arrays,
-        )
-    return arrays
-
-
-def _beside(a: Array, b: Array, groups: int) -> Array:
-    """a and b interleaved to […, 2·heads, features]: for each key/value head its heads of a, then those of b."""
-    *leading, heads, features = a.shape
-    both = jnp.stack([x.reshape(*leading, groups, heads // groups, features) for x in (a, b)], axis=-3)
-    return both.reshape(*leading, 2 * heads, features)
-
-
-def _apart(o: Array, groups: int) -> tuple[Array, Array]:
-    """The inverse of `_beside`: the heads […, heads, features] of the first and of the second attention."""
-    *leading, heads, features = o.shape
-    both = o.reshape(*leading, groups, 2, heads // groups // 2, features)
-    first, second = (both[..., n, :, :].reshape(*leading, heads // 2, features) for n in range(2))
-    return first, second
+    return aligned(NAME, table, algorithm.forward.layout, vary_alike(arrays))
 
 
 def _factor(lambda_: Any, q1: Array) -> Array:
