@@ -33,11 +33,18 @@ def test_training_beside_the_release(tmp_path, monkeypatch, capsys):
     asked = f"{TINY} --length 24 --steps 12 --repeats 2"
     outcome, record = record_of(training.main, asked, tmp_path / "results", monkeypatch)
     ours, release, cudnn = record["rows"]
-    assert ours["status"] == release["status"] == "timed" and outcome == (release["ratio"] < training.LEAST_RATIO)
+    assert ours["status"] == release["status"] == "timed" and outcome == 1  # cuDNN is missing
     assert ours["loss"] < np.log(64) - 0.05 and release["loss_difference"] < 1e-6
     assert "flash_attention_bwd" in ours["detail"] and release["detail"] == "xla"
     assert cudnn["status"] == "failed" and "cuDNN" in cudnn["reason"]
     assert record["sizes"]["length"] == 24 and "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ratio, difference, met", [(1.6, 0.001, True), (1.4, 0.001, False), (1.6, 0.02, False)])
+def test_bars_of_training(ratio, difference, met):
+    rows = [dict(contender=training.OURS), dict(contender=training.RELEASE, ratio=ratio, loss_difference=0.3)]
+    assert training.is_met([*rows, dict(contender=training.CUDNN, loss_difference=difference)]) == met
+    assert not training.is_met([*rows, dict(contender=training.CUDNN, status="failed")])
 
 
 def test_training_needs_steps_for_each_round(monkeypatch, tmp_path):
