@@ -1,13 +1,14 @@
 """multi_latent_page_attention on Hopper GPUs: the absorbed form over pages, by a Pallas kernel of Mosaic GPU.
 
-Pallas is imported only when the kernel is first needed.
+Parts of the keys are merged by a kernel of Triton. Pallas is imported only when the kernel is first needed.
 """
 
 import math
 
 from jax import Array
 
-from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
+from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -32,7 +33,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernel is for compute capability 9.0, not {target.capability}"
-    if reason := moved():
+    if reason := moved() or _launch.refusal(target):
         return reason
     q, pages = operands.q_latent, operands.pages
     if q.dtype.name not in ("bfloat16", "float16") or pages.dtype != q.dtype:
@@ -90,6 +91,7 @@ def refuses(config: MultiLatentPageAttentionConfig) -> str | None:
 
 
 @kernel_registry.register("multi_latent_page_attention", Platform.PALLAS, Backend.GPU, priority=200)
+@emits(*_launch.CUSTOM_CALLS)
 @configured_by(lambda *call: space(*call)[0], space, refuses=refuses)
 @supported_if(supports)
 def multi_latent_page_attention(
