@@ -42,14 +42,14 @@ def of_lengths(contexts, tokens, h, page=64, dtype="bfloat16", seed=0):
     )
 
 
-@pytest.mark.parametrize("h", (1, 3, 16, 64, 80, 128))
+@pytest.mark.parametrize("h", (1, 3, 5, 16, 64, 80, 128))
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("page", (16, 32, 64, 128))
 def test_steps(h, dtype, page):
     check(step(h, dtype=dtype, pages=dtype, page=page, **DEEPSEEK))
 
 
-@pytest.mark.parametrize("h", (16, 64, 128))
+@pytest.mark.parametrize("h", (8, 16, 20, 32, 64, 128))
 @pytest.mark.parametrize("tokens", (1, 2, 64))
 @pytest.mark.parametrize("num_splits", (1, 3))
 def test_lengths(h, tokens, num_splits):
@@ -58,10 +58,10 @@ def test_lengths(h, tokens, num_splits):
     check(x, **options)
 
 
-@pytest.mark.parametrize("h", (16, 128))
+@pytest.mark.parametrize("h, tokens", [(16, 1), (7, 2), (16, 2), (16, 70), (128, 70)])
 @pytest.mark.parametrize("options", [dict(window=9), dict(softcap=2.0), dict(window=70, num_splits=3)], ids=str)
-def test_options(h, options):
-    x = of_lengths((1, 65, 1000), 70, h)
+def test_options(h, tokens, options):
+    x = of_lengths((1, 65, 1000), tokens, h)
     scale = x.pop("softmax_scale")
     check(x, **options, softmax_scale=scale)
 
@@ -73,7 +73,7 @@ def test_sinks(sinks, num_splits):
     check(step(16, "bfloat16", "bfloat16", page=64, **DEEPSEEK) | dict(sinks=given), num_splits=num_splits)
 
 
-@pytest.mark.parametrize("h", (16, 128))
+@pytest.mark.parametrize("h", (2, 5, 16, 128))
 @pytest.mark.parametrize("num_splits", (1, 3))
 def test_nobody_sees_what_is_not_of_a_context(h, num_splits):
     """NaN in slots after each context and in tokens of no sequence, and any numbers in tables after them."""
@@ -82,6 +82,24 @@ def test_nobody_sees_what_is_not_of_a_context(h, num_splits):
     jax.tree.map(np.testing.assert_array_equal, call(**with_nan), call(**x))
 
 
-def test_reruns_give_the_same_bits():
-    x, call = step(128, "bfloat16", "bfloat16", page=64, scale=4, **DEEPSEEK), jax.jit(run)
+@pytest.mark.parametrize("h", (16, 32, 64))
+@pytest.mark.parametrize("family", ("large", "peaks", "uniform"))
+def test_families_of_inputs(h, family):
+    """Large logits; one key that has all the weight, in a tile of either warpgroup; rows of equal weights."""
+    x = of_lengths((700, 1000, 4096), 1, h)
+    if family == "large":
+        x |= dict(q_latent=x["q_latent"] * 30)
+    elif family == "uniform":
+        x |= dict(q_latent=x["q_latent"] * 0, q_rope=x["q_rope"] * 0)
+    else:
+        for sequence, key in enumerate((3, 900, 4000 - 64)):
+            at = x["block_tables"][sequence, key // 64], key % 64
+            x["pages"] = x["pages"].at[at].set(jnp.concatenate([x["q_latent"], x["q_rope"]], -1)[sequence, 0] * 10)
+    scale = x.pop("softmax_scale")
+    check(x, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("h", (2, 5, 128))
+def test_reruns_give_the_same_bits(h):
+    x, call = step(h, "bfloat16", "bfloat16", page=64, scale=4, **DEEPSEEK), jax.jit(run)
     jax.tree.map(np.testing.assert_array_equal, call(**x), call(**x))

@@ -1,5 +1,7 @@
 """multi_latent_page_attention in Mosaic GPU, without a GPU: it lowers, and refuses what it does not compute."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,8 +32,7 @@ def shapes(tokens=8, h=16, sequences=8, columns=64, page=64, latent=512, rope=64
     )
 
 
-@pytest.mark.parametrize("h", (1, 16, 80, 128))
-@pytest.mark.parametrize("page", (16, 64, 128))
+@pytest.mark.parametrize("h, page", [(1, 64), (16, 16), (16, 128), (32, 64), (80, 64), (128, 16), (128, 128)])
 @pytest.mark.parametrize("options", [{}, dict(window=300, softcap=20.0)], ids=str)
 def test_lowers(h, page, options):
     spec, sinks = CacheSpec(softmax_scale=0.1, **options), jax.ShapeDtypeStruct((1, h, 1), jnp.float32)
@@ -41,6 +42,29 @@ def test_lowers(h, page, options):
             config = space(spec, x, HOPPER)[0]
             text = lowered(lambda x, c=config: multi_latent_page_attention(*x, spec=spec, config=c), x)
         assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
+
+
+@pytest.mark.parametrize(
+    "tokens, h, rows",
+    [(8, 1, 16), (8, 16, 16), (16, 16, 32), (8, 20, 32), (16, 32, 64), (8, 128, 64), (800, 1, 64)],
+)
+def test_a_tile_has_rows_for_the_tokens_of_a_sequence(tokens, h, rows):
+    config = space(SPEC, shapes(tokens, h), HOPPER)[0]
+    assert (config.heads_per_block, config.queries_per_block) == (rows, max(1, rows // h))
+
+
+@pytest.mark.parametrize("h, sequences, columns, least, most", [(128, 1, 512, 60, 66), (16, 1, 512, 60, 132),
+                                                                (16, 128, 64, 1, 1), (128, 128, 64, 1, 1),
+                                                                (16, 1, 1, 1, 1), (16, 32, 256, 4, 4)])  # fmt: skip
+def test_parts_fill_the_multiprocessors(h, sequences, columns, least, most):
+    config = space(SPEC, shapes(sequences, h, sequences, columns), HOPPER)[0]
+    assert least <= config.num_splits <= most
+
+
+def test_a_config_asks_for_rows_that_there_are():
+    x = shapes()
+    with lowering_for(HOPPER), pytest.raises(ValueError, match="heads_per_block is 8; the kernel takes 16, 32"):
+        multi_latent_page_attention(*x, spec=SPEC, config=replace(space(SPEC, x, HOPPER)[0], heads_per_block=8))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ has, and one part of the keys that its tokens see, and leaves its own o and lse:
     s_j = softcap·tanh(scale·(q_latent·c_j + q_rope·r_j) / softcap)
     lse_p = log(Σ_j exp s_j + [p = 0] Σ_x exp sinks_x),    o_p = Σ_j exp(s_j − lse_p) c_j
 
-of which `merged` makes those of all parts, lse = log Σ_p exp lse_p and o = Σ_p exp(lse_p − lse) o_p. The parts are of
-whole tiles, which begin where a tile of the cache does: of a row of one token they depend on its sequence alone.
+of which `merge_parts` makes those of all parts. The parts are of whole tiles, which begin where a tile of the cache
+does: of a row of one token they depend on its sequence alone.
 
 Statistics are relative to maxima in logits of base 2. Slots that no token of a row sees are not read.
 
@@ -19,20 +19,16 @@ Transposed, tiles of logits have keys as rows: Hopper's products, of 64 rows and
 and features for these, and few heads for those.
 """
 
-import functools
-import operator
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
-from jax import Array
 
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._triton._paged import SMALLEST_TILE
 from ejkernel.kernels._triton._paged.attend import in_dtype, tanh
+from ejkernel.kernels._triton._paged.parts import merge_parts
 from ejkernel.kernels._triton._paged.softmax import LN2, LOG2E
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
@@ -79,23 +75,10 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
     if splits == 1:
         o, lse = o[:, :, 0], lse[:, :, 0]
     else:
-        o, lse = merged(o, lse, dtype, in_order=spec.batch_invariant)
+        o, lse = merge_parts(o.reshape(-1, R), lse.reshape(-1, 1), None, splits, H, dtype)
+        o, lse = o.reshape(B, T, H, R), lse.reshape(B, T, H)
     valid = step.valid[..., None]  # of other tokens nothing is written
     return Outputs(jnp.where(valid[..., None], o, np.zeros((), dtype)), jnp.where(valid, lse, np.float32(-np.inf)))
-
-
-def merged(o: Array, lse: Array, dtype: Any, in_order: bool) -> tuple[Array, Array]:
-    """o [b,t,h,e] in dtype and lse [b,t,h] of parts [b,t,p,h,…].
-
-    `in_order` adds up one part after the other, whatever the sizes of other axes.
-    """
-    add = (lambda x: functools.reduce(operator.add, jnp.unstack(x, axis=2))) if in_order else (lambda x: x.sum(2))
-    total = lse.max(2)
-    total = jnp.where(jnp.isfinite(total), total, np.float32(0))
-    weights = jnp.exp(lse - total[:, :, None])
-    sum_ = add(weights)
-    o = add(o * weights[..., None]) / jnp.where(sum_ == 0, np.float32(1), sum_)[..., None]
-    return o.astype(dtype), total + jnp.log(sum_)
 
 
 @triton.jit

@@ -1,13 +1,15 @@
 """multi_latent_page_attention on Hopper GPUs: the absorbed form over pages, by a Pallas kernel of Mosaic GPU.
 
-Pallas is imported only when the kernel is first needed.
+Parts of the keys are merged by a kernel of Triton. Pallas is imported only when the kernel is first needed.
 """
 
 import math
+from functools import partial
 
 from jax import Array
 
-from ejkernel.kernels._registry import configured_by, kernel_registry, supported_if
+from ejkernel.kernels._registry import configured_by, emits, kernel_registry, supported_if
+from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._pages import CacheSpec
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
@@ -20,9 +22,14 @@ from ..flash_attention import HOPPER, MOST_SOFTCAP
 # Features of a latent and of its rotary part. The weights take the place of the latter.
 LATENT, ROPE = 512, 64
 # A page, or the part of it in a tile of keys, is copied in tiles of 8 rows; fewer than 16 make too many copies.
-SMALLEST_PAGE, BLOCK_K, ROWS = 16, 64, 64
-# Keys that a part has at least, so that merging costs little beside it.
-LEAST_KEYS = 512
+SMALLEST_PAGE, BLOCK_K = 16, 64
+# Rows of a thread block, heads of tokens.
+ROWS = (16, 32, 64)
+# In microseconds on an H200: the start and end of a thread block, a second launch, two tiles of keys by rows as the
+# products take them, and as one multiprocessor reads them alone. Bytes of a tile, and bytes a microsecond from memory
+# and of the parts from L2.
+START, MERGE, PAIR, ALONE = 5.0, 4.0, {16: 2.0, 32: 2.4, 64: 4.2}, 3.5
+TILE_BYTES, BANDWIDTH, PARTS_BANDWIDTH = BLOCK_K * (LATENT + ROPE) * 2, 4.1e6, 2.5e6
 ABSENT = ("k_scale", "draft_mask", "indices")
 
 
@@ -32,7 +39,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
         return f"Mosaic GPU runs on cuda, not on {target.platform}"
     if target.compute_capability != HOPPER:
         return f"the kernel is for compute capability 9.0, not {target.capability}"
-    if reason := moved():
+    if reason := moved() or _launch.refusal(target):
         return reason
     q, pages = operands.q_latent, operands.pages
     if q.dtype.name not in ("bfloat16", "float16") or pages.dtype != q.dtype:
@@ -61,35 +68,63 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:
     """Configs that may be best, the likeliest first."""
-    tokens = max(1, ROWS // operands.q_latent.shape[2])
+    heads, sequences = operands.q_latent.shape[2], operands.context_lens.shape[1]
+    wanted = heads * max(1, operands.q_latent.shape[1] // sequences)
+    rows = next((rows for rows in ROWS if rows >= wanted), ROWS[-1])
+    tokens = max(1, rows // heads)
     return [
         MultiLatentPageAttentionConfig(
-            queries_per_block=tokens, heads_per_block=ROWS, keys_per_block=BLOCK_K, num_splits=splits, num_warps=12,
+            queries_per_block=tokens, heads_per_block=rows, keys_per_block=BLOCK_K, num_splits=splits, num_warps=12,
             num_stages=2, platform=Platform.PALLAS, backend=Backend.GPU,
         )
-        for splits in _splits(spec, operands, target, tokens)
+        for splits in _splits(spec, operands, target, tokens, rows)
     ]  # fmt: skip
 
 
-def _splits(spec: CacheSpec, operands: Operands, target: Target, tokens: int) -> list[int]:
-    """Into how many parts to cut: what is asked for, or so many that all thread blocks run at once."""
+def _splits(spec: CacheSpec, operands: Operands, target: Target, tokens: int, rows: int) -> list[int]:
+    """Into how many parts to cut: what is asked for, or those of the least time by the model, the fastest first."""
     if spec.num_splits is not None:
         return [spec.num_splits]
     (batch, step, heads, _), sequences = operands.q_latent.shape, operands.context_lens.shape[1]
-    blocks = batch * min(step, max(sequences, step // tokens)) * math.ceil(heads / ROWS)
-    most = max(1, operands.block_tables.shape[2] * operands.pages.shape[2] // LEAST_KEYS)
-    likely = min(most, max(1, (target.core_count or DEFAULT_CORE_COUNT) // blocks))
-    return list(dict.fromkeys([likely, min(most, 2 * likely), max(1, likely // 2)]))
+    blocks = batch * min(step, max(sequences, step // tokens)) * math.ceil(heads / rows)
+    pairs = math.ceil(operands.block_tables.shape[2] * operands.pages.shape[2] / (2 * BLOCK_K))
+    cores = target.core_count or DEFAULT_CORE_COUNT
+    cut = partial(modelled_microseconds, blocks, math.ceil(heads / rows), rows, batch * step * heads, cores)
+    times = {
+        splits: cut(splits, math.ceil(pairs / splits))
+        for splits in {math.ceil(pairs / each) for each in range(1, pairs + 1)}
+        if splits <= max(1, cores)
+    }
+    return sorted(times, key=times.get)[:3]
+
+
+def modelled_microseconds(
+    blocks: int, head_blocks: int, rows: int, of_step: int, cores: int, splits: int, pairs: int
+) -> float:
+    """The time of a step on an H200 if each of its thread blocks is cut into parts of so many pairs of tiles.
+
+    Thread blocks come in waves, one to a multiprocessor. A pair takes what its products take, or what it takes to be
+    read by a multiprocessor alone, or by all of a wave from memory, once for all heads. Parts have a result in float32
+    for each of the rows `of_step`, which is written and read by way of the L2 cache.
+    """
+    waves = math.ceil(blocks * splits / cores)
+    readers = min(cores, blocks * splits) / head_blocks
+    of_pair = max(PAIR[rows], ALONE, 2 * TILE_BYTES * readers / BANDWIDTH)
+    of_parts = splits * of_step * LATENT * 4 / PARTS_BANDWIDTH
+    return waves * (START + pairs * of_pair) + (MERGE + of_parts if splits > 1 else 0)
 
 
 def refuses(config: MultiLatentPageAttentionConfig) -> str | None:
     """What the kernel has against a config, or None."""
     if config.keys_per_block != BLOCK_K:
         return f"config.keys_per_block is {config.keys_per_block}; the kernel takes {BLOCK_K}"
+    if config.heads_per_block not in ROWS:
+        return f"config.heads_per_block is {config.heads_per_block}; the kernel takes {', '.join(map(str, ROWS))}"
     return None
 
 
 @kernel_registry.register("multi_latent_page_attention", Platform.PALLAS, Backend.GPU, priority=200)
+@emits(*_launch.CUSTOM_CALLS)
 @configured_by(lambda *call: space(*call)[0], space, refuses=refuses)
 @supported_if(supports)
 def multi_latent_page_attention(

@@ -1,10 +1,10 @@
-"""The parts of the keys that thread blocks attended to, and the sinks, merged by XLA."""
+"""The parts of the keys that thread blocks attended to, and the sinks, merged by a launch of Triton."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
+from ejkernel.kernels._triton._paged.parts import merge_parts
 from ejkernel.primitives.multi_latent_page_attention import Operands, Outputs
 
 from .plan import Plan
@@ -12,20 +12,14 @@ from .plan import Plan
 
 def merged(o: Array, lse: Array, x: Operands, plan: Plan) -> Outputs:
     """The outputs of all parts, and the sinks, as one."""
-    (B, T, H, R), dtype = x.q_latent.shape, x.q_latent.dtype
-    o, lse = o.reshape(plan.splits, B, T, H, R), lse[:, 0].reshape(plan.splits, B, T, H)
+    (B, T, H, R), sinks = x.q_latent.shape, None
     if plan.splits == 1 and x.sinks is None:
-        return Outputs(o[0], lse[0])
-    maximum = lse.max(0)
-    sinks = -jnp.inf
+        return Outputs(o.reshape(B, T, H, R), lse[:, 0].reshape(B, T, H))
     if x.sinks is not None:  # a token of no sequence has none
         sinks = jnp.where(is_of_a_sequence(x)[..., None], jax.nn.logsumexp(x.sinks, axis=-1)[:, None], -jnp.inf)
-        maximum = jnp.maximum(maximum, sinks)
-    maximum = jnp.where(jnp.isfinite(maximum), maximum, np.float32(0))
-    factors = jnp.exp(lse - maximum)
-    total = factors.sum(0) + jnp.exp(sinks - maximum)
-    o = (o.astype(jnp.float32) * factors[..., None]).sum(0) / jnp.where(total == 0, np.float32(1), total)[..., None]
-    return Outputs(o.astype(dtype), maximum + jnp.log(total))
+        sinks = sinks.reshape(-1)
+    o, lse = merge_parts(o.reshape(-1, R), lse, sinks, plan.splits, B * T * H, x.q_latent.dtype)
+    return Outputs(o.reshape(B, T, H, R), lse.reshape(B, T, H))
 
 
 def is_of_a_sequence(x: Operands) -> Array:

@@ -18,6 +18,8 @@ BLOCK_K = 64
 STAGES = 2
 # Columns of o that one of the two consumer warpgroups accumulates.
 HALF = 256
+# The row maximum before any key: finite, so that masked logits of −∞ have weights of 0 under it.
+LOWEST = float(np.finfo(np.float32).min) / 2
 # Named barriers: the empty stages; the weights of even and of odd tiles; the sums at the end.
 K_EMPTY = FIRST_BARRIER
 P_FULL = K_EMPTY + STAGES
@@ -31,6 +33,7 @@ class Plan:
     Attributes:
         H, R, D: heads, and features of a latent and of its rotary part.
         sequences, pages, page, pools, columns: of a batch; of a pool; slots of a page; pools; pages of a table's row.
+        rows: heads of tokens of a thread block.
         tokens: most tokens of a work tile.
         splits: parts that the keys of a work tile are cut into.
         most_tiles: an upper bound of the number of work tiles, of which each has a token.
@@ -45,6 +48,7 @@ class Plan:
     page: int
     pools: int
     columns: int
+    rows: int
     tokens: int
     splits: int
     most_tiles: int
@@ -58,8 +62,13 @@ class Plan:
         return self.R // TILE_COLUMNS + 1
 
     @property
+    def warpgroups_of_stage(self) -> int:
+        """Those that fill a stage and empty it: the producer, and both consumers or the one that has the stage."""
+        return 3 if self.rows == ROWS else 2
+
+    @property
     def head_blocks(self) -> int:
-        return math.ceil(self.H / ROWS)
+        return math.ceil(self.H / self.rows)
 
     @property
     def blocks(self) -> int:
@@ -97,6 +106,12 @@ class Plan:
 
     def work_tile(self, index: Array, table: Any) -> WorkTile:
         return WorkTile(*(table[index, n] for n in range(len(WorkTile._fields))))
+
+    def count(self, of: WorkTile, heads: Array) -> Array:
+        """How many rows of a thread block there are."""
+        return (
+            jnp.minimum(of.tokens * self.H, self.H - heads * self.rows) if self.head_blocks > 1 else of.tokens * self.H
+        )
 
     def tiles_of_keys(self, of: WorkTile, part: Array) -> tuple[Array, Array]:
         """The first tile of keys of a part, and the number of pairs of tiles; the last may go past the end."""

@@ -1,0 +1,33 @@
+"""The launch that merges the parts of rows, by the interpreter against its formula in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+from ejkernel.kernels._triton import _launch
+from ejkernel.kernels._triton._paged.parts import merge_parts
+
+from . import interpreter
+
+
+@pytest.mark.parametrize("parts, inner, outer", [(1, 5, 2), (3, 4, 3), (66, 2, 1), (300, 1, 2)])
+@pytest.mark.parametrize("with_sinks", (False, True))
+def test_parts(parts, inner, outer, with_sinks, monkeypatch):
+    """Some of them without keys, and a row that has none in any part."""
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+    rng, features = np.random.default_rng(0), 200
+    o, lse = rng.standard_normal((outer, parts, inner, features)), 3 * rng.standard_normal((outer, parts, inner))
+    sinks = rng.standard_normal((outer, inner)) if with_sinks else np.full((outer, inner), -np.inf)
+    lse[:, 1::2, 0] = lse[0, :, -1] = sinks[0, -1] = -np.inf
+    with np.errstate(divide="ignore"):
+        weights = np.exp(lse)
+        total = weights.sum(1) + np.exp(sinks)
+        wanted = (weights[..., None] * o).sum(1) / np.where(total == 0, 1, total)[..., None]
+        of_all = np.log(total)
+    columns = np.stack([lse, np.full_like(lse, np.nan)], -1)  # the second is not read
+    flat = lambda x, *last: jnp.asarray(x.reshape(-1, *last), jnp.float32)
+    given = flat(o, features), flat(columns, 2), flat(sinks) if with_sinks else None
+    found = merge_parts(*given, parts, inner, jnp.dtype("float32"))
+    np.testing.assert_allclose(found[0], wanted.reshape(-1, features), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(found[1], of_all.reshape(-1), rtol=1e-5, atol=1e-5)
