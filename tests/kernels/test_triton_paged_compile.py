@@ -133,3 +133,22 @@ def test_decodes_fit_shared_memory(d, page, pool, beside, monkeypatch):
                 assert taken <= _paged.shared_memory(shapes, tiles) <= _launch.shared_memory_limit(target), launch
                 checked += 1
     assert checked >= 2
+
+
+@pytest.mark.parametrize("pages", ("int8", "float8_e4m3fn"))
+def test_eight_bits_are_converted_in_registers(pages, monkeypatch):
+    """Keys and values in pairs of features take no shared memory but that of the bytes, however they are tiled."""
+    shapes = SHAPES["page_attention"] | dict.fromkeys(("k_pages", "v_pages"), (1, PAGES, 16, 2, 128))
+    dtypes = DTYPES | dict.fromkeys(("k_pages", "v_pages"), pages)
+    arrays = {n: jnp.zeros(shape, dtypes.get(n, "int32")) for n, shape in (shapes | dict(q=(1, N, 8, 128))).items()}
+    x, target, spec = OPERATIONS["page_attention"].algorithm.operands(**arrays), KINDS["sm_90"], CacheSpec()
+    of = _paged.Shapes(x.q, x.k_pages, x.v_pages, N)
+    with lowering_for(target):
+        tiles = {_paged.tiles_of(of, config): config for config in page_attention.space(spec, x, target)}
+        for tile, config in tiles.items():
+            call = partial(page_attention, *x, spec=CacheSpec(softmax_scale=0.1), config=config)
+            launch, *_ = compiler.launches(monkeypatch, _launch, call)
+            assert dict(launch.constants)["PAIRS"]
+            found = compiler.binary(launch, compiler.TARGETS["sm_90"])
+            assert found.shared <= _paged.shared_memory(of, tile) and not found.spilled, launch
+    assert len(tiles) >= 2

@@ -195,6 +195,11 @@ def is_rocm() -> bool:
     return gpu_target().platform == "rocm"
 
 
+def has_ptx() -> bool:
+    """Whether a kernel may have instructions of PTX; where Triton is interpreted none may."""
+    return not is_rocm()
+
+
 def multiprocessors() -> int:
     """The number of multiprocessors of the CUDA device that the program being traced is for."""
     return gpu_target().core_count

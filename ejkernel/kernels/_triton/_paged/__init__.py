@@ -104,9 +104,18 @@ def refusal(target: Target, x: Shapes) -> str | None:
 def shared_memory(x: Shapes, tiles: Tiles) -> int:
     """Bytes of shared memory: tiles of keys and values in flight, one of each being multiplied, and the queries."""
     d, e = _width(x.k), _width(x.v)
-    converted = 0 if x.k.dtype == x.q.dtype else tiles.keys * (d + e) * x.q.dtype.itemsize
+    in_registers = x.k.dtype == x.q.dtype or are_pairs(x, tiles)
+    converted = 0 if in_registers else tiles.keys * (d + e) * x.q.dtype.itemsize
     numbers = 4 * tiles.keys * ((tiles.stages - 1) // 2) if _has_page_numbers(x, tiles) else 0
     return bytes_in_flight(x, tiles) + converted + numbers + tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
+
+
+def are_pairs(x: Shapes, tiles: Tiles) -> bool:
+    """Whether keys and values are read in pairs of features: of eight bits, beside queries of sixteen."""
+    widths = (x.k.shape[-1], x.v.shape[-1])
+    powers_of_two = all(n >= 2 * SMALLEST_TILE and n == power_of_two(n) for n in widths)
+    eight_bits = x.k.dtype.itemsize == 1 and x.q.dtype.itemsize == 2
+    return eight_bits and powers_of_two and tiles.rows <= LARGEST_DECODE_TILE
 
 
 def bytes_in_flight(x: Shapes, tiles: Tiles) -> int:

@@ -29,7 +29,7 @@ def attend_tile(
     page, slot = page_and_slot(block_tables, batch, sequence, tile, held, problem, BLOCK_K)
     row_of_k, row_of_v = row_at(k_strides, batch, page, slot, group), row_at(v_strides, batch, page, slot, group)
     if PAIRS:
-        first, second = load_pairs(k, row_of_k, 0, problem.D, None)
+        first, second = load_pairs(k, row_of_k, 0, problem.D, None, problem)
         s = tl.dot(queries[1], tl.trans(second), tl.dot(queries[0], tl.trans(first))) * multiplier[:, None]
     else:
         keys = in_dtype(load_rows(k, row_of_k, 0, problem.D, WIDTH, None), queries)
@@ -62,7 +62,7 @@ def attend_tile(
     if factor is not None:
         p *= factor[None, :]
     if PAIRS:
-        first, second = load_pairs(v, row_of_v, problem.v_offset, problem.V, is_visible)
+        first, second = load_pairs(v, row_of_v, problem.v_offset, problem.V, is_visible, problem)
         if factor is None:
             p = p.to(tl.float16)
             acc = tl.dot(p, first, acc[0] * alpha[:, None]), tl.dot(p, second, acc[1] * alpha[:, None])
@@ -93,7 +93,7 @@ def load_rows(x, row, offset: tl.constexpr, features: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, is_visible):
+def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, is_visible, problem: tl.constexpr):
     """The features of a tile of eight-bit keys or values, as `load_rows` reads it, in float16: the first of each pair,
     and the second.
     """
@@ -102,13 +102,54 @@ def load_pairs(x, row, offset: tl.constexpr, features: tl.constexpr, is_visible)
     at = row[:, None] * (features // 2) + column[None, :] + offset // 2
     at = x.to(tl.pointer_type(tl.int16), bitcast=True) + at
     pairs = tl.load(at) if is_visible is None else tl.load(at, mask=is_visible[:, None], other=0)
-    if dtype == tl.int8:
+    if problem.ptx:
+        return float16_by_ptx(pairs, dtype)
+    elif dtype == tl.int8:
         # 1024 + 128 + x in float16, whose last bit is 1 there.
         first = ((pairs & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
         return first, (((pairs >> 8) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
     else:
         first = pairs.to(tl.int8).to(dtype, bitcast=True).to(tl.float16)
         return first, (pairs >> 8).to(tl.int8).to(dtype, bitcast=True).to(tl.float16)
+
+
+@triton.jit
+def float16_by_ptx(pairs, dtype: tl.constexpr):
+    """The lower and the upper bytes of words of sixteen bits, two words in an instruction: LLVM takes each byte of a
+    register out by itself, 1194 instructions beside 882 for 128 int8 keys, and 1121 beside 700 for e4m3.
+    """
+    if dtype == tl.int8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 odd;
+            lop3.b32 $0, $2, 0x00FF00FF, 0x64806480, 0x6A;
+            prmt.b32 odd, $2, 0x64, 0x4341;
+            xor.b32 $1, odd, 0x00800080;
+            sub.f16x2 $0, $0, $3;
+            sub.f16x2 $1, $1, $3;
+            }""",
+            "=&r,=&r,r,r",
+            [pairs, tl.full(pairs.shape, 1152.0, tl.float16)],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 both;
+            .reg .b16 even, odd;
+            prmt.b32 both, $2, 0, 0x3120;
+            mov.b32 {even, odd}, both;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }""",
+            "=&r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit

@@ -22,11 +22,11 @@ from ejkernel.types import KernelConfig
 
 from . import (
     KEYS_OF_INVARIANT_SPLIT,
-    LARGEST_DECODE_TILE,
     PREFILL_SIZES,
     SMALLEST_TILE,
     Shapes,
     Tiles,
+    are_pairs,
     fitting,
     power_of_two,
 )
@@ -154,7 +154,7 @@ def _problem(x: Step, spec: CacheSpec, sequences: int, causal: bool, sinks_of_em
         sinks=0 if x.sinks is None else x.sinks.shape[2],
         sinks_batch=0 if x.sinks is None or x.sinks.shape[0] == 1 else H * x.sinks.shape[2],
         drafts=0 if x.draft_mask is None else x.draft_mask.shape[2],
-        sinks_of_empty=sinks_of_empty,
+        sinks_of_empty=sinks_of_empty, ptx=_launch.has_ptx(),
     )  # fmt: skip
 
 
@@ -229,15 +229,8 @@ def _sizes(x: Step, problem: Problem, schedule: Schedule, tiles: Tiles) -> dict[
     splits = min(held, SPLITS_PER_TILE if schedule.items else power_of_two(schedule.splits))
     return dict(
         ROWS=tiles.rows, BLOCK_K=tiles.keys, WIDTH=_width(problem.D), V_WIDTH=width, SPLITS=splits,
-        PAIRS=_are_pairs(x, problem, tiles),
+        PAIRS=are_pairs(Shapes(x.q, x.k, x.v, problem.N), tiles),
     )  # fmt: skip
-
-
-def _are_pairs(x: Step, problem: Problem, tiles: Tiles) -> bool:
-    """Whether keys and values are read in pairs of features: of eight bits, beside queries of sixteen."""
-    powers_of_two = all(n >= 2 * SMALLEST_TILE and n == power_of_two(n) for n in (problem.D, problem.V))
-    eight_bits = x.k.dtype.itemsize == 1 and x.q.dtype.itemsize == 2
-    return eight_bits and powers_of_two and tiles.rows <= LARGEST_DECODE_TILE
 
 
 def _launched(

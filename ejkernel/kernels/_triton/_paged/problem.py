@@ -41,6 +41,7 @@ class Problem:
         sinks, sinks_batch: how many sinks a head has, and the stride of a batch index in them.
         drafts: W of a draft_mask [T, W]; 0 without.
         sinks_of_empty: whether the softmax of a token that is in no context has the sinks; it is −∞ otherwise.
+        ptx: whether instructions of PTX may be used.
     """
 
     N: int
@@ -66,6 +67,7 @@ class Problem:
     sinks_batch: int
     drafts: int
     sinks_of_empty: bool
+    ptx: bool
 
 
 @dataclass(frozen=True)
