@@ -11,6 +11,9 @@ os.environ.setdefault(
     "JAX_TRACEBACK_FILTERING", "off"
 )  # else JAX takes 70 ms to make an error that a test expects short
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # else it looks up the lines of pytest for every program
+# Small matrices of NumPy, whose threads else wait for each other on processors that other tests compute on. What has
+# loaded NumPy already keeps its threads: the processes of a run that is distributed have not.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_force_host_platform_device_count=8",

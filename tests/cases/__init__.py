@@ -5,6 +5,7 @@ pairs of features, `REFUSED` beside them where the operation has arguments that 
 registration that is all that a new operation needs to be tested.
 """
 
+import functools
 import pkgutil
 from collections.abc import Sequence
 
@@ -143,6 +144,11 @@ def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
 
     None that is over a mesh, for which XLA compiles longer.
     """
+    return _first_of_each_kind(tuple(cases))
+
+
+@functools.cache
+def _first_of_each_kind(cases: tuple[Case, ...]) -> list[Case]:
     in_place = lambda case: not case.is_composed and bool(getattr(case.algorithm, "in_place", None))
     kind = lambda case: (case.is_composed, bool(case.differentiable), in_place(case))
     return list({kind(case): case for case in called_alone(cases)[::-1]}.values())

@@ -1,5 +1,6 @@
 """One call of an operation, written as axes and sizes: arrays of any dtype, shardings and smaller versions follow."""
 
+import functools
 import importlib.util
 import zlib
 from collections.abc import Callable, Mapping
@@ -104,7 +105,7 @@ class Case:
         sizes, mesh = tuple(sorted(self.sizes.items())), self.over and self.over.program
         return self.operation, sizes, operands, repr(self.options), self.differentiable, mesh
 
-    @property
+    @functools.cached_property
     def differentiable(self) -> tuple[str, ...]:
         """The operands of the call that have tangents: quantised ones have none."""
         names = self.operands if self.is_composed else self.algorithm.differentiable
@@ -117,7 +118,16 @@ class Case:
 
     def _is_float(self, name: str) -> bool:
         x = self.operands[name]
-        return np.issubdtype(np.asarray(x.values(np.random.default_rng(0), x.shape(self.sizes))).dtype, np.floating)
+        return np.issubdtype(_type_of(x.values, x.shape(self.sizes)), np.floating)
+
+    def types(self, dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays without their contents, which are not made again for every call with such an operand."""
+        found = {}
+        for name, x in self.operands.items():
+            shape = x.shape(self.sizes)
+            made = _type_of(x.values, shape)
+            found[name] = jax.ShapeDtypeStruct(shape, dtype if made == np.float64 else made)
+        return found
 
     def arrays(self, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
         """The arrays of the call: other values for another seed, and the same whatever else is in the case."""
@@ -182,3 +192,9 @@ class Case:
     def _made(self, name: str, values: Values, shape: tuple[int, ...], seed: int, dtype: Any) -> jax.Array:
         x = values(np.random.default_rng([seed, zlib.crc32(name.encode())]), shape)
         return jnp.asarray(x.astype(dtype) if isinstance(x, np.ndarray) and x.dtype == np.float64 else x)
+
+
+@functools.cache
+def _type_of(values: Values, shape: tuple[int, ...]) -> Any:
+    x = values(np.random.default_rng(0), shape)
+    return x.dtype if isinstance(x, np.ndarray | jax.Array) else jnp.result_type(x)

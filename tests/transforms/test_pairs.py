@@ -2,8 +2,9 @@
 
 The features are those of `tests/cases`. A normal run lowers calls of many features, chosen so that every
 pair of features is in one that the same implementations take as take the pair alone: else a feature that one platform
-leaves to XLA would hide the others from its kernels. Each pair by itself, for CUDA too, where every kernel is compiled
-by Triton while it is lowered, is a slow test.
+leaves to XLA would hide the others from its kernels. The formula of XLA is the same program wherever it takes a call
+whole: of the platforms that leave it one to XLA, one lowers it, another one for the next call. Each pair by itself on
+every platform, CUDA too, where every kernel is compiled by Triton while it is lowered, is a slow test.
 """
 
 import functools
@@ -17,9 +18,11 @@ import ejkernel
 from ejkernel.errors import UnsupportedError
 from ejkernel.kernels._dispatch import select
 from ejkernel.modules._operation import OPERATIONS
-from ejkernel.types import Target
+from ejkernel.ops.utils.devices import target_of
+from ejkernel.types import Platform
 
 PARTS = 2
+TARGETS = {platform: target_of(platform) for platform in ("cpu", "rocm", "tpu")}
 
 
 @pytest.mark.parametrize("operation", PLAIN)
@@ -49,8 +52,8 @@ def test_a_pair_is_refused_by_name(operation):
 @pytest.mark.parametrize("part", range(PARTS))
 @each_operation
 def test_pairs_are_lowered(operation, part):
-    for names in covering(operation)[part::PARTS]:
-        lower(operation, names, ("cpu", "rocm", "tpu"))
+    for turn, names in list(enumerate(covering(operation)))[part::PARTS]:
+        lower(operation, names, platforms(operation, names, turn))
 
 
 @pytest.mark.slow
@@ -71,7 +74,7 @@ def test_a_pair_is_lowered(operation, names):
 def lower(operation, names, platforms):
     """The forward, with the gradient in all float arrays where there is one."""
     case, dtype = call_with(operation, names)
-    arrays = jax.eval_shape(lambda: case.arrays(dtype=dtype))
+    arrays = case.types(dtype)
     wrt = [name for name, x in arrays.items() if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
 
     def with_gradient(arrays):
@@ -91,27 +94,33 @@ def lower(operation, names, platforms):
 
 @functools.cache
 def implementations(operation, names):
-    """What the primitives run on a TPU, of a composed operation nothing; None where nothing takes the call.
-
-    Elsewhere here it is XLA's.
-    """
+    """What runs the primitives on each of the platforms, of a composed operation nothing; None where nothing does."""
     case, dtype = call_with(operation, names)
-    arrays = jax.eval_shape(lambda: case.arrays(dtype=dtype))
+    arrays = case.types(dtype)
     if case.is_composed:
         return () if is_taken(case, arrays) else None
-    found = []
+    found = {}
 
     def look(arrays):
         call = OPERATIONS[operation].prepare_arguments(**arrays, **case.options)
         operands = case.algorithm.operands(**{name: jax.typeof(x) for name, x in call.named.items()})
-        for primitive in case.algorithm.primitives:
-            found.append(select(primitive.name, call.spec, operands, Target("tpu")).platform)
+        for platform, target in TARGETS.items():
+            chosen = [select(primitive.name, call.spec, operands, target) for primitive in case.algorithm.primitives]
+            found[platform] = tuple(entry.platform for entry in chosen)
 
     try:
         jax.eval_shape(look, arrays)
     except UnsupportedError:
         return None
-    return tuple(found)
+    return tuple(found.items())
+
+
+def platforms(operation, names, turn):
+    """Those with kernels for the call, and in turn one of those that leave all of it to XLA; of a composed one all."""
+    if not (taken := dict(implementations(operation, names))):
+        return tuple(TARGETS)
+    left = [platform for platform, chosen in taken.items() if set(chosen) == {Platform.XLA}]
+    return tuple(platform for platform in taken if platform not in left or platform == left[turn % len(left)])
 
 
 def is_taken(case, arrays):
