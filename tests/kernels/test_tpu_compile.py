@@ -13,7 +13,10 @@ import ejkernel
 from benchmarks import tpu_compile as programs
 from ejkernel.kernels._pallas.tpu.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
 from ejkernel.kernels._pallas.tpu.flash_attention.launch import VMEM_BYTES
+from ejkernel.kernels._registry import kernel_registry
+from ejkernel.modules._primitive_kernel import KERNELS
 from ejkernel.types import ATTENTION_SHAPES
+from ejkernel.types.shapes import shapes_of
 from tests.gpu.attention_cases import CASES
 
 from .tpu_compiler import TARGETS, compiled, device
@@ -44,20 +47,29 @@ QUICK_CASES = {
 }
 
 
-def parameters():
-    """Of every program, whether a normal run has it."""
-    calls = set()
-    for program in programs.programs(list(TARGETS), programs.measured_on_tpus()):
-        call = (program.generation, program.primitive, program.shape)
-        quick = call in QUICK_SHAPES and call not in calls
-        calls.add(call)
-        yield pytest.param(program, marks=() if quick else pytest.mark.slow, id=str(program))
+@pytest.mark.parametrize("generation, primitive, shape", sorted(QUICK_SHAPES))
+def test_named_shapes(generation, primitive, shape):
+    """The heuristics' config."""
+    operation = KERNELS[primitive].algorithm.name
+    x, spec = programs.call(operation, shapes_of(operation)[shape])
+    config = kernel_registry.find(primitive, "pallas", "tpu").implementation.heuristic(spec, x, TARGETS[generation])
+    assert "tpu_custom_call" in programs.compiled_call(generation, primitive, x, spec, config).as_text()
 
 
-@pytest.mark.parametrize("program", list(parameters()))
-def test_named_shapes(program):
-    """Every config of the space of every named shape."""
-    assert "tpu_custom_call" in programs.compiled(program).as_text()
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ("", "_bwd", "_jvp"))
+@pytest.mark.parametrize("operation", programs.measured_on_tpus())
+@pytest.mark.parametrize("generation", TARGETS)
+def test_every_config(generation, operation, kind):
+    """Every config of the space of every named shape; to list them takes seconds, which collecting tests has not."""
+    listed = [x for x in programs.programs([generation], [operation]) if x.primitive == operation + kind]
+    assert listed
+    for program in listed:
+        try:
+            assert "tpu_custom_call" in programs.compiled(program).as_text()
+        except Exception as error:
+            error.add_note(str(program))
+            raise
 
 
 @pytest.mark.parametrize(
