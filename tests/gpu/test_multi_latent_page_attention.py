@@ -20,7 +20,8 @@ run = partial(ejkernel.lax.multi_latent_page_attention, return_lse=True)
 
 def check(x, **options):
     plain = {name: option for name, option in options.items() if name != "config"}
-    assert "triton/gpu with" in str(ejkernel.explain(NAME, **x, **plain))
+    options = plain | dict(config=dict(options.get("config") or {}, platform="triton"))
+    assert "triton/gpu with" in str(ejkernel.explain(NAME, **x, **plain, platform="triton"))
     wanted = defined(x, **plain)
     for a, b in zip(jax.jit(partial(run, **options))(**x), wanted, strict=True):
         close(a, b, TOLERANCE[x["q_latent"].dtype.name])

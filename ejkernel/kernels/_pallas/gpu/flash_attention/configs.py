@@ -8,12 +8,14 @@ of more than 128 features k, v and their tangents are streamed one after the oth
 The forward in e4m3 (quantized.py) has larger blocks of keys, as a number takes half of the memory.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 from ejkernel.types import Backend, KernelConfig, Platform, Target
+from ejkernel.types.target import DEFAULT_CORE_COUNT
 
 from .head_dims import cut_row, tile_width
 
@@ -29,16 +31,18 @@ MOST_OF_THREE = 128
 # Bytes of shared memory that a thread block may use.
 SHARED_BYTES = 227 * 1024
 # From this length on tiles of 192 queries pay, without and with a causal mask: the last tile of a sequence is seldom
-# full, and a causal mask wastes more of a large tile.
+# full, and a causal mask wastes more of a large tile. Up to MOST_OF_SHORT columns they pay without a mask for shorter
+# sequences too, where they have no more rows than tiles of 128, and there is one for each multiprocessor.
 LONG = {
     64: (1024, 4096),
     128: (1024, 4096),
     160: (1024, 4096),
     192: (1024, 4096),
-    224: (4096, 8192),
+    224: (1024, 2048),
     256: (4096, 8192),
     320: (4096, 8192),
 }
+MOST_OF_SHORT = 224
 # (block_q, block_k, num_stages) by the columns of k and v beside one another (`_columns`), the likeliest first. A
 # thread has registers for V / 2 sums, block_k / 2 logits and block_k / 4 for weights: 128 in all at most of the 160 of
 # three consumers, 192 of the 232 of two.
@@ -80,12 +84,11 @@ CONFIGS = {
 
 def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> list[KernelConfig]:
     """The configs that may be best for a call (arrays or shapes), the likeliest first."""
-    del target
     D, V = operands.q.shape[3], operands.v.shape[3]
     size = columns_of_keys(D, V) if operation == "flash_attention_bwd" else _columns(D, V)
     if operation == "flash_attention_jvp" and V > MOST_BESIDE_Q:
         size = max(CONFIGS[operation])
-    most = _most_queries(operation, operands, spec)
+    most = _most_queries(operation, operands, spec, target)
     kernel = "flash_attention in e4m3" if operation == "flash_attention" and in_e4m3(operands, spec) else operation
     candidates = CONFIGS[kernel][next(key for key in CONFIGS[kernel] if size <= key)]
     if kernel == "flash_attention":
@@ -197,7 +200,7 @@ def _columns(D: int, V: int) -> int:
     return max(tile_width(D), tile_width(V)) + tile_width(V)
 
 
-def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) -> int:
+def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec, target: Target) -> int:
     """The largest block of queries that pays; in the backward the largest that registers hold, with masks and softcap.
 
     If dq is summed in order it is 64, so that a tile of keys adds to dq two steps after the tile of the next keys.
@@ -209,6 +212,10 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec) 
         return 128
     if operands.bias is not None and operands.mask is not None:
         return 128
-    D, V = operands.q.shape[3], operands.v.shape[3]
+    (B, S, H, D), V = operands.q.shape, operands.v.shape[3]
+    tiles = math.ceil(S / 192)
+    fills = tiles * 192 <= math.ceil(S / 128) * 128 and B * H * tiles >= (target.core_count or DEFAULT_CORE_COUNT)
+    if fills and not spec.causal and _columns(D, V) <= MOST_OF_SHORT:
+        return 192
     long = next((LONG[size] for size in LONG if _columns(D, V) <= size), (0, 0))
-    return 192 if operands.q.shape[1] >= long[spec.causal] else 128
+    return 192 if S >= long[spec.causal] else 128
