@@ -17,7 +17,7 @@ Config = TypeVar("Config", bound=OperationConfig)
 
 SMALLEST_TILE, LARGEST_DECODE_TILE, LARGEST_WIDTH, MOST_HEADS = 16, 64, 256, 64
 # Resident programs of the decoding kernels: as many as their registers allow, one for each warp scheduler. Pairs of
-# eight bits need fewer registers: 64 × 2048 keys of 8 heads took 70 µs with four programs resident on an H200, 88 with three.
+# eight bits need fewer: 64 × 2048 keys of 8 heads took 70 µs with four programs resident on an H200, 88 with three.
 MOST_RESIDENT_WARPS, MOST_OF_PAIRS, FEWEST_RESIDENT_WARPS = 12, 16, 4
 # Of a program that converts keys of eight bits: e4m3 at 32 × 4096 took 93 µs with four, 114 with two on an H200.
 FEWEST_CONVERTING_WARPS = 4

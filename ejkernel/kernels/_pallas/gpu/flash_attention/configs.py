@@ -218,4 +218,4 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec, 
     if fills and not spec.causal and _columns(D, V) <= MOST_OF_SHORT:
         return 192
     long = next((LONG[size] for size in LONG if _columns(D, V) <= size), (0, 0))
-    return 192 if S >= long[spec.causal] else 128
+    return 192 if long[spec.causal] <= S else 128
