@@ -50,6 +50,11 @@ def by_name(pools, matrices, *tables):
     return dict(rows)
 
 
+def assert_next_to(found, right):
+    """XLA adds up in another order over a mesh, after which a sum may round to the next number of its dtype."""
+    np.testing.assert_allclose(np.float32(found), np.float32(right), rtol=float(jnp.finfo(found.dtype).eps), atol=0)
+
+
 @pytest.mark.parametrize(("bits", "qjl_dim"), [(4, D), (2, 24)])
 def test_the_third_version_and_then_the_second(bits, qjl_dim):
     (q, k, v, lens, tables, starts), matrices, pools = step(), constants(bits, qjl_dim), cache(qjl_dim)
@@ -67,7 +72,8 @@ def test_the_third_version_and_then_the_second(bits, qjl_dim):
     o, *new = jax.jit(third)(q, k, v, *pools)
     arrays = by_name(pools, matrices, lens, tables, starts, jnp.array([2]))
     wanted = lax.ragged_page_attention_v3_turboquant(q, k, v, **arrays, sinks=sinks, softmax_scale=0.3)
-    for found, right in zip((o, *new), wanted, strict=True):
+    assert_next_to(o, wanted[0])
+    for found, right in zip(new, wanted[1:], strict=True):
         np.testing.assert_array_equal(np.float32(found), np.float32(right))
     assert all(a.dtype == b.dtype for a, b in zip(new, pools, strict=True)) and np.asarray(new[0]).any()
 
@@ -83,7 +89,7 @@ def test_the_third_version_and_then_the_second(bits, qjl_dim):
         arrays = by_name(new, matrices, lens, tables, starts, 2)
         shared = None if aux is None else jnp.broadcast_to(aux, (H, 3))
         wanted = lax.ragged_page_attention_v2_turboquant(q, **arrays, sinks=shared, softmax_scale=0.3)
-        np.testing.assert_array_equal(np.float32(jax.jit(second)(q, *new)), np.float32(wanted))
+        assert_next_to(jax.jit(second)(q, *new), wanted)
 
 
 def test_it_is_near_attention_over_what_was_not_quantised():
