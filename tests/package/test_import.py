@@ -28,10 +28,11 @@ sys.meta_path.insert(0, Missing)
 # Of the processor, which other work on the machine lengthens less.
 ADDED_SECONDS = f"""
 import time
-import jax
 start = time.process_time()
+import jax
+then = time.process_time()
 {IMPORTS}
-print(time.process_time() - start)
+print(then - start, time.process_time() - then)
 """
 
 
@@ -67,8 +68,10 @@ def test_types_are_checked_for_tests_alone():
 def test_import_adds_little_to_that_of_jax(tmp_path):
     # The first import leaves the modules compiled, as a user's does; where nothing may be written it cannot.
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    seconds = [float(output(ADDED_SECONDS, **compiled)) for _ in range(6)]
-    assert min(seconds) < 0.3, seconds
+    seconds = [tuple(map(float, output(ADDED_SECONDS, **compiled).split())) for _ in range(6)]
+    of_jax, added = map(min, zip(*seconds, strict=True))
+    # 0.3 s where JAX itself takes 0.4; a slower processor takes longer for both.
+    assert added < max(0.3, 0.75 * of_jax), seconds
 
 
 # In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.
