@@ -7,21 +7,26 @@ import importlib.util
 import sys
 from pathlib import Path
 
-if "ejkernel.lowering" not in sys.modules:
-    # In a clone it still stands beside this package: that one is taken, whether a clone is installed or none.
-    _inside, _beside = (Path(__file__).parents[n] / "lowering/__init__.py" for n in (0, 1))
-    if _beside.exists() and not _inside.exists():
-        _spec = importlib.util.spec_from_file_location("ejkernel.lowering", _beside)
-        sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
-        _spec.loader.exec_module(sys.modules[_spec.name])
-    elif importlib.util.find_spec("ejkernel.lowering") is None:
-        raise ImportError(f"ejkernel: {_beside.parent} is missing; copy the whole repository and `pip install -e .` it")
+from .xla_utils.garbage_collection import no_garbage_collection as _no_garbage_collection
 
-from . import block_masks, checkpoint_policies, kernels, lax, lowering, modules, ops
-from ._elsewhere import name_what_is_elsewhere as _name_what_is_elsewhere
-from ._explain import explain
-from ._export import export_checks
-from .errors import ConfigMissError, EjkernelRuntimeError, UnsupportedError
+with _no_garbage_collection():
+    if "ejkernel.lowering" not in sys.modules:
+        # In a clone it still stands beside this package: that one is taken, whether a clone is installed or none.
+        _inside, _beside = (Path(__file__).parents[n] / "lowering/__init__.py" for n in (0, 1))
+        if _beside.exists() and not _inside.exists():
+            _spec = importlib.util.spec_from_file_location("ejkernel.lowering", _beside)
+            sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+            _spec.loader.exec_module(sys.modules[_spec.name])
+        elif importlib.util.find_spec("ejkernel.lowering") is None:
+            raise ImportError(
+                f"ejkernel: {_beside.parent} is missing; copy the whole repository and `pip install -e .` it"
+            )
+
+    from . import block_masks, checkpoint_policies, kernels, lax, lowering, modules, ops
+    from ._elsewhere import name_what_is_elsewhere as _name_what_is_elsewhere
+    from ._explain import explain
+    from ._export import export_checks
+    from .errors import ConfigMissError, EjkernelRuntimeError, UnsupportedError
 
 __all__ = [
     "ConfigMissError",

@@ -1,7 +1,6 @@
 """Contexts in which implementations are traced, independent of the settings of the surrounding program."""
 
 import contextlib
-import gc
 from collections.abc import Iterator
 
 import jax
@@ -22,18 +21,3 @@ def one_device() -> Iterator[None]:
     """A context for the code of one device on local arrays: without a mesh, and without varying manual axes."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), unchecked_manual_axes(), own_promotions():
         yield
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """A context without garbage collection of cycles among the objects of a lowering.
-
-    These are about a million, which live until it is done; searching them repeatedly takes a tenth of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -33,8 +33,9 @@ from ejkernel.ops.core.programs import check_kernels_may_be_made
 from ejkernel.ops.utils.fingerprints import versions_fingerprint
 from ejkernel.ops.utils.shared_file import cache_directory
 from ejkernel.types import Target
+from ejkernel.xla_utils.garbage_collection import no_garbage_collection
 
-from ._context import no_garbage_collection, one_device
+from ._context import one_device
 
 LIMIT = 512 * 2**20
 """The most bytes of all files together."""

@@ -13,12 +13,12 @@ import jax.export
 import jax.numpy as jnp
 import pytest
 from ejkernel.lowering import _stored
-from ejkernel.lowering._context import no_garbage_collection
 
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
 from ejkernel.ops import extract_labels_from_hlo_text
 from ejkernel.types import KernelConfig
+from ejkernel.xla_utils.garbage_collection import no_garbage_collection
 
 TRITON = KernelConfig(platform="triton", block_q=64, block_k=64)
 

@@ -28,11 +28,10 @@ sys.meta_path.insert(0, Missing)
 # Of the processor, which other work on the machine lengthens less.
 ADDED_SECONDS = f"""
 import time
-start = time.process_time()
 import jax
-then = time.process_time()
+start = time.process_time()
 {IMPORTS}
-print(then - start, time.process_time() - then)
+print(time.process_time() - start)
 """
 
 
@@ -68,10 +67,8 @@ def test_types_are_checked_for_tests_alone():
 def test_import_adds_little_to_that_of_jax(tmp_path):
     # The first import leaves the modules compiled, as a user's does; where nothing may be written it cannot.
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    seconds = [tuple(map(float, output(ADDED_SECONDS, **compiled).split())) for _ in range(6)]
-    of_jax, added = map(min, zip(*seconds, strict=True))
-    # 0.3 s where JAX itself takes 0.4; a slower processor takes longer for both.
-    assert added < max(0.3, 0.75 * of_jax), seconds
+    seconds = [float(output(ADDED_SECONDS, **compiled)) for _ in range(6)]
+    assert min(seconds) < 0.3, seconds
 
 
 # In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.
