@@ -48,6 +48,17 @@ def test_large_tiles_pay_from_some_queries_on(name, queries, block_q):
     assert space("flash_attention", x, spec, HOPPER)[0].block_q == block_q
 
 
+@pytest.mark.parametrize("batch_invariant, blocks", [(False, {128, 192}), (True, {128})])
+def test_tiles_of_short_rows_follow_the_batch_unless_it_may_not_matter(batch_invariant, blocks):
+    """384 rows are two tiles of 192, which pay where every multiprocessor has one."""
+    found = set()
+    for batch in (1, 32):
+        x = Operands(*(jax.ShapeDtypeStruct((batch, 384, 16, 64), jnp.bfloat16) for _ in range(3)))
+        spec = FlashAttentionSpec(batch_invariant=batch_invariant)
+        found.add(space("flash_attention", x, spec, HOPPER)[0].block_q)
+    assert found == blocks
+
+
 def test_the_library_picks_it():
     x, spec = CALLS["llama3-8b"]
     assert select("flash_attention", spec, x, HOPPER).platform == Platform.PALLAS
