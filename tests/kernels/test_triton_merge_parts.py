@@ -31,3 +31,25 @@ def test_parts(parts, inner, outer, with_sinks, monkeypatch):
     found = merge_parts(*given, parts, inner, jnp.dtype("float32"))
     np.testing.assert_allclose(found[0], wanted.reshape(-1, features), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found[1], of_all.reshape(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_order_of_sums_is_that_of_any_number_of_parts(monkeypatch):
+    """A longer sequence in the batch means more parts for all: empty ones, which change no bit."""
+    tiles = []
+
+    def launch(*args, **options):
+        tiles.append((options["ROWS"], options["PARTS"]))
+        return interpreter.launch(*args, **options)
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    rng, found = np.random.default_rng(0), []
+    o, lse = rng.standard_normal((40, 200)), rng.standard_normal((40, 1))
+    for parts in (3, 5, 8, 40):
+        empty = np.full((40, 1), -np.inf)
+        empty[:3] = lse[:3]
+        given = jnp.asarray(o[:parts], jnp.float32), jnp.asarray(empty[:parts], jnp.float32)
+        found.append(merge_parts(*given, None, parts, 1, jnp.dtype("float32"), batch_invariant=True))
+    assert len(set(tiles)) == 1
+    for results in found[1:]:
+        for a, b in zip(results, found[0], strict=True):
+            np.testing.assert_array_equal(a, b)

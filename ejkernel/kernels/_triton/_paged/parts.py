@@ -23,14 +23,23 @@ COLUMNS, AT_ONCE = 128, 32
 MOST_STEPS = 8
 
 
-def merge_parts(o: Array, lse: Array, sinks: Array | None, parts: int, inner: int, dtype: jnp.dtype) -> tuple:
+def merge_parts(
+    o: Array,
+    lse: Array,
+    sinks: Array | None,
+    parts: int,
+    inner: int,
+    dtype: jnp.dtype,
+    batch_invariant: bool = False,
+) -> tuple[Array, Array]:
     """o [rows, features] in a dtype and lse [rows] of all parts, o [rows·parts, features] and lse [rows·parts, ·].
 
     The first column of lse is read. The parts of every `inner` rows follow one another. `sinks` [rows] are a part
-    without values.
+    without values. With `batch_invariant` the order of a row's sums does not depend on how many parts there may be.
     """
     rows, features = o.shape[0] // parts, o.shape[1]
-    tile = max(min(AT_ONCE, power_of_two(parts)), power_of_two(parts) // MOST_STEPS)
+    fitting = max(min(AT_ONCE, power_of_two(parts)), power_of_two(parts) // MOST_STEPS)
+    tile = AT_ONCE if batch_invariant else fitting
     of_program = max(1, AT_ONCE // tile)
     return _launch.launch(
         parts_kernel, o, lse, sinks,

@@ -75,7 +75,7 @@ def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLaten
     if splits == 1:
         o, lse = o[:, :, 0], lse[:, :, 0]
     else:
-        o, lse = merge_parts(o.reshape(-1, R), lse.reshape(-1, 1), None, splits, H, dtype)
+        o, lse = merge_parts(o.reshape(-1, R), lse.reshape(-1, 1), None, splits, H, dtype, spec.batch_invariant)
         o, lse = o.reshape(B, T, H, R), lse.reshape(B, T, H)
     valid = step.valid[..., None]  # of other tokens nothing is written
     return Outputs(jnp.where(valid[..., None], o, np.zeros((), dtype)), jnp.where(valid, lse, np.float32(-np.inf)))
