@@ -25,13 +25,14 @@ class Missing:
 sys.meta_path.insert(0, Missing)
 """
 
-# Of the processor, which other work on the machine lengthens less.
-ADDED_SECONDS = f"""
+# Seconds of the processor, which other work on the machine lengthens less: of JAX, and of this library after it.
+SECONDS = f"""
 import time
-import jax
 start = time.process_time()
+import jax
+of_jax = time.process_time()
 {IMPORTS}
-print(time.process_time() - start)
+print(of_jax - start, time.process_time() - of_jax)
 """
 
 
@@ -67,8 +68,9 @@ def test_types_are_checked_for_tests_alone():
 def test_import_adds_little_to_that_of_jax(tmp_path):
     # The first import leaves the modules compiled, as a user's does; where nothing may be written it cannot.
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    seconds = [float(output(ADDED_SECONDS, **compiled)) for _ in range(6)]
-    assert min(seconds) < 0.3, seconds
+    seconds = [tuple(map(float, output(SECONDS, **compiled).split())) for _ in range(6)]
+    of_jax, added = map(min, zip(*seconds, strict=True))
+    assert added < 0.5 * of_jax, seconds
 
 
 # In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.
