@@ -19,7 +19,7 @@ SMALLEST_TILE, LARGEST_DECODE_TILE, LARGEST_WIDTH, MOST_HEADS = 16, 64, 256, 64
 # Resident programs of the decoding kernels: as many as their registers allow, one for each warp scheduler. Pairs of
 # eight bits need fewer: 64 × 2048 keys of 8 heads took 70 µs with four programs resident on an H200, 88 with three.
 MOST_RESIDENT_WARPS, MOST_OF_PAIRS, FEWEST_RESIDENT_WARPS = 12, 16, 4
-# Of a program that converts keys of eight bits: e4m3 at 32 × 4096 took 93 µs with four, 114 with two on an H200.
+# Of a program that converts keys of eight bits: two cannot hide the conversions behind the copies.
 FEWEST_CONVERTING_WARPS = 4
 # Bytes of keys and values in flight on a multiprocessor that saturate the bandwidth.
 _SATURATING_BYTES = 100 * 1024
