@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import ejkernel
-from ejkernel.kernels._pallas.gpu import _internals, flash_attention, grouped_matmul, ragged_page_attention
+from ejkernel.kernels._pallas.gpu import _internals, _supports
 from ejkernel.types import Target
 
 FILES = [(file, what) for file, used in _internals._USED.items() for what in used]
@@ -34,8 +34,7 @@ def test_whatever_is_moved_is_missed(name, what, tmp_path):
 
 def test_then_triton_takes_the_call(monkeypatch):
     """A refusal with its reason, in the place of an error while the kernel is traced."""
-    for package in (flash_attention, grouped_matmul, ragged_page_attention):
-        monkeypatch.setattr(package, "moved", lambda: "jax 9 has no Layout")
+    monkeypatch.setattr(_supports, "moved", lambda: "jax 9 has no Layout")
     x = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16)
     found = ejkernel.explain("flash_attention", x, x, x, causal=True, target=HOPPER)
     assert "triton/gpu with" in str(found) and "jax 9 has no Layout" in str(found)

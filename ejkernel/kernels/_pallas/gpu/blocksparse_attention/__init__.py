@@ -9,6 +9,7 @@ from ejkernel.primitives.flash_attention import Outputs
 from ejkernel.types import Backend, Platform, Target
 
 from .. import flash_attention
+from .._supports import refuses_given
 from . import configs
 
 ABSENT = ("q_segment_ids", "kv_segment_ids", "cu_seqlens_q")
@@ -16,7 +17,7 @@ ABSENT = ("q_segment_ids", "kv_segment_ids", "cu_seqlens_q")
 
 def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward cannot run on these operands (arrays or shapes), or None."""
-    wrong = _pairs(operands) or flash_attention.supports(spec, operands.attention, target)
+    wrong = refuses_given(operands, flash_attention.PAIRS) or flash_attention.supports(spec, operands.attention, target)
     return wrong or _reason("", spec, operands, target)
 
 
@@ -26,7 +27,9 @@ def supports_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Tar
         return "deterministic, batch_invariant: dq is summed by atomic additions, in another order in every run"
     if operands.sinks is not None:
         return "sinks: their gradient is not defined here for a query that sees no block"
-    wrong = _pairs(operands) or flash_attention.supports_bwd(spec, operands.attention, target)
+    wrong = refuses_given(operands, flash_attention.PAIRS) or flash_attention.supports_bwd(
+        spec, operands.attention, target
+    )
     return wrong or _reason("_bwd", spec, operands, target)
 
 
@@ -38,11 +41,6 @@ def takes(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) ->
 def takes_bwd(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward leaves these operands to others, or None."""
     return supports_bwd(spec, operands, target) or flash_attention.takes_bwd(spec, operands.attention, target)
-
-
-def _pairs(operands: Operands) -> str | None:
-    given = (name for name in flash_attention.PAIRS if getattr(operands, name) is not None)
-    return next((f"{name} is not supported by these kernels" for name in given), None)
 
 
 def _reason(suffix: str, spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:

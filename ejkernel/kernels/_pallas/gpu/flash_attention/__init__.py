@@ -8,10 +8,9 @@ from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
-from .._internals import moved
+from .._supports import refuses_given, refuses_scale, refuses_target
 from . import configs, head_dims
 
-HOPPER = 90
 # With fewer queries most rows of a tile are empty.
 LEAST_QUERIES = 64
 # Blocks have 128 keys: where a query sees fewer than this, Triton's smaller blocks were 1.2 to 1.6 times as fast.
@@ -24,8 +23,6 @@ SHORT_AND_PADDED = 1024
 MOST_RANKED = 2**36
 # The widest q that the tangent holds in registers beside the accumulator of o (configs.MOST_BESIDE_Q).
 MOST_IN_REGISTERS = 192
-# The error of tanh in the kernels is 1e-7, which the softcap multiplies in the logits.
-MOST_SOFTCAP = 100.0
 ABSENT = ("softmax_scale", "dropout")
 # What the forward takes alone.
 PAIRS = ("bias", "mask")
@@ -35,12 +32,8 @@ LEAST_OF_PAIRS = 1024
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward cannot run on these operands (arrays or shapes), or None."""
-    if target.platform != "cuda":
-        return f"Mosaic GPU runs on cuda, not on {target.platform}"
-    if target.compute_capability != HOPPER:
-        return f"the kernels are for compute capability 9.0, not {target.capability}"
-    if reason := moved():
-        return reason
+    if wrong := refuses_target(target):
+        return wrong
     if operands.q.dtype.name not in ("bfloat16", "float16"):
         return f"q is {operands.q.dtype}; the kernels take bfloat16 and float16"
     if 0 in operands.q.shape or 0 in operands.k.shape:
@@ -53,16 +46,8 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
         queries, keys, sequences = operands.q.shape[1], operands.k.shape[1], operands.cu_seqlens_q.shape[1] - 1
         if keys > queries and queries < LEAST_QUERIES * sequences:
             return f"{sequences} sequences in {queries} queries: one tile would span several, and load the keys of each"
-    for name in ABSENT:
-        if getattr(operands, name) is not None:
-            return f"{name} is not supported by these kernels"
-    if spec.softmax_scale <= 0:
-        return f"softmax_scale is {spec.softmax_scale:g}; the kernels take row maxima before scaling: it must be > 0"
-    if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
-        return f"softcap is {softcap:g}; the tanh of the kernels is accurate enough up to {MOST_SOFTCAP:g}"
-    if spec.softmax_scale / softcap > 1e38:
-        return f"softmax_scale / softcap is {spec.softmax_scale:g} / {softcap:g}, which overflows float32"
-    return _hidden_keys(spec, operands) or configs.refuses_pairs(operands)
+    wrong = refuses_given(operands, ABSENT) or refuses_scale(spec)
+    return wrong or _hidden_keys(spec, operands) or configs.refuses_pairs(operands)
 
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:

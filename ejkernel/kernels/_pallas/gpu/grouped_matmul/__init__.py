@@ -9,10 +9,9 @@ from ejkernel.kernels._registry import kernel_registry
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 
-from .._internals import moved
+from .._supports import refuses_given, refuses_target
 from . import configs
 
-HOPPER = 90
 # The columns of a swizzled tile of 8 rows in shared memory, and the rows of a tile.
 WIDTH, ROWS = 64, 64
 
@@ -20,12 +19,8 @@ WIDTH, ROWS = 64, 64
 def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward cannot run on these operands (arrays or shapes), or None."""
     lhs, rhs = operands.lhs, operands.rhs
-    if target.platform != "cuda":
-        return f"Mosaic GPU runs on cuda, not on {target.platform}"
-    if target.compute_capability != HOPPER:
-        return f"the kernel is for compute capability 9.0, not {target.capability}"
-    if reason := moved():
-        return reason
+    if wrong := refuses_target(target):
+        return wrong
     if lhs.dtype.name not in ("bfloat16", "float16") or rhs.dtype != lhs.dtype:
         return f"lhs is {lhs.dtype} and rhs {rhs.dtype}; the kernel takes bfloat16 or float16, the same for both"
     if 0 in lhs.shape or lhs.shape[1] % 8:
@@ -36,9 +31,7 @@ def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str
         return f"{lhs.shape[1]} rows for {rhs.shape[1]} groups; the tiles of the kernel need {ROWS} rows a group"
     if rhs.shape[0] < lhs.shape[0]:
         return "rhs is shared by a batch, over which the kernel does not sum its gradient"
-    if operands.rhs_scale is not None:
-        return "rhs_scale is not supported by this kernel"
-    return None
+    return refuses_given(operands, ("rhs_scale",))
 
 
 _kernels = KernelTrio(

@@ -16,8 +16,7 @@ from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.multi_latent_page_attention import MultiLatentPageAttentionConfig
 from ejkernel.types.target import DEFAULT_CORE_COUNT
 
-from .._internals import moved
-from ..flash_attention import HOPPER, MOST_SOFTCAP
+from .._supports import refuses_given, refuses_scale, refuses_target
 
 # Features of a latent and of its rotary part. The weights take the place of the latter.
 LATENT, ROPE = 512, 64
@@ -35,18 +34,13 @@ ABSENT = ("k_scale", "draft_mask", "indices")
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
-    if target.platform != "cuda":
-        return f"Mosaic GPU runs on cuda, not on {target.platform}"
-    if target.compute_capability != HOPPER:
-        return f"the kernel is for compute capability 9.0, not {target.capability}"
-    if reason := moved() or _launch.refusal(target):
-        return reason
+    if wrong := refuses_target(target) or _launch.refusal(target):
+        return wrong
     q, pages = operands.q_latent, operands.pages
     if q.dtype.name not in ("bfloat16", "float16") or pages.dtype != q.dtype:
         return f"q_latent is {q.dtype} and pages {pages.dtype}; the kernel takes bfloat16 and float16, of both the same"
-    for name in ABSENT:
-        if getattr(operands, name) is not None:
-            return f"{name} is not supported by this kernel"
+    if wrong := refuses_given(operands, ABSENT):
+        return wrong
     if 0 in (*q.shape, *pages.shape, *operands.block_tables.shape):
         return "no tokens, sequences, heads or slots"
     if (sizes := (q.shape[3], operands.q_rope.shape[3])) != (LATENT, ROPE):
@@ -56,14 +50,8 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     if (page := pages.shape[2]) % SMALLEST_PAGE or (page % BLOCK_K and BLOCK_K % page):
         return f"pages of {page} slots; the kernel takes 16, 32 and multiples of {BLOCK_K}"
     if spec.batch_invariant:
-        return "batch_invariant is not supported by this kernel"
-    if spec.softmax_scale <= 0:
-        return f"softmax_scale is {spec.softmax_scale:g}; the kernel takes row maxima before scaling: it must be > 0"
-    if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
-        return f"softcap is {softcap:g}; the tanh of the kernel is accurate enough up to {MOST_SOFTCAP:g}"
-    if spec.softmax_scale / softcap > 1e38:
-        return f"softmax_scale / softcap is {spec.softmax_scale:g} / {softcap:g}, which overflows float32"
-    return None
+        return "batch_invariant is not supported by these kernels"
+    return refuses_scale(spec)
 
 
 def space(spec: CacheSpec, operands: Operands, target: Target) -> list[MultiLatentPageAttentionConfig]:

@@ -16,8 +16,7 @@ from ejkernel.primitives.ragged_page_attention import Operands, Outputs
 from ejkernel.types import Backend, Platform, Target
 from ejkernel.types.ragged_page_attention_v3 import RaggedPageAttentionConfig
 
-from .._internals import moved
-from ..flash_attention import HOPPER, MOST_SOFTCAP
+from .._supports import refuses_given, refuses_scale, refuses_target
 
 # By the head dim: block_q, block_k and stages (flash_attention/configs.py). Sequences are seldom so long that 192
 # queries of them would pay.
@@ -32,32 +31,21 @@ ABSENT = ("k_scale", "v_scale", "draft_mask")
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernels do not take the operands (arrays or shapes), or None."""
-    if target.platform != "cuda":
-        return f"Mosaic GPU runs on cuda, not on {target.platform}"
-    if target.compute_capability != HOPPER:
-        return f"the kernels are for compute capability 9.0, not {target.capability}"
-    if reason := moved():
-        return reason
+    if wrong := refuses_target(target):
+        return wrong
     q, kv = operands.q, operands.kv_pages
     if q.dtype.name not in ("bfloat16", "float16") or kv.dtype != q.dtype:
         return f"q is {q.dtype} and pages {kv.dtype}; the kernel takes bfloat16 and float16, of both the same"
-    for name in ABSENT:
-        if getattr(operands, name) is not None:
-            return f"{name} is not supported by this kernel"
-    if reason := triton.supports(spec, operands, target):
-        return reason
+    if wrong := refuses_given(operands, ABSENT) or triton.supports(spec, operands, target):
+        return wrong
     if q.shape[3] not in BLOCKS:
         return f"a head dim of {q.shape[3]}; the kernel takes {', '.join(map(str, BLOCKS))}"
     page, block_k = kv.shape[2], BLOCKS[q.shape[3]][1]
     if page % SMALLEST_PAGE or (page % block_k and block_k % page):
         whole = f"multiples of {SMALLEST_PAGE} that divide {block_k}, or multiples of that"
         return f"pages of {page} slots; the kernel takes {whole}"
-    if spec.softmax_scale <= 0:
-        return f"softmax_scale is {spec.softmax_scale:g}; the kernel takes row maxima before scaling: it must be > 0"
-    if (softcap := spec.softcap or 1.0) > MOST_SOFTCAP:
-        return f"softcap is {softcap:g}; the tanh of the kernel is accurate enough up to {MOST_SOFTCAP:g}"
-    if spec.softmax_scale / softcap > 1e38:
-        return f"softmax_scale / softcap is {spec.softmax_scale:g} / {softcap:g}, which overflows float32"
+    if wrong := refuses_scale(spec):
+        return wrong
     if q.shape[1] < LEAST_TOKENS:
         return f"tokens of the step: {q.shape[1]}; the tiles of the kernel need {LEAST_TOKENS} or more"
     sequences, heads = operands.block_tables.shape[1], q.shape[2] // kv.shape[3]
