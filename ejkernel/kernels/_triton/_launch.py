@@ -15,8 +15,9 @@ from typing import Any
 import jax
 from jax.interpreters.partial_eval import dce_rules
 
+from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._target import gpu_target
-from ejkernel.types import KernelConfig, Target
+from ejkernel.types import Backend, KernelConfig, Platform, Target
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
 
 # A multiply-add is one instruction, rounded once: the kernels are written for it. From 3.10 on Triton has to be told.
@@ -30,6 +31,15 @@ CUSTOM_CALLS = ("triton_kernel_call_ffi",)
 SHARED_MEMORY = {80: 163 * 1024, 87: 163 * 1024, **dict.fromkeys((90, 100, 103, 110), 227 * 1024)}
 SMALL_SHARED_MEMORY, LDS = 99 * 1024, 64 * 1024
 LIMIT_VARIABLE = "EJKERNEL_TRITON_SMEM_LIMIT"
+MOST_FEATURES = 256
+
+
+def trio(package: str, algorithm: str, spec: type, operands: type, outputs: type) -> KernelTrio:
+    """The `KernelTrio` of a package of Triton kernels."""
+    return KernelTrio(
+        package, algorithm, spec, operands, outputs, Platform.TRITON, Backend.GPU, priority=100,
+        custom_calls=CUSTOM_CALLS, refuses=refuses, excess=excess,
+    )  # fmt: skip
 
 
 def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: KernelConfig, **constants: Any) -> Any:
@@ -160,6 +170,28 @@ def limit_of_environment() -> int | None:
     if limit <= 0:
         raise ValueError(f"{LIMIT_VARIABLE} is {text!r}; it must be a positive whole number of bytes")
     return limit
+
+
+def dtype_refusal(name: str, x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Why the kernels do not take an operand of this dtype, or None."""
+    if x.dtype.name not in ("bfloat16", "float16", "float32"):
+        return f"{name} is {x.dtype}; Triton's kernels take bfloat16, float16 and float32"
+    return None
+
+
+def cache_dtype_refusal(pages: jax.Array | jax.ShapeDtypeStruct, target: Target) -> str | None:
+    """Why a target does not convert numbers of a cache, or None."""
+    if pages.dtype.name == "float8_e4m3fn" and (target.platform != "cuda" or target.compute_capability < 89):
+        return f"float8_e4m3fn needs compute capability 8.9; {target} has {target.capability}"
+    return None
+
+
+def features_refusal(**features: int) -> str | None:
+    """Why the kernels do not take operands with so many features, or None."""
+    for name, size in features.items():
+        if size > MOST_FEATURES or size % 8:
+            return f"{name} has {size} features; Triton's kernels take multiples of 8 up to {MOST_FEATURES}"
+    return None
 
 
 def memory_refusal(needed: int, target: Target) -> str | None:

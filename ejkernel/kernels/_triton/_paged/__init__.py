@@ -86,12 +86,9 @@ class Shapes(NamedTuple):
 
 def refusal(target: Target, x: Shapes) -> str | None:
     """Why the kernels do not take a call on a target, or None."""
-    if reason := _launch.refusal(target):
-        return reason
-    if x.q.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"q is {x.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
-    if x.k.dtype.name == "float8_e4m3fn" and (target.platform != "cuda" or target.compute_capability < 89):
-        return f"float8_e4m3fn needs compute capability 8.9; {target} has {target.capability}"
+    wrong = _launch.refusal(target) or _launch.dtype_refusal("q", x.q) or _launch.cache_dtype_refusal(x.k, target)
+    if wrong:
+        return wrong
     if 0 in (*x.q.shape, *x.k.shape, *x.v.shape):
         return "no tokens, heads, features or slots"
     if (width := max(x.k.shape[-1], x.v.shape[-1])) > LARGEST_WIDTH:

@@ -3,18 +3,15 @@
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives._recurrence import Operands, Outputs, RecurrenceSpec
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 
 def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | None:
     """Why no kernel can run on these operands (arrays or shapes), or None."""
-    if reason := _launch.refusal(target):
+    if reason := _launch.refusal(target) or _launch.dtype_refusal("q", operands.q):
         return reason
-    if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"q is {operands.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if operands.q.shape[3] > 256:
         return f"q has {operands.q.shape[3]} features; Triton's kernels take up to 256"
     for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
@@ -30,19 +27,7 @@ def supports(spec: RecurrenceSpec, operands: Operands, target: Target) -> str | 
     return None
 
 
-_kernels = KernelTrio(
-    __name__,
-    "recurrence",
-    RecurrenceSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "recurrence", RecurrenceSpec, Operands, Outputs)
 
 recurrence = _kernels.forward("forward", supports, ("fused_chunks", "chunks", "steps"))
 recurrence_jvp = _kernels.tangent("tangent", supports, ("chunks",))

@@ -3,11 +3,10 @@
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch, flash_attention
 from ejkernel.primitives.blocksparse_attention import BlocksparseAttentionSpec, Operands
 from ejkernel.primitives.flash_attention import Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 
 def supports(spec: BlocksparseAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -36,19 +35,7 @@ def _reason(spec: BlocksparseAttentionSpec, operands: Operands) -> str | None:
     return None
 
 
-_kernels = KernelTrio(
-    __name__,
-    "blocksparse_attention",
-    BlocksparseAttentionSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "blocksparse_attention", BlocksparseAttentionSpec, Operands, Outputs)
 
 blocksparse_attention = _kernels.forward("forward", supports)
 blocksparse_attention_jvp = _kernels.tangent("tangent", supports_jvp)

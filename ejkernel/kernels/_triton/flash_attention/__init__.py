@@ -3,10 +3,9 @@
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 
 def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -27,13 +26,10 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
 
 
 def _reason(operation: str, operands: Operands, target: Target) -> str | None:
-    if reason := _launch.refusal(target):
+    features = dict(q=operands.q.shape[3], v=operands.v.shape[3])
+    reason = _launch.refusal(target) or _launch.dtype_refusal("q", operands.q) or _launch.features_refusal(**features)
+    if reason:
         return reason
-    if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"q is {operands.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
-    for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
-        if size > 256 or size % 8:
-            return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
     if 0 in operands.q.shape or 0 in operands.k.shape:
         return "an empty batch or sequence"
     from .configs import SMALLEST, tiles_memory
@@ -41,19 +37,7 @@ def _reason(operation: str, operands: Operands, target: Target) -> str | None:
     return _launch.memory_refusal(tiles_memory(operation, operands, *SMALLEST), target)
 
 
-_kernels = KernelTrio(
-    __name__,
-    "flash_attention",
-    FlashAttentionSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "flash_attention", FlashAttentionSpec, Operands, Outputs)
 
 flash_attention = _kernels.forward("forward", supports)
 flash_attention_jvp = _kernels.tangent("tangent", supports_jvp)

@@ -4,10 +4,9 @@ Triton and jax-triton are imported only when a kernel is first needed.
 """
 
 from ejkernel.kernels._grouped_matmul import scale_varies_alone
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.grouped_matmul import GroupedMatmulSpec, Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 LARGEST = 4096
 """Groups whose sizes a program keeps in registers."""
@@ -16,10 +15,8 @@ LARGEST = 4096
 def supports(spec: GroupedMatmulSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward and the tangent cannot run on these operands (arrays or shapes), or None."""
     lhs, rhs = operands.lhs, operands.rhs
-    if reason := _launch.refusal(target):
+    if reason := _launch.refusal(target) or _launch.dtype_refusal("lhs", lhs):
         return reason
-    if lhs.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"lhs is {lhs.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if rhs.dtype.name.startswith("float8") and (target.compute_capability or 0) < 90:
         return f"rhs is {rhs.dtype}, which Triton converts only from compute capability 9.0 on"
     if operands.group_sizes.shape[1] > LARGEST:
@@ -36,19 +33,7 @@ def supports_bwd(spec: GroupedMatmulSpec, operands: Operands, target: Target) ->
     return scale_varies_alone(operands) or supports(spec, operands, target)
 
 
-_kernels = KernelTrio(
-    __name__,
-    "grouped_matmul",
-    GroupedMatmulSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "grouped_matmul", GroupedMatmulSpec, Operands, Outputs)
 
 grouped_matmul = _kernels.forward("forward", supports)
 grouped_matmul_jvp = _kernels.tangent("forward", supports)

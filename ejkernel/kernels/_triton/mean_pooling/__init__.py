@@ -3,18 +3,15 @@
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.mean_pooling import MeanPoolingSpec, Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 
 def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str | None:
     """Why no kernel can run on these operands (arrays or shapes), or None."""
-    if reason := _launch.refusal(target):
+    if reason := _launch.refusal(target) or _launch.dtype_refusal("x", operands.x):
         return reason
-    if operands.x.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"x is {operands.x.dtype}; Triton's kernels take bfloat16, float16 and float32"
     if 0 in operands.x.shape:
         return "no tokens or no features"
     from .configs import SMALLEST, tiles_memory
@@ -22,19 +19,7 @@ def supports(spec: MeanPoolingSpec, operands: Operands, target: Target) -> str |
     return _launch.memory_refusal(tiles_memory(*SMALLEST), target)
 
 
-_kernels = KernelTrio(
-    __name__,
-    "mean_pooling",
-    MeanPoolingSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "mean_pooling", MeanPoolingSpec, Operands, Outputs)
 
 mean_pooling = _kernels.forward("kernels", supports)
 mean_pooling_jvp = _kernels.tangent("kernels", supports)

@@ -19,13 +19,10 @@ LARGEST_LATENT, LARGEST_ROPE = 512, 128
 
 def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     """Why the kernel does not take the operands (arrays or shapes), or None."""
-    if reason := _launch.refusal(target):
-        return reason
     q, pages = operands.q_latent, operands.pages
-    if q.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"q_latent is {q.dtype}; Triton's kernels take bfloat16, float16 and float32"
-    if pages.dtype.name == "float8_e4m3fn" and (target.platform != "cuda" or target.compute_capability < 89):
-        return f"float8_e4m3fn needs compute capability 8.9; {target} has {target.capability}"
+    wrong = _launch.refusal(target) or _launch.dtype_refusal("q_latent", q)
+    if wrong := wrong or _launch.cache_dtype_refusal(pages, target):
+        return wrong
     if 0 in (*q.shape, *pages.shape, *operands.block_tables.shape):
         return "no tokens, sequences, heads or slots"
     for name, limit in (("q_latent", LARGEST_LATENT), ("q_rope", LARGEST_ROPE)):

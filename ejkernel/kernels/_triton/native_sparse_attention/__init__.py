@@ -3,10 +3,9 @@
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.native_sparse_attention import NativeSparseAttentionSpec, Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 LARGEST_GROUP = 128
 
@@ -30,13 +29,10 @@ def supports_bwd(spec: NativeSparseAttentionSpec, operands: Operands, target: Ta
 
 
 def _reason(operation: str, operands: Operands, target: Target) -> str | None:
-    if reason := _launch.refusal(target):
+    features = dict(q=operands.q.shape[3], v=operands.v.shape[3])
+    reason = _launch.refusal(target) or _launch.dtype_refusal("q", operands.q) or _launch.features_refusal(**features)
+    if reason:
         return reason
-    if operands.q.dtype.name not in ("bfloat16", "float16", "float32"):
-        return f"q is {operands.q.dtype}; Triton's kernels take bfloat16, float16 and float32"
-    for name, size in (("q", operands.q.shape[3]), ("v", operands.v.shape[3])):
-        if size > 256 or size % 8:
-            return f"{name} has {size} features; Triton's kernels take multiples of 8 up to 256"
     group = operands.q.shape[2] // operands.k.shape[2]
     # In float32 registers spill with more.
     largest = LARGEST_GROUP // 2 if operands.q.dtype.name == "float32" else LARGEST_GROUP
@@ -49,19 +45,7 @@ def _reason(operation: str, operands: Operands, target: Target) -> str | None:
     return _launch.memory_refusal(least_memory(operation, operands), target)
 
 
-_kernels = KernelTrio(
-    __name__,
-    "native_sparse_attention",
-    NativeSparseAttentionSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "native_sparse_attention", NativeSparseAttentionSpec, Operands, Outputs)
 
 native_sparse_attention = _kernels.forward("forward", supports)
 native_sparse_attention_jvp = _kernels.tangent("tangent", supports_jvp)

@@ -5,10 +5,9 @@ rows the same codes would become numbers for each block of them; then XLA, which
 Triton and jax-triton are imported only when a kernel is first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 BITS = (2, 4, 8)
 
@@ -35,19 +34,7 @@ def supports(spec: QuantizedMatmulSpec, operands: Operands, target: Target) -> s
     return None
 
 
-_kernels = KernelTrio(
-    __name__,
-    "quantized_matmul",
-    QuantizedMatmulSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "quantized_matmul", QuantizedMatmulSpec, Operands, Outputs)
 
 quantized_matmul = _kernels.forward("kernels", supports)
 quantized_matmul_jvp = _kernels.tangent("kernels", supports)

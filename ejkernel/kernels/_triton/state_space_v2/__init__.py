@@ -3,11 +3,10 @@
 What stands here imports neither Triton nor jax-triton; the kernels are imported when they are first needed.
 """
 
-from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._state_space_v2 import refusal
 from ejkernel.kernels._triton import _launch, _recurrence
 from ejkernel.primitives.state_space_v2 import Operands, Outputs, StateSpaceSpec
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Target
 
 
 def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | None:
@@ -15,19 +14,7 @@ def supports(spec: StateSpaceSpec, operands: Operands, target: Target) -> str | 
     return refusal(_recurrence.supports, operands, target)
 
 
-_kernels = KernelTrio(
-    __name__,
-    "state_space_v2",
-    StateSpaceSpec,
-    Operands,
-    Outputs,
-    Platform.TRITON,
-    Backend.GPU,
-    priority=100,
-    custom_calls=_launch.CUSTOM_CALLS,
-    refuses=_launch.refuses,
-    excess=_launch.excess,
-)
+_kernels = _launch.trio(__name__, "state_space_v2", StateSpaceSpec, Operands, Outputs)
 
 state_space_v2 = _kernels.forward("kernels", supports, ("fused_chunks", "chunks", "steps"))
 state_space_v2_jvp = _kernels.tangent("kernels", supports, ("chunks",))
