@@ -17,7 +17,7 @@ from ..errors import type_error
 from ..lowering import register as register_lowering
 from ..ops import Invocation, Kernel, default_executor
 from ..ops.core.kernel import KERNELS
-from ..ops.utils.operands import abstract, is_array, random_like
+from ..ops.utils.operands import abstract, is_array, is_traced, random_like
 from ..primitives._forward_only import ForwardOnly
 from ..primitives._trio import Trio
 from ..types import KernelConfig, OperationConfig, Platform
@@ -212,6 +212,6 @@ def types_of_call(operation: str, *args: Any, **kwargs: Any) -> tuple[dict[str, 
         found["named"] = {name: jax.typeof(x) for name, x in prepared.named.items()}
         found["spec"] = prepared.spec
 
-    static = {name: x for name, x in kwargs.items() if not hasattr(x, "shape")}
+    static = {name: x for name, x in kwargs.items() if not is_traced(x)}
     jax.eval_shape(capture, args, {name: x for name, x in kwargs.items() if name not in static})
     return found["named"], found["spec"]
