@@ -6,13 +6,18 @@ from typing import Any
 
 import jax
 
+from .errors import shown, value_error
 from .kernels._dispatch import Candidate, candidates, table
 from .modules._composed import COMPOSED, told
 from .modules._operation import OPERATIONS, types_of_call
 from .modules._primitive_kernel import KERNELS
+from .modules.operations._arguments import platform_of
 from .ops import default_executor
 from .ops.utils.devices import device_target, target_of
+from .ops.utils.operands import is_traced
 from .types import OperationConfig, Platform, Target
+
+_TARGETS = ("cpu", "cuda", "rocm", "tpu")
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,15 @@ def explain(
         **kwargs: further arrays and options.
 
     Raises:
-        ValueError: there is no such operation, or the arguments do not fit it.
+        ValueError: there is no such operation, target or platform, or the arguments do not fit it.
     """
     if operation not in (known := {**OPERATIONS, **COMPOSED}):
         raise ValueError(f"no such operation: {operation}; known are {', '.join(sorted(known))}")
-    target = target_of(target) if isinstance(target, str) else target or device_target()
-    platform = platform or "auto"
+    if isinstance(target, str):
+        if target not in _TARGETS:
+            raise value_error(operation, f"target is {shown(target)}; it must be {', '.join(_TARGETS)} or a Target")
+        target = target_of(target)
+    target, platform = target or device_target(), platform_of(operation, platform)
     if operation in COMPOSED:
         return _of_composed(operation, args, kwargs, target, platform)
     named, spec = types_of_call(operation, *args, **kwargs)
@@ -99,13 +107,12 @@ def _of_call(operation: str, named: dict[str, Any], spec: Any, target: Target, p
 
 def _of_composed(operation: str, args: tuple, kwargs: dict[str, Any], target: Target, platform: str) -> Explanation:
     """The explanation of a composed operation, by its calls of primitives of this library."""
-    is_array = lambda x: hasattr(x, "shape")
     values, structure = jax.tree.flatten((args, kwargs))
-    arrays = [x for x in values if is_array(x)]
+    arrays = [x for x in values if is_traced(x)]
 
     def call(arrays):
         given = iter(arrays)
-        args, kwargs = structure.unflatten(next(given) if is_array(x) else x for x in values)
+        args, kwargs = structure.unflatten(next(given) if is_traced(x) else x for x in values)
         return COMPOSED[operation](*args, **kwargs)
 
     with told() as choices:

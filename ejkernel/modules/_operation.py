@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -16,10 +17,10 @@ from ..errors import type_error
 from ..lowering import register as register_lowering
 from ..ops import Invocation, Kernel, default_executor
 from ..ops.core.kernel import KERNELS
-from ..ops.utils.operands import abstract, is_array, random_like
+from ..ops.utils.operands import abstract, is_array, is_traced, random_like
 from ..primitives._forward_only import ForwardOnly
 from ..primitives._trio import Trio
-from ..types import KernelConfig, OperationConfig
+from ..types import KernelConfig, OperationConfig, Platform
 from ._primitive_kernel import PrimitiveKernel
 from .operations._arguments import config_of, platform_of
 
@@ -40,6 +41,13 @@ class Prepared(Generic[Result]):
 
 
 OPERATIONS: dict[str, type["Operation"]] = {}
+
+_platform: ContextVar[Platform | str] = ContextVar("_platform", default="auto")
+
+
+def platform_of_call() -> Platform | str:
+    """The platform that the call whose arguments are being prepared was asked for, or "auto"."""
+    return _platform.get()
 
 
 class Operation(Kernel):
@@ -110,7 +118,11 @@ class Operation(Kernel):
     def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:
         """A call of the lax API in canonical form, and the function that makes its result."""
         platform = platform_of(cls.algorithm.name, platform)
-        prepared = cls.prepare_arguments(*args, **kwargs)
+        token = _platform.set(platform)
+        try:
+            prepared = cls.prepare_arguments(*args, **kwargs)
+        finally:
+            _platform.reset(token)
         inv = KERNELS[cls.algorithm.name].invocation(prepared.named, prepared.spec, platform=platform)
         return inv, prepared.finish
 
@@ -118,8 +130,7 @@ class Operation(Kernel):
     def call(cls, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """The operation under the arguments of the lax API."""
         config = config_of(cls.algorithm.name, config, cls.config_class)
-        inv, finish = cls.invocation(*args, **kwargs)
-        return finish(default_executor().run(inv, config))
+        return default_executor().call(lambda: cls.invocation(*args, **kwargs), config)
 
     def prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Invocation, Callable]:
         """A call of the modules API, with `platform=`, in the form that an Executor takes."""
@@ -201,6 +212,6 @@ def types_of_call(operation: str, *args: Any, **kwargs: Any) -> tuple[dict[str, 
         found["named"] = {name: jax.typeof(x) for name, x in prepared.named.items()}
         found["spec"] = prepared.spec
 
-    static = {name: x for name, x in kwargs.items() if not hasattr(x, "shape")}
+    static = {name: x for name, x in kwargs.items() if not is_traced(x)}
     jax.eval_shape(capture, args, {name: x for name, x in kwargs.items() if name not in static})
     return found["named"], found["spec"]

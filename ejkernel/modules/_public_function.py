@@ -42,10 +42,13 @@ def public_function(operation: type[Declared[..., Result]]) -> Callable[..., Res
     def call(*args, platform=None, cfg=None, mesh=None, in_specs=None, out_specs=None, **kwargs):
         given = lax_arguments(operation, args, kwargs)
 
-        def run(arguments):
+        def prepare(arguments):
             with modules_names(operation):
-                inv, finish = operation.invocation(**arguments, platform=platform)
-            return finish(default_executor().run(inv, config_of(name, cfg, operation.config_class)))
+                return operation.invocation(**arguments, platform=platform)
+
+        def run(arguments):
+            config = config_of(name, cfg, operation.config_class)
+            return default_executor().call(lambda: prepare(arguments), config)
 
         if mesh is None:
             if in_specs is not None or out_specs is not None:

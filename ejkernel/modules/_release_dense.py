@@ -246,7 +246,10 @@ def _attend(
 
 
 def _weights(q: Any, k: Any, bias: Any, lse: Any, seen_by: Visibility, call: Mapping[str, Any]) -> Any:
-    """exp(s − lse), [B, H, S, K], 0 where a query does not see a key."""
+    """exp(s − lse), [B, H, S, K], 0 where a query does not see a key.
+
+    There s may exceed lse by far, which is −∞ in a row that sees nothing: exp(s − lse) = ∞ would make gradients NaN.
+    """
     (_, queries, heads, depth), keys = q.shape, k.shape[1]
     scale = depth**-0.5 if call["softmax_scale"] is None else call["softmax_scale"]
     k = jnp.repeat(k, heads // k.shape[2], axis=2)
@@ -254,4 +257,5 @@ def _weights(q: Any, k: Any, bias: Any, lse: Any, seen_by: Visibility, call: Map
     s = s if bias is None else s + bias
     if (cap := call["logits_soft_cap"]) is not None:
         s = cap * jnp.tanh(s / cap)
-    return jnp.where(dense(seen_by, queries, keys), jnp.exp(s - lse[..., None]), 0)
+    lse = jnp.where(jnp.isneginf(lse), 0, lse)
+    return jnp.exp(jnp.where(dense(seen_by, queries, keys), s - lse[..., None], -jnp.inf))

@@ -14,7 +14,7 @@ from ._release_table import FORMS
 
 @translates
 def ragged_decode_attention(decode: Present, call: dict[str, Any], specs: dict[str, Any]) -> Any:
-    """Decoding: q and o may be [B, 1, H, D]; softmax_aux [n] is shared by all heads unless n is their number."""
+    """Decoding: q and o may be [B, 1, H, D], but lse is [B, H]; softmax_aux [n] is shared unless n is that of heads."""
     q, k = arrays_of(call, "q", "k")
     one_row = q.ndim == 4
     if one_row:
@@ -25,13 +25,17 @@ def ragged_decode_attention(decode: Present, call: dict[str, Any], specs: dict[s
         call |= dict(q=q[:, 0])
         q, without = call["q"], lambda spec: PartitionSpec(*(*spec, None, None)[:1], *tuple(spec)[2:])
         specs |= {"q": without(specs["q"])} if "q" in specs else {}
-        call |= dict(out_specs=without(call["out_specs"])) if call["out_specs"] is not None else {}
+        if (of_results := call["out_specs"]) is not None:
+            of_o, *of_lse = of_results if isinstance(of_results, list | tuple) else [of_results]
+            call |= dict(out_specs=(without(of_o), *of_lse) if of_lse else without(of_o))
     names = ("k", "v", "sequence_start", "sequence_end", "softmax_scale", "logits_soft_cap", "sliding_window")
     arguments = {name: call[name] for name in (*names, "num_splits", "return_lse")}
     arguments |= dict(q=q, softmax_aux=sinks_of_heads(call["softmax_aux"], q.shape[1], k.shape[2]))
     specs |= dict(softmax_aux=PartitionSpec(entries_of(specs, "q", 3)[1]))
-    o = run(decode, call, arguments, specs)
-    return o[:, None] if one_row and not call["return_lse"] else o
+    found = run(decode, call, arguments, specs)
+    o, *lse = found if call["return_lse"] else [found]
+    o = o[:, None] if one_row else o
+    return (o, *lse) if lse else o
 
 
 @translates

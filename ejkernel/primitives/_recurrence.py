@@ -92,4 +92,5 @@ def recurrence(name: str) -> Trio:
         dtypes=lambda dtypes, spec: {"o": dtypes["q"], "final_state": np.promote_types(dtypes["q"], np.float32)},
         layout=Layout(advice="give axis_name inside jax.shard_map"),
         residuals=(),
+        linear=[("q",), ("k", "initial_state"), ("v", "initial_state")],
     )

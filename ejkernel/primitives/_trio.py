@@ -32,8 +32,9 @@ class WiredTrio:
         name: the name of the operation.
         forward, tangent, backward: its primitives.
         residuals: the outputs that tangent and backward take; others are not stored for them.
-        linear: groups of operands in which the forward is jointly linear, and whose values no backward needs. The
-            forward has a transpose in each group.
+        linear: groups of operands in which the forward is jointly linear, up to outputs that do not depend on them, as
+            lse of attention on v. The forward has a transpose in each group: the backward, which needs neither the
+            values of the group for their cotangents, nor the outputs that depend on these.
     """
 
     def __init__(
@@ -49,10 +50,9 @@ class WiredTrio:
         self.forward, self.tangent, self.backward = forward, tangent, backward
         self.primitives = (forward, tangent, backward)
         ad.primitive_jvps[forward.primitive] = self._jvp
+        ad.primitive_transposes[forward.primitive] = self._transpose_forward
         ad.primitive_transposes[tangent.primitive] = self._transpose_tangent
         ad.primitive_transposes[backward.primitive] = self._transpose_backward
-        if linear:
-            ad.primitive_transposes[forward.primitive] = self._transpose_forward
 
     def _has_tangent(self, operand: str) -> bool:
         """Whether the operation is differentiable by an operand."""
@@ -106,6 +106,9 @@ class WiredTrio:
         if not any(set(wanted) <= set(group) for group in self.linear):
             raise NotImplementedError(f"{self.name} is not linear in {' and '.join(wanted)}")
         known = {n: ad.instantiate_zeros(ad.Zero(x.aval)) if n in wanted else x for n, x in named.items()}
+        if self.residuals:
+            out = self.forward.bind(known, spec=spec, config=config, chooser=chooser, results=results)
+            known |= {n: out[n] for n in self.residuals}
         return self._pulled_back(cotangents, named, known, wanted, "", results, spec, chooser)
 
     def _pulled_back(self, cotangents, named, known, wanted, suffix, results, spec, chooser):

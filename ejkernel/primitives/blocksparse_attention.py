@@ -60,4 +60,5 @@ blocksparse_attention = Trio(
     differentiable=flash.flash_attention.differentiable,
     dtypes=flash.dtypes_of_outputs,
     layout=Layout(advice="shard the batch or the heads"),
+    linear=flash.flash_attention.linear,
 )

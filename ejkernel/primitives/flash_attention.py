@@ -112,4 +112,5 @@ flash_attention = Trio(
     differentiable=("q", "k", "v", "bias", "sinks", "softmax_scale"),
     dtypes=dtypes_of_outputs,
     layout=Layout(advice="shard the sequence by ejkernel.lax.ring_attention, inside jax.shard_map"),
+    linear=[("v",)],
 )

@@ -63,4 +63,5 @@ flash_mla = Trio(
     differentiable=("q", "kv_latent", "k_rope", "w_kc", "w_vc", "bias", "sinks", "softmax_scale"),
     dtypes=flash.dtypes_of_outputs,
     layout=Layout(split=("b", "h"), group=None, advice="shard the batch or the heads"),
+    linear=[("w_vc",)],
 )

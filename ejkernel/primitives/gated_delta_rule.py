@@ -74,4 +74,5 @@ gated_delta_rule = Trio(
     dtypes=lambda dtypes, spec: {"o": dtypes["q"], "final_state": np.promote_types(dtypes["q"], np.float32)},
     layout=Layout(advice="run it part by part, each from the state that the one before returned"),
     residuals=(),
+    linear=[("v", "initial_state")],
 )

@@ -76,4 +76,5 @@ native_sparse_attention = Trio(
     differentiable=("q", "k", "v"),
     dtypes=dtypes_of_outputs,
     layout=Layout(advice="shard the batch or the heads"),
+    linear=[("v",)],
 )

@@ -18,8 +18,8 @@ from ._sharding import Layout
 class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
 
-    q [b,s,h,d] and k [b,t,g,d] of one dtype; ranks [n] int32, 0 … n − 1: the ranks of the blocks to return, where 0 is
-    the best one; cu_seqlens [b?,m] int32: blocks are counted within each sequence, and s = t.
+    q [b,s,h,d] and k [b,t,g,d] of one dtype; ranks [b?,n] int32, 0 … n − 1: the ranks of the blocks to return, where
+    0 is the best one; cu_seqlens [b?,m] int32: blocks are counted within each sequence, and s = t.
     """
 
     q: Any
@@ -54,7 +54,7 @@ native_sparse_blocks = ForwardOnly(
     {
         "q": axes("b s h d"),
         "k": axes("b t g d"),
-        "ranks": axes("n"),
+        "ranks": axes("b? n"),
         "cu_seqlens": axes("b? m"),
         "block_indices": axes("b s g n"),
     },

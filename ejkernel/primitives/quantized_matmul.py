@@ -29,8 +29,8 @@ from ._trio import Trio
 class Operands(NamedTuple):
     """The arrays of a call, in order; None where absent.
 
-    x [b,m,k,h,i]; w [b?,k,n,g,h,p] uint32; scales [b?,k,n,g,h], float or uint8 by the mode; columns [j] int32,
-    0 … j − 1: the columns of a group, an axis that no other operand has; zeros [b?,k,n,g,h] float, for mode affine.
+    x [b,m,k,h,i]; w [b?,k,n,g,h,p] uint32; scales [b?,k,n,g,h], float or uint8 by the mode; columns [b?,j] int32,
+    0 … j − 1: the columns of a group, whose axis no other operand has; zeros [b?,k,n,g,h] float, for mode affine.
     """
 
     x: Any
@@ -72,7 +72,7 @@ TABLE = {
     "x": axes("b m k h i"),
     "w": axes("b? k n g h p"),
     "scales": axes("b? k n g h"),
-    "columns": axes("j"),
+    "columns": axes("b? j"),
     "zeros": axes("b? k n g h"),
     "o": axes("b m n g j"),
 }

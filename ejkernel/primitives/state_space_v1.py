@@ -56,6 +56,7 @@ def dtypes_of_outputs(dtypes: Any, spec: StateSpaceSpec) -> dict[str, Any]:
 
 
 DIFFERENTIABLE = ("x", "A", "B", "C", "dt", "D", "initial_state")
+LINEAR = [("x", "initial_state"), ("B", "D", "initial_state"), ("C", "D")]
 ADVICE = "run it part by part, each from the state that the one before returned"
 
 state_space_v1 = Trio(
@@ -78,4 +79,5 @@ state_space_v1 = Trio(
     dtypes=dtypes_of_outputs,
     layout=Layout(split=("b", "h"), group=None, advice=ADVICE),
     residuals=(),
+    linear=LINEAR,
 )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ._axes import axes
 from ._sharding import Layout
 from ._trio import Trio
-from .state_space_v1 import ADVICE, DIFFERENTIABLE, StateSpaceSpec, dtypes_of_outputs
+from .state_space_v1 import ADVICE, DIFFERENTIABLE, LINEAR, StateSpaceSpec, dtypes_of_outputs
 
 __all__ = ["Operands", "Outputs", "StateSpaceSpec", "state_space_v2"]
 
@@ -64,4 +64,5 @@ state_space_v2 = Trio(
     dtypes=dtypes_of_outputs,
     layout=Layout(advice=ADVICE),
     residuals=(),
+    linear=LINEAR,
 )

@@ -1,6 +1,9 @@
 """`ejkernel explain`: its exit status, its rows, and what it knows of the autotuning policy."""
 
+import functools
+
 import jax
+import numpy as np
 import pytest
 
 import ejkernel
@@ -37,6 +40,27 @@ def test_explain_has_a_row_for_each_implementation_and_marks_the_one_that_runs(c
         assert mark in " →"
     (runs,) = (row for row in rows if row.startswith("→"))
     assert "takes this call" in runs and runs.split()[2].partition("/")[0] in what
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(causal=np.True_, window=np.int64(3)), dict(softcap=np.float32(3), softmax_scale=np.float64(0.5))],
+    ids=str,
+)
+def test_options_may_be_numbers_of_numpy(options):
+    """As they may in the call."""
+    q = jax.ShapeDtypeStruct((1, 8, 2, 16), np.float32)
+    assert ejkernel.explain("flash_attention", q, q, q, **options).runs
+    assert jax.eval_shape(functools.partial(ejkernel.lax.flash_attention, **options), q, q, q).shape == q.shape
+    x = dict(q1=q, k1=q, q2=q, k2=q, v=q, lambda_=0.3)
+    assert ejkernel.explain("differential_attention", **x, **options).runs
+
+
+@pytest.mark.parametrize("wrong", [dict(target="gpu"), dict(target="no"), dict(platform="no")], ids=str)
+def test_a_target_or_platform_that_does_not_exist(wrong):
+    q = jax.ShapeDtypeStruct((1, 8, 2, 16), np.float32)
+    with pytest.raises(ValueError, match=r"flash_attention: (target is|platform) '(gpu|no)'"):
+        ejkernel.explain("flash_attention", q, q, q, **wrong)
 
 
 def test_a_reason_of_many_lines_is_one_row():

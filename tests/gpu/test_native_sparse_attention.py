@@ -155,6 +155,6 @@ def test_the_choice_is_that_of_the_cpu():
         here = [jax.device_put(x, jax.devices("cpu")[0]) for x in (q, k)]
         from ejkernel.primitives.native_sparse_blocks import NativeSparseBlocksSpec
 
-        ranks = jnp.arange(4, dtype=jnp.int32)
+        ranks = jnp.arange(4, dtype=jnp.int32)[None]
         on_cpu = implementation(*here, ranks, None, spec=NativeSparseBlocksSpec(32, 64**-0.5)).block_indices
     assert (np.asarray(on_gpu) == np.asarray(on_cpu)).mean() > 0.999

@@ -55,6 +55,15 @@ def test_blocks_that_do_not_divide_the_columns(call, columns):
     close(dzeros, (-groups(dw) * scales).sum(-1), 5e-6)
 
 
+def test_gradients_of_a_branch_under_vmap(call):
+    """A branch that is taken by some examples makes every residual a mapped one, the constants of a call too."""
+    transpose, x, packed, _ = call
+    loss = lambda x: (ejkernel.lax.quantized_matmul(x, *packed, **OF, transpose=transpose) ** 2).sum()
+    of_branch = lambda x, taken: jax.lax.cond(taken, loss, lambda x: 0.0, x)
+    found = jax.jit(jax.vmap(jax.grad(of_branch), (None, 0)))(x, jnp.array([True, False]))
+    close(found, jnp.stack([jax.grad(loss)(x), jnp.zeros_like(x)]))
+
+
 @pytest.mark.parametrize("transpose", (False, True))
 @pytest.mark.parametrize("derivative", ("none", "of rows", "of all", "second"))
 def test_the_matrix_never_exists_as_a_whole(transpose, derivative):

@@ -1,9 +1,13 @@
 """An executor that is asked governs the whole call, tangents and backwards too, and so does a platform."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
 from cases import CASES, PLAIN, each, first_of_each, with_primitives
+from jax.sharding import AxisType, PartitionSpec
+from programs import equations
 
 import ejkernel
 from ejkernel.errors import UnsupportedError
@@ -18,6 +22,7 @@ from ejkernel.ops import (
     find_labels_in_lowered,
     label_fields,
 )
+from ejkernel.types import KernelConfig
 
 OURS = with_primitives(CASES)
 each_operation = each(first_of_each([case for case in OURS if case.differentiable]), first=())
@@ -117,6 +122,42 @@ def test_a_platform_that_is_elsewhere(case):
     assert {label["impl"] for label in labels} == {"triton"}
     with pytest.raises(UnsupportedError, match="no implementation on cpu"):
         traced.lower(lowering_platforms=("cpu",))
+
+
+def test_the_operations_of_a_call_are_chosen_by_its_executor(no_default):
+    """The three branches of native_sparse_attention and its choice of blocks."""
+    executor, asked = listening()
+    (case,) = (case for case in CASES if str(case) == "native_sparse_attention-branches")
+    loss, moving = loss_of(executor, case)
+    jax.eval_shape(jax.grad(loss), moving)
+    forwards = {"native_sparse_attention", "native_sparse_blocks", "flash_attention"}
+    assert forwards | {"flash_attention_bwd", "native_sparse_attention_bwd"} <= set(asked)
+
+
+def over_two_devices(recurrent):
+    """The gradient of a recurrence over a sequence on two devices: they run it for states, results and tangents."""
+    q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    split = PartitionSpec(None, "x")
+    of_shards = jax.shard_map(partial(recurrent, axis_name="x"), mesh=mesh, in_specs=split, out_specs=split)
+    loss = lambda *x: of_shards(*x).astype(jnp.float32).sum()
+    return equations(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, q, q), "recurrent")
+
+
+def test_the_executor_and_the_platform_hold_for_the_states_of_other_devices(no_default):
+    executor, asked = listening()
+    found = over_two_devices(partial(executor, ejkernel.modules.Recurrent(), platform="xla"))
+    assert {"recurrent", "recurrent_bwd"} <= set(asked)
+    assert {e.params["chooser"].platform for e in found} == {"xla"}
+
+
+@pytest.mark.parametrize("api", ["lax", "modules"])
+def test_a_config_holds_for_the_states_of_other_devices(api):
+    given = {"lax": "config", "modules": "cfg"}[api]
+    recurrent = partial(getattr(ejkernel, api).recurrent, **{given: KernelConfig(block_q=32, block_k=8)})
+    forwards = [e.params["config"] for e in over_two_devices(recurrent) if e.primitive.name == "recurrent"]
+    assert len(forwards) > 1
+    assert {(config.block_q, config.block_k) for config in forwards} == {(32, 8)}
 
 
 def test_an_executor_without_a_cache_on_disk_writes_no_file(tmp_path, monkeypatch):

@@ -143,6 +143,23 @@ def test_attention_gives_weights():
         close(x, expected)
 
 
+@pytest.mark.parametrize("factor", [1, 200])
+def test_gradients_of_weights(factor):
+    """Where logits that are masked are far above the others of their row, and where a row sees nothing."""
+    q, k, v = qkv()
+    q, mask = q * factor, jnp.tril(jnp.ones((S, S), bool), -1)  # the first row sees nothing
+
+    def plain(q, k):
+        s = jnp.einsum("bihd,bjhd->bhij", q, jnp.repeat(k, H // G, axis=2), precision="highest") * D**-0.5
+        return (jax.nn.softmax(jnp.where(mask, s, -jnp.inf)[:, :, 1:]) ** 2).sum()
+
+    info = MaskInfo.from_attention_mask(jnp.broadcast_to(mask, (B, 1, S, S)))
+    found = lambda q, k: (modules.attention(q, k, v, mask_info=info, dtype=None)[1] ** 2).sum()
+    close(found(q, k), plain(q, k), 1e-4)
+    for x, expected in zip(*(jax.grad(f, (0, 1))(q, k) for f in (found, plain)), strict=True):
+        close(x, expected, 1e-3)
+
+
 def test_dropout_of_attention_takes_a_key():
     q, k, v = qkv()
     drop = lambda seed: modules.attention(

@@ -40,6 +40,12 @@ def test_ragged_decode_attention():
     close(call(q, k, v, starts, ends, None, in_specs=(*specs, None)), expected[:, 0])
     one = modules.ragged_decode_attention(q[:, None], k, v, starts, ends, softmax_scale=0.3, sliding_window=(3, 3))
     close(one, expected)
+    options = dict(softmax_scale=0.3, sliding_window=(3, 3), return_lse=True)
+    o, lse = modules.ragged_decode_attention(q[:, None], k, v, starts, ends, **options)
+    close(o, expected)
+    split = dict(mesh=mesh_of(("tp", 2)), in_specs=(HEADS, *specs[1:]), out_specs=(HEADS, P(("dp", "fsdp"), "tp")))
+    of_mesh = modules.ragged_decode_attention(q[:, None], k, v, starts, ends, **options, **split)
+    close(of_mesh[0], o), close(of_mesh[1], lse)
 
 
 def test_ragged_page_attention_v2():

@@ -22,11 +22,21 @@ from cases import (
 )
 from programs import equations
 
+from ejkernel.primitives._axes import position
+from ejkernel.primitives._factory import PRIMITIVES
+
 COUNT = 3
 
 
 IN_FULL = first_of_each(CASES)
 """What these take, all of an operation takes: the rules of vmap know operands by their axes alone."""
+
+
+def test_every_operand_has_the_axis_into_which_a_mapped_one_is_folded():
+    """Constants of a call too: under a mapped `jax.lax.cond` JAX maps every residual of a gradient."""
+    for name, primitive in PRIMITIVES.items():
+        without = [n for n, of in primitive.table.items() if position(of, primitive.layout.fold) is None]
+        assert not without, name
 
 
 def mappings(names):

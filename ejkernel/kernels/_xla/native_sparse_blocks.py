@@ -53,7 +53,7 @@ def native_sparse_blocks(
     q, k, ranks, cu_seqlens = Operands(*operands)
     shared = cu_seqlens is not None and cu_seqlens.shape[0] == 1
     cu_seqlens = cu_seqlens[0] if shared else cu_seqlens
-    of_each = partial(_blocks, count=ranks.shape[0], spec=spec, size=config.block_q)
+    of_each = partial(_blocks, count=ranks.shape[1], spec=spec, size=config.block_q)
     return Outputs(jax.vmap(of_each, in_axes=(0, 0, None if shared else 0))(q, k, cu_seqlens))
 
 

@@ -106,8 +106,10 @@ def count_of_sequences(operation: str, num_seqs, **tables: Any):
     """num_seqs as [1, 1] int32, at most the number of sequences in the tables."""
     count = tables["context_lens"].shape[0]
     if not is_array(num_seqs):
-        num_seqs = size_or_none(operation, "num_seqs", num_seqs)
-        if num_seqs is None or num_seqs > count:
+        if isinstance(num_seqs, bool) or not isinstance(num_seqs, int):
+            rule = "it must be an int or an array of integers"
+            raise type_error(operation, f"num_seqs is {shown_value(num_seqs)}; {rule}")
+        if not 0 <= num_seqs <= count:
             raise value_error(
                 operation, f"num_seqs is {shown_value(num_seqs)}; there are tables of {count} sequences", **tables
             )

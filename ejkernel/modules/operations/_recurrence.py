@@ -1,6 +1,6 @@
 """The linear recurrence operations' common path from public arguments to the operands of the primitive."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import value_error
-from ...ops import default_executor
 from ...ops.core.kernel import KERNELS
+from ...ops.execution.executor import call_context
 from ...ops.utils.operands import random_like
 from ...primitives._recurrence import Operands, Outputs, RecurrenceSpec
 from ...primitives._trio import Trio
-from .._operation import Prepared
+from .._operation import Prepared, platform_of_call
 from ._arguments import (
     align,
     array,
@@ -82,16 +82,15 @@ def prepare(
         spans=spans,
     )
     spec, links = RecurrenceSpec(softmax_scale=scale, reverse=reverse, return_state=return_state), None
+    of_shard = _recurrence_as_asked(algorithm)
     if shards is not None:
-        operands, links = with_initial_states(
-            shards, operands, partial(_recurrence, algorithm, replace(spec, return_output=False))
-        )
+        operands, links = with_initial_states(shards, operands, partial(of_shard, replace(spec, return_output=False)))
     named = align(algorithm.forward, {of: x for of, x in operands._asdict().items() if x is not None})
 
     def finish(out: dict[str, Any]):
         results = Outputs(**out)
         if links is not None:
-            results = linked(links, operands, results, partial(_recurrence, algorithm, spec))
+            results = linked(links, operands, results, partial(of_shard, spec))
         o, final = results
         o, final = o.astype(result), final[:, 0] if spans is None else final[0]
         if not return_state:
@@ -101,10 +100,16 @@ def prepare(
     return Prepared(named, spec, finish)
 
 
-def _recurrence(algorithm: Trio, spec: RecurrenceSpec, operands: Operands) -> Outputs:
-    """The recurrence over the tokens of this device, with the config that the default executor chooses."""
-    named = align(algorithm.forward, {of: x for of, x in operands._asdict().items() if x is not None})
-    return Outputs(**default_executor().run(KERNELS[algorithm.name].invocation(named, spec), None))
+def _recurrence_as_asked(algorithm: Trio) -> Callable[[RecurrenceSpec, Operands], Outputs]:
+    """The recurrence over the tokens of this device, with the executor, config and platform of the call."""
+    context, platform = call_context(), platform_of_call()
+
+    def run(spec: RecurrenceSpec, operands: Operands) -> Outputs:
+        named = align(algorithm.forward, {of: x for of, x in operands._asdict().items() if x is not None})
+        inv = KERNELS[algorithm.name].invocation(named, spec, platform=platform)
+        return Outputs(**context.executor.run(inv, context.cfg))
+
+    return run
 
 
 def _check_tokens(name: str, q, k, v) -> None:

@@ -110,8 +110,8 @@ def multi_latent_page_attention_arguments(
         batch_invariant: only implementations that give a token the same bits whatever else is in the step.
 
     Returns:
-        o [T, H, R] in q_latent's dtype; with return_lse (o, lse [T, H] float32). Tokens of no sequence have o = 0 and
-        lse = −∞.
+        o [T, H, R] in q_latent's dtype; with return_lse (o, lse [T, H] float32). Tokens of no sequence, and
+        those at a negative position, have o = 0 and lse = −∞, with sinks too.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.

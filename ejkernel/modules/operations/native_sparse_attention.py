@@ -1,7 +1,6 @@
 """native_sparse_attention as an operation: the primitive is its selected branch, flash_attention the other two."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any, ClassVar
 
 import jax
@@ -11,20 +10,18 @@ from jax import Array
 from jaxtyping import Float, Int32, Integer
 
 from ...errors import value_error
-from ...ops import Invocation, default_executor
+from ...ops.execution.executor import Executor, call_context
 from ...primitives.native_sparse_attention import NativeSparseAttentionSpec
 from ...primitives.native_sparse_attention import native_sparse_attention as algorithm
-from ...types import CuSeqlens, Platform, Scale, Window
+from ...types import CuSeqlens, Scale, Window
 from ...xla_utils.sequence_blocks import places
-from .._operation import Operation, Prepared
+from .._operation import Operation, Prepared, platform_of_call
 from ._arguments import align, array, int32, require_dtype, require_known, static_bool, static_scale, window_pair
 from ._native_sparse import check_heads, compressed, cuts_of, size_of
 from .flash_attention import FlashAttention
 from .native_sparse_blocks import NativeSparseBlocks, uneven_cuts
 
 NAME = algorithm.name
-
-_platform: ContextVar[Platform | str | None] = ContextVar("_platform", default=None)
 
 
 def native_sparse_attention_arguments(
@@ -110,7 +107,8 @@ def native_sparse_attention_arguments(
     if block_indices is None:
         options = dict(block_counts=counts, block_size=size, softmax_scale=scale)
         of = [jax.lax.stop_gradient(named[name]) for name in ("q", "k")]
-        named["block_indices"] = _run(NativeSparseBlocks, *of, *(x[0] for x in packed.values()), **options)
+        executor = call_context().executor
+        named["block_indices"] = _run(executor, NativeSparseBlocks, *of, *(x[0] for x in packed.values()), **options)
         named = align(algorithm.forward, named)
     branches = _other_branches(named, gates, size, window, scale)
 
@@ -176,10 +174,9 @@ def _inside(q: Any, k: Any, cuts: Any) -> Any:
 # --- The other branches, and their sum -------------------------------------------------------------------------------
 
 
-def _run(operation: type[Operation], *args: Any, platform: Platform | str | None = None, **options: Any) -> Any:
-    """Calls an operation with the arguments of the lax API, on a platform."""
-    inv, finish = operation.invocation(*args, platform=platform, **options)
-    return finish(default_executor().run(inv))
+def _run(executor: Executor, operation: type[Operation], *args: Any, **options: Any) -> Any:
+    """Calls an operation with the arguments of the lax API and `platform`."""
+    return executor.call(lambda: operation.invocation(*args, **options))
 
 
 def _other_branches(
@@ -187,12 +184,12 @@ def _other_branches(
 ) -> list[tuple[Any, Callable[[], Any]]]:
     """(gate, function that computes the branch) for each branch besides the selected one; a gate of None is 1."""
     q, k, v = (named[name] for name in "qkv")
-    cuts, platform, found = named.get("cu_seqlens"), _platform.get(), []
-    options = dict(causal=True, softmax_scale=scale, platform=platform)
+    cuts, executor, found = named.get("cu_seqlens"), call_context().executor, []
+    options = dict(causal=True, softmax_scale=scale, platform=platform_of_call())
 
     def attend(q, k, v, cu_seqlens_q, cu_seqlens_k, **more):
         cu_seqlens = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-        return _run(FlashAttention, q, k, v, **cu_seqlens, **options, **more)
+        return _run(executor, FlashAttention, q, k, v, **cu_seqlens, **options, **more)
 
     def windowed():
         if cuts is None:
@@ -230,15 +227,6 @@ class NativeSparseAttention(Operation):
     algorithm = algorithm
     prepare_arguments = staticmethod(native_sparse_attention_arguments)
     renamed: ClassVar = {"window": "sliding_window", "cu_seqlens": "cum_seqlens"}
-
-    @classmethod
-    def invocation(cls, *args: Any, platform: str | None = None, **kwargs: Any) -> tuple[Invocation, Callable]:
-        """A call in canonical form, and the function that makes its result; the platform holds for all branches."""
-        token = _platform.set(platform)
-        try:
-            return super().invocation(*args, platform=platform, **kwargs)
-        finally:
-            _platform.reset(token)
 
     @classmethod
     def example(cls) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def native_sparse_blocks_arguments(
     """
     q, k = array(NAME, "q", q), array(NAME, "k", k)
     check_heads(NAME, q=q, k=k)
-    named = dict(q=q, k=k, ranks=jnp.arange(size_of(NAME, "block_counts", block_counts), dtype=jnp.int32))
+    named = dict(q=q, k=k, ranks=jnp.arange(size_of(NAME, "block_counts", block_counts), dtype=jnp.int32)[None])
     if (cuts := cuts_of(NAME, cu_seqlens, q, k)) is not None:
         named["cu_seqlens"] = cuts
     if softmax_scale is None:
@@ -88,7 +88,7 @@ class NativeSparseBlocks(Operation):
     def synthetic_operands(cls, operands: Any, spec: Any) -> dict[str, Any]:
         """Random arrays; uneven sequences."""
         values = super().synthetic_operands(operands, spec)
-        values["ranks"] = jnp.arange(operands["ranks"].shape[0], dtype=jnp.int32)
+        values["ranks"] = jax.lax.broadcasted_iota(jnp.int32, operands["ranks"].shape, 1)
         if (cuts := operands.get("cu_seqlens")) is not None:
             values["cu_seqlens"] = uneven_cuts(operands["q"].shape[1], cuts)
         return values

@@ -68,7 +68,7 @@ def page_attention_arguments(
             head h uses head h // (H // G).
         v_pages: the pool of values [P, page, G, V], in the dtype of k_pages.
         context_lens: [N] integers: how many keys each sequence has, its newest token's included. A sequence of 0 has
-            o = 0 and lse = −∞.
+            o = 0 and lse = −∞, with sinks too: it has no query.
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
             context may be anything. A page outside the pool is read as the nearest one in it.
         sinks: [H] or [H, n] logits that join the denominator of every row, with no value.

@@ -80,7 +80,7 @@ def quantized_matmul_arguments(
         reshape_axes(batched, 2, 1, features),
         per_group(w, of.words),
         per_group(scales),
-        jnp.arange(1 if transpose else of.group_size, dtype=jnp.int32),
+        jnp.arange(1 if transpose else of.group_size, dtype=jnp.int32)[None],
         None if zeros is None else per_group(zeros),
     )
     named = align(algorithm.forward, {name: a for name, a in operands._asdict().items() if a is not None})
@@ -131,7 +131,7 @@ class QuantizedMatmul(Operation):
         values = random_like({name: x for name, x in operands.items() if name not in ("w", "columns")})
         key, w = jax.random.key(0), operands["w"]
         values["w"] = jax.random.bits(key, w.shape, jnp.uint32) & jnp.uint32(0xBFBFBFBF)
-        values["columns"] = jnp.arange(operands["columns"].shape[0], dtype=jnp.int32)
+        values["columns"] = jax.lax.broadcasted_iota(jnp.int32, operands["columns"].shape, 1)
         if values["scales"].dtype == jnp.uint8:
             values["scales"] = jax.random.randint(key, operands["scales"].shape, 1, 8).astype(jnp.uint8)
         return {name: values[name] for name in operands}

@@ -111,8 +111,8 @@ def ragged_page_attention_v3_turboquant_arguments(
         return_lse: also return lse.
 
     Returns:
-        (o [T, H, D] in q's dtype, the five pools), or (o, lse [T, H] float32, the five pools). Tokens of no sequence
-        have o = 0 and lse = −∞.
+        (o [T, H, D] in q's dtype, the five pools), or (o, lse [T, H] float32, the five pools). Tokens of no
+        sequence, and those at a negative position, have o = 0 and lse = −∞, with sinks too.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.

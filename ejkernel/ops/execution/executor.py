@@ -1,7 +1,10 @@
 """Executor: chooses the config of a call, records the call if asked to, and binds the kernel's primitive with it."""
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Generic, Protocol, runtime_checkable
 
 from ejkernel.errors import EjkernelRuntimeError
@@ -36,8 +39,13 @@ class Executor(Generic[Cfg, Out]):
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
         """`kernel` of these operands, with the config `cfg` if it is given and with the one that is chosen if not."""
-        inv, finish = kernel.prepare(args, kwargs)
-        return finish(self.run(inv, cfg))
+        return self.call(lambda: kernel.prepare(args, kwargs), cfg)
+
+    def call(self, prepare: Callable[[], tuple[Invocation[Cfg, Any], Callable[[Any], Out]]], cfg: Any = None) -> Out:
+        """The result of the invocation that `prepare` makes; operations that it consists of find `call_context`."""
+        with _calling(CallContext(self, cfg)):
+            inv, finish = prepare()
+            return finish(self.run(inv, cfg))
 
     def run(self, inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Any:
         """What `bind` returns for an invocation whose arguments are prepared."""
@@ -51,6 +59,36 @@ class Executor(Generic[Cfg, Out]):
 
     def __repr__(self) -> str:
         return "Executor"
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What a call was asked to run with, which holds for the operations that it consists of, too.
+
+    Attributes:
+        executor: the executor that was called.
+        cfg: the config that was given for the call itself.
+    """
+
+    executor: Executor
+    cfg: Any = None
+
+
+_context: ContextVar[CallContext | None] = ContextVar("_context", default=None)
+
+
+def call_context() -> CallContext:
+    """The context of the call that is being prepared or finished."""
+    return _context.get() or CallContext(default_executor())
+
+
+@contextlib.contextmanager
+def _calling(context: CallContext) -> Iterator[None]:
+    token = _context.set(context)
+    try:
+        yield
+    finally:
+        _context.reset(token)
 
 
 @functools.cache

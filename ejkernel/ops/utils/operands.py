@@ -16,6 +16,11 @@ def is_array(x: Any) -> bool:
     return type(x) not in _PLAIN and isinstance(x, _ARRAYS)
 
 
+def is_traced(x: Any) -> bool:
+    """Whether `jax.jit` traces an argument of a program: an array, but no number of numpy, as options may be."""
+    return is_array(x) and not isinstance(x, np.generic)
+
+
 def lacks_values(x: Any) -> bool:
     """A tracer or a `jax.ShapeDtypeStruct`."""
     return isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct)
