@@ -59,7 +59,7 @@ class Ring(NamedTuple):
     ideal: float
 
 
-def ring(length: int, devices: int, products: float, again: float, arrays: int, merged: float) -> Ring:
+def ring(length: int, devices: int, products: float, arrays: int, merged: float) -> Ring:
     """Each hop has the same work, a half of the pairs of its queries and keys; all but the first are sent.
 
     A hop takes the longer of computing and sending, for keys are sent while the hop before is computed.
@@ -67,15 +67,14 @@ def ring(length: int, devices: int, products: float, again: float, arrays: int, 
     Args:
         length: of the whole sequence; BATCH of them.
         devices: of the ring.
-        products: seconds for each operation of the forward, of those that flash_attention has too.
-        again: the same of those that it has not.
+        products: seconds for each operation of the forward.
         arrays: how many of the size of k are sent in a hop, one after the other.
-        merged: bytes that are moved for each number of o to add a hop to those before, on average.
+        merged: bytes that are moved for each number of o in a hop beside these products, on average.
     """
     here = length // devices
     operations = 4 * BATCH * HEADS * HEAD_DIM * here * here / 2
     merge = BATCH * here * HEADS * HEAD_DIM * merged / rates().copy
-    computed = operations * (products + again) + merge
+    computed = operations * products + merge
     hop = arrays * sent(BATCH * here * KV_HEADS * HEAD_DIM * BYTES)
     return Ring(computed, hop, computed + (devices - 1) * max(computed, hop), devices * operations * products)
 
@@ -83,13 +82,12 @@ def ring(length: int, devices: int, products: float, again: float, arrays: int, 
 def forward(length: int, devices: int) -> Ring:
     """k and v are sent, and o merged: in float32 between hops, but as the first reads it and the last writes it."""
     bytes_of_merges = 2 + 2 + 2 + (devices - 2) * (2 + 4 + 4)
-    return ring(length, devices, 1 / rates().forward, 0, arrays=2, merged=bytes_of_merges / devices)
+    return ring(length, devices, 1 / rates().forward, arrays=2, merged=bytes_of_merges / devices)
 
 
 def backward(length: int, devices: int) -> Ring:
-    """Five products and the forward's two again; k and v are fetched, dk and dv sent home, and dq is added up."""
-    of = rates()
-    return ring(length, devices, 2.5 / of.backward, 1 / of.forward, arrays=4, merged=20)
+    """Five products; k and v are fetched, dk and dv sent home; each hop reads o and do for δ, and dq is added up."""
+    return ring(length, devices, 2.5 / rates().backward, arrays=4, merged=2 + 2 + 2 + 2 + 2)
 
 
 def gathered(length: int, devices: int) -> tuple[float, float]:

@@ -18,11 +18,12 @@ from ..lowering import register as register_lowering
 from ..ops import Invocation, Kernel, default_executor
 from ..ops.core.kernel import KERNELS
 from ..ops.utils.operands import abstract, is_array, is_traced, random_like
+from ..primitives._factory import TANGENT
 from ..primitives._forward_only import ForwardOnly
 from ..primitives._trio import Trio
 from ..types import KernelConfig, OperationConfig, Platform
-from ._primitive_kernel import PrimitiveKernel
-from .operations._arguments import config_of, platform_of
+from ._primitive_kernel import ExecutorOfForward, PrimitiveKernel
+from .operations._arguments import align, config_of, platform_of
 
 Result = TypeVar("Result", covariant=True)
 
@@ -131,6 +132,24 @@ class Operation(Kernel):
         """The operation under the arguments of the lax API."""
         config = config_of(cls.algorithm.name, config, cls.config_class)
         return default_executor().call(lambda: cls.invocation(*args, **kwargs), config)
+
+    @classmethod
+    def tangent(
+        cls, prepared: Prepared, outputs: Mapping[str, Any], tangents: Mapping[str, Any], config: Any = None
+    ) -> dict[str, Any]:
+        """The tangents of the outputs by name, linear in the `tangents` of operands, with outputs that are known.
+
+        The tangent and the backward, which is its transpose, have configs as those of a call with this `config` have.
+        """
+        primitive, chooser = cls.algorithm.tangent, ExecutorOfForward(executor=default_executor())
+        if config is not None:
+            config = config_of(cls.algorithm.name, config, cls.config_class)
+            _, chooser = KERNELS[cls.algorithm.name].chooser_of(config, executor=chooser.executor)
+        moved = {name + TANGENT: x for name, x in tangents.items()}
+        named = align(primitive, {**prepared.named, **outputs, **moved})
+        chosen = chooser.config(primitive, named, prepared.spec, primitive.results)
+        found = primitive.bind(named, spec=prepared.spec, config=chosen, chooser=chooser)
+        return {name.removesuffix(TANGENT): x for name, x in found.items()}
 
     def prepare(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Invocation, Callable]:
         """A call of the modules API, with `platform=`, in the form that an Executor takes."""

@@ -154,13 +154,22 @@ class PrimitiveKernel(Kernel):
         A config with a platform and no backend is from a user, and requests that platform as `platform` does.
         """
         del target
+        cfg, chooser = self.chooser_of(cfg, kwargs["platform"], executor)
+        named = dict(zip(kwargs["operands"], args, strict=True))
+        return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, chooser=chooser, results=kwargs["results"])
+
+    def chooser_of(
+        self,
+        cfg: OperationConfig | tuple[OperationConfig, OperationConfig],
+        platform: Platform | str = "auto",
+        executor: Executor | None = None,
+    ) -> tuple[OperationConfig, "ExecutorOfForward"]:
+        """The config of a forward, checked, and the chooser for what JAX derives from it."""
         cfg, backward = cfg if isinstance(cfg, tuple) else (cfg, None)
-        cfg, platform = self.checked_config(cfg), kwargs["platform"]
+        cfg = self.checked_config(cfg)
         if platform == "auto" and cfg.backend == Backend.ANY:
             platform = cfg.platform
-        named = dict(zip(kwargs["operands"], args, strict=True))
-        chooser = ExecutorOfForward(platform, executor, backward)
-        return self.primitive.bind(named, spec=kwargs["spec"], config=cfg, chooser=chooser, results=kwargs["results"])
+        return cfg, ExecutorOfForward(platform, executor, backward)
 
     def run(
         self, *args: Any, cfg: OperationConfig | tuple[OperationConfig, OperationConfig], **kwargs: Any

@@ -66,6 +66,9 @@ class FlashAttentionSpec(ShortRepr):
         deterministic: allow only implementations and configs whose results repeat bit for bit.
         batch_invariant: allow only those by which the bits of a row's result do not depend on the rest of the batch.
         precision: the dtype to which operands of products in the forward may be rounded: None (their own) or "e4m3".
+        split: the keys are one split of those that a query sees. The o and lse that a tangent or backward is given are
+            those of all splits merged; with p = exp(s − lse) of the split's keys, its results are the terms of these
+            keys in sums over all. The forward is of the split alone.
     """
 
     causal: bool = False
@@ -78,6 +81,7 @@ class FlashAttentionSpec(ShortRepr):
     deterministic: bool = False
     batch_invariant: bool = False
     precision: str | None = None
+    split: bool = False
 
 
 TABLE = {

@@ -1,11 +1,16 @@
 """The programs that a ring is: what is sent, what is kept, and what is computed once."""
 
+import re
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import pytest
 from programs import all_equations, collectives, equations
 
-from .calls import KEPT, local_call, squares
+from ejkernel.checkpoint_policies import save_kernels
+
+from .calls import KEPT, LAYOUTS, local_call, squares
 
 KEEPING = ("cond", "optimization_barrier")  # what they return is an array in memory
 
@@ -51,6 +56,23 @@ def test_the_memory_of_a_gradient_does_not_grow_with_the_ring(layout):
     assert temporary(8) < 1.1 * temporary(4)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gradient_computes_no_forward_again(layout):
+    """Of the forward it has the calls that the forward has, and a backward for each of them."""
+    names = lambda program: Counter(e.primitive.name for e in equations(program, "flash_attention"))
+    f, x = local_call(3, causal=True, layout=layout, strategy="ring")
+    forward = names(jax.make_jaxpr(f)(x))["flash_attention"]
+    assert names(jax.make_jaxpr(squares(f))(x)) == {"flash_attention": forward, "flash_attention_bwd": forward}
+
+
+def test_a_hop_has_one_conditional_in_each_direction():
+    """In zigzag the first hop has none; that of a backward is not preceded by another for its residuals."""
+    f, x = local_call(3, causal=True, strategy="ring")
+    conditionals = lambda f: len(re.findall(r" conditional\(", jax.jit(f).lower(x).compile().as_text()))
+    assert (conditionals(f), conditionals(squares(f))) == (2, 4)
+
+
 def test_kernels_run_once_where_all_keys_are_gathered():
     f, x = local_call(2, causal=True, layout="contiguous", strategy="all_gather")
     program = jax.jit(squares(f)).trace(x).jaxpr
@@ -68,14 +90,14 @@ def test_hops_in_which_nothing_is_seen_are_not_computed():
 
 
 def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
-    """Three hops; the backward computes each of them again in any case."""
+    """Three hops, which the backward computes again only together, where o and lse are not kept."""
 
     def forwards(policy):
         f, x = local_call(3, layout="contiguous", strategy="ring")
         program = jax.make_jaxpr(squares(jax.checkpoint(f, policy=policy)))(x)
         return [e.primitive.name for e in equations(program, "flash_attention")].count("flash_attention")
 
-    assert (forwards(None), forwards(KEPT)) == (9, 6)
+    assert [forwards(policy) for policy in (None, KEPT, save_kernels)] == [6, 3, 3]
 
 
 def test_the_output_of_two_devices_is_never_in_float32():

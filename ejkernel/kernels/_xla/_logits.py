@@ -73,11 +73,18 @@ def logits_tangent(logits: Logits, dx: Folded, spec: FlashAttentionSpec) -> Arra
     return sum(terms, jnp.zeros_like(logits.s)) * (1 if logits.slope is None else logits.slope)
 
 
-def weights(s: Array, lse: Array, excess: Array) -> Array:
-    """p = exp(s − lse − excess); excess, the smaller one, is subtracted last."""
-    return lax.exp(lax.sub(lax.sub(s, lse), excess))
+def weights(s: Array, lse: Array, excess: Array | None) -> Array:
+    """p = exp(s − lse − excess); excess, the smaller one, is subtracted last.
+
+    Without excess, whose rows have keys in other splits too, p is at most 1: only rounding makes s exceed lse, for
+    logits near 10⁹ by 64.
+    """
+    exponent = lax.sub(s, lse)
+    if excess is None:
+        excess = lax.stop_gradient(lax.max(exponent, np.zeros((), exponent.dtype)))
+    return lax.exp(lax.sub(exponent, excess))
 
 
-def sink_weights(x: Folded, lse: Array, excess: Array) -> Array:
+def sink_weights(x: Folded, lse: Array, excess: Array | None) -> Array:
     """exp(σ − lse) [b,g,r,s,n]."""
-    return jnp.exp(attention.sinks_of_rows(x, lse.dtype) - lse - excess)
+    return weights(attention.sinks_of_rows(x, lse.dtype), lse, excess)

@@ -25,6 +25,8 @@ class Rows(NamedTuple):
     where this is differentiated, and the derivative of a row's sum comes from excess. The other way round, a second
     derivative would be the sum of two numbers that nearly cancel, one from s and one through lse, each rounded to the
     dtype of q and k: for logits of 36 in bfloat16 it would be off by 8 % rather than by 1 %.
+
+    Rows of a split have no excess, as the sum over all splits is not known: they are differentiated through lse.
     """
 
     lse: Array
@@ -37,11 +39,15 @@ class Rows(NamedTuple):
 def rows_of_backward(
     outputs: Outputs, cotangents: Outputs, x: Folded, spec: FlashAttentionSpec, grid: tiles.Grid
 ) -> Rows:
-    """The `Rows` of the backward, summed in the same loop over tiles as in the forward."""
-    lse = fold_outputs(outputs, x, grid).lse
+    """The `Rows` of the backward, summed in the same loop over tiles as in the forward; of a split, from o and lse."""
+    o, lse = fold_outputs(outputs, x, grid)
     sees = lax.gt(lse, np.array(-np.inf, lse.dtype))
     do, dlse = (attention.zero_where_masked(sees, a) for a in fold_outputs(cotangents, x, grid))
-    do, lse = of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, lax.stop_gradient(at_least_lowest(lse))
+    do, lse = of_rows(x, x.q.dtype, x.v.shape[-1]) if do is None else do, at_least_lowest(lse)
+    if spec.split:
+        delta = over_row(lax.reduce_sum, lax.mul(*(lax.convert_element_type(a, lse.dtype) for a in (do, o))))
+        return Rows(lse, None, delta if dlse is None else lax.sub(delta, dlse), do)
+    lse = lax.stop_gradient(lse)
 
     def sums(x, rows):
         x, _, _, s, living, _ = logits_of(x, spec)

@@ -17,6 +17,9 @@ its rounding error, which they compute in a loop like that of the forward; then 
 
     ż = scale (q̇·k + q·k̇) + scalė q·k + biaṡ                   ṡ = ż (1 − (s / softcap)²)
     l̇se = Σ_j p ṡ + Σ_n exp(σ_n − lse) σ̇_n                     ȯ = Σ_j κ p (ṡ v + v̇) − o l̇se
+
+All of these are sums over keys, apart from lse and o: a split of the keys gives its terms of them in one loop, from the
+lse and o of all splits.
 """
 
 from dataclasses import replace
@@ -150,6 +153,8 @@ def flash_attention_jvp(
 def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: Folded, grid: tiles.Grid) -> Outputs:
     """The tangents of o and lse of operands that are cut into the tiles of a grid."""
     dx = tiles.pad(attention.fold(tangents, x.q.shape[1]), grid.padding)
+    if spec.split:
+        return _tangent_of_split(dx, spec, x, fold_outputs(outputs, x, grid), grid)
     lse = lax.stop_gradient(at_least_lowest(fold_outputs(outputs, x, grid).lse))
 
     def sums(x, dx, rows):
@@ -171,6 +176,28 @@ def tangent(outputs: Outputs, tangents: Operands, spec: FlashAttentionSpec, x: F
     rows = Rows(lse, excess, dlse=dlse)
     nothing = lambda: {"do": of_rows(x, lse.dtype, x.v.shape[-1])}
     do = grid.sweep(change, (x, dx, rows), _added, nothing)["do"]
+    return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=x.q.dtype)
+
+
+def _tangent_of_split(dx: Folded, spec: FlashAttentionSpec, x: Folded, of_all: Outputs, grid: tiles.Grid) -> Outputs:
+    """The terms of these keys in the tangents of o and lse of all splits."""
+    lse = at_least_lowest(of_all.lse)
+
+    def change(x, dx, rows):
+        logits = logits_of(x, spec)
+        p, ds = weights(logits.s, rows.lse, None), logits_tangent(logits, dx, spec)
+        kept = dropped(p, x, spec)
+        do = over_columns(kept * ds, logits.x.v)
+        if dx.v is not None:
+            do = do + over_columns(kept, attention.zero_fully_masked(dx, logits.living).v)
+        return {"do": do, "dlse": over_row(lax.reduce_sum, lax.mul(p, ds))}
+
+    nothing = lambda: {"do": of_rows(x, lse.dtype, x.v.shape[-1]), "dlse": of_rows(x, lse.dtype, 1)}
+    found = grid.sweep(change, (x, dx, Rows(lse)), _added, nothing)
+    do, dlse = found["do"], found["dlse"]
+    if dx.sinks is not None:
+        dlse = dlse + (sink_weights(x, lse, None) * dx.sinks.astype(lse.dtype)).sum(-1, keepdims=True)
+    do = do - of_all.o.astype(lse.dtype) * dlse
     return _outputs(**tiles.trim({"o": do, "lse": dlse}, grid), dtype=x.q.dtype)
 
 

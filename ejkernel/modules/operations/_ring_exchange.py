@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ._attention import segment_ids
-from ._ring import Arrays, Ring, flash
+from ._ring_hop import Arrays, Ring, flash
 from ._ring_layout import Band
 
 NAME = "ring_attention"

@@ -16,8 +16,9 @@ from ...types import ConfigLike, CuSeqlens, DropoutKey, Scale, Sinks, Window, ba
 from .._composed import composed, tell
 from ._arguments import array, axis_size, config_of, require_known, static_bool, vary_alike, window_pair
 from ._attention import attention_call, pairwise
-from ._ring import Ring, ring
+from ._ring import ring
 from ._ring_exchange import all_gather, no_pairs, one_device, ulysses
+from ._ring_hop import Ring
 from ._ring_strategy import STRATEGIES, Problem, choose, refusal
 from .flash_attention import FlashAttention
 from .ring_order import check_halves, check_layout
@@ -86,7 +87,8 @@ def ring_attention(
     "ring": k and v go round in n − 1 hops, a `ppermute` of k and one of v each, under way while the hop before is
     computed; hops, and parts of them, in which all is masked are neither sent nor computed. Of the forward q, k,
     v, o and lse are kept, and no device ever has the keys of more than two others: the memory of a gradient does not
-    grow with n. A backward fetches k and v again, computes the forward of a hop again, and sends dk and dv home.
+    grow with n. A backward fetches k and v again, computes the gradients of a hop from o and lse of all keys, and sends
+    dk and dv home.
     "all_gather": k and v of all devices are gathered, in a backward once more, and attended to in one call, or two in
     zigzag. Of the forward o, lse and what is local are kept, and its kernels run once.
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and takes o and lse back. Query and
@@ -95,8 +97,8 @@ def ring_attention(
     and each collective some time to start. `ejkernel.explain`, called at the same place, says which and why.
 
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names("ring_attention_o",
-    "ring_attention_lse")` keeps what a ring keeps, so that it does not run again as a whole; `save_kernels` would keep
-    the results of every hop.
+    "ring_attention_lse")` keeps what a ring keeps, so that it does not run again; so does
+    `ejkernel.checkpoint_policies.save_kernels`.
 
     Args:
         q: the queries of this device [B, S, H, D]; those of all devices, n·S, are sharded in the order of `layout`.

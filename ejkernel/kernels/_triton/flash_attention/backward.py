@@ -12,7 +12,7 @@ that share its key/value head. In a config, block_k is the size of a program's s
 queries for dq) and block_q that of the blocks which are streamed.
 
 In float32, and if the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
-for that of o (see rows.py).
+for that of o (see rows.py); not for a split of the keys, whose weights do not sum to 1.
 """
 
 import jax
@@ -60,7 +60,7 @@ def flash_attention_bwd(
     terms = jnp.where(outputs.o == 0, 0, do.astype(jnp.float32) * outputs.o.astype(jnp.float32))
     delta = terms.sum(-1).swapaxes(1, 2)
     lse, correction = seen_lse(outputs.lse), None
-    if problem.exact or "softmax_scale" in wrt:
+    if not problem.split and (problem.exact or "softmax_scale" in wrt):
         correction, delta = exact_rows(primals, (do, lse, delta), problem, config)
     if cotangents.lse is not None:
         delta -= jnp.where(fully_masked, 0, cotangents.lse)

@@ -5,7 +5,7 @@ computed from them follows their shapes. See sequence_info.py.
 
 Since lse is rounded, the weights exp(s − lse) of a row do not sum to 1 exactly: an lse of 200 in float32 is off by up
 to 8e-6, and so is every weight of the row, relatively. In 16 bits that is negligible. In float32 the row is multiplied
-by its correction, the reciprocal of the sum (see rows.py).
+by its correction, the reciprocal of the sum (see rows.py), unless it has keys in other splits too.
 """
 
 import triton
@@ -229,7 +229,7 @@ def weights_and_logit_tangents(product, s_dot, lse, scale, scale_dot, bias, bias
     s = capped(product, scale, bias, problem)
     if LOGITS_MOVE:
         s_dot = logits_tangent(s_dot, s, product, scale, scale_dot, bias_dot, info, problem)
-    return weights_of_lse(s, lse, problem, problem.exact), s_dot
+    return weights_of_lse(s, lse, problem, problem.corrected), s_dot
 
 
 @triton.jit

@@ -37,6 +37,7 @@ class Problem:
         segmented: queries and keys have segment ids.
         masks_queries, masks_keys: band or sequences may fully mask a query, or a key. Their contents may be NaN, and
             must not be multiplied even by zero.
+        split: lse and o of tangent and backward are those of more keys than these.
     """
 
     B: int
@@ -63,6 +64,12 @@ class Problem:
     segmented: bool
     masks_queries: bool
     masks_keys: bool
+    split: bool
+
+    @property
+    def corrected(self) -> bool:
+        """Whether weights are divided by the sum of their row, which a split does not know."""
+        return self.exact and not self.split
 
     @property
     def group(self) -> int:
@@ -159,6 +166,7 @@ def problem_of(operands: Operands, spec: FlashAttentionSpec) -> Problem:
         segmented=operands.q_segment_ids is not None,
         masks_queries=visibility.masks_queries,
         masks_keys=visibility.masks_keys,
+        split=spec.split,
     )
 
 

@@ -15,6 +15,8 @@ In float32 the weights are corrected for the rounding of lse (see rows.py). Thei
 end, where x / (1 + excess) is computed as x − x·share with share = excess / (1 + excess). Sums are compensated (Kahan).
 
 In 16 bits p̃ ∘ (s_dot − c) is rounded for its product with v; the factor of o is then the sum of the rounded values.
+
+The weights of a split of the keys do not sum to 1: they are not corrected, and c is 0.
 """
 
 from typing import NamedTuple
@@ -86,7 +88,7 @@ def tangent_kernel(
     q_tile = tiles.load_queries(q, first, info, problem, problem.D, BLOCK_Q, True)
     q_dot_tile = tiles.load_queries(q_dot, first, info, problem, problem.D, BLOCK_Q, True)
     lse_rows = tiles.load_rows(lse, first, rows, info, problem, True, float("inf"))
-    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], info, problem, problem.exact)
+    sinks_total, moved = logits.sinks_weights(sinks, sinks_dot, lse_rows[:, None], info, problem, problem.corrected)
     sums, reference, unsettled = first_sums(lse_rows, sinks_total, moved), tl.zeros_like(moved), True
     acc = tiles.zeros(BLOCK_Q, problem.V, problem)
     if block_range.begin < block_range.end:  # see tiles.py on loops
@@ -111,7 +113,7 @@ def tangent_kernel(
             p, s_dot = masks.where_visible(
                 weights, 0.0, mask_tile, start, block_range, i, j, (q_segment_ids, kv_segment_ids), info, problem, EDGES
             )
-            if LOGITS_MOVE and unsettled:
+            if LOGITS_MOVE and not problem.split and unsettled:
                 sums, reference, unsettled = referred(sums, reference, p, s_dot, problem)
             s_dot -= reference[:, None]
             kept_p = p * logits.keep_factor(dropout, i, j, info, problem)
@@ -206,9 +208,10 @@ def finished(acc, o, sums, reference, sinks_total, problem: tl.constexpr):
     """o_dot and lse_dot from the sums of the pass; c is subtracted from the tangents of sinks here."""
     moved, lost = sums.moved - sinks_total * reference, sums.moved_lost
     rounded = sums.rounded - sinks_total * reference
-    if problem.exact:
+    if problem.corrected:
         share = sums.excess / tl.where(sums.excess == -1.0, 1.0, 1 + sums.excess)
         lost += moved * share
-        rounded = moved - lost
         acc = tiles.scaled(acc, 1 - share[:, None])
+    if problem.exact:
+        rounded = moved - lost
     return tiles.less(acc, rounded[:, None], o), reference + moved - lost

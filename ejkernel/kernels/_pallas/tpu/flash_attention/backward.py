@@ -96,7 +96,7 @@ def backward(
         lse=per_query(lse, problem, constant_values=jnp.inf),
         delta=per_query(delta, problem),
     )
-    if problem.natural:
+    if problem.natural and not problem.spec.split:
         sink = sink_of(primals.sinks, problem)
         correction, delta = exact_rows(tile._replace(sink=sink), problem, schedule_of(mask_info, by="queries"))
         tile = tile._replace(correction=per_query(correction, problem))

@@ -6,7 +6,7 @@ up to the rounding of o and of that sum. Both errors are removed by
     c = 1 / Σ p,    Σ p·dp = d + c Σ (p·dp − p·d)    where dp of a sink is 0
 
 where the difference is exact if one key has all the weight. In 16 bits both errors are negligible beside the rounding
-of p and ds.
+of p and ds. The weights of a split of the keys do not sum to 1, and are not corrected.
 """
 
 import functools

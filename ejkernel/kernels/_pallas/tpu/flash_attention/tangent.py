@@ -11,6 +11,9 @@ relative to the mean over the tiles so far, c = Σ p·ẏ / Σ p, and the sum is
 
 The tangent of lse from sinks, Σ exp(sink − lse)·sinkė, is added after the kernel. All weights have the rounding of lse
 as a common factor, so results are divided by their sum Σ p + exp(sink − lse), although it is nearly 1.
+
+Of a split of the keys, where lse is that of all keys, this sum is not known. The kernel gives Σ p·ẏ and, in float32,
+Σ p·ẏ·v + Σ p·v̇ = a + c·Σ p·v, and o·lsė is subtracted after it.
 """
 
 import functools
@@ -70,7 +73,7 @@ def flash_attention_jvp(
 
 def tangent(primals: Operands, outputs: Outputs, tangents: Operands, problem: Problem, mask_info: MaskInfo) -> Outputs:
     """The tangents of o and lse, from the tiles that the mask info does not exclude."""
-    schedule = schedule_of(mask_info, by="queries")
+    schedule, spec = schedule_of(mask_info, by="queries"), problem.spec
     lse = lse_in_units(outputs.lse, problem)
     tile = arrange(primals, problem)._replace(
         lse=per_query(lse, problem, constant_values=jnp.inf), sink=sink_of(primals.sinks, problem)
@@ -86,7 +89,7 @@ def tangent(primals: Operands, outputs: Outputs, tangents: Operands, problem: Pr
         schedule,
         (tile, arrange_differentiable(tangents, problem)),
         Tile(
-            do=jax.ShapeDtypeStruct((batch, rows, heads * features), tile.q.dtype),
+            do=jax.ShapeDtypeStruct((batch, rows, heads * features), jnp.float32 if spec.split else tile.q.dtype),
             lse=jax.ShapeDtypeStruct((batch, heads, 1, rows), jnp.float32),
         ),
         where=lambda b, h, step, table: (b, h, *blocks_at(schedule, table, b, h, step)),
@@ -95,12 +98,15 @@ def tangent(primals: Operands, outputs: Outputs, tangents: Operands, problem: Pr
         matmuls=(3, 3),
     )
     o, lse_change = split_heads(out.do, outputs.o.shape), out.lse[:, :, 0, : problem.queries]
+    of_o = [lse_change] if spec.split else []
     if tangents.sinks is not None:
         sinks = primals.sinks[:, :, :, None] * problem.unit
         weights = problem.exp_of_lse(sinks - lse[:, :, None], corrected=False)
         sink_change = (weights * tangents.sinks[:, :, :, None]).sum(2)
         lse_change = lse_change + sink_change
-        o = (o - sink_change.swapaxes(1, 2)[:, :, :, None] * outputs.o).astype(o.dtype)
+        of_o.append(sink_change)
+    if of_o:
+        o = (o - sum(of_o).swapaxes(1, 2)[:, :, :, None] * outputs.o).astype(outputs.o.dtype)
     return Outputs(o, lse_change)
 
 
@@ -131,7 +137,7 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
         def use(rows, products):
             visible = mask_of(tile_mask, tile, step.minor, rows)
             logits, slope = logits_of(tile, problem, rows, products[0], scale, visible)
-            p = problem.exp_of_lse(logits - tile.lse[...], corrected=True)
+            p = problem.exp_of_lse(logits - tile.lse[...], corrected=not problem.spec.split)
             change = _logit_change(dots, problem, rows, products, scale, slope, visible, (b, h))
             before = mean()
             state.weight[...] += jnp.sum(p, axis=0, keepdims=True)
@@ -150,6 +156,10 @@ def _kernel(table, tile: Tile, dots: Tile, out: Tile, state: Moments, *, problem
 
     @pl.when(step.is_last)
     def _():
+        if problem.spec.split:
+            out.do[...] = (state.moved[...] + mean() * state.value[...]).T
+            out.lse[...] = state.change[...]
+            return
         total = state.weight[...]
         if tile.sink is not None:
             total += problem.exp_of_lse(scalar(tile.sink, b, h) - tile.lse[...], corrected=True)

@@ -1,0 +1,127 @@
+"""What a hop of a ring consists of: the keys that are sent, the part that a device computes, and the call for it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ...xla_utils.device_switch import device_switch
+from ._ring_layout import Band, Part, hops
+from .flash_attention import FlashAttention
+
+TRAVELLING = ("k", "v", "kv_segment_ids")
+Arrays = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A call of ring attention without its arrays.
+
+    Attributes:
+        axis_name: the mesh axis over which the sequence is sharded.
+        size: its number of devices.
+        layout: which tokens each device has.
+        band: the band of the whole sequence, i' − left ≤ j ≤ i' + right, where query i is aligned with key i'.
+        options: the options of each call of flash_attention.
+    """
+
+    axis_name: Any
+    size: int
+    layout: str
+    band: Band
+    options: Mapping[str, Any]
+
+
+def plan_of(call: Ring, arrays: Arrays) -> list[tuple[int, list[tuple[Part, ...]]]]:
+    """The hops that are computed, each with the parts of every device."""
+    return list(hops(arrays["q"].shape[1], arrays["k"].shape[1], call.size, call.layout, call.band))
+
+
+# --- What travels ----------------------------------------------------------------------------------------------------
+
+
+def keys_of(arrays: Arrays) -> Arrays:
+    return {name: arrays[name] for name in TRAVELLING if name in arrays}
+
+
+def sent(call: Ring, arrays: Arrays, distance: int) -> Arrays:
+    """The arrays of the device that is `distance` places before this one in the ring."""
+    if distance == 0:
+        return arrays
+    pairs = [(d, (d + distance) % call.size) for d in range(call.size)]
+    return {name: lax.ppermute(x, call.axis_name, pairs) for name, x in arrays.items()}
+
+
+def columns_of(call: Ring, arrays: Arrays, hop: int) -> Arrays:
+    """The columns of bias and mask for the keys of a hop, out of the columns of all devices."""
+    source = (lax.axis_index(call.axis_name) - hop) % call.size
+    found = {}
+    for name in ("bias", "mask"):
+        if name in arrays:
+            x = arrays[name]
+            count = x.shape[3] // call.size
+            found[name] = x if x.shape[3] == 1 else lax.dynamic_slice_in_dim(x, source * count, count, 3)
+    return found
+
+
+# --- What a device computes ------------------------------------------------------------------------------------------
+
+
+def on_device(call: Ring, of_devices: list[tuple[Part, ...]], body: Callable, *operands: Any) -> Any:
+    """body(parts, *operands) with the parts of this device; each distinct list of parts is traced once, in a switch."""
+    distinct = list(dict.fromkeys(of_devices))
+    branches = [partial(body, parts) for parts in distinct]
+    if len(branches) == 1:
+        return branches[0](*operands)
+    which = jnp.asarray(np.array([distinct.index(parts) for parts in of_devices], np.int32))
+    return device_switch("ring_attention", which[lax.axis_index(call.axis_name)], branches, *operands)
+
+
+def of_part(part: Part, here: Arrays) -> Arrays:
+    """The rows and columns of a part, of arrays or of their tangents."""
+    rows, columns = slice(part.q_begin, part.q_end), slice(part.k_begin, part.k_end)
+    given = {name: here[name][:, rows] for name in ("q", "q_segment_ids") if name in here}
+    given |= {name: here[name][:, columns] for name in TRAVELLING if name in here}
+    for name in ("bias", "mask"):
+        if name in here:
+            x = here[name]
+            x = x if x.shape[2] == 1 else x[:, :, rows]
+            given[name] = x if x.shape[3] == 1 else x[:, :, :, columns]
+    return given | {name: here[name] for name in ("softmax_scale",) if name in here}
+
+
+def flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
+    """o and lse of one call of flash_attention with the ring's options."""
+    return FlashAttention.call(**{**call.options, **given}, **sight(band), return_lse=True)
+
+
+def sight(band: Band) -> Arrays:
+    """The options of flash_attention for a band."""
+    left, right = band
+    causal = right == 0
+    window = None if left is None and (causal or right is None) else (left, None if causal else right)
+    return dict(causal=causal, window=window)
+
+
+def with_rows(x: Array, of_part: Array, part: Part, axis: int) -> Array:
+    """x with the rows of a part written to their place."""
+    if of_part.shape == x.shape:
+        return of_part
+    return lax.dynamic_update_slice_in_dim(x, of_part, part.q_begin, axis)
+
+
+def rows_of(x: Array, part: Part, axis: int) -> Array:
+    """The rows of a part."""
+    return lax.slice_in_dim(x, part.q_begin, part.q_end, axis=axis)
+
+
+def alike(arrays: Arrays, *made: Array) -> list[Array]:
+    """New arrays, cast to vary over the manual axes over which q varies."""
+    axes = jax.typeof(arrays["q"]).manual_axis_type.varying
+    missing = [axes - jax.typeof(x).manual_axis_type.varying for x in made]
+    return [lax.pcast(x, tuple(sorted(m)), to="varying") if m else x for x, m in zip(made, missing, strict=True)]
