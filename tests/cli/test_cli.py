@@ -175,7 +175,7 @@ def test_explain_takes_every_operation(capsys, call):
         ("explain mean_pooling --kv-heads 3 --array x=f32[1,2,3]", "--kv-heads needs --q"),
         ("explain flash_attention --q 1,64,4,64 --device-kind H200", "--device-kind needs --target"),
         ("demo --steps 0", "--steps is 0; it must be at least 1"),
-        ("demo --context-parallel 3", "--context-parallel is 3; it must be at least 1, and twice of it divide the 128"),
+        ("demo --context-parallel 3", "--context-parallel is 3; it must be at least 1 and divide 64, half"),
         ("demo --context-parallel 16", "16 devices are asked for; there are 8 of cpu"),
         ("demo --context-parallel 2 --mixer gla", "--context-parallel is for attention, not for --mixer gla"),
     ],
@@ -232,7 +232,7 @@ def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypa
     assert "the kernels and the formula train alike" in out
     assert "2 × gla, 2 × gla_bwd, 6 × grouped_matmul, 6 × grouped_matmul_bwd" in out
     assert "ejkernel[op=gla;" in out and "ejkernel[op=grouped_matmul;" in out
-    assert "8 of 8 characters, written one by one with the states carried along, are those of the whole" in out
+    assert "8 of 8 characters, generated from recurrent states, agree with a forward over the whole text" in out
 
 
 def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_path, monkeypatch):

@@ -77,7 +77,7 @@ def test_the_demo_s_model_is_trained_to_what_is_served():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--model llama-1b", "there are no weights of llama-1b here; --random draws some"),
+        ("--model llama-1b", "there are no weights of llama-1b here; --random makes random ones"),
         ("--random --pages 0", "pages is 0"),
         ("--random --drafts 2 --branches 3", "branches is 3 and drafts 2"),
         ("--random --devices 99", "--devices is 99; there are 8"),
