@@ -227,7 +227,7 @@ def test_a_picture():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: MaskInfo().apply_causal(), "of an empty one"),
+        (lambda: MaskInfo().apply_causal(), "of an empty MaskInfo"),
         (lambda: MaskInfo().q_position_ids, "it is empty"),
         (lambda: MaskInfo.dynamic_init(), "is given no mask_info"),
         (lambda: MaskInfo.from_attention_mask(jnp.ones(4)), "has 1 axes"),
