@@ -42,7 +42,7 @@ def _of_record(record: Record) -> str | None:
 
 
 def _estimates(rows: Sequence[Row]) -> Iterator[str]:
-    """How many times as fast as a rival by the bundles that are issued: geometric means over layers."""
+    """Speedups over rivals by issued bundles: geometric means over layers."""
     known = {(r["generation"], r["mode"], r["case"], r["contender"]): r["milliseconds"] for r in rows}
     rivals = [name for name in dict.fromkeys(row["contender"] for row in rows) if name != "ejkernel"]
     yield f"| estimate | {' | '.join(rivals)} |"
@@ -69,7 +69,7 @@ def _tuned(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _kept(rows: Sequence[Row]) -> Iterator[str]:
-    """Where the heuristics' config is more than 2 % slower than the best."""
+    """The calls whose heuristic config is more than 2 % slower than the best."""
     slower = [row for row in rows if row["heuristic"] and row["heuristic"] > 1.02 * row["milliseconds"]]
     yield f"{len(rows)} calls; the config of the heuristics is the best, or within 2 %, in {len(rows) - len(slower)}.\n"
     yield "| call | best, ms | heuristic |"
@@ -105,7 +105,7 @@ def _configs(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _programs(rows: Sequence[Row]) -> Iterator[str]:
-    """A line for each case with the time of each program, and what they are compared for."""
+    """A line for each case with the times of its programs and their comparison."""
     programs = list(dict.fromkeys(row["program"] for row in rows))
     compared, form = ("of_two", "{:.3f} ×") if "of_two" in rows[0] else ("gain", "at most {:.1%}")
     named = {"of_two": f"{programs[0]} of {programs[1]}", "gain": "gain"}
@@ -120,7 +120,7 @@ def _programs(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _first_calls(rows: Sequence[Row]) -> Iterator[str]:
-    """The seconds of each part; tuning is none where nothing was searched for."""
+    """The seconds of each part; no tuning if no config was searched."""
     parts = ("tuning", "trace", "lower", "compile", "run")
     yield f"| process, call | start | {' | '.join(parts)} |"
     yield "|---" * (2 + len(parts)) + "|"

@@ -1,7 +1,7 @@
 """Writes the tables of the documents from the records in benchmarks/results: `python -m benchmarks.report`.
 
-Those are the index of the records, RESULTS.md beside this file, docs/performance.md, and what stands between the marks
-in README.md. `HEADLINES` says which records the last two are made of: put a new one there.
+It writes the index of the records, RESULTS.md beside this file, docs/performance.md, and the part of README.md between
+the marks. `HEADLINES` has the records of the last two: put a new one there.
 """
 
 import re
@@ -25,12 +25,12 @@ HEADLINES = {
     ),
     "gla, lightning_attention, recurrent": ("recurrence-nvidia-h200-20261121-234236.json",),
 }
-"""The records of README.md (the first) and docs/performance.md, by what they are of."""
+"""The records of README.md (the first) and docs/performance.md, by operation."""
 BARS = "h16-d128: b1 s16384 h16 d128 causal"
 
 
 def documents() -> dict[Path, str]:
-    """What each document that is generated should hold."""
+    """The text of each generated document."""
     readme = (ROOT / "README.md").read_text()
     before, rest = readme.split(MARKS[0])
     _, after = rest.split(MARKS[1])
@@ -43,7 +43,7 @@ def documents() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Writes them."""
+    """Writes the documents."""
     for path, text in documents().items():
         path.write_text(text)
 
@@ -72,7 +72,7 @@ a field for each number. A record that no document cites any more is deleted; th
 
 
 def citations() -> dict[str, list[str]]:
-    """The documents that cite each record by its name, but for those that list all records."""
+    """The documents that cite each record by its name, except those that list all records."""
     lists = RESULTS / "README.md", ROOT / "benchmarks/RESULTS.md"
     pages = [ROOT / "README.md", *(ROOT / "benchmarks").glob("*.md"), *(ROOT / "docs").glob("*.md")]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(pages) if path not in lists}
@@ -154,7 +154,7 @@ def _short(contender: str) -> str:
 
 
 def _shape(case: str) -> Any:
-    """The named call of a case, at the size that the case says."""
+    """The named call of a case, at the size of the case."""
     name, batch, length = re.match(r"([^:]+): b(\d+) s(\d+)", case).groups()
     return shape_named(name)[1].at(int(batch), int(length))
 
