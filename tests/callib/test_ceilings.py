@@ -1,4 +1,4 @@
-"""The ceilings are measured, kept, found again, and a damaged file costs a warning."""
+"""Ceilings are measured, stored and read again; a damaged file causes a warning."""
 
 import pytest
 
