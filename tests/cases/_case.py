@@ -178,7 +178,7 @@ class Case:
         with_split = lambda axis: self.split_with.get(axis, axis)
         over = lambda axis: split.get(with_split(axis)) if self.sizes.get(with_split(axis)) != 1 else None
         letters = axes.split()
-        # A mesh axis splits one axis of an array: of [d, d] the first.
+        # A mesh axis can split only one axis of an array: of [d, d] the first.
         return PartitionSpec(*(over(x) if x not in letters[:i] else None for i, x in enumerate(letters)))
 
     def specs(self, split: Mapping[str, str]) -> dict[str, PartitionSpec]:

@@ -96,7 +96,7 @@ def _widened(x: Any) -> Any:
 
 
 def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5, what: str = "") -> None:
-    """Checks equality of structure, shapes and non-finite entries, and errors within `tolerance` of the largest value."""
+    """Checks that structure, shapes and non-finite entries are equal, and errors at most `tolerance` of the largest."""
     paths, tree = jax.tree.flatten_with_path(found)
     wanted, wanted_tree = jax.tree.flatten(wanted)
     assert tree == wanted_tree, what

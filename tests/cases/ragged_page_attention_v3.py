@@ -20,7 +20,7 @@ def block_tables(rng, shape):
 
 
 def query_start_loc(rng, shape):
-    """A chunk of a prefill, one token of decode, none, and up to 3 more; the last tokens of the step have no sequence."""
+    """A chunk of a prefill, one token of decode, none, and up to 3 more; the last tokens have no sequence."""
     lengths = [rng.integers(2, 4), 1, 0, *rng.integers(1, 4, shape[0] - 4)]
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""The commands: what they print, what they leave behind, and one clear line for wrong arguments."""
+"""The commands: their output, their files, and one clear line for wrong arguments."""
 
 import csv
 import sys
@@ -25,7 +25,7 @@ def printed(capsys, *arguments):
 
 
 def refused(capsys, *arguments):
-    """The one line that wrong arguments are told."""
+    """The one-line error for wrong arguments."""
     with pytest.raises(SystemExit) as raised:
         main(arguments)
     out, err = capsys.readouterr()
@@ -188,7 +188,7 @@ def test_wrong_arguments_are_told_in_one_line(capsys, arguments, message):
 
 
 def trained(capsys, out, monkeypatch, *arguments):
-    """What the demo prints; 12 steps show whether the losses are smooth enough for two trainings to stay together."""
+    """The output of the demo; 12 steps show whether the losses are smooth enough for two trainings to stay together."""
     monkeypatch.setattr(demo, "_SAMPLED", 8)
     told = printed(capsys, "demo", *arguments, "--steps", "12", "--out", str(out))
     assert "of a step, in the first 12 " in told and "of means over" not in told
@@ -208,7 +208,7 @@ def test_demo_trains_shows_and_saves(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_demo_with_gated_linear_attention(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "_show_text", lambda *given: True)  # the test with experts has it
+    monkeypatch.setattr(demo, "_show_text", lambda *given: True)  # the test with experts saves files
     assert "training step: 4 × gla, 4 × gla_bwd\n" in trained(capsys, tmp_path, monkeypatch, "--mixer", "gla")
 
 
@@ -249,7 +249,7 @@ def test_a_directory_that_cannot_be_made_is_told(capsys, tmp_path):
 
 def test_demo_fails_where_the_curves_part(capsys):
     def agree(steps, by, dtype="float32"):
-        """Do they, if those steps of a falling curve are higher by so much?"""
+        """Whether the losses agree if those steps of a falling curve are higher by so much."""
         curves = {name: np.linspace(4, 2, 200) for name in ("ejkernel", "reference")}
         curves["ejkernel"][steps] += by
         return demo._compare(curves, demo._TOLERANCE[dtype])

@@ -28,7 +28,7 @@ ONE_OF_EACH_KIND = ("flash_attention", "gla", "grouped_matmul", "page_attention"
 
 @pytest.mark.parametrize("names", [ONE_OF_EACH_KIND, pytest.param(tuple(OPERATIONS), marks=pytest.mark.slow, id="all")])
 def test_every_operation_is_right_here(capsys, monkeypatch, names):
-    """One of each kind, and at night all, each of which is always called by its example in `tests/test_registry.py`."""
+    """One operation of each kind; at night all. `tests/test_registry.py` always calls every example."""
     monkeypatch.setattr(doctor, "OPERATIONS", {name: OPERATIONS[name] for name in names})
     status, rows, last = told(capsys)
     assert last == [ALL_IS_WELL] and status == 0
@@ -111,7 +111,7 @@ def test_errors_are_in_units_of_that_of_the_formula():
     assert of(1, 2, -np.inf) == 0 and 1.9 < of(1.02, 2, -np.inf) < 2.1
     assert of(1, np.nan, -np.inf) == of(1, 2, 0) == of(np.inf, 2, -np.inf) == np.inf
     near = {"x": np.array([1.0, 2.0, -np.inf], np.float32)}
-    assert _error(formula, exact, near) == np.inf  # nothing but the exact one is allowed
+    assert _error(formula, exact, near) == np.inf  # no error beyond that of rounding is allowed
 
 
 # --- The examples
@@ -133,7 +133,7 @@ def test_every_operation_has_an_example_of_the_types_that_accelerators_are_for(o
 )
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_kernel_for_a_device_takes_the_example(operation, target):
-    """Those for its hardware, and of a generation of it: an example that a kernel refuses is no check of it.
+    """Kernels for its hardware and generation: an example that a kernel refuses would not check it.
 
     The decoding kernels are those of ragged_decode_attention, whose example they take.
     """

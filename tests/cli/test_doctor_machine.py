@@ -1,4 +1,4 @@
-"""What `ejkernel doctor` says of a machine: its devices, the packages that are installed, and their versions."""
+"""The report of `ejkernel doctor` on a machine: its devices, installed packages and their versions."""
 
 import glob
 import os
@@ -18,7 +18,7 @@ from tests.cli.doctor_checks import H200, needs_jax_triton
 
 
 def outcomes(**of_triton):
-    """Of an operation with kernels in Triton and in Mosaic GPU, the latter for its gradient alone."""
+    """Outcomes of an operation with kernels in Triton, and in Mosaic GPU for its gradient only."""
     taken, refused = Outcome(1.0, 1.0), Outcome(reason="jax-triton cannot be imported (no such module)")
     triton = {name: taken if of_triton.get(name, True) else refused for name in PASSES}
     return {
@@ -83,7 +83,7 @@ def test_a_device_that_jax_does_not_see(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Sets what is installed: name → version and requirements."""
+    """Sets the installed packages: name → version and requirements."""
 
     def install(**packages):
         packages = {name.replace("_", "-"): of for name, of in packages.items()}

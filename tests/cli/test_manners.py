@@ -1,4 +1,4 @@
-"""What every command owes to its user: no traceback for a reader that has gone, nor for devices that are not there."""
+"""Behaviour common to all commands: no traceback if a reader closes the pipe, or if there are no devices."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def started(arguments, **how):
 
 
 def traces(err):
-    """Lines of a traceback; JAX, too, writes to stderr."""
+    """Lines of a traceback; JAX also writes to stderr."""
     return [line for line in err.splitlines() if any(trace in line for trace in TRACES)]
 
 
@@ -41,11 +41,11 @@ def test_a_reader_of_the_help_that_has_gone():
     process = started("--help")
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait() in (0, 128 + 13) and traces(err) == []  # argparse itself may let it go
+    assert process.wait() in (0, 128 + 13) and traces(err) == []  # argparse itself may ignore it
 
 
 def test_a_table_that_cannot_be_written_is_no_broken_pipe(capsys, monkeypatch, tmp_path):
-    """tune tells of errors of files, of which a broken pipe is one by its class."""
+    """tune reports file errors, and a BrokenPipeError is an OSError too."""
 
     def gone(*given):
         raise BrokenPipeError

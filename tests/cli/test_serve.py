@@ -1,4 +1,4 @@
-"""`ejkernel serve`: what it prints, what it keeps, what it measures, and one line for wrong arguments."""
+"""`ejkernel serve`: its output, files and measurements, and one line for wrong arguments."""
 
 import sys
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SMALL = _served.Served(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """The demo's model, but smaller, compiled as it is needed; what is written goes to a directory of its own."""
+    """The demo's model, smaller and compiled on demand, with files in a temporary directory."""
     monkeypatch.setattr(Engine, "compile", lambda self: None)
     monkeypatch.setitem(_served.MODELS, "demo", SMALL)
     monkeypatch.setattr(serve, "known_ceilings", lambda kind: Ceilings(kind, 1e9, {}, ""))
@@ -68,7 +68,7 @@ def test_a_model_is_trained_once_and_kept(capsys, monkeypatch):
 
 
 def test_the_demo_s_model_is_trained_to_what_is_served():
-    """Its weights are named and shaped as those of the decoder."""
+    """The names and shapes of its weights are those of the decoder."""
     decoder = _served._of_demo()
     shapes = jax.tree.map(np.shape, _served._trained(1, 0))
     assert shapes == _served.weight_shapes(decoder) and decoder.windows == (64, None, None, None)

@@ -1,4 +1,4 @@
-"""`ejkernel tune`: recorded calls and models' shapes become tables, and what cannot be done is said."""
+"""`ejkernel tune`: recorded calls and models' shapes become tables; errors are reported."""
 
 import json
 import sys
@@ -54,12 +54,12 @@ def calls(tmp_path):
 
 
 def tuned(capsys, *arguments):
-    """The exit status and what is printed."""
+    """The exit status and the output."""
     return main(["tune", *map(str, arguments)]), capsys.readouterr().out
 
 
 def refused(capsys, *arguments):
-    """The one line that wrong arguments are told."""
+    """The one-line error for wrong arguments."""
     with pytest.raises(SystemExit) as raised:
         main(["tune", *map(str, arguments)])
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What is wrong with a call is told while it is traced, with the operation, the operand, the numbers and the rule."""
+"""Wrong calls raise while they are traced, with the operation, the operand, the numbers and the rule."""
 
 import logging
 from functools import partial
@@ -255,7 +255,7 @@ def check(error, kind, says):
 
 @pytest.mark.parametrize("call", [partial(modules, platform="pallas"), partial(lax, config={"platform": "pallas"})])
 def test_a_platform_that_is_not_here(call, caplog):
-    """Every implementation is listed with the reason against it, before anything is compiled."""
+    """The message lists every implementation with the reason against it, before anything is compiled."""
     arrays, _ = split(GOOD)
     with pytest.raises(UnsupportedError) as lowered:
         jax.jit(lambda arrays: call(**arrays)).lower(arrays)

@@ -1,4 +1,4 @@
-"""What is wrong with a call is told while it is traced, with the operation, the operand, the numbers and the rule."""
+"""Wrong calls raise while they are traced, with the operation, the operand, the numbers and the rule."""
 
 from functools import partial
 

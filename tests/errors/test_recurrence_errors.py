@@ -1,4 +1,4 @@
-"""What is wrong with a call of recurrent, gla or lightning_attention is told while it is traced."""
+"""Wrong calls of recurrent, gla or lightning_attention raise while they are traced."""
 
 from functools import partial
 

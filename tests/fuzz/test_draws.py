@@ -1,4 +1,4 @@
-"""What is drawn for the kernels of a GPU is, for the most part, what they take: asked of an H100 that is not here."""
+"""Most random calls for the kernels of a GPU are ones that they take, by the kernels of an H100 without a GPU."""
 
 import jax
 import pytest
