@@ -1,4 +1,4 @@
-"""What the Hopper kernels touch of JAX beside its public names: where JAX has moved it, they leave a call to Triton."""
+"""Internals of JAX that the Hopper kernels use: if JAX has moved them, calls go to Triton."""
 
 import shutil
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_whatever_is_moved_is_missed(name, what, tmp_path):
 
 
 def test_then_triton_takes_the_call(monkeypatch):
-    """A refusal with its reason, in the place of an error while the kernel is traced."""
+    """A refusal with its reason, instead of an error while the kernel is traced."""
     for package in (flash_attention, grouped_matmul, ragged_page_attention):
         monkeypatch.setattr(package, "moved", lambda: "jax 9 has no Layout")
     x = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16)

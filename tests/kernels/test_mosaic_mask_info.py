@@ -1,4 +1,4 @@
-"""What the Hopper kernels are told of packed sequences and segments, against who sees whom by the formula."""
+"""The Hopper kernels' description of packed sequences and segments, compared with visibility by the formula."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,7 +40,7 @@ def test_rows_see_what_the_formula_says(case, of_keys):
     np.testing.assert_array_equal(found[:, : ok.shape[1], : ok.shape[2]], ok)
     assert not found[:, ok.shape[1] :].any() and not found[:, :, ok.shape[2] :].any()
     begin, end = np.asarray(mask_info.block_ranges)[..., 0], np.asarray(mask_info.block_ranges)[..., 1]
-    assert (begin < end).all()  # rows that see nothing are written as well
+    assert (begin < end).all()  # fully masked rows are written as well
 
 
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)

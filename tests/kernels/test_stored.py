@@ -25,7 +25,7 @@ TRITON = KernelConfig(platform="triton", block_q=64, block_k=64)
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    """The kernels that are lowered and not found, by name."""
+    """The names of kernels that are lowered rather than found."""
     found, make = [], _stored._made
     monkeypatch.setattr(_stored, "_made", lambda kernel, avals: found.append(kernel.name) or make(kernel, avals))
     return found
@@ -38,7 +38,7 @@ def files(tmp_path, monkeypatch):
 
 
 def traced(rows=256, config=TRITON, **options):
-    """A program that a new process has traced."""
+    """A program traced by a new process."""
     jax.clear_caches()
     _stored._in_memory.clear()
     x = jax.ShapeDtypeStruct((1, rows, 2, 64), jnp.bfloat16)
@@ -112,7 +112,7 @@ def test_two_processes_may_remove_the_same(files, monkeypatch):
     age(folder / "a", 100)
     monkeypatch.setattr(_stored, "LIMIT", files()[0].stat().st_size)
     remove = os.remove
-    monkeypatch.setattr(_stored.os, "remove", lambda path: remove(path) or remove(path))  # the other one was faster
+    monkeypatch.setattr(_stored.os, "remove", lambda path: remove(path) or remove(path))  # the other process was faster
     _stored._write(folder / "b", b"a")
     assert [file.name for file in files()] == ["b"]
 
@@ -169,7 +169,7 @@ def test_the_runtime_of_mosaic_is_found_where_its_import_finds_it():
 
 
 def test_a_kernel_asks_for_the_version_of_ptxas_once(files):
-    """Mosaic asks at each conversion of a boolean, of which a causal mask has some."""
+    """Mosaic asks at each conversion of a boolean, and a causal mask has several."""
     from jax._src.lib import mosaic_gpu
 
     from ejkernel.compat import ask_ptxas_once

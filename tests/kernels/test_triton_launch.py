@@ -1,4 +1,4 @@
-"""The way into a Triton kernel: what a launch refuses before anything compiles, and who may import what first."""
+"""Launches of Triton kernels: errors before anything compiles, and the order of imports."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def test_sizes_that_triton_cannot_take(wrong):
 
 @pytest.mark.parametrize("capability", (80, 90, 100, 103, 110, 120, 121))
 def test_every_assembler_of_jax_reads_the_ptx(monkeypatch, capability):
-    """That of CUDA 13.0, the oldest which jax-cuda13-plugin asks for, reads 9.0; Triton brings a newer one."""
+    """The assembler of CUDA 13.0, the oldest that jax-cuda13-plugin requires, reads PTX 9.0; Triton has a newer one."""
     jax_triton, told = pytest.importorskip("jax_triton"), {}
     monkeypatch.setattr(jax_triton, "triton_call", lambda *operands, **given: told.update(given))
     with lowering_for(Target("cuda", "a GPU", capability)):
@@ -65,7 +65,7 @@ IMPORTS = (
 
 
 def output(tmp_path, script: str) -> str:
-    """What a process of its own prints."""
+    """The output of a new process."""
     (file := tmp_path / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, file], env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -78,7 +78,7 @@ def test_any_order_of_imports(tmp_path, imports):
     assert output(tmp_path, f"import {imports}\n{LOWERED}") == "True\n"
 
 
-# Names that a module has, or has other values for, once there was a first use.
+# Attributes that a module gets, or changes, at the first use.
 CHANGED = """
 import sys, triton, triton.backends.nvidia.compiler, triton.backends.nvidia.driver, jax_triton, ejkernel
 

@@ -1,4 +1,4 @@
-"""native_sparse_attention and its choice of blocks: the numbers of a formula in NumPy, and every derivative."""
+"""native_sparse_attention and its selection of blocks: results against a formula in NumPy, and every derivative."""
 
 import itertools
 from functools import partial
@@ -106,13 +106,13 @@ def product(x, y):
     return sum((a * b).sum() for a, b in zip(x, y, strict=True))
 
 
-# In either way the lists are constants of the derivatives: given ones are told apart at night.
+# In both cases the lists are constants of the derivatives: given ones are tested separately at night.
 @each_call
 @pytest.mark.parametrize(
     "given", (pytest.param(True, marks=pytest.mark.slow, id="given"), pytest.param(False, id="chosen"))
 )
 def test_derivatives(call, given, x64):
-    """Of every array, against a difference: the choice does not change with so small a step."""
+    """Of every array, against a finite difference: the selection does not change with so small a step."""
     arrays, lists = arrays_of(call)
     f = jax.jit(lambda *x: jnp.sum(operation(call, *x, lists if given else None) * jnp.cos(jnp.arange(V))))
     steps = [np.random.default_rng(1).standard_normal(x.shape) for x in arrays]
@@ -200,7 +200,7 @@ def test_vmap_of_each_operand():
 
 
 def test_what_it_is_composed_of():
-    """Only what is asked for, and on the platform that is asked for."""
+    """Only the requested branches, and on the requested platform."""
     (q, k, v, gates), lists = arrays_of(CALLS["square"])
 
     def labels(*args, **options):
@@ -216,7 +216,7 @@ def test_what_it_is_composed_of():
 
 
 def test_memory_grows_with_the_length():
-    """And not with its square: of the gradient, between a length and eight times that."""
+    """And not with its square: the memory of the gradient at a length and at eight times that."""
 
     def temporary(s):
         q, k = (jax.ShapeDtypeStruct((1, s, heads, 16), jnp.float32) for heads in (4, 1))

@@ -1,4 +1,4 @@
-"""ragged_decode_attention in XLA against its definition in float64: each option, and what nobody sees."""
+"""ragged_decode_attention in XLA against its definition in float64: each option, and unread entries."""
 
 from functools import partial
 
