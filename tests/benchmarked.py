@@ -15,7 +15,7 @@ def breaks(*_):
 
 
 def installed(folder):
-    """This library in a folder, laid out as an installation."""
+    """A copy of this library in a folder, laid out like an installed package."""
     (folder / "ejkernel").mkdir(parents=True)
     files = {file.name: file for file in Path(ejkernel.__path__[0]).iterdir()}
     for name, file in (files | {"lowering": ejkernel.lowering.__path__[0]}).items():

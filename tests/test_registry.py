@@ -1,4 +1,4 @@
-"""The registry beyond its documented calls: what the wrapper lets through and what it converts, and what it costs."""
+"""The registry beyond its documented use: which errors the wrapper passes or converts, and its overhead."""
 
 import inspect
 import timeit
@@ -168,7 +168,7 @@ def test_an_operation_is_given_under_its_documented_arguments(asked):
 
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_every_operation_is_given_on_every_platform(operation):
-    """The function of the operation, which on a platform that is not here can be traced for where it is."""
+    """For platforms without a device here, the returned function can still be traced."""
     pytest.importorskip("jax_triton")
     example, names = OPERATIONS[operation].example(), OPERATIONS[operation].renamed
     arrays = {names.get(name, name): x for name, x in example.items() if hasattr(x, "shape")}

@@ -1,4 +1,4 @@
-"""The platform that an algorithm runs in is the one that `explain` names."""
+"""A call runs on the platform that `explain` names."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The form of ejkernel 0.0.78, called as EasyDeL 0.3.0 calls it: products by groups, poolings, and what is refused."""
+"""The call form of ejkernel 0.0.78, as EasyDeL 0.3.0 calls it: grouped products, pooling, and unsupported arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_grouped_matmul():
 
 
 def test_grouped_matmul_of_two_dtypes():
-    """As gpt-oss has it: rows in bfloat16, matrices in float32."""
+    """As in gpt-oss: rows in bfloat16, matrices in float32."""
     lhs, rhs = random(12, 8).astype(jnp.bfloat16), random(4, 8, 5)
     found = modules.grouped_matmul(lhs, rhs, SIZES, preferred_element_type=jnp.bfloat16)
     assert found.dtype == jnp.bfloat16
@@ -59,7 +59,7 @@ def test_grouped_matmul_with_all_that_is_added():
 
 @pytest.mark.parametrize("sizes", ([5, 2**31 - 1, 2**31 - 1, 2**31 - 1], [2, 3, 9, 9]), ids=("32 bits", "rows"))
 def test_grouped_matmul_of_sizes_beyond_the_rows(sizes):
-    """They are cut off at the last row; their sum does not wrap around."""
+    """They are clipped at the last row; their sum does not overflow."""
     lhs, rhs, bias = random(12, 8), random(4, 8, 5), random(4, 1, 5)
     ends = np.minimum(np.cumsum(np.array(sizes, np.int64)), 12)
     here = np.diff(ends, prepend=0)

@@ -1,4 +1,4 @@
-"""Attention over pages in the form of ejkernel 0.0.78, as EasyDeL 0.3.0 calls it, against a formula in float64."""
+"""Paged attention in the call form of ejkernel 0.0.78, as EasyDeL 0.3.0 calls it, against a formula in float64."""
 
 import jax
 import jax.numpy as jnp

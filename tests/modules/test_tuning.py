@@ -1,4 +1,4 @@
-"""The built-in operations are measured like any kernel, on operands that they make, backward and tangent too."""
+"""Built-in operations are tuned like any kernel, on operands that they generate, backward and tangent too."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ ALWAYS = (("masked", ""), ("packed", "_jvp"), ("masked", "_bwd"), ("packed", "_b
 
 
 def invocation(arrays):
-    """The call as it is recorded: types, no values."""
+    """The call as it is recorded: types without values."""
     found = []
     options = dict(causal=True, dropout_rate=0.1 if "dropout_key" in arrays else 0.0)
     jax.eval_shape(lambda x: found.append(OPERATIONS["flash_attention"].invocation(**x, **options)[0]), arrays)
@@ -86,7 +86,7 @@ def test_the_results_that_a_gradient_is_measured_on_are_computed_by_the_heuristi
 
 
 def derived(inv, suffix):
-    """The call of the forward, tangent or backward that belongs to that of a forward."""
+    """The call of the forward, tangent or backward that corresponds to a forward call."""
     named, kernel = inv.kernel.arrays(inv), KERNELS["flash_attention" + suffix]
     if suffix:
         b, s, h, _ = named["q"].shape
@@ -111,7 +111,7 @@ def test_a_config_is_found_by_measuring(call, suffix):
 
 
 def cost_of(arrays, suffix="", **options):
-    """(operations, bytes) of the forward, or of the gradient of q and v or its tangent."""
+    """(operations, bytes) of the forward, of the gradient of q and v, or of its tangent."""
     given = []
 
     def record(x):

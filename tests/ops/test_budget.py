@@ -1,4 +1,4 @@
-"""The budget of measuring: what is timed within it, what is kept of a search that it cut short, and how it is given."""
+"""The budget of a search: what is timed within it, what an interrupted search stores, and how the budget is set."""
 
 import json
 import threading

@@ -1,4 +1,4 @@
-"""What is lowered and compiled within the budget of measuring, and in which order."""
+"""What is lowered and compiled within the budget of a search, and in which order."""
 
 import os
 import subprocess
@@ -106,7 +106,7 @@ assert not os.listdir(sys.argv[2])
 
 
 class OnDisk(Several):
-    """Kernels that are lowered before, of the blocks `kept`."""
+    """Kernels of which the blocks `kept` are already compiled on disk."""
 
     kept = ()
 

@@ -1,4 +1,4 @@
-"""ConfigCache and its contexts: what retraces a jitted program and what does not, and threads."""
+"""ConfigCache and its contexts: which changes retrace a jitted program, and threads."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Keys and fingerprints: what they tell apart, what they do not, and that another process builds the same; JSON."""
+"""What keys and fingerprints distinguish and what not; another process builds the same; JSON."""
 
 import os
 import subprocess

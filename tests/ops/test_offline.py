@@ -1,4 +1,4 @@
-"""What one process records another measures, and a third finds in a table; nothing that a file says is ever run."""
+"""A call recorded by one process is measured by another and read from a table by a third; files are never executed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from ejkernel.ops.utils.packing import pack_tree, unpack_tree
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """No warning is allowed but where a test expects one."""
+    """Turns warnings into errors except where a test expects one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield
@@ -52,7 +52,7 @@ def invocations(calls):
 
 
 def there_and_back(path, *calls):
-    """Invocations of a file that the calls were saved in, in the order of their operations."""
+    """The invocations read from a file in which the calls were saved, in the order of their operations."""
     for inv in calls:
         record_invocation(inv.kernel, inv)
     save_invocations(path)

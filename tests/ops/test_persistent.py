@@ -1,4 +1,4 @@
-"""PersistentCache: many processes, kills in the midst of a write, and entries of classes of all kinds."""
+"""PersistentCache with many processes, processes killed while they write, and entries of classes of all kinds."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_four_processes_lose_nothing(directory, quiet):
     assert all(cache.get(f"{n} {i}", DEVICE) == Config(i) for n in range(4) for i in range(50))
 
 
-# Kills writers at random moments. What a writer has reported as written has to be there, and so has all from before.
+# Kills writers at random moments. What a writer has reported as written must be in the file.
 KILLS = """
     written = {}
     for n in range(TIMES):

@@ -1,4 +1,4 @@
-"""Files of PersistentCache that are not what they should be: damaged, foreign, no files, locked, unwritable."""
+"""PersistentCache where its file is damaged, foreign, not a file, locked or unwritable."""
 
 import json
 import os
@@ -123,7 +123,7 @@ def loop(path):
 @pytest.mark.parametrize("suffix", ["", ".lock", ".new", ".damaged"])
 @pytest.mark.parametrize("put", [pipe, pipe_with_a_writer, endless, loop, os.mkdir], ids=lambda put: put.__name__)
 def test_what_is_no_file_is_left_where_it_is_and_nobody_waits(directory, put, suffix):
-    """In the place of the file itself, and of those that are made beside it."""
+    """In the place of the file itself, and of the files made beside it."""
     directory.mkdir()
     path = directory / f"cpu_cpu.json{suffix}"
     put(path)

@@ -1,4 +1,4 @@
-"""ConfigSelectorChain and Executor: the events of each choice, the policies, several threads, and the cost."""
+"""ConfigSelectorChain and Executor: events of each choice, policies, threads, and cost."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ from ejkernel.types import Target
 
 @pytest.fixture
 def told():
-    """The events so far, and a callback that notes them."""
+    """The events so far, and a callback that collects them."""
     events = []
     return events, lambda *event: events.append(event)
 
@@ -193,7 +193,7 @@ def test_threads_measure_a_call_once(told):
 
 
 def microseconds(call, bound):
-    """The fastest of many short rounds, so that what else the machine does is left out; again later if that is slow."""
+    """The fastest of many short rounds, so that other work of the machine matters less; repeated if that is slow."""
     for _ in range(5):
         found = min(timeit.repeat(call, number=200, repeat=50, timer=time.process_time)) / 200 * 1e6
         if found < bound:
@@ -203,7 +203,7 @@ def microseconds(call, bound):
 
 
 def test_cost_of_a_cache_hit(types_unchecked):
-    """With the key of the call, which is most of it."""
+    """Including the call's key, which is most of it."""
     kernel, a = Shown(), ones()
     run = executor(autotune=True)
     run(kernel, a)

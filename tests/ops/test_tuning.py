@@ -1,4 +1,4 @@
-"""Measuring: which candidates count, in which order they are timed, and what is told of it."""
+"""Measuring: which candidates are valid, in which order they are timed, and what is logged."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ quick = Tuner(warmup=1, iters=3)
 
 
 class Candidates(Shown):
-    """Config(1) is the heuristic one; what the others do is given."""
+    """Config(1) is the heuristic one; what the others do is a parameter."""
 
     def __init__(self, **does):
         super().__init__("candidates")

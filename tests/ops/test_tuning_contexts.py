@@ -1,4 +1,4 @@
-"""On which values candidates are measured, in which contexts, and where that is refused."""
+"""On which values candidates are measured, in which contexts, and where measuring is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ quick = Tuner(warmup=1, iters=3)
 
 
 def traced_inside(transform, *args):
-    """What a call inside a transform is measured to, with leaks checked."""
+    """What a call inside a transform uses for measuring, with leak checks."""
     with jax.checking_leaks():
         return transform(lambda a: executor(autotune=True, tuner=quick)(Shown(), a))(*args)
 

@@ -1,4 +1,4 @@
-"""A user's kernel under the transforms of JAX: each gives what it gives for the plain function."""
+"""A user's kernel under the transforms of JAX: each gives the same as for the plain function."""
 
 import jax
 import jax.export
@@ -11,7 +11,7 @@ from tests.ops.products import A, B, Config, Product, executor, ours, plain, sam
 
 
 class ProductWithItsOwnVjp(Product):
-    """The same with a backward pass written by hand, which is never traced for its shapes alone."""
+    """The same with a hand-written backward pass, which is never traced only for its shapes."""
 
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
         a, b, *_ = primals
@@ -165,7 +165,7 @@ def test_equal_kernels_share_what_was_compiled():
 
 
 def loss_of_gradient(call, axes=None, outer=None):
-    """A function of what the cotangents of `call` are made of: the transpose of a gradient is the tangent."""
+    """A function of the inputs to the cotangents of `call`: the transpose of a gradient is the tangent."""
 
     def loss(weights, a, b):
         def scalar(a, b):

@@ -1,4 +1,4 @@
-"""A user's kernel on platforms and on meshes: which method runs, with which config, and how it is split."""
+"""A user's kernel on platforms and on meshes: which method runs, with which config, and how it is partitioned."""
 
 import jax
 import jax.export

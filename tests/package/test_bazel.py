@@ -1,4 +1,4 @@
-"""BUILD.bazel is in step with the tree. Its language is a subset of Python: it is run here, with rules that record."""
+"""BUILD.bazel lists the files of the tree. It is a subset of Python and executed here, with rules that record."""
 
 import re
 from collections import defaultdict
@@ -11,7 +11,7 @@ FOLDERS = ("benchmarks", "docs", "ejkernel", "examples", "lowering", "tests")
 
 
 def tree(*folders: str) -> set[str]:
-    """The files below some folders, but what Python leaves behind."""
+    """The files below some folders except those that Python generates."""
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
     return {path.relative_to(ROOT).as_posix() for path in paths if path.parent.name != "__pycache__"}
 

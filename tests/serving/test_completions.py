@@ -1,4 +1,4 @@
-"""The server as clients see it, on the loopback of a machine: whole answers, streams, errors, and those who hang up."""
+"""The server as clients see it, on the loopback interface: answers, streams, errors, and clients that disconnect."""
 
 import http.client
 import json
@@ -17,12 +17,12 @@ from ejkernel.serving.worker import Worker
 completions = pytest.importorskip("ejkernel.serving.completions", reason="starlette is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
-SECONDS = 60  # which no test may take
+SECONDS = 60  # timeout, longer than any test takes
 LIMITS = Limits(pages=24, page_size=8, sequences=4, length=64, buckets=(16,))
 
 
 class Server:
-    """A server that runs, and calls of it."""
+    """A running server, and requests to it."""
 
     def __init__(self, port, worker):
         self.port, self.worker = port, worker
@@ -31,7 +31,7 @@ class Server:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
 
     def call(self, method, path, body=None):
-        """(status, JSON, headers) of an answer."""
+        """(status, JSON, headers) of a response."""
         connection = self.connect()
         connection.request(method, path, body if isinstance(body, (bytes, type(None))) else json.dumps(body))
         answer = connection.getresponse()
@@ -89,7 +89,7 @@ def server(engine):
 
 @pytest.fixture(scope="module")
 def text(plain):
-    """The likeliest continuation of a text."""
+    """The greedy continuation of a text."""
     return lambda prompt, count: decode(plain(encode(prompt), count))
 
 
@@ -202,7 +202,7 @@ def test_other_paths_and_methods_are_errors_in_json(server):
 
 
 def test_a_pool_that_is_full_makes_requests_wait_and_a_queue_that_is_full_refuses_them(engine, text):
-    """Each of these takes 7 of 24 pages: three are computed, and three may be in the engine at once."""
+    """Each takes 7 of 24 pages: three run at once, and three may be in the engine at once."""
     with serving(Worker(engine, most=5)) as server, ThreadPoolExecutor(5) as clients:
         held = threading.Event()
         server.worker._commands.put(lambda: held.wait(SECONDS))

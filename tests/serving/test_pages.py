@@ -1,4 +1,4 @@
-"""The pool: a page is free or used, what is shared has the right contents, and what is known is evicted last."""
+"""The pool: a page is free or used, shared pages have the right contents, and known pages are evicted last."""
 
 import random
 from itertools import accumulate

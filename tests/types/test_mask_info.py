@@ -1,4 +1,4 @@
-"""MaskInfo: every constructor with everything that is applied to it sees what a formula of (b, i, j) says."""
+"""MaskInfo: every constructor with everything that can be applied to it matches a formula of (b, i, j)."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def of_ids(q, kv):
     return lambda b, h, i, j: q[b, i] == kv[b, j] and q[b, i] >= 0
 
 
-# How it is made: the MaskInfo, its (Q, K), and the formula of who sees whom.
+# The constructors: the MaskInfo, its (Q, K), and the formula of visible pairs.
 MADE = {
     "segments": (lambda: MaskInfo.from_segments(Q_IDS), (S, S), of_ids(Q_IDS, Q_IDS)),
     "cross segments": (lambda: MaskInfo.from_segments(Q_IDS, KV_IDS), (S, K), of_ids(Q_IDS, KV_IDS)),
@@ -46,7 +46,7 @@ MADE = {
     "tokens": (lambda: MaskInfo.dynamic_init(input_ids=jnp.ones((B, S))), (S, S), lambda b, h, i, j: True),
 }
 
-# What is applied: the change, and the formula, of that before (f) and of the place in the whole.
+# What is applied: the change, and its formula from the previous formula f and the place in the whole.
 APPLIED = {
     "nothing": (lambda x: x, lambda f, b, h, i, j: f(b, h, i, j)),
     "causal": (lambda x: x.apply_causal(), lambda f, b, h, i, j: f(b, h, i, j) and j <= i),
@@ -93,7 +93,7 @@ APPLIED = {
 
 
 def table(formula, heads, rows, columns):
-    """The formula of all pairs, where rows and columns [B, n] say which."""
+    """The mask of all pairs by the formula, for given rows and columns [B, n]."""
     return np.array(
         [[[[bool(formula(b, h, i, j)) for j in columns[b]] for i in rows[b]] for h in range(heads)] for b in range(B)]
     )
