@@ -41,7 +41,7 @@ def by_the_formula(key, batch=B):
 
 
 @pytest.mark.core
-def test_kept_are_what_the_formula_says():
+def test_kept_weights_are_those_of_the_formula():
     q, k = queries_and_keys()
     for seed in (0, 1):
         found = kept(q, k, jax.random.key(seed))

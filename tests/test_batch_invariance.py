@@ -59,7 +59,7 @@ def test_alone_and_in_a_batch(name):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[n : n + 1]), alone, whole)  # noqa: B023
 
 
-def test_it_is_the_same_function():
+def test_derivatives_equal_those_without_batch_invariance():
     """Gradients of shared operands are sums over the elements; second derivatives too."""
     x = {n: a[:, :40] if n in "qkv" else a for n, a in arrays(dict(sinks=(H,), bias=(1, H, 40, 1))).items()}
     wrt, moved = tuple(x), {n: jnp.cos(37 * a) for n, a in x.items()}

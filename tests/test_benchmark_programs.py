@@ -27,7 +27,7 @@ def kept(tmp_path, monkeypatch):
     return run
 
 
-def test_what_fusing_the_norm_could_gain(kept, capsys):
+def test_fusing_the_norm(kept, capsys):
     rows, table = kept(fused_norm.main, "--sizes 1x16 3x1", layer=LAYER)
     cases = [(1, 16, "fwd"), (1, 16, "fwd_bwd"), (3, 1, "fwd")]
     assert [(r["batch"], r["tokens"], r["mode"]) for r in rows] == [case for case in cases for _ in range(5)]
@@ -71,7 +71,7 @@ def test_differential_attention_beside_two_attentions(kept, monkeypatch):
     assert "| differential_attention of two attentions |" in table
 
 
-def test_what_differs_is_not_timed(monkeypatch):
+def test_different_results_are_not_timed(monkeypatch):
     monkeypatch.setattr(differential_attention.lax, "differential_attention", lambda *x, causal: x[0] * 0)
     programs = differential_attention.programs(4, 2, 8, 8, 1, 16)
     ours, *rest = differential_attention.measured(_program.compiled({("fwd",): programs})["fwd",], 1)
@@ -113,7 +113,7 @@ def test_bias_and_mask_beside_cudnn(kept, small, monkeypatch, capsys):
 
 @pytest.mark.parametrize("mode", ["fwd", "fwd_bwd"])
 @pytest.mark.parametrize("name", SMALL)
-def test_the_check_of_bias_and_mask_stops_what_is_wrong(small, name, mode):
+def test_the_check_of_bias_and_mask_rejects_wrong_results(small, name, mode):
     """Our results pass; with one of them a tenth too large, or without bias or mask, the check fails."""
     shape, given = attention_bias.made_of(name, 2, 32)
     case = attention_bias.case(shape, mode, given, ["auto"])

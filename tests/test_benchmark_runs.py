@@ -95,7 +95,7 @@ def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
     assert "vs best rival" in capsys.readouterr().out
 
 
-def test_another_version_takes_part_from_a_process_of_its_own(tmp_path, monkeypatch):
+def test_another_version_runs_in_its_own_process(tmp_path, monkeypatch):
     """Here it is this version, installed under the release's names."""
     installed(tmp_path / "before")
     monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
@@ -149,7 +149,7 @@ def test_documents_have_the_tables_of_the_records(path):
     assert path.read_text() == report.documents()[path], "python -m benchmarks.report"
 
 
-def test_every_record_says_what_it_is_evidence_for():
+def test_every_record_describes_its_measurement():
     """All have one form, with measured values in fields; and figures in documents cite existing records."""
     records = {path.name: json.loads(path.read_text()) for path in report.RESULTS.iterdir() if path.suffix == ".json"}
     assert {path.name for path in report.RESULTS.iterdir()} == records.keys() | {"README.md"}
@@ -169,7 +169,7 @@ def _only_told(row):
     return re.search(r"\d\.\d", row.get("what", "")) and not numbers
 
 
-def test_a_number_in_words_alone_is_found():
+def test_a_number_only_in_the_text_is_found():
     assert _only_told({"section": "A", "what": "d128 1x16384 full 192, 64, 2 3.000 (2.909)"})
     assert not _only_told({"section": "A", "what": "d128 1x16384 full", "ms": 3.0})
     assert not _only_told({"section": "A", "what": "ptxas 13.0", "spill_bytes": 0})

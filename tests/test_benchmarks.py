@@ -21,7 +21,7 @@ SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap
 NAMED = [(operation, shape) for operation in measured_operations() for shape in shapes_of(operation).values()]
 
 
-def test_programs_find_what_they_import_from_one_another():
+def test_imports_between_programs_resolve():
     """Including modules that nothing imports, where a renamed import would only show when they run."""
     for path in sorted(Path(_driver.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -161,7 +161,7 @@ CALLS = [(operation, shape, mode) for operation, shape in SMALL_CALLS.items() fo
         for call in [*CALLS, ("gla", STEP, "step"), ("multi_latent_page_attention", LISTS, "fwd")]
     ],
 )
-def test_ours_passes_the_check_which_stops_what_is_wrong(operation, shape, mode):
+def test_our_results_pass_the_check_and_wrong_ones_do_not(operation, shape, mode):
     """Our results pass and name their configs; with one of them a tenth too large, or NaN, the check fails."""
     case = importlib.import_module(f"benchmarks.{operation}").case(shape, mode, jnp.dtype("bfloat16"), ["auto"])
     prepared, judge = case.contenders[0].prepare(), case.judge()
@@ -192,7 +192,7 @@ def test_the_formula_is_judged_in_the_dtype_of_the_inputs():
 
 
 @pytest.mark.parametrize("mode", SMALL.modes)
-def test_what_is_done_side_by_side_runs_no_contender(mode, monkeypatch):
+def test_concurrent_preparation_runs_no_contender(mode, monkeypatch):
     """When contenders ran concurrently, processes crashed."""
     given = _attention.inputs(SMALL, jnp.dtype("float32"))
     ours, *_ = _attention_rivals.contenders(SMALL, mode, given, ["auto"])

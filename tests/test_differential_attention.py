@@ -82,7 +82,7 @@ def test_a_row_that_sees_nothing_is_0(x):
     np.testing.assert_array_equal(of(longer, causal=True)[:, :7], 0)
 
 
-def test_heads_that_are_sharded_stay_where_they_are(x):
+def test_sharded_heads_are_not_moved(x):
     """Unsharded keys and values are split like the sharded queries."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
@@ -128,7 +128,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("changed", "error", "says"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told(x, changed, error, says):
+def test_errors_name_the_argument(x, changed, error, says):
     with pytest.raises(error, match=f"^differential_attention: .*{says}") as raised:
         lax.differential_attention(**(x | changed))
     assert type(raised.value) is error and len(str(raised.value)) < 400

@@ -79,7 +79,7 @@ def test_one_sequence_of_many_tokens():
     check(x, 64, jax.jit(lax.lightning_indexer, static_argnames="top_k"))
 
 
-def test_what_nobody_sees_may_be_nan():
+def test_invisible_keys_may_be_nan():
     x = indexed()
     starts, contexts = np.asarray(x["query_start_loc"]), np.asarray(x["context_lens"])
     count, (_, page, d), columns = len(contexts), x["pages"].shape, x["block_tables"].shape[1]
@@ -179,6 +179,6 @@ def test_errors(changes, error, says):
     assert str(raised.value).startswith(f"lightning_indexer: {says}"), raised.value
 
 
-def test_it_is_known():
+def test_it_is_registered_and_explained():
     assert modules.lightning_indexer is lax.lightning_indexer
     assert ejkernel.explain("lightning_indexer", **indexed(), top_k=7).runs

@@ -145,7 +145,7 @@ def test_it_is_explained(x):
     assert told.origin == "composed of operations of JAX, which XLA computes"
 
 
-def test_what_it_is_composed_of_is_explained(x, monkeypatch):
+def test_explain_shows_the_composed_calls(x, monkeypatch):
     """Each call once, including those in a jitted function, with the config that it would use."""
 
     def halves(q, k, v, *, causal=False):

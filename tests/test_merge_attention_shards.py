@@ -74,7 +74,7 @@ def test_sinks_count_once_and_a_window_moves_the_start():
     assert_close(over_devices(4, window=7)(x, sinks), whole(x, sinks=sinks, window=7), 1e-6)
 
 
-def test_explicit_axes_and_without_a_check_of_what_varies():
+def test_explicit_axes_and_without_check_vma():
     x = dense()
     assert_close(over_devices(2, AxisType.Explicit)(x), whole(x), 1e-6)
     assert_close(over_devices(2, check_vma=False)(x), whole(x), 1e-6)

@@ -153,7 +153,7 @@ def test_results_are_the_same_with_and_without_it():
     np.testing.assert_array_equal(attend(plan=plan), attend())
 
 
-def test_it_is_made_of_traced_lengths():
+def test_lengths_can_be_traced():
     """One program for all lengths, and for several steps at once."""
     traced = []
 
@@ -200,7 +200,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("changes, error, says", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told(changes, error, says):
+def test_errors_name_the_argument(changes, error, says):
     with pytest.raises(error) as raised:
         lax.page_plan(**dict(context_lens=np.array(CONTEXTS), page_size=PAGE) | changes)
     assert type(raised.value) is error and str(raised.value).startswith(f"page_plan: {says}"), raised.value

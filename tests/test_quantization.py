@@ -40,7 +40,7 @@ def exact(w, scales, zeros=None, *, group_size=None, bits=None, mode):
 
 
 @each_format
-def test_dequantised_is_what_the_bits_say(of):
+def test_dequantised_values_are_those_of_the_bits(of):
     packed = quantize(jnp.asarray(weights(4, 128), jnp.float32), axis="col", **of)
     found = format_of("test", of["mode"], of.get("bits"), of.get("group_size"))
     assert packed[0].shape == (4, 4 * found.bits) and packed[0].dtype == jnp.uint32
@@ -87,7 +87,7 @@ LARGEST = dict(nf4=0.153, mxfp4=2 / 6, mxfp8=32 / 448, nvfp4=1 / 6 + 0.07, nvfp8
 
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
-def test_how_near_it_is(of, dtype):
+def test_largest_error(of, dtype):
     for size in (1e-3, 0.02, 1.0, 100.0):
         check_nearness(of, dtype, jnp.asarray(weights(4, 128, seed=3) * size, dtype))
 

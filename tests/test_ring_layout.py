@@ -30,7 +30,7 @@ def seen_in(part):
 
 @each_layout
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 5))
-def test_the_parts_are_what_is_seen_once(layout, size):
+def test_the_parts_cover_every_visible_pair_once(layout, size):
     """For all bounds and pairs of devices, equal lengths or not; no part has negative bounds or no visible pair."""
     bounds = itertools.product((None, 0, 1, 3, 5, 9, 100), (None, 0, 1, 2, 7, 100))
     for (left, right), (queries, keys) in itertools.product(bounds, ((4, 4), (2, 6), (6, 2), (8, 8))):
@@ -67,7 +67,7 @@ def test_the_order_and_its_inverse(layout):
         "length is -1; it must be at least 0": (-1, 4),
     }.items(),
 )
-def test_orders_that_there_are_not(message, arguments):
+def test_impossible_orders_are_errors(message, arguments):
     with pytest.raises(ValueError, match=f"ring_order: {message}"):
         lax.ring_order(*arguments)
     with pytest.raises(TypeError, match="ring_order: size must be an int, not float"):
@@ -106,7 +106,7 @@ def test_long_shards_go_round():
     assert choose(problem(length=8192, heads=(7, 7)))[0] == "ring"
 
 
-def test_short_shards_take_what_starts_or_sends_less():
+def test_short_shards_choose_fewer_or_smaller_collectives():
     """Ulysses also sends q and o, in separate collectives, but only a part of each array."""
     assert choose(problem(length=128, heads=(8, 8)))[0] == "all_gather"
     assert choose(problem(length=128, heads=(32, 8)))[0] == "all_gather"
@@ -144,7 +144,7 @@ def test_only_ulysses_drops_out():
         choose(problem(heads=(6, 2), has_dropout=True))
 
 
-def test_what_was_measured_decides():
+def test_the_measured_throughput_decides():
     """On a device with slow products, shorter hops already hide the communication."""
     of = problem(length=512, heads=(8, 8))
     slow = Ceilings("slow", copy=4e12, matmul={"bfloat16": 1e12, "float32": 1e12}, jax="")

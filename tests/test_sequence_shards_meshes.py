@@ -131,7 +131,7 @@ def test_vmap_and_checkpoint():
     assert_close(jax.jit(within)(stacked), jax.vmap(of.call)(stacked), 2e-5)
 
 
-def test_without_a_check_of_what_varies():
+def test_without_check_vma():
     of = CASES["gla"]
     arrays, mesh = of.arrays(), mesh_of(2)
     call = lambda x: of.call(x, axis_name="x")

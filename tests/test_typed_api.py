@@ -222,18 +222,18 @@ def test_types_are_checked_in_every_call_of_every_test():
 
 
 @pytest.mark.core
-def test_what_is_refused_is_refused_by_the_operation():
+def test_wrong_calls_are_rejected_by_the_operation():
     with pytest.raises(ValueError, match=r"^flash_attention: q"):
         lax.flash_attention(*[jnp.zeros((2, 8))] * 3)
 
 
 @pytest.mark.core
-def test_every_module_that_is_to_be_checked_is():
+def test_every_checked_module_has_its_types_checked():
     for name in CHECKED:
         module = importlib.import_module(name)
         own = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == name]
         assert type(module.__loader__).__name__ == "_JaxtypingLoader" and all(hasattr(x, "__wrapped__") for x in own)
 
 
-def test_what_is_off_in_a_test_is_off_for_functions_that_were_made_before(types_unchecked):
+def test_checks_turned_off_are_off_for_functions_defined_before(types_unchecked):
     assert lax.flash_attention(*[jnp.zeros((1, 4, 2, 8))] * 3, window=[1, 0]).shape == (1, 4, 2, 8)

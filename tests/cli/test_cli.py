@@ -242,12 +242,12 @@ def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_pa
     assert [file.name for file in tmp_path.iterdir()] == ["loss.csv"]
 
 
-def test_a_directory_that_cannot_be_made_is_told(capsys, tmp_path):
+def test_an_error_names_a_directory_that_cannot_be_made(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert "File exists" in refused(capsys, "demo", "--out", str(tmp_path / "file"))
 
 
-def test_demo_fails_where_the_curves_part(capsys):
+def test_demo_fails_if_the_curves_differ(capsys):
     def agree(steps, by, dtype="float32"):
         """Whether the losses agree if those steps of a falling curve are higher by so much."""
         curves = {name: np.linspace(4, 2, 200) for name in ("ejkernel", "reference")}

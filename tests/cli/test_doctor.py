@@ -65,7 +65,7 @@ def test_wrong_numbers_are_a_row_and_a_status(capsys, one_operation, by):
     assert rows["mean_pooling", "cute/any"].endswith("gradient wrong, over 3 times the error of the formula")
 
 
-def test_what_is_refused_is_shown_and_is_not_wrong(capsys, one_operation):
+def test_unsupported_calls_are_shown_and_not_failures(capsys, one_operation):
     @kernel_registry.register("mean_pooling", Platform.CUTE, "any", priority=500)
     @supported_if(lambda spec, operands, target: "not\n today" if operands.segments is not None else None)
     def refusing(*operands, spec, config):
@@ -76,7 +76,7 @@ def test_what_is_refused_is_shown_and_is_not_wrong(capsys, one_operation):
     assert "  cute/any    none: not today\n" in out and "was called" not in out
 
 
-def test_what_no_call_takes_is_said(capsys, one_operation):
+def test_shadowed_implementations_are_reported(capsys, one_operation):
     right = kernel_registry.find("mean_pooling", "xla").implementation
 
     @kernel_registry.register("mean_pooling", Platform.XLA, "cpu", priority=500)

@@ -94,7 +94,7 @@ def installed(monkeypatch):
     return install
 
 
-def test_packages_say_themselves_what_they_want_of_others(installed):
+def test_packages_declare_their_own_requirements(installed):
     assert installed(jax_triton=("0.4.1", "triton>=3.7", "absl-py"), triton=("3.6.0",)) == [
         "jax-triton wants triton>=3.7, and 3.6.0 is installed"
     ]
@@ -109,7 +109,7 @@ def test_packages_say_themselves_what_they_want_of_others(installed):
     )
 
 
-def test_what_is_always_required_must_be_there(installed):
+def test_unconditional_requirements_must_be_installed(installed):
     packages = dict(jax_cuda13_plugin=("0.11.2", "jax-cuda13-pjrt==0.11.2"), jaxlib=("0.11.2",))
     assert installed(**packages, jax_cuda13_pjrt=(None,)) == [
         "jax-cuda13-plugin wants jax-cuda13-pjrt==0.11.2, and none is installed"
@@ -159,7 +159,7 @@ def run_as_program(*, environment, read=True):
 
 
 @pytest.mark.parametrize("platforms", ["no_such_platform", "rocm"])
-def test_without_a_device_it_shows_what_there_is_and_fails(platforms):
+def test_without_a_device_it_shows_the_versions_and_fails(platforms):
     status, out, err = run_as_program(environment={"JAX_PLATFORMS": platforms})
     assert status == 1 and "Traceback" not in err
     assert jax.__version__ in out and f"cpu   none: JAX_PLATFORMS={platforms} leaves it out" in out

@@ -67,7 +67,7 @@ def test_signs_that_the_terminal_does_not_have_are_replaced():
 
 @pytest.mark.parametrize("platforms", ["no_such_platform", "rocm"])
 @pytest.mark.parametrize("arguments", ["calibrate", "demo --steps 1", EXPLAIN, "tune --model vit-large"])
-def test_no_device_is_told_in_one_line(tmp_path, arguments, platforms):
+def test_a_missing_device_is_reported_in_one_line(tmp_path, arguments, platforms):
     out, err = (process := started(arguments, environment={"JAX_PLATFORMS": platforms}, cwd=tmp_path)).communicate()
     assert process.returncode == 2 and out == "" and traces(err) == []
     command = arguments.partition(" ")[0]
@@ -75,7 +75,7 @@ def test_no_device_is_told_in_one_line(tmp_path, arguments, platforms):
 
 
 @pytest.mark.parametrize("platforms", ["no_such_platform", "rocm"])
-def test_info_shows_what_there_is_without_a_device(platforms):
+def test_info_works_without_a_device(platforms):
     out, err = (process := started("info", environment={"JAX_PLATFORMS": platforms})).communicate()
     assert process.returncode == 0 and traces(err) == []
     assert f"cpu   none: JAX_PLATFORMS={platforms} leaves it out" in out and "Tuned tables" in out

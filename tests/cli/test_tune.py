@@ -106,7 +106,7 @@ def test_a_kernel_of_a_module_is_found_once_that_is_imported(capsys, calls, tmp_
     assert "No module named 'no_such_module'" in refused(capsys, "--recorded", file, "--import", "no_such_module")
 
 
-def test_a_call_that_fails_is_told_and_the_others_are_kept(capsys, calls, tmp_path):
+def test_a_failing_call_is_reported_and_the_others_are_kept(capsys, calls, tmp_path):
     file = calls(Failing("failing"), Improvable("works"))
     status, out = tuned(capsys, "--recorded", file, "--out", tmp_path / "table.json")
     assert status == 1 and "not measured: failing@v1: cannot be measured: no block divides it" in out

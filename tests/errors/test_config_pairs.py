@@ -60,7 +60,7 @@ def test_a_wrong_pair_is_refused(pair, says):
             call()
 
 
-def test_what_has_no_gradient_takes_no_pair():
+def test_operations_without_gradient_accept_no_config_pair():
     arrays = OPERATIONS["ragged_page_attention_v3"].example()
     config = dict(platform="xla")
     call = lambda arrays: ejkernel.lax.ragged_page_attention_v3(**arrays, config=(config, config))

@@ -120,7 +120,7 @@ def test_of_an_implementation_from_the_registry_too(q, fields, error, says):
 
 
 @pytest.mark.parametrize("bad", NO_CONFIGS.values(), ids=NO_CONFIGS)
-def test_what_is_no_config_is_refused_by_the_executor(q, bad):
+def test_the_executor_rejects_invalid_configs(q, bad):
     with pytest.raises(TypeError, match=r"flash_attention: config is a .*; it must be a KernelConfig"):
         own_executor()(FlashAttention(), q, q, q, cfg=bad)
 
@@ -162,7 +162,7 @@ def test_an_overlay_is_a_cache_in_memory(bad):
         overlay_cache(bad).__enter__()
 
 
-def test_numbers_of_numpy_and_what_is_left_open(q):
+def test_numpy_integers_and_fields_of_none(q):
     config = KernelConfig(block_q=np.int64(8), block_k=np.uint8(16), platform=None, backend=None)
     checked = KERNELS["flash_attention"].checked_config(config)
     assert checked == KernelConfig(block_q=8, block_k=16) and type(checked.block_q) is int

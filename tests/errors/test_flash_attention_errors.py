@@ -199,7 +199,7 @@ TABLES = (
         for name, (changed, error, *says) in table.items()
     ],
 )
-def test_what_is_wrong_is_told(function, arguments, error, says, caplog):
+def test_errors_name_the_argument(function, arguments, error, says, caplog):
     arrays, options = split(arguments)
     with pytest.raises(error) as traced:
         jax.make_jaxpr(lambda arrays: function(**arrays, **options))(arrays)
@@ -211,14 +211,14 @@ def test_what_is_wrong_is_told(function, arguments, error, says, caplog):
     assert not compiled(caplog)
 
 
-def test_the_number_of_sequences_has_to_be_known():
+def test_the_number_of_sequences_must_be_static():
     arrays, options = split(PACKED | dict(cu_seqlens_k=i32(*symbolic_shape("n"))))
     with pytest.raises(ValueError) as error:
         jax.eval_shape(lambda arrays: lax(**arrays, **options), arrays)
     check(error.value, ValueError, ["cu_seqlens_k is symbolic; the number of sequences has to be known"])
 
 
-def test_the_number_of_features_has_to_be_known():
+def test_the_number_of_features_must_be_static():
     (d,) = symbolic_shape("d")
     arrays = dict(q=f32(2, 8, 4, d), k=f32(2, 12, 2, d), v=f32(2, 12, 2, 16))
     with pytest.raises(ValueError) as error:

@@ -86,7 +86,7 @@ WRONG = {
     "function", (ejkernel.lax.grouped_matmul, ejkernel.modules.grouped_matmul), ids=("lax", "modules")
 )
 @pytest.mark.parametrize("changed, error, says", [(c, e, says) for c, e, *says in WRONG.values()], ids=WRONG)
-def test_what_is_wrong_is_told(function, changed, error, says):
+def test_errors_name_the_argument(function, changed, error, says):
     arguments = {**GOOD, **changed}
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     options = {name: x for name, x in arguments.items() if name not in arrays}

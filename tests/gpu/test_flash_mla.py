@@ -77,7 +77,7 @@ def test_float32():
 
 
 @pytest.mark.parametrize("platform", (Platform.TRITON, Platform.PALLAS))
-def test_latents_that_nobody_sees_may_be_nan(platform):
+def test_invisible_latents_may_be_nan(platform):
     """Those of padding, for results, gradients and tangents."""
     x, spec = inputs(jnp.bfloat16)
     ids = jnp.where(jnp.arange(TOKENS) < 300, 0, -1)[None].repeat(2, 0).astype(jnp.int32)

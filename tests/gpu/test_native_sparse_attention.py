@@ -120,7 +120,7 @@ def test_a_block_of_many_queries():
         jax.tree.map(np.testing.assert_array_equal, f(*x), first)
 
 
-def test_what_nobody_sees_may_be_nan():
+def test_invisible_keys_may_be_nan():
     (q, k, v), lists, cuts, tangents, do = call(s=300, cuts=(0, 90, 260), dtype="float32")
     poison = lambda a: a.at[:, 260:].set(jnp.nan)
     f = lambda *x: ejkernel.lax.native_sparse_attention(*x, block_indices=lists, cu_seqlens=cuts)

@@ -72,7 +72,7 @@ def test_pairs_of_eight_bits(dtype, pages, shape, options):
     check(x, **options)
 
 
-def test_nobody_sees_what_is_not_of_a_context():
+def test_keys_after_the_context_are_invisible():
     """NaN in the slots and scales after each context, and any numbers in tables after it."""
     x, page = decode_step(), 8
     x["block_tables"] = jnp.arange(N * J, dtype=jnp.int32).reshape(N, J)

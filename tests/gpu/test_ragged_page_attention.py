@@ -104,7 +104,7 @@ def test_chunks_of_prefills_beside_decodes(lengths):
     check(x, window=300)
 
 
-def test_v3_writes_what_it_is_told_alone():
+def test_v3_writes_only_the_given_tokens():
     """The whole pool, byte for byte; and o equals that over the pool with the new keys and values."""
     x, rng = ragged_step(dtype="bfloat16", pages="bfloat16"), np.random.default_rng(3)
     x["block_tables"] = jnp.asarray(rng.permutation(30).reshape(6, 5))

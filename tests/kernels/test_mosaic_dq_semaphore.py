@@ -66,7 +66,7 @@ MULTIPROCESSORS = 16
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nobody_waits_in_vain(name):
+def test_the_semaphores_do_not_deadlock(name):
     x, spec = CALLS[name]
     plan = Plan(problem_of(x, spec), 64, 2, deterministic=True, processors=MULTIPROCESSORS)
     mask_info = mask_info_of(visibility_of(x, spec).transposed(), plan.keys, plan.block_q)

@@ -135,7 +135,7 @@ def test_a_gradient_is_two_kernels(sight, monkeypatch):
     assert lowered(jax.grad(attention), (x, x, x), arrays).count(f"custom_call @{CUSTOM_CALL}") == 2
 
 
-def test_calls_without_arrays_of_who_sees_whom_pay_nothing_for_them():
+def test_calls_without_visibility_arrays_have_no_overhead():
     """No integer is read or computed before the kernel; the tiles of a thread block are a constant."""
     x, spec = CALLS["llama3-8b"]
     (config, *_) = space("flash_attention", x, spec, HOPPER)

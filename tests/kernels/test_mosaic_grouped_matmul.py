@@ -80,6 +80,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_says_what_it_cannot_do(reason):
+def test_unsupported_calls_give_a_reason(reason):
     operands, target = REFUSED[reason]
     assert reason in supports(GroupedMatmulSpec(), operands, target)

@@ -16,12 +16,12 @@ HOPPER = Target("cuda", "NVIDIA H200")
 
 
 @pytest.mark.core
-def test_the_installed_jax_has_what_is_used():
+def test_the_installed_jax_has_the_names_in_use():
     assert _internals.moved() is None
 
 
 @pytest.mark.parametrize(("name", "what"), FILES, ids=lambda x: x)
-def test_whatever_is_moved_is_missed(name, what, tmp_path):
+def test_every_moved_name_is_noticed(name, what, tmp_path):
     for file in _internals._USED:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(jax.__file__).parent / file, tmp_path / file)

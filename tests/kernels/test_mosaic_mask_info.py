@@ -21,7 +21,7 @@ BLOCK_ROWS, BLOCK_COLUMNS = 32, 16
 
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
-def test_rows_see_what_the_formula_says(case, of_keys):
+def test_visible_keys_are_those_of_the_formula(case, of_keys):
     x, spec = case.make(150, jnp.float32)
     visibility, ok = visibility_of(x, spec), visible(x, spec)[:, 0]
     visibility, ok = (visibility.transposed(), ok.swapaxes(1, 2)) if of_keys else (visibility, ok)
@@ -44,7 +44,7 @@ def test_rows_see_what_the_formula_says(case, of_keys):
 
 
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
-def test_what_nobody_sees_is_zero(case):
+def test_hidden_keys_and_fully_masked_queries_are_zeroed(case):
     x, spec = case.make(150, jnp.float32)
     visibility, ok = visibility_of(x, spec), visible(x, spec)[:, 0]
     (k,), (q,) = (

@@ -85,7 +85,7 @@ def test_a_step_is_a_prefill_and_a_decode():
 
 
 @pytest.mark.parametrize("platform", ("pallas", "triton"))
-def test_what_a_launch_writes_in_place_goes_into_no_slice(platform):
+def test_arrays_written_in_place_are_not_sliced(platform):
     """XLA would fuse the two, and the launch would write its operand, which is dropped, rather than the slice."""
     x = a_call()
     step = lambda x: modules.ragged_page_attention(**x, platform=platform)
@@ -125,7 +125,7 @@ def test_few_tokens_are_decoded():
     ],
     ids=lambda x: x.replace(" ", "_") if isinstance(x, str) else "",
 )
-def test_says_what_it_leaves_to_others(reason, spec, x):
+def test_calls_left_to_other_implementations_give_a_reason(reason, spec, x):
     target = HOPPER if x is not None else Target("cuda", "NVIDIA A100-SXM4-80GB")
     assert reason in supports(CacheSpec(**spec), shapes(**(x or {})), target)
 

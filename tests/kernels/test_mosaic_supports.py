@@ -107,7 +107,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_says_what_it_does_not_take(name):
+def test_unsupported_arguments_give_a_reason(name):
     changed, reason = REFUSED[name]
     target, spec = changed.pop("target", HOPPER), changed.pop("spec", None)
     spec = spec or FlashAttentionSpec(window=changed.pop("window", (None, None)))
@@ -151,7 +151,7 @@ def test_short_gradients_of_64_features_are_left_to_smaller_blocks():
     assert left(1024, 512, 64) is left(512, 1024, 64) is left(512, 512, 128) is None
 
 
-def test_says_which_gradients_of_certain_bits_it_does_not_take():
+def test_unsupported_deterministic_gradients_give_a_reason():
     x, packed = Operands(q, q, q), Operands(q, q, q, **SIGHTS["packed"])
     spec, batch_invariant = FlashAttentionSpec(deterministic=True), FlashAttentionSpec(batch_invariant=True)
     assert supports_bwd(spec, x, HOPPER) is supports_bwd(batch_invariant, x, HOPPER) is None

@@ -80,7 +80,7 @@ def test_two_layers_share_one_and_a_gradient_takes_two(files, made):
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: b"", lambda content: b"x" + content])
-def test_a_damaged_file_costs_a_warning(files, made, damage):
+def test_a_damaged_file_causes_a_warning(files, made, damage):
     first = lowered().as_text()
     (file,) = files()
     file.write_bytes(damage(file.read_bytes()))
@@ -117,7 +117,7 @@ def test_two_processes_may_remove_the_same(files, monkeypatch):
     assert [file.name for file in files()] == ["b"]
 
 
-def test_a_directory_that_cannot_be_written_costs_nothing(tmp_path, monkeypatch, made):
+def test_an_unwritable_directory_is_harmless(tmp_path, monkeypatch, made):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
     assert "triton_kernel_call_ffi" in lowered().as_text() and len(made) == 1
@@ -130,7 +130,7 @@ def test_a_stored_kernel_has_its_label(files, made):
     assert len(made) == 1
 
 
-def test_what_a_user_registers_is_not_stored(files, made, monkeypatch):
+def test_registrations_of_users_are_not_stored(files, made, monkeypatch):
     found = kernel_registry.list_implementations("flash_attention")
     entry = [of.implementation for of in found if of.platform == "triton"][-1]  # those before it take few queries
     monkeypatch.setattr(getattr(entry, "implementation", entry), "__module__", "mine")

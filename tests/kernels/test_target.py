@@ -87,13 +87,13 @@ def test_the_compute_capability_that_a_name_says(kind, capability):
     assert Target("cuda", kind).compute_capability == capability
 
 
-def test_where_no_gpu_is_named_an_h100_is_assumed():
+def test_the_default_gpu_is_an_h100():
     assert (Target("cuda").compute_capability, Target("cuda").core_count) == (90, 132)
     assert Target("rocm", "gfx942").compute_capability is None and Target("tpu", "TPU v5").core_count is None
 
 
 @pytest.mark.parametrize("operation", CALLS)
-def test_a_gpu_of_an_unknown_name_gets_what_runs_everywhere(operation):
+def test_an_unknown_gpu_gets_what_runs_everywhere(operation):
     pytest.importorskip("jax_triton")
     found = ejkernel.explain(operation, *CALLS[operation], target=Target("cuda", "NVIDIA X1000"))
     assert found.config.platform == Platform.XLA
@@ -104,7 +104,7 @@ def test_a_gpu_of_an_unknown_name_gets_what_runs_everywhere(operation):
 
 @pytest.mark.parametrize("operation", CALLS)
 @pytest.mark.parametrize("capability", [of for of in KINDS if of is not None])
-def test_what_takes_a_call_on_each_gpu(operation, capability):
+def test_the_implementation_on_each_gpu(operation, capability):
     """Only Hopper gets Hopper kernels; Triton kernels begin with 8.0, XLA takes the rest."""
     pytest.importorskip("jax_triton")
     target = Target("cuda", KINDS[capability][0])

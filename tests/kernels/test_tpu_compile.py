@@ -127,7 +127,7 @@ def test_memory_of_a_core(generation):
         ("bfloat16", {}, "features"),
     ],
 )
-def test_what_the_kernels_refuse_compiles_all_the_same(dtype, options, reason):
+def test_calls_unsupported_by_kernels_still_compile(dtype, options, reason):
     """The reason is given, and XLA's implementation takes the call."""
     features = 264 if reason == "features" else 64
     q = jax.ShapeDtypeStruct((1, 256, 2, features), jnp.dtype(dtype))

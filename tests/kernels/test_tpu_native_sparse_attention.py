@@ -113,7 +113,7 @@ def test_families(name, dtype):
 
 
 @slow
-def test_what_nobody_sees_is_in_no_result():
+def test_invisible_entries_affect_no_result():
     """Keys after all queries or in no list, and queries that see no key, hold NaN."""
     case = replace(GIVEN[0].resized(dict(b=1, s=40, t=40, n=2)), options=dict(block_size=8))
     x, spec, tangents = against_xla.prepared(case)

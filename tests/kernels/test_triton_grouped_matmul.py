@@ -38,7 +38,7 @@ def test_a_batch_that_shares_the_matrices(interpreted):
     against_xla.check(OURS[0], against_xla.batched(OURS[0]), "triton", "gpu", CONFIG)
 
 
-def test_what_belongs_to_empty_groups_may_be_nan(interpreted):
+def test_matrices_of_empty_groups_may_be_nan(interpreted):
     case = replace(OURS[0], operands=OURS[0].operands | dict(rhs_scale=Operand("e n")))
     against_xla.check(case, against_xla.poisoned(against_xla.prepared(case)), "triton", "gpu", CONFIG)
 

@@ -114,7 +114,7 @@ def stub(monkeypatch, version="0.4.1", **library):
     monkeypatch.setitem(sys.modules, "jax_triton", module)
 
 
-def test_what_is_missing_for_triton_is_said(monkeypatch):
+def test_missing_requirements_of_triton_are_named(monkeypatch):
     """So that the next implementation runs."""
     cuda, rocm = Target("cuda"), Target("rocm", "gfx942")
     stub(monkeypatch)
@@ -133,7 +133,7 @@ def test_what_is_missing_for_triton_is_said(monkeypatch):
     assert "jax-triton cannot be used (ModuleNotFoundError: " in _launch.refusal(cuda)
 
 
-def test_a_jax_triton_that_fails_as_it_is_imported_is_passed_over(monkeypatch, tmp_path):
+def test_a_jax_triton_that_fails_to_import_is_ignored(monkeypatch, tmp_path):
     (tmp_path / "jax_triton.py").write_text("import jax\njax.a_name_of_another_version")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "jax_triton", raising=False)

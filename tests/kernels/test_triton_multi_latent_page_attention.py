@@ -85,13 +85,13 @@ def test_quantised_pages(pages, shape, interpreted):
         check(x, config=config)
 
 
-def test_nobody_sees_what_is_not_of_a_context(interpreted):
+def test_keys_after_the_context_are_invisible(interpreted):
     for drafts in (0, 3):
         x, with_nan = poisoned(step() | (dict(draft_mask=tree(drafts)) if drafts else {}))
         jax.tree.map(np.testing.assert_array_equal, run(with_nan), run(x))
 
 
-def test_a_draft_that_nobody_sees_may_be_nan(interpreted):
+def test_an_invisible_draft_may_be_nan(interpreted):
     """Between drafts that some token of its row sees."""
     mask = tree(5).at[:, 2].set(False)
     x, _ = poisoned(step() | dict(draft_mask=mask))
@@ -164,7 +164,7 @@ def test_lists_of_quantised_keys_with_sinks(h, interpreted):
 
 
 @pytest.mark.parametrize("config", CONFIGS[1::2], ids=str)
-def test_what_no_list_names_may_be_nan(config, interpreted):
+def test_unlisted_keys_may_be_nan(config, interpreted):
     x, with_nan = unnamed(lists(5, step()))
     jax.tree.map(np.testing.assert_array_equal, run(with_nan, config), run(x, config))
 
@@ -264,7 +264,7 @@ def test_compiles(target, name, monkeypatch):
 
 
 @pytest.mark.parametrize("latent, rope, widest", [(32, 4, 8), (40, 8, 16), (12, 2, 4)])
-def test_rows_are_copied_by_what_divides_them(latent, rope, widest, monkeypatch):
+def test_copies_have_a_width_that_divides_the_rows(latent, rope, widest, monkeypatch):
     """Rows of 72 bytes, 96 and 28: a wider copy would begin at a misaligned address."""
     x, spec, kind = decode(1), CacheSpec(softmax_scale=0.1), KINDS["sm_90"]
     shape = lambda of, features: jax.ShapeDtypeStruct((*of.shape[:-1], features), of.dtype)
@@ -286,7 +286,7 @@ def test_rows_are_copied_by_what_divides_them(latent, rope, widest, monkeypatch)
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_says_what_it_does_not_take(changed, reason):
+def test_unsupported_arguments_give_a_reason(changed, reason):
     x = CALLS["h16"]._replace(**changed)
     assert reason in IMPLEMENTATION.supports(CacheSpec(), x, KINDS["sm_90"])
     assert "8.9" in IMPLEMENTATION.supports(CacheSpec(), CALLS["h128, e4m3"], KINDS["sm_80"])

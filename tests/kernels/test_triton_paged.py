@@ -211,7 +211,7 @@ def test_whichever_program_is_the_last_merges_the_splits_in_their_order(planned,
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_nobody_sees_may_be_nan():
+def test_invisible_keys_may_be_nan():
     """Slots after a context, before a window, and of pages that no table names."""
     x = ragged((5, 1, 3), (20, 13, 3))
     page, (n, columns) = x["kv_pages"].shape[1], x["block_tables"].shape
@@ -232,7 +232,7 @@ def test_what_nobody_sees_may_be_nan():
 
 @pytest.mark.parametrize("window", (None, 3))
 @pytest.mark.parametrize("dtype, pages", [("float32", "float32"), ("bfloat16", "float8_e4m3fn")])
-def test_a_draft_that_nobody_sees_may_be_nan(dtype, pages, window):
+def test_an_invisible_draft_may_be_nan(dtype, pages, window):
     """Because no mask names it, or only for tokens whose window it is outside of, or which are in no context."""
     x = ragged((5, 1, 3), (20, 13, 1), d=32, drafts=5, seed=2)
     x["draft_mask"] = x["draft_mask"].at[:, 1].set(False).at[5].set(False)

@@ -69,7 +69,7 @@ def test_every_kernel_of_models_is_within_the_limit(operation, limit, features, 
 
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow), 256])
 @each_operation
-def test_what_is_taken_has_a_config_within_the_limit(operation, features, monkeypatch):
+def test_supported_calls_have_a_config_within_the_limit(operation, features, monkeypatch):
     over = []
     for call in bound_by(operation, DTYPES, features):
         for limit in (32 * 1024, 64 * 1024, 99 * 1024):
@@ -91,7 +91,7 @@ def test_a_value_that_is_no_positive_number_is_refused(operation, value, monkeyp
 
 
 @each_operation
-def test_where_the_smallest_tiles_are_too_large_another_implementation_runs(operation, monkeypatch):
+def test_if_the_smallest_tiles_are_too_large_another_implementation_runs(operation, monkeypatch):
     monkeypatch.setenv(LIMIT, "16")
     for call in bound_by(operation, [jnp.bfloat16]):
         assert call.implementation(Platform.TRITON, H200) is None

@@ -78,7 +78,7 @@ def test_fully_masked(case, transposed):
 
 @SIDES
 @pytest.mark.parametrize("case", CALLS, ids=of)
-def test_intervals_hold_what_is_seen(case, transposed):
+def test_intervals_contain_the_visible_keys(case, transposed):
     """And exactly those if only the band and the sequences hide keys."""
     visibility, ok = call(case, transposed)
     first, stop = (np.asarray(x)[:, None, :, None] for x in visibility.intervals())

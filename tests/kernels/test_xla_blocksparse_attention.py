@@ -111,7 +111,7 @@ def test_no_block_and_every_block(kept):
     close(lse, wanted[1])
 
 
-def test_what_no_block_shows_may_be_nan():
+def test_keys_outside_all_blocks_may_be_nan():
     """Blocks that are not kept, and hidden keys of kept ones, affect neither results nor gradients."""
     size, kept = (8, 13), np.zeros((5, 4), bool)
     kept[1, 1] = kept[2, 2] = True

@@ -123,7 +123,7 @@ def test_gradients_are_those_of_the_formula(call, tiles):
 
 
 @pytest.mark.parametrize("call, tiles", list(in_turn(("window", "segments", "mask"))))
-def test_what_nobody_sees_may_be_nan(call, tiles):
+def test_invisible_keys_may_be_nan(call, tiles):
     """In results, gradients, tangents, and derivatives of gradients in either order."""
     hidden = np.arange(K) >= K - 4
     options = {

@@ -50,7 +50,7 @@ def test_fully_masked_rows_are_zero():
 
 
 @pytest.mark.parametrize("name", ("segments", "mask_of_columns", "packed", "far_window"))
-def test_what_nobody_sees_may_be_nan(name):
+def test_invisible_keys_may_be_nan(name):
     far = Operands(*plain(s=5)), FlashAttentionSpec(softmax_scale=1.0, window=(3, 0))
     operands, spec = far if name == "far_window" else case(name)
     x = _attention.folded(operands, spec)

@@ -59,7 +59,7 @@ def test_half_precision(dtype, pages):
     check(step(dtype=dtype, pages=dtype if pages == "same" else pages), tolerance=1.5e-2)
 
 
-def test_nobody_sees_what_is_not_of_a_context():
+def test_keys_after_the_context_are_invisible():
     x, with_nan = poisoned(step())
     run = partial(multi_latent_page_attention, return_lse=True)
     jax.tree.map(np.testing.assert_array_equal, run(**with_nan), run(**x))
@@ -163,7 +163,7 @@ def test_positions_of_any_integer_type(dtype, large):
     check(x | dict(indices=np.where(named < 0, large, named.astype(np.int64)).astype(dtype)))
 
 
-def test_what_no_list_names_may_be_nan():
+def test_unlisted_keys_may_be_nan():
     x, with_nan = unnamed(lists(5, step()))
     run = partial(multi_latent_page_attention, return_lse=True)
     jax.tree.map(np.testing.assert_array_equal, run(**with_nan), run(**x))

@@ -145,7 +145,7 @@ def test_a_traced_scale_has_a_gradient(x64):
     np.testing.assert_allclose(jax.grad(f)(jnp.asarray(D**-0.5)), slope, rtol=1e-6)
 
 
-def test_what_nobody_sees_may_be_nan():
+def test_invisible_keys_may_be_nan():
     """Tokens of no sequence, and keys that no list names, in forward and gradient; the gates there too."""
     call = CALLS["packed"]
     (q, k, v, gates), _ = arrays_of(call)
@@ -163,7 +163,7 @@ def test_what_nobody_sees_may_be_nan():
     jax.tree.map(np.testing.assert_array_equal, jax.grad(only, (0, 1, 2))(q, k, v), wanted)
 
 
-def test_a_block_that_stands_twice_counts_once():
+def test_a_block_listed_twice_counts_once():
     (q, k, v, _), _ = arrays_of(CALLS["square"])
     of = lambda x: np.broadcast_to(np.array(x, np.int32), (2, 21, G, len(x)))
     f = lambda lists: ejkernel.lax.native_sparse_attention(q, k, v, block_indices=lists, block_size=SIZE)

@@ -70,7 +70,7 @@ def test_half_precision(dtype, pages):
 
 
 @pytest.mark.parametrize("splits", (None, 2))
-def test_nobody_sees_what_is_not_of_a_context(splits):
+def test_keys_after_the_context_are_invisible(splits):
     """NaN in the slots and scales after each context and in queries of empty ones; any numbers in later entries."""
     x, page = step(), 8
     x["block_tables"] = jnp.arange(N * J, dtype=jnp.int32).reshape(N, J)

@@ -84,7 +84,7 @@ def test_any_number_of_sequences_in_one_program(count):
 
 
 @pytest.mark.parametrize("drafts", (False, True))
-def test_nobody_sees_what_is_not_of_a_context(drafts):
+def test_keys_after_the_context_are_invisible(drafts):
     """NaN in the slots and scales after each context and in tokens of none, and any pages in tables after it."""
     x, contexts = step(), np.array(RAGGED_CONTEXTS)
     n = len(contexts)
@@ -104,7 +104,7 @@ def test_nobody_sees_what_is_not_of_a_context(drafts):
     jax.tree.map(np.testing.assert_array_equal, run(**poisoned), run(**x))
 
 
-def test_it_is_what_the_third_version_does_after_writing():
+def test_it_equals_the_third_version_after_its_write():
     """The third version takes the step's keys and values beside the pages into which it writes them."""
     x, rng = step(), np.random.default_rng(5)
     x["block_tables"] = jnp.asarray(rng.permutation(6 * J).reshape(6, J), jnp.int32)

@@ -46,7 +46,7 @@ def test_memory_is_linear_in_the_length(of, mode):
 
 @pytest.mark.parametrize("mode", ["forward", "gradient"])
 @pytest.mark.parametrize("of", [delta_rule, mamba, mamba_2])
-def test_the_states_of_all_tokens_are_never_there_at_once(of, mode):
+def test_the_states_of_all_tokens_are_never_in_memory_at_once(of, mode):
     found, of_states = memory(of, 4096, mode)
     assert found < of_states / 2
 

@@ -145,7 +145,7 @@ def test_sinks(sinks):
         close(one, wanted)
 
 
-def test_nobody_sees_what_is_not_of_a_context():
+def test_keys_after_the_context_are_invisible():
     """NaN norms in the slots after each context, NaN in tokens of no sequence, and any pages in tables after it."""
     (x, new), contexts = step(), np.array(RAGGED_CONTEXTS)
     n = np.arange(N)

@@ -70,7 +70,7 @@ def test_the_backward_is_chosen_by_the_executor_of_its_forward(case, jit, no_def
 
 
 @each_operation
-def test_what_is_transformed_asks_the_executor_too(case, no_default):
+def test_transformed_calls_use_the_executor(case, no_default):
     """vmap of the gradient, and the gradient of the gradient: the executor remains a parameter of every primitive."""
     executor, asked = listening()
     loss, moving = loss_of(executor, case)

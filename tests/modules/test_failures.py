@@ -94,7 +94,7 @@ def test_the_implementation_is_named_and_the_way_past_it(failing, operation, err
     assert error in causes(raised.value)
 
 
-def test_what_the_error_says_to_set_works(failing):
+def test_the_setting_that_the_error_suggests_works(failing):
     right = jax.value_and_grad(lambda x: pooled(x).sum())(X)
     for operation in CALLS:
         failing(operation, AttributeError(), True)
@@ -119,7 +119,7 @@ def test_over_devices(failing, kind, mode, late):
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), TypeError("t"), NotImplementedError("n"), UnsupportedError("u")])
-def test_what_is_wrong_with_the_call_passes_as_it_is(failing, error):
+def test_errors_of_the_call_pass_unchanged(failing, error):
     failing("mean_pooling", error, False)
     jax.clear_caches()
     with pytest.raises(type(error)) as raised:
@@ -127,14 +127,14 @@ def test_what_is_wrong_with_the_call_passes_as_it_is(failing, error):
     assert raised.value is error
 
 
-def test_what_no_implementation_takes_passes_as_it_is(failing):
+def test_unsupported_errors_pass_unchanged(failing):
     failing("mean_pooling", UnsupportedError("u"), True)
     jax.clear_caches()
     with pytest.raises(UnsupportedError, match=r"^u"):
         CALLS["mean_pooling"](X)
 
 
-def test_where_no_other_implementation_is_left_none_is_advised(failing):
+def test_without_another_implementation_none_is_suggested(failing):
     failing("mean_pooling", AttributeError(), True)
     (ours, *_) = kernel_registry.list_implementations("mean_pooling")
     kernel_registry._registry["mean_pooling"] = [ours]

@@ -86,7 +86,7 @@ def test_positions_are_counted_from_the_first(operation, ids, keys, sees):
     close(found[0] if operation == "attention" else found, formula(q, k, v, visible)[0])
 
 
-def test_what_is_in_the_mask_info_is_not_applied_again():
+def test_options_in_the_mask_info_are_not_applied_twice():
     """As in Gemma 3: tokens of an image see all of the image, text is causal."""
     types = np.array([[0, 1, 1, 0, 2, 2], [0, 0, 1, 1, 1, 0]])
     info = MaskInfo.from_segments(np.zeros((B, S))).apply_causal().apply_sliding_window(3).apply_token_type_ids(types)

@@ -104,7 +104,7 @@ def test_mean_pooling_of_heads():
         (lambda q, k, v: modules.quantized_matmul(q, k, v, tpu_path="dense"), "tpu_path is 'dense'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(call, message):
+def test_unsupported_arguments_are_errors(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(*qkv())
 
@@ -119,7 +119,7 @@ def test_configs():
         configs.GroupedMatmulConfig.from_dict(dict(blocks=3))
 
 
-def test_the_other_calls_mean_what_they_meant():
+def test_other_calls_keep_their_meaning():
     q, k, v = qkv(K)
     same = lambda a, b: np.testing.assert_array_equal(a, b)
     same(modules.flash_attention(q, k, v, causal=True), lax.flash_attention(q, k, v, causal=True))

@@ -92,7 +92,7 @@ def test_the_third_version_and_then_the_second(bits, qjl_dim):
         assert_next_to(jax.jit(second)(q, *new), wanted)
 
 
-def test_it_is_near_attention_over_what_was_not_quantised():
+def test_it_approximates_attention_without_quantisation():
     """With four bits, from pages that hold two steps; the default scale is D**-0.5, as in the lax API."""
     (q, k, v, lens, tables, starts), matrices, pools = step(jnp.float32), constants(), cache()
     dense = jnp.zeros((PAGES, PAGE, 2 * G, D))
@@ -113,7 +113,7 @@ def test_it_is_near_attention_over_what_was_not_quantised():
         (dict(qjl_dim=128), "qjl_dim is 128 but qjl_projection has 16 rows"),
     ],
 )
-def test_bits_and_rows_have_to_be_those_of_the_matrices(options, message):
+def test_bits_and_rows_must_match_the_matrices(options, message):
     q, k, v, lens, tables, starts = step()
     call = modules.ragged_page_attention_v3_turboquant
     with pytest.raises(ValueError, match=message):

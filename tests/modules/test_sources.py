@@ -48,7 +48,7 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
     assert not any(f"/{other}/" in file or f"/{other}." in file for file in files for other in others)
 
 
-def test_what_a_package_says_of_itself_belongs_to_who_imports_it():
+def test_the_init_file_of_a_package_counts_for_its_importers():
     files = names(source_files("ragged_page_attention_v3", Backend.GPU))
     assert {"kernels/_triton/_paged/__init__.py", "kernels/_pallas/gpu/ragged_page_attention/forward.py"} <= files
 

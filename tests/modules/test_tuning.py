@@ -48,7 +48,7 @@ def invocation(arrays):
     return ops.Invocation(found[0].kernel, abstract(found[0].args), found[0].kwargs)
 
 
-def test_a_config_has_to_repeat_where_its_implementation_takes_deterministic_calls(monkeypatch):
+def test_a_config_must_be_deterministic_if_its_implementation_can_be(monkeypatch):
     inv, entry = invocation(DENSE), kernel_registry.list_implementations("flash_attention")[-1]
     assert inv.kernel.repeats(inv, CONFIGS[0])
     monkeypatch.setattr(
@@ -143,7 +143,7 @@ def test_the_cost_of_attention_counts_the_pairs_that_are_seen():
     assert cost_of(arrays, "_jvp", causal=True)[0] == 2 * 2 * 4 * causal * (16 + 16 + 8 + 8)  # s, dq·k, ṡ·v, p·dv
 
 
-def test_the_cost_is_unknown_where_values_decide_what_is_seen():
+def test_the_cost_is_unknown_if_visibility_depends_on_values():
     assert cost_of(CALLS["plain"]) is not None
     assert cost_of({name: x for name, x in CALLS["masked"].items() if name != "mask"}) is None
     assert cost_of(DENSE | {"mask": of_type(100, 100, dtype=bool)}) is None

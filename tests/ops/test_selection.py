@@ -151,7 +151,7 @@ def recording(monkeypatch):
     monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
 
 
-def test_what_is_recorded_can_be_measured_and_is_used(recording):
+def test_recorded_calls_can_be_measured_and_the_configs_are_used(recording):
     kernel, run = Shown("recorded_and_measured"), executor()
     step = jax.jit(lambda a: run(kernel, a))
     assert ran(step(ones())) == HEURISTIC
@@ -161,7 +161,7 @@ def test_what_is_recorded_can_be_measured_and_is_used(recording):
     assert ran(step(ones())) == TUNED
 
 
-def test_recording_under_every_transform_holds_types_alone(recording):
+def test_recording_under_every_transform_stores_only_types(recording):
     kernel, run = Shown("recorded_under_transforms"), executor()
     loss = lambda a: run(kernel, a, shift=a).sum()
     with jax.checking_leaks():

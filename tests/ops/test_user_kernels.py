@@ -68,7 +68,7 @@ def test_grad(kernel, wrt, transform):
 
 
 @kernels
-def test_grad_of_one_result_alone(kernel):
+def test_grad_of_a_single_result(kernel):
     rows = lambda f: lambda a: f(a, B)["rows"].sum()
     same(jax.grad(rows(ours(kernel)))(A), np.ones_like(A))
 
@@ -146,7 +146,7 @@ def test_the_config_is_a_parameter_of_the_primitive():
     assert "product[" in shown and "config=Config(block=7)" in shown
 
 
-def test_equal_kernels_share_what_was_compiled():
+def test_equal_kernels_share_compiled_programs():
     traced = []
 
     class Traced(Product):
@@ -213,7 +213,7 @@ def test_an_option_has_to_be_hashable():
         ((None,), TypeError, "has to return 3 gradients"),
     ],
 )
-def test_what_custom_vjp_gives_is_checked(gradients, error, message):
+def test_results_of_custom_vjp_are_checked(gradients, error, message):
     class Wrong(Product):
         def custom_vjp(self, primals, cfg, kwargs, cotangents):
             return gradients

@@ -57,7 +57,7 @@ def test_import_loads_no_accelerator_package():
 
 
 @pytest.mark.core
-def test_types_are_checked_for_tests_alone():
+def test_types_are_checked_only_in_tests():
     """A user's arrays may be NumPy's, which no annotation admits, and no type checker is imported."""
     call = "ejkernel.lax.flash_attention(*[__import__('numpy').zeros((1, 2, 1, 4), 'float32')] * 3).shape"
     script = f"import sys\n{IMPORTS}\nprint({CHECKERS} & set(sys.modules), {call})"

@@ -110,7 +110,7 @@ def test_no_two_folders_of_kernels_import_each_other():
     assert [(a, b) for a, b in sorted(pairs) if a < b and (b, a) in pairs and apart(a, b)] == []
 
 
-def test_private_jax_is_touched_in_compat_alone():
+def test_private_jax_is_used_only_in_compat():
     private = {name for name, path in sources() for target in imports(name, path) if "jax._src" in target}
     assert private == {"ejkernel.compat"}
 

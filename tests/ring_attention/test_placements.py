@@ -50,7 +50,7 @@ def test_a_sequence_over_two_axes():
 
 
 @pytest.mark.parametrize("strategy", ("ring", pytest.param("all_gather", marks=pytest.mark.slow)))
-def test_a_shard_map_that_does_not_check_what_varies(strategy):
+def test_shard_map_without_check_vma(strategy):
     x, of, call = random(**QKV), P(None, "x"), lambda x: ring(x, strategy=strategy)
     f = jax.shard_map(call, mesh=mesh_of(3), in_specs=of, out_specs=of, check_vma=False)
     assert_close(jax.jit(jax.value_and_grad(sines(f)))(x), jax.value_and_grad(sines(whole))(x), 2e-5)
@@ -134,7 +134,7 @@ def test_a_ring_is_exported_for_each_platform_by_itself():
 
 
 @pytest.mark.slow
-def test_what_is_exported_for_all_platforms_without_a_ring():
+def test_export_for_all_platforms_without_a_ring():
     """Where keys are gathered or heads exchanged, no device has its own branch."""
     f, x = local_call(2, 128, causal=True, strategy="ulysses")
     exported = jax.export.export(

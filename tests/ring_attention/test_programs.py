@@ -67,7 +67,7 @@ def test_hops_in_which_nothing_is_seen_are_not_computed():
     assert [tuple(x.aval.shape[1] for x in e.invars[:2]) for e in calls] == [(64, 64), (32, 64), (64, 32)]
 
 
-def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
+def test_a_checkpointed_ring_runs_its_forward_once_if_its_results_are_saved():
     """Three hops; the backward recomputes each of them in any case."""
 
     def forwards(policy):

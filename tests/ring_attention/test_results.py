@@ -83,7 +83,7 @@ def test_one_device_and_eight(size, layout):
         ),
     ],
 )
-def test_dropout_drops_what_it_drops_of_the_whole_sequence(size, layout, strategy):
+def test_dropout_drops_the_same_as_for_the_whole_sequence(size, layout, strategy):
     """Arrays with a token axis go through `ring_order` and back."""
     of = flash_case(
         "dropout", dict(b=2, s=24, t=24, e=4), dict(dropout_key=Operand("", key)), causal=True, dropout_rate=0.3

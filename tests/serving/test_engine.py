@@ -69,7 +69,7 @@ def test_pages_of_a_common_prefix_are_computed_once_and_shared(engine, plain):
     assert [event.tokens for event in e.run()] == [[token] for token in plain(prompts[2], 6)]
 
 
-def test_a_whole_prompt_that_is_known_leaves_its_last_token_to_be_computed(engine, plain):
+def test_of_a_fully_cached_prompt_the_last_token_is_computed(engine, plain):
     e, prompt = engine(), list(range(16))
     assert e.generate([prompt, prompt, prompt], Sampling(max_tokens=3)) == [plain(prompt, 3)] * 3
 
@@ -165,7 +165,7 @@ def test_a_text_ends_after_an_end_token(engine, prompts, expected):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_cancelled_requests_give_back_their_pages_and_leave_others_alone(engine, prompts, expected, drafts):
+def test_cancelled_requests_free_their_pages_and_leave_others_alone(engine, prompts, expected, drafts):
     e = engine(drafts=drafts)
     requests = [e.submit(prompt, Sampling(max_tokens=12)) for prompt in prompts]
     e.cancel(requests[5])  # waits
@@ -217,7 +217,7 @@ def test_limits_that_cannot_be_are_refused(engine, limits, message):
 HOT = dict(max_tokens=12, temperature=0.9, top_k=20, top_p=0.95)
 
 
-def test_what_is_drawn_depends_on_the_seed_and_not_on_the_company(engine, prompts):
+def test_samples_depend_on_the_seed_and_not_on_other_requests(engine, prompts):
     alone = [
         engine(sequences=1, buckets=(64,)).generate([p], Sampling(**HOT, seed=i))[0] for i, p in enumerate(prompts[:3])
     ]

@@ -36,7 +36,7 @@ def drawn(count=4000, **options):
         (dict(temperature=1.0, top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7, 0]),  # 0.7 of the 0.88 that top_k leaves
     ],
 )
-def test_tokens_come_at_the_frequencies_of_what_is_left(options, shares):
+def test_tokens_are_sampled_at_the_remaining_frequencies(options, shares):
     assert np.abs(drawn(**options) - shares).max() < 0.03
 
 
@@ -66,6 +66,6 @@ def test_a_request_draws_the_same_beside_more_demanding_ones():
         (dict(seed=2**32), "seed is 4294967296"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(options, message):
+def test_invalid_sampling_parameters_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)

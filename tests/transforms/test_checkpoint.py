@@ -61,7 +61,7 @@ def test_checkpoint_under_scan(case, kept):
 
 @each([case for case in first_of_each(DIFFERENTIABLE) if case.is_composed], first=())
 @pytest.mark.parametrize("policy", (None, checkpoint_policies.save_kernels), ids=("none", "kernels"))
-def test_checkpoint_of_what_is_composed(case, policy):
+def test_checkpoint_of_composed_operations(case, policy):
     """How often the kernels of its parts run depends on the operation; the numbers do not change."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)

@@ -55,7 +55,7 @@ def test_export_of_the_gradient(case):
 
 
 @each_by_kind(first_of_each(DIFFERENTIABLE))
-def test_gradient_of_what_was_exported(case):
+def test_gradient_of_an_exported_function(case):
     arrays = case.placed(case.arrays())
     cotangents = case.cotangents(arrays)
     found = gradient(sent(case, case.call, arrays, vjp_order=1), case.differentiable)(arrays, cotangents)
@@ -101,7 +101,7 @@ def test_export_for_every_size(case):
 
 
 @each(first_of_each([case for case in DIFFERENTIABLE if not case.over]), first=())
-def test_gradient_of_what_was_exported_for_every_size(case):
+def test_gradient_of_an_exported_function_for_every_size(case):
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     found = gradient(sent(case, case.call, types(case), vjp_order=1), case.differentiable)(arrays, cotangents)

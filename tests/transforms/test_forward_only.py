@@ -32,7 +32,7 @@ def test_derivatives_are_refused(case):
 
 
 @each_forward_only
-def test_what_does_not_move_is_no_derivative(case):
+def test_constant_operands_need_no_derivative(case):
     """A loss may use the operation's results as constants."""
     arrays = case.arrays()
     results = case.call(arrays)

@@ -73,7 +73,7 @@ def test_one_forward_and_one_backward_kernel(case):
 
 
 @each(with_primitives(DIFFERENTIABLE))
-def test_no_kernel_for_what_does_not_move(case):
+def test_no_kernel_for_constant_operands(case):
     """No tangent or backward kernel where no differentiable operand depends on the input."""
     arrays = case.arrays()
     pushed = jax.make_jaxpr(lambda t: jax.jvp(lambda _: case.call(arrays), (t,), (t,)))(1.0)

@@ -45,7 +45,7 @@ def test_labels(case, transform, suffix, monkeypatch):
 
 @each_by_kind(first_of_each(CASES))
 @pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
-def test_the_label_names_what_was_explained(case, platform):
+def test_the_label_agrees_with_explain(case, platform):
     """For any platform a program is lowered for, present or not. Composed operations have parts."""
     told = explained(case, platform)
     parts = told.parts if case.is_composed else (told,)

@@ -74,7 +74,7 @@ FLASH = next(case for case in DIFFERENTIABLE if case.operation == "flash_attenti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_in_a_shard_map_that_does_not_check_what_varies(order):
+def test_in_shard_map_without_check_vma(order):
     mesh = mesh_of(shape=(2, 2))
     check(FLASH, order, both(FLASH), mesh, call=over_the_batch(FLASH, mesh, check_vma=False))
 
@@ -98,7 +98,7 @@ def test_third_order():
 
 
 @pytest.mark.slow
-def test_a_gradient_of_what_is_mapped_inside_a_program():
+def test_gradient_of_a_vmap_inside_jit():
     """The second derivative of each example, mapped in its own jitted program before it is differentiated.
 
     Examples are split over their own mesh axis; all share keys and values.

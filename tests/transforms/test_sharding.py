@@ -110,7 +110,7 @@ def test_shard_map(case, transform):
 
 
 @each_call(first_of_each(LOCAL), {"eval": None, "grad": gradient, "curvature": curvature})
-def test_shard_map_that_does_not_check_what_varies(case, transform):
+def test_shard_map_without_check_vma(case, transform):
     check_shard_map(case, transform, check_vma=False)
 
 

@@ -6,7 +6,7 @@ from cases import DIFFERENTIABLE, assert_close, each, each_by_kind, first_of_eac
 
 
 @each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
-def test_gradient_in_what_made_the_cotangent(case):
+def test_gradient_with_respect_to_the_cotangent(case):
     """Reverse over reverse with constant operands: ½|Jᵀ·(w ∘ u)|² differentiated with respect to w."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)

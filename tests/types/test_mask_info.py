@@ -146,7 +146,7 @@ def test_the_parts_of_a_step_are_those_of_the_whole(made):
     np.testing.assert_array_equal(found.attention_mask, expected)
 
 
-def test_ids_and_a_band_are_what_kernels_get_and_no_mask_is_made():
+def test_kernels_get_ids_and_a_band_instead_of_a_mask():
     found = MaskInfo.from_segments(Q_IDS).apply_causal().apply_sliding_window((3, 5))
     assert found.visibility.mask is None and found.visibility.band == (-3, 0)
     assert len(jax.tree.leaves(found)) == 2
@@ -171,7 +171,7 @@ def test_positions_begin_with_each_segment():
     assert q.tolist() == [list(range(8))] and kv[0, 2] == 2**31 - 1
 
 
-def test_a_mask_that_is_given_says_all():
+def test_replace_takes_a_mask_and_keeps_the_rest():
     given = jnp.asarray(MASK[:, :1])
     found = MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal().replace(attention_mask=given, kv_segment_ids=None)
     np.testing.assert_array_equal(found.attention_mask, given)
@@ -240,7 +240,7 @@ def test_a_picture():
         (lambda: MaskInfo.from_segments(Q_IDS).apply_token_type_ids(Q_IDS, combine="and"), "combine is 'and'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(call, message):
+def test_contradictory_arguments_are_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
     assert MaskInfo().attention_mask is None and MaskInfo().shape == (None, None, None)
