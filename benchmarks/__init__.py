@@ -1,13 +1,14 @@
-"""What this library and its rivals take for the calls in `ejkernel/types/shapes`: `python -m benchmarks OPERATION`.
+"""Times of this library and its rivals for the calls in `ejkernel/types/shapes`: `python -m benchmarks OPERATION`.
 
-A file of an operation brings the arrays of its calls, the formula that judges results, and the rivals. `_driver` runs
-it: first the numbers of each contender, then times, interleaved in one process, and a record in `results/`.
+The file of an operation has the arrays of its calls, the formula that judges results, and the rivals. `_driver` first
+checks the results of each contender, then times them, interleaved in one process, and writes a record to `results/`.
 
-Beside those: `tuning` times every config of a kernel, `tpu_compile` and `tpu_estimates` read the programs that the
-compiler of TPUs makes, `host_cost`, `xla_cpu`, `release_cpu`, `training` and `first_call` have bars to meet,
-`profile_labels` and `profile_overlap` read a profile, `sequence_shards` compares devices, `attention_bias` a bias and a
-mask with cuDNN, `differential_attention` one call with two, and `fused_norm` a layer with the same without its norms.
-`report` writes the tables of the documents from `results/`.
+Other programs: `tuning` times every config of a kernel, `tpu_compile` and `tpu_estimates` read the programs that the
+TPU compiler makes, `host_cost`, `xla_cpu`, `release_cpu`, `training` and `first_call` have bars to meet,
+`profile_labels` and `profile_overlap` read a profile, `sequence_shards` compares several devices with one,
+`attention_bias` compares bias and mask with cuDNN, `differential_attention` is compared with two calls of
+flash_attention, and `fused_norm` compares a layer with the same layer without norms. `report` writes the tables of the
+documents from `results/`.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What benchmarks of attention over whole sequences share: q, k and v with their tangents, and the cotangent of o."""
+"""Shared by benchmarks of attention over whole sequences: q, k and v with their tangents, and the cotangent of o."""
 
 from functools import lru_cache
 from typing import Any
@@ -13,7 +13,7 @@ from ._contenders import Inputs, arrays_of, normal
 
 @lru_cache(maxsize=1)
 def inputs(shape: Shape, dtype: Any) -> Inputs:
-    """The arrays of a call; all but q, k and v are `others`. Those of the last call are kept, for its other modes."""
+    """The arrays of a call; all except q, k and v are `others`. The last ones are cached, for its other modes."""
     arrays = arrays_of(shape, dtype)
     operands = tuple(arrays.pop(name) for name in "qkv")
     keys = jax.random.split(jax.random.key(1), 4)
@@ -30,10 +30,10 @@ def heads_first(x: Any) -> Any:
 
 
 def without_others(function: Any) -> Any:
-    """A function of q, k and v alone, that is given the other arrays too."""
+    """The function of q, k and v, which ignores the other arrays."""
     return lambda q, k, v, **others: function(q, k, v)
 
 
 def first_group(x: Array, kv_heads: int) -> Array:
-    """Of an array [heads, …] the heads that share the first key/value head."""
+    """The heads of an array [heads, …] that share the first key/value head."""
     return x[: x.shape[0] // kv_heads]

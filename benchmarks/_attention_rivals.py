@@ -1,4 +1,4 @@
-"""Who computes attention beside this library: each contender prepares one call, or says why it cannot."""
+"""The contenders of attention: each prepares one call, or says why it cannot."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ def _ours(shape: AttentionShape, platform: str | None) -> Callable[..., Array]:
 
 
 def _formula(shape: AttentionShape) -> Callable[..., Array]:
-    """What a user would write, with all the logits in memory."""
+    """The formula as a user would write it, with all logits in memory."""
     spec = FlashAttentionSpec(**shape.options, softmax_scale=shape.head_dim**-0.5)
     of_batch = lambda sinks: None if sinks is None else sinks[None]
     return lambda q, k, v, sinks=None: reference(q, k, v, *[None] * 4, of_batch(sinks), spec=spec).o
@@ -92,7 +92,7 @@ def _tokamax(shape: AttentionShape, implementation: str) -> Callable[..., Array]
 
 
 def _attention_mgpu(shape: AttentionShape, mode: str, given: Inputs) -> Callable[..., Array]:
-    """JAX's own example of a Mosaic GPU kernel, in blocks that fit; it has no scale, which q is multiplied with."""
+    """JAX's example of a Mosaic GPU kernel, with block sizes that fit; it has no scale, so q is multiplied by it."""
     _refuse(shape, "attention_mgpu", "softcap", "sinks")
     if shape.window != (None, None) or shape.head_dim != shape.value_dim:
         raise Unavailable("attention_mgpu has no window and no value size of its own")
@@ -152,7 +152,7 @@ def _flash_attention_3(shape: AttentionShape, mode: str) -> Callable[..., Any]:
 
 
 def _jvp_flash_attention(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
-    """In the layout that it wants, [b,h,s,d] without gaps: what it takes to come there is not counted."""
+    """In its layout, contiguous [b,h,s,d]: the time of the transposition is not counted."""
     _refuse(shape, "jvp_flash_attention", "softcap", "sinks")
     if mode != "jvp":
         raise Unavailable("jvp_flash_attention is here for its forward mode")
@@ -169,7 +169,7 @@ def _jvp_flash_attention(shape: AttentionShape, mode: str, given: Inputs) -> Pre
 
 
 def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
-    """The release on PyPI has the package name of this library: it runs in a process of its own (see _release.py)."""
+    """The release on PyPI, in another process as its package has the same name (see _release.py)."""
     _refuse(shape, "the release on PyPI, as it is called here,", "softcap", "sinks")
     if mode != "fwd" or shape.head_dim != shape.value_dim or given.cotangent.dtype != jnp.bfloat16:
         raise Unavailable("the release on PyPI is here for its forward in bfloat16, with values as wide as keys")
@@ -184,7 +184,7 @@ def _published(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
 
 
 def _earlier(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
-    """This library as it was, from the folder that EJKERNEL_BEFORE names (see _earlier.py)."""
+    """An earlier commit of this library, from the folder in EJKERNEL_BEFORE (see _earlier.py)."""
     request = {"options": shape.options, "mode": mode, "dtype": given.cotangent.dtype.name}
     ask = partial(asked, "_earlier", "EJKERNEL_BEFORE")
     arrays = dict(zip("qkv", given.operands, strict=True)) | {"do": given.cotangent} | dict(given.others)
@@ -198,14 +198,14 @@ def _earlier(shape: AttentionShape, mode: str, given: Inputs) -> Prepared:
 
 
 def _left(folder: str, arrays: dict[str, Array]) -> None:
-    """Files for another process; numpy has no bfloat16."""
+    """Writes arrays to files for another process, as NumPy has no bfloat16."""
     for name, x in arrays.items():
         values = np.asarray(x)
         np.save(Path(folder) / f"{name}.npy", values.view(np.uint16) if x.dtype == jnp.bfloat16 else values)
 
 
 def _elsewhere(ask: Callable[[dict], dict], request: dict) -> Batch:
-    """Calls in the process that is asked."""
+    """A contender's calls, in another process."""
 
     def batch(calls: int) -> None:
         ask(request | {"calls": calls})
@@ -214,7 +214,7 @@ def _elsewhere(ask: Callable[[dict], dict], request: dict) -> Batch:
 
 
 def _bounded(shape: AttentionShape) -> tuple[int, int]:
-    """The window without None: both rivals want numbers."""
+    """The window without None, as both rivals need numbers."""
     left, right = (shape.seq_k if bound is None else bound for bound in shape.window)
     return left, right
 

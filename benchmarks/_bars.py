@@ -1,4 +1,4 @@
-"""Benchmarks that have bars to meet: a row for each, what is printed of them, and what is kept."""
+"""Benchmarks with bars to meet: rows, the printed table, and the record."""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from ._records import result_file, save_record
 
 @dataclass(frozen=True)
 class Row:
-    """One cost of ours and that of the rival; the bar is of their ratio, or of ours in its unit without a rival."""
+    """A cost of ours and of the rival. The bar is the largest ratio of the two, or without a rival the largest cost."""
 
     name: str
     ours: float
@@ -28,7 +28,7 @@ class Row:
 
 
 def conclude(benchmark: str, rows: Sequence[Row], convention: str, out: Path) -> int:
-    """Prints the table and keeps it as a file; 1 where a bar is not met."""
+    """Prints the table and writes the record; 1 if a bar is not met."""
     print(f"{'':<38}{'ours':>12}{'rival':>12}{'ratio':>8}{'bar':>9}")
     for row in rows:
         rival, ratio = ("", "") if row.rival is None else (f"{row.rival:.1f} {row.unit}", f"{row.measure:.2f}")

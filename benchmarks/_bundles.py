@@ -1,9 +1,9 @@
-"""How long a TPU kernel takes by the program that the TPU compiler made of it.
+"""The time of a TPU kernel, estimated from the program that the TPU compiler made of it.
 
-A TPU core issues one bundle of instructions a cycle in an order that the compiler has fixed; nothing but a wait for a
-copy from or to HBM holds it up. So the final program, which the compiler writes out if told to, says what a kernel
-costs: its scalar instructions (counters, addresses, branches) are executed here, which gives how often each of its
-bundles is issued; vector instructions are only counted. A pipelined kernel copies while it computes, hence
+A TPU core issues one bundle of instructions a cycle in an order that the compiler has fixed, and stalls only for copies
+from or to HBM. So the final program, which the compiler can write to a file, determines the cost of a kernel: its
+scalar instructions (counters, addresses, branches) are executed here, which gives how often each of its bundles is
+issued; vector instructions are only counted. A pipelined kernel copies while it computes, hence
 
     seconds = max(bundles issued / clock, bytes copied / bandwidth)
 """
@@ -22,9 +22,9 @@ _GRANULE_BYTES = 32
 
 @dataclass(frozen=True)
 class Issued:
-    """What a kernel issued.
+    """The work of a kernel.
 
-    Bundles, bytes copied from and to HBM, instructions by functional unit, and how many of these a bundle can hold.
+    Issued bundles, bytes copied from and to HBM, instructions by functional unit, and how many of these a bundle holds.
     """
 
     bundles: int
@@ -34,10 +34,10 @@ class Issued:
 
 
 def execute(program: str, utilization: str, tables: Sequence[np.ndarray], delay: int) -> Issued:
-    """Runs the text of a final program.
+    """Executes a final program, given as text.
 
-    `utilization` is the text beside it, `tables` its first operands, which it copies to scalar memory, and `delay` how
-    many bundles after a branch are issued before it is taken.
+    `utilization` is the compiler's text of instructions by unit, `tables` are its first operands, which it copies to
+    scalar memory, and `delay` is the number of bundles that are issued after a branch before it is taken.
     """
     code = _read(program, delay)
     runs, copied = _run(code, tables)
@@ -55,7 +55,7 @@ def execute(program: str, utilization: str, tables: Sequence[np.ndarray], delay:
 
 
 def _read_utilization(text: str) -> tuple[dict[str, int], np.ndarray]:
-    """Capacity by unit, and a row of instructions by unit for each bundle."""
+    """The capacity of a bundle by unit, and the instructions by unit of each bundle."""
     _, names, sizes, _, *rows = text.strip().splitlines()
     names = [name.strip() for name in names.split(",")]
     return dict(zip(names, map(int, sizes.split()), strict=True)), np.array([row.split() for row in rows], np.int64)
@@ -66,9 +66,9 @@ def _read_utilization(text: str) -> tuple[dict[str, int], np.ndarray]:
 
 @dataclass(frozen=True)
 class _Code:
-    """Bundles as lists of instructions, and the blocks that they make.
+    """Bundles as lists of instructions, and basic blocks.
 
-    Of each block the [first, last) bundles, and where it branches to if anywhere, as (block, condition).
+    A block has its [first, last) bundles, and its branch, if any, as (block, condition).
     """
 
     bundles: list[list[str]]
@@ -115,7 +115,7 @@ _OPERAND = re.compile(r"!?%[sp]\d+_[sp]\d+|#allocation\w+|\$0x[0-9a-f]+|(?<![\w.
 
 
 def _run(code: _Code, tables: Sequence[np.ndarray]) -> tuple[list[int], int]:
-    """How often each block runs, and the granules copied."""
+    """The number of executions of each block, and of copied granules."""
     translate = _Translator(code)
     lines = [
         "def run(memory, load, word, runs):",
@@ -150,7 +150,7 @@ def _int32(x: int) -> int:
 
 
 def _words(table: np.ndarray) -> list[int]:
-    """As scalar memory holds it: rows of 128 words, small integers in the bytes of a word row over row."""
+    """A table in the layout of scalar memory: rows of 128 words, whose bytes hold the rows of small integers."""
     packed = 4 // table.dtype.itemsize
     rows = table.reshape(-1, table.shape[-1]).astype(np.int64) & (2 ** (8 * table.dtype.itemsize) - 1)
     rows = np.pad(rows, [(0, -rows.shape[0] % packed), (0, -rows.shape[1] % 128)])
@@ -160,10 +160,10 @@ def _words(table: np.ndarray) -> list[int]:
 
 
 class _Translator:
-    """The lines of Python for each block, and the names in them.
+    """Translates each block to lines of Python.
 
-    Each value has a name of its own. One that is an operand of a phi is also kept as the phi's next value: of the
-    operands, the phi is the one that came last.
+    Each value has its own name. An operand of a phi is also assigned to the phi's next value: a phi is the operand that
+    was computed last.
     """
 
     def __init__(self, code: _Code) -> None:
@@ -175,7 +175,7 @@ class _Translator:
         self.blocks = [self._block(code.bundles[first:last]) for first, last in code.blocks]
 
     def operand(self, text: str) -> str:
-        """A name or a number of Python; what has been given no value is 0."""
+        """A name or a number in Python; 0 for a value that was never assigned."""
         if text[0] == "!":
             return f"(not {self.operand(text[1:])})"
         if text[0] == "%":
@@ -186,7 +186,7 @@ class _Translator:
         return str(int(text[1:], 16) if text[0] == "$" else _int32(int(text)))
 
     def _block(self, bundles: list[list[str]]) -> list[str]:
-        """The phis of a bundle are there before its other instructions, which stand in order."""
+        """The lines of a block; the phis of a bundle are assigned before its other instructions."""
         ordered = itertools.chain(*(sorted(bundle, key=lambda text: " = sphi " not in text) for bundle in bundles))
         return [line for instruction in ordered if (line := self._line(instruction))] or ["pass"]
 

@@ -1,4 +1,4 @@
-"""Contenders of both worlds: functions of JAX and of torch on the same arrays, in every mode."""
+"""Contenders in JAX and in torch, on the same arrays, in every mode."""
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
@@ -22,10 +22,10 @@ class Inputs:
     """The arrays of one call.
 
     Attributes:
-        operands: by position, what a backward differentiates.
-        cotangent: of the result.
-        tangents: of the operands, for a tangent.
-        others: those without derivatives by name: functions have them as keywords.
+        operands: the differentiated operands, which are passed by position.
+        cotangent: the cotangent of the result.
+        tangents: the tangents of the operands, for jvp.
+        others: arrays without derivatives by name, which are passed as keywords.
     """
 
     operands: tuple[Array, ...]
@@ -35,7 +35,7 @@ class Inputs:
 
 
 def arrays_of(shape: Any, dtype: Any, seed: int = 0) -> dict[str, Array]:
-    """The arrays of a call by name: standard normal, but for those whose values the call says."""
+    """The arrays of a call by name: standard normal, except those with values in `shape.indices`."""
     indices, keys = shape.indices(), iter(jax.random.split(jax.random.key(seed), len(shape.sizes)))
 
     def values(name: str, size: tuple[int, ...]) -> Array:
@@ -46,12 +46,12 @@ def arrays_of(shape: Any, dtype: Any, seed: int = 0) -> dict[str, Array]:
 
 
 def normal(key: Array, size: Sequence[int], dtype: Any) -> Array:
-    """Standard normal numbers, drawn in float32."""
+    """Standard normal numbers, sampled in float32."""
     return jax.random.normal(key, size, jnp.float32).astype(dtype)
 
 
 def call(function: Function, mode: str) -> Callable[..., tuple]:
-    """From function(*operands) to a function of (operands, tangents, cotangent): the results of a mode."""
+    """A function of (operands, tangents, cotangent) that gives the results of `function(*operands)` in a mode."""
 
     def bwd(x: tuple, dx: tuple, do: Array) -> tuple:
         return jax.vjp(function, *x)[1](do)
@@ -72,9 +72,9 @@ def call(function: Function, mode: str) -> Callable[..., tuple]:
 def of_jax(
     name: str, function: Callable[[], Function], mode: str, given: Inputs, operation: str = "", ours: bool = False
 ) -> Contender:
-    """`function()(*operands, **others)` in a mode; `operation` is the one whose configs are told.
+    """The contender `function()(*operands, **others)` in a mode; configs of `operation` are recorded.
 
-    To compile the backward alone its forward has to run, which is not for several at once.
+    Compiling the backward alone runs the forward, so that it is not done for several contenders at once.
     """
     made = cache(lambda: _compiled(*_program(function(), mode, given), operation))
 
@@ -100,7 +100,7 @@ def of_ours(
 def _program(function: Function, mode: str, given: Inputs) -> tuple[Function, tuple]:
     """The jitted call and its arguments; the backward alone takes the residuals of a forward that ran before.
 
-    All arrays are arguments: of a constant, the compiler might compute what depends on it alone.
+    All arrays are arguments: the compiler could fold computations with constants.
     """
     x, others = given.operands, dict(given.others)
     with_others = lambda others: lambda *x: function(*x, **others)
@@ -120,7 +120,7 @@ def _compiled(function: Function, arguments: tuple, operation: str) -> tuple[Fun
 
 
 def of_torch(name: str, function: Callable[[], Function], mode: str, given: Inputs) -> Contender:
-    """`function()(*operands)` of torch in a mode, on the memory of the arrays of JAX."""
+    """The contender `function()(*operands)` of torch in a mode, on the memory of the JAX arrays."""
     return Contender(name, lambda: _torch(function(), mode, given))
 
 
@@ -147,7 +147,7 @@ def _torch(function: Function, mode: str, given: Inputs) -> Prepared:
 
 
 def torch_batch(once: Callable[[], Any]) -> Callable[[int], None]:
-    """Queues that many calls of torch and waits once."""
+    """A batch: queues calls of torch and waits once."""
     import torch
 
     def batch(calls: int) -> None:
@@ -159,7 +159,7 @@ def torch_batch(once: Callable[[], Any]) -> Callable[[int], None]:
 
 
 def torch_on_gpu() -> Any:
-    """The module."""
+    """The module torch; raises `Unavailable` without a GPU."""
     torch = imported("torch")
     if jax.default_backend() != "gpu" or not torch.cuda.is_available():
         raise Unavailable("torch and JAX do not share a GPU here")
@@ -167,7 +167,7 @@ def torch_on_gpu() -> Any:
 
 
 def imported(name: str) -> Any:
-    """A module, or why the contender does not take part."""
+    """A module; raises `Unavailable` if it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

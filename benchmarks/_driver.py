@@ -1,13 +1,12 @@
 """The driver of all benchmarks of operations: `python -m benchmarks flash_attention --modes fwd,fwd_bwd,jvp`.
 
-Every contender is judged against the formula in float64 before it is timed. Programs are compiled before, those of one
-call side by side. The table, and the record of it in benchmarks/results/, give the median time of a call, its rate, the
-share of that of a product of matrices (or of a copy) which is interleaved with it, and how many times faster than the
-best rival it is.
+Every contender is compared with the formula in float64 before it is timed. Programs are compiled before that, those of
+one call concurrently. The table, and its record in benchmarks/results/, have the median time of a call, its rate, the
+fraction of the rate of a matrix product (or a copy) that is interleaved with it, and the speedup over the best rival.
 
-Rivals that are not installed have a row that says so. Some are found by variables: EJKERNEL_RELEASE and EJKERNEL_BEFORE
-are folders with the release on PyPI and with this library as it was (`pip install --target`), which run in processes of
-their own; FA3_FOLDER holds _vllm_fa3_C.abi3.so or _flashmla_C.abi3.so of vLLM's wheel.
+Rivals that are not installed have a row that says so. Some are found by environment variables: EJKERNEL_RELEASE and
+EJKERNEL_BEFORE are folders with the release on PyPI (`pip install --target`) and with an earlier commit of this
+library, which run in processes of their own; FA3_FOLDER has _vllm_fa3_C.abi3.so or _flashmla_C.abi3.so of vLLM's wheel.
 """
 
 import argparse
@@ -28,19 +27,19 @@ from ._harness import Check, Contender, Row, means, measure, show, warmed, yards
 from ._records import RESULTS, result_file, save
 
 LARGEST_ERROR = {"fwd": 2.0, "step": 3.0, "bwd": 3.0, "fwd_bwd": 3.0, "jvp": 3.0}
-"""Of ours by mode, in units of that of the formula in the dtype of the inputs: what the library promises."""
+"""The largest allowed error of ours by mode, in units of that of the formula in the dtype of the inputs."""
 _LARGEST_OF_A_RIVAL = 10.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured of a call in one mode.
+    """A call in one mode, to be measured.
 
     Attributes:
-        contenders: who takes part, in the order of the table.
-        judge: makes the check. It is called more than once.
-        largest_error: of ours; None for that of the mode.
-        chained: calls that a contender makes at a time, one after the other.
+        contenders: the contenders, in the order of the table.
+        judge: makes the check; it is called more than once.
+        largest_error: the largest allowed error of ours; None for that of the mode.
+        chained: the number of dependent calls that a contender makes at a time.
     """
 
     contenders: Sequence[Contender]
@@ -50,7 +49,7 @@ class Case:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures the calls that are asked for and saves them; 1 if an implementation of ours failed or was wrong."""
+    """Measures the requested calls and writes the record; 1 if an implementation of ours failed or was wrong."""
     arguments = _parser().parse_args(argv)
     shapes = shapes_of(arguments.operation)
     if arguments.device == "cpu":
@@ -88,16 +87,16 @@ def _run(shapes: Sequence[Shape], dtype: jnp.dtype, arguments: argparse.Namespac
 
 
 def _modes(shape: Shape) -> list[str]:
-    """All, but not the backward alone, which is measured with its forward."""
+    """All modes except the backward alone, which is measured with its forward."""
     return [mode for mode in shape.modes if mode != "bwd"]
 
 
 def measured(shape: Shape, mode: str, dtype: jnp.dtype, case: Case, repeats: int) -> list[Row]:
-    """The rows of one call in one mode, which are printed."""
+    """Measures one call in one mode, and prints and returns the rows."""
     unit = shape.unit(mode)
 
     def judged(results: Sequence[Any]) -> float:
-        return case.judge()(results)  # which takes its time, and is made when there are results
+        return case.judge()(results)  # slow to make, and not needed without results
 
     rows = measure(
         str(shape),
@@ -136,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
-    """The type of an argument that names some of what is known, with commas between them."""
+    """An argument type: names separated by commas, each one of the known ones."""
 
     def names(text: str) -> list[str]:
         for name in text.split(","):
@@ -154,7 +153,7 @@ def _count(text: str) -> int:
 
 
 def _shape(asked: str, known: Mapping[str, Any]) -> Shape:
-    """A named call, with @batch×length (of grouped_matmul @rows) where it is to be of another size."""
+    """A named call; @batch×length (for grouped_matmul @rows) changes its size."""
     name, _, size = asked.partition("@")
     numbers = size.split("x") if size else []
     if name not in known or not all(map(str.isdecimal, numbers)):

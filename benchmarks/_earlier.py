@@ -1,6 +1,6 @@
-"""This library as it was: a process that calls its flash_attention in a mode, on arrays which it finds as files.
+"""An earlier commit of this library: a process that calls its flash_attention in a mode, on arrays in files.
 
-The first request for a folder leaves the results there; `calls` says how many more calls are to be made.
+The first request for a folder writes the results there; `calls` is the number of further calls.
 """
 
 from functools import lru_cache
@@ -21,7 +21,7 @@ from ._harness import Prepared
 
 @lru_cache(maxsize=1)
 def prepared(folder: str, mode: str, dtype: str, causal: bool, window: tuple, softcap: float | None) -> Prepared:
-    """The call, whose results are left in the folder."""
+    """The call, whose results are written to the folder."""
     arrays = {file.stem: _array(np.load(file), dtype) for file in Path(folder).glob("*.npy")}
     tangents = tuple(arrays[f"{name}_dot"] for name in "qkv")
     others = {"sinks": arrays["sinks"]} if "sinks" in arrays else {}
@@ -40,7 +40,7 @@ def _array(x: np.ndarray, dtype: str) -> jax.Array:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What the call is made of, and of how many results."""
+    """The configs of the call, and the number of its results."""
     options = request["options"]
     window = tuple(options["window"])
     ran = prepared(request["folder"], request["mode"], request["dtype"], options["causal"], window, options["softcap"])

@@ -1,6 +1,6 @@
-"""The first call of a process, which is this one: `first_call` starts it with the call and the time in JSON.
+"""A process that makes one call, its first: `first_call` starts it with the call and the start time in JSON.
 
-Prints the seconds of each part as JSON.
+It prints the seconds of each part as JSON.
 """
 
 import json

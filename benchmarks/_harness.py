@@ -1,9 +1,8 @@
-"""What all benchmarks share: first the numbers, then the time, with rivals in the same run; records are in _records.py.
+"""The harness of all benchmarks: it checks results, then times contenders in the same run; _records.py writes records.
 
-A benchmark hands over contenders, each a function that prepares one call, and a check of the numbers of its results.
-Those whose numbers are right are timed interleaved, a batch of queued calls each, so that what the clock of the device
-does in the meantime is shared by all. Nothing is left out silently: who is unavailable, fails or is wrong gets a row
-that says so.
+A benchmark gives contenders, each a function that prepares one call, and a check of its results. Contenders with right
+results are timed interleaved, a batch of queued calls each, so that changes of the device's clock affect all of them.
+Contenders that are unavailable, fail or are wrong get a row that says so.
 """
 
 import math
@@ -26,16 +25,16 @@ _BATCH_SECONDS, _MOST_CALLS = 0.03, 200
 _YARDSTICK = "yardstick"
 
 Batch = Callable[[int], None]
-"""Queues that many calls and waits once."""
+"""Queues a number of calls and waits once."""
 
 
 class Unavailable(Exception):
-    """Why a contender does not take part."""
+    """A contender is not available; the message says why."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A contender that is compiled and has run: the results of a call, how to repeat it, and what it is made of."""
+    """A contender that is compiled and has run: the results of a call, its batch function, and its configs."""
 
     results: Sequence[Any]
     batch: Batch
@@ -44,10 +43,10 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the case. `prepare` raises `Unavailable` where it cannot be had.
+    """One way to compute the case. `prepare` raises `Unavailable` if it is not available.
 
-    What takes long in it may be done before, in `warm`, side by side with that of others: to compile, not to run. Where
-    rivals ran side by side, too, cuDNN in several threads, processes crashed, and a referee's numbers were wrong once.
+    `warm` may compile in advance, concurrently with other contenders. It must not run anything: with rivals running
+    concurrently, cuDNN in several threads, processes crashed, and a referee's results were wrong once.
     """
 
     name: str
@@ -58,17 +57,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one contender.
+    """The result of one contender.
 
     Attributes:
         status: "timed", "unavailable", "failed" or "wrong".
         reason: why it was not timed.
         detail: which implementation ran.
-        error: the error of its numbers in units of that of the formula in the same precision.
-        milliseconds: of a call, the median over batches.
-        quartiles: of the batches, in milliseconds.
-        rate: operations a second.
-        of_ceiling: the rate as a share of that of a large product of matrices, or of a copy, interleaved with it.
+        error: its error in units of that of the formula in the same precision.
+        milliseconds: the time of a call, as the median over batches.
+        quartiles: the quartiles over batches, in milliseconds.
+        rate: operations or bytes a second.
+        of_ceiling: the rate as a fraction of that of a large matrix product, or of a copy, interleaved with it.
     """
 
     case: str
@@ -86,11 +85,11 @@ class Row:
 
 
 Check = Callable[[Sequence[Any]], float]
-"""From the results of a call to its error in units of that of the formula in the same precision."""
+"""A function from the results of a call to its error, in units of that of the formula in the same precision."""
 
 
 def warmed(preparations: Sequence[Callable[[], Any]]) -> None:
-    """Compiles side by side what takes part; what fails here fails again, and is told, when it is prepared."""
+    """Compiles all contenders concurrently; an error here is raised again, and reported, in `prepare`."""
 
     def attempt(preparation: Callable[[], Any]) -> None:
         with suppress(Exception):
@@ -112,12 +111,12 @@ def measure(
     repeats: int,
     chained: int = 1,
 ) -> list[Row]:
-    """A row for each contender. `bounds` are the largest errors that ours and that a rival may have and be timed.
+    """A row for each contender. `bounds` are the largest errors with which ours, and a rival, are timed.
 
     `work` and the times are those of one call, of which a contender makes `chained` at a time.
 
-    The yardstick, what rates are given as shares of, is interleaved with them: the clock of a device that is short of
-    power is another when it has rested.
+    The ceiling, a large product or copy, is interleaved with the contenders, as the clock of a device at its power
+    limit changes after a pause.
     """
     rows, ready = {}, {}
     for contender in contenders:
@@ -147,18 +146,18 @@ def measure(
 
 @cache
 def yardstick(dtype: str | None) -> Probe:
-    """A large product of matrices of a dtype, or a copy."""
+    """A large matrix product in a dtype, or a copy, whose rate is the ceiling."""
     device = jax.devices()[0]
     return product_probe(device, dtype) if dtype else copy_probe(device)
 
 
 def _rate(work: float, seconds: list[float] | Exception) -> float | None:
-    """None where memory does not suffice for the yardstick beside the case."""
+    """The rate; None if memory does not suffice for the product or copy beside the case."""
     return None if isinstance(seconds, Exception) else work / statistics.median(seconds)
 
 
 def _judged(row: Row, contender: Contender, check: Check, bound: float) -> tuple[Row, Batch | None]:
-    """Prepares a contender and looks at its numbers; it may be timed if there is a batch."""
+    """Prepares a contender and checks its results: its row, and its batch function if it may be timed."""
     try:
         prepared = contender.prepare()
         row = replace(row, detail=prepared.detail, error=check(prepared.results))
@@ -177,16 +176,16 @@ def _failed(row: Row, error: Exception) -> Row:
 
 
 def _line(text: str) -> str:
-    """In one line that is not too long."""
+    """The text on one line, cut to a limit."""
     text = " ".join(text.split())
     return text if len(text) <= 400 else text[:400] + " …"
 
 
 def interleaved(batches: Mapping[str, Batch], repeats: int) -> dict[str, list[float] | Exception]:
-    """Seconds a call, for each of `repeats` rounds in which every contender has one batch; or what it failed with.
+    """Seconds a call in each of `repeats` rounds with one batch of every contender, or the error of a contender.
 
-    In a round a contender has a batch that is not timed, then one that is: the clock of a device that is short of power
-    is what the contender before has left. Every other round goes backwards for what is left of that.
+    In a round a contender runs an untimed batch, then a timed one, as the clock of a device at its power limit depends
+    on the contender before. Every second round is in reverse order, to cancel what remains of that.
     """
     found: dict[str, Any] = {name: [] for name in batches}
     calls = {}
@@ -222,11 +221,11 @@ def queued(function: Callable[..., Any], *arguments: Any) -> Batch:
     return batch
 
 
-# --- What is shown
+# --- Output
 
 
 def show(title: str, rows: Sequence[Row], unit: str = "TFLOP/s") -> None:
-    """Prints the rows of one case and mode; the last column is how many times faster than the best rival one is."""
+    """Prints the rows of one case and mode; the last column is the speedup over the best rival."""
     rivals = [row.milliseconds for row in rows if row.milliseconds and not row.ours]
     best = min(rivals, default=None)
     print(f"\n{title}\n  {'':<22}{'ms':>9}{'quartiles':>20}{unit:>10}{'ceiling':>9}{'error':>8}{'vs best rival':>15}")
@@ -241,7 +240,7 @@ def show(title: str, rows: Sequence[Row], unit: str = "TFLOP/s") -> None:
 
 
 def means(rows: Sequence[Row]) -> Iterator[str]:
-    """For each contender of ours and each mode, how many times faster than the best rival: the geometric mean."""
+    """For each contender of ours and each mode, the geometric mean of the speedups over the best rival."""
     for mode, contender in dict.fromkeys((row.mode, row.contender) for row in rows if row.ours):
         ratios = {}
         for ours in rows:

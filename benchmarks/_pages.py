@@ -1,7 +1,7 @@
-"""What benchmarks over pages share: chains of calls, and the formula for the last tokens of some sequences.
+"""Shared by benchmarks over pages: chains of calls, and the formula for the last tokens of some sequences.
 
-What is timed is a chain of calls, each with the last one's output for its queries, so that the host counts for little:
-one jitted function here, a CUDA graph of a rival. Pages lie in random order.
+A chain of calls is timed, in which the output of a call is the queries of the next, so that dispatch by the host counts
+for little: one jitted function here, a CUDA graph for a rival. Pages are in random order.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from ._harness import Check, Contender
 
 
 def chains(operation: str, calls: int, arrays: dict[str, Array], platforms: Sequence[str]) -> list[Contender]:
-    """Ours on each platform in its likeliest config, or a tuned one.
+    """Ours on each platform, with its heuristic config or a tuned one.
 
     The queries are the first of the arrays, and the results the first and last output.
     """
@@ -60,6 +60,6 @@ def check(q: Array, keys: Array, values: Array, last: int, scale: float, tokens:
 
 
 def pages_of(pool: Array, tables: Array) -> Array:
-    """The slots of some sequences in their order, [n, slots, …]."""
+    """The slots of some sequences in the order of positions, [n, slots, …]."""
     found = pool[tables]
     return found.reshape(found.shape[0], -1, *found.shape[3:])

@@ -1,6 +1,6 @@
-"""Another version of this library, which cannot be imported beside us, in a process that computes what it is asked for.
+"""Calls of another version of this library, which needs a process of its own as the package name is the same.
 
-A line of JSON asks, a line of JSON answers (see _serve.py). The process ends with its input, that is with this process.
+Requests and answers are lines of JSON (see _serve.py). The process ends with its standard input, when this one ends.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What the small programs share, those that compare a few jitted programs and have no registry of calls."""
+"""Shared by small benchmarks, which compare a few jitted programs without the registry of calls."""
 
 import argparse
 import os
@@ -22,8 +22,8 @@ Program = tuple[Function, tuple]
 def parser_of(description: str, repeats: int = 7) -> argparse.ArgumentParser:
     """A command line with `--repeats` and `--out`.
 
-    Configs are those of the heuristics where EJKERNEL_AUTOTUNE_POLICY does not say otherwise: to measure them takes
-    longer than the program does, and disturbs what is compiled beside it.
+    Configs are those of heuristics unless EJKERNEL_AUTOTUNE_POLICY is set: measuring them would take longer than the
+    benchmark, and disturb concurrent compilations.
     """
     os.environ.setdefault("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -39,9 +39,9 @@ def size(text: str) -> tuple[int, int]:
 
 
 def compiled(cases: Mapping[tuple, Mapping[str, tuple[Function, tuple, Any]]]) -> dict[tuple, dict[str, Program]]:
-    """The programs of all cases, compiled side by side. The last part of a case is its mode.
+    """The programs of all cases, compiled concurrently. The last part of a case is its mode.
 
-    A case has by name functions, each with its operands and the cotangent of its result.
+    A case has functions by name, each with its operands and the cotangent of its result.
     """
     makers = {
         (case, name): cache(partial(_compiled, case[-1], *of))
@@ -58,7 +58,7 @@ def _compiled(mode: str, function: Function, operands: tuple, cotangent: Any) ->
 
 
 def milliseconds(programs: Mapping[str, Program], repeats: int) -> dict[str, float]:
-    """Of a call of each program, the median over rounds in which they are interleaved; NaN where it failed, as told."""
+    """The median time of a call of each program over interleaved rounds; NaN, with a message, if it failed."""
     times = {}
     for name, seconds in interleaved({name: queued(f, *x) for name, (f, x) in programs.items()}, repeats).items():
         if isinstance(seconds, Exception):
@@ -68,7 +68,7 @@ def milliseconds(programs: Mapping[str, Program], repeats: int) -> dict[str, flo
 
 
 def difference(found: Sequence[Any], wanted: Sequence[Any]) -> float:
-    """The largest of all arrays, as a part of the largest value of each."""
+    """The largest difference of all arrays, relative to the largest value of each."""
     wide = lambda a: np.asarray(a).astype(np.float32)
     return max(
         float(np.abs(wide(a) - wide(b)).max() / np.abs(wide(b)).max()) for a, b in zip(found, wanted, strict=True)

@@ -1,4 +1,4 @@
-"""Records of what was measured, one file a run in benchmarks/results: how they are written, and read for documents."""
+"""Records of measurements, one file for each run in benchmarks/results: writing, and reading for documents."""
 
 import datetime
 import json
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def result_file(benchmark: str, out: Path = RESULTS) -> Path:
-    """Where the record of a run that starts now belongs."""
+    """The file for the record of a run that starts now."""
     kind = re.sub(r"[^a-z0-9]+", "-", jax.devices()[0].device_kind.lower()).strip("-")
     return out / f"{benchmark}-{kind}-{datetime.datetime.now(datetime.UTC):%Y%m%d-%H%M%S}.json"
 
@@ -38,10 +38,7 @@ def save(file: Path, rows: Sequence[Row], ceilings: Ceilings, evidence: str, con
 def save_record(
     file: Path, evidence: str, convention: str, *, device: str | None = None, rows: Sequence[Any], **more: Any
 ) -> None:
-    """Writes a record as all of them are.
-
-    It says where, when and with what it was measured, what it is evidence for, how its numbers count, and its rows.
-    """
+    """Writes a record: device, date, versions, what it is evidence for, the convention of its numbers, and its rows."""
     record = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": device or jax.devices()[0].device_kind,
@@ -78,7 +75,7 @@ class Record:
 
     @cached_property
     def content(self) -> dict[str, Any]:
-        """What it holds."""
+        """The content of the file."""
         return json.loads((RESULTS / self.name).read_text())
 
     @property
@@ -88,12 +85,12 @@ class Record:
 
     @property
     def timed(self) -> list[dict[str, Any]]:
-        """Those of contenders that were timed."""
+        """The rows of contenders that were timed."""
         return [row for row in self.rows if row.get("status") == "timed"]
 
     @property
     def measured(self) -> str:
-        """Where, when and with what."""
+        """Device, date and versions, as a sentence."""
         versions = ", ".join(
             f"{name} {version}"
             for name, version in self.content["versions"].items()
@@ -103,5 +100,5 @@ class Record:
 
 
 def records() -> list[Record]:
-    """All of them, by name."""
+    """All records by name."""
     return [Record(path.name) for path in sorted(RESULTS.glob("*.json"))]

@@ -1,6 +1,6 @@
-"""What benchmarks of operations over the linear recurrence share: inputs, the formula as referee, and the rivals.
+"""Shared by benchmarks of linear recurrences: inputs, the formula as referee, and the rivals.
 
-flash-linear-attention tries its configs when it is called first.
+flash-linear-attention autotunes at its first call.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from ._harness import Check, Contender
 # The largest error of ours, in units of that of rounding the exact result; in float32 sums err more.
 _OURS, _IN_FLOAT32 = 3.0, 30.0
 _FLA_MODULES = {"gla": "gla", "lightning_attention": "simple_gla", "recurrent": "retention"}
-"""Of an operation: the module of fla.ops. Retention brings its decays with it."""
+"""The module of fla.ops by operation. Retention has its own decays."""
 
 
 def case(shape: RecurrenceShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:
@@ -36,13 +36,13 @@ def case(shape: RecurrenceShape, mode: str, dtype: Any, platforms: Sequence[str]
 
 
 def names(shape: RecurrenceShape) -> tuple[str, ...]:
-    """The operands by argument: the state is one of a step."""
+    """The names of the operands; a step also has the state."""
     return (*shape.sizes, *["initial_state"] * (shape.seq == 1))
 
 
 @lru_cache(maxsize=1)
 def inputs(shape: RecurrenceShape, mode: str, dtype: Any) -> Inputs:
-    """Standard normal arrays; gates are log σ of such."""
+    """Standard normal arrays; gates are log σ of standard normal numbers."""
     arrays = arrays_of(shape, dtype)
     if "gk" in arrays:
         arrays["gk"] = jax.nn.log_sigmoid(arrays["gk"].astype(jnp.float32)).astype(dtype)
@@ -54,7 +54,7 @@ def inputs(shape: RecurrenceShape, mode: str, dtype: Any) -> Inputs:
 
 
 def decays(shape: RecurrenceShape) -> Array | None:
-    """g_gamma of the heads, None where tokens have gates."""
+    """g_gamma of the heads; None if tokens have gates."""
     head = jnp.arange(shape.heads, dtype=jnp.float32)
     if shape.operation == "recurrent":
         return jnp.log1p(-jnp.exp2(-5 - head))
@@ -64,7 +64,7 @@ def decays(shape: RecurrenceShape) -> Array | None:
 
 
 def options(shape: RecurrenceShape, mode: str) -> dict[str, Any]:
-    """Those of the operation, with decays that it does not compute itself."""
+    """The options of the operation, with the decays that it does not compute itself."""
     chosen = dict(shape.options, return_state=mode == "step")
     return chosen | ({"g_gamma": decays(shape)} if shape.operation == "recurrent" else {})
 

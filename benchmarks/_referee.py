@@ -1,7 +1,7 @@
-"""Who judges results: the one formula of attention, and distances to a formula in float64.
+"""The referee: the formula of attention, and distances to a formula in float64.
 
-The error of a result is its relative distance to the formula in float64; the unit, that of the formula in the dtype of
-the inputs; the worst of all results counts.
+The error of a result is its relative distance to the formula in float64, in units of the distance of the formula in the
+dtype of the inputs; the largest of all results counts.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from ._contenders import Inputs, call
 from ._harness import Check
 
 Formula = Callable[[Any], Sequence[Any]]
-"""From a dtype to results that are computed in it."""
+"""A function from a dtype to the results computed in it."""
 
 
 def check(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dtype: Any) -> Check:
@@ -30,7 +30,7 @@ def check(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dty
 
     def error(results: Sequence[Any]) -> float:
         found = [_distance(_numbers(x), y) for x, y in zip(parts(results), exact, strict=True)]
-        return float(np.max(np.divide(found, np.maximum(units, 1e-12))))  # NaN where one is
+        return float(np.max(np.divide(found, np.maximum(units, 1e-12))))  # NaN if one is
 
     return error
 

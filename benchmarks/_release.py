@@ -1,7 +1,7 @@
-"""The release of ejkernel on PyPI as a process that computes what it is asked for: it cannot be imported beside us.
+"""The release of ejkernel on PyPI, as a process that answers requests, since its package has the same name as ours.
 
-A request is for calls of its forward on q, k and v, which are files; the answer names the config that was the fastest
-of its own: that of its heuristics and those that its tuner tries first.
+A request is for calls of its forward on q, k and v in files; the answer names the fastest of its configs: that of its
+heuristics and those that its tuner tries first.
 """
 
 import importlib
@@ -32,7 +32,7 @@ def configs(features: int) -> list:
 
 @cache
 def prepared(folder: str, causal: bool, window: tuple[int, int] | None):
-    """The fastest call on the arrays of a folder, where its result is left, and the config."""
+    """The fastest call on the arrays of a folder, to which its result is written, and its config."""
     q, k, v = (jnp.asarray(np.load(Path(folder) / f"{name}.npy").view(jnp.bfloat16)) for name in "qkv")
 
     def timed(config):
@@ -62,7 +62,7 @@ def prepared(folder: str, causal: bool, window: tuple[int, int] | None):
 
 
 def answer(request: dict) -> dict:
-    """Makes the calls asked for and waits for them."""
+    """Makes the requested calls and waits for them."""
     window = request["window"] and tuple(request["window"])
     call, config = prepared(request["folder"], request["causal"], window)
     result = None

@@ -1,7 +1,7 @@
-"""Calls in the form of ejkernel 0.0.78, for whichever ejkernel its Python has; a program that imports no other file.
+"""Calls in the form of ejkernel 0.0.78, by the ejkernel that its Python has; a program that imports no other file.
 
-A line of JSON asks, a line of JSON answers, as in `_process`: a call is made of its case, and its results are kept in a
-file, or it is made some times more and timed. Operands come from NumPy, so that both packages are given the same.
+Requests and answers are lines of JSON, as in `_process`. A request has a case, whose call is made; its results are
+written to a file, or the call is repeated and timed. Operands come from NumPy, so that both packages get the same.
 """
 
 import json
@@ -102,7 +102,7 @@ def state_space_v2(x, batch, length, heads, head_dim, features, groups=1, state=
 
 
 def quantized_matmul(x, rows, features, columns, mode, bits=None, group_size=None, transpose=False, variant=""):
-    """Float scales and zeros are brought to the dtype of x."""
+    """Float scales and zeros are converted to the dtype of x."""
     w = x(*((columns, features) if transpose else (features, columns)), dtype=jnp.float32) / features**0.5
     of = dict(group_size=group_size, bits=bits, mode=mode)
     packed = (
@@ -136,7 +136,7 @@ def ragged_page_attention_v3_turboquant(x, tokens, context, heads, kv_heads, fea
 
 
 def of_pages(x, tokens, context, kv_heads, features, page, bits):
-    """Pools, (lens, table, cuts) and matrices; every sequence has as many keys before the step."""
+    """Pools, (lens, table, cuts) and matrices; all sequences have the same number of keys before the step."""
     of_each = -(-(context + max(tokens)) // page)
     pages = of_each * len(tokens)
     slots = (pages, page, kv_heads)
@@ -180,7 +180,7 @@ def prepared(text):
 
 
 def answer(request):
-    """{} where results are kept, and otherwise the seconds of a call."""
+    """{} if results are written, otherwise the seconds of a call."""
     function, operands, results, first = prepared(json.dumps(request["case"], sort_keys=True))
     if "keep" in request:
         leaves = [
@@ -197,7 +197,7 @@ def answer(request):
 
 def main():
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a package prints is no answer
+    os.dup2(2, 1)  # output of a package is not an answer
     for line in sys.stdin:
         request = json.loads(line)
         try:

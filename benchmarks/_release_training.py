@@ -1,7 +1,6 @@
 """The release of ejkernel on PyPI as a process that trains the model of `_training_model` (see _release.py).
 
-It has the fastest config of its own: that of its heuristics, and those that its tuner tries, each timed with the
-backward.
+It uses the fastest of its configs: that of its heuristics and those that its tuner tries, each timed with the backward.
 """
 
 import importlib
@@ -24,7 +23,7 @@ MaskInfo = importlib.import_module("ejkernel.types").MaskInfo
 
 
 def attentions(mask_info: bool, shape: tuple[int, ...], kv_shape: tuple[int, ...]) -> Iterator[tuple[str, Attention]]:
-    """The calls by their configs; on a CPU, where there is no Triton, the one that the release makes by itself."""
+    """The calls by config; on a CPU, without Triton, the default call of the release."""
     of = lambda **options: as_easydel_calls(modules.flash_attention, MaskInfo if mask_info else None, **options)
     if jax.default_backend() != "gpu":
         yield "xla", of(platform="xla")
@@ -61,7 +60,7 @@ def fastest(sizes: Sizes, mask_info: bool) -> tuple[str, Attention]:
     calls = list(attentions(mask_info, *shapes))
     with ThreadPoolExecutor(8) as pool:
         programs = list(pool.map(compiled, [attention for _, attention in calls]))
-    # What failed side by side is tried alone: the compilation of the release is not made for several threads.
+    # Configs that failed in parallel are tried again alone: compilation in the release is not thread-safe.
     programs = [compiled(x) if isinstance(f, Exception) else f for f, (_, x) in zip(programs, calls, strict=True)]
     ran = [(seconds(f), call) for f, call in zip(programs, calls, strict=True) if not isinstance(f, Exception)]
     if not ran:
@@ -78,7 +77,7 @@ def training(mask_info: bool, **sizes: Any) -> tuple[Training, str]:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Makes the steps asked for."""
+    """Runs the requested steps."""
     model, config = training(request["mask_info"], **request["sizes"])
     return model.run(request["steps"]) | dict(compile_seconds=model.compile_seconds, detail=config)
 

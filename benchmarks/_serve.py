@@ -1,4 +1,4 @@
-"""The other end of `_process`: a process that answers requests, with whichever ejkernel it has.
+"""The other end of `_process`: a process that answers requests, with the ejkernel that it can import.
 
 This module imports nothing of the library, as the process has to import its own version first.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def version_of(variable: str) -> ModuleType:
-    """The ejkernel in the folder that an environment variable names, of which later imports are, too."""
+    """Imports ejkernel from the folder in an environment variable, from which later imports come too."""
     folder = os.path.abspath(os.environ[variable])
     sys.path.insert(0, folder)
     found = importlib.import_module("ejkernel")
@@ -24,7 +24,7 @@ def version_of(variable: str) -> ModuleType:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answers on standard output; whatever else is printed goes to the errors."""
+    """Writes answers to standard output; everything else that is printed goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

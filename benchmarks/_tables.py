@@ -1,4 +1,4 @@
-"""Tables of contenders: of each case the time and the rate of ours, and the best of the others."""
+"""Tables of contenders: for each case the time and rate of ours, and the best of the others."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,18 +18,18 @@ Row = dict[str, Any]
 
 
 def best_of(rows: Sequence[Row], ours: bool, among: Callable[[str], bool] = lambda name: True) -> Row | None:
-    """The fastest of ours or of the rivals, among some."""
+    """The fastest row of ours, or of the rivals, among some contenders."""
     found = [row for row in rows if row["ours"] == ours and among(row["contender"])]
     return min(found, key=lambda row: row["milliseconds"], default=None)
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
-    """Of at least one ratio."""
+    """The geometric mean of at least one ratio."""
     return math.prod(ratios) ** (1 / len(ratios))
 
 
 def table(rows: Sequence[Row], unit: str) -> Iterator[str]:
-    """A line for each case: in each mode the time and rate of ours, and the best rival's time with the ratio to it."""
+    """A line for each case: for each mode the time and rate of ours, the best rival's time, and the ratio."""
     modes = [mode for mode in MODES if any(row["mode"] == mode for row in rows)]
     columns = [f"{MODES[mode]}, ms | {unit} | best other | ×" for mode in modes]
     yield f"| case | {' | '.join(columns)} |"
@@ -45,7 +45,7 @@ def table(rows: Sequence[Row], unit: str) -> Iterator[str]:
 
 
 def _cells(rows: Sequence[Row], ratios: list[float]) -> str:
-    """Of one case and mode, whose ratio is added to the others; the rival's are empty where none was timed."""
+    """The cells of one case and mode, whose ratio is added to `ratios`; a rival's cells are empty if none was timed."""
     ours, other = best_of(rows, True), best_of(rows, False)
     if ours is None:
         return " | | | " if other is None else f" | | {other['contender']} {other['milliseconds']:.3g} | "
@@ -58,5 +58,5 @@ def _cells(rows: Sequence[Row], ratios: list[float]) -> str:
 
 
 def unit_of(record: Record) -> str:
-    """TB/s where memory is the bound."""
+    """The unit of rates of a record: TB/s for calls bound by memory."""
     return "TB/s" if record.content["convention"].startswith(("bytes", "a chain of 8 calls; bytes")) else "TFLOP/s"

@@ -1,4 +1,4 @@
-"""Compiles for TPUs that are not there, and says what the kernels of a program issue (see `_bundles`)."""
+"""Compiles for TPUs without having them, and counts what the kernels of a program issue (see `_bundles`)."""
 
 import functools
 import os
@@ -17,14 +17,14 @@ from ._bundles import Issued, execute
 
 @dataclass(frozen=True)
 class Generation:
-    """One core; of a v5p, whose two cores share a program, what each of them issues and copies.
+    """One core of a TPU generation; the two cores of a v5p share a program, and each issues and copies its part.
 
     Attributes:
-        topology: to compile for.
-        kind: how JAX calls the device.
-        clock: in Hz: the published peak over what the matrix units multiply in a cycle.
-        bandwidth: of its share of HBM, in bytes per second.
-        delay: bundles after a branch that are issued before it is taken, as seen in programs.
+        topology: the topology to compile for.
+        kind: the device kind in JAX.
+        clock: the frequency in Hz: the published peak divided by the FLOPs of the matrix units in a cycle.
+        bandwidth: the bandwidth of its part of HBM, in bytes per second.
+        delay: the number of bundles issued after a branch before it is taken, as observed in programs.
     """
 
     topology: str
@@ -51,7 +51,7 @@ def device(generation: str) -> Any:
 
 
 class Compiler:
-    """libtpu, told to write final programs to a folder. One for a process: it reads its flags when it is loaded."""
+    """libtpu, which writes final programs to a folder. One for each process, as flags are read when it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +66,7 @@ class Compiler:
         arguments: Any,
         kernels: Mapping[str, Sequence[np.ndarray]],
     ) -> list[Issued]:
-        """What the kernels issue in one call; of each the name, or a pattern for it, and the tables that it reads."""
+        """The work of the kernels in one call; `kernels` has the tables that each reads, by a pattern of its name."""
         for file in self.folder.iterdir():
             file.unlink()
         core = device(generation)
@@ -80,7 +80,7 @@ class Compiler:
         return [execute(*self._program(name), tables, delay) for name, tables in kernels.items()]
 
     def _program(self, name: str) -> tuple[str, str]:
-        """The text of a final program, and that of what each of its bundles uses."""
+        """The text of a final program, and of the utilization of its bundles."""
         pattern = re.compile(rf"(\d+-{name}(?:\.\d+)?-)\d+-final_bundles\.txt")
         names = [file.name for file in self.folder.iterdir()]
         (found,) = filter(None, map(pattern.fullmatch, names))

@@ -1,4 +1,4 @@
-"""A Qwen3 of 0.6B parameters in plain JAX that learns random tokens, with whichever attention it is given.
+"""A Qwen3 of 0.6B parameters in plain JAX that learns random tokens; its attention is an argument.
 
 This module imports nothing of the library: the process of the release on PyPI trains the same model.
 """
@@ -20,7 +20,7 @@ ROPE_BASE, NORM_EPSILON = 1e6, 1e-6
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of Qwen3 0.6B, and of a step; `checkpoint` computes a layer again in its backward."""
+    """The sizes of Qwen3 0.6B and of a step; with `checkpoint` a layer is recomputed in its backward."""
 
     layers: int = 28
     hidden: int = 1024
@@ -37,7 +37,7 @@ class Sizes:
 def as_easydel_calls(flash_attention: Callable[..., Array], mask_info: Any, **options: Any) -> Attention:
     """The call of EasyDeL 0.3.0's flash_attn2 on one device, for causal training on sequences without padding.
 
-    `mask_info` is the class MaskInfo, of which EasyDeL's models make segment ids; without it causality is all.
+    `mask_info` is the class MaskInfo, with which EasyDeL's models make segment ids; None for causality alone.
     """
 
     def attention(q: Array, k: Array, v: Array) -> Array:
@@ -76,7 +76,7 @@ def initial(sizes: Sizes, key: Array) -> dict[str, Any]:
 
 @jax.checkpoint
 def rms_norm(x: Array, weight: Array) -> Array:
-    """In float32, of which no residual is kept."""
+    """RMSNorm in float32, without a float32 residual."""
     wide = x.astype(jnp.float32)
     return (wide * lax.rsqrt((wide**2).mean(-1, keepdims=True) + NORM_EPSILON)).astype(x.dtype) * weight
 
@@ -140,7 +140,7 @@ def adamw(count: Array, parameter: Array, gradient: Array, first: Array, second:
 
 
 class Training:
-    """A model and its optimizer on a device; the same tokens in each step, and the same model for every attention."""
+    """A model and its optimizer on a device; every attention trains the same model on the same tokens."""
 
     def __init__(self, sizes: Sizes, attention: Attention) -> None:
         self.sizes = sizes
@@ -157,7 +157,7 @@ class Training:
         self.compile_seconds = time.perf_counter() - began
 
     def run(self, steps: int) -> dict[str, float | None]:
-        """Trains: the seconds of all steps, the loss before the last of them, and the memory that was needed so far."""
+        """Trains: the seconds of all steps, the loss before the last of them, and the peak memory so far."""
         jax.block_until_ready(self._state)
         began = time.perf_counter()
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""FlashAttention-3 and FlashMLA as vLLM's wheel has them, from the folder that FA3_FOLDER names."""
+"""FlashAttention-3 and FlashMLA of vLLM's wheel, from the folder in FA3_FOLDER."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from ._harness import Prepared, Unavailable
 
 
 def library(name: str) -> Any:
-    """The operations of torch that a library of that wheel registers."""
+    """The torch operations that a library of the wheel registers."""
     torch = torch_on_gpu()
     file = Path(os.environ.get("FA3_FOLDER", "."), f"{name}.abi3.so")
     if not file.exists():
@@ -21,7 +21,7 @@ def library(name: str) -> Any:
 
 
 def flash_attention_3() -> Callable[..., Any]:
-    """Its forward by the arguments that are used here, on packed q [tokens, heads, features] and k, v or pages."""
+    """The forward of FlashAttention-3, on packed q [tokens, heads, features] and k, v or pages."""
     fa3 = library("_vllm_fa3_C")
 
     def attend(
@@ -48,7 +48,7 @@ def flash_attention_3() -> Callable[..., Any]:
 
 
 def flash_attention_3_of_pages(arrays: dict[str, Any], k: Any, v: Any, ends: Any, max_q: int) -> tuple[Any, Any]:
-    """q, and attention as a function of q alone: over pages with a plan, which is made before."""
+    """q, and attention over pages as a function of q alone, with its scheduler metadata made in advance."""
     torch = torch_on_gpu()
     q, used, table, ends = map(torch.from_dlpack, (arrays["q"], arrays["context_lens"], arrays["block_tables"], ends))
     k, v = map(torch.from_dlpack, (k, v))
@@ -63,7 +63,7 @@ def flash_attention_3_of_pages(arrays: dict[str, Any], k: Any, v: Any, ends: Any
 
 
 def graph(step: Callable[[Any], Any], first: Any, calls: int) -> Prepared:
-    """A chain of calls, each with the last one's output for its queries, as a CUDA graph; results of first and last."""
+    """A CUDA graph of a chain of calls, each with the previous output as its queries; results of the first and last."""
     torch = torch_on_gpu()
     alone = step(first)
     captured = torch.cuda.CUDAGraph()
@@ -75,5 +75,5 @@ def graph(step: Callable[[Any], Any], first: Any, calls: int) -> Prepared:
 
 
 def _replay(captured: Any, step: Callable[[Any], Any]) -> None:
-    """`step` is passed to be kept: the graph reads the arrays and the plan that it holds, and does not own them."""
+    """Replays a graph. It keeps `step` alive, whose arrays and metadata the graph reads without owning them."""
     captured.replay()

@@ -1,7 +1,7 @@
 """flash_attention with a bias or a mask beside cuDNN with the same: `python -m benchmarks.attention_bias`.
 
-T5's learned bias with the heads of T5-3B and of T5-large, whose gradient is taken too; ALiBi's, causal; and a mask that
-keeps half of the pairs, one for each sequence or one for all. Forward, and with the backward. Every contender is
+The biases are T5's learned one, with the heads of T5-3B and T5-large and with its gradient, and ALiBi's, causal; the
+masks keep half of the pairs, one for each sequence or one for all. Forward, and with the backward. Every contender is
 compared with the formula in float64 before it is timed. The bar is to be no slower than cuDNN, called by JAX or torch.
 """
 
@@ -27,11 +27,11 @@ from ._program import parser_of
 from ._records import result_file, save_record
 
 HEADS = {"t5-3b": (32, 128), "t5-large": (16, 64), "alibi": (32, 128), "mask": (32, 128), "shared-mask": (32, 128)}
-"""The cases, with the heads and the features of each."""
+"""The heads and features of each case."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints and keeps; 1 if an implementation of ours failed or was wrong."""
+    """Measures, prints and writes the record; 1 if an implementation of ours failed or was wrong."""
     parser = parser_of(__doc__, repeats=5)
     parser.add_argument("--cases", nargs="*", choices=HEADS, default=list(HEADS))
     parser.add_argument("--batch", type=int, default=2)
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def made_of(name: str, batch: int, tokens: int) -> tuple[AttentionShape, Inputs]:
-    """The call, and its arrays: the bias is an operand where its gradient is taken."""
+    """The call and its arrays; the bias is a differentiated operand if its gradient is measured."""
     heads, features = HEADS[name]
     shape = AttentionShape(name, heads, heads, features, features, batch, tokens, tokens, causal=name == "alibi")
     given, key = inputs(shape, jnp.dtype("bfloat16")), jax.random.key(2)
@@ -93,7 +93,7 @@ def _cudnn(shape: AttentionShape) -> Callable[..., Array]:
 
 
 def _torch(shape: AttentionShape, backend: str, given: Inputs) -> Callable[..., Any]:
-    """torch takes causality or a mask, not both: the bias holds −∞ where keys are later."""
+    """torch takes causality or a mask, not both: the bias has −∞ for later keys."""
     attention, torch = imported("torch.nn.attention"), torch_on_gpu()
     others = dict(given.others)
     if shape.causal:

@@ -1,7 +1,7 @@
 """blocksparse_attention beside its rivals; dense flash_attention, which computes all blocks, is one of them.
 
-The lists of blocks are made within each call of ours, from a block mask that is an argument of the program;
-flex_attention of torch is given its own, made before, with blocks that need no mask told apart.
+Each call of ours makes its lists of blocks from a block mask, which is an argument of the program; flex_attention of
+torch gets its block mask, made in advance, in which full blocks are separate.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def case(shape: BlockSparseShape, mode: str, dtype: Any, platforms: Sequence[str
 
 
 def _marked(contender: Contender) -> Contender:
-    """Its results begin with a mark, by which the check knows that they are of all blocks."""
+    """The dense contender with a marker before its results, so that the check compares them without a block mask."""
 
     def prepare() -> Prepared:
         prepared = contender.prepare()
@@ -52,7 +52,7 @@ def _marked(contender: Contender) -> Contender:
 
 
 def _check(shape: BlockSparseShape, mode: str, given: Inputs) -> Check:
-    """Judges the first head: of the dense contender by the formula without a block mask."""
+    """Judges the first head, of the dense contender by the formula without a block mask."""
     columns = jnp.arange(shape.length)
     kept = given.others["block_mask"][0]
 

@@ -1,8 +1,8 @@
 """differential_attention beside two calls of flash_attention: `python -m benchmarks.differential_attention`.
 
 With the heads of the paper's model of 3B parameters (arXiv 2410.05258: 12 of 128, values of 256) and with 32/8 heads
-of 128; causal; forward, and with the backward to all operands and to λ. The bar is 1.05 times what the two attentions
-take alone. A user would write the third program, the two and their difference, which says what is right.
+of 128; causal; forward, and with the backward to all operands and to λ. The bar is 1.05 times the time of the two
+attentions alone. The third program, two calls and their difference as a user would write them, is the reference.
 """
 
 import sys
@@ -26,7 +26,7 @@ LINE = "{heads:<19}{program:<28}{mode:<9}{batch} x {tokens:<6}{milliseconds:>9.3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints and keeps; 1 where numbers differ."""
+    """Measures, prints and writes the record; 1 if results differ."""
     parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=size, nargs="*", default=[(4, 4096), (1, 16384)], metavar="BxS")
     of = parser.parse_args(argv)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(programs: Mapping[str, Program], repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each program of a case; ours is not timed where its numbers are too far off."""
+    """A row for each program of a case; ours is not timed if its error is too large."""
     ours, wanted = (jax.tree.leaves(programs[name][0](*programs[name][1])) for name in (OURS, WRITTEN))
     off = difference(ours, wanted)
     timed = {name: of for name, of in programs.items() if name != OURS or off <= LARGEST_DIFFERENCE}
@@ -63,7 +63,7 @@ OURS, TWO, WRITTEN = "differential_attention", "two attentions", "two and their 
 def programs(
     heads: int, kv_heads: int, head_dim: int, value_dim: int, batch: int, tokens: int
 ) -> dict[str, tuple[Callable[..., Any], tuple, Any]]:
-    """Each function of q1, k1, q2, k2, v and λ, these, and the cotangent of its result."""
+    """The functions of q1, k1, q2, k2, v and λ, each with its operands and the cotangent of its result."""
     keys = iter(jax.random.split(jax.random.key(0), 7))
     array = lambda heads, features: normal(next(keys), (batch, tokens, heads, features), jnp.bfloat16)
     q1, k1, q2, k2, v = (array(*of) for of in [(heads, head_dim), (kv_heads, head_dim)] * 2 + [(kv_heads, value_dim)])

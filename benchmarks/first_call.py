@@ -1,11 +1,11 @@
-"""What the first call of a process costs, and that of the second with caches: `python -m benchmarks.first_call`.
+"""The time of the first call of a process, with and without caches: `python -m benchmarks.first_call`.
 
-A call is the gradient of flash_attention in bfloat16. Each of its three processes runs alone: "cold" has empty caches
-and does not tune, "tuned" has empty caches and the defaults, which tune the forward and the backward at their first
-call, and "warm" is the next process of it, with this library's and JAX's compilation cache. `added` is what tuning adds
-to a first call in all, however its parts are counted.
+A call is the gradient of flash_attention in bfloat16. Three processes make it, one after the other: "cold" has empty
+caches and does not tune, "tuned" has empty caches and the defaults, which tune the forward and the backward at their
+first call, and "warm" is the next process with the caches of "tuned", this library's and JAX's compilation cache.
+`added` is the total time that tuning adds to a first call.
 
-Prints the seconds of each part and keeps a record. Exits with 1 where a bar is not met, or a case is left out.
+Prints the seconds of each part and writes a record. Exits with 1 if a bar is not met or a case is missing.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CONVENTION = (
 
 
 def main() -> int:
-    """Measures, prints and keeps."""
+    """Measures, prints and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help=f"of {', '.join(CASES)}; all if none is named")
     parser.add_argument("--length", type=int, help="of sequences, where not that of the case")
@@ -71,7 +71,7 @@ def main() -> int:
             print(LINE.format(**row) + "".join(f"   {over}" for over in row["over"]), flush=True)
     if not rows:
         return 1
-    file = result_file("first_call", given.out)  # which needs the device: no process of a case runs any more
+    file = result_file("first_call", given.out)  # which needs the device, after the processes of the cases have ended
     evidence = "seconds of the first call of a process, with and without tuning, and of the second with caches"
     save_record(file, evidence, CONVENTION, cores=os.cpu_count(), rows=rows)
     print(f"kept in {file}, after {time.monotonic() - began:.0f} s")
@@ -90,7 +90,7 @@ def measured(name: str, case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def over(kind: str, row: dict[str, Any]) -> list[str]:
-    """Which bars the row is over."""
+    """The bars that the row exceeds."""
     lowered = row["trace"] + row["lower"]
     bars = {
         "cold": dict(lower=(lowered, MOST_LOWERED), compile=(row["compile"], MOST_COMPILED)),
@@ -101,7 +101,7 @@ def over(kind: str, row: dict[str, Any]) -> list[str]:
 
 
 def process(case: dict[str, Any], caches: str, **environment: str) -> dict[str, Any]:
-    """What a process tells of its first call, with the caches of a folder and the defaults of this library."""
+    """The times that a new process measures of its first call, with the caches of a folder."""
     inherited = {name: x for name, x in os.environ.items() if not name.startswith(("EJKERNEL_", "JAX_COMPILATION_"))}
     own = dict(
         EJKERNEL_CACHE_DIR=f"{caches}/ejkernel",

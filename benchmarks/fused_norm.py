@@ -1,9 +1,9 @@
-"""What a kernel that fuses RMSNorm with attention could gain: `python -m benchmarks.fused_norm`.
+"""The most that a kernel that fuses RMSNorm with attention could gain: `python -m benchmarks.fused_norm`.
 
-A layer of Llama-3 8B, which XLA fuses as it does, beside the same layer with both norms taken out: no fusion can gain
-more than the difference. Beside them the norm with the projection of q, k and v, the projection alone, and the norm
-alone. Forward, and with the backward where sequences have more than one token. A size of one token is like a step of
-decoding, but for the keys before it, whose attention would take a share of the layer too.
+A layer of Llama-3 8B, as XLA fuses it, is compared with the same layer without its two norms: no fusion can gain more
+than the difference. Also timed: the norm with the projection of q, k and v, the projection alone, and the norm alone.
+Forward, and with the backward if sequences have more than one token. One token is like a step of decoding without
+earlier keys, whose attention would take a part of the time too.
 """
 
 import sys
@@ -22,13 +22,13 @@ from ._program import Program, compiled, milliseconds, parser_of, size
 from ._records import result_file, save_record
 
 BAR = 0.05
-"""The share of a layer that fusion has to gain for a kernel of its own."""
+"""The fraction of a layer's time that fusion would have to gain to be worth a kernel."""
 LINE = "{batch} x {tokens}, {mode}: the norms take at most {gain:.1%} of the layer, {verdict} the bar of {bar:.0%}"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a layer: the features of a token, of the feed-forward network and of a head, and how many heads there are."""
+    """The sizes of a layer: features of a token, of the feed-forward network and of a head, and numbers of heads."""
 
     hidden: int = 4096
     ffn: int = 14336
@@ -38,7 +38,7 @@ class Sizes:
 
 
 def main(argv: Sequence[str] | None = None, layer: Sizes = Sizes()) -> int:
-    """Measures, prints and keeps."""
+    """Measures, prints and writes the record."""
     parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=size, nargs="*", default=[(1, 8192), (8, 1024), (64, 1)], metavar="BxS")
     of = parser.parse_args(argv)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, layer: Sizes = Sizes()) -> int:
 
 
 def measured(programs: Mapping[str, Program], repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each program of a size and mode; that of the layer, the last, has the gain."""
+    """A row for each program of a size and mode; the last, of the layer, has the gain."""
     times = milliseconds(programs, repeats)
     for program, time in times.items():
         gain = dict(gain=1 - times["layer without norms"] / time) if program == "layer" else {}
@@ -67,7 +67,7 @@ def measured(programs: Mapping[str, Program], repeats: int) -> Iterator[dict[str
 
 
 def programs(of: Sizes, batch: int, tokens: int) -> dict[str, tuple[Callable[..., Array], tuple, Array]]:
-    """Each function, its operands, and the cotangent of its result. Tokens are rows of one matrix."""
+    """The functions, each with its operands and the cotangent of its result. Tokens are rows of one matrix."""
     keys = iter(jax.random.split(jax.random.key(0), 10))
     weight = lambda rows, columns: normal(next(keys), (rows, columns), jnp.bfloat16) * rows**-0.5
     features = (of.heads + 2 * of.kv_heads) * of.head_dim
@@ -91,7 +91,7 @@ def programs(of: Sizes, batch: int, tokens: int) -> dict[str, tuple[Callable[...
 
 
 def layer_of(of: Sizes, batch: int, tokens: int) -> Callable[..., Array]:
-    """A layer of Llama, of x [batch·tokens, hidden], its weights, and the weights of its two norms; None for none."""
+    """A Llama layer: a function of x [batch·tokens, hidden], its weights, and the weights of its two norms or None."""
     frequencies = 500000.0 ** -jnp.linspace(0, 1, of.head_dim // 2, endpoint=False)
     angles = (jnp.arange(tokens)[:, None] * frequencies)[:, None]  # [tokens, 1, head_dim / 2]
     cos, sin = jnp.cos(angles), jnp.sin(angles)

@@ -1,4 +1,4 @@
-"""grouped_matmul beside its rivals, on uneven groups of which one is empty."""
+"""grouped_matmul beside its rivals, on uneven groups, one of which is empty."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
@@ -34,7 +34,7 @@ def _inputs(shape: GroupedMatmulShape, dtype: Any) -> Inputs:
 
 
 def _check(mode: str, given: Inputs, sizes: np.ndarray) -> Check:
-    """Judges o, dlhs and drhs where the largest group, the smallest and the empty one are, as far as _ROWS go."""
+    """Judges o, dlhs and drhs in the first _ROWS rows of the largest group, the smallest and the empty one."""
     arrays, do = given.operands, given.cotangent
     starts = np.cumsum(sizes) - sizes
     groups = (int(sizes.argmax()), int(np.where(sizes > 0, sizes, sizes.max()).argmin()), int(sizes.argmin()))

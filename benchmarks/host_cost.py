@@ -1,10 +1,9 @@
-"""What a call costs the host, beside `jax.nn.dot_product_attention`: `python -m benchmarks.host_cost`.
+"""The cost of a call on the host, beside `jax.nn.dot_product_attention`: `python -m benchmarks.host_cost`.
 
-On the CPU and with arrays so small that nothing else counts: the way of an eager and of a jitted call to the device, a
+On the CPU, with arrays so small that computing them does not count: the dispatch of an eager and of a jitted call, a
 cache hit of the Executor, and tracing and lowering of the forward and of the gradient. A time is the least over rounds
-in which ours and the rival are interleaved, so that what else the machine does is left out. Tracing and lowering start
-with the caches of JAX empty, and their time is that of the processor: they wait for nothing. Prints a table, keeps a
-record, and exits with 1 where a bar is not met.
+in which ours and the rival are interleaved, which excludes other load of the machine. Tracing and lowering start with
+empty caches of JAX, and are measured in CPU time. Prints a table, writes a record, and exits with 1 if a bar is missed.
 """
 
 import argparse
@@ -33,7 +32,7 @@ SHAPE = (1, 16, 2, 16)
 
 
 def main() -> int:
-    """Measures, prints and keeps."""
+    """Measures, prints and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=30, help="rounds of each contender, ten times as many of calls")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
@@ -44,7 +43,7 @@ def main() -> int:
 
 
 def least(contenders: list[Callable[[], Any]], rounds: int, calls: int, *, cold: bool = False) -> list[float]:
-    """Microseconds of a call of each contender; with `cold` of the processor, the caches of JAX emptied before it."""
+    """Microseconds of a call of each contender; with `cold` in CPU time, after the caches of JAX are emptied."""
     clock = time.process_time if cold else time.perf_counter
     times = [float("inf")] * len(contenders)
     for _ in range(rounds + 1):  # one more than asked for, since the first also warms up
@@ -73,7 +72,7 @@ def calls(rounds: int) -> list[Row]:
 
 
 def cache_hit(rounds: int) -> Row:
-    """The Executor's choice where the config is in memory."""
+    """The Executor's choice if the config is in memory."""
     run = Executor(ConfigSelectorChain(cache=ConfigCache(), autotune=False))
     inv, _ = FlashAttention().prepare(arrays(), {})
     run.selector.cache.put(inv.kernel.key_builder(inv), inv.kernel.heuristic_cfg(inv))
@@ -82,10 +81,10 @@ def cache_hit(rounds: int) -> Row:
 
 
 def tracing_and_lowering(rounds: int) -> list[Row]:
-    """Of the forward and of the gradient with respect to q, k and v; each function is new to JAX.
+    """Rows for the forward and the gradient with respect to q, k and v; each function is new to JAX.
 
-    Our primitive stays whole while it is traced, and what it does is traced when it is lowered: of the rival it is the
-    other way round, so the two of them together are a row of their own.
+    Our primitive is one equation while it is traced, and its decomposition is traced when it is lowered, while the
+    rival's is traced at once; hence a row for the sum of both.
     """
     types = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * 3
 

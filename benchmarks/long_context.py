@@ -1,6 +1,6 @@
 """The memory of a layer whose sequence is sharded: `python -m benchmarks.long_context`, on any machine.
 
-The gradient of one layer is compiled for CPU devices, at lengths that no CPU would run, and XLA says what it takes of
+The gradient of one layer is compiled for CPU devices, at lengths too large to run there, and XLA reports its memory on
 each device. Nothing is run. docs/long_context.py draws the record.
 """
 
@@ -30,7 +30,7 @@ TOKENS = P(None, "x")
 
 
 def main() -> int:
-    """Compiles, prints and keeps."""
+    """Compiles, prints and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
     arguments = parser.parse_args()
@@ -66,7 +66,7 @@ def measured() -> Iterator[dict[str, Any]]:
 
 
 def bytes_of_a_device(f: Callable[..., Any], devices: int, length: int, gates: int) -> int:
-    """What the gradient of Σ f² takes of each device; gates have the shape of q."""
+    """The memory of the gradient of Σ f² on each device; gates have the shape of q."""
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     array = lambda heads: jax.ShapeDtypeStruct((1, length, heads, HEAD_DIM), jnp.float32)
     x = (array(HEADS), array(KV_HEADS), array(KV_HEADS), *[array(HEADS)] * gates)

@@ -18,7 +18,7 @@ from ._driver import Case
 from ._harness import Check, Contender, Unavailable
 
 _FEATURES = 64  # that are judged
-_HEAD = 128  # features of a head, where a rival wants heads
+_HEAD = 128  # features of a head, for a rival that needs heads
 
 
 def case(shape: MeanPoolingShape, mode: str, dtype: Any, platforms: Sequence[str]) -> Case:

@@ -34,7 +34,7 @@ def case(shape: LatentPagesShape, mode: str, dtype: Any, platforms: Sequence[str
 
 
 def _check(shape: LatentPagesShape, arrays: dict[str, Array]) -> Check:
-    """Judges the first sequences; all heads share one of keys, the latents with their rotary parts."""
+    """Judges the first sequences; all heads share one key head, the latents with their rotary parts."""
     judged = min(_JUDGED, shape.sequences)
     tokens = slice(judged * shape.tokens)
     q = jnp.concatenate([arrays["q_latent"], arrays["q_rope"]], axis=-1)[tokens]
@@ -71,7 +71,7 @@ def _slots(shape: LatentPagesShape, arrays: dict[str, Array]) -> Array:
 
 
 def _sparse_flash_mla(shape: LatentPagesShape, arrays: dict[str, Array]) -> Prepared:
-    """Its sparse prefill, of the pool as one sequence. Each call has the queries of the first, as above."""
+    """Its sparse prefill, with the pool as one sequence. Each call has the queries of the first, as in `_flash_mla`."""
     torch = torch_on_gpu()
     attend = _vllm.library("_flashmla_C").sparse_prefill_fwd
     pool = arrays["pages"].reshape(-1, 1, arrays["pages"].shape[2])
@@ -82,7 +82,7 @@ def _sparse_flash_mla(shape: LatentPagesShape, arrays: dict[str, Array]) -> Prep
 
 
 def _flash_mla(shape: LatentPagesShape, arrays: dict[str, Array]) -> Prepared:
-    """Its dense decode. Each call has the queries of the first: its output lacks the rotary parts."""
+    """Its dense decode. Each call has the queries of the first, as its output has no rotary parts."""
     torch = torch_on_gpu()
     decode = _vllm.library("_flashmla_C").dense_decode_fwd
     q = jnp.concatenate([arrays["q_latent"], arrays["q_rope"]], axis=-1)

@@ -1,7 +1,7 @@
 """native_sparse_attention beside flash-linear-attention.
 
-Lists are judged against float64, gradients of full size too. Where the blocks are chosen, not everybody chooses the
-same, so that a result has but to be finite.
+With given blocks, results and gradients of full size are compared with float64. With selected blocks contenders may
+select different ones, so that results only have to be finite.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,6 +56,6 @@ def _fla(shape: NativeSparseShape, given: Inputs) -> Callable[..., Any]:
     if shape.whole:
         return partial(attend, **others, **options)
     lists = others["block_indices"]
-    lists = torch.where(lists < 0, shape.length, lists).long()  # its kernels take a block behind the query for none
+    lists = torch.where(lists < 0, shape.length, lists).long()  # its kernels skip blocks after the query
     ones = torch.ones((1, shape.length, shape.heads), dtype=torch.bfloat16, device="cuda")
     return partial(attend, g_slc=ones, block_indices=lists, **options)

@@ -1,7 +1,7 @@
-"""Which kernels a profile of flash_attention shows, and under which labels: `python -m benchmarks.profile_labels`.
+"""The kernels in a profile of flash_attention, and their labels: `python -m benchmarks.profile_labels`.
 
-Runs a forward with its gradient and a tangent once each under `jax.profiler`, and keeps what ran on the device in
-benchmarks/results/, a row for each kernel: its time, its name, its HLO instruction, the label of the operation.
+Runs a forward with its gradient and a tangent once each under `jax.profiler`, and writes a record with a row for each
+kernel on the device: its time, its name, its HLO instruction, the label of the operation.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# Kernels that run as one graph of CUDA all go by the name of the graph.
+# Kernels that run as one CUDA graph all have the name of the graph.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_enable_command_buffer="
 
 import jax
@@ -24,7 +24,7 @@ from ._records import RESULTS, result_file, save_record
 
 
 def main() -> int:
-    """Measures, prints and keeps; 1 where a label is missing."""
+    """Measures, prints and writes the record; 1 if a label is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the excerpt")
     file, rows = result_file("profile_labels", parser.parse_args().out), excerpt()
@@ -69,19 +69,19 @@ def on_device(folder: Path) -> Iterator[dict]:
     kernels = (e for e in events if e.get("pid") in devices and e.get("ph") == "X" and "hlo_op" in e.get("args", {}))
     begun = set()
     for event in sorted(kernels, key=lambda event: (event["ts"], "kernel_details" not in event["args"])):
-        if event["ts"] not in begun:  # the same span stands on several lines of a trace: streams, operations, modules
+        if event["ts"] not in begun:  # the same span is on several lines of a trace: streams, operations, modules
             begun.add(event["ts"])
             yield event
 
 
 def events_of(folder: Path) -> list[dict]:
-    """All events of the trace that a profile left in a folder."""
+    """All events of the trace that a profile wrote to a folder."""
     (file,) = folder.rglob("*.trace.json.gz")
     return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 
 def row_of(event: dict) -> dict:
-    """What a record says of one kernel."""
+    """The row of one kernel in a record."""
     arguments = event["args"]
     label = arguments.get("name") or arguments.get("tf_op") or arguments.get("long_name", "")
     return dict(microseconds=event["dur"], kernel=event["name"], instruction=arguments["hlo_op"], label=label)

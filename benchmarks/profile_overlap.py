@@ -1,7 +1,7 @@
-"""Whether a ring sends while it computes: `python -m benchmarks.profile_overlap`, on two GPUs or more.
+"""The overlap of communication and computation in a ring: `python -m benchmarks.profile_overlap`, on two GPUs or more.
 
-Runs ring_attention in zigzag under `jax.profiler`, forward and with the backward, and keeps a row for each device: how
-long its exchanges took, and how much of that other kernels ran beside.
+Runs ring_attention in zigzag under `jax.profiler`, forward and with the backward, and writes a row for each device: the
+time of its collectives, and how much of it overlaps other kernels.
 """
 
 import argparse
@@ -27,7 +27,7 @@ LINE = "{mode:<9}{device:<40} exchanges {exchanges:>3} in {exchange_us:>9.1f} us
 
 
 def main() -> int:
-    """Measures, prints and keeps; 1 where there is no GPU, or one sent without computing."""
+    """Measures, prints and writes the record; 1 if there is no GPU, or if one sent without computing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=16384, help="of the whole sequence")
@@ -68,20 +68,20 @@ def measured(batch: int, length: int, strategy: str) -> Iterator[dict[str, Any]]
 
 
 def intervals(folder: Path) -> dict[str, tuple[list[Interval], list[Interval]]]:
-    """Of each device: when its kernels of collectives ran, and when its other kernels did."""
+    """For each device, the intervals of its collective kernels and of its other kernels."""
     events = events_of(folder)
     names = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     found: dict[str, tuple[list[Interval], list[Interval]]] = defaultdict(lambda: ([], []))
     for event in events:
         device = names.get(event.get("pid"), "")
-        # What ran on a stream says so in its details; the same span stands on the lines of operations and modules.
+        # The details of an event on a stream name it; the same span is also on the lines of operations and modules.
         if event.get("ph") == "X" and "/device:" in device and "kernel_details" in event.get("args", {}):
             found[device][0 if "nccl" in event["name"].lower() else 1].append((event["ts"], event["ts"] + event["dur"]))
     return dict(sorted(found.items()))
 
 
 def shared(interval: Interval, others: list[Interval]) -> float:
-    """How much of an interval lies in the union of others."""
+    """The length of the part of an interval that is in the union of others."""
     begin, end = interval
     total, covered = 0.0, begin
     for low, high in sorted(others):

@@ -1,11 +1,11 @@
 """Operations of EasyDeL's models beside ejkernel 0.0.78 on a CPU: `python -m benchmarks.release_cpu`.
 
-EJKERNEL_RELEASE_PYTHON names the Python of an environment that has the release; EJKERNEL_CLIENT_PYTHON one that has the
-JAX which clients of this library run, by default this one. Both make the same calls, in the form of the release, in a
-process each (`_release_calls`), in turn. Where the release has several ways to compute a call, its fastest is taken.
-Numbers are compared with the call of this library in float64: a row of errors says how far both are from it.
+EJKERNEL_RELEASE_PYTHON is the Python of an environment with the release; EJKERNEL_CLIENT_PYTHON is one with the JAX
+that clients of this library run, by default this one. Both make the same calls, in the form of the release, in one
+process each (`_release_calls`), alternately. If the release has several ways to compute a call, its fastest counts.
+Results are compared with the call of this library in float64: a row has the errors of both.
 
-Prints a table, keeps a record, and exits with 1 where this library is slower, or errs twice as far.
+Prints a table, writes a record, and exits with 1 if this library is slower, or its error more than twice as large.
 """
 
 import argparse
@@ -64,7 +64,7 @@ CALLS = (
 
 
 class Asked:
-    """A process that makes calls with the ejkernel of a Python."""
+    """A process that makes calls with the ejkernel of a Python environment."""
 
     def __init__(self, python: str, **environment: str) -> None:
         known = {name: x for name, x in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
@@ -80,7 +80,7 @@ class Asked:
         )
 
     def __call__(self, **request: Any) -> dict[str, Any]:
-        """What is answered to a request."""
+        """The answer to a request."""
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
@@ -89,7 +89,7 @@ class Asked:
         return answer
 
     def results(self, case: dict[str, Any]) -> tuple[list[np.ndarray], str]:
-        """Those of a call, and the version of its JAX."""
+        """The results of a call, and the version of its JAX."""
         with tempfile.NamedTemporaryFile(suffix=".npz") as file:
             answer = self(case=case, keep=file.name)
             with np.load(file.name) as found:
@@ -97,7 +97,7 @@ class Asked:
 
 
 def main() -> int:
-    """Measures, prints and keeps."""
+    """Measures, prints and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("only", nargs="*", help="operations; all if none is named")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -128,7 +128,7 @@ def main() -> int:
 def compared(
     case: dict[str, Any], ours: Asked, release: Asked, oracle: Asked, repeats: int, versions: dict[str, str]
 ) -> list[Row]:
-    """The time of a call and the error of its numbers; one row without a rival where the release fails."""
+    """The rows of a call: its time and its error; one row without a rival if the release fails."""
     sizes = " ".join(f"{name}={shortened(x)}" for name, x in case["sizes"].items())
     name = f"{case['operation']} {case['mode']} {case['dtype']} {sizes}"
     variants = VARIANTS.get(case["operation"], ("",))
@@ -160,7 +160,7 @@ def compared(
 
 
 def tried(release: Asked, case: dict[str, Any]) -> tuple | None:
-    """(seconds, case, results, version of JAX) of the release; None where it fails."""
+    """(seconds, case, results, version of JAX) of the release; None if it fails."""
     try:
         results, version = release.results(case)
     except Unavailable as reason:
@@ -170,17 +170,17 @@ def tried(release: Asked, case: dict[str, Any]) -> tuple | None:
 
 
 def with_variant(case: dict[str, Any], variant: str) -> dict[str, Any]:
-    """The case with a way to compute it."""
+    """The case with one of the release's ways to compute it."""
     return case | dict(sizes=case["sizes"] | dict(variant=variant)) if variant else case
 
 
 def shortened(x: Any) -> Any:
-    """Of many numbers that are the same how many there are."""
+    """A list of equal numbers as their count and value."""
     return f"{len(x)}×{x[0]}" if isinstance(x, list) and len(set(x)) == 1 else str(x).replace(" ", "")
 
 
 def largest_error(found: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    """Of the results that one whose error is the largest, relative to its norm."""
+    """The largest error of a result, relative to its norm."""
     pairs = zip(found, exact, strict=True)
     return float(max(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-300) for x, y in pairs))
 

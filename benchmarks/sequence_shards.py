@@ -1,8 +1,8 @@
-"""Sequences over the GPUs of a machine: `python -m benchmarks.sequence_shards`, beside the whole of it on one.
+"""Sequences sharded over the GPUs of a machine, beside one GPU: `python -m benchmarks.sequence_shards`.
 
 ring_attention by each strategy, causal, in zigzag, and gla and lightning_attention with `axis_name`; forward, and with
-the backward. Numbers are compared with those of one GPU first, and what is too far off is not timed. Prints the share
-of the ideal, which is the time of one GPU divided by their number, and keeps a record.
+the backward. Results are first compared with those of one GPU; those with too large an error are not timed. Prints the
+fraction of the ideal, which is the time of one GPU divided by their number, and writes a record.
 """
 
 import sys
@@ -28,7 +28,7 @@ LARGEST_DIFFERENCE = 0.02  # of the largest value, in bfloat16
 
 
 def main() -> int:
-    """Measures, prints and keeps; 1 where numbers differ."""
+    """Measures, prints and writes the record; 1 if results differ."""
     parser = parser_of(__doc__)
     parser.add_argument("--devices", type=int, default=len(jax.devices()), help="how many; all by default")
     parser.add_argument("--batch", type=int, default=2)

@@ -1,11 +1,11 @@
-"""Every TPU kernel with every config through the compilers of TPUs: `python -m benchmarks.tpu_compile`.
+"""Compiles every TPU kernel with every config for all TPU generations: `python -m benchmarks.tpu_compile`.
 
-`--generations v5e,v6e --operations gla` compiles for some of them, which are not there.
+`--generations v5e,v6e --operations gla` selects some of them. No TPU is needed.
 
-Of each operation the forward, the backward and the tangent, for each named shape and each config of its space. What a
-compiler is given depends on features, options and blocks, but not on how many sequences or heads there are: of the
-shapes that share these, the first stands for all. A run is hours on two cores; `--after FILE` goes on with what that
-record does not hold yet.
+It compiles the forward, the backward and the tangent of each operation, for each named shape and each config of its
+space. Programs depend on features, options and blocks, but not on the numbers of sequences and heads: of shapes that
+differ only in these, the first is compiled. A run takes hours on two cores; `--after FILE` compiles only the programs
+that are not in that record.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from ejkernel.types.shapes import Shape, measured_operations, shapes_of
 from ._records import RESULTS, save_record
 from ._tpu_compiler import GENERATIONS, device
 
-# Of a shape, what changes no program.
+# The fields of a shape that change no program.
 AMOUNTS = {"name", "batch", "heads", "kv_heads", "seq", "seq_q", "seq_k", "rows", "groups", "tokens", "sequences"}
 
 
@@ -49,7 +49,7 @@ class Program:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compiles all programs and keeps what came of each; 1 where one failed."""
+    """Compiles all programs and records the outcome of each; 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", default=",".join(GENERATIONS))
     parser.add_argument("--operations", default=",".join(measured_on_tpus()))
@@ -81,7 +81,7 @@ def measured_on_tpus() -> list[str]:
 
 
 def programs(generations: Sequence[str], operations: Sequence[str]) -> Iterator[Program]:
-    """One for each distinct program; of a call, the heuristic's choice first."""
+    """The distinct programs; for each call the heuristic config first."""
     found = {}
     for operation in operations:
         for name, shape in shapes_of(operation).items():
@@ -108,7 +108,7 @@ def call(operation: str, shape: Shape) -> tuple[Any, Any]:
 
 
 def outcome(program: Program) -> float | str:
-    """How many seconds the compiler took, or what it said."""
+    """The seconds that the compiler took, or its error."""
     began = time.monotonic()
     try:
         compiled(program)

@@ -1,11 +1,11 @@
-"""Flash attention on TPUs that are not there, an estimate: `python -m benchmarks.tpu_estimates --generations v5e,v6e`.
+"""Estimates of flash attention on TPUs, without one: `python -m benchmarks.tpu_estimates --generations v5e,v6e`.
 
-Not a measurement. The compiler's `cost_analysis()` does not see inside Mosaic kernels (it repeats the `cost_estimate`
-that a kernel was given, and without one says next to nothing), but the programs that it makes can be read: `_bundles`
-counts the bundles that each kernel issues, and the bytes that it copies. Kernels alone are compared, without the layout
-changes and small fusions around them. Rivals are JAX's splash_attention and flash_attention, each with the best of the
-block sizes below for every case; what they lack (grouped heads in flash_attention) they are given. Bundles do not show
-all that a matrix unit may wait for: where a rate comes near the peak of a chip, or above it, the time is a lower bound.
+Not a measurement. The compiler's `cost_analysis()` does not look inside Mosaic kernels (it repeats the `cost_estimate`
+of a kernel, and has next to nothing without one), but the programs that it makes can be read: `_bundles` counts the
+bundles that each kernel issues, and the bytes that it copies. Only kernels are compared, without the layout changes and
+small fusions around them. Rivals are JAX's splash_attention and flash_attention, each with the best of the block sizes
+below for every case; flash_attention, which has no grouped heads, gets repeated ones. Bundles do not include all stalls
+of a matrix unit: if a rate is near the peak of a chip, or above it, the time is a lower bound.
 """
 
 import argparse
@@ -48,11 +48,11 @@ class Row:
     """An estimate for the kernels of one call.
 
     Attributes:
-        detail: blocks.
-        bound: what takes longer, "bundles" or "copies".
-        bundles: issued.
-        busy: the share of their slots that is used, by functional unit.
-        reason: why there is none.
+        detail: the block sizes.
+        bound: which takes longer, "bundles" or "copies".
+        bundles: the number of issued bundles.
+        busy: the fraction of their slots that is used, by functional unit.
+        reason: why there is no estimate.
     """
 
     case: str
@@ -70,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Call:
-    """A function to compile, its arguments, and the tables that its kernels read, by their names."""
+    """A function to compile, its arguments, and the tables that its kernels read, by kernel name."""
 
     detail: str
     function: Callable[..., Any]
@@ -79,7 +79,7 @@ class Call:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Estimates all cases and keeps them."""
+    """Estimates all cases and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generations", default="v5e,v6e", help=f"of {', '.join(GENERATIONS)}")
     parser.add_argument("--shapes", default=",".join(ATTENTION_SHAPES))
@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _case(compiler: Compiler, shape: AttentionShape, mode: str, generation: str) -> list[Row]:
-    """A row for each contender, by its best blocks; or for why it cannot take the case."""
+    """A row for each contender, with its best blocks or with the reason why it cannot take the case."""
     rows = []
     for contender, calls in (("ejkernel", _ours), ("splash_attention", _splash), ("flash_attention", _flash)):
         row = Row(shape.name, mode, generation, contender)
@@ -116,7 +116,7 @@ def _case(compiler: Compiler, shape: AttentionShape, mode: str, generation: str)
 
 
 def _estimated(compiler: Compiler, row: Row, shape: AttentionShape, call: Call) -> Row:
-    """With the numbers of all kernels of the call."""
+    """The row with the work of all kernels of the call."""
     chip = GENERATIONS[row.generation]
     issued = compiler.issued(row.generation, call.function, call.arguments, call.kernels)
     computing, copying = (
@@ -260,7 +260,7 @@ def _fitting(choices: Sequence[tuple[int, ...]], shape: AttentionShape) -> list[
     return fitting
 
 
-# --- What is kept
+# --- The record
 
 
 def _save(file: Path, rows: Sequence[Row]) -> None:
@@ -271,7 +271,7 @@ def _save(file: Path, rows: Sequence[Row]) -> None:
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[str]:
-    """How many times faster than each rival, on the geometric mean of the cases that it takes."""
+    """The speedup over each rival, as the geometric mean of the cases that it takes."""
     known = {(r.generation, r.mode, r.case, r.contender): r.milliseconds for r in rows if r.milliseconds}
     for generation, mode in dict.fromkeys((r.generation, r.mode) for r in rows):
         for rival in ("splash_attention", "flash_attention"):

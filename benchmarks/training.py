@@ -1,12 +1,12 @@
 """Training of a Qwen3 of 0.6B beside the release of ejkernel on PyPI and cuDNN: `python -m benchmarks.training`.
 
 The same model in plain JAX (`_training_model`), on the same tokens, with three attentions: `ejkernel.modules` called as
-EasyDeL's flash_attn2 calls it, that of ejkernel 0.0.78 by Triton in the same form, from a process of its own, for which
-EJKERNEL_RELEASE names a folder that holds it and what it imports, and `jax.nn.dot_product_attention` by cuDNN. They
-alternate: a few steps each that are not timed, then `repeats` times an equal part of the others.
+by EasyDeL's flash_attn2; that of ejkernel 0.0.78 by Triton in the same form, in a process of its own (EJKERNEL_RELEASE
+is a folder with it and its dependencies); and `jax.nn.dot_product_attention` by cuDNN. They alternate: a few untimed
+steps each, then `repeats` rounds with an equal part of the other steps.
 
-Prints tokens a second, the ratio of ours to each, and the loss of the last step, and keeps a record. Exits with 1 where
-ours is not 1.5 times as fast as the release, or where the losses of ours and cuDNN are more than one percent apart.
+Prints tokens a second, the speedup of ours over each, and the loss of the last step, and writes a record. Exits with 1
+if ours is not 1.5 times as fast as the release, or if the losses of ours and cuDNN differ by more than one percent.
 """
 
 import argparse
@@ -44,7 +44,7 @@ Run = Callable[[int], dict[str, Any]]
 
 
 def main() -> int:
-    """Measures, prints and keeps."""
+    """Measures, prints and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in fields(Sizes):
         name, of = f"--{field.name.replace('_', '-')}", field.default
@@ -72,14 +72,14 @@ def main() -> int:
         rows = rows_of(results, part, sizes.batch * sizes.length)
         save_record(file, evidence, CONVENTION.format(repeats=repeats, part=part, steps=steps), **about, rows=rows)
     for row in rows:
-        timed = dict(ratio=float("nan")) | row  # there is none where ours failed
+        timed = dict(ratio=float("nan")) | row  # None if ours failed
         print(LINE.format(**timed) if row["status"] == "timed" else "{contender:<18}{status}: {reason}".format(**row))
     print(f"kept in {file}")
     return int(not is_met(rows))
 
 
 def attempted(run: Run, steps: int, before: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a round gave, or the error that it, or one before it, ended with."""
+    """The result of a round, or the error of it or of an earlier one."""
     if before and "reason" in before[-1]:
         return before[-1]
     try:
@@ -91,7 +91,7 @@ def attempted(run: Run, steps: int, before: list[dict[str, Any]]) -> dict[str, A
 
 
 def rows_of(results: dict[str, list[dict[str, Any]]], part: int, tokens: int) -> list[dict[str, Any]]:
-    """A row for each contender, from the rounds so far, the first of which is not timed."""
+    """A row for each contender, from the rounds so far; the first round is not timed."""
     rows = {}
     for name, rounds in results.items():
         last, row = rounds[-1], dict(contender=name, ours=name == OURS)
@@ -119,7 +119,7 @@ def is_met(rows: list[dict[str, Any]]) -> bool:
 
 
 def contenders(sizes: Sizes, mask_info: bool) -> dict[str, Run]:
-    """How each trains a number of steps."""
+    """For each contender, a function that trains a number of steps."""
     cudnn = partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     ours = as_easydel_calls(modules.flash_attention, MaskInfo if mask_info else None)
     request = dict(sizes=asdict(sizes), mask_info=mask_info)

@@ -1,9 +1,9 @@
-"""How near the tuner comes to the best config: `python -m benchmarks.tuning --shapes llama3-8b,h16-d64`.
+"""Compares the tuner's config with the best one: `python -m benchmarks.tuning --shapes llama3-8b,h16-d64`.
 
-For each named call of any operation, and each of its forward, backward and, if asked for, tangent, the tuner searches
-the config space as it does for users. Then every config of the space is timed at length, interleaved with the others.
-The time of the config that was found, and that of the heuristic one, over that of the best are the table; the record in
-benchmarks/results/ has the times of all configs. `--platform triton` does it for the kernels of that platform.
+For each named call of any operation, forward, backward and, if requested, tangent, the tuner searches the config space
+as it does for users. Then every config of the space is timed for longer, interleaved with the others. The table has the
+times of the tuner's config and of the heuristic one, relative to the best; the record in benchmarks/results/ has the
+times of all configs. `--platform triton` selects the kernels of that platform.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from ejkernel.types.shapes import shape_named
 from ._harness import interleaved, queued
 from ._records import RESULTS, result_file, save_record
 
-# The config that is found may take this much longer than the best one.
+# The largest allowed time of the tuner's config, relative to the best.
 BAR = 1.03
 EVIDENCE = "what the tuner finds beside every config"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Of one call: milliseconds of the best config, of the found and the heuristic one, and of all by their names."""
+    """A call: milliseconds of the best config, of the tuner's and the heuristic one, and of all configs by name."""
 
     shape: str
     operation: str
@@ -48,7 +48,7 @@ class Row:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures all shapes and saves them; 1 where the tuner missed the bar."""
+    """Measures all shapes and writes the record; 1 if the tuner missed the bar."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama3-8b,h16-d64", help="names in ejkernel/types/shapes")
     parser.add_argument("--tangents", action="store_true", help="measure them, too")
@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measured(name: str, inv: Invocation, found: Any, repeats: int) -> Row:
-    """What the tuner found, and what it could have found."""
+    """The row of a call, with the tuner's config and all others."""
     kernel = inv.kernel
     heuristic = kernel.heuristic_cfg(inv)
     args, kwargs = kernel.synthetic_inputs(inv)
@@ -95,7 +95,7 @@ def measured(name: str, inv: Invocation, found: Any, repeats: int) -> Row:
 
 
 def program(kernel: Any, args: tuple, kwargs: dict[str, Any], config: Any) -> Callable[..., Any] | None:
-    """The call with a config, compiled; None where that cannot be done."""
+    """The call compiled with a config; None if that fails."""
     try:
         return jax.jit(lambda *args: kernel.bind(args, kwargs, config)).lower(*args).compile()
     except Exception as error:

@@ -1,8 +1,8 @@
-"""The XLA implementation of flash_attention on a CPU: `python -m benchmarks.xla_cpu`, on a machine that is idle.
+"""The XLA implementation of flash_attention on a CPU: `python -m benchmarks.xla_cpu`, on an idle machine.
 
-What blocks outside of causal and window bounds save, the memory of the gradient, and forward and gradient beside
-`jax.nn.dot_product_attention`, the contenders of a row interleaved. Prints a table, keeps a record, and exits with 1
-where a bar is not met.
+The time saved by skipping blocks outside of causal and window bounds, the memory of the gradient, and forward and
+gradient beside `jax.nn.dot_product_attention`, with the contenders of a row interleaved. Prints a table, writes a
+record, and exits with 1 if a bar is not met.
 """
 
 import argparse
@@ -28,7 +28,7 @@ HEADS, HEAD_DIM, MIB = 8, 64, 2**20
 
 
 def main() -> int:
-    """Measures, prints and keeps."""
+    """Measures, prints and writes the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9, help="rounds of each contender")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the record")
@@ -44,13 +44,13 @@ def arrays(length: int, heads: int = HEADS) -> list[jax.Array]:
 
 
 def milliseconds(functions: dict[str, Callable[..., Any]], given: list[jax.Array], repeats: int) -> dict[str, float]:
-    """Of a call of each, the least over rounds, so that what else the machine does is left out."""
+    """The least time of a call of each function over rounds, which excludes other load of the machine."""
     times = interleaved({name: queued(jax.jit(f), *given) for name, f in functions.items()}, repeats)
     return {name: min(seconds) * 1e3 for name, seconds in times.items()}
 
 
 def bounds(repeats: int) -> list[Row]:
-    """Forward at 4096 beside the forward without bounds."""
+    """The forward at 4096 tokens, beside the forward without causality or window."""
     options = {"full": {}, "causal": {"causal": True}, "window 256": {"causal": True, "window": 256}}
     forward = lambda of: lambda q, k, v: flash_attention(q, k, v, **of)
     times = milliseconds({name: forward(of) for name, of in options.items()}, arrays(4096)[:3], repeats)
@@ -61,7 +61,7 @@ def bounds(repeats: int) -> list[Row]:
 
 
 def memory() -> Row:
-    """Temporary memory of the gradient at 8192 with 4 heads."""
+    """The temporary memory of the gradient at 8192 tokens with 4 heads."""
     program = jax.jit(lambda *x: pullback(causal(flash_attention))(*x)[1])
     compiled = program.lower(*arrays(8192, heads=4)).compile()
     return Row("gradient 8192, 4 heads, memory", compiled.memory_analysis().temp_size_in_bytes / MIB, None, 100, "MiB")

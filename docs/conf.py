@@ -1,4 +1,4 @@
-"""How sphinx builds these pages: `sphinx-build -W -n docs docs/_build`."""
+"""Configuration of sphinx: `sphinx-build -W -n docs docs/_build`."""
 
 import sys
 from pathlib import Path
@@ -18,9 +18,9 @@ html_theme = "furo"
 html_title = "ejkernel"
 pygments_style = "default"
 
-# The axes that types name are in the docstrings too, where they can be read.
+# The axes in the types are also in the docstrings, where they can be read.
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 napoleon_use_rtype = False
 default_role = "literal"
-smartquotes_action = "D"  # dashes alone: a prime is no quotation mark
+smartquotes_action = "D"  # only dashes: a prime is no quotation mark

@@ -1,6 +1,6 @@
-"""A sphinx extension: the formulas of docstrings, which are indented lines of Unicode, become blocks of mathematics.
+"""A sphinx extension that turns formulas of docstrings, indented lines of Unicode, into blocks of mathematics.
 
-An indented paragraph with a sign of mathematics in it is a formula; any other one is code.
+An indented paragraph with a mathematical sign is a formula; any other is code.
 """
 
 import re
@@ -28,7 +28,7 @@ _TOKEN = re.compile(r"\{[^}]*\}|[A-Za-z][A-Za-z0-9]*(?:_[A-Za-z0-9]+)*|\s+|.")
 
 
 def setup(app: Any) -> dict[str, Any]:
-    """Formulas are made before napoleon reads the sections of a docstring."""
+    """Registers the conversion of formulas before napoleon, which reads the sections of a docstring."""
     app.connect("autodoc-process-docstring", _docstring, priority=400)
     return {"parallel_read_safe": True}
 
@@ -43,7 +43,7 @@ def _docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
 
 
 def _displayed(text: str) -> str:
-    """An indented paragraph, as mathematics or as code."""
+    """An indented paragraph as a block of mathematics or code."""
     if not _FORMULA.search(text):
         return f".. code-block:: none\n\n{text}\n"
     formulas = re.split(r"\s*\n\s*|\s{3,}", text.strip())
@@ -52,7 +52,7 @@ def _displayed(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Outside of backticks `*`, `|` and `_` have no meaning but for lists; a letter may follow; no type is returned."""
+    """Escapes `*`, `|` and `_` but in backticks and list markers; letters may follow backticks; Returns has no type."""
     text = re.sub(r"(?<=^Returns:\n    )(?=\S)", ": ", text)
     parts = re.split(r"(`[^`]*`)", text)
     parts[::2] = [re.sub(r"(?<=\S)\*|\*(?=\S)|\||_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
@@ -60,7 +60,7 @@ def _escaped(text: str) -> str:
 
 
 def latex(formula: str) -> str:
-    r"""A line of a formula in LaTeX: of `s_ij = cap · tanh(s_ij)`, `s_{ij} = \mathrm{cap} \cdot \tanh (s_{ij})`."""
+    r"""A line of a formula in LaTeX: for `s_ij = cap · tanh(s_ij)`, `s_{ij} = \mathrm{cap} \cdot \tanh (s_{ij})`."""
     tex = "".join(map(_token, _TOKEN.findall(formula)))
     return re.sub(r"(?<=\}) (?=\\mathrm|\w)|(?<=[\w ]) (?=\\mathrm)", r"\\ ", tex)
 
@@ -79,7 +79,7 @@ def _token(token: str) -> str:
 
 
 def _name(word: str) -> str:
-    """A function, a letter, or a word as it is."""
+    """A name as a function, a letter, or a word."""
     if word in _FUNCTIONS:
         return rf"\{word} "
     plain = word.replace("_", r"\_")

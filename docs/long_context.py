@@ -1,7 +1,7 @@
 """Draws long-context.svg and prints the predictions of long-context.md: `python docs/long_context.py`.
 
-Memory is what XLA says of programs that it compiled, from a record of `python -m benchmarks.long_context`. The
-times are a model and no measurement: operations and bytes over the ceilings of an H200 (`ejkernel.callib`).
+Memory is XLA's analysis of compiled programs, from a record of `python -m benchmarks.long_context`. Times are a model,
+not measured: operations and bytes over the ceilings of an H200 (`ejkernel.callib`).
 """
 
 import json
@@ -16,13 +16,13 @@ MEMORY = ROOT / "benchmarks/results/long_context-cpu-20261124-142025.json"
 SPEED = ROOT / "benchmarks/results/flash_attention-nvidia-h200-20261122-130738.json"
 
 HEADS, KV_HEADS, HEAD_DIM, BATCH, BYTES = 32, 8, 128, 2, 2
-# Two H200 by NVLink exchanged 64 MiB at 237 GB/s and 512 MiB at 342 GB/s: a start, and a rate beyond it.
+# Two H200 over NVLink exchanged 64 MiB at 237 GB/s and 512 MiB at 342 GB/s: a latency, and a rate.
 START = 99e-6
 LINK = 365e9
 
 
 class Rates(NamedTuple):
-    """Of an H200: the ceilings of its matrix products and its copies, and what flash_attention gets of the former."""
+    """Of an H200: its ceilings for matrix products and copies, and the throughput of flash_attention."""
 
     matmul: float
     copy: float
@@ -31,7 +31,7 @@ class Rates(NamedTuple):
 
 
 def rates() -> Rates:
-    """From the record of flash_attention, whose layer is that of Llama-3 8B: 2 × 8192 tokens, causal."""
+    """From the record of flash_attention with the layer of Llama-3 8B: 2 × 8192 tokens, causal."""
     record = json.loads(SPEED.read_text())
     rows = [
         row for row in record["rows"] if row["case"].startswith("llama3-8b:") and row["contender"] == "ejkernel auto"
@@ -46,12 +46,12 @@ def rates() -> Rates:
 
 
 def sent(size: float) -> float:
-    """Seconds to send so many bytes from each device to another."""
+    """Seconds to send that many bytes from each device to another."""
     return START + size / LINK
 
 
 class Ring(NamedTuple):
-    """Seconds of a zigzag ring, causal: what a hop computes and sends, all hops, and an n-th of flash_attention."""
+    """Seconds of a causal zigzag ring: computing and sending of a hop, all hops, and flash_attention divided by n."""
 
     computed: float
     sent: float
@@ -60,16 +60,16 @@ class Ring(NamedTuple):
 
 
 def ring(length: int, devices: int, products: float, arrays: int, merged: float) -> Ring:
-    """Each hop has the same work, a half of the pairs of its queries and keys; all but the first are sent.
+    """Each hop has the same work, half of the pairs of its queries and keys; all but the first are sent.
 
-    A hop takes the longer of computing and sending, for keys are sent while the hop before is computed.
+    A hop takes the longer of computing and sending, as keys are sent during the previous hop.
 
     Args:
-        length: of the whole sequence; BATCH of them.
-        devices: of the ring.
-        products: seconds for each operation of the forward.
-        arrays: how many of the size of k are sent in a hop, one after the other.
-        merged: bytes that are moved for each number of o in a hop beside these products, on average.
+        length: of the whole sequence; there are BATCH sequences.
+        devices: the size of the ring.
+        products: seconds per operation of the forward.
+        arrays: how many arrays of the size of k a hop sends, one after the other.
+        merged: average bytes moved for each number of o in a hop besides these products.
     """
     here = length // devices
     operations = 4 * BATCH * HEADS * HEAD_DIM * here * here / 2
@@ -80,20 +80,20 @@ def ring(length: int, devices: int, products: float, arrays: int, merged: float)
 
 
 def forward(length: int, devices: int) -> Ring:
-    """k and v are sent, and o merged: in float32 between hops, but as the first reads it and the last writes it."""
+    """k and v are sent, and o merged: float32 between hops, read first and written last in its own dtype."""
     bytes_of_merges = 2 + 2 + 2 + (devices - 2) * (2 + 4 + 4)
     return ring(length, devices, 1 / rates().forward, arrays=2, merged=bytes_of_merges / devices)
 
 
 def backward(length: int, devices: int) -> Ring:
-    """Five products; k and v are fetched, dk and dv sent home; each hop reads o and do for δ, and dq is added up."""
+    """Five products; k and v are sent, dk and dv sent back; each hop reads o and do for δ, and dq is accumulated."""
     return ring(length, devices, 2.5 / rates().backward, arrays=4, merged=2 + 2 + 2 + 2 + 2)
 
 
 def gathered(length: int, devices: int) -> tuple[float, float]:
-    """Seconds of all_gather, forward and with the backward, in which nothing is hidden and nothing computed again.
+    """Seconds of all_gather, forward and with the backward; no communication is hidden and nothing recomputed.
 
-    k and v are gathered, in the backward once more, where dk and dv are summed over devices and scattered.
+    k and v are gathered, in the backward again, where dk and dv are reduced and scattered over the devices.
     """
     exchange = 2 * sent((devices - 1) * BATCH * length // devices * KV_HEADS * HEAD_DIM * BYTES)
     ideal, of_backward = forward(length, devices).ideal, backward(length, devices).ideal
@@ -101,7 +101,7 @@ def gathered(length: int, devices: int) -> tuple[float, float]:
 
 
 def attention_seconds(length: int, devices: int) -> float:
-    """The forward of one sequence at the ceiling of matrix products, in a ring where there are several devices."""
+    """The forward of one sequence at the ceiling of matrix products, in a ring if there are several devices."""
     of_all = 4 * HEADS * HEAD_DIM * length * length / 2 / rates().matmul
     if devices == 1:
         return of_all
@@ -113,7 +113,7 @@ def attention_seconds(length: int, devices: int) -> float:
 def gla_seconds(length: int, devices: int) -> float:
     """The forward of one sequence at the ceiling of copies: q, gk and o with all heads, k and v with theirs.
 
-    Over several devices k, v and gk are read once more, and a state in float32 goes from each device to all.
+    Over several devices k, v and gk are read twice, and a float32 state goes from each device to all.
     """
     tokens, copy = length / devices * HEAD_DIM * BYTES, rates().copy
     once = tokens * (3 * HEADS + 2 * KV_HEADS) / copy
@@ -126,7 +126,7 @@ def gla_seconds(length: int, devices: int) -> float:
 
 
 def table() -> str:
-    """What is predicted of ring_attention, as long-context.md has it; in brackets the share of the ideal."""
+    """Predictions for ring_attention, as in long-context.md; in brackets the share of the ideal."""
     names = (
         "tokens",
         "devices",
@@ -163,7 +163,7 @@ WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 380, 300, 52, 40, 44
 
 
 class Line(NamedTuple):
-    """Values over lengths, of one device (light) or of eight."""
+    """Values over lengths, for one device (light) or eight."""
 
     name: str
     of: str
@@ -173,7 +173,7 @@ class Line(NamedTuple):
 
 
 def page() -> str:
-    """The text of long-context.svg: memory that XLA says, and time that the model says, over the length."""
+    """The text of long-context.svg: memory by XLA's analysis, and time by the model, over the length."""
     memory = _panel(0, "memory of the gradient, GiB a device (compiled)", _memory(), [1, 10, 100])
     lengths = [2**n for n in range(13, 21)]
     of = lambda f, devices: {length: f(length, devices) * 1e3 for length in lengths}
@@ -208,7 +208,7 @@ def _memory() -> list[Line]:
 
 
 def _panel(left: int, title: str, lines: Sequence[Line], marks: Sequence[float]) -> str:
-    """Lines in logarithmic axes, with their names at their ends."""
+    """Lines on logarithmic axes, labelled at their ends."""
     lengths = sorted({length for line in lines for length in line.values})
     values = [value for line in lines for value in line.values.values()]
     x = _axis(lengths, left + LEFT, left + WIDTH - 118)
@@ -239,7 +239,7 @@ def _axis(values: Sequence[float], first: float, last: float) -> Callable[[float
 
 
 def _apart(places: Mapping[str, float], least: float = 12) -> dict[str, float]:
-    """The places of names, so that none stands on another."""
+    """Positions of labels that do not overlap."""
     found: dict[str, float] = {}
     for name in sorted(places, key=places.__getitem__):
         found[name] = max(places[name], max(found.values(), default=-math.inf) + least)

@@ -1,7 +1,7 @@
-"""Writes support.md, what runs for each feature of each operation on each kind of device: `python docs/tables.py`.
+"""Generates support.md, what runs for each feature of each operation on each kind of device: `python docs/tables.py`.
 
-The features are those of tests/cases, which hold every argument. They are added one at a time to the plain call there,
-in bfloat16 and of the sizes below, and implementations are asked by priority for its forward and for its gradient.
+The features are those of tests/cases, which cover every argument. Each is added alone to the plain call, in bfloat16
+at the sizes below, and implementations are tried by priority for its forward and for its gradient.
 """
 
 import os
@@ -72,7 +72,7 @@ GPUs and for TPUs they are compiled by the tests.
 
 @dataclass(frozen=True)
 class Row:
-    """What runs for a feature, by the name of the target; what does not take which part of it, and why."""
+    """What runs for a feature, by the name of the target; what does not support which part of it, and why."""
 
     feature: str
     runs: dict[str, str]
@@ -116,7 +116,7 @@ def _primitive(operation: str) -> Iterator[str]:
 
 
 def _by_name(operation: str) -> list[str]:
-    """The implementations that come after XLA, which takes every call before they are asked."""
+    """Implementations of lower priority than XLA, which supports every call and so comes first."""
     entries = kernel_registry.list_implementations(operation)
     (xla,) = (entry.priority for entry in entries if entry.platform == Platform.XLA)
     return [NAMES[f"{entry.platform}/{entry.backend}"] for entry in entries if entry.priority < xla]
@@ -161,7 +161,7 @@ def _row(operation: str, feature: str, case, dtype: str) -> Row:
 
 
 def _type(operand, case, dtype: str) -> jax.ShapeDtypeStruct:
-    """The type of an operand at the sizes of the case: its values are made small, for their dtype alone."""
+    """The type of an operand at the sizes of the case: only the dtype of its values is used, so they are small."""
     small = operand.values(np.random.default_rng(0), operand.shape(PLAIN[case.operation].sizes | _ones(case)))
     is_float = isinstance(small, np.ndarray | np.floating) and small.dtype == np.float64
     return jax.ShapeDtypeStruct(operand.shape(case.sizes), jnp.dtype(dtype) if is_float else jnp.asarray(small).dtype)

@@ -1,4 +1,4 @@
-"""Draws timeline.svg, the kernels of one gradient in a trace, from a record: `python docs/timeline.py`."""
+"""Draws timeline.svg, the kernels of one gradient, from a recorded trace: `python docs/timeline.py`."""
 
 import json
 import re
@@ -13,7 +13,7 @@ WIDTH, ROW, MARGIN = 720, 24, 8
 
 
 def page() -> str:
-    """The text of timeline.svg: one row for each kernel, in the order of its start, as if they followed each other."""
+    """The text of timeline.svg: one row for each kernel, by start time, drawn one after the other."""
     rows = [row for row in json.loads(RECORD.read_text())["rows"] if row["program"] == "gradient"]
     labelled = lambda row: re.search(r"ejkernel\[op=(\w+);", row["label"])
     kernels = [(row["kernel"], found[1] if (found := labelled(row)) else "") for row in rows]
@@ -33,7 +33,7 @@ def page() -> str:
 
 
 def _row(number: int, name: str, operation: str, x: float, width: float, time: float) -> str:
-    """A bar, with its name beside it, on the side on which there is space."""
+    """A bar with its name beside it, on the side with space."""
     y, right = MARGIN + number * ROW, x + width < WIDTH / 2
     at, anchor = (x + width + 6, "start") if right else (x - 6, "end")
     if width > WIDTH / 2:

@@ -14,7 +14,7 @@ from .cli._devices import missing_backend
 
 
 class _Parser(argparse.ArgumentParser):
-    """What is wrong in one line, without the usage above it."""
+    """A parser whose errors are one line, without the usage above it."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -23,13 +23,13 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status; wrong arguments, and no device to run on, exit with 2."""
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # where "×" cannot be written, "?" is
+        sys.stdout.reconfigure(errors="replace")  # "?" for a "×" that the encoding lacks
     try:
         try:
             return _run(_parsed(arguments))
         finally:
-            sys.stdout.flush()  # at exit it would be too late to answer for a reader that has gone
-    except BrokenPipeError:  # as in `ejkernel info | head -1`: the rest is for nobody
+            sys.stdout.flush()  # here, as a BrokenPipeError at exit could not be caught
+    except BrokenPipeError:  # as in `ejkernel info | head -1`, whose reader has closed the pipe
         for stream in (sys.stdout, sys.stderr):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 128 + signal.SIGPIPE
@@ -54,14 +54,14 @@ def _run(parsed: argparse.Namespace) -> int:
         return parsed.command.run(parsed)
     except argparse.ArgumentError as error:
         parsed.parser.error(" ".join(str(error).split()))
-    except (RuntimeError, AssertionError):  # with either JAX says that it has no backend, and with others more
+    except (RuntimeError, AssertionError):  # JAX raises either if it has no backend
         if reason := missing_backend():
             parsed.parser.exit(2, f"{parsed.parser.prog}: {reason}\n")
         raise
 
 
 class _Described(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """The docstring as it is written, and the default of every option."""
+    """Help with the docstring unchanged and the default of every option."""
 
 
 if __name__ == "__main__":

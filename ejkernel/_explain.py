@@ -1,4 +1,4 @@
-"""What would run for a call, with what config, and why every other implementation was passed over."""
+"""`explain`: which implementation would run for a call, with which config, and why not the others."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ class Explanation:
 
     Attributes:
         operation: the operation.
-        target: what it would be lowered for.
-        candidates: every implementation by priority with the reason against it, or None.
-        config: the config of the one that runs; None if none does.
-        origin: where that config comes from; why there is none.
-        parts: of an operation that is composed of others, these, each call of another kind once.
+        target: the target that it would be lowered for.
+        candidates: every implementation by priority, with the reason why it cannot run, or None.
+        config: the config of the implementation that runs; None if none does.
+        origin: where that config comes from, or why there is none.
+        parts: for a composed operation, the explanations of the different calls that it makes.
     """
 
     operation: str
@@ -54,7 +54,7 @@ class Explanation:
         return all(part.runs for part in self.parts) if not self.candidates else self.config is not None
 
     def _runs(self) -> int:
-        """The place of the implementation that runs: the first that can of those that the config is for, if any can."""
+        """The index of the implementation that runs: the first that can of the config's platform, else of all."""
         can = [i for i, (_, reason) in enumerate(self.candidates) if reason is None]
         return next((i for i in can if self.candidates[i][0].platform == self.config.platform), can[0])
 
@@ -68,14 +68,14 @@ def explain(
 ) -> Explanation:
     """What `ejkernel.lax.<operation>(*args, **kwargs)` would run on a target, by default this process's.
 
-    An operation over a mesh axis is explained where it is called, inside `jax.shard_map`.
+    For an operation over a mesh axis call it inside `jax.shard_map`, where the operation is called.
 
     Args:
-        operation: its name.
-        *args: arrays or `jax.ShapeDtypeStruct`s, as the lax API takes them.
+        operation: the name of the operation.
+        *args: arrays or `jax.ShapeDtypeStruct`s, as in the lax API.
         target: "cpu", "cuda", "rocm", "tpu" or a `Target`.
         platform: only implementations of this platform.
-        **kwargs: further arrays and options.
+        **kwargs: further arrays and options, as in the lax API.
 
     Raises:
         ValueError: there is no such operation, target or platform, or the arguments do not fit it.
@@ -148,7 +148,7 @@ _ORIGINS = {
 
 
 def _config(kernel, named, spec, platform, target) -> tuple[OperationConfig | None, str]:
-    """The config that is stored for the call, else that of heuristics, and where it comes from; None if it raises."""
+    """The config of the call and where it comes from: stored, or by heuristics; None if the call would raise."""
     arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in named.items()}
     inv = replace(kernel.invocation(arrays, spec, platform=platform), target=target)
     selector = default_executor().selector

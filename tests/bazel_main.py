@@ -1,4 +1,4 @@
-"""`main` of every Bazel test: pytest on the file that is named."""
+"""`main` of every Bazel test: runs pytest on the file in its arguments."""
 
 import sys
 

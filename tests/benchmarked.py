@@ -1,4 +1,4 @@
-"""Contenders of tests: one that is prepared with these results, one that breaks, and this library as another."""
+"""Contenders for tests: one with given results, one that raises, and this library as another version."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ def breaks(*_):
 
 
 def installed(folder):
-    """This library in a folder, under the names that an installation gives it."""
+    """A copy of this library in a folder, laid out like an installed package."""
     (folder / "ejkernel").mkdir(parents=True)
     files = {file.name: file for file in Path(ejkernel.__path__[0]).iterdir()}
     for name, file in (files | {"lowering": ejkernel.lowering.__path__[0]}).items():

@@ -1,4 +1,4 @@
-"""Tests run on eight CPU devices unless `JAX_PLATFORMS` says otherwise, each with its own cache and without timing."""
+"""Tests run on eight CPU devices unless `JAX_PLATFORMS` is set, each with its own cache and without autotuning."""
 
 import gc
 import itertools
@@ -9,18 +9,18 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault(
     "JAX_TRACEBACK_FILTERING", "off"
-)  # else JAX takes 70 ms to make an error that a test expects short
-os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # else it looks up the lines of pytest for every program
-# Small matrices of NumPy, whose threads else wait for each other on processors that other tests compute on. What has
-# loaded NumPy already keeps its threads: the processes of a run that is distributed have not.
+)  # otherwise JAX takes 70 ms to format an error that a test expects
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # otherwise it looks up source lines
+# Matrices in NumPy are small, and BLAS threads would wait for each other on busy processors. A process that has already
+# loaded NumPy keeps its threads; worker processes of a distributed run have not loaded it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XLA_FLAGS"] = " ".join(
     (
         "--xla_force_host_platform_device_count=8",
-        "--xla_backend_optimization_level=0",  # of LLVM, not of HLO: small programs compile in half the time
+        "--xla_backend_optimization_level=0",  # LLVM's, not HLO's: small programs compile in half the time
         "--xla_llvm_disable_expensive_passes=true",
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # devices wait for each other on a busy machine
-        os.environ.get("XLA_FLAGS", ""),  # the last one holds
+        os.environ.get("XLA_FLAGS", ""),  # the last setting wins
     )
 )
 
@@ -38,18 +38,18 @@ def own_environment(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
-    monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "inf")  # a busy machine measures the same candidates
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "inf")  # the same candidates are measured on a busy machine
 
 
 @pytest.fixture
 def types_unchecked(monkeypatch):
-    """For stand-ins, for values that no annotation has, and for what a call costs."""
+    """Turns the type checks off: for stand-ins, for values that no annotation admits, and for timing a call."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture
 def strict():
-    """Nothing may be promoted silently, neither dtypes nor ranks: the library must hold where its users forbid it."""
+    """No implicit promotion of dtypes or ranks: the library must work for users who forbid it."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
@@ -59,7 +59,7 @@ def pytest_runtest_setup(item):
         pytest.skip("no GPU")
 
 
-# XLA keeps every program in memory mappings of its own, of which Linux gives a process 65,530; then it crashes.
+# XLA keeps each program in its own memory mappings; Linux allows a process 65,530, beyond which it crashes.
 MAPPINGS, MOST_MAPPINGS = Path("/proc/self/maps"), 16_000
 _tests = itertools.count()
 
@@ -70,18 +70,18 @@ def pytest_runtest_teardown(item):
         gc.collect()
 
 
-# What a run spent, file by file, in seconds of CPU: other than those of a clock, they are the same on a busy machine.
+# CPU seconds of a run by file: unlike wall time, they are the same on a busy machine.
 CLOSING_LIST, WORTH_IT = 10, 30.0
 SPENT = pytest.StashKey[float]()
 
 
 def _cpu() -> float:
-    """Of this process and of those that it has started and waited for."""
+    """CPU seconds of this process and of its finished children."""
     return sum(os.times()[:4])
 
 
 def pytest_collection_finish(session):
-    gc.freeze()  # thousands of tests, which else are searched for garbage whenever JAX makes much of it
+    gc.freeze()  # thousands of test objects, which would be searched at every garbage collection
     session.config.stash[SPENT] = _cpu()
 
 

@@ -1,7 +1,7 @@
-"""Runs a page of the documentation: `python tests/pages.py docs/NAME.md`, with `--write` to renew what it shows.
+"""Runs a page of the documentation: `python tests/pages.py docs/NAME.md`, with `--write` to update its outputs.
 
-The `python` blocks of a page run in their order in one namespace, on eight CPU devices. A `text` block that follows one
-directly is what that block prints.
+The `python` blocks of a page run in order in one namespace, on eight CPU devices. A `text` block directly after one
+is the expected output of that block.
 """
 
 import argparse
@@ -25,7 +25,7 @@ _BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n\s*^```text\n(?P<shown>
 
 @dataclass(frozen=True)
 class Block:
-    """Python of a page, the lines before it, and what the page says that it prints: None if it says nothing."""
+    """A Python block, the lines before it, and its expected output, or None if the page shows none."""
 
     code: str
     lines_before: int
@@ -38,9 +38,9 @@ def blocks(page: str) -> list[Block]:
 
 
 def printed(page: str, file: Path) -> list[str]:
-    """What each block prints when the page is run in this process, as the module that is written to `file`.
+    """The output of each block when the page is run in this process, as the module written to `file`.
 
-    Its lines have the numbers that they have in the page. Kernels that are defined in it are asked for their source.
+    Line numbers are those of the page. The source of kernels defined in it can be inspected.
     """
     lines = [""] * (page.count("\n") + 1)
     for block in blocks(page):
@@ -60,7 +60,7 @@ def _printed(block: Block, module: ModuleType) -> str:
 
 
 def renewed(page: str, outputs: list[str]) -> str:
-    """The page with these outputs where it shows some."""
+    """The page with these outputs in place of those that it shows."""
     remaining = iter(outputs)
 
     def block(match: re.Match) -> str:
@@ -73,7 +73,7 @@ def renewed(page: str, outputs: list[str]) -> str:
 
 
 def lacking() -> str | None:
-    """Why a run here does not print what the pages show: other versions make other programs. None if it does."""
+    """Why a run here may print other text than the pages: other versions compile other programs. None if it may not."""
     for package, wanted in SHOWN_WITH.items():
         try:
             found = version(package)
@@ -85,7 +85,7 @@ def lacking() -> str | None:
 
 
 def environment(cache: str) -> dict[str, str]:
-    """What a page runs with: eight CPU devices, and configs by heuristics, kept in a folder of their own."""
+    """The environment of a page: eight CPU devices, and heuristic configs, cached in a new folder."""
     return {
         "EJKERNEL_AUTOTUNE_POLICY": "heuristics",
         "EJKERNEL_CACHE_DIR": cache,

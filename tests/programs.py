@@ -1,4 +1,4 @@
-"""Reading programs: the equations of a jaxpr, and the kernels and collectives of compiled HLO."""
+"""Inspects programs: the equations of a jaxpr, and the kernels and collectives of compiled HLO."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ import jax
 
 
 def equations(jaxpr: Any, operation: str) -> list[Any]:
-    """The equations that bind a primitive of an operation, in order, those of the programs inside included."""
+    """The equations that bind a primitive of an operation, in order, including those of nested jaxprs."""
     ours = lambda name: name == operation or name in (f"{operation}_jvp", f"{operation}_bwd")
     return [equation for equation in all_equations(jaxpr) if ours(equation.primitive.name)]
 
@@ -20,7 +20,7 @@ def launches(jaxpr: Any) -> list[str]:
 
 
 def all_equations(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, each before those of the programs inside it."""
+    """All equations of a jaxpr, each before those of its nested jaxprs."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
         for inside in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
@@ -29,10 +29,10 @@ def all_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def scopes(hlo: str, kernel: str) -> set[str]:
-    """Where in the program the kernel runs: the paths that lead to its label, in the names of HLO instructions.
+    """Where a program runs the kernel: the name-stack paths that lead to its label, in metadata of HLO instructions.
 
-    An instruction may have the names of several, with semicolons between, which also stand in the brackets of a label.
-    Old versions of JAX write some paths without their beginning.
+    An instruction may have several names, separated by semicolons, which also occur in the brackets of a label. Old
+    versions of JAX omit the beginning of some paths.
     """
     names = (name for names in re.findall(r'op_name="([^"]*)"', hlo) for name in re.split(r";(?![^\[\]]*\])", names))
     paths = {f"/{path}" for name in names for path, found, _ in [name.partition(f"ejkernel[op={kernel};")] if found}
@@ -40,7 +40,7 @@ def scopes(hlo: str, kernel: str) -> set[str]:
 
 
 def collectives(hlo: str) -> Counter:
-    """How many arrays each kind of collective moves: XLA may merge several into one instruction."""
+    """How many arrays each kind of collective moves: XLA can merge several into one instruction."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast|ragged-all-to-all"
     found: Counter = Counter()
     for results, kind in re.findall(rf"= (\([^=]*?\)|\S+) ({kinds})(?:-start)?\(", hlo):

@@ -1,4 +1,4 @@
-"""What the tests of sequences over devices share: arrays, and the recurrence over shards beside that over the whole."""
+"""Shared by tests of sharded sequences: arrays, and the recurrence over shards beside that over the whole."""
 
 import jax
 import numpy as np
@@ -52,7 +52,7 @@ def specs_of(arrays):
 
 
 def sharded(of, size, types=AxisType.Auto):
-    """Arrays of the whole sequence → the results of the whole sequence, computed over that many devices."""
+    """Arrays of the whole sequence → its results, computed over that many devices."""
 
     def run(arrays):
         specs, mesh = specs_of(arrays), mesh_of(size, types)

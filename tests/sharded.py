@@ -1,4 +1,4 @@
-"""Calls over a mesh of eight devices: where arrays are put, the numbers, and the collectives that it takes."""
+"""Calls over a mesh of eight devices: placement of arrays, the numbers, and the collectives of the program."""
 
 import contextlib
 from collections import Counter
@@ -24,9 +24,9 @@ each_type = pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit),
 
 
 def each_call(cases, transforms):
-    """Each case and the transforms of it by name, but no derivative of what has none.
+    """Each case with the transforms of it by name, without derivatives where there are none.
 
-    The first case of each kind of operation, of which the rules are, is in the core of the tests; the others are slow.
+    The first case of each kind of operation, which determines its rules, is a core test; the others are slow.
     """
     marks = lambda case: core_of_kind(case, cases) or pytest.mark.slow
     calls = [
@@ -43,11 +43,11 @@ each_called_alone = each_call(first_of_each(called_alone(CASES)), {"eval": None,
 
 
 def each_program(cases, rest=(), second=()):
-    """Evaluates and differentiates each case, and differentiates twice the first one of each operation.
+    """The forward and gradient of each case, and a second derivative for the first one of each operation.
 
-    The former two of the first one of each kind are in the core of the tests; other cases have the marks of `rest`.
-    Second derivatives, which take the most, have the marks of `second` where no case before is of that kind. Of what is
-    itself called over a mesh the gradient is tested always.
+    The former two of the first case of each kind are core tests; other cases have the marks of `rest`. Second
+    derivatives, the slowest tests, have the marks of `second` unless the case is the first of its kind. The gradient of
+    operations that are called over a mesh is always tested.
     """
     over = lambda transform: () if transform is gradient else (pytest.mark.slow,)
     marks_of_second = lambda case: () if core_of_kind(case, cases) else second
@@ -78,7 +78,7 @@ def mesh_of(types=AxisType.Explicit, shape=(4, 2)):
 
 
 def call_of(case, transform, call=None, seed=0):
-    """The call or a transform of it, and its arguments."""
+    """The call, or a transform of it, and its arguments."""
     arrays, call = case.arrays(seed), call or case.call
     if transform is None:
         return call, (arrays,)
@@ -89,14 +89,14 @@ def call_of(case, transform, call=None, seed=0):
 
 
 def placed(case, args, split, mesh):
-    """Such arguments on a mesh."""
+    """The arguments on a mesh."""
     specs = (case.specs(split), case.result_specs(split), case.specs(split))
     specs = [{name: of[name] for name in x} if isinstance(x, dict) else of for x, of in zip(args, specs, strict=False)]
     return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), args, tuple(specs))
 
 
 def rest(case):
-    """The axes other than the batch that may be split, heads say, over the other axis of the mesh."""
+    """Axes other than the batch that may be split, heads for example, over the other mesh axis."""
     return {letter: "y" for letter in case.split if letter != "b"}
 
 
@@ -109,7 +109,7 @@ def mesh_axes(specs):
 
 
 def needed(case, split, transform):
-    """The collectives that such a program cannot do without."""
+    """The collectives that the program needs."""
     if transform is None:
         return Counter()
     specs = case.specs(split)
@@ -118,12 +118,12 @@ def needed(case, split, transform):
 
 
 def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=None):
-    """Numbers, and that results stay where the operands are; returns the collectives, but for the operation's own."""
+    """Checks the numbers and that results are sharded like operands; returns collectives not the operation's own."""
     case = case.on(mesh)
     f, args = call_of(case, transform, call)
     wanted, args = oracle(case, transform)(*args), placed(case, args, split, mesh)
     with context:
-        compiled = jax.jit(f, keep_unused=True).lower(*args).compile()  # a linear operation has no use for them
+        compiled = jax.jit(f, keep_unused=True).lower(*args).compile()  # a linear operation does not use them
         found = compiled(*args)
     assert_close(found, wanted)
     if transform is None:
@@ -133,6 +133,6 @@ def check(case, transform, split, mesh, context=contextlib.nullcontext(), call=N
 
 
 def others(case, compiled):
-    """The collectives of a program that are not of the kinds that the operation is made of."""
+    """The collectives of a program other than the kinds that the operation itself uses."""
     own = case.over.communicates if case.over else ()
     return Counter({kind: n for kind, n in collectives(compiled.as_text()).items() if kind not in own})

@@ -1,4 +1,4 @@
-"""A kernel for the tests of the framework: what it adds in the last bits of its result shows which config ran."""
+"""A kernel for tests of the framework: the last bits of its result show which config ran."""
 
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ def key_of(kernel, *args, **kwargs):
 
 
 def ran(result):
-    """The config that computed a result of `Shown` of ones."""
+    """The config with which `Shown` computed a result from ones."""
     return Config(round((float(np.ravel(result)[0]) - 1) / ULP))
 
 

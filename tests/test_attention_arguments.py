@@ -1,4 +1,4 @@
-"""Arguments of flash_attention at the ends of their ranges mean what they say, or are refused."""
+"""Extreme values of flash_attention's arguments have their meaning, or are rejected."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ IDS = {
 
 
 def ids_of(values, seed=0):
-    """Of queries and of keys, some of each value."""
+    """Of queries and of keys, several of each value."""
     of = np.random.default_rng(seed).integers(0, len(values), (B, S + T))
     return jnp.asarray(values[of[:, :S]]), jnp.asarray(values[of[:, S:]])
 
@@ -53,7 +53,7 @@ def test_segment_ids_of_every_type(name):
 
 
 def test_segment_ids_of_two_types():
-    """An id of queries equals one of keys where their numbers are equal, and not where their bits are."""
+    """Ids of queries and keys are compared by value, not by bits."""
     q_ids = jnp.full((B, S), 2**32 - 1, jnp.uint32).at[:, :3].set(7)
     kv_ids = jnp.full((B, T), -1, jnp.int32).at[:, 4:].set(7)
     same = q_ids[:, :, None] == 7
@@ -83,7 +83,7 @@ def test_segment_ids_that_64_bits_alone_hold_are_refused_without_them():
 @pytest.mark.parametrize("far", (2**31 - 1, 2**31, 2**40, 10**30))
 @pytest.mark.parametrize("causal", (False, True))
 def test_windows_beyond_the_lengths(far, causal):
-    """They are unbounded, packed sequences as well."""
+    """They are unbounded, in packed sequences too."""
     calls = [lambda **window: attend(*arrays(), causal=causal, **window)]
     cuts = jnp.array([0, 5, 9])
     packed = [x[0] for x in arrays()]
@@ -108,7 +108,7 @@ def test_windows_of_all_tokens_but_one(window):
 
 @pytest.mark.parametrize("softcap", (1e4, 1e6, 1e12, 1e20, 1e38))
 def test_a_large_cap_is_none(softcap):
-    """To what float32 tells of the logits' distance from it: s·(s / softcap)² / 3."""
+    """To within float32's resolution of the logit's distance from it: s·(s / softcap)² / 3."""
     run = lambda softcap: jax.jit(jax.value_and_grad(lambda *x: attend(*x, softcap=softcap).sum(), (0, 1, 2)))
     assert_close(run(softcap)(*arrays()), run(None)(*arrays()), 1e-5)
 
@@ -142,7 +142,7 @@ def test_a_traced_scale_follows_ieee(scale):
 
 @pytest.mark.parametrize("scale", (3e3, 1e-6))
 def test_a_traced_scale_of_a_recurrence_is_as_exact_as_a_static_one_in_float16(scale):
-    """float16 does not hold q times it."""
+    """q times the scale is not rounded to float16."""
     q, k, v = (100 * jnp.abs(x[:, :S]) for x in arrays(jnp.float16))
     k, v = (k / 1e3, v / 1e2 / 1e3) if scale > 1 else (k, v)
     found = jax.jit(lambda scale: ejkernel.lax.recurrent(q, k, v, softmax_scale=scale))(jnp.float32(scale))

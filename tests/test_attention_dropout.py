@@ -1,6 +1,6 @@
-"""What dropout keeps is a function of the key, the batch, the head, the query and the key alone.
+"""Which weights dropout keeps is a function of only the key, the batch, the head, the query and the key position.
 
-With values e_j, result i is row i of the weights, so that what is kept can be read off.
+With values e_j, result i is row i of the weights, from which the mask can be read.
 """
 
 import jax
@@ -24,12 +24,12 @@ def queries_and_keys(seed=0):
 
 
 def identity(batch=B):
-    """v [batch,T,G,T]: value j is e_j."""
+    """v [batch,T,G,T]: value j is the unit vector e_j."""
     return jnp.broadcast_to(jnp.eye(T)[:, None], (batch, T, G, T))
 
 
 def kept(q, k, key, **options):
-    """[b,s,h,t]: which weights are."""
+    """[b,s,h,t]: which weights are kept."""
     return ejkernel.lax.flash_attention(q, k, identity(len(q)), dropout_key=key, dropout_rate=RATE, **options) != 0
 
 
@@ -41,7 +41,7 @@ def by_the_formula(key, batch=B):
 
 
 @pytest.mark.core
-def test_kept_are_what_the_formula_says():
+def test_kept_weights_are_those_of_the_formula():
     q, k = queries_and_keys()
     for seed in (0, 1):
         found = kept(q, k, jax.random.key(seed))
@@ -58,7 +58,7 @@ def test_blocks(blocks):
 
 
 def test_vmap_of_queries():
-    """Every example drops the same: the key is the same."""
+    """Every example drops the same weights, since the key is the same."""
     (q, k), key = queries_and_keys(), jax.random.key(3)
     found = jax.vmap(lambda q: kept(q, k, key))(jnp.stack([q, 2 * q, -q]))
     np.testing.assert_array_equal(found, [by_the_formula(key)] * 3)
@@ -72,7 +72,7 @@ def test_vmap_of_keys():
 
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 def test_sharding(types):
-    """On a mesh every shard drops what the whole would drop there."""
+    """Every shard of a mesh drops the weights that the whole call drops there."""
     mesh, key = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2), jax.random.key(3)
     q, k = (jax.device_put(x, NamedSharding(mesh, P("x", None, "y"))) for x in queries_and_keys())
     v = jax.device_put(identity(), NamedSharding(mesh, P("x", None, "y")))
@@ -107,7 +107,7 @@ def test_packed_is_as_padded():
 @pytest.mark.core
 @pytest.mark.parametrize("algorithm", ("rbg", "unsafe_rbg", "words of its own"))
 def test_keys_of_other_algorithms(algorithm):
-    """All of their words count: each of a few keys, split or folded from one or not, keeps another set."""
+    """All of their words count: keys that are split or folded from one another, or not, drop different weights."""
     if algorithm == "words of its own":
         algorithm = define_prng_impl(
             key_shape=(2, 3),
@@ -130,13 +130,13 @@ def test_keys_of_other_algorithms(algorithm):
 @pytest.mark.core
 @pytest.mark.parametrize("algorithm", ("threefry2x32", "rbg"))
 def test_words_of_a_key(algorithm):
-    """They are taken for the key, as by `jax.random`."""
+    """They are used as the key, as in `jax.random`."""
     (q, k), key = queries_and_keys(), jax.random.key(3, impl=algorithm)
     np.testing.assert_array_equal(kept(q, k, jax.random.key_data(key)), kept(q, k, key))
 
 
 def test_kept_weights_are_raised_and_lse_is_not():
-    """The mean over keys of what is kept, over 1 − rate; lse is that without dropout."""
+    """The mean over keys of the kept weights, over 1 − rate; lse is that without dropout."""
     (q, k), v = queries_and_keys(), identity()
     o, lse = ejkernel.lax.flash_attention(q, k, v, return_lse=True)
     dropped, same = ejkernel.lax.flash_attention(

@@ -30,7 +30,7 @@ def arrays(operands, length=600):
 
 
 def of_element(x, n):
-    """Element n of those that have a batch axis."""
+    """Element n of the arrays with a batch axis."""
     return {name: a[n : n + 1] if a.ndim > 1 and a.shape[0] == B else a for name, a in x.items()}
 
 
@@ -59,8 +59,8 @@ def test_alone_and_in_a_batch(name):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[n : n + 1]), alone, whole)  # noqa: B023
 
 
-def test_it_is_the_same_function():
-    """Gradients of what all elements share are sums over them; second derivatives too."""
+def test_derivatives_equal_those_without_batch_invariance():
+    """Gradients of shared operands are sums over the elements; second derivatives too."""
     x = {n: a[:, :40] if n in "qkv" else a for n, a in arrays(dict(sinks=(H,), bias=(1, H, 40, 1))).items()}
     wrt, moved = tuple(x), {n: jnp.cos(37 * a) for n, a in x.items()}
 

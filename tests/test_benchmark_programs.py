@@ -1,4 +1,4 @@
-"""The small programs of benchmarks run, keep records that become tables, and judge numbers before they time."""
+"""The small programs of benchmarks run, keep records that become tables, and check numbers before timing."""
 
 import json
 
@@ -15,7 +15,7 @@ LAYER = fused_norm.Sizes(hidden=32, ffn=48, heads=4, kv_heads=2, head_dim=8)
 
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
-    """The record that a program with these arguments leaves, and its table."""
+    """The record that a program with these arguments writes, and its table."""
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
     monkeypatch.setattr(_records, "RESULTS", tmp_path)
 
@@ -27,7 +27,7 @@ def kept(tmp_path, monkeypatch):
     return run
 
 
-def test_what_fusing_the_norm_could_gain(kept, capsys):
+def test_fusing_the_norm(kept, capsys):
     rows, table = kept(fused_norm.main, "--sizes 1x16 3x1", layer=LAYER)
     cases = [(1, 16, "fwd"), (1, 16, "fwd_bwd"), (3, 1, "fwd")]
     assert [(r["batch"], r["tokens"], r["mode"]) for r in rows] == [case for case in cases for _ in range(5)]
@@ -41,7 +41,7 @@ def test_what_fusing_the_norm_could_gain(kept, capsys):
 
 @pytest.mark.parametrize("normalised", [True, False])
 def test_the_layer_is_that_of_llama(normalised):
-    """Of one token, which attends to itself: its attention is its value."""
+    """For a single token, which attends only to itself: its attention output is its value."""
     x, weights, *norms = jax.tree.map(
         lambda x: x.astype(jnp.float32), fused_norm.programs(LAYER, 3, 1)["layer" if normalised else NO_NORMS][1]
     )
@@ -71,7 +71,7 @@ def test_differential_attention_beside_two_attentions(kept, monkeypatch):
     assert "| differential_attention of two attentions |" in table
 
 
-def test_what_differs_is_not_timed(monkeypatch):
+def test_different_results_are_not_timed(monkeypatch):
     monkeypatch.setattr(differential_attention.lax, "differential_attention", lambda *x, causal: x[0] * 0)
     programs = differential_attention.programs(4, 2, 8, 8, 1, 16)
     ours, *rest = differential_attention.measured(_program.compiled({("fwd",): programs})["fwd",], 1)
@@ -113,8 +113,8 @@ def test_bias_and_mask_beside_cudnn(kept, small, monkeypatch, capsys):
 
 @pytest.mark.parametrize("mode", ["fwd", "fwd_bwd"])
 @pytest.mark.parametrize("name", SMALL)
-def test_the_check_of_bias_and_mask_stops_what_is_wrong(small, name, mode):
-    """Ours is right; with any of its results a tenth too large, it is not; nor is it without its bias or mask."""
+def test_the_check_of_bias_and_mask_rejects_wrong_results(small, name, mode):
+    """Our results pass; with one of them a tenth too large, or without bias or mask, the check fails."""
     shape, given = attention_bias.made_of(name, 2, 32)
     case = attention_bias.case(shape, mode, given, ["auto"])
     results, judge = case.contenders[0].prepare().results, case.judge()

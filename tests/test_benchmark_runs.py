@@ -1,4 +1,4 @@
-"""A run of a benchmark: who is timed, in which order, and what is shown and kept of it."""
+"""A run of a benchmark: who is timed, in which order, and what is displayed and recorded."""
 
 import json
 import re
@@ -95,8 +95,8 @@ def test_a_run_leaves_its_record(tmp_path, monkeypatch, capsys):
     assert "vs best rival" in capsys.readouterr().out
 
 
-def test_another_version_takes_part_from_a_process_of_its_own(tmp_path, monkeypatch):
-    """Here it is this one, under the names that an installation gives it."""
+def test_another_version_runs_in_its_own_process(tmp_path, monkeypatch):
+    """Here it is this version, installed under the release's names."""
     installed(tmp_path / "before")
     monkeypatch.setitem(callib.ceilings._SIZES, "cpu", (2**16, 64))
     monkeypatch.setenv("EJKERNEL_BEFORE", str(tmp_path / "before"))
@@ -149,8 +149,8 @@ def test_documents_have_the_tables_of_the_records(path):
     assert path.read_text() == report.documents()[path], "python -m benchmarks.report"
 
 
-def test_every_record_says_what_it_is_evidence_for():
-    """In one form, what was measured in fields; and a figure of a document is of a record that is there."""
+def test_every_record_describes_its_measurement():
+    """All have one form, with measured values in fields; and figures in documents cite existing records."""
     records = {path.name: json.loads(path.read_text()) for path in report.RESULTS.iterdir() if path.suffix == ".json"}
     assert {path.name for path in report.RESULTS.iterdir()} == records.keys() | {"README.md"}
     for name, record in records.items():
@@ -164,17 +164,17 @@ def test_every_record_says_what_it_is_evidence_for():
 
 
 def _only_told(row):
-    """Whether the row has its measured numbers in the words of `what` alone."""
+    """Whether the row has its measured numbers only in the text of `what`."""
     numbers = [value for value in row.values() if type(value) in (int, float)]
     return re.search(r"\d\.\d", row.get("what", "")) and not numbers
 
 
-def test_a_number_in_words_alone_is_found():
+def test_a_number_only_in_the_text_is_found():
     assert _only_told({"section": "A", "what": "d128 1x16384 full 192, 64, 2 3.000 (2.909)"})
     assert not _only_told({"section": "A", "what": "d128 1x16384 full", "ms": 3.0})
     assert not _only_told({"section": "A", "what": "ptxas 13.0", "spill_bytes": 0})
 
 
 def test_every_record_is_cited_by_a_document():
-    """One that no document cites is evidence for nothing."""
+    """A record that no document cites supports no statement."""
     assert [name for name, pages in report.citations().items() if not pages] == []

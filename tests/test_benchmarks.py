@@ -1,4 +1,4 @@
-"""Benchmarks count the work they say they count, and time nothing whose numbers are wrong."""
+"""Benchmarks count operations and bytes correctly, and time nothing with wrong numbers."""
 
 import ast
 import importlib
@@ -21,8 +21,8 @@ SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap
 NAMED = [(operation, shape) for operation in measured_operations() for shape in shapes_of(operation).values()]
 
 
-def test_programs_find_what_they_import_from_one_another():
-    """Those that nothing imports, too, which is why a name that has moved is not seen before a program is run."""
+def test_imports_between_programs_resolve():
+    """Including modules that nothing imports, where a renamed import would only show when they run."""
     for path in sorted(Path(_driver.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
@@ -44,7 +44,7 @@ def test_every_call_is_found_by_its_name():
 
 @pytest.mark.parametrize("operation", measured_operations())
 def test_every_call_is_one_that_the_operation_takes(operation):
-    """Its arguments are those of the lax API, and the values that it says have the types that it says."""
+    """Its arguments are those of the lax API, and its values have the declared types."""
     for shape in shapes_of(operation).values():
         types_of_call(operation, **shape.arguments("bfloat16"))
     smallest = min(
@@ -65,7 +65,7 @@ def test_every_operation_has_its_benchmark_with_the_rivals_of_the_registry(opera
 
 
 def test_flops_are_those_of_the_operation():
-    """Which counts for the tuner; causality halves a square here, and there leaves the diagonal."""
+    """Those that the tuner uses; causality halves a square here, and keeps the diagonal there."""
     for operation in ("flash_attention", "grouped_matmul"):
         for shape in shapes_of(operation).values():
             named, spec = types_of_call(operation, **shape.arguments("bfloat16"))
@@ -156,13 +156,13 @@ CALLS = [(operation, shape, mode) for operation, shape in SMALL_CALLS.items() fo
 @pytest.mark.parametrize(
     ("operation", "shape", "mode"),
     [
-        # The backward alone is the greater part of that with its forward.
+        # The backward alone is most of the forward with the backward.
         pytest.param(*call, id=f"{call[0]}-{call[2]}", marks=[pytest.mark.slow] * (call[2] == "bwd"))
         for call in [*CALLS, ("gla", STEP, "step"), ("multi_latent_page_attention", LISTS, "fwd")]
     ],
 )
-def test_ours_passes_the_check_which_stops_what_is_wrong(operation, shape, mode):
-    """Ours is right and tells of its configs; with any of its results a tenth too large, or NaN, it is not."""
+def test_our_results_pass_the_check_and_wrong_ones_do_not(operation, shape, mode):
+    """Our results pass and name their configs; with one of them a tenth too large, or NaN, the check fails."""
     case = importlib.import_module(f"benchmarks.{operation}").case(shape, mode, jnp.dtype("bfloat16"), ["auto"])
     prepared, judge = case.contenders[0].prepare(), case.judge()
     assert judge(prepared.results) <= (case.largest_error or _driver.LARGEST_ERROR[mode])
@@ -192,13 +192,13 @@ def test_the_formula_is_judged_in_the_dtype_of_the_inputs():
 
 
 @pytest.mark.parametrize("mode", SMALL.modes)
-def test_what_is_done_side_by_side_runs_no_contender(mode, monkeypatch):
-    """Where contenders ran at once, processes crashed."""
+def test_concurrent_preparation_runs_no_contender(mode, monkeypatch):
+    """When contenders ran concurrently, processes crashed."""
     given = _attention.inputs(SMALL, jnp.dtype("float32"))
     ours, *_ = _attention_rivals.contenders(SMALL, mode, given, ["auto"])
     monkeypatch.setattr(jax, "block_until_ready", breaks)
     monkeypatch.setattr(jax.stages.Compiled, "__call__", breaks)
     harness.warmed([ours.warm])
-    ours.warm()  # tells of a failure, which `warmed` leaves to the preparation
+    ours.warm()  # prints a failure, which `warmed` leaves to the preparation
     with pytest.raises(RuntimeError):
         ours.prepare()

@@ -1,4 +1,4 @@
-"""Block masks keep the blocks that have a pair of their pattern, as an array of all pairs says."""
+"""Block masks keep the blocks with a visible pair of their pattern, checked against the mask of all pairs."""
 
 import math
 import re
@@ -18,7 +18,7 @@ CORE, SLOW = pytest.mark.core, pytest.mark.slow
 each_size = pytest.mark.parametrize(
     ("S", "K", "block_size"), [pytest.param(*size, marks=CORE if size == SIZES[0] else ()) for size in SIZES]
 )
-# Every size, and every window, is run on every change; the other pairs of them at night.
+# Every size and every window runs on every change; their other combinations are slow tests.
 BANDS = [
     pytest.param(*size, window, marks=CORE if n == m == 0 else () if m == n % len(WINDOWS) else SLOW)
     for n, size in enumerate(SIZES)
@@ -27,7 +27,7 @@ BANDS = [
 
 
 def blocks_of(pairs, block_size):
-    """Whether a block of […, S, K] has any pair."""
+    """Whether a block of […, S, K] has a visible pair."""
     pad = [(0, -n % block) for n, block in zip(pairs.shape[-2:], block_size, strict=True)]
     pairs = np.pad(pairs, [(0, 0)] * (pairs.ndim - 2) + pad)
     *leading, S, K = pairs.shape
@@ -54,7 +54,7 @@ def test_bands(S, K, block_size, window):
 
 @CORE
 def test_strided():
-    """By hand: five blocks, the query's own one and every third."""
+    """Written by hand: five blocks, the query's own and every third."""
     kept = np.array([[1, 0, 0, 0, 0], [0, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0], [0, 0, 1, 0, 1]], bool)
     np.testing.assert_array_equal(block_masks.strided(20, 20, 1, 3, block_size=(4, 4)), kept)
     of_heads = block_masks.strided(20, 20, 1, 3, heads=2, block_size=(4, 4))

@@ -1,10 +1,10 @@
-"""The reader of TPU programs counts what a program issues: here one that is short enough to count by hand."""
+"""The reader of TPU programs counts the operations issued, here by a program short enough to count by hand."""
 
 import numpy as np
 
 from benchmarks import _bundles as bundles
 
-# Four iterations of a loop; the region in the middle is left out where the table has a 0. A branch has two delay slots.
+# Four iterations of a loop; the inner region is skipped where the table has a 0. A branch has two delay slots.
 PROGRAM = """
 = control target key start
 LB: loop body

@@ -1,4 +1,4 @@
-"""The difference of two attentions, and of their derivatives, is what two calls of flash_attention give."""
+"""The difference of two attentions, and its derivatives, equal those of two calls of flash_attention."""
 
 import jax
 import jax.numpy as jnp
@@ -77,13 +77,13 @@ def test_keys_of_padding_may_hold_anything(x):
 
 
 def test_a_row_that_sees_nothing_is_0(x):
-    """Of 12 queries and 5 keys the first seven see none."""
+    """With 12 queries and 5 keys the first seven have no visible key."""
     longer = dict(q1=x["k1"], k1=x["q1"][:, :, :2], q2=x["k2"], k2=x["q2"][:, :, :2], v=x["v"][:, :5], lambda_=0.5)
     np.testing.assert_array_equal(of(longer, causal=True)[:, :7], 0)
 
 
-def test_heads_that_are_sharded_stay_where_they_are(x):
-    """v and k of one attention that are not split yet are split as the others."""
+def test_sharded_heads_are_not_moved(x):
+    """Unsharded keys and values are split like the sharded queries."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     heads = P(None, None, "x")
@@ -128,7 +128,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("changed", "error", "says"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told(x, changed, error, says):
+def test_errors_name_the_argument(x, changed, error, says):
     with pytest.raises(error, match=f"^differential_attention: .*{says}") as raised:
         lax.differential_attention(**(x | changed))
     assert type(raised.value) is error and len(str(raised.value)) < 400

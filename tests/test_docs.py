@@ -1,4 +1,4 @@
-"""The pages of docs/ are true: their Python runs, they show what it prints, and the generated ones are current."""
+"""The pages of docs/ are up to date: their Python prints the outputs shown, and generated pages are current."""
 
 import re
 import subprocess
@@ -31,7 +31,7 @@ def test_a_page_links_to_pages_that_are_there(page):
 
 @pytest.mark.parametrize("name", ("tables", "timeline", "long_context"))
 def test_a_generated_page_is_current(name):
-    """`python docs/NAME.py` writes it."""
+    """`python docs/NAME.py` generates it."""
     if name == "tables" and (reason := pages.lacking()):
         pytest.skip(reason)
     code = f"import sys; sys.path.insert(0, 'docs'); import {name}; sys.exit({name}.PAGE.read_text() != {name}.page())"

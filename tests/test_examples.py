@@ -1,4 +1,4 @@
-"""Every program of examples/ runs on the CPU and prints what it is to print; what it claims it asserts itself."""
+"""Every program of examples/ runs on the CPU and prints its expected output; it asserts its claims itself."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""lightning_indexer against its formula in float64, one token at a time, and beside the attention that takes lists."""
+"""lightning_indexer against its formula in float64, token by token, and with the attention that reads its lists."""
 
 from functools import partial
 
@@ -21,7 +21,7 @@ TABLES = ("context_lens", "block_tables", "query_start_loc", "num_seqs")
 
 
 def indexed(dtype="float32", pages="float32", seed=0, **sizes):
-    """Arguments. Small whole numbers make scores exact, and many of them equal."""
+    """Arguments. Small integers make scores exact, and many of them equal."""
     rng, x = np.random.default_rng(seed), step(seed=seed, **sizes)
     whole = lambda *shape: rng.integers(-2, 3, shape).astype(float)
     tokens, (count, page, _) = x["q_latent"].shape[0], x["pages"].shape
@@ -31,7 +31,7 @@ def indexed(dtype="float32", pages="float32", seed=0, **sizes):
 
 
 def formula(x, top_k):
-    """The lists, by a stable sort of the scores of all keys that a token sees."""
+    """The lists, by a stable sort of the scores of all keys visible to a token."""
     found = np.full((x["q"].shape[0], top_k), -1)
     for n in range(int(x["num_seqs"][0])):
         begin, end = (int(x["query_start_loc"][n + i]) for i in range(2))
@@ -70,7 +70,7 @@ def test_pages_and_scales(pages):
 
 
 def test_one_sequence_of_many_tokens():
-    """More tokens than stand in a row, and keys of several tiles."""
+    """More tokens than a query tile, and several key tiles."""
     rng, (tokens, length, page) = np.random.default_rng(0), (75, 2300, 50)
     whole = lambda *shape: jnp.asarray(rng.integers(-2, 3, shape), jnp.float32)
     x = dict(q=whole(tokens, H, D), weights=whole(tokens, H), pages=whole(length // page, page, D))
@@ -79,7 +79,7 @@ def test_one_sequence_of_many_tokens():
     check(x, 64, jax.jit(lax.lightning_indexer, static_argnames="top_k"))
 
 
-def test_what_nobody_sees_may_be_nan():
+def test_invisible_keys_may_be_nan():
     x = indexed()
     starts, contexts = np.asarray(x["query_start_loc"]), np.asarray(x["context_lens"])
     count, (_, page, d), columns = len(contexts), x["pages"].shape, x["block_tables"].shape[1]
@@ -97,7 +97,7 @@ def test_what_nobody_sees_may_be_nan():
 
 
 def test_attention_over_all_keys_is_dense():
-    """Lists that are long enough name every key; shorter ones the best of them."""
+    """Lists that are long enough contain every key; shorter ones the best."""
     x, of_indexer = step(), indexed()
     named = lax.lightning_indexer(**of_indexer, top_k=64)
     attend = partial(lax.multi_latent_page_attention, **x, return_lse=True)
@@ -129,7 +129,7 @@ def test_transforms():
 
 
 def test_devices_with_steps_of_their_own():
-    """In `jax.shard_map`, which checks what varies over its axes: in a step all, or its lengths alone."""
+    """In `jax.shard_map`, which checks varying axes: all arguments of a step vary, or only its lengths."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     steps = [indexed(seed=seed) for seed in range(2)]
     for split in (steps[0].keys(), {"context_lens"}):
@@ -150,7 +150,7 @@ def test_it_can_be_exported_with_a_symbolic_number_of_tokens():
 
 
 def test_memory_is_that_of_a_block_of_tokens():
-    """Of 1024 tokens, the scores of 32 at most stand in memory, beside products with 1024 keys."""
+    """Of 1024 tokens, at most 32 have their scores in memory at once, beside products with 1024 keys."""
     of = lambda dtype: lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     ints, floats, (tokens, length) = of(jnp.int32), of(jnp.float32), (1024, 65536)
     arguments = floats(tokens, H, D), floats(tokens, H), floats(length // 16, 16, D), ints(1), ints(1, length // 16)
@@ -179,6 +179,6 @@ def test_errors(changes, error, says):
     assert str(raised.value).startswith(f"lightning_indexer: {says}"), raised.value
 
 
-def test_it_is_known():
+def test_it_is_registered_and_explained():
     assert modules.lightning_indexer is lax.lightning_indexer
     assert ejkernel.explain("lightning_indexer", **indexed(), top_k=7).runs

@@ -84,7 +84,7 @@ def test_packed_and_paged_logsumexps():
 
 
 def test_rows_that_see_nothing():
-    """Of one set, of the other, of both: their o may hold anything, and gradients are 0."""
+    """In one set, the other, or both: their o may be anything, and gradients are 0."""
     lse = jnp.array([[1.0, -np.inf, 2.0, -np.inf]]), jnp.array([[0.5, 3.0, -np.inf, -np.inf]])
     o = [jnp.where(jnp.isfinite(a).T[..., None], 1.0 + n, np.nan) for n, a in enumerate(lse)]
     found, total = lax.merge_attention(o[0], lse[0], o[1], lse[1])
@@ -145,8 +145,8 @@ def test_it_is_explained(x):
     assert told.origin == "composed of operations of JAX, which XLA computes"
 
 
-def test_what_it_is_composed_of_is_explained(x, monkeypatch):
-    """Each call once, those in a jitted function too, with the config that it would run with."""
+def test_explain_shows_the_composed_calls(x, monkeypatch):
+    """Each call once, including those in a jitted function, with the config that it would use."""
 
     def halves(q, k, v, *, causal=False):
         parts = [

@@ -1,4 +1,4 @@
-"""A step of decoding over a cache whose tokens are sharded over devices is that over the whole cache."""
+"""A decode step over a cache whose tokens are sharded over devices equals that over the whole cache."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def normal(*shape, dtype=jnp.float32, seed=0):
 
 
 def dense(keys=64, dtype=jnp.float32):
-    """Sequences that some of the devices have no key of, one of no key at all, and NaN in keys of no sequence."""
+    """Sequences without keys on some devices, one without any key, and NaN in keys beyond all sequences."""
     start, end = np.array([0, 3, 21, 9], np.int32), np.array([keys, 20, 22, 9], np.int32)
     hidden = ~((np.arange(keys) >= start[:, None]) & (np.arange(keys) < end[:, None]))[..., None, None]
     k, v = (jnp.where(hidden, np.nan, normal(4, keys, GROUPS, D, seed=i)).astype(dtype) for i in range(2))
@@ -34,7 +34,7 @@ def dense(keys=64, dtype=jnp.float32):
 
 
 def over_devices(size, types=AxisType.Auto, check_vma=True, window=None):
-    """ragged_decode_attention over a cache whose keys are sharded, (o, lse) the same on each device."""
+    """ragged_decode_attention over a cache with sharded keys: (o, lse), the same on each device."""
 
     def local(x, sinks):
         count = x["k"].shape[1]
@@ -74,14 +74,14 @@ def test_sinks_count_once_and_a_window_moves_the_start():
     assert_close(over_devices(4, window=7)(x, sinks), whole(x, sinks=sinks, window=7), 1e-6)
 
 
-def test_explicit_axes_and_without_a_check_of_what_varies():
+def test_explicit_axes_and_without_check_vma():
     x = dense()
     assert_close(over_devices(2, AxisType.Explicit)(x), whole(x), 1e-6)
     assert_close(over_devices(2, check_vma=False)(x), whole(x), 1e-6)
 
 
 def test_bfloat16_errs_as_the_operation_does():
-    """At most twice as much as over the whole cache in bfloat16."""
+    """At most twice the error of the call over the whole cache in bfloat16."""
     x = dense(512, jnp.bfloat16)
     exact = whole(x)[0]
     distance = lambda o: np.linalg.norm(np.asarray(o, np.float32) - exact)
@@ -95,10 +95,10 @@ PAGE = 8
 
 
 def paged(size, lens=(70, 9, 0, 33)):
-    """A paged cache of sequences whose pages go to the devices one after the other, and that of each device.
+    """A paged cache of sequences whose pages are dealt out to the devices in turn, and the caches of the devices.
 
-    Of a cache [devices · pages, page, heads, features] each device has its pages; its tables name them by its own
-    numbers, and its lengths count the tokens that are there.
+    Of a cache [devices · pages, page, heads, features] each device has its pages; its block tables use its own page
+    numbers, and its lengths count its own tokens.
     """
     lens = np.array(lens)
     pages_of = -(-lens // PAGE)
@@ -151,7 +151,7 @@ def test_one_collective():
 
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_derivatives_are_those_of_the_parts(check_vma):
-    """Attention in two halves, of which each device has one, by flash_attention, whose lse is [B, H, S]."""
+    """Attention in two halves, one on each device, by flash_attention, whose lse is [B, H, S]."""
     q, k, v = (normal(1, n, HEADS, D, seed=i) for i, n in enumerate((3, 8, 8)))
 
     def local(q, k, v):

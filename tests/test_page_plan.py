@@ -1,4 +1,4 @@
-"""A plan has every key of every token once, in items that are no larger than their share, whatever the lengths are."""
+"""A plan covers every key of every token once, by items no larger than their share, for any lengths."""
 
 from functools import cache, partial
 
@@ -20,7 +20,7 @@ PAGE, CONTEXTS, LENGTHS = (
     8,
     (17, 400, 1, 0, 33, 3, 150),
     (9, 1, 1, 0, 33, 5, 40),
-)  # the sixth is shorter than its tokens
+)  # the sixth is shorter than its new tokens
 STARTS, TOKENS = np.cumsum([0, *LENGTHS]), 100
 OPTIONS = [
     dict(),
@@ -34,13 +34,13 @@ RAGGED = [dict(), dict(tokens_per_item=1), dict(tokens_per_item=200), dict(num_s
 
 
 def items(plan):
-    """The items of a plan in which there is something to do, as rows of NumPy."""
+    """The non-empty items of a plan, as rows of NumPy."""
     found = [WorkItem(*map(int, item)) for item in np.asarray(plan).reshape(-1, 8)]
     return [item for item in found if item.tokens]
 
 
 def wanted(options, ragged):
-    """[tokens, pages]: which pages hold keys that a token's neighbours in its row see, as (request, token, keys)."""
+    """For every token: its request, its index among all tokens, and the range of keys that it sees."""
     window = options.get("window", 10**9)
     left = window - 1 if isinstance(window, int) else window[0]
     count = options.get("num_seqs", len(CONTEXTS))
@@ -54,7 +54,7 @@ def wanted(options, ragged):
 
 
 def plan_of(options, ragged):
-    """The plan, made once for all tests of it."""
+    """The plan, made once for all its tests."""
     return made_once(tuple(options.items()), ragged)
 
 
@@ -93,7 +93,7 @@ def test_no_item_has_more_than_its_share(options, ragged):
 
 @pytest.mark.parametrize("options, ragged", CASES, ids=str)
 def test_slots(options, ragged):
-    """The parts of a row have slots one after the other; what is no part of anything has none."""
+    """Parts of a row have consecutive slots; unsplit items have none."""
     plan = plan_of(options, ragged)
     by_token = {}
     for item in items(plan):
@@ -121,7 +121,7 @@ def step():
 
 
 def test_items_that_are_merged_are_the_operation():
-    """By NumPy, item after item: what a kernel does with a plan."""
+    """In NumPy, item after item, as a kernel follows a plan."""
     x = step()
     plan = lax.page_plan(x["context_lens"], page_size=PAGE, window=100, workers=16)
     o, lse = np.zeros((len(CONTEXTS), 4, 16)), np.full((len(CONTEXTS), 4), -np.inf)
@@ -153,7 +153,7 @@ def test_results_are_the_same_with_and_without_it():
     np.testing.assert_array_equal(attend(plan=plan), attend())
 
 
-def test_it_is_made_of_traced_lengths():
+def test_lengths_can_be_traced():
     """One program for all lengths, and for several steps at once."""
     traced = []
 
@@ -174,7 +174,7 @@ def test_it_is_made_of_traced_lengths():
 
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 def test_sequences_that_are_split_have_a_plan_of_them_all(types):
-    """It says nothing of one device's part of them, and changes nothing."""
+    """A plan of the whole sequences does not describe one device's part of them, and is ignored."""
     x = {name: jnp.concatenate([a, a[:1]]) if name[0] in "qcb" else a for name, a in step().items()}
     plan, wanted = lax.page_plan(x["context_lens"], page_size=PAGE), lax.page_attention(**x)
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2)
@@ -200,7 +200,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("changes, error, says", WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_told(changes, error, says):
+def test_errors_name_the_argument(changes, error, says):
     with pytest.raises(error) as raised:
         lax.page_plan(**dict(context_lens=np.array(CONTEXTS), page_size=PAGE) | changes)
     assert type(raised.value) is error and str(raised.value).startswith(f"page_plan: {says}"), raised.value

@@ -1,4 +1,4 @@
-"""Weights that are quantised and brought back, in every mode: layouts, the nearest codes, and extremes."""
+"""Weights quantised and dequantised in every mode: layouts, nearest codes, and extreme values."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def weights(*shape, seed=0):
 
 
 def exact(w, scales, zeros=None, *, group_size=None, bits=None, mode):
-    """What codes and scales stand for, in float64, bit by bit."""
+    """The values of codes and scales, in float64, decoded bit by bit."""
     of = format_of("test", mode, bits, group_size)
     options = dict(mode=mode, bits=of.bits)
     values = numbers_of_codes(np.asarray(w), options, scales.shape[-1] * of.group_size)
@@ -40,7 +40,7 @@ def exact(w, scales, zeros=None, *, group_size=None, bits=None, mode):
 
 
 @each_format
-def test_dequantised_is_what_the_bits_say(of):
+def test_dequantised_values_are_those_of_the_bits(of):
     packed = quantize(jnp.asarray(weights(4, 128), jnp.float32), axis="col", **of)
     found = format_of("test", of["mode"], of.get("bits"), of.get("group_size"))
     assert packed[0].shape == (4, 4 * found.bits) and packed[0].dtype == jnp.uint32
@@ -53,7 +53,7 @@ def test_dequantised_is_what_the_bits_say(of):
 
 
 def values(of, scale, zero):
-    """What the codes of a group can be, in order."""
+    """The values that codes of a group can represent, in order."""
     if of.mode == "affine":
         return (np.arange(2**of.bits) - zero) * scale
     codes = np.arange(2**of.bits, dtype=np.uint32)
@@ -64,7 +64,7 @@ def values(of, scale, zero):
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
 def test_every_weight_gets_the_nearest_code(of, dtype):
-    """Of those that the scale of its group has, as it is stored."""
+    """Of those that the stored scale of its group allows."""
     w = jnp.asarray(weights(4, 128, seed=3) * 0.02, dtype)
     found = format_of("test", of["mode"], of.get("bits"), of.get("group_size"))
     packed = quantize(w, axis="col", **of)
@@ -80,14 +80,14 @@ def test_every_weight_gets_the_nearest_code(of, dtype):
         np.testing.assert_allclose(np.abs(groups[at] - back[at]), nearest, atol=1e-6 * np.abs(groups[at]).max())
 
 
-# The largest error of a weight, in parts of the largest of its group: half of the widest gap between two codes, and of
-# mxfp a scale that is up to twice as large as need be; the scales of nvfp are rounded, and cut off at most that much.
+# The largest error of a weight relative to the largest of its group: half of the widest gap between two codes; the
+# scale of mxfp is up to twice as large as necessary; the scales of nvfp are rounded, and clip by at most that much.
 LARGEST = dict(nf4=0.153, mxfp4=2 / 6, mxfp8=32 / 448, nvfp4=1 / 6 + 0.07, nvfp8=1 / 14)
 
 
 @each_format
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda x: x.__name__)
-def test_how_near_it_is(of, dtype):
+def test_largest_error(of, dtype):
     for size in (1e-3, 0.02, 1.0, 100.0):
         check_nearness(of, dtype, jnp.asarray(weights(4, 128, seed=3) * size, dtype))
 
@@ -97,7 +97,7 @@ def check_nearness(of, dtype, w):
     group = format_of("test", of["mode"], of.get("bits"), of.get("group_size")).group_size
     groups = np.asarray(w, np.float64).reshape(4, -1, group)
     error = np.abs(back.reshape(groups.shape) - groups).max(-1)
-    if of["mode"] == "affine":  # half a step, and what the rounding of scale and zero widens it by
+    if of["mode"] == "affine":  # half a step, and the rounding of scale and zero
         allowed = np.ptp(groups, axis=-1) / (2 ** of["bits"] - 1) / 2
         allowed = allowed * 1.01 + 1.5 * float(jnp.finfo(dtype).eps) * np.abs(groups).max(-1)
     else:
@@ -111,7 +111,7 @@ def check_nearness(of, dtype, w):
 @pytest.mark.parametrize("bits", (1, 2, 4, 8))
 @pytest.mark.parametrize("group", ([0.0], [3.0], [-5e-4], [1000.0, 1000.5], [-200.0, -199.0], [0.0, 1e-7], [6e4, -6e4]))
 def test_extremes_of_affine(dtype, bits, group):
-    """Groups of zeros, of one value, far from 0, and very small: finite, and as near as the dtype has it."""
+    """Groups of zeros, of one value, far from 0, and very small: finite, and as near as the dtype allows."""
     w = jnp.asarray(np.resize(group, (1, 16 * 4)), dtype)
     packed = quantize(w, group_size=32, bits=bits, axis="col")
     back = np.asarray(dequantize(*packed, group_size=32, bits=bits), np.float64)
@@ -127,7 +127,7 @@ def test_zeros_stay_zeros(mode):
 
 
 def test_float_codes_are_those_of_ml_dtypes():
-    """All numbers of e2m1 and e4m3, and those between, rounded to even codes."""
+    """All numbers of e2m1 and e4m3, and midpoints, rounded to even codes."""
     for mode, kind in (("mxfp4", ml_dtypes.float4_e2m1fn), ("mxfp8", ml_dtypes.float8_e4m3fn)):
         largest = float(ml_dtypes.finfo(kind).max)
         w = np.concatenate([[largest], np.linspace(-largest, largest, 2047)]).reshape(-1, 32).astype(np.float32)
@@ -148,7 +148,7 @@ def test_words_begin_with_their_lowest_bits():
 
 @each_format
 def test_axes(of):
-    """Those of the rows are of the transposed matrix, and the way back; a batch is a batch of matrices."""
+    """axis="row" packs the transposed matrix, and the inverse transposes back; leading axes are a batch of matrices."""
     w = jnp.asarray(weights(3, 128, 256), jnp.float32)
     rows, columns = quantize(w, axis="row", **of), quantize(w.swapaxes(1, 2), axis="col", **of)
     for a, b in zip(rows, columns, strict=True):
@@ -161,7 +161,7 @@ def test_axes(of):
 
 
 def test_prepacked_weights():
-    """[K, N] with transpose=False, [N, K] with transpose=True; `axis` comes before it."""
+    """[K, N] with transpose=False, [N, K] with transpose=True; `axis` takes precedence."""
     w = jnp.asarray(weights(128, 256), jnp.float32)
     same = lambda a, b: [np.testing.assert_array_equal(x, y) for x, y in zip(a, b, strict=True)]
     same(prepack(w, mode="nf4", transpose=False), prepack(w.T, mode="nf4", transpose=True))

@@ -1,4 +1,4 @@
-"""The registry beyond its documented calls: what the wrapper lets through and what it converts, and what it costs."""
+"""The registry beyond its documented use: which errors the wrapper passes or converts, and its overhead."""
 
 import inspect
 import timeit
@@ -29,13 +29,13 @@ def raising(registry, error):
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), TypeError("t"), NotImplementedError("n"), KeyError("k")])
-def test_errors_of_the_caller_pass_as_they_are(registry, error):
+def test_errors_of_the_caller_pass_unchanged(registry, error):
     with pytest.raises(type(error)) as raised:
         raising(registry, error)(0)
     assert raised.value is error
 
 
-def test_errors_of_tracing_pass_as_they_are(registry):
+def test_errors_of_tracing_pass_unchanged(registry):
     @registry.register("op", "xla", "any")
     def branches_on_a_value(x):
         return x if x > 0 else -x
@@ -86,7 +86,7 @@ def test_an_implementation_that_takes_all_keywords_gets_them(registry):
     assert implementation(1, softcap=3.0) == {"softcap": 3.0}
 
 
-def test_supports_is_carried_by_what_is_registered(registry):
+def test_a_registered_function_has_its_supports(registry):
     @registry.register("op", "xla", "any")
     @supported_if(lambda spec, operands, target: f"not on {target}")
     def limited(q): ...
@@ -109,13 +109,13 @@ def test_the_first_of_equal_priority_wins(registry):
     assert registry.get("op")(0) == "first"
 
 
-def test_the_message_of_a_miss_lists_what_is_registered(registry):
+def test_the_error_of_a_miss_lists_registered_implementations(registry):
     registry.register("op", "triton", "gpu")(lambda x: x)
     with pytest.raises(ValueError, match=r"platform xla and backend tpu; registered: triton/gpu"):
         registry.get("op", "xla", "tpu")
 
 
-def test_an_annotation_written_as_a_string_is_the_type_it_names(registry):
+def test_string_annotations_are_resolved(registry):
     @registry.register("op", "xla", "any")
     def typed(q: jax.Array, scale: float | None = None): ...
 
@@ -147,7 +147,7 @@ def test_agreement_is_silent(registry):
         assert registry.validate_signatures("op") is True
 
 
-def test_the_wrapper_costs_less_than_a_microsecond_or_so(registry, types_unchecked):
+def test_the_wrapper_costs_about_a_microsecond_at_most(registry, types_unchecked):
     implementation = registry.register("op", "xla", "any")(lambda q, *, causal=False: q)
     bare = inspect.unwrap(implementation)
     cost = lambda f: min(timeit.repeat(lambda: f(1, causal=True), number=2000, repeat=5)) / 2000
@@ -168,7 +168,7 @@ def test_an_operation_is_given_under_its_documented_arguments(asked):
 
 @pytest.mark.parametrize("operation", sorted(OPERATIONS))
 def test_every_operation_is_given_on_every_platform(operation):
-    """The function of the operation, which on a platform that is not here can be traced for where it is."""
+    """For platforms without a device here, the returned function can still be traced."""
     pytest.importorskip("jax_triton")
     example, names = OPERATIONS[operation].example(), OPERATIONS[operation].renamed
     arrays = {names.get(name, name): x for name, x in example.items() if hasattr(x, "shape")}

@@ -1,4 +1,4 @@
-"""The layouts of ring attention, what a hop has to compute, and the choice of a strategy: plain numbers."""
+"""Layouts of ring attention, the work of a hop, and the choice of a strategy: plain numbers."""
 
 import itertools
 
@@ -15,12 +15,12 @@ each_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def of_device(length, size, layout, device):
-    """The positions of the tokens of a device, from the order of the whole."""
+    """The positions of a device's tokens, from the order of the whole sequence."""
     return lax.ring_order(length * size, size, layout)[0].reshape(size, length)[device]
 
 
 def seen_in(part):
-    """The pairs of a part, as flash_attention has them."""
+    """The visible pairs of a part, as flash_attention defines them."""
     queries, keys = part.q_end - part.q_begin, part.k_end - part.k_begin
     distance = np.arange(keys)[None] - (np.arange(queries)[:, None] + keys - queries)
     seen = np.ones((queries, keys), bool)
@@ -30,8 +30,8 @@ def seen_in(part):
 
 @each_layout
 @pytest.mark.parametrize("size", (1, 2, 3, 4, 5))
-def test_the_parts_are_what_is_seen_once(layout, size):
-    """Every bound, every pair of devices, equal and other lengths; no part has bounds below 0 or sees nothing."""
+def test_the_parts_cover_every_visible_pair_once(layout, size):
+    """For all bounds and pairs of devices, equal lengths or not; no part has negative bounds or no visible pair."""
     bounds = itertools.product((None, 0, 1, 3, 5, 9, 100), (None, 0, 1, 2, 7, 100))
     for (left, right), (queries, keys) in itertools.product(bounds, ((4, 4), (2, 6), (6, 2), (8, 8))):
         for d, source in itertools.product(range(size), range(size)):
@@ -67,7 +67,7 @@ def test_the_order_and_its_inverse(layout):
         "length is -1; it must be at least 0": (-1, 4),
     }.items(),
 )
-def test_orders_that_there_are_not(message, arguments):
+def test_impossible_orders_are_errors(message, arguments):
     with pytest.raises(ValueError, match=f"ring_order: {message}"):
         lax.ring_order(*arguments)
     with pytest.raises(TypeError, match="ring_order: size must be an int, not float"):
@@ -77,7 +77,7 @@ def test_orders_that_there_are_not(message, arguments):
 @pytest.mark.parametrize("layout", ("striped", "zigzag"))
 @pytest.mark.parametrize("size", (2, 3, 4))
 def test_a_causal_ring_is_balanced(layout, size):
-    """At every hop each device sees as many pairs as any other, but for a diagonal."""
+    """In every hop all devices see as many pairs, up to a diagonal."""
     length = 16
     for _, of_devices in hops(length, length, size, layout, (None, 0)):
         pairs = [sum(int(seen_in(part).sum()) for part in parts) for parts in of_devices]
@@ -106,8 +106,8 @@ def test_long_shards_go_round():
     assert choose(problem(length=8192, heads=(7, 7)))[0] == "ring"
 
 
-def test_short_shards_take_what_starts_or_sends_less():
-    """Ulysses sends q and o too, in collectives of their own, but of everything a part."""
+def test_short_shards_choose_fewer_or_smaller_collectives():
+    """Ulysses also sends q and o, in separate collectives, but only a part of each array."""
     assert choose(problem(length=128, heads=(8, 8)))[0] == "all_gather"
     assert choose(problem(length=128, heads=(32, 8)))[0] == "all_gather"
     assert choose(problem(length=256, heads=(32, 32), size=8, batch=8))[0] == "ulysses"
@@ -118,9 +118,9 @@ def test_short_shards_take_what_starts_or_sends_less():
 
 @pytest.mark.parametrize(("tokens", "devices"), [*itertools.product((16384, 65536), (2, 4, 8))])
 def test_the_points_that_are_predicted(tokens, devices):
-    """Two causal sequences, 32/8 heads of 128 in bfloat16: on 8 devices a hop of 16k sends longer than it computes.
+    """Two causal sequences, 32/8 heads of 128 in bfloat16: on 8 devices, sending 16k takes longer than computing a hop.
 
-    The table of docs/long-context.md has them, which adds the time that a merge takes.
+    The table of docs/long-context.md has the same points, with the time of merging added.
     """
     of = problem(size=devices, length=tokens // devices, batch=2)
     chosen, reason = choose(of)
@@ -144,8 +144,8 @@ def test_only_ulysses_drops_out():
         choose(problem(heads=(6, 2), has_dropout=True))
 
 
-def test_what_was_measured_decides():
-    """A device that multiplies slowly hides what is sent behind shorter hops."""
+def test_the_measured_throughput_decides():
+    """On a device with slow products, shorter hops already hide the communication."""
     of = problem(length=512, heads=(8, 8))
     slow = Ceilings("slow", copy=4e12, matmul={"bfloat16": 1e12, "float32": 1e12}, jax="")
     assert choose(of)[0] == "all_gather" and choose(of, slow)[0] == "ring"

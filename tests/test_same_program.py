@@ -1,11 +1,11 @@
-"""Every process lowers a call to the same program, so that a compilation cache on disk knows it again."""
+"""Every process lowers a call to the same program, so that a compilation cache on disk finds it again."""
 
 import hashlib
 import os
 import subprocess
 import sys
 
-# Of these hash seeds the set of the names q and k is in one order with the first, in the other with the second.
+# With these hash seeds the set {q, k} is iterated in one order in the first process, in the other in the second.
 SEEDS = ("0", "1")
 LOWERED = """
 import hashlib, jax, jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A linear recurrence over a sequence that is sharded over devices is that over the whole, through every transform."""
+"""A linear recurrence over a sharded sequence equals that over the whole, through every transform."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_results_and_gradients(name, size):
 
 @pytest.mark.parametrize("reverse", (False, True))
 def test_any_cuts(reverse):
-    """Sequences that begin and end anywhere, at the ends of shards too, empty ones, and tokens of none."""
+    """Sequences that begin and end anywhere, also at shard boundaries, empty ones, and tokens of no sequence."""
     of = packed("any_cuts", ("gk",), reverse=reverse)
     arrays, rng = of.arrays(), np.random.default_rng(0)
     whole, found = jax.jit(of.call), jax.jit(sharded(of, 4))
@@ -75,13 +75,13 @@ def test_explicit_axes_outside():
 
 
 def long(tokens, **sizes):
-    """A call of gla whose state is kept for about so many tokens."""
+    """A call of gla whose decays keep the state for about that many tokens."""
     gates = dict(gk=Operand("b s h d", remembering(tokens)))
     return case("gla", f"kept_for_{tokens:g}", gates, sizes, return_state=True)
 
 
 def check_precision(of, size):
-    """In bfloat16 it errs at most twice as much as the formula, and three times in gradients."""
+    """In bfloat16, at most twice the error of the formula, three times for gradients."""
     arrays = of.arrays(dtype=jnp.bfloat16)
     args = arrays, of.cotangents(arrays)
     run = lambda f: jax.jit(pullback(f, of.differentiable))(*args)
@@ -98,7 +98,7 @@ def test_bfloat16_errs_as_the_formula_does(tokens):
 
 
 def test_tokens_of_no_sequence_may_hold_nan():
-    """They enter neither results nor gradients of any device."""
+    """They affect neither results nor gradients of any device."""
     of = CASES["packed"]
     clean = of.arrays()
     token = np.arange(SIZES["s"])

@@ -1,4 +1,4 @@
-"""A linear recurrence over a sequence that is sharded, beside other axes of a mesh and in other transforms."""
+"""A linear recurrence over a sharded sequence, beside other axes of a mesh and in other transforms."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from tests.sequence_shards import CASES, mesh_of, sharded, specs_of
 
 
 def local_call(size, length=64, **options):
-    """gla on sharded arrays, and their types."""
+    """gla on shards, and the types of the shards."""
     mesh = mesh_of(size, AxisType.Explicit)
     sharding = NamedSharding(mesh, P(None, "x"))
     x = {
@@ -36,7 +36,7 @@ def compiled(f, x):
 
 @pytest.mark.core
 def test_collectives():
-    """States are gathered once, and their gradients scattered once; the final state is one all-reduce more."""
+    """States are gathered once, and their gradients scattered once; the final state takes one more all-reduce."""
     f, x = local_call(8)
     assert collectives(compiled(f, x).as_text()) == {"all-gather": 1}
     assert collectives(compiled(squares(f), x).as_text()) == {"all-gather": 1, "reduce-scatter": 1}
@@ -47,7 +47,7 @@ def test_collectives():
 
 
 def test_the_output_and_the_gradients_are_computed_once():
-    """Each in one call; before it a call computes states alone, or their cotangents."""
+    """Each in one call, after a call that computes only states, or only their cotangents."""
     f, x = local_call(2)
     outputs = [e.params["spec"].return_output for e in equations(jax.make_jaxpr(f)(x), "gla")]
     assert outputs == [False, True]
@@ -59,7 +59,7 @@ def test_the_output_and_the_gradients_are_computed_once():
 
 
 def test_the_memory_of_a_gradient_is_that_of_a_shard():
-    """Over twice the devices, twice the tokens take a device no more; and half of the tokens half as much."""
+    """Twice the tokens over twice the devices need no more memory per device; half of the tokens need half as much."""
 
     def temporary(size, length):
         f, x = local_call(size, length)
@@ -79,7 +79,7 @@ def of_sines(f):
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 @pytest.mark.parametrize("manual", ({"x", "b"}, {"x"}), ids=("all_manual", "rest_not"))
 def test_beside_heads_that_are_sharded(types, manual):
-    """The heads over another axis, manual or not."""
+    """The heads over another axis, Manual or not."""
     of, mesh = CASES["gla"], jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
     x = of.arrays()
     specs = {name: P(None, "b") if name == "initial_state" else P(None, "x", "b") for name in x}
@@ -95,7 +95,7 @@ def test_beside_heads_that_are_sharded(types, manual):
 
 
 def test_explicit_heads_without_a_state():
-    """The state of 0 in which a sequence begins is sharded as heads are."""
+    """The initial state of zeros is sharded like the heads."""
     mesh = jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,) * 2)
     sharding = NamedSharding(mesh, P(None, "x", "b"))
     shapes = dict(q=(2, 8, 4, 8), k=(2, 8, 2, 8), v=(2, 8, 2, 16))
@@ -119,7 +119,7 @@ def test_a_sequence_over_two_axes():
 
 
 def test_vmap_and_checkpoint():
-    """A mapped axis outside and one within shard_map, and a checkpoint around the layer."""
+    """A mapped axis outside shard_map and one inside, and a checkpoint around the layer."""
     of = CASES["gla"]
     stacked = {name: jnp.stack([x, x[::-1]]) for name, x in of.arrays().items()}
     layer = jax.checkpoint(sharded(of, 2))
@@ -131,7 +131,7 @@ def test_vmap_and_checkpoint():
     assert_close(jax.jit(within)(stacked), jax.vmap(of.call)(stacked), 2e-5)
 
 
-def test_without_a_check_of_what_varies():
+def test_without_check_vma():
     of = CASES["gla"]
     arrays, mesh = of.arrays(), mesh_of(2)
     call = lambda x: of.call(x, axis_name="x")

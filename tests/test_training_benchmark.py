@@ -1,4 +1,4 @@
-"""Training beside the release, which is this library here, and what first calls cost: whole runs at sizes for a CPU."""
+"""Training beside the release (here a copy of this library), and the cost of first calls: whole runs at CPU sizes."""
 
 import json
 import sys

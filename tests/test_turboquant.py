@@ -1,4 +1,4 @@
-"""TurboQuant as arXiv 2504.19874 has it: codebooks, matrices, distortion near its bounds, products without bias."""
+"""TurboQuant (arXiv 2504.19874): codebooks, matrices, distortion close to its bounds, unbiased products."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ DIM = 128
 @pytest.mark.parametrize("dim", (2, 3, 8, 128, 576))
 @pytest.mark.parametrize("bits", (1, 2, 3, 4, 8))
 def test_entries_are_the_means_of_their_cells(bits, dim):
-    """By a sum over a fine grid of angles, of which the coordinate is the sine."""
+    """By a sum over a fine grid of angles whose sine is the coordinate."""
     book = solve_lloyd_max(bits=bits, dim=dim)
     c, b = book.centroids.astype(np.float64), book.boundaries.astype(np.float64)
     angle = (np.arange(200_000) + 0.5) / 200_000 * np.pi - np.pi / 2
@@ -50,7 +50,7 @@ def test_entries_are_the_means_of_their_cells(bits, dim):
 
 
 def test_known_codebooks():
-    """In three dimensions a coordinate is uniform; in many it is normal, of which Max has the entries, 1960."""
+    """In three dimensions a coordinate is uniform; in many it is normal, with the codebook of Max, 1960."""
     for bits in range(1, 5):
         uniform = (np.arange(2**bits) + 0.5) / 2 ** (bits - 1) - 1
         np.testing.assert_allclose(solve_lloyd_max(bits=bits, dim=3).centroids, uniform, atol=1e-7)
@@ -62,7 +62,7 @@ def test_known_codebooks():
 
 @pytest.mark.parametrize(("bits", "of_the_paper"), [(1, 0.36), (2, 0.117), (3, 0.03), (4, 0.009)])
 def test_distortion_is_that_of_the_paper(bits, of_the_paper):
-    """It gives these numbers, and bounds: 4^−b ≤ D ≤ √3·π/2 · 4^−b."""
+    """The paper gives these numbers, and the bounds 4^−b ≤ D ≤ √3·π/2 · 4^−b."""
     found = solve_lloyd_max(bits=bits, dim=4096).distortion
     assert abs(found - of_the_paper) < 0.06 * of_the_paper + 3e-3
     for dim in (16, 64, 128, 256):
@@ -106,7 +106,7 @@ def test_matrices_are_constants_of_a_program():
 
 
 def test_bytes():
-    """The first number is in the lowest bits."""
+    """The first number has the lowest bits."""
     assert pack_4bit(jnp.array([1, 2, 15, 0])).tolist() == [33, 15]
     assert pack_signs(jnp.array([1, 0, 0, 1, 0, 0, 0, 1])).tolist() == [137]
     every = jnp.arange(256, dtype=jnp.uint8).reshape(2, 4, 32)
@@ -136,7 +136,7 @@ def matrices(bits, seed=0, rows=DIM, dim=DIM):
 
 
 def vectors(count, seed=0, dim=DIM):
-    """Keys, and queries that have a product with them: neither is random to the matrices."""
+    """Keys, and queries with nonzero products with them: neither is random with respect to the matrices."""
     rng = np.random.default_rng(seed)
     k = rng.standard_normal((count, dim)) * rng.uniform(0.2, 5, dim) * rng.uniform(0.1, 10, (count, 1))
     q = 0.5 * k / np.linalg.norm(k, axis=1, keepdims=True) + rng.standard_normal((count, dim)) / dim**0.5
@@ -145,7 +145,7 @@ def vectors(count, seed=0, dim=DIM):
 
 @pytest.mark.parametrize("bits", (2, 3, 4))
 def test_distortion_of_values(bits):
-    """E‖v − ṽ‖² / ‖v‖² is that of the codebook, though no coordinate of v is normal."""
+    """E‖v − ṽ‖² / ‖v‖² equals that of the codebook, though no coordinate of v is normal."""
     _, v = vectors(2000)
     by = matrices(bits)
     error = dequantised_values(quantise(v, v, by), by) - v
@@ -155,9 +155,9 @@ def test_distortion_of_values(bits):
 
 @pytest.mark.parametrize("bits", (2, 3, 4))
 def test_products_of_keys_have_no_bias(bits):
-    """The mean over projections of ⟨q, k̃⟩ is ⟨q, k⟩, where without signs it is (1 − D)·⟨q, k⟩; and its variance is
+    """The mean of ⟨q, k̃⟩ over projections is ⟨q, k⟩, without signs (1 − D)·⟨q, k⟩; its variance is
 
-    (π/2e) · ‖q‖²‖r‖² − ⟨q, r⟩²/e, which is the 0.56/d, 0.18/d and 0.047/d of the paper and a little less.
+    (π/2e) · ‖q‖²‖r‖² − ⟨q, r⟩²/e, slightly below the 0.56/d, 0.18/d and 0.047/d of the paper.
     """
     q, k = vectors(256)
     of, rows, trials = matrices(bits), DIM, 200
@@ -185,7 +185,7 @@ def test_products_of_keys_have_no_bias(bits):
 
 
 def test_logits_of_the_operation_have_no_bias():
-    """Of sequences of one token lse is the logit: softmax_scale · ⟨q, k̃⟩, over many projections."""
+    """For sequences of one token lse is the logit, softmax_scale · ⟨q, k̃⟩; averaged over many projections."""
     dim, count, trials, bits = 32, 64, 200, 2
     q, k = vectors(count, dim=dim)
     k = k / jnp.linalg.norm(k, axis=1, keepdims=True)

@@ -1,6 +1,6 @@
-"""The public API says what it takes and gives: names that a type checker sees, and types that hold for every call.
+"""The public API declares its types: names visible to a type checker, and types that hold in every call.
 
-The types are checked here, by jaxtyping and beartype, and never where a user calls. `jax.eval_shape` runs the calls, so
+Here jaxtyping and beartype check the types, which they never do for users. `jax.eval_shape` runs the calls, so
 nothing is compiled.
 """
 
@@ -26,7 +26,7 @@ from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import OPERATIONS
 from ejkernel.types.segment_masks import segment_ids_to_mask
 
-# As for a type checker, an int is a float.
+# As in type checkers, int is accepted for float.
 typechecker = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
@@ -39,7 +39,7 @@ def checked(function):
 
 
 def bound(package) -> set[str]:
-    """The names that `__init__.py` of a package binds where a type checker sees it, and lists in `__all__`."""
+    """The names that a package's `__init__.py` binds for type checkers, and those in `__all__`."""
     body = ast.parse(Path(package.__file__).read_text()).body
     imported = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assigned = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
@@ -70,7 +70,7 @@ def test_the_package_says_that_it_is_typed():
 
 
 def public():
-    """The public functions, and the public methods of public classes, by name."""
+    """The public functions and methods, by name."""
     named = {f"ejkernel.{name}": getattr(ejkernel, name) for name in ejkernel.__all__}
     for module in (lax, modules, ops, _registry):
         named |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
@@ -104,7 +104,7 @@ def test_every_parameter_and_result_has_a_type():
 
 
 def shapes(function, arrays, **options):
-    """The types of what a checked function gives on such arrays."""
+    """The types of the results of a checked function for such arrays."""
     return jax.eval_shape(lambda arrays: checked(function)(**arrays, **options), arrays)
 
 
@@ -161,7 +161,7 @@ def ring_of_two(**others):
 
 
 def test_ring_attention_has_the_types_it_should():
-    """Bias and mask have the rows of a device and the columns of all."""
+    """Bias and mask have the rows of the device and all columns."""
     o, lse = ring_of_two(bias=jnp.zeros((2, 4, 8)), mask=jnp.ones(8, bool), sinks=jnp.zeros(2))
     assert o.shape == (1, 8, 2, 8) and lse.shape == (1, 2, 8)
     for name, x in dict(bias=jnp.zeros((3, 8)), mask=jnp.ones(8), sinks=jnp.zeros(3)).items():
@@ -210,7 +210,7 @@ def test_a_result_of_another_rank_or_dtype_is_refused(case):
 
 @pytest.mark.core
 def test_types_are_checked_in_every_call_of_every_test():
-    """By the import hook, which `typechecker.py` installs: these calls are computed, and then refused."""
+    """By the import hook, which `typechecker.py` installs: these calls are computed, then rejected."""
     wrong = {
         "q_segment_ids": lambda: segment_ids_to_mask(jnp.zeros((2, 1, 4), jnp.int32)),
         "window": lambda: lax.flash_attention(*[jnp.zeros((1, 4, 2, 8))] * 3, window=[1, 0]),
@@ -222,18 +222,18 @@ def test_types_are_checked_in_every_call_of_every_test():
 
 
 @pytest.mark.core
-def test_what_is_refused_is_refused_by_the_operation():
+def test_wrong_calls_are_rejected_by_the_operation():
     with pytest.raises(ValueError, match=r"^flash_attention: q"):
         lax.flash_attention(*[jnp.zeros((2, 8))] * 3)
 
 
 @pytest.mark.core
-def test_every_module_that_is_to_be_checked_is():
+def test_every_checked_module_has_its_types_checked():
     for name in CHECKED:
         module = importlib.import_module(name)
         own = [x for x in vars(module).values() if inspect.isfunction(x) and x.__module__ == name]
         assert type(module.__loader__).__name__ == "_JaxtypingLoader" and all(hasattr(x, "__wrapped__") for x in own)
 
 
-def test_what_is_off_in_a_test_is_off_for_functions_that_were_made_before(types_unchecked):
+def test_checks_turned_off_are_off_for_functions_defined_before(types_unchecked):
     assert lax.flash_attention(*[jnp.zeros((1, 4, 2, 8))] * 3, window=[1, 0]).shape == (1, 4, 2, 8)

@@ -1,6 +1,6 @@
-"""The annotations that hold in every call of every test: the import hook of jaxtyping checks them with beartype.
+"""In the tests, the import hook of jaxtyping checks annotations in every call with beartype.
 
-`conftest.py` installs it before ejkernel is imported; what users import is not checked, and imports no beartype.
+`conftest.py` installs it before ejkernel is imported; users' imports are not checked, and load no beartype.
 """
 
 import functools
@@ -40,16 +40,16 @@ CHECKED = [
 
 NUMBERS = {int: np.integer, float: np.integer | np.floating, bool: np.bool_}
 RESULT = "ret0"  # as jaxtyping names it where no other parameter has the name
-# As for a type checker, an int is a float.
+# As in type checkers, int is accepted for float.
 _checks = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def typechecker(function):
-    """Checks the calls of a function when they return, so that what is wrong and refused is refused by ejkernel itself.
+    """Checks a function's call when it returns, so that wrong calls are rejected by ejkernel's own errors.
 
-    jaxtyping asks for a check of the arguments before a call, which this leaves out, and for one of arguments and
-    result after it, which has the result as one parameter more. `Self` is left to pyright, for beartype knows it in
-    whole classes alone.
+    jaxtyping asks for a check of the arguments before a call, which is omitted here, and for one of arguments and
+    result after it, with the result as one more parameter. `Self` is left to pyright, since beartype supports it only
+    in whole classes.
     """
     if RESULT not in function.__code__.co_varnames:
         return function
@@ -60,9 +60,9 @@ def typechecker(function):
 
 
 def with_numpy(annotation):
-    """What a parameter takes: an array of numpy, with the same dtype and axes, wherever it takes one of JAX.
+    """The type that a parameter accepts: where it takes a JAX array, also one of NumPy, of the same dtype and axes.
 
-    Numbers of numpy are numbers, too.
+    NumPy numbers are accepted as numbers, too.
     """
     if isinstance(annotation, type) and annotation in NUMBERS:
         return annotation | NUMBERS[annotation]
@@ -76,5 +76,5 @@ def with_numpy(annotation):
 
 
 def check_all_calls():
-    """From now on, modules of CHECKED are imported with their types checked in every call."""
+    """From now on, modules of CHECKED are imported with type checks in every call."""
     install_import_hook(CHECKED, f"{__name__}.{typechecker.__name__}")

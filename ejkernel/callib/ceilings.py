@@ -1,4 +1,4 @@
-"""The two ceilings of a device: how fast it copies memory, and how fast it multiplies matrices of each dtype.
+"""The ceilings of a device: the bandwidth of a copy, and the rate of matrix products in each dtype.
 
 A kernel that does F operations and moves B bytes takes at least max(F / matrix rate, B / copy bandwidth): its roofline
 (Williams, Waterman and Patterson, 2009).
@@ -30,8 +30,8 @@ class Ceilings:
 
     Attributes:
         device_kind: the `jax.Device.device_kind`.
-        copy: bytes read and written a second by a large copy.
-        matmul: operations (2·m·n·k) a second of a large matrix product, by the name of the dtype.
+        copy: bytes that a large copy reads and writes a second.
+        matmul: operations a second of a large matrix product, 2·m·n·k in all, by the name of the dtype.
         jax: the version of JAX it was measured with.
     """
 

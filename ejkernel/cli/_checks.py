@@ -1,7 +1,7 @@
 """Checks the example call of an operation, forward and gradient, on every implementation that supports it.
 
-What an implementation gives is judged against the formula in float64: its error may be 2 times that of the formula in
-the dtypes of the call, and 3 times in a gradient. No result can be nearer than the exact one rounded.
+The reference is the formula in float64: the error of an implementation may be 2 times that of the formula in the dtypes
+of the call, and 3 times in a gradient. The unit is at least the error of the exact result rounded to its dtype.
 """
 
 import importlib
@@ -46,7 +46,7 @@ class Outcome:
         milliseconds: of a call, if its numbers are right.
         error: of its numbers, in units of that of the formula.
         reason: why it does not take the call.
-        trouble: what is wrong.
+        trouble: what is wrong with its result, or the error that it raised.
     """
 
     milliseconds: float | None = None
@@ -68,7 +68,7 @@ class Check:
 
     @property
     def kernels(self) -> dict[str, PrimitiveKernel]:
-        """Of each pass."""
+        """The kernel object of each pass."""
         primitives = {"forward": self.algorithm.forward}
         if self.algorithm.differentiable:
             primitives["gradient"] = self.algorithm.backward
@@ -89,7 +89,7 @@ class Check:
         }
 
     def prepare(self) -> None:
-        """Computes the formulas and compiles what can be compiled. What fails is told by `outcome`, or fails again."""
+        """Computes the formulas and compiles the implementations. `outcome` reports errors, or raises them again."""
         with suppress(Exception):
             self._prepare()
 
@@ -115,14 +115,14 @@ class Check:
             if not error <= PASSES[name]:
                 return Outcome(error=error, trouble=f"wrong, over {PASSES[name]:g} times the error of the formula")
             return Outcome(benchmark(program, num_warmup=1, num_iters=5), error)
-        except Exception as error:  # whatever a kernel does, the others are looked at
+        except Exception as error:  # whatever a kernel raises, the others are still checked
             return Outcome(trouble=f"fails with {type(error).__name__}: {first_line(error)}")
 
-    # --- What the call is made of
+    # --- The operands and expected results of the call
 
     @cached_property
     def operands(self) -> Named:
-        """Normal numbers and zeros, and what the operation makes of them: lengths, tables, decays."""
+        """Normal numbers, with lengths, tables and decays as the operation's `synthetic_operands` makes them."""
         named, spec = self.types
         return OPERATIONS[self.operation].synthetic_operands(
             {name: _filled(x, name) for name, x in named.items()}, spec
@@ -141,7 +141,7 @@ class Check:
 
     @cached_property
     def formulas(self) -> tuple[dict[str, Named], dict[str, Named]]:
-        """What each pass gives by the formula: in float64, and in the dtypes of the call."""
+        """The results of each pass by the formula, in float64 and in the dtypes of the call."""
         reference = importlib.import_module(f"ejkernel.kernels._xla.{self.operation}").reference
         algorithm, spec = self.algorithm, self.types[1]
 
@@ -172,7 +172,7 @@ class Check:
         return lambda: {of.removesuffix(COTANGENT): x for of, x in program(*inv.args).items()}
 
     def _hidden(self, name: str, entry: KernelSpec) -> str | None:
-        """Why an implementation that would take the call is not chosen even where its platform is asked for."""
+        """Why an implementation that supports the call is never chosen, even by its platform; None if it can be."""
         for other, reason in self.candidates[name]:
             if other is entry:
                 return None
@@ -181,23 +181,23 @@ class Check:
 
 
 def prepare(checks: Sequence[Check]) -> None:
-    """Prepares them side by side: most of the time compilers work."""
+    """Prepares checks in threads: most of the time is spent in compilers."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(Check.prepare, checks))
 
 
 def first_line(error: Exception) -> str:
-    """Of its message, not too long."""
+    """The first line of its message, of at most 160 characters."""
     return next(iter(str(error).strip().splitlines()), "")[:160]
 
 
 def place(entry: KernelSpec) -> str:
-    """As in "triton/gpu"."""
+    """Platform and backend of an implementation, as in "triton/gpu"."""
     return f"{entry.platform}/{entry.backend}"
 
 
 def _host() -> jax.Device | None:
-    """Where formulas are computed: a CPU, or where JAX may not use one, the default device."""
+    """The device that computes formulas: a CPU, or None, the default device, if JAX may not use one."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:
@@ -213,7 +213,7 @@ def _widened(x: np.ndarray) -> np.ndarray:
 
 
 def _filled(x: Any, name: str) -> Any:
-    """Made by numpy: programs that make a few random numbers each take longer to compile than the whole check."""
+    """Values by numpy: compiling a program of JAX for each array would take longer than the whole check."""
     if _is_float(x):
         return jnp.asarray(np.random.default_rng(zlib.crc32(name.encode())).standard_normal(x.shape), x.dtype)
     return (
@@ -222,7 +222,7 @@ def _filled(x: Any, name: str) -> Any:
 
 
 def _error(found: Named, exact: Named, formula: Named) -> float:
-    """Of the worst result: the norm of its error in units of that of the formula; infinite where it is not finite."""
+    """The largest error of a result, as a norm in units of that of the formula; infinite if a result is not finite."""
     worst = 0.0
     for name, x in found.items():
         finite = np.isfinite(exact[name])

@@ -18,7 +18,7 @@ _BY_TOKENS = P(None, _AXIS)
 
 @dataclass(frozen=True)
 class ContextParallel:
-    """Sequences sharded over `size` devices in zigzag order, by which a causal mask gives all equal work."""
+    """Sequences sharded over `size` devices in zigzag order, which balances the work of a causal mask."""
 
     length: int
     size: int
@@ -30,7 +30,7 @@ class ContextParallel:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The first devices of the process; raises a ValueError where they are too few."""
+        """A mesh of the first devices of the process; raises a ValueError if there are too few."""
         devices = jax.devices()
         if len(devices) < self.size:
             there = f"there {'is' if len(devices) == 1 else 'are'} {len(devices)} of {devices[0].device_kind}"
@@ -42,18 +42,18 @@ class ContextParallel:
         return jax.device_put(tree, NamedSharding(self.mesh, P()))
 
     def sharded(self, tokens: Any) -> Array:
-        """Tokens [batch,length], which are in order, on the devices."""
+        """Tokens [batch,length] on the devices; they are already in the order of `order`."""
         return jax.device_put(tokens, NamedSharding(self.mesh, _BY_TOKENS))
 
     def attention(self, q: Array, k: Array, v: Array, **options: Any) -> Array:
-        """flash_attention of the whole sequences."""
+        """Attention over the whole sequences, by `ring_attention`."""
         of_device = partial(lax.ring_attention, axis_name=_AXIS, **options)
         return jax.shard_map(of_device, mesh=self.mesh, in_specs=(_BY_TOKENS,) * 3, out_specs=_BY_TOKENS)(q, k, v)
 
 
 def make_cpu_devices(size: int) -> None:
-    """On a CPU, and before JAX has looked for devices, as many of them."""
+    """Asks JAX for `size` CPU devices, which it grants before its backends are initialised."""
     try:
         jax.config.update("jax_num_cpu_devices", size)
     except (RuntimeError, ValueError):
-        return  # JAX has looked, or XLA_FLAGS say how many; who needs them tells where they are too few
+        return  # the backends are initialised, or XLA_FLAGS say how many; `mesh` raises if there are too few

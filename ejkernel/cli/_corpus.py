@@ -10,7 +10,7 @@ _VALIDATION_SHARE = 0.1
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """The ASCII characters of the top-level modules, in the order of their names: those to train on, those held out."""
+    """The ASCII characters of the top-level modules in alphabetical order: (training text, held-out text)."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not files:
         raise FileNotFoundError(f"no Python source in {sysconfig.get_path('stdlib')}")
@@ -20,6 +20,6 @@ def load() -> tuple[np.ndarray, np.ndarray]:
 
 
 def windows(text: np.ndarray, count: int, batch: int, length: int, seed: int) -> np.ndarray:
-    """Random excerpts [count, batch, length + 1]: the tokens, each followed by the one to be predicted."""
+    """Random excerpts [count, batch, length + 1]; the target of each token is the next one."""
     start = np.random.default_rng(seed).integers(len(text) - length, size=(count, batch, 1))
     return text[start + np.arange(length + 1)].astype(np.int32)

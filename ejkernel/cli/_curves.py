@@ -8,7 +8,7 @@ SPAN = 50
 
 
 class Tolerance(NamedTuple):
-    """By how much two curves may differ: in each of so many `single` steps, and after them in their running means."""
+    """The largest allowed difference of two curves: in each of the first `single` steps, and then in running means."""
 
     single: int
     of_steps: float
@@ -16,7 +16,7 @@ class Tolerance(NamedTuple):
 
 
 def running_mean(curve: np.ndarray) -> np.ndarray:
-    """The mean of each value and those before it, SPAN at most in all."""
+    """The mean of the last SPAN values up to each value."""
     sums = np.cumsum(np.concatenate([np.zeros(1), curve]))
     end = np.arange(1, len(curve) + 1)
     start = np.maximum(end - SPAN, 0)
@@ -24,6 +24,6 @@ def running_mean(curve: np.ndarray) -> np.ndarray:
 
 
 def difference(ours: np.ndarray, theirs: np.ndarray, single: int) -> np.ndarray:
-    """Of the first `single` steps that of the two losses, of later ones that of their running means."""
+    """|ours − theirs| in the first `single` steps, and the difference of running means in later ones."""
     apart = ours - theirs
     return np.abs(np.where(np.arange(len(apart)) < single, apart, running_mean(apart)))

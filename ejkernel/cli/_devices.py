@@ -13,7 +13,7 @@ PLUGINS: Mapping[str, Sequence[str]] = {
     "rocm": ("jax-rocm7-plugin", "jax-rocm60-plugin"),
     "tpu": ("libtpu",),
 }
-"""The packages one of which JAX needs to see the devices of a platform."""
+"""For each platform, packages of which JAX needs one to see its devices."""
 
 
 def available(platform: str) -> str:
@@ -27,10 +27,10 @@ def available(platform: str) -> str:
 
 
 def missing_backend() -> str | None:
-    """Why JAX has no device at all, where that is so: then every command that computes fails."""
+    """Why JAX has no device at all, so that every command that computes fails; None if it has one."""
     try:
         jax.devices()
-    # An assertion fails where JAX_PLATFORMS names known platforms alone, of none of which there is a device.
+    # JAX fails an assertion if JAX_PLATFORMS names only known platforms and there is no device of any of them.
     except (RuntimeError, AssertionError) as error:
         asked = os.environ.get("JAX_PLATFORMS")
         reason = _one_line(error) or "there is no device of any of these platforms"
@@ -39,7 +39,7 @@ def missing_backend() -> str | None:
 
 
 def _missing(platform: str) -> str | None:
-    """What keeps JAX from looking for such devices at all."""
+    """Why JAX does not look for devices of a platform; None if it does."""
     allowed = os.environ.get("JAX_PLATFORMS")
     if allowed and platform not in allowed.split(","):
         return f"JAX_PLATFORMS={allowed} leaves it out"

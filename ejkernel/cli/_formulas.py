@@ -1,4 +1,4 @@
-"""The plain formulas that the demo measures the operations against."""
+"""The plain formulas that the demo compares the operations with."""
 
 import math
 
@@ -8,7 +8,7 @@ from jax import Array
 
 
 def plain_attention(q: Array, k: Array, v: Array, *, causal: bool, window: int | None, softcap: float) -> Array:
-    """The formula that the kernels are measured against: softmax(softcap·tanh(q·kᵀ / (√D softcap)), masked)·v."""
+    """softmax(softcap · tanh(q·kᵀ / (√D softcap)), masked) · v, with all logits in memory."""
     batch, length, heads, dim = q.shape
     q = q.reshape(batch, length, k.shape[2], -1, dim)
     s = jnp.einsum("bigrd,bjgd->bgrij", q, k, preferred_element_type=jnp.float32) / math.sqrt(dim)
@@ -22,7 +22,7 @@ def plain_attention(q: Array, k: Array, v: Array, *, causal: bool, window: int |
 def plain_gla(
     q: Array, k: Array, v: Array, gk: Array, initial_state: Array | None = None, *, return_state: bool
 ) -> tuple[Array, Array]:
-    """Step by step h = diag(exp gk) h + k vᵀ and o = qᵀ h / √K, in float32."""
+    """h = diag(exp gk) h + k vᵀ and o = qᵀ h / √K token by token, in float32."""
     batch, _, heads, features = q.shape
     k, v = (jnp.repeat(x, heads // x.shape[2], 2) for x in (k, v))
     h = jnp.zeros((batch, heads, features, v.shape[-1])) if initial_state is None else initial_state
@@ -37,7 +37,7 @@ def plain_gla(
 
 
 def plain_grouped_matmul(lhs: Array, rhs: Array, group_sizes: Array, *, preferred_element_type) -> Array:
-    """Every row times every matrix, from which the product with the matrix of the row's group is selected."""
+    """Every row times every matrix, of which the product with the matrix of the row's group is selected."""
     group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(lhs)), side="right")
     kept = jax.nn.one_hot(group, len(rhs), dtype=lhs.dtype)
     every = jnp.einsum("mk,ekn->emn", lhs, rhs, preferred_element_type=jnp.float32)

@@ -27,7 +27,7 @@ class Operations(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """The size of the model. Layers whose window is None see everything before them; gated linear ones all do.
+    """The size of the model. A layer whose window is None attends to all earlier tokens; gated linear layers all do.
 
     With experts each token is computed by two of them, each half as wide as the one MLP.
     """
@@ -45,12 +45,12 @@ class Model:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """The names of those that it uses."""
+        """The names of the operations that it uses."""
         return ("gla" if self.mixer == "gla" else "flash_attention", *["grouped_matmul"] * (self.experts > 0))
 
 
 def initialise(model: Model, key: Array) -> Parameters:
-    """Normal weights of variance 1 / fan-in; those that write to the residual stream, smaller by its depth."""
+    """Normal weights of variance 1 / fan-in, divided by 2 · layers for those that write to the residual stream."""
     keys = iter(jax.random.split(key, 2 + 8 * len(model.windows)))
     normal = lambda shape, fan_in, gain=1.0: gain * fan_in**-0.5 * jax.random.normal(next(keys), shape)
     d, h, g, e, f = model.width, model.heads, model.kv_heads, model.head_dim, model.hidden
@@ -88,10 +88,10 @@ def logits(
     states: Any = None,
     positions: Any = None,
 ) -> tuple[Array, Any]:
-    """Tokens [b,s] to the logits of the next one [b,s,vocabulary] float32, and the states of gated linear layers.
+    """The logits [b,s,vocabulary] float32 that follow tokens [b,s], and the states of gated linear layers.
 
-    The layers compute in `dtype`, and begin with the states where those are given. Tokens stand at `positions` [s], or
-    in order.
+    The layers compute in `dtype`, and start from `states` if given. `positions` [s] of the tokens are 0 to s − 1 by
+    default.
     """
     w = jax.tree.map(lambda x: x.astype(dtype), parameters)
     x = w["embedding"][tokens]
@@ -116,12 +116,12 @@ def logits(
 
 
 def experts(operations: Operations, layer: Parameters, x: Array) -> Array:
-    """SwiGLU by the two experts of each token [b,s,d] to which the router gives most, weighted by what they get."""
+    """SwiGLU by the two experts with the highest router probabilities of each token [b,s,d], weighted by these."""
     rows = x.reshape(-1, x.shape[-1])
-    # In float32, as in arXiv 2101.03961: fewer tokens have experts that are nearly equal.
+    # In float32, as in arXiv 2101.03961: in fewer tokens two experts have equal probabilities.
     routed = jnp.matmul(rows, layer["router"], preferred_element_type=jnp.float32)
     given, chosen = jax.lax.top_k(jax.nn.softmax(routed), 2)
-    order = jnp.argsort(chosen.reshape(-1))  # the rows of one expert after those of another
+    order = jnp.argsort(chosen.reshape(-1))  # rows sorted by expert
     sizes = jnp.bincount(chosen.reshape(-1), length=layer["router"].shape[1])
     of = lambda rows, name: operations.grouped_matmul(rows, layer[name], sizes, preferred_element_type=x.dtype)
     sent = rows[order // 2]
@@ -136,7 +136,7 @@ def experts(operations: Operations, layer: Parameters, x: Array) -> Array:
 def sample(
     model: Model, operations: Operations, parameters: Parameters, prompt: Array, keys: Array, dtype: Any
 ) -> Array:
-    """Continues `prompt` [s] by a token for each key, drawn from what the last s tokens predict."""
+    """Continues `prompt` [s] by a token for each key, sampled from the logits of the last s tokens."""
 
     def draw_next(window, key):
         token = draw(logits(model, operations, parameters, window[None], dtype)[0][0, -1], key)
@@ -148,7 +148,7 @@ def sample(
 def sample_by_state(
     model: Model, operations: Operations, parameters: Parameters, prompt: Array, keys: Array, dtype: Any
 ) -> Array:
-    """As `sample`, but one token at a time with the states carried along, which remember everything before."""
+    """As `sample`, but one token at a time from the recurrent states, which depend on all earlier tokens."""
     first, states = logits(model, operations, parameters, prompt[None], dtype)
 
     def draw_next(carried, key):
@@ -163,13 +163,13 @@ def sample_by_state(
 def drawn_at_once(
     model: Model, operations: Operations, parameters: Parameters, text: Array, keys: Array, dtype: Any
 ) -> Array:
-    """What the whole `text` at once predicts of its last tokens, one for each key and drawn with it."""
+    """The last tokens of `text`, one for each key, sampled from the logits of one forward pass over the whole text."""
     every = logits(model, operations, parameters, text[None, :-1], dtype)[0][0]
     return jax.vmap(draw)(every[-len(keys) :], keys).astype(text.dtype)
 
 
 def draw(logits: Array, key: Array) -> Array:
-    """A token at temperature 0.7."""
+    """A token sampled at temperature 0.7."""
     return jax.random.categorical(key, logits / 0.7)
 
 
@@ -177,7 +177,7 @@ def draw(logits: Array, key: Array) -> Array:
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:
-    """Nats per token."""
+    """The mean cross entropy in nats per token."""
     chosen = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, -1) - chosen)
 
@@ -185,7 +185,7 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
 def positive(x: Array) -> Array:
     """elu(x) + 1, the features of arXiv 2006.16236.
 
-    The o of the first token is a multiple of (q·k) v, and a norm keeps nothing of the factor but its sign: where q·k
-    passed zero, the loss would jump, and two trainings that differ by a rounding would part. Here q·k is positive.
+    The o of the first token is (q·k) v, of which the norm keeps only the sign of q·k: where q·k crosses zero the loss
+    would jump, and two trainings that differ by rounding would diverge. With positive features q·k is positive.
     """
     return jax.nn.elu(x) + 1

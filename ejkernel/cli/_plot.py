@@ -11,7 +11,7 @@ INK, MARK, QUIET, _BOUND = "#222222", "#0a6e5c", "#b5b5b5", "#b3392f"
 
 
 def plot(losses: Mapping[str, np.ndarray], tolerance: Tolerance, title: str, file: Path) -> None:
-    """Both curves over each other, each step faint and their running means clear; below, what is compared of them.
+    """Both curves, faint for single steps and solid for running means; below them, the difference that is compared.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -8,7 +8,7 @@ _WIDTH = 30
 
 
 def progress(label: str, total: int, every: int) -> Callable[[int, str], None]:
-    """A function of the number of steps done and what to say of them; without a terminal it speaks every few steps."""
+    """A function of the number of finished steps and a text; without a terminal it prints a line every few steps."""
     began, terminal = time.perf_counter(), sys.stdout.isatty()
 
     def show(done: int, text: str) -> None:

@@ -1,7 +1,7 @@
 """A replay: requests of uneven lengths arrive while others are computed, and every step and token is timed.
 
-Nothing of it is random. The lengths are spread evenly by multiples of irrational numbers, and a few requests arrive
-before each step: the same work in the same order on every machine, however fast it is.
+It is deterministic: lengths are spread evenly by multiples of irrational numbers, and a few requests arrive before each
+step, so that every machine does the same work in the same order, however fast it is.
 """
 
 import math
@@ -20,7 +20,7 @@ _A_STEP = 4  # requests that arrive before each step
 
 
 class Arrival(NamedTuple):
-    """A request, and before which step it arrives."""
+    """A request, and the step before which it arrives."""
 
     step: int
     prompt: list[int]
@@ -28,9 +28,9 @@ class Arrival(NamedTuple):
 
 
 class StepRecord(NamedTuple):
-    """What a step computed, in how many seconds after the one before it.
+    """The work of a step, and the seconds since the end of the step before it.
 
-    `decodes` says that every sequence had one token in it; `bytes_moved` are those of the weights and of the cache.
+    `decodes`: whether every sequence had one token in it; `bytes_moved`: the bytes of weights and cache that it reads.
     """
 
     seconds: float
@@ -43,7 +43,7 @@ class StepRecord(NamedTuple):
 
 @dataclass
 class Replay:
-    """What was measured: the steps; for each request the seconds to its first token; all those between two tokens."""
+    """What was measured: the steps, the seconds to the first token of each request, and those between two tokens."""
 
     steps: list[StepRecord] = field(default_factory=list)
     first: list[float] = field(default_factory=list)
@@ -59,7 +59,7 @@ def lengths(count: int, bounds: tuple[int, int], irrational: float) -> list[int]
 
 
 def arrivals(prompts: Sequence[list[int]], outputs: Sequence[int]) -> list[Arrival]:
-    """A few before each step, to be continued greedily by so many tokens."""
+    """Requests, of which a few arrive before each step: each prompt is continued greedily by its number of tokens."""
     pairs = zip(prompts, outputs, strict=True)
     return [Arrival(i // _A_STEP, prompt, Sampling(max_tokens=n)) for i, (prompt, n) in enumerate(pairs)]
 
@@ -98,10 +98,10 @@ def replay(engine: Engine, wanted: Sequence[Arrival], show: Callable[[int, str],
 
 
 def bytes_moved_by(engine: Engine) -> Callable[[Done], int]:
-    """The bytes that a step has to read: every weight that is multiplied, and the keys and values that are visible."""
+    """A function of a step: the bytes of the weights and of the visible keys and values that it has to read."""
     decoder, weights = engine.decoder, engine.weights
     of_weights = sum(x.nbytes for x in jax.tree.leaves(weights))
-    of_weights -= 0 if decoder.tied else weights["embedding"].nbytes  # of which few rows are read
+    of_weights -= 0 if decoder.tied else weights["embedding"].nbytes  # a lookup reads few of its rows
     layer = engine.cache_bytes // len(decoder.windows) // (engine.limits.pages * engine.limits.page_size)
 
     def moved(done: Done) -> int:
@@ -121,13 +121,13 @@ def _record(done: Done, seconds: float, bytes_moved: int) -> StepRecord:
     return StepRecord(seconds, tokens, len(done.chunks), done.pages, decodes, bytes_moved)
 
 
-# --- What is shown of it ----------------------------------------------------------------------------------------------
+# --- The summary ------------------------------------------------------------------------------------------------------
 
 
 def summary(found: Replay, alone: float, copy: float, pages: int) -> dict[str, str]:
-    """The rows of a table: rates, latencies, how full the batch and the pool were, and the share of the bandwidth.
+    """The rows of a table: rates, latencies, occupancy of batch and pool, and the fraction of the bandwidth.
 
-    `alone` are the tokens a second of one request at a time, `copy` the bytes a second of a large copy.
+    `alone`: tokens a second with one request at a time; `copy`: bytes a second of a large copy.
     """
     rate = found.generated / found.seconds
     steps = found.steps
@@ -145,7 +145,7 @@ def summary(found: Replay, alone: float, copy: float, pages: int) -> dict[str, s
 
 
 def _share(steps: Sequence[StepRecord], copy: float) -> str:
-    """The median of (weights + cache) / (bandwidth · seconds)."""
+    """The median over steps of bytes moved / (bandwidth · seconds)."""
     if not steps:
         return "none"
     return f"{np.median([step.bytes_moved / copy / step.seconds for step in steps]):.1%}"

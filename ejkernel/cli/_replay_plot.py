@@ -1,4 +1,4 @@
-"""A replay as a picture: how full the batch and the pool were step by step, and how long tokens took."""
+"""A plot of a replay: sequences and pages in use at each step, and the distribution of latencies."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from ._replay import Replay
 
 
 def plot_replay(found: Replay, pages: int, sequences: int, title: str, file: Path) -> None:
-    """Sequences and pages over the steps; the shares of requests and tokens that took no longer than a time.
+    """Sequences and pages over the steps, and the cumulative distributions of the times to a first and a next token.
 
     Raises:
         ImportError: matplotlib is not installed.

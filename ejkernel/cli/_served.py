@@ -1,4 +1,4 @@
-"""The models that can be served: that of the demo, trained here, and Llama's 1B with weights that are drawn."""
+"""The models that can be served: the demo's, which is trained here, and Llama 3.2 1B with random weights."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,9 +29,9 @@ def _of_demo() -> Decoder:
 
 @dataclass(frozen=True)
 class Served:
-    """A model by its name: its size, what is allocated for it by default, and the lengths that are replayed.
+    """A model that can be served: its size, its default limits, and the lengths of requests in a replay.
 
-    Of a request in a replay the prompt has a number of tokens in `prompts`, and so many in `outputs` follow.
+    `prompts` and `outputs` are the smallest and largest numbers of tokens of a prompt and of its continuation.
     """
 
     decoder: Decoder
@@ -49,11 +49,11 @@ MODELS = {
 
 
 def weights_of(decoder: Decoder, file: Path, steps: int, seed: int, dtype: Any, mesh: Mesh | None) -> Weights:
-    """The weights in a file; where it is not there they are trained, and left in it.
+    """The weights in a file; if there is no such file, the model is trained and its weights saved there.
 
     Raises:
-        ValueError: the file holds other weights.
-        OSError: it cannot be read or written.
+        ValueError: the file holds weights of another model.
+        OSError: the file cannot be read or written.
     """
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,12 +69,12 @@ def weights_of(decoder: Decoder, file: Path, steps: int, seed: int, dtype: Any, 
 
 
 def drawn_weights(decoder: Decoder, seed: int, dtype: Any, mesh: Mesh | None) -> Weights:
-    """Random weights, of which no text makes sense."""
+    """Random weights, for measurements: the text that they generate is noise."""
     return random_weights(decoder, jax.random.key(seed), dtype, mesh)
 
 
 def prompts_of(lengths: Sequence[int], decoder: Decoder, seed: int) -> list[list[int]]:
-    """Prompts of these lengths: excerpts of the text that the demo holds out, or any tokens of a larger vocabulary."""
+    """Prompts of these lengths: excerpts of the demo's held-out text, or random tokens of a larger vocabulary."""
     if decoder.vocabulary == _corpus.VOCABULARY:
         text = _corpus.load()[1]
         return [_corpus.windows(text, 1, 1, n, seed + i)[0, 0, :n].tolist() for i, n in enumerate(lengths)]
@@ -83,7 +83,7 @@ def prompts_of(lengths: Sequence[int], decoder: Decoder, seed: int) -> list[list
 
 
 def _trained(steps: int, seed: int) -> Weights:
-    """The demo's model, as the demo trains it, of twice as many excerpts a step."""
+    """The weights of the demo's model, trained as in the demo with twice as many excerpts a step."""
     model, text = Model(vocabulary=_corpus.VOCABULARY), _corpus.load()[0]
     excerpts = _corpus.windows(text, steps, _BATCH, _LENGTH, seed)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -92,7 +92,7 @@ def _trained(steps: int, seed: int) -> Weights:
 
 
 def _save(file: Path, weights: Weights) -> None:
-    """Written beside its place and renamed there, so that no half of a file is taken for one."""
+    """Writes a temporary file in the same directory and renames it, so that no partly written file is ever read."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
     arrays = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
     beside = file.with_name(f".{file.name}.tmp")

@@ -19,7 +19,7 @@ _DECAY = 0.9, 0.95
 
 @dataclass(frozen=True)
 class Training:
-    """What came of it: the loss of each step in nats, the parameters, and the step as a jaxpr and as optimised HLO."""
+    """The result: the loss of each step in nats, the parameters, and the step as a jaxpr and as optimised HLO."""
 
     losses: np.ndarray
     parameters: Parameters
@@ -36,7 +36,7 @@ def train(
     show: Callable[[int, str], None],
     context: ContextParallel | None = None,
 ) -> Training:
-    """One step for each of `excerpts` [steps, batch, length + 1], the sequences sharded if `context` says how."""
+    """Trains one step on each of `excerpts` [steps, batch, length + 1]; `context` shards the sequences."""
     total = len(excerpts)
     positions = slice(None) if context is None else context.order
     place = (lambda x: x) if context is None else context.sharded
@@ -65,7 +65,7 @@ def train(
 
 
 def mean_loss(model: Model, operations: Operations, dtype: Any, parameters: Parameters, tokens: Array) -> Array:
-    """Nats per token of excerpts [batch, length + 1]."""
+    """The mean loss of excerpts [batch, length + 1], in nats per token."""
     return _loss(model, operations, dtype, parameters, tokens[:, :-1], tokens[:, 1:])
 
 
@@ -73,7 +73,7 @@ def _loss(
     model: Model, operations: Operations, dtype: Any, parameters: Parameters, tokens: Array, targets: Array,
     positions: Any = None,
 ) -> Array:  # fmt: skip
-    """Nats per token, of tokens [batch, length] at positions and of those that follow them."""
+    """The mean loss in nats per token of tokens [batch, length], at positions, whose next tokens are `targets`."""
     return cross_entropy(logits(model, operations, parameters, tokens, dtype, positions=positions)[0], targets)
 
 

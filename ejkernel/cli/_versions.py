@@ -1,6 +1,6 @@
-"""The versions of what takes part in a computation, and whether they fit together, by what the packages themselves say.
+"""The versions of the packages that a computation depends on, and whether they are compatible.
 
-What a package requires is looked up in its metadata: there is no table of versions here.
+Requirements are read from the metadata of the installed packages: there is no table of versions here.
 """
 
 import platform
@@ -15,7 +15,7 @@ _CLAUSE = re.compile(r"\s*(==|!=|<=|>=|~=|<|>)\s*([\w.*+!-]+)\s*")
 
 
 def version(package: str) -> str | None:
-    """None where it is not installed."""
+    """The version of a package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -23,15 +23,15 @@ def version(package: str) -> str | None:
 
 
 def versions(*more: str) -> dict[str, str | None]:
-    """Of Python, the packages that take part in a computation, and `more`; None where one is not installed."""
+    """The versions of Python, of PACKAGES and of `more`; None for those that are not installed."""
     return {"python": platform.python_version(), **{name: version(name) for name in (*PACKAGES, *more)}}
 
 
 def misfits(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(package, what it wants of another of these that is not so), of those that are installed.
+    """(package, its requirement of another of these packages that is not satisfied), for the installed ones.
 
-    What only extras ask for need not be there; where it is, it has to fit one of them. A plugin for CUDA is left aside
-    by jaxlib unless its version is the same, which no metadata tell.
+    A requirement of extras alone counts only if the required package is installed; then it has to satisfy one of them.
+    jaxlib ignores a CUDA plugin unless its version is the same, which no metadata say.
     """
     for package in filter(version, packages):
         if _PLUGIN.match(package) and _release(version(package)) != _release(version("jaxlib")):
@@ -43,13 +43,13 @@ def misfits(packages: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def required(package: str, names: Sequence[str]) -> list[str]:
-    """What a package, or an extra of it, asks for of those names, as pip takes it."""
+    """The requirements of a package, or of an extra of it, on these names, in pip's format."""
     found = _requirements(package)
     return [name + next(iter((*found[name][0], *found[name][1]))) for name in names if name in found]
 
 
 def _requirements(package: str) -> dict[str, tuple[list[str], list[str]]]:
-    """By name: the versions that are always required, and those that an extra or some environments require."""
+    """By package: the versions that are always required, and those that an extra or some environments require."""
     found: dict[str, tuple[list[str], list[str]]] = {}
     for line in (metadata.requires(package) or ()) if version(package) else ():
         name, wanted, marker = _REQUIREMENT.fullmatch(line).groups()
@@ -79,5 +79,5 @@ def _satisfies(found: str, operator: str, bound: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a release; what a development or local version adds to them is not looked at."""
+    """The numbers of a release, without the suffixes of development and local versions."""
     return tuple(map(int, re.match(r"(?:\d+!)?v?(\d+(?:\.\d+)*)", version)[1].split(".")))

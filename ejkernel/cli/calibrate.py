@@ -1,14 +1,14 @@
-"""Measures the ceilings of this machine's device and keeps them."""
+"""Measures the copy bandwidth and matrix rates of this machine's device, and keeps them."""
 
 import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None: there is nothing to choose."""
+    """There are none."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints each measurement as it is made; 1 if they could not be kept, which a warning tells more of."""
+    """Prints each measurement as it is made; 1 if they could not be kept, for which a warning gives the reason."""
     from ..callib import calibrate, known_ceilings
 
     ceilings = calibrate(tell=print)

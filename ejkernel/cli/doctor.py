@@ -1,8 +1,9 @@
-"""Says whether this machine runs its fast kernels: versions, devices, and a small call of everything.
+"""Checks whether this machine runs its fast kernels: versions, devices, and a small call of every operation.
 
-Each operation is called on each implementation that takes it here, forward and gradient: compiled, run, judged against
-the formula in float64, and timed. An error is shown in units of that of the formula in the dtypes of the call; it may
-be 2 of them, and 3 in a gradient. The exit status is 1 if something that should run here does not, or is wrong.
+Each operation is called on each implementation that supports it here, forward and gradient: compiled, run, compared
+with the formula in float64, and timed. Errors are in units of that of the formula in the dtypes of the call: up to 2
+are right in a forward, and 3 in a gradient. The exit status is 1 if something that should run here does not, or is
+wrong.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from ._table import print_rows, print_table
 from ._versions import PACKAGES, misfits, required, version, versions
 
 _TRITON = ("triton", "jax-triton")
-# What the driver of a device makes whatever Python packages there are, and what lets JAX see the device.
+# Of each platform: its device, the files that its driver makes, and the package by which JAX sees the device.
 _DRIVERS = {
     "cuda": ("an NVIDIA GPU", "/dev/nvidia[0-9]*", "jax[cuda13]"),
     "rocm": ("an AMD GPU", "/dev/kfd", "jax[rocm7-local]"),
@@ -27,7 +28,7 @@ _DRIVERS = {
 }
 
 Outcomes = Mapping[tuple[str, str], Mapping[str, Outcome]]
-"""By operation and implementation: of each pass that it is registered for, what came of it."""
+"""By operation and implementation: the outcome of each pass that it is registered for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _versions() -> dict[str, str]:
-    """Of what takes part and of the plugins that are installed, each with what it misses in another."""
+    """The versions of packages and installed plugins, each with its unsatisfied requirements."""
     plugins = [name for names in PLUGINS.values() for name in names]
     runtimes = [name.replace("-plugin", "-pjrt") for name in plugins if name.endswith("-plugin")]
     shown = versions(*(name for name in (*plugins, *runtimes) if version(name)))
@@ -72,7 +73,7 @@ def _versions() -> dict[str, str]:
 
 
 def _unused_devices(devices: Mapping[str, str]) -> Iterator[str]:
-    """Devices that are here and that JAX does not see, unless it is told not to look."""
+    """Devices whose driver is installed and that JAX does not see, unless JAX_PLATFORMS leaves them out."""
     for platform, (device, files, package) in _DRIVERS.items():
         if devices[platform].startswith("none: ") and "leaves it out" not in devices[platform] and glob.glob(files):
             absent = not any(map(version, PLUGINS[platform]))
@@ -90,7 +91,7 @@ def _outcomes(target: Target) -> Outcomes:
 
 
 def _outcomes_of(check: Check) -> Outcomes:
-    """Those of one operation, by falling priority."""
+    """The outcomes of one operation, by descending priority."""
     try:
         candidates = check.candidates
     except Exception as error:
@@ -108,7 +109,7 @@ def _outcomes_of(check: Check) -> Outcomes:
 
 
 def _usable(outcomes: Outcomes) -> dict[str, str]:
-    """Of each implementation, how many of the calls it takes, or the one reason why it takes none."""
+    """For each implementation, how many of the calls it takes, or the one reason why it takes none."""
     every: dict[str, list[Outcome]] = {}
     for (_, implementation), passes in outcomes.items():
         every.setdefault(implementation, []).extend(passes.values())
@@ -123,7 +124,7 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def _print_calls(outcomes: Outcomes, usable: Mapping[str, str]) -> None:
-    """A row for each operation and implementation, but those that take none of the calls for one reason."""
+    """Prints a row for each operation and implementation, except those that take no call for a single reason."""
     header = ("operation", "implementation", *(cell for name in PASSES for cell in (f"{name} ms", "error")), "verdict")
     rows = [
         (operation, implementation, *(cell for name in PASSES for cell in _cells(passes.get(name))), _verdict(passes))
@@ -140,7 +141,7 @@ def _cells(outcome: Outcome | None) -> tuple[str, str]:
 
 
 def _verdict(passes: Mapping[str, Outcome]) -> str:
-    """That all is right, or of each pass what is not."""
+    """The verdict "right", or what is wrong in each pass."""
     said = {name: passes[name].trouble or passes[name].reason for name in PASSES if name in passes}
     if set(said.values()) == {""}:
         return "right"
@@ -182,7 +183,7 @@ def _without_kernels(outcomes: Outcomes, target: Target) -> list[str]:
 
 
 def _advice() -> str:
-    """What to install so that Triton's kernels can be launched; nothing where that is all there."""
+    """What to install so that Triton kernels can be launched; empty if nothing is missing."""
     if sys.version_info < (3, 12):
         return f"; jax-triton 0.4 needs Python 3.12 or later, and this is {sys.version.split()[0]}"
     wanted = required("ejkernel", _TRITON) or list(_TRITON)

@@ -1,13 +1,13 @@
-"""What would run for a call, with what config, and why every other implementation is passed over.
+"""Shows what would run for a call, with which config, and why every other implementation would not.
 
     ejkernel explain flash_attention --q 2,4096,32,128 --kv-heads 8 --dtype bf16 --causal --target cuda
 
-Nothing is computed; the exit status is 1 if nothing can run. An operand that has no option of its own is given by its
-type, an option by its value:
+Nothing is computed; the exit status is 1 if nothing can run. --array gives any other operand by its type, --option any
+other option by its value:
 
     ejkernel explain flash_attention --q 1,64,4,64 --array mask=bool[64,64] --option deterministic=True
 
-Or the whole call is that of a layer by its name (`ejkernel tune --help` lists them), to which options may be added:
+--model takes a layer of a real model by its name (`ejkernel tune --help` lists them), to which options may be added:
 
     ejkernel explain grouped_matmul --model mixtral-8x7b-up --target tpu
 """
@@ -28,31 +28,39 @@ _LONG = {"bf": "bfloat", "f": "float", "i": "int", "u": "uint"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The operation, the arrays of an attention call, its options, and where it would run."""
+    """The operation, its arrays and options, and the target."""
     parser.add_argument("operation", help="e.g. flash_attention")
     parser.add_argument("--model", metavar="NAME", help="a layer of a model, with arrays of --dtype")
     arrays = parser.add_argument_group("arrays")
     arrays.add_argument("--q", type=_sizes, metavar="B,S,H,D", help="queries; k and v follow from them")
-    arrays.add_argument("--kv-heads", type=_positive, metavar="G", help="as many as query heads if not given")
-    arrays.add_argument("--kv-length", type=_positive, metavar="K", help="as long as q if not given")
-    arrays.add_argument("--value-dim", type=_positive, metavar="V", help="as wide as q if not given")
-    arrays.add_argument("--dtype", type=_dtype, default="bf16", help="of q, k and v, e.g. bf16, f16, f32")
+    arrays.add_argument(
+        "--kv-heads", type=_positive, metavar="G", help="key/value heads, by default as many as query heads"
+    )
+    arrays.add_argument("--kv-length", type=_positive, metavar="K", help="number of keys, by default that of queries")
+    arrays.add_argument("--value-dim", type=_positive, metavar="V", help="features of v, by default those of q")
+    arrays.add_argument("--dtype", type=_dtype, default="bf16", help="dtype of q, k and v, e.g. bf16, f16, f32")
     arrays.add_argument("--bias", type=_sizes, metavar="B,H,S,K", help="float32; any of the sizes may be 1")
     arrays.add_argument("--sinks", type=_positive, metavar="N", help="sink logits of each head")
-    arrays.add_argument("--segment-ids", action="store_true", help="of queries and of keys")
-    arrays.add_argument("--array", type=_array, action="append", default=[], metavar="NAME=TYPE", help="any other")
+    arrays.add_argument("--segment-ids", action="store_true", help="with segment ids of queries and of keys")
+    arrays.add_argument(
+        "--array", type=_array, action="append", default=[], metavar="NAME=TYPE", help="any other array"
+    )
     options = parser.add_argument_group("options")
     options.add_argument("--causal", action="store_const", const=True, help="query i sees keys j ≤ i + K − S")
     options.add_argument(
         "--window", type=_window, metavar="W", help="a number of keys, or left,right (none: unbounded)"
     )
     options.add_argument("--softcap", type=float, help="bound of the logits")
-    options.add_argument("--dropout", type=float, metavar="RATE", help="share of the weights that is dropped")
-    options.add_argument("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="any other")
+    options.add_argument("--dropout", type=float, metavar="RATE", help="fraction of the weights that is dropped")
+    options.add_argument(
+        "--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="any other option"
+    )
     where = parser.add_argument_group("where")
-    where.add_argument("--target", choices=("cpu", "cuda", "rocm", "tpu"), help="this process's platform if not given")
+    where.add_argument(
+        "--target", choices=("cpu", "cuda", "rocm", "tpu"), help="by default the platform of this process"
+    )
     where.add_argument("--device-kind", metavar="KIND", help="with --target, e.g. 'NVIDIA H200'")
-    where.add_argument("--platform", choices=list(map(str, Platform)), help="only implementations written in this")
+    where.add_argument("--platform", choices=list(map(str, Platform)), help="only implementations of this platform")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -108,7 +116,7 @@ def _attention(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-# --- Values as they are written on a command line
+# --- Parsing of values
 
 
 def _sizes(text: str) -> tuple[int, ...]:

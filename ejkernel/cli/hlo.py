@@ -1,7 +1,7 @@
-"""Lists the operations, implementations and configs in the dump of a program, from this process or somebody else's.
+"""Lists the operations, implementations and configs in the dump of a program of any process.
 
 The dump is the text of optimised HLO (as XLA_FLAGS=--xla_dump_to writes it, or `compiled.as_text()`), or of StableHLO
-with locations (`lowered.as_text(debug_info=True)`), and may be compressed with gzip. Configs are there if the program
+with locations (`lowered.as_text(debug_info=True)`), and may be compressed with gzip. Configs are shown if the program
 was lowered under EJKERNEL_OPS_STAMP=json, or =hash with the same cache directory.
 """
 
@@ -21,7 +21,7 @@ _REFERRED = re.compile(r"#loc\d*\b")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The file."""
+    """The file of the dump."""
     parser.add_argument("file", type=Path, metavar="FILE", help="e.g. module_0001.jit_step.after_optimizations.txt")
 
 
@@ -47,8 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
 def instructions_by_label(text: str) -> Counter[str]:
     """How many instructions carry each label, in the order of their first appearance.
 
-    In HLO a label stands in the line of its instruction. In StableHLO the line refers to a location, which is defined
-    in a line of its own and may refer to others; the call of a function that is not inlined yet is one instruction.
+    In HLO a label is in the line of its instruction. In StableHLO the line refers to a location, which is defined in
+    another line and may refer to further locations; a call of a function that is not inlined counts as one instruction.
     """
     located: dict[str, set[str]] = {}
 
@@ -66,7 +66,7 @@ def instructions_by_label(text: str) -> Counter[str]:
 
 
 def _unknown(stamp: str | None) -> str:
-    """What stands for a config that this process cannot build."""
+    """The text for a config that this process cannot reconstruct."""
     if stamp is None:
         return "not stamped (EJKERNEL_OPS_STAMP=json)"
     return stamp if stamp.startswith("{") else f"{stamp}, a hash that is not known in this cache directory"

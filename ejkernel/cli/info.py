@@ -1,4 +1,4 @@
-"""What is installed, which devices there are, and which implementations are registered."""
+"""Lists installed versions, devices, registered implementations and shipped tables of configs."""
 
 import argparse
 from pathlib import Path
@@ -39,7 +39,7 @@ def _registered(algorithm: str) -> str:
 
 
 def _tuned() -> dict[str, str]:
-    """Of each file that is shipped, how many configs it has, and how many of those are of the kernels here."""
+    """For each shipped table, how many configs it has, and how many of these fit the installed kernels and versions."""
     sources = {kernel.source_fingerprint(target) for kernel in KERNELS.values() for target in map(Target, _PLATFORMS)}
     here = {f"|source {source}|{versions_fingerprint()}" for source in sources}
     found = {}

@@ -1,8 +1,8 @@
 """Serve a small language model with continuous batching: continue prompts, measure it, or listen for clients.
 
-The model of the demo is trained for a minute the first time, and its weights are kept in a file. `--model llama-1b
---random` has the shape of Llama 3.2 1B and weights that are drawn, for measurements. Without `--prompt`, `--bench` or
-`--http` a few prompts are continued together, and it is told how.
+The demo's model is trained for a minute the first time, and its weights are kept in a file. `--model llama-1b --random`
+has the shape of Llama 3.2 1B and random weights, for measurements. Without `--prompt`, `--bench` or `--http` a few
+prompts are continued together, and statistics of the steps are printed.
 """
 
 import argparse
@@ -29,42 +29,44 @@ _ALONE, _ALONE_TOKENS = 4, 64  # requests that are computed one at a time, and t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, what to do with it, and within which limits."""
+    """What to do, the model, the limits of the engine, and sampling."""
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--prompt", action="append", metavar="TEXT", help="continue this; may be given several times")
     what.add_argument("--bench", action="store_true", help="replay requests of uneven lengths and time them")
-    what.add_argument("--http", action="store_true", help="listen for clients of OpenAI's completions")
+    what.add_argument("--http", action="store_true", help="serve OpenAI's completions API over HTTP")
     model = parser.add_argument_group("the model")
-    model.add_argument("--model", choices=MODELS, default="demo", help="which")
-    model.add_argument("--random", action="store_true", help="weights that are drawn in place of trained ones")
+    model.add_argument("--model", choices=MODELS, default="demo", help="the model to serve")
+    model.add_argument("--random", action="store_true", help="random weights instead of trained ones")
     weights = Path("ejkernel-demo/weights.npz")
     model.add_argument("--weights", type=Path, default=weights, metavar="FILE", help="where trained weights are kept")
-    model.add_argument("--steps", type=int, default=400, help="of training, where there is no such file")
+    model.add_argument("--steps", type=int, default=400, help="training steps, if there is no such file")
     limits = parser.add_argument_group("limits; those without a default depend on the model")
-    limits.add_argument("--pages", type=int, help="of 16 tokens, in the pool of the cache")
-    limits.add_argument("--sequences", type=int, help="computed side by side")
-    limits.add_argument("--drafts", type=int, default=0, help="tokens that are proposed by lookup after each one")
-    limits.add_argument("--branches", type=int, default=1, help="of the tree that they may be; 1 for a chain")
+    limits.add_argument("--pages", type=int, help="pages of 16 tokens in the cache")
+    limits.add_argument("--sequences", type=int, help="sequences in a batch, at most")
+    limits.add_argument("--drafts", type=int, default=0, help="draft tokens by prompt lookup in each step, at most")
+    limits.add_argument("--branches", type=int, default=1, help="leaves of the tree of drafts, at most; 1 for a chain")
     quantised = ("int8", "float8_e4m3fn")
-    limits.add_argument("--cache-dtype", choices=quantised, help="of keys and values, in place of that of the weights")
-    limits.add_argument("--devices", type=int, default=1, help="by which the heads are split")
-    text = parser.add_argument_group("how texts are continued")
-    text.add_argument("--max-tokens", type=int, default=200, help="of each prompt")
-    text.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest tokens")
-    text.add_argument("--top-k", type=int, default=0, help="likeliest tokens that are drawn among; 0 for all")
-    text.add_argument("--top-p", type=float, default=1.0, help="probability that these come to")
-    text.add_argument("--seed", type=int, default=0, help="of weights and texts")
+    limits.add_argument("--cache-dtype", choices=quantised, help="dtype of the cache, by default that of the weights")
+    limits.add_argument("--devices", type=int, default=1, help="devices over which heads are sharded")
+    text = parser.add_argument_group("sampling")
+    text.add_argument("--max-tokens", type=int, default=200, help="tokens that are generated for a prompt, at most")
+    text.add_argument("--temperature", type=float, default=0.7, help="0 takes the most likely token")
+    text.add_argument("--top-k", type=int, default=0, help="sample among so many of the most likely tokens; 0 for all")
+    text.add_argument(
+        "--top-p", type=float, default=1.0, help="sample among the most likely tokens of this probability"
+    )
+    text.add_argument("--seed", type=int, default=0, help="seed of weights and sampling")
     bench = parser.add_argument_group("with --bench")
-    bench.add_argument("--requests", type=int, default=256, help="that are replayed")
-    bench.add_argument("--out", type=Path, default=Path("ejkernel-serve"), metavar="DIR", help="where the plot goes")
+    bench.add_argument("--requests", type=int, default=256, help="number of requests that are replayed")
+    bench.add_argument("--out", type=Path, default=Path("ejkernel-serve"), metavar="DIR", help="directory of the plot")
     server = parser.add_argument_group("with --http")
-    server.add_argument("--host", default="127.0.0.1", help="address that is listened on")
-    server.add_argument("--port", type=int, default=8000, help="and its port")
-    server.add_argument("--queue", type=int, default=256, help="requests that may wait; more are refused")
+    server.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    server.add_argument("--port", type=int, default=8000, help="port to listen on")
+    server.add_argument("--queue", type=int, default=256, help="requests that may wait; more get status 429")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Makes the engine and does with it what is asked for."""
+    """Makes the engine, and continues prompts, measures or serves HTTP."""
     for name, least in (("steps", 1), ("devices", 1), ("requests", 1), ("queue", 0)):
         if getattr(arguments, name) < least:
             given = getattr(arguments, name)
@@ -89,10 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace) -> Engine:
-    """The engine with the model and limits that are asked for; prints what these are."""
+    """The compiled engine of the model and limits that are asked for, which are printed."""
     served, mesh = MODELS[arguments.model], None
     if arguments.model != "demo" and not arguments.random:
-        raise ValueError(f"there are no weights of {arguments.model} here; --random draws some")
+        raise ValueError(f"there are no weights of {arguments.model} here; --random makes random ones")
     if arguments.devices > 1:
         devices = jax.devices()
         if len(devices) < arguments.devices:
@@ -110,7 +112,7 @@ def _engine(arguments: argparse.Namespace) -> Engine:
     print(f"{arguments.model}: {count / 1e6:,.1f} million weights in {dtype}, on {_devices(arguments.devices)}")
     print(
         f"{limits.pages:,} pages of {limits.page_size} tokens ({engine.cache_bytes / 1e6:,.1f} MB), "
-        f"{limits.sequences} sequences side by side, steps of up to {limits.buckets[-1]} tokens"
+        f"up to {limits.sequences} sequences in a batch, steps of up to {limits.buckets[-1]} tokens"
         + (f", {limits.drafts} drafts" if limits.drafts else "")
     )
     engine.compile()
@@ -125,7 +127,7 @@ def _devices(count: int) -> str:
 
 
 def _continue(engine: Engine, prompts: Sequence[list[int]], sampling: Sampling) -> int:
-    """Prints the texts, a single one as it is written; and what the steps were made of."""
+    """Prints the continued texts, a single one token by token, and statistics of the steps."""
     requests, steps = [engine.submit(prompt, sampling) for prompt in prompts], []
     if len(requests) == 1:
         print("\n" + decode(prompts[0]), end="│", flush=True)
@@ -142,7 +144,7 @@ def _continue(engine: Engine, prompts: Sequence[list[int]], sampling: Sampling) 
 
 
 def _told(engine: Engine, prompts: Sequence[list[int]], steps: Sequence[Done]) -> str:
-    """In a few lines what the steps computed, and what they did not have to."""
+    """Statistics of the steps: tokens of prompts and shared prefixes, sequences, pages, preemptions and drafts."""
     chunks = [chunk for done in steps for chunk in done.chunks]
     first = {chunk.request: chunk.start for chunk in reversed(chunks)}
     given, shared = sum(map(len, prompts)), sum(first.values())
@@ -162,7 +164,7 @@ def _told(engine: Engine, prompts: Sequence[list[int]], steps: Sequence[Done]) -
 
 
 def _bench(engine: Engine, arguments: argparse.Namespace) -> int:
-    """Replays requests together, some of them one at a time, and shows what was measured."""
+    """Replays requests with batching, and some of them one at a time, and prints the measurements."""
     served, count = MODELS[arguments.model], arguments.requests
     sizes, outputs = lengths(count, served.prompts, _GOLDEN), lengths(count, served.outputs, _SILVER)
     prompts = prompts_of(sizes, served.decoder, arguments.seed)
@@ -206,14 +208,14 @@ def _plot(limits: Limits, found: Replay, title: str, out: Path) -> None:
         plot_replay(found, limits.pages, limits.sequences, title, out / "replay.png")
         print(f"written: {out / 'replay.png'}")
     except ImportError:
-        print("no plot of it: matplotlib is not installed (pip install matplotlib)")
+        print("no plot: matplotlib is not installed (pip install matplotlib)")
 
 
 # --- Listen -----------------------------------------------------------------------------------------------------------
 
 
 def _server():
-    """The function that serves an engine, if what it needs is installed."""
+    """The function that serves an engine over HTTP; raises an ArgumentError if a package that it needs is missing."""
     try:
         import uvicorn
 

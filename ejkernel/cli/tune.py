@@ -4,8 +4,8 @@
     ejkernel tune --model llama3-8b --sizes 4x4096,1x32768 --out llama3.json
     ejkernel tune --merge a.json b.json --out all.json
 
-The configs are added to the file in which programs on this machine look for them, or to a table of their own (--out),
-which can be shipped, shared and merged. Each is kept as soon as it is found.
+The configs are added to this machine's cache file, from which programs read them, or to a table (--out), which can be
+shipped, shared and merged. Each config is saved as soon as it is found.
 """
 
 import argparse
@@ -38,7 +38,7 @@ _TANGENT = "_jvp"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to tune, which of it, and where the configs go."""
+    """The calls to tune, the selection of operations, and the file for the configs."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--recorded", nargs="+", type=Path, metavar="FILE", help="files of EJKERNEL_OPS_RECORD")
     names = [name for operation in measured_operations() for name in shapes_of(operation)]
@@ -50,16 +50,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sizes",
         type=_sizes,
         metavar="BxS,…",
-        help="batches and lengths, where a layer has any; three around its own",
+        help="batches and lengths, if the layer has them; by default its own and two around them",
     )
-    model.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of its arrays")
+    model.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="dtype of its arrays"
+    )
     recorded = parser.add_argument_group("with --recorded")
     recorded.add_argument(
-        "--import", dest="modules", nargs="+", default=[], metavar="MODULE", help="where own kernels are"
+        "--import",
+        dest="modules",
+        nargs="+",
+        default=[],
+        metavar="MODULE",
+        help="modules to import that register kernels",
     )
-    parser.add_argument("--operations", metavar="NAME,…", help=f"all but tangents ({_TANGENT}) if not given")
-    parser.add_argument("--out", type=Path, metavar="TABLE", help="a table, in place of this machine's own file")
-    parser.add_argument("--dry-run", action="store_true", help="show the calls, and measure nothing")
+    parser.add_argument("--operations", metavar="NAME,…", help=f"by default all except tangents ({_TANGENT})")
+    parser.add_argument("--out", type=Path, metavar="TABLE", help="a table, instead of this machine's cache file")
+    parser.add_argument("--dry-run", action="store_true", help="list the calls without measuring them")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,7 +95,7 @@ def _tune(arguments: argparse.Namespace) -> int:
         print_table(("operation", "configs", "call"), [_planned(inv) for inv in calls])
         return 0
     table = SharedFile(arguments.out or PersistentCache().path_of())
-    table.add({})  # now is the time to learn that it cannot be written
+    table.add({})  # raises now, rather than after the first measurement, if it cannot be written
     show = progress("tune", len(calls), every=1)
     rows = []
     for done, inv in enumerate(calls, 1):
@@ -120,7 +127,7 @@ def _invocations(calls: Mapping[str, Calls]) -> list[Invocation]:
 
 
 def _sizes_of(arguments: argparse.Namespace, shape: Shape) -> list[tuple[int, int]]:
-    """Those asked for; or its own batch and length, and half and double the length at about as many tokens."""
+    """The sizes asked for; or the shape's own, and half and double its length with about as many tokens."""
     batch, length = getattr(shape, "batch", None), getattr(shape, "seq_q", getattr(shape, "seq", None))
     if batch is None:
         if arguments.sizes:
@@ -130,9 +137,9 @@ def _sizes_of(arguments: argparse.Namespace, shape: Shape) -> list[tuple[int, in
 
 
 def calls_of_shape(operation: str, shape: Shape, dtype: str, platform: str | None = None) -> list[Invocation]:
-    """The calls that a gradient of this makes, forward, tangent and backward; a forward where there is none.
+    """The calls that a gradient of the layer makes: forward, tangent and backward, or forward if it has no derivative.
 
-    They are for the kernels of a platform ("triton", …), or for those that the library chooses.
+    `platform` ("triton", …) selects the kernels; by default the library chooses them.
     """
     arguments = shape.arguments(dtype)
     call = partial(getattr(lax, operation), config=None if platform is None else dict(platform=platform))
@@ -151,7 +158,7 @@ def calls_of_shape(operation: str, shape: Shape, dtype: str, platform: str | Non
 
 @contextmanager
 def _heuristics() -> Iterator[None]:
-    """Nothing is measured within, and nothing missed, whatever policy the environment asks programs for."""
+    """A context in which configs come from heuristics, whatever autotuning policy the environment sets."""
     asked = os.environ.pop("EJKERNEL_AUTOTUNE_POLICY", None)
     try:
         with policy_override(autotune=False):
@@ -182,7 +189,7 @@ def _sizes(text: str) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Row:
-    """What came of one call: its fastest config, and the milliseconds of that and of the heuristic one; or why none."""
+    """The result for a call: its fastest config, and the milliseconds of it and of the heuristic one; or a reason."""
 
     inv: Invocation
     config: Any = None
@@ -217,7 +224,7 @@ def _tuned(inv: Invocation, table: SharedFile) -> _Row:
     return _Row(inv, fastest, times[fastest], times.get(heuristic))
 
 
-# --- What is shown
+# --- Output
 
 
 def _planned(inv: Invocation) -> tuple[str, ...]:

@@ -153,12 +153,12 @@ def _doc(operation: type[Operation]) -> str:
     renamed = ", ".join(f"{new} ({old})" for old, new in operation.renamed.items())
     name = operation.algorithm.name
     return (
-        f"`ejkernel.lax.{name}`, where its mathematics stands, with a choice of platform and mesh.\n\n"
-        f"Options with other names than there: {renamed or 'none'}.\n\n"
+        f"`ejkernel.lax.{name}`, which documents its mathematics and shapes, with a choice of platform and mesh.\n\n"
+        f"Options that are renamed here: {renamed or 'none'}.\n\n"
         "Args:\n"
         '    platform: "triton", "pallas", "cuda", "cute" or "xla": only that platform; None or "auto" for the best.\n'
         f"    cfg: a {operation.config_class.__name__} or a mapping of its fields, in place of the chosen one;\n"
-        "        `ejkernel.explain` tells what `algorithm` may be in it. A pair is for the forward and the backward\n"
+        "        `ejkernel.explain` shows the values of `algorithm`. A pair configures the forward and the backward\n"
         "        of a gradient.\n"
         "    mesh: runs under `jax.shard_map` on this mesh.\n"
         "    in_specs: PartitionSpecs by array name, or a tuple in the order of the arrays; others are replicated.\n"

@@ -1,4 +1,4 @@
-"""The framework of kernels: choosing, caching, measuring and recording their configs."""
+"""The framework of kernels: it chooses, caches, measures and records their configs."""
 
 from ejkernel.errors import ConfigMissError
 from ejkernel.types import BwdParams, FwdParams

@@ -1,4 +1,4 @@
-"""Files of recorded calls, by which the calls of a program can be measured later, elsewhere and without the program.
+"""Files of recorded calls, with which the calls of a program can be measured later and without the program.
 
     EJKERNEL_OPS_RECORD=calls.json python train.py       # the file is written when the process ends
     python -m ejkernel tune --recorded calls.json
@@ -24,7 +24,7 @@ from .utils.shared_file import SharedFile, read_entries
 
 
 def record_if_asked(inv: Invocation) -> None:
-    """Records a call if `EJKERNEL_OPS_RECORD` is "1", in memory, or a path that ends in ".json", also in that file."""
+    """Records a call in memory if `EJKERNEL_OPS_RECORD` is set, and in that file if it is a path to a ".json"."""
     overheard(inv)
     where = os.environ.get("EJKERNEL_OPS_RECORD", "0")
     if where not in ("", "0"):

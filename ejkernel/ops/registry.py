@@ -42,7 +42,7 @@ def record_invocation(*call: Any, **named: Any) -> None:
         call_key: the structure of the call, `Invocation.call_key`.
         kernel: the kernel that was called.
         args, kwargs: its arguments; they are copied, arrays as `jax.ShapeDtypeStruct`.
-        inv: the invocation that all of these can be read from.
+        inv: the invocation, which has all of these.
     """
     form = _of_invocation if len(call) + len(named) == 2 else _explicit
     device, operation, call_key, kernel, args, kwargs = form(*call, **named)

@@ -128,7 +128,7 @@ def scales_of(scales: Array, of: Format, dtype: Any) -> Array:
 
 
 def _e2m1(codes: Array, dtype: Any) -> Array:
-    """The values of e2m1 codes, made as float32 bit patterns with its bias of 127 instead of 1; 0 and 0.5 apart."""
+    """The values of e2m1 codes, by float32 bit patterns with a bias of 127 instead of 1; 0 and 0.5 are made apart."""
     magnitude = codes & 7
     normal = lax.bitcast_convert_type((magnitude << 22) + np.uint32(126 << 23), jnp.float32)
     found = jnp.where(magnitude < 2, magnitude.astype(jnp.float32) * np.float32(0.5), normal)

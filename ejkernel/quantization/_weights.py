@@ -30,20 +30,20 @@ def quantize(
 ) -> Quantized:
     """Weights as codes of a few bits, packed into words of 32, and a scale for each group of them.
 
-    With axis "col" groups are of consecutive entries of the last axis of w [..., R, C], and the results are
+    With axis "col" a group is consecutive entries of the last axis of w [..., R, C], and the results are
 
         codes  uint32 [..., R, C · bits / 32]    code c of a row begins at bit c · bits of its words, lowest bits first
-        scales        [..., R, C / group_size]   of mode affine and nf4 in the dtype of w, of the others uint8
-        zeros         [..., R, C / group_size]   of mode affine alone, in the dtype of w
+        scales        [..., R, C / group_size]   in modes affine and nf4 in the dtype of w, in the others uint8
+        zeros         [..., R, C / group_size]   in mode affine only, in the dtype of w
 
-    and with "row" those of the transposed matrix: groups are of consecutive rows of w, codes are [..., C, R·bits / 32].
-    What a code and a scale stand for in each mode is in the table of `ejkernel.quantization`.
+    With "row" they are those of the transposed matrix: a group is consecutive rows of w, codes [..., C, R · bits / 32].
+    The table in `ejkernel.quantization` has the meaning of codes and scales in each mode.
 
     Args:
-        w: at least two axes; finite. Of nvfp4 a group may not exceed 2688, of nvfp8 200704, in magnitude.
-        group_size: entries that share a scale: of affine and nf4 a power of two from 16 to 1024 (64), of mxfp4 and
-            mxfp8 32, of nvfp4 and nvfp8 16.
-        bits: of affine 1 to 8 (4), of the others what the name says.
+        w: floats with at least two axes, finite; magnitudes of at most 2688 in mode nvfp4 and 200704 in mode nvfp8.
+        group_size: entries that share a scale: a power of two from 16 to 1024 in modes affine and nf4 (default 64), 32
+            in mxfp4 and mxfp8, 16 in nvfp4 and nvfp8.
+        bits: bits of a code: 1 to 8 in mode affine (default 4), in the others the number in its name.
         mode: affine, nf4, mxfp4, mxfp8, nvfp4 or nvfp8.
         axis: "col" or "row".
 
@@ -51,7 +51,7 @@ def quantize(
         (codes, scales), and (codes, scales, zeros) in mode affine.
 
     Raises:
-        ValueError, TypeError: the mode has no such bits or groups, or these do not divide the axis.
+        ValueError, TypeError: the mode has no such bits or group size, or the group size does not divide the axis.
     """
     of = format_of("quantize", mode, bits, group_size)
     w = _matrix("quantize", "w", w, FLOATS)
@@ -92,7 +92,7 @@ def dequantize(
         mode: as `quantize` was given it.
         axis: None and "col" give the matrix in the layout of the codes, with groups along its last axis; "row" gives
             that transposed, which is what `quantize` was given with "row".
-        dtype: of the result. It is computed in float32, or in float64.
+        dtype: the dtype of the result, which is computed in float32, or in float64 if dtype is float64.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit.
@@ -117,9 +117,8 @@ def prepack_quantized_weights(
 ) -> Quantized:
     """`quantize` for `quantized_matmul`: of a matrix [K, N] with transpose=False, of [N, K] with transpose=True.
 
-    In both cases the codes are [K, N · bits / 32], in groups of columns of the product, which is what
-    `quantized_matmul(x, *weights)` takes. `axis` names the layout in the words of `quantize` and comes before
-    `transpose`: "row" is True, "col" is False.
+    In both cases the codes are [K, N · bits / 32], in groups of columns of the product, as `quantized_matmul(x,
+    *weights)` takes them. `axis`, if given, overrides `transpose`: "row" is True, "col" is False.
     """
     if not isinstance(transpose, bool | np.bool_):
         raise type_error("prepack_quantized_weights", f"transpose is {shown(transpose)}; it must be True or False")

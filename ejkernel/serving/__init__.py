@@ -1,8 +1,8 @@
 """A small language model behind a server with continuous batching, on the paged operations of `ejkernel.lax`.
 
-It is an example of what they are for, to be read in this order: `model` (the decoder), `sampling`, `pages` (the pool of
-the cache), `drafts` (speculation), `scheduler` (what a step computes), `program` (how it is computed), `engine` (all of
-it together); then `worker` (the engine on a thread) and `completions` (HTTP). The operations know nothing of it.
+It shows how to use these operations; no operation depends on it. Read in this order: `model` (the decoder), `sampling`,
+`pages` (the pool of the cache), `drafts` (speculation), `scheduler` (the tokens of a step), `program` (the computation
+of a step), `engine` (all of them together), `worker` (the engine on a thread), `completions` (HTTP).
 """
 
 from .engine import Done, Engine, Event, Limits

@@ -1,8 +1,8 @@
-"""The completions of OpenAI's API over HTTP: what a request may ask for, and what it is told.
+"""OpenAI's completions API over HTTP: parsing of requests, responses and errors.
 
-`POST /v1/completions` continues a text, whole or as server-sent events; `GET /v1/models` names the model. Every error
-is JSON with its status: 400 for what cannot be computed, 404, 405, 413 for a body that is too long, 429 while the queue
-is full, 503 when the engine has stopped. Nothing is ignored: what is not supported is refused by name.
+`POST /v1/completions` continues a text, in one response or as server-sent events; `GET /v1/models` names the model.
+Every error is JSON with its status: 400 for invalid requests, 404, 405, 413 for a body that is too long, 429 while the
+queue is full, 503 when the engine has stopped. No option is ignored: unsupported ones are refused by name.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from .text import decode, encode
 from .worker import QueueFull, Stopped, Worker
 
 MOST_BYTES = 1 << 20
-# Options of the protocol that are not supported, and what they may be all the same: that which changes nothing.
+# Options of the protocol that are not supported, and the values that are accepted as they change nothing.
 _NEUTRAL = {
     "n": (1,),
     "best_of": (1,),
@@ -67,7 +67,7 @@ class Wanted:
 
 
 class Completions:
-    """The application: a worker, and the name of its model."""
+    """The HTTP application of a worker and the name of its model."""
 
     def __init__(self, worker: Worker, model: str, most_bytes: int = MOST_BYTES) -> None:
         self.worker, self.model, self.most_bytes = worker, model, most_bytes
@@ -119,10 +119,10 @@ class Completions:
         try:
             return await self._whole(request, news, answer, wanted)
         finally:
-            self.worker.cancel(ticket)  # which is nothing where it has ended
+            self.worker.cancel(ticket)  # no effect if it has ended
 
     async def _whole(self, request: HTTPRequest, news: asyncio.Queue, answer: dict, wanted: Wanted) -> Response:
-        """The answer in one piece; nothing for a client that hangs up."""
+        """The whole response; an empty one with status 499 if the client disconnects."""
 
         async def collected() -> Response:
             tokens, reason = [], None
@@ -149,7 +149,7 @@ class Completions:
                 task.cancel()
 
     async def _events(self, news: asyncio.Queue, answer: dict) -> AsyncIterator[str]:
-        """The answer as server-sent events, one for the tokens of each step."""
+        """The response as server-sent events, one for the tokens of each step."""
         reason = None
         while reason is None:
             new, reason = await news.get()
@@ -159,10 +159,10 @@ class Completions:
                 yield _event({"error": dict(message=f"the request was {reason}", type="server_error")})
         yield "data: [DONE]\n\n"
 
-    # --- What is asked for
+    # --- Parsing of requests
 
     async def _body(self, request: HTTPRequest) -> dict[str, Any]:
-        """The JSON object that was sent, which is read no further than it may be long."""
+        """The JSON object in the body, of which at most `most_bytes` are read."""
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -182,7 +182,7 @@ class Completions:
             raise Refused(400, "there is no prompt", "prompt")
         if (model := _get(sent, "model", str, self.model)) != self.model:
             raise Refused(404, f"there is no model {model!r} here, but {self.model!r}", "model")
-        _get(sent, "user", str, "")  # who asks: of no effect, by the protocol too
+        _get(sent, "user", str, "")  # an id of the end user, which has no effect
         end = _get(sent, "stop_token_ids", list, [])
         if not all(type(token) is int for token in end):
             raise Refused(400, "stop_token_ids must be integers", "stop_token_ids")
@@ -207,7 +207,7 @@ class Completions:
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events. However it ends, by a client that hangs up too, the request is cancelled."""
+    """Server-sent events. When the stream ends, also because the client disconnects, the request is cancelled."""
 
     def __init__(self, events: AsyncIterator[str], cancel: Any) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -221,7 +221,7 @@ class _Stream(StreamingResponse):
 
 
 def _get(sent: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
-    """Takes an option out of what was sent; its type must be right, and true is no number."""
+    """Removes an option from the sent object and returns it; raises if its type is wrong (a bool is no number)."""
     value = sent.pop(name, default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise Refused(400, f"{name} is {json.dumps(value)[:40]}, which is of the wrong type", name)
@@ -230,7 +230,7 @@ def _get(sent: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
 
 def _number(sent: dict[str, Any], name: str, default: float) -> float:
     value = _get(sent, name, (int, float), default)
-    return float(value) if abs(value) < 1e30 else math.inf  # an integer may be longer than a float holds
+    return float(value) if abs(value) < 1e30 else math.inf  # an integer may exceed the range of floats
 
 
 def _prompt(sent: Any) -> list[int]:
@@ -246,7 +246,7 @@ def _prompt(sent: Any) -> list[int]:
 
 
 def _choice(tokens: list[int], reason: str | None) -> dict[str, Any]:
-    text = decode(tokens[:-1] if reason == "stop" else tokens)  # an end token is no part of the text
+    text = decode(tokens[:-1] if reason == "stop" else tokens)  # the end token is not part of the text
     return dict(index=0, text=text, logprobs=None, finish_reason=reason)
 
 

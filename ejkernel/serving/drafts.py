@@ -1,23 +1,23 @@
-"""Speculation by lookup: proposes the tokens that followed an earlier occurrence of the last few tokens of the text.
+"""Speculation by prompt lookup: drafts are the tokens that followed an earlier occurrence of the last few tokens.
 
-It needs no second model, and pays where a text repeats itself or its prompt (prompt lookup decoding). The model
-computes a proposal in one step, and accepts the tokens that it would have sampled itself. If earlier occurrences were
-followed by different tokens, both continuations are proposed, as a tree.
+It needs no second model, and is faster where a text repeats itself or its prompt. The model computes all drafts in one
+step, and accepts those that it would have sampled itself. If earlier occurrences were followed by different tokens, all
+these continuations are proposed, as a tree.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-SIZES = (4, 3, 2)  # of the runs that are looked up, the longest first
-KEPT = 4  # ends of a run that are kept, the latest
+SIZES = (4, 3, 2)  # lengths of the n-grams that are looked up, the longest first
+KEPT = 4  # the number of latest occurrences that are kept for each n-gram
 
 
 class Drafts(NamedTuple):
-    """A tree of tokens, the likeliest path of which comes first.
+    """A tree of draft tokens, whose most likely path comes first.
 
     Attributes:
-        tokens: of its nodes, none before the one that it follows.
-        parents: the node that each follows; −1 is the text.
+        tokens: the token of each node; parents come before their children.
+        parents: the parent of each node; −1 is the end of the text.
     """
 
     tokens: list[int]
@@ -38,18 +38,18 @@ class Drafts(NamedTuple):
 
     @property
     def ancestors(self) -> list[int]:
-        """For each node a bit set of the nodes on its path, itself included: bit i for node i."""
+        """For each node the bit set of the nodes on its path from the root, itself included: bit i for node i."""
         found: list[int] = []
         for node, parent in enumerate(self.parents):
             found.append((1 << node) | (0 if parent < 0 else found[parent]))
         return found
 
     def first(self, count: int) -> "Drafts":
-        """The tree of its first nodes."""
+        """The tree of the first `count` nodes."""
         return Drafts(self.tokens[:count], self.parents[:count])
 
     def accepted(self, sampled: Sequence[int]) -> list[int]:
-        """The nodes that were sampled: `sampled` are the tokens that follow the text, and then each node."""
+        """The path of accepted nodes; `sampled` are the tokens sampled after the text and after each node."""
         path: list[int] = []
         children = {(parent, token): n for n, (token, parent) in reversed([*enumerate(zip(*self, strict=True))])}
         while (node := children.get((path[-1] if path else -1, sampled[path[-1] + 1 if path else 0]))) is not None:
@@ -58,16 +58,16 @@ class Drafts(NamedTuple):
 
 
 class Lookup:
-    """An index of one text: the last places where each run of a few tokens ended."""
+    """An index of one text: the last places where each n-gram ended."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], list[int]] = {}
         self._indexed = 0
 
     def propose(self, tokens: Sequence[int], count: int, branches: int = 1) -> Drafts:
-        """At most `count` tokens that may follow `tokens`, which is the text of the call before and more.
+        """At most `count` tokens that may follow `tokens`, which begins with the text of the previous call.
 
-        They are a tree with at most so many leaves; each branch has its share of the tokens, the first has the rest.
+        They are a tree of at most `branches` leaves. Each branch may have count // branches tokens, the first the rest.
         """
         self._index(tokens)
         found, children, leaves = Drafts([], []), {}, 0
@@ -89,7 +89,7 @@ class Lookup:
         return found
 
     def _index(self, tokens: Sequence[int]) -> None:
-        """Notes the runs but those at the end of the text, which are looked up."""
+        """Adds the n-grams of the text except those at its end, which are looked up."""
         for end in range(self._indexed + 1, len(tokens)):
             for size in SIZES:
                 if size <= end:
@@ -99,7 +99,7 @@ class Lookup:
         self._indexed = max(self._indexed, len(tokens) - 1)
 
     def _candidates(self, tokens: Sequence[int]) -> Iterator[int]:
-        """The earlier ends of the runs at the end of the text, the longest runs and the latest ends first."""
+        """Where the n-grams at the end of the text ended before, the longest n-grams and the latest ends first."""
         for size in SIZES:
             if size <= len(tokens):
                 yield from reversed(self._ends.get(tuple(tokens[-size:]), ()))

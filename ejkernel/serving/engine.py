@@ -1,8 +1,8 @@
-"""The engine: requests in, tokens out, a step at a time.
+"""The engine: it continues requests step by step.
 
-A step is planned on the host while the device still computes the one before. The host waits only for sampled tokens,
-and one step late: the device keeps them for the next step itself. With drafts the host has to know which were accepted
-before it can plan the next step, and reads the tokens at once.
+The host plans a step while the device still computes the previous one: sampled tokens stay on the device for the next
+step, and the host reads them one step late. With drafts the host has to know which were accepted before it can plan
+the next step, and reads the tokens at once.
 """
 
 from collections import Counter, deque
@@ -29,14 +29,14 @@ class Limits:
     """The sizes for which programs are compiled and memory is allocated.
 
     Attributes:
-        pages: of the pool, for all sequences together.
+        pages: pages of the pool, for all sequences together.
         page_size: tokens of a page.
-        sequences: how many are computed side by side.
-        length: how many tokens a prompt and what is generated may come to.
+        sequences: the largest number of sequences in a batch.
+        length: the largest number of tokens of a prompt and its continuation.
         buckets: the sizes of a step in tokens, ascending, each with its program; the largest is the budget of a step.
-        drafts: how many tokens are proposed after each that is decoded; 0 for no speculation.
-        branches: how many continuations they may be, as a tree; 1 for a chain.
-        cache_dtype: of keys and values; by default that of the weights, or float8_e4m3fn or int8.
+        drafts: the largest number of draft tokens of a sequence in a step; 0 for no speculation.
+        branches: the largest number of leaves of their tree; 1 for a chain.
+        cache_dtype: the dtype of keys and values: that of the weights (default), float8_e4m3fn or int8.
     """
 
     pages: int
@@ -68,7 +68,7 @@ class Limits:
 
 
 class Event(NamedTuple):
-    """The new tokens of a request in a step, and why it has ended, or None."""
+    """The new tokens of a request in a step, and the reason if it has ended."""
 
     request: Request
     tokens: list[int]
@@ -76,7 +76,7 @@ class Event(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A step whose tokens have been read: what it computed, with how many pages in use, and what came of it."""
+    """A step whose tokens have been read: its chunks, the number of pages in use, and its events."""
 
     chunks: list[Chunk]
     pages: int
@@ -91,17 +91,17 @@ class _Issued(NamedTuple):
 
 
 class Engine:
-    """A model with a cache, that continues many requests at once. One thread at a time may use it."""
+    """A model with a cache that continues many requests at once. It may be used by one thread at a time."""
 
     def __init__(self, decoder: Decoder, weights: Weights, limits: Limits, mesh: Mesh | None = None) -> None:
         dtype = weights["norm"].dtype
         cache_dtype = jnp.dtype(limits.cache_dtype or dtype)
         _check(decoder, dtype, cache_dtype, mesh)
         if limits.branches > 1 and any(window is not None for window in decoder.windows):
-            rule = "a window counts places in the cache, which those of a tree are not"
+            rule = "a window counts slots of the cache, and drafts of a tree are not in the slots of their positions"
             raise ValueError(f"limits: branches is {limits.branches} but a layer of the decoder has a window; {rule}")
         self.decoder, self.weights, self.limits, self.mesh = decoder, weights, limits, mesh
-        self.traces: Counter[Any] = Counter()  # how often the program of each bucket, or kind of sampling, was traced
+        self.traces: Counter[Any] = Counter()  # how often each program was traced, by bucket or kind of sampling
         self.scheduler = Scheduler(
             limits.pages, limits.page_size, limits.sequences, limits.buckets[-1], limits.drafts, limits.branches
         )
@@ -113,7 +113,7 @@ class Engine:
         self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
 
     def compile(self) -> None:
-        """Compiles the program of every bucket, with steps of no tokens, so that no request has to wait for it."""
+        """Compiles the program of every bucket, by steps without tokens, so that no request waits for compilation."""
         for bucket in self.limits.buckets:
             for kind in Kind:
                 jax.block_until_ready(self._issue([], bucket, kind)[0])
@@ -124,7 +124,7 @@ class Engine:
         """Adds a prompt to the queue of requests.
 
         Raises:
-            ValueError: it can never be computed here; the message says which limit it exceeds.
+            ValueError: it can never be computed with these limits; the message says which it exceeds.
         """
         self.check(prompt, sampling)
         request = Request(prompt, sampling)
@@ -132,7 +132,7 @@ class Engine:
         return request
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Raises a ValueError if such a request can never be computed here; any thread may ask."""
+        """Raises a ValueError if such a request can never be computed with these limits; safe from any thread."""
         total, limits = len(prompt) + sampling.max_tokens, self.limits
         both = f"the prompt has {len(prompt)} tokens and max_tokens is {sampling.max_tokens}"
         if not prompt:
@@ -153,7 +153,7 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """How large the cache is, on all devices together."""
+        """The size of the cache in bytes, on all devices together."""
         return sum(x.nbytes for x in jax.tree.leaves(self._caches))
 
     @property
@@ -162,7 +162,7 @@ class Engine:
         return not (self.scheduler.waiting or self.scheduler.running or self._issued)
 
     def step(self) -> Done | None:
-        """Starts the next step and reads the results of one, this or the one before; None if there is none to read."""
+        """Starts the next step, and reads the tokens of this or the previous step; None if there are none to read."""
         chunks = sorted(self.scheduler.plan(), key=lambda chunk: chunk.request.slot)
         if chunks:
             tokens = sum(chunk.end - chunk.start for chunk in chunks)
@@ -183,7 +183,7 @@ class Engine:
             yield from done.events if done else ()
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling = Sampling()) -> list[list[int]]:
-        """The continuations of some prompts."""
+        """The continuations of prompts, which are computed together."""
         requests = [self.submit(prompt, sampling) for prompt in prompts]
         for _ in self.run():
             pass
@@ -220,9 +220,10 @@ class Engine:
         return Done(issued.chunks, issued.pages, events)
 
     def _continue(self, request: Request, chunk: Chunk, sampled: list[int]) -> Event:
-        """Takes the drafts that are what was sampled, and the token that follows the last of these.
+        """Appends the accepted drafts and the token sampled after the last of them.
 
-        Of a tree its first path is where its tokens stay; others that are taken are computed again.
+        Keys and values of the tree's first path are at their final places in the cache; other accepted tokens are
+        computed again.
         """
         path = chunk.drafts.accepted(sampled)
         if chunk.drafts.tokens:

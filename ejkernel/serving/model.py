@@ -1,8 +1,8 @@
-"""A decoder-only language model, which is told how to attend: over a paged cache, or over the whole text at once.
+"""A decoder-only language model whose attention is an argument: over a paged cache, or over whole texts.
 
 RMSNorm, rotary embeddings, grouped-query heads and SwiGLU, as in Llama (arXiv 2302.13971). Every layer has its own
-arrays: slicing them out of a stacked one in each step of decoding would cost the bandwidth that it lives of. Over
-several devices the heads, the hidden features of the MLP and the vocabulary are split, each layer is summed twice.
+arrays: slices of stacked ones would be copied in each step of decoding, which is bound by memory. Over several devices
+the heads, the hidden features of the MLP and the vocabulary are sharded, with two all-reduces in each layer.
 """
 
 import math
@@ -27,9 +27,9 @@ Attend = Callable[[Array, Array, Array, int | None, Any], tuple[Array, Any]]
 
 @dataclass(frozen=True)
 class Decoder:
-    """The size of the model. A layer with a window sees that many tokens, one whose window is None all before it.
+    """The size of the model. A layer with a window attends to so many tokens, one with None to all earlier ones.
 
-    With `tied` the embedding is the output matrix too.
+    With `tied` the embedding is also the output matrix.
     """
 
     vocabulary: int
@@ -49,7 +49,7 @@ LLAMA_1B = Decoder(128_256, 2048, 32, 8, 64, 8192, (None,) * 16, rope_base=500_0
 
 
 def random_weights(decoder: Decoder, key: Array, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Weights:
-    """Normal weights of variance 1 / fan-in, made where they will stay."""
+    """Normal weights of variance 1 / fan-in, made on the devices that hold them."""
     shapes, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(decoder), is_leaf=_is_shape)
     weights = []
     for (path, shape), own_key in zip(shapes, jax.random.split(key, len(shapes)), strict=True):
@@ -60,14 +60,14 @@ def random_weights(decoder: Decoder, key: Array, dtype: Any = jnp.float32, mesh:
 
 
 def _draw(key: Array, shape: tuple[int, ...], inputs: int, dtype: Any) -> Array:
-    """Ones for the scale of a norm, and normal weights of a matrix, whose first axes are those of its input."""
+    """Ones for the scale of a norm; normal weights for a matrix, whose first `inputs` axes are contracted."""
     if len(shape) == 1:
         return jnp.ones(shape, dtype)
     return (jax.random.normal(key, shape, dtype) * math.prod(shape[:inputs]) ** -0.5).astype(dtype)
 
 
 def weight_shapes(decoder: Decoder) -> Weights:
-    """The shape of every weight, in the tree in which they are."""
+    """The shapes of the weights, as a tree of the same structure."""
     d, h, g, e, f = decoder.width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.hidden
     layer = {
         "query": (d, h, e),
@@ -86,7 +86,7 @@ def weight_shapes(decoder: Decoder) -> Weights:
 _INPUT_AXES = {"query": 1, "key_value": 1, "output": 2, "gate": 1, "up": 1, "down": 1, "head": 1}
 _is_shape = lambda x: isinstance(x, tuple)
 
-# Which axis of a weight is split over devices; the others are whole on each of them.
+# The spec of each weight that is sharded over devices; the others are replicated.
 _PARTITION = {
     "embedding": P(HEADS),
     "head": P(None, HEADS),
@@ -115,7 +115,7 @@ def place(weights: Weights, mesh: Mesh) -> Weights:
 def hidden_states(
     decoder: Decoder, weights: Weights, tokens: Array, positions: Array, attend: Attend, caches: list[Any]
 ) -> tuple[Array, list[Any]]:
-    """Tokens [...] at their positions to features [...,width], and the caches of the layers after them."""
+    """The features [...,width] of tokens [...] at their positions, and the updated caches of the layers."""
     x = weights["embedding"].at[tokens].get(out_sharding=_whole())
     after = []
     for layer, window, cache in zip(weights["layers"], decoder.windows, caches, strict=True):
@@ -130,7 +130,7 @@ def hidden_states(
 
 
 def logits_of(weights: Weights, x: Array) -> Array:
-    """Features [...,width] to the logits of the next token [...,vocabulary] float32."""
+    """The logits of the next token [...,vocabulary] float32 from features [...,width]."""
     matrix, spec = (weights["head"], "...d,dv->...v") if "head" in weights else (weights["embedding"], "...d,vd->...v")
     logits = jnp.einsum(spec, x, matrix, preferred_element_type=jnp.float32)
     return logits if _whole() is None else jax.sharding.reshard(logits, P())
@@ -152,7 +152,7 @@ def logits_of_text(decoder: Decoder, weights: Weights, tokens: Array) -> Array:
 
 
 def mlp(layer: Weights, x: Array) -> Array:
-    """SwiGLU."""
+    """SwiGLU: (silu(x · gate) ∘ (x · up)) · down."""
     h = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
     return jnp.matmul(h, layer["down"], out_sharding=_whole())
 
@@ -173,5 +173,5 @@ def rope(x: Array, positions: Array, base: float = 10_000.0) -> Array:
 
 
 def _whole() -> P | None:
-    """The sharding of what every device has whole; None where there is no mesh."""
+    """The sharding of replicated arrays; None without a mesh."""
     return None if jax.sharding.get_abstract_mesh().empty else P()

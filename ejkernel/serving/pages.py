@@ -1,8 +1,8 @@
-"""The pages of the cache: reference counts, and the contents of those that may be shared.
+"""The pages of the cache: reference counts, and the sharing of prefixes.
 
-A page is free, or has as many references as sequences use it. A full page may be known by its contents: the tokens in
-it, and those of the pages before it. Such a page keeps them when it becomes free, until it is needed for others; a
-sequence that begins with the same tokens takes it over in place of computing it again.
+The references of a page are the sequences that use it; a page without references is free. A full page may be registered
+under a key of its tokens and those of the pages before it. It keeps its contents when it becomes free, until it is
+allocated again, and a sequence that begins with the same tokens uses it instead of computing it again.
 """
 
 import hashlib
@@ -14,26 +14,26 @@ import numpy as np
 
 
 def page_key(before: bytes, tokens: Sequence[int]) -> bytes:
-    """What a full page is known by: a digest of its tokens and of the key of the page before it (b"" for the first)."""
+    """The key of a full page: a digest of its tokens and of the key of the page before it (b"" for the first)."""
     return hashlib.blake2b(before + np.asarray(tokens, np.int64).tobytes(), digest_size=16).digest()
 
 
 class PagePool:
-    """Reference counts of the pages, and where to find those of known contents."""
+    """Reference counts of the pages, and an index of the registered ones."""
 
     def __init__(self, pages: int) -> None:
         self.references = [0] * pages
-        self._free = OrderedDict.fromkeys(range(pages))  # the next to be given first
+        self._free = OrderedDict.fromkeys(range(pages))  # in the order of allocation
         self._pages: dict[bytes, int] = {}
         self._keys: dict[int, bytes] = {}
 
     @property
     def used(self) -> int:
-        """How many pages have references."""
+        """The number of pages that have references."""
         return len(self.references) - len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """So many pages with one reference each, whose contents are forgotten; None where fewer are free."""
+        """`count` pages with one reference each, which are no longer registered; None if fewer are free."""
         if count > len(self._free):
             return None
         pages = [self._free.popitem(last=False)[0] for _ in range(count)]
@@ -43,7 +43,7 @@ class PagePool:
         return pages
 
     def share(self, keys: Sequence[bytes]) -> list[int]:
-        """The pages of the longest run of keys, from the first on, that are there; each with one more reference."""
+        """The pages of the longest prefix of `keys` that is registered, each with one more reference."""
         pages = [self._pages[key] for key in takewhile(self._pages.__contains__, keys)]
         for page in pages:
             self._free.pop(page, None)
@@ -51,15 +51,15 @@ class PagePool:
         return pages
 
     def register(self, page: int, key: bytes) -> None:
-        """Makes a used page available for sharing by its contents; of two with the same contents the first is found."""
+        """Registers a page under its key, for sharing; the first page of a key stays registered."""
         if key not in self._pages:
             self._pages[key], self._keys[page] = page, key
 
     def release(self, pages: Sequence[int]) -> None:
-        """One reference less for the pages of a sequence.
+        """Removes one reference from each page of a sequence.
 
-        Those that nobody uses any more are free: first those without known contents, then the longest free, and of one
-        sequence the last, without which those before it are still of use.
+        Pages without references are free. Allocation takes first those that are not registered, then those that have
+        been free longest, and of one sequence the last page first, as earlier ones can be shared without it.
         """
         for page in reversed(pages):
             self.references[page] -= 1

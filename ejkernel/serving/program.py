@@ -1,8 +1,8 @@
-"""The program of a step: tokens of many sequences in, the next token of each of them out.
+"""The program of a step: the forward of tokens of many sequences, and the sampling of their next tokens.
 
-Its shapes are the bucket of the step and the limits of the engine, so that one program serves every mixture of prompts,
-decode and drafts; a small one after it samples. The caches and the tokens that were sampled last are donated: they stay
-on the device, in place.
+Its shapes are the bucket of the step and the limits of the engine, so that one program computes every mixture of
+prompts, decode and drafts; a small second program samples. The caches and the last sampled tokens are donated, so that
+they are updated in place.
 """
 
 from typing import Any, NamedTuple
@@ -19,23 +19,23 @@ from .sampling import Kind, SamplingArrays, sample
 from .scheduler import Chunk, Request
 
 MOST_DRAFTS = 31
-"""Of a tree: the bits of an integer say which of them a token follows."""
+"""The largest number of drafts in a tree, as the ancestors of each are bits of an int32."""
 SAMPLED_LAST = -1
-"""In the place of a token that no host has read yet: the one that was sampled last for its sequence."""
+"""Stands for the last sampled token of the sequence, which the host has not read yet."""
 
 
 class Step(NamedTuple):
-    """What a step computes, in slots that hold a sequence each; all of it is int32.
+    """The inputs of a step, all int32. Each of N batch slots has a sequence or none.
 
     Attributes:
-        tokens: [T], of one slot after the other; SAMPLED_LAST where the device knows better.
-        query_start_loc: [N + 1], where those of each slot begin. A slot may have none.
+        tokens: [T], those of one slot after those of another; SAMPLED_LAST for a token that only the device has.
+        query_start_loc: [N + 1], where the tokens of each slot begin. A slot may have none.
         context_lens: [N], the tokens of each sequence, those of the step included.
         block_tables: [N, pages of a sequence].
-        rows: [R], the tokens after which one is sampled; T where there is none.
-        drafts: [N], how many of the tokens of each slot, the last, are proposed.
-        shift: [T], how many tokens each stands nearer to the text than its place in the cache says: none in a chain.
-        ancestors: [T], of a token that is proposed which of these it follows, itself included: bit i for the i-th.
+        rows: [R], the indices of tokens after which one is sampled; T for unused rows.
+        drafts: [N], how many of the last tokens of each slot are drafts.
+        shift: [T], slot of the cache minus position of each token, which is not 0 for drafts beside the first path.
+        ancestors: [T], the bit set of the drafts that a draft follows, itself included: bit i for draft i.
     """
 
     tokens: Any
@@ -49,7 +49,7 @@ class Step(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The pages of a layer [P, page, 2G, D], keys at even and values at odd places; scales [P, page, G] of int8."""
+    """The pages of a layer [P, page, 2G, D], keys at even and values at odd indices; scales [P, page, G] for int8."""
 
     pages: Array
     k_scale: Array | None = None
@@ -57,9 +57,9 @@ class Cache(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The ends [R] of what a step has computed: the logits [R, vocabulary] of what follows, and of which slot.
+    """The R tokens after which one is sampled: the logits [R, vocabulary] of the next token, its position and its slot.
 
-    `position` is that of the token that follows, and `slot` is N where there is none.
+    `slot` is N for unused rows.
     """
 
     logits: Array
@@ -70,13 +70,13 @@ class Rows(NamedTuple):
 def forward(
     decoder: Decoder, weights: Weights, caches: list[Cache], last: Array, x: Step, trees: bool
 ) -> tuple[list[Cache], Rows]:
-    """The caches of the layers with the step's tokens in them, and what it came to; `last` [N] are tokens of slots.
+    """The caches of the layers with the step's tokens, and the rows to sample from.
 
-    Without `trees` the drafts of every slot have to be a chain.
+    `last` [N] are the last sampled tokens of the slots. Without `trees` the drafts of every slot have to be a chain.
     """
     count, tokens = x.context_lens.shape[0], x.tokens.shape[0]
     slots = jnp.searchsorted(x.query_start_loc[1:], jnp.arange(tokens), side="right").astype(jnp.int32)
-    slot = jnp.minimum(slots, count - 1)  # that of padding, which nobody sees, is anyone's
+    slot = jnp.minimum(slots, count - 1)  # any slot for padding, whose results are not used
     places = jnp.maximum(x.context_lens[slot] - x.query_start_loc[slot + 1] + jnp.arange(tokens), 0)
     positions = places - x.shift if trees else places
     known = jnp.where(x.tokens == SAMPLED_LAST, last[slot], x.tokens)
@@ -92,7 +92,7 @@ def forward(
 
 
 def draft_mask(x: Step, slot: Array) -> Array:
-    """Which of its slot's tokens in the step each token sees [T,T]: those before it, and of drafts its own path."""
+    """[T,T]: which tokens of its slot in the step each token sees: those before it; for a draft, those on its path."""
     of_step = jnp.arange(x.tokens.shape[0], dtype=jnp.int32)
     drafts_from = (x.query_start_loc[1:] - x.query_start_loc[:-1] - x.drafts)[slot]
     draft = of_step[None] - drafts_from[:, None]
@@ -101,15 +101,15 @@ def draft_mask(x: Step, slot: Array) -> Array:
 
 
 def choose(kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> tuple[Array, Array]:
-    """The last tokens [N] of the slots after the step, and the tokens [R] that were sampled."""
+    """The last sampled tokens [N] of the slots after the step, and the tokens [R] that it sampled."""
     slot = jnp.minimum(rows.slot, last.shape[0] - 1)
     sampled = sample(rows.logits, rows.position, SamplingArrays(*(a[slot] for a in sampling)), kind)
-    # Of a slot with drafts any of its rows may be the last here: its tokens are read before its next step.
+    # A slot with drafts has several rows, any of which may win here: the host reads its tokens before its next step.
     return last.at[rows.slot].set(sampled, mode="drop"), sampled
 
 
 def empty_caches(decoder: Decoder, pages: int, page_size: int, dtype: Any, mesh: Mesh | None) -> list[Cache]:
-    """Pages in `dtype` for each layer, where they will stay."""
+    """Pages of zeros in `dtype` for each layer, on the devices that hold them."""
     sharding = None if mesh is None else NamedSharding(mesh, P(None, None, HEADS))
     groups, scaled = decoder.kv_heads, jnp.dtype(dtype) == jnp.int8
 
@@ -127,7 +127,7 @@ def empty_caches(decoder: Decoder, pages: int, page_size: int, dtype: Any, mesh:
 def _attend(
     x: Step, slots: Array, places: Array, mask: Array | None, q: Array, k: Array, v: Array, cache: Cache, **options: Any
 ):
-    """o, and the cache with k and v; the operation writes them where they are not quantised and no mask is needed."""
+    """o, and the cache with k and v; the operation writes them itself unless they are quantised or need a mask."""
     count = x.context_lens.shape[0]
     tables = (x.context_lens, x.block_tables, x.query_start_loc, count)
     if cache.pages.dtype == q.dtype and mask is None:
@@ -139,7 +139,7 @@ def _attend(
 
 
 def _written(x: Step, slots: Array, places: Array, k: Array, v: Array, cache: Cache) -> Cache:
-    """The cache with the keys and values of the step's tokens in its dtype; padding is written nowhere."""
+    """The cache with the keys and values of the step's tokens in its dtype; padding is not written."""
     pages, page_size = cache.pages.shape[:2]
     count, column = x.context_lens.shape[0], jnp.minimum(places // page_size, x.block_tables.shape[1] - 1)
     page = jnp.where(slots < count, x.block_tables[jnp.minimum(slots, count - 1), column], pages)
@@ -152,13 +152,13 @@ def _written(x: Step, slots: Array, places: Array, k: Array, v: Array, cache: Ca
 
 
 def _saturated(x: Array, dtype: Any) -> Array:
-    """The nearest number of a dtype that has no infinity."""
+    """x in a dtype, clipped to its largest finite number."""
     most = float(jnp.finfo(dtype).max)
     return jnp.clip(x.astype(jnp.float32), -most, most).astype(dtype)
 
 
 def _quantised(x: Array) -> tuple[Array, Array]:
-    """[T,G,D] as int8, and the scale [T,G] of each token and head by which that is multiplied."""
+    """x [T,G,D] as int8, and the scale [T,G] of each token and head: x ≈ int8 · scale."""
     x = x.astype(jnp.float32)
     scale = jnp.abs(x).max(-1) / 127
     return jnp.round(x / jnp.where(scale > 0, scale, 1.0)[..., None]).astype(jnp.int8), scale
@@ -168,7 +168,7 @@ def _quantised(x: Array) -> tuple[Array, Array]:
 
 
 class Tables:
-    """The arrays of all slots on the host, of which a step takes a copy."""
+    """The arrays of all slots on the host; each step gets a copy."""
 
     def __init__(self, slots: int, pages_of_sequence: int) -> None:
         self._block_tables = np.zeros((slots, pages_of_sequence), np.int32)
@@ -180,7 +180,7 @@ class Tables:
         )
 
     def step(self, chunks: list[Chunk], bucket: int, rows: int) -> tuple[Step, list[int]]:
-        """The step of these chunks, in the order of their slots, padded to its bucket; and the first row of each."""
+        """The step of chunks that are ordered by slot, padded to its bucket, and the first row of each chunk."""
         slots = self._block_tables.shape[0]
         tokens, shift, ancestors = (np.zeros(bucket, np.int32) for _ in range(3))
         sampled = np.full(rows, bucket, np.int32)
@@ -207,11 +207,11 @@ class Tables:
         return Step(tokens, starts, context_lens, tables, sampled, proposed, shift, ancestors), first_rows
 
     def sampling(self) -> SamplingArrays:
-        """How the sequences of all slots are sampled."""
+        """The sampling parameters of all slots."""
         return SamplingArrays(*(array.copy() for array in self._sampling))
 
     def _write(self, request: Request) -> None:
-        """Lists the pages of a sequence that its slot does not have yet."""
+        """Writes the new pages of a request to the block table of its slot; if it is new, also how it is sampled."""
         listed = request.listed
         if listed == 0:
             for array, value in zip(self._sampling, request.sampling.of_arrays, strict=True):

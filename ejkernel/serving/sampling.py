@@ -1,7 +1,7 @@
-"""From logits to tokens: greedy, or drawn at a temperature among the likeliest.
+"""Sampling of tokens from logits: greedy, or at a temperature, with top-k and top-p.
 
-What is drawn for a position is a function of the logits, of the request's seed and of the position alone: the same
-whatever else is in the step, and whether or not it was proposed by a draft before.
+The token sampled for a position is a function of the logits, the request's seed and the position alone: it depends
+neither on the other requests of a step nor on drafts.
 """
 
 import enum
@@ -15,9 +15,9 @@ from jax import Array
 
 
 class Kind(enum.IntEnum):
-    """What a step has to do for the most demanding of its requests; each has its program, without branches in it.
+    """The kinds of sampling, each with its own program; a step uses the highest kind of its requests.
 
-    A branch on the device would have the host wait for what it depends on.
+    A branch on the device in one program would make the host wait for its condition.
     """
 
     GREEDY = 0
@@ -27,15 +27,15 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a request is continued, and until when.
+    """The sampling parameters of a request.
 
     Attributes:
-        max_tokens: how many tokens are generated at most.
-        temperature: by which logits are divided; 0 takes the likeliest token.
-        top_k: among how many of the likeliest it is drawn; 0 for all. Those as likely as the last of them stay too.
-        top_p: among the likeliest whose probabilities, of those that top_k leaves, come to this.
-        seed: of what is drawn.
-        end: tokens after any of which the text ends; that token is part of it.
+        max_tokens: the largest number of tokens to generate.
+        temperature: the divisor of the logits; 0 takes the most likely token.
+        top_k: sample among so many of the most likely tokens, and those as likely as the last of them; 0 for all.
+        top_p: of those, sample among the most likely whose probabilities add up to this.
+        seed: the seed of the random numbers.
+        end: tokens that end the text, of which they are part.
     """
 
     max_tokens: int = 16
@@ -59,19 +59,19 @@ class Sampling:
 
     @property
     def kind(self) -> Kind:
-        """The least that a step with this request has to be."""
+        """The kind of sampling that this request needs."""
         if self.temperature == 0:
             return Kind.GREEDY
         return Kind.RESTRICTED if self.top_k > 0 or self.top_p < 1 else Kind.DRAWN
 
     @property
     def of_arrays(self) -> "SamplingArrays":
-        """Its entries of the arrays of a step."""
+        """The entries of this request in the arrays of a step."""
         return SamplingArrays(self.temperature, self.top_k, self.top_p, self.seed)
 
 
 class SamplingArrays(NamedTuple):
-    """The same of many requests, as arrays [n]: temperature and top_p float32, top_k int32, seed uint32."""
+    """Sampling parameters of n requests, as arrays [n]: temperature and top_p float32, top_k int32, seed uint32."""
 
     temperature: Any
     top_k: Any
@@ -80,9 +80,9 @@ class SamplingArrays(NamedTuple):
 
 
 def sample(logits: Array, positions: Array, sampling: SamplingArrays, kind: Kind) -> Array:
-    """A token int32 [n] for each row of logits [n,vocabulary], to stand at its position [n].
+    """The tokens int32 [n] sampled from logits [n,vocabulary] for positions [n].
 
-    No row may ask for more than the kind says; what it asks for holds whatever the kind is.
+    `kind` is at least the kind of every row. A higher kind gives the same tokens.
     """
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     if kind == Kind.GREEDY:
@@ -96,13 +96,13 @@ def sample(logits: Array, positions: Array, sampling: SamplingArrays, kind: Kind
 
 
 def _likeliest(logits: Array, sampling: SamplingArrays) -> Array:
-    """The logits, −∞ for the tokens that top_k and then top_p leave out."""
+    """The logits, with −∞ for the tokens that top_k and then top_p exclude."""
     vocabulary = logits.shape[-1]
     ordered = -jnp.sort(-logits, axis=-1)
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, vocabulary), vocabulary)[:, None]
     probabilities = jax.nn.softmax(jnp.where(jnp.arange(vocabulary) < k, ordered, -jnp.inf), -1)
     before = jnp.cumsum(probabilities, -1) - probabilities
-    # The first is kept whatever top_p is; with top_p 1 all are, though rounded sums may say otherwise.
+    # The first token is kept for any top_p; for top_p = 1 all are, though rounded sums may exceed 1 before the last.
     count = jnp.where(sampling.top_p[:, None] < 1, (before < sampling.top_p[:, None]).sum(-1, keepdims=True), k)
     least = jnp.take_along_axis(ordered, jnp.clip(jnp.minimum(count, k) - 1, 0), -1)
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -1,8 +1,8 @@
-"""Which tokens of which requests a step computes.
+"""The scheduler: which tokens of which requests a step computes.
 
-Every sequence that decodes gets its next token, with the drafts proposed after it; prompts are computed in chunks, with
-what is left of the step's budget. Requests are served in the order of their arrival. If pages run out, the sequence
-that was admitted last is preempted: it releases its pages, and waits at the head of the queue to be computed again.
+Every decoding sequence has its last token in the step, followed by drafts; prompts are computed in chunks, with the
+rest of the step's budget. Requests are served in the order of their arrival. If pages run out, the sequence that was
+admitted last is preempted: it releases its pages, and waits at the head of the queue to be computed again.
 """
 
 from collections import deque
@@ -17,20 +17,21 @@ from .sampling import Sampling
 
 @dataclass(eq=False)
 class Request:
-    """A text to be continued, and how far that has come.
+    """A text to be continued, and its state.
 
     Attributes:
-        prompt: its tokens.
-        sampling: how it is continued.
-        tokens: the prompt, and what has been generated and read.
-        unread: how many tokens after those were sampled by steps whose results have not been read.
-        computed: how many tokens have keys and values in the cache, or are in a step that was begun.
-        pages: where these are, or will be.
-        keys: what the full pages of `tokens` are known by.
-        shared: how many of its pages others may find.
+        prompt: the tokens of the prompt.
+        sampling: the sampling parameters.
+        tokens: the prompt and the generated tokens that have been read.
+        unread: the number of tokens sampled by steps whose results have not been read.
+        computed: the number of tokens whose keys and values are in the cache, or are computed by a step in progress.
+        pages: the pages of its keys and values.
+        keys: the keys of the full pages of `tokens`.
+        shared: the number of its pages that are registered for sharing.
         slot: its row in the tables of a step; None while it waits.
-        listed: how many of its pages these tables have.
-        finish_reason: "stop" after an end token, "length", or "cancelled"; None before.
+        listed: the number of its pages that are in these tables.
+        finish_reason: "stop" after an end token, "length", or "cancelled"; None while it is not finished.
+        lookup: the index for drafts.
     """
 
     prompt: Sequence[int]
@@ -51,32 +52,32 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Its tokens, those that have not been read included."""
+        """The number of its tokens, those that have not been read included."""
         return len(self.tokens) + self.unread
 
     @property
     def left(self) -> int:
-        """How many tokens are yet to be sampled."""
+        """The number of tokens that remain to be sampled."""
         return len(self.prompt) + self.sampling.max_tokens - self.length
 
 
 class Chunk(NamedTuple):
-    """The part of a step that is of one request: its tokens from `start` to `stop`, and drafts after them."""
+    """The part of a step for one request: its tokens from `start` to `stop`, followed by drafts."""
 
     request: Request
     start: int
     stop: int
     drafts: Drafts
-    samples: bool  # whether the text ends at `stop`, so that the next token follows
+    samples: bool  # whether the text ends at `stop`, so that the next token is sampled
 
     @property
     def end(self) -> int:
-        """Behind the last position that is computed."""
+        """The position after the last that is computed."""
         return self.stop + len(self.drafts.tokens)
 
 
 class Scheduler:
-    """The requests that run, by their slots, and those that wait."""
+    """The running requests, the queue of waiting ones, and the pool of pages."""
 
     def __init__(self, pages: int, page_size: int, slots: int, budget: int, drafts: int, branches: int) -> None:
         self.pool = PagePool(pages)
@@ -99,7 +100,7 @@ class Scheduler:
             self._leave(request)
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next step, which count as computed from now on; empty if no request can proceed."""
+        """The chunks of the next step, whose tokens count as computed from now on; empty if no request can proceed."""
         chunks, before = [], self.preemptions
         left = self.budget
         for chunk in self._of_running():
@@ -112,7 +113,7 @@ class Scheduler:
         return chunks
 
     def _of_running(self) -> Iterator[Chunk]:
-        """A chunk of each that runs. Of the budget a token is reserved for every one that decodes."""
+        """A chunk of each running request. One token of the budget is reserved for every decoding one."""
         going_on = [request for request in self.running if request.left > 0]
         reserved, left = sum(map(self._decodes, going_on)), self.budget
         for request in going_on:
@@ -128,11 +129,11 @@ class Scheduler:
                 yield chunk
 
     def _decodes(self, request: Request) -> bool:
-        """Whether all is computed but its last token, and what was accepted of a tree but not of its first path."""
+        """Whether all is computed but the last token, and accepted drafts beside the first path of a tree."""
         return request.length - request.computed <= (1 if self.branches == 1 else 1 + self.drafts)
 
     def _chunk(self, request: Request, most: int, drafts: int) -> Chunk:
-        """The next tokens of a request, at most so many; and drafts, as far as there are pages for them."""
+        """The next tokens of a request, at most `most`, and at most `drafts` drafts, as far as there are pages."""
         start, stop = request.computed, min(request.computed + most, request.length)
         proposed = request.lookup.propose(request.tokens, drafts, self.branches) if drafts > 0 else Drafts([], [])
         if proposed.tokens:
@@ -144,12 +145,12 @@ class Scheduler:
         return Chunk(request, start, stop, proposed, stop == request.length)
 
     def _admit(self) -> Request | None:
-        """The first that waits, with pages for all its tokens, of which some may be computed already."""
+        """Admits the first waiting request, with shared and new pages for all its tokens; None if it cannot run yet."""
         if not self.waiting or not self._slots:
             return None
         request = self.waiting[0]
         self._extend_keys(request)
-        # The last token is computed in any case: what follows it is yet to be known.
+        # The last token is always computed, as the next one is sampled from its logits.
         shared = self.pool.share(request.keys[: (request.length - 1) // self.page_size])
         own = self.pool.allocate(self._pages_of(request.length) - len(shared))
         if own is None:
@@ -162,7 +163,7 @@ class Scheduler:
         return request
 
     def _has_pages(self, request: Request, stop: int) -> bool:
-        """Finds pages for its tokens up to `stop`, by preemption if need be; False if it is preempted itself."""
+        """Allocates pages for its tokens up to `stop`, by preemption if necessary; False if it is preempted itself."""
         while (missing := self._pages_of(stop) - len(request.pages)) > 0:
             found = self.pool.allocate(missing)
             if found is None:
@@ -183,9 +184,10 @@ class Scheduler:
         request.computed = request.shared = request.listed = 0
 
     def _register(self, request: Request, stop: int) -> None:
-        """The full pages of known tokens up to `stop` may be shared, by the very step that computes them too.
+        """Registers the full pages of known tokens up to `stop` for sharing.
 
-        There every layer writes the keys and values of all tokens before any of them attends.
+        They may be shared even by the step that computes them, as every layer writes the keys and values of all tokens
+        before any of them attends.
         """
         self._extend_keys(request)
         for i in range(request.shared, min(stop, len(request.tokens)) // self.page_size):

@@ -1,4 +1,4 @@
-"""Text and tokens: a token of the small model is an ASCII character."""
+"""Conversion of text and tokens: a token of the small model is an ASCII character."""
 
 from collections.abc import Sequence
 
@@ -17,5 +17,5 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """The text of tokens; those of a larger vocabulary, which has no text here, as numbers in brackets."""
+    """The text of tokens; tokens that are not ASCII are shown as numbers in brackets."""
     return "".join(chr(token) if token < 128 else f"⟨{token}⟩" for token in tokens)

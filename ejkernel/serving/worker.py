@@ -1,4 +1,4 @@
-"""The engine on a thread of its own, which alone touches it: others leave it commands between two steps."""
+"""The engine on its own thread; other threads queue commands, which it executes between two steps."""
 
 import queue
 import threading
@@ -11,20 +11,20 @@ from .sampling import Sampling
 from .scheduler import Request
 
 Listener = Callable[[list[int], str | None], None]
-"""Called on the thread of the engine with new tokens and the reason of the end; "failed" when the engine broke."""
+"""Called on the engine's thread with new tokens and the finish reason or None; "failed" if the engine raised."""
 
 
 class QueueFull(Exception):
-    """As many requests as may wait are waiting."""
+    """The queue has as many requests as it may have."""
 
 
 class Stopped(Exception):
-    """The engine takes nothing more: it was closed, or broke."""
+    """The engine accepts no more requests: it was closed, or raised an error."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way: `request` is None until the engine has it."""
+    """A submitted request; `request` is None until the engine has it."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -34,7 +34,7 @@ class Ticket:
 
 
 class Worker:
-    """Steps an engine while there is anything to do, and sleeps otherwise. At most `most` requests are in it."""
+    """Steps an engine while it has requests, and sleeps otherwise. At most `most` requests run or wait."""
 
     def __init__(self, engine: Engine, most: int) -> None:
         self.engine, self.most = engine, most
@@ -47,11 +47,11 @@ class Worker:
         self._thread.start()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling, listener: Listener) -> Ticket:
-        """Lets a prompt wait for its continuation, of which the listener is told.
+        """Queues a prompt; the listener gets its continuation.
 
         Raises:
             ValueError: it can never be computed.
-            QueueFull, Stopped: not now.
+            QueueFull, Stopped: it cannot be queued now.
         """
         self.engine.check(prompt, sampling)
         ticket = Ticket(prompt, sampling, listener)
@@ -65,7 +65,7 @@ class Worker:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request, of which the listener is told nothing more; its pages are free after the step."""
+        """Ends a request, whose listener is not called any more; its pages are free after the current step."""
         self._commands.put(partial(self._cancel, ticket))
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class Worker:
 
     @property
     def open(self) -> int:
-        """How many requests are computed or wait."""
+        """The number of requests that run or wait."""
         return len(self._tickets)
 
     # --- On the thread of the engine
@@ -103,7 +103,7 @@ class Worker:
             ticket.listener([], "failed" if self.failure else "cancelled")
 
     def _obey(self) -> None:
-        """Does what has been asked for; waits for it where there is nothing to compute."""
+        """Executes the queued commands; waits for one if there is nothing to compute."""
         block = self.engine.idle
         while not self._stopping:
             try:

@@ -13,7 +13,7 @@ from .segment_masks import PADDING, Band, as_bool, within_band
 
 
 def apply_causal(self, offset: Any = 0) -> Any:
-    """Hides keys after i + offset from query i; the offset is an int or integers [B], and may be traced.
+    """Hides keys j > i + offset from query i; the offset is an int or integers [B], and may be traced.
 
     Positions are counted from the first query and the first key, whatever their segments.
     """
@@ -91,14 +91,16 @@ def apply_token_type_ids(
     zero_policy: Literal["q", "kv", "both", "none"] = "q",
     update_segment_ids: bool | None = None,
 ) -> Any:
-    """Combines "tokens of equal type see each other" with the mask, by "union", by "intersect", or to "replace" it.
+    """Combines the mask with the mask of pairs of equal type: by union or intersection, or by replacing it.
 
     Args:
         token_type_ids: [B, S], or a pair (q [B, Q], kv [B, K]).
         combine: "union", "intersect" or "replace".
-        zero_policy: for whom type 0 means no type: queries, keys, both or none.
-        update_segment_ids: whether the ids become the types, with 0 for padding; by default unless combine is "union".
-            The result stores a mask.
+        zero_policy: "q", "kv", "both" or "none": where type 0 means that a token has no type.
+        update_segment_ids: whether the types become the segment ids, with type 0 as padding; by default unless combine
+            is "union".
+
+    The result stores a mask.
     """
     q, kv = token_type_ids if isinstance(token_type_ids, tuple | list) else (token_type_ids, token_type_ids)
     q, kv = jnp.asarray(q), jnp.asarray(kv)
@@ -153,12 +155,12 @@ def apply_kv_lengths(
 
 def _known_shape(self, change: str) -> tuple[int, int, int]:
     if None in self.shape:
-        raise ValueError(f"MaskInfo: {change} of an empty one; it must have segment ids or an attention_mask")
+        raise ValueError(f"MaskInfo: {change} of an empty MaskInfo; it must have segment ids or an attention_mask")
     return self.shape
 
 
 def _banded(self, band: tuple[Any, Any], offset: Any) -> Any:
-    """Restricts it by a band, shifted by an offset: as numbers if these are static, otherwise in the mask."""
+    """Restricts a MaskInfo by a band, shifted by an offset: as numbers if these are static, otherwise in the mask."""
     _known_shape(self, "apply_causal or apply_sliding_window")
     if all(x is None or isinstance(x, int | np.integer) for x in (*band, offset)):
         low, high = (None if x is None else int(x + offset) for x in band)

@@ -29,7 +29,7 @@ class Constructors:
         sequence_axis_name: Axes = "sp",
         is_attn_mask: bool = False,
     ) -> Self:
-        """From ids [B, Q] and [B, K] (by default those of queries): equal ids see each other, negative are padding.
+        """From ids [B, Q] and [B, K] (by default those of queries): equal ids are visible, negative ids are padding.
 
         With `is_attn_mask` the arrays are 1 for tokens and 0 for padding.
         """
@@ -105,7 +105,7 @@ class Constructors:
         kv_positions: Any = None,
         **axes: Axes,
     ) -> Self:
-        """From a random mask [B, 1, Q, K] that hides a share `sparsity` of the pairs."""
+        """From a random mask [B, 1, Q, K] that hides the fraction `sparsity` of the pairs."""
         shape = (batch_size, 1, q_len, q_len if kv_len is None else kv_len)
         mask = jax.random.uniform(jax.random.key(seed), shape) >= sparsity
         return cls(_attention_mask=mask, q_positions=q_positions, kv_positions=kv_positions, **axes)

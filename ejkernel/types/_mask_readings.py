@@ -1,4 +1,4 @@
-"""Properties of a `MaskInfo` other than its visibility: lengths, shardings and a picture."""
+"""Properties of a `MaskInfo` other than its visibility: lengths, shardings and a drawing."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +21,7 @@ class MaskSharding(NamedTuple):
 
 
 def is_multi_sequence(self) -> Any:
-    """Whether an id is greater than 0, so that a batch element has several segments: a bool, while traced an array."""
+    """Whether any id is greater than 0, so that a batch element has several segments: a bool array []."""
     return jnp.any(self.get_or_compute_segment_ids()[0] > 0)
 
 
@@ -55,7 +55,7 @@ def cu_seqlens_kv(self) -> Any:
 def get_or_compute_qkv_cu_seqlens(
     self, *, out_dtype: DTypeLike = jnp.int32, max_segments: int = 128
 ) -> tuple[Any, Any]:
-    """(q, kv), each [max_segments + 1]: the tokens of the ids 0, 1, … of the whole batch, added up from 0."""
+    """(q, kv), each [max_segments + 1]: cumulative numbers of tokens of the ids 0, 1, … in the whole batch."""
     counts = lambda ids: (ids.reshape(-1, 1) == jnp.arange(max_segments)).sum(0)
     return tuple(
         jnp.concatenate([jnp.zeros(1, out_dtype), jnp.cumsum(counts(ids)).astype(out_dtype)])
@@ -106,10 +106,10 @@ def visualize(
     show_segments: bool = True,
     return_str: bool = False,
 ) -> str | None:
-    """A picture of the mask in blocks: two signs each, for all, some or none of the pairs of a block.
+    """Draws the mask in blocks, each as two characters that show whether all, some or none of its pairs are visible.
 
-    With `fit_in_screen` blocks are made larger until there are at most max_rows times max_cols of them. Ids stand at
-    the left and above: a number, `PAD`, or `??` where a block has several.
+    With `fit_in_screen` blocks are made larger until there are at most max_rows times max_cols of them. Segment ids are
+    at the left and above: a number, `PAD`, or `??` for a block with several.
     """
     mask = np.asarray(self.get_or_compute_attention_mask())[batch, head]
     rows, columns = (block_size, block_size) if isinstance(block_size, int) else block_size

@@ -11,11 +11,11 @@ from jaxtyping import Array, Bool, Float, Integer, Key, UInt32
 
 from .config import BwdParams, FwdParams, OperationConfig
 
-# A config in place of the chosen one: `KernelConfig(block_q=64)`, say, or a mapping of its fields. A pair of them is
-# for the forward and the backward of a gradient.
+# A config instead of the chosen one: `KernelConfig(block_q=64)`, say, or a mapping of its fields. A pair is for the
+# forward and the backward of a gradient.
 OneConfig: TypeAlias = OperationConfig | FwdParams | BwdParams | Mapping[str, Any]
 ConfigLike: TypeAlias = OneConfig | tuple[OneConfig, OneConfig]
-# A number of keys that ends with the query's own, or (left, right), both inclusive; None is unbounded.
+# w: the w keys that end with the query's own; or (left, right), both inclusive, where None is unbounded.
 Window: TypeAlias = int | tuple[int | None, int | None]
 # Static, or a traced scalar that has a gradient.
 Scale: TypeAlias = float | Float[Array, ""]
@@ -23,7 +23,7 @@ Scale: TypeAlias = float | Float[Array, ""]
 CuSeqlens: TypeAlias = Integer[Array, " sequences_plus_1"]
 # Logits that join the denominator of every row, for each head one or several.
 Sinks: TypeAlias = Float[Array, " q_heads"] | Float[Array, "q_heads sinks"]
-# What broadcasts to the logits [batch, q_heads, q_len, kv_len].
+# Arrays that broadcast to the logits [batch, q_heads, q_len, kv_len].
 LogitsBias: TypeAlias = (
     Float[Array, "#batch #q_heads #q_len #kv_len"]
     | Float[Array, "#q_heads #q_len #kv_len"]

@@ -1,4 +1,4 @@
-"""Configs: the frozen, hashable choices that change how an operation is computed and never what it computes."""
+"""Configs: frozen, hashable choices of how an operation is computed, which never change what it computes."""
 
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
@@ -49,7 +49,7 @@ class KernelConfig(OperationConfig):
         num_warps: warps of a GPU program.
         num_stages: stages of the software pipeline.
         algorithm: a variant of the algorithm, where several exist.
-        priority: of several configs that are measured, those with a higher one are measured first.
+        priority: configs of a higher priority are measured first.
     """
 
     block_q: int = 128
@@ -82,10 +82,10 @@ class BwdParams:
 
 
 def checked_config(operation: str, config: Any, of: type[OperationConfig] = KernelConfig) -> OperationConfig:
-    """The config, checked to be of the class `of`, with the valid values of its fields as plain Python values.
+    """The config, checked to be of the class `of`, with its fields as plain Python values.
 
     Raises:
-        TypeError, ValueError: a field holds something else; the message names the operation, the field and the rule.
+        TypeError, ValueError: a field has an invalid value; the message names the operation, the field and the rule.
     """
     if of is KernelConfig and isinstance(config, FwdParams | BwdParams):
         config = KernelConfig(config.q_blocksize, config.kv_blocksize, 64, config.num_warps, config.num_stages)

@@ -4,7 +4,7 @@ from enum import StrEnum
 
 
 class Platform(StrEnum):
-    """Supported kernel implementation platforms: the framework that an implementation is written in."""
+    """The platforms of implementations: what an implementation is written in."""
 
     TRITON = "triton"
     PALLAS = "pallas"
@@ -14,7 +14,7 @@ class Platform(StrEnum):
 
 
 class Backend(StrEnum):
-    """Target hardware backends. `ANY` matches every query."""
+    """The hardware backends of implementations; `ANY` is for all of them."""
 
     GPU = "gpu"
     TPU = "tpu"

@@ -1,10 +1,10 @@
-"""MaskInfo: which queries see which keys, for all attention calls of a model, as segment ids, a band, or a mask.
+"""MaskInfo: which queries see which keys in all attention calls of a model, as segment ids, a band, or a mask.
 
     MaskInfo.dynamic_init(input_ids=ids, attention_mask=padding)      # [B, S], 1 where there is a token
     MaskInfo.from_segments(ids).apply_causal().apply_sliding_window((127, 0))
 
-No array of the size of the logits is made before `attention_mask` is read: ids remain ids, and static causality and
-windows remain numbers, and `visibility` gives them to kernels in this form.
+No array of the size of the logits is made before `attention_mask` is read: `visibility` gives kernels the ids as ids,
+and static causality and windows as numbers.
 """
 
 from dataclasses import dataclass, replace
@@ -33,7 +33,7 @@ _APPLIED = ("causal_mask_baked_in", "sliding_window_baked_in", "chunked_mask_bak
 
 
 class Visibility(NamedTuple):
-    """The form for kernels: query i sees key j if mask, ids and band all allow it.
+    """What kernels get: query i sees key j if mask, ids and band all allow it.
 
     Attributes:
         mask: bool [B, H or 1, Q, K], or None.
@@ -53,10 +53,10 @@ class MaskInfo(Constructors):
     """Segment ids or a mask, with what was applied to them; a pytree whose flags and axis names are static.
 
     Attributes:
-        q_positions: [B, Q] positions that a caller attached; they hide nothing.
+        q_positions: [B, Q] positions that a caller attached; they do not affect visibility.
         kv_positions: [B, K] likewise.
-        causal_mask_baked_in: causality is included, so that an operation adds none.
-        sliding_window_baked_in: a window is included, so that an operation adds none.
+        causal_mask_baked_in: causality is included, so that operations do not apply it again.
+        sliding_window_baked_in: a window is included, so that operations do not apply it again.
         chunked_mask_baked_in: `apply_chunked` was called.
         token_type_ids_baked_in: `apply_token_type_ids` was called.
         batch_axis_name: mesh axes of the batch, for `get_shardings`.
@@ -93,7 +93,7 @@ class MaskInfo(Constructors):
             fields["_band"] = (None, None)
         return replace(self, **fields)
 
-    # --- Readings -----------------------------------------------------------------------------------------------------
+    # --- Properties ---------------------------------------------------------------------------------------------------
 
     @property
     def visibility(self) -> Visibility:
@@ -170,7 +170,7 @@ class MaskInfo(Constructors):
         return (q >= 0).astype(dtype), (kv >= 0).astype(dtype), self.get_or_compute_attention_mask(dtype)
 
     def create_bias(self, dtype: DTypeLike = jnp.float32) -> Any:
-        """A bias [B, H or 1, Q, K]: 0 where a query sees a key, and the least number of the dtype elsewhere."""
+        """A bias [B, H or 1, Q, K]: 0 where a query sees a key, and the lowest finite number of the dtype elsewhere."""
         return jnp.where(self._pairs(), jnp.zeros((), dtype), jnp.finfo(dtype).min)
 
     @property
@@ -180,7 +180,7 @@ class MaskInfo(Constructors):
 
     @property
     def q_attention_mask(self) -> Any:
-        """[B, Q] int32, 1 for queries that are no padding."""
+        """[B, Q] int32: 1 for queries that are not padding."""
         return (self.get_or_compute_segment_ids()[0] >= 0).astype(jnp.int32)
 
     @property
@@ -240,7 +240,7 @@ class MaskInfo(Constructors):
         applied = [name for name, is_in in self.baked_in_masks.items() if is_in]
         return f"MaskInfo({', '.join(said + ([f'applied={applied}'] if applied else []))})"
 
-    # --- What is applied to it, and read from it, in files of their own -----------------------------------------------
+    # --- Methods that are defined in files of their own ---------------------------------------------------------------
 
     apply_causal = _changes.apply_causal
     apply_sliding_window = _changes.apply_sliding_window

@@ -7,14 +7,14 @@ from .config import OperationConfig
 
 @dataclass(frozen=True, repr=False)
 class MultiLatentPageAttentionConfig(OperationConfig):
-    """How a step is divided. A call's own `num_splits` comes before that of its config.
+    """Tile sizes and splits of a step. `num_splits` of a call overrides that of its config.
 
     Attributes:
-        queries_per_block: tokens of the step that are computed at once; in a GPU program they are of one sequence.
-        pages_per_block: pages of each of their sequences that are computed at once, where not so many keys are.
-        heads_per_block: heads that a GPU program computes at once, of each of its tokens.
-        keys_per_block: keys that a GPU program computes at once.
-        num_splits: into how many parts the keys of a sequence are cut.
+        queries_per_block: tokens of a tile; on a GPU they are of one sequence.
+        pages_per_block: pages of each sequence in a tile, for implementations whose tiles are whole pages.
+        heads_per_block: heads of each token in a tile of a GPU.
+        keys_per_block: keys of a tile of a GPU.
+        num_splits: the number of splits of the keys of a sequence.
         num_warps: warps of a GPU program.
         num_stages: stages of the software pipeline.
         algorithm: a variant of the algorithm, where several exist: "transposed" in Triton.

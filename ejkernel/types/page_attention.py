@@ -7,12 +7,12 @@ from .config import OperationConfig
 
 @dataclass(frozen=True, repr=False)
 class PageAttentionConfig(OperationConfig):
-    """How a step of decoding is divided. A call's own `num_splits` comes before that of its config.
+    """Tile sizes and splits of a step of decoding. `num_splits` of a call overrides that of its config.
 
     Attributes:
-        keys_per_block: keys of a sequence that are computed at once.
-        queries_per_block: sequences that are computed at once, where each does not have programs of its own.
-        num_splits: into how many parts the keys of a sequence are cut.
+        keys_per_block: keys of a tile.
+        queries_per_block: sequences of a tile, for implementations in which a tile has several.
+        num_splits: the number of splits of the keys of a sequence.
         num_warps: warps of a GPU program.
         num_stages: stages of the software pipeline.
     """

@@ -7,14 +7,14 @@ from .config import OperationConfig
 
 @dataclass(frozen=True, repr=False)
 class RaggedPageAttentionConfig(OperationConfig):
-    """How a step is divided. A call's own `num_splits` comes before that of its config.
+    """Tile sizes and splits of a step. `num_splits` of a call overrides that of its config.
 
     Attributes:
-        queries_per_block: tokens of the step that are computed at once, where sequences have no programs of their own.
-        pages_per_block: pages of each of their sequences.
-        keys_per_block: keys of a sequence that a GPU program computes at once, for sequences with few tokens.
-        num_splits: into how many parts the keys of such a sequence are cut.
-        num_warps: warps of such a program.
+        queries_per_block: tokens of a tile, for implementations in which a tile has several sequences.
+        pages_per_block: pages of each sequence in such a tile.
+        keys_per_block: keys of a tile of a GPU, for sequences with few tokens.
+        num_splits: the number of splits of the keys of such a sequence.
+        num_warps: warps of a GPU program for such a sequence.
         num_stages: stages of the software pipeline.
     """
 

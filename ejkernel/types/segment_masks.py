@@ -54,7 +54,8 @@ def mask_to_segment_ids(
 
     Args:
         mask: [Q, K], [B, Q, K] or [B, H, Q, K].
-        per_head: of four axes, numbers [B, H, Q] and [B, H, K] for each head; otherwise what is equal in all heads.
+        per_head: for a mask of four axes, ids [B, H, Q] and [B, H, K] of each head; otherwise rows and columns are
+            equal if they are in all heads.
     """
     mask = as_bool(mask)
     if mask.ndim not in (2, 3, 4):
@@ -68,7 +69,7 @@ def mask_to_segment_ids(
 
 
 def _numbers_of_rows(rows):
-    """[…, n] of […, n, m]: equal rows have one number, in the order of their first ones; −1 where all is False."""
+    """[…, n] for rows […, n, m]: equal rows have one number, in the order of first occurrence; −1 if all is False."""
     counts = jnp.einsum("...im,...jm->...ij", rows.astype(jnp.float32), rows.astype(jnp.float32))
     sizes = jnp.diagonal(counts, axis1=-2, axis2=-1)
     equal = (counts == sizes[..., :, None]) & (counts == sizes[..., None, :])
@@ -99,7 +100,7 @@ def as_bool(mask: Shaped[Array, "..."]) -> Bool[Array, "..."]:
 
 
 def within_band(band: tuple[Any, Any], rows: Integer[Array, "*batch q"], columns: Integer[Array, "*batch k"]) -> Any:
-    """i + low ≤ j ≤ i + high of rows i and columns j; None is unbounded, and of two of them the result is True."""
+    """i + low ≤ j ≤ i + high for rows i and columns j; None is unbounded, and True is returned if both are None."""
     low, high = band
     rows, columns = rows[..., :, None], columns[..., None, :]
     after = True if low is None else columns >= rows + low

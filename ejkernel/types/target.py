@@ -1,13 +1,13 @@
-"""What a program is being lowered for: a platform of JAX and, where it is known, the kind of the device."""
+"""Targets of lowering: a platform of JAX and, if it is known, the kind of device."""
 
 import re
 from dataclasses import dataclass, field
 
 from .enums import Backend
 
-# What is assumed where a program is lowered for CUDA without a GPU in sight: an H100 or H200 (SXM).
+# An H100 or H200 (SXM), which is assumed if a program is lowered for CUDA in a process without a GPU.
 DEFAULT_CUDA_CAPABILITY, DEFAULT_CORE_COUNT = 90, 132
-# The names of GPUs as the driver gives them, and their compute capability; the first that matches counts.
+# Patterns of the driver's names of GPUs, and their compute capability; the first match counts.
 _CAPABILITY_OF_KIND = (
     (r"\bAda\b", 89),  # RTX 6000 Ada Generation, beside the Quadro RTX 6000 (Turing) and the RTX A6000
     (r"\bQuadro (RTX \d{4}|T\d{3,4})|\bTITAN RTX\b", 75),
@@ -25,26 +25,26 @@ _CAPABILITY_OF_KIND = (
     (r"\bXavier\b", 72),
     (r"\bV100S?\b|\bTITAN V\b|\bGV100\b", 70),
 )
-# Their streaming multiprocessors, where that is not the default's.
+# Their number of streaming multiprocessors, if it is not the default.
 _CORE_COUNT_OF_KIND = ((r"\bH[18]00 PCIe\b", 114), (r"\bH20\b", 78), (r"\bA[18]00\b", 108))
 
 
 @dataclass(frozen=True)
 class Target:
-    """A platform as `jax.jit(...).lower(lowering_platforms=...)` names it, and the device where it is known.
+    """A platform as `jax.jit(...).lower(lowering_platforms=...)` names it, and the device if it is known.
 
-    What is not given of a CUDA device follows from its kind. A kind that is not in the tables, of which nothing else is
-    given, may be older than anything that kernels are written for, or newer: its compute capability is None, no kernel
-    for CUDA takes it, and XLA computes. `ejkernel.explain` says so. (Of a GPU that is there, the driver tells.)
+    Compute capability and core count of a CUDA device, if not given, follow from its kind. For a kind that is not in
+    the tables the compute capability is None: no CUDA kernel supports it, and XLA computes, as `ejkernel.explain` says.
+    (For a GPU of this process the driver gives both.)
 
     Attributes:
         platform: "cpu", "cuda", "rocm" or "tpu".
         device_kind: as in `jax.Device.device_kind`, e.g. "NVIDIA H200"; None when a program is lowered for a device
             that this process does not have.
-        compute_capability: of a CUDA device, e.g. 90; `DEFAULT_CUDA_CAPABILITY` where no kind is given, None where the
-            kind is not known, and on other platforms.
-        core_count: the streaming multiprocessors of a CUDA device, `DEFAULT_CORE_COUNT` where they are not known; None
-            on other platforms. They decide how work is divided, not what can run, and do not tell targets apart.
+        compute_capability: of a CUDA device, e.g. 90; `DEFAULT_CUDA_CAPABILITY` if no kind is given, None for unknown
+            kinds and on other platforms.
+        core_count: the streaming multiprocessors of a CUDA device, `DEFAULT_CORE_COUNT` if they are not known; None on
+            other platforms. They decide how work is divided, not what can run; equality of targets ignores them.
     """
 
     platform: str
@@ -70,15 +70,15 @@ class Target:
 
     @property
     def capability(self) -> str:
-        """The compute capability as it is said in a reason: "9.0"."""
+        """The compute capability for messages: "9.0"."""
         return "an unknown one" if self.compute_capability is None else f"{self.compute_capability / 10}"
 
     @property
     def multiplies_from_registers(self) -> bool:
-        """Whether matrix units take their operands from registers (`mma`), not from shared memory.
+        """Whether tensor cores read their operands from registers (`mma`), not from shared memory.
 
-        They take them from there on Hopper (`wgmma`) and on Blackwell's 10.x and 11.0 (`tcgen05`). GeForce and RTX PRO
-        GPUs, 12.x, are like those before Hopper.
+        They read shared memory on Hopper (`wgmma`) and on Blackwell 10.x and 11.0 (`tcgen05`). GeForce and RTX PRO
+        Blackwell GPUs, 12.x, are like those before Hopper.
         """
         return not 90 <= (self.compute_capability or 0) < 120
 

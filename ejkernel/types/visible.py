@@ -10,7 +10,7 @@ def band(causal: bool, window: tuple[int | None, int | None]) -> tuple[int | Non
 
 
 def visible_pairs(queries: int, keys: int, causal: bool, window: tuple[int | None, int | None]) -> int:
-    """How many pairs of a query i and a key j are in the `band`, where i' = i + keys − queries."""
+    """The number of pairs of a query i and a key j in the `band`, with i' = i + keys − queries."""
     left, right = band(causal, window)
     position = np.arange(queries) + keys - queries
     first = 0 if left is None else np.maximum(position - left, 0)

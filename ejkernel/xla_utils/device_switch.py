@@ -7,8 +7,8 @@ as its results, and one of the rest. A GPU would wait for the host twice, and co
 operands themselves. A primitive is not split: its residuals are its operands, and its transpose is one conditional.
 
 A program that is lowered for several platforms has a conditional on the platform around each kernel. XLA removes the
-branches of other platforms, except inside another conditional, which passes the index on: there it compiles the kernels
-of all platforms, and fails when the program is loaded (seen on jax 0.11.2).
+branches of other platforms, except inside another conditional, where the platform index is an operand: there it
+compiles the kernels of all platforms, and fails when the program is loaded (seen on jax 0.11.2).
 """
 
 from collections.abc import Callable, Sequence
@@ -111,8 +111,8 @@ def _lower(ctx, *args, branches, operation):
     platforms = ctx.platforms or ctx.module_context.platforms
     if len(platforms) > 1:
         raise UnsupportedError(
-            f"{operation}: its devices compute different parts, in branches that XLA compiles for all of the platforms "
-            f"{', '.join(platforms)}, whose kernels no one of them has; export it for each platform by itself"
+            f"{operation}: its devices take different branches, and XLA would compile the kernels of all platforms "
+            f"({', '.join(platforms)}) for each of them; export it for one platform at a time"
         )
     return mlir.lower_fun(_switch, multiple_results=True)(ctx, *args, branches=branches, operation=operation)
 

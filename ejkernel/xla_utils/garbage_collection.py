@@ -1,4 +1,4 @@
-"""Python's search for cycles among objects, which costs most where many are made that live on."""
+"""Switches off Python's search for reference cycles, which is slow while many long-lived objects are made."""
 
 import contextlib
 import gc
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 def no_garbage_collection() -> Iterator[None]:
     """A context without garbage collection of cycles.
 
-    The objects of a lowering are about a million, which live until it is done, and those of an import live on.
+    A lowering makes about a million objects that live until it ends, and an import makes objects that live for ever.
     Searching them repeatedly takes a tenth of the time of a lowering, and a quarter of that of importing the library.
     """
     was_enabled = gc.isenabled()

@@ -33,11 +33,11 @@ def _capped_sums(sizes: Array, most: int) -> Array:
 
 
 class RowTiles(NamedTuple):
-    """Tiles of rows, each of one group, none of which is larger than it must be.
+    """Tiles of rows, each of one group.
 
-    rows [b, t, size]: which row stands in each slot; the number of all rows where the slot is empty.
-    group [b, t]: the group of each tile; a tile without rows has that of one with rows, if there is any.
-    slot [b, rows]: the slot in which each row stands, t · size where it is in no group.
+    rows [b, t, size]: the row in each slot of a tile; the number of all rows for an empty slot.
+    group [b, t]: the group of each tile; a tile without rows has that of a tile with rows, if there is any.
+    slot [b, rows]: the slot of each row, counted over all tiles; t · size if it is in no group.
     """
 
     rows: Array

@@ -10,11 +10,11 @@ from jax import Array
 
 
 class Places(NamedTuple):
-    """Where each query stands, [queries] int32 each.
+    """The place of each query in its sequence, [queries] int32 each.
 
-    first: the token with which its sequence begins.
-    stop: how many tokens of its sequence it sees, its own being the last; 0 where it sees none.
-    sequence: the number of its sequence; the number of all sequences where it is in none.
+    first: the first token of its sequence.
+    stop: the number of tokens of its sequence that it sees, of which its own is the last; 0 if it sees none.
+    sequence: the number of its sequence; the number of all sequences if it is in none.
     """
 
     first: Array
@@ -37,11 +37,11 @@ def places(cu_seqlens: Array | None, queries: int, keys: int) -> Places:
 
 
 class Rows(NamedTuple):
-    """Rows of tokens of the same size, those of one sequence after those of another.
+    """Rows of `size` tokens, those of one sequence after those of another.
 
-    before: [sequences + 1] int32: the rows of the sequences before each.
-    tokens: [rows, size] int32: the token of each place. Where there is none it is a number beyond all tokens, and no
-        number stands twice.
+    before: [sequences + 1] int32: the number of rows of all sequences before each.
+    tokens: [rows, size] int32: the token at each place of a row. Empty places have numbers past the last token, and all
+        numbers are different.
     """
 
     before: Array
@@ -55,7 +55,7 @@ def ended_blocks(cu_seqlens: Array, tokens: int, size: int) -> Rows:
 
 
 def rows_by_ended_blocks(cu_seqlens: Array, tokens: int, size: int) -> Rows:
-    """The tokens of each sequence in rows; row m has the tokens at or before which exactly m blocks end.
+    """The tokens of each sequence in rows; row m has the tokens for which exactly m blocks have ended.
 
     Position i is in row (i + 1) // size at place (i + 1) mod size.
     """

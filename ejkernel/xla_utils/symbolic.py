@@ -1,4 +1,4 @@
-"""Symbolic dimensions of `jax.export`, in whose place an artifact may be called with any sizes."""
+"""Symbolic dimensions of `jax.export`, with which an exported program accepts arrays of any size."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def is_symbolic(x: Any) -> bool:
 
 
 def with_known_sizes(tree: Any) -> Any:
-    """The tree with a concrete size in the place of every symbolic dimension, for heuristics."""
+    """The tree with the concrete size 1024 for every symbolic dimension, for heuristics."""
     leaves, structure = jax.tree.flatten(tree)
     if not any(map(is_symbolic, leaves)):
         return tree

@@ -6,8 +6,8 @@ With Π an orthogonal matrix [d,d] and S a matrix [e,d] of independent normal nu
     k̃ = ‖k‖ · Πᵀ(c + √(π/2e) · ‖r‖ · Sᵀs),   E⟨q, k̃⟩ = ⟨q, k⟩          (keys: c and s)
     ṽ = ‖v‖ · Πᵀc                                                        (values: c alone)
 
-for E[sign(⟨σ, r⟩) · ⟨σ, y⟩] = √(2/πe) · ⟨r, y⟩ / ‖r‖ of a row σ of S, and there are e of them. Indices of entries have
-four bits, two in a byte, of which the first is the low half; signs one bit, eight in a byte from the lowest on.
+since E[sign(⟨σ, r⟩) · ⟨σ, y⟩] = √(2/πe) · ⟨r, y⟩ / ‖r‖ for each of the e rows σ of S. Indices of entries have four
+bits, two in a byte, the first in the low half; signs have one bit, eight in a byte, the first in the lowest bit.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ MOST_ENTRIES = 16
 
 
 class Matrices(NamedTuple):
-    """What quantises and dequantises: rotation Π [d,d], projection S [e,d], and codebooks of keys and of values."""
+    """The constants of the quantisation: rotation Π [d,d], projection S [e,d], and codebooks of keys and of values."""
 
     rotation_matrix: Array
     qjl_projection: Array
@@ -127,7 +127,7 @@ def quantise_values(v: Array, by: Matrices) -> tuple[Array, Array]:
 
 
 def quantise(k: Array, v: Array, by: Matrices) -> Quantised:
-    """Keys and values [...,d] as they are in a cache."""
+    """Keys and values [...,d] in the format of a cache."""
     return Quantised(*quantise_keys(k, by), *quantise_values(v, by))
 
 

@@ -1,4 +1,4 @@
-"""The ceilings are measured, kept, found again, and a damaged file costs a warning."""
+"""Ceilings are measured, stored and read again; a damaged file causes a warning."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def small(monkeypatch, tmp_path):
     return tmp_path
 
 
-def test_what_is_measured_is_kept(small):
+def test_measurements_are_stored(small):
     lines = []
     found = callib.calibrate(tell=lines.append)
     assert found.copy > 0 and all(rate > 0 for rate in found.matmul.values()) and len(lines) == 1 + len(found.matmul)
@@ -29,7 +29,7 @@ def test_the_roofline_is_the_greater_of_the_two():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"copy": 1}'])
-def test_a_damaged_file_costs_a_warning(small, text):
+def test_a_damaged_file_causes_a_warning(small, text):
     found = callib.calibrate()
     (file,) = small.rglob("*.json")
     file.write_text(text)
@@ -37,7 +37,7 @@ def test_a_damaged_file_costs_a_warning(small, text):
         assert callib.known_ceilings(found.device_kind) is None
 
 
-def test_a_directory_that_cannot_be_written_costs_a_warning(small, monkeypatch):
+def test_an_unwritable_directory_causes_a_warning(small, monkeypatch):
     (small / "file").write_text("")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(small / "file"))
     with pytest.warns(UserWarning, match="cannot be kept"):

@@ -1,8 +1,8 @@
-"""Small calls of every operation that together touch all that it does. The tests in `transforms/` run each of them.
+"""Small calls of every operation that together use all its features. The tests in `transforms/` run each of them.
 
-`cases/<operation>.py` defines `CASES`, `FAMILIES` for the tests of precision, and `PLAIN` and `FEATURES` for those of
-pairs of features, `REFUSED` beside them where the operation has arguments that it takes from nobody. With its
-registration that is all that a new operation needs to be tested.
+`cases/<operation>.py` defines `CASES`, `FAMILIES` for the tests of precision, `PLAIN` and `FEATURES` for the tests of
+pairs of features, and `REFUSED` for arguments that the operation never accepts. A new operation needs only this file
+and its registration to be tested.
 """
 
 import functools
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-__path__ = pkgutil.extend_path(__path__, __name__)  # another package brings cases of its operations in such a folder
+__path__ = pkgutil.extend_path(__path__, __name__)  # other packages may have such a folder of cases
 
 from ._case import Case, Operand
 from ._features import FILES, PLAIN, REFUSED, call_with, features_of, pairs, together
@@ -58,12 +58,12 @@ FORWARD_ONLY = tuple(case for case in CASES if not case.is_composed and not case
 
 
 def with_primitives(cases: Sequence[Case]) -> list[Case]:
-    """Those of operations that have primitives, and are not composed of others: for tests of what primitives bring."""
+    """Cases of operations that have primitives, not composed ones: for tests of what primitives provide."""
     return [case for case in cases if not case.is_composed]
 
 
 def called_alone(cases: Sequence[Case]) -> list[Case]:
-    """Those that are not over axes of a mesh, inside `jax.shard_map`: for tests that bring a mesh which takes these."""
+    """Cases not over mesh axes inside `jax.shard_map`: for tests whose own mesh has these axes."""
     return [case for case in cases if not case.over]
 
 
@@ -72,10 +72,9 @@ def each(
     first: Sequence[pytest.MarkDecorator] = (pytest.mark.core,),
     rest: Sequence[pytest.MarkDecorator] = (),
 ) -> pytest.MarkDecorator:
-    """Runs a test for each of the cases, with other marks for the first one of each operation than for the rest.
+    """Runs a test for each of the cases, with other marks for the first case of each operation than for the rest.
 
-    What is called over a mesh, for which XLA compiles longer, is slow, but for the first one in tests of the core, and
-    that is not in the core.
+    Cases over a mesh, which take XLA longer to compile, are not in the core, and slow except the first in such tests.
     """
 
     def marks(case):
@@ -92,7 +91,7 @@ def each_by_kind(
     rest: Sequence[pytest.MarkDecorator] = (),
     first_over: Sequence[pytest.MarkDecorator] = (pytest.mark.slow,),
 ) -> pytest.MarkDecorator:
-    """As `each`, in the core for the first case of each kind of operation: what is tested is of the kind.
+    """As `each`, in the core only for the first case of each kind of operation, for tests of rules of the kind.
 
     The first case of an operation that is called over a mesh has the marks of `first_over`; its others are slow.
     """
@@ -104,9 +103,9 @@ def each_by_kind(
 
 
 def each_with_another_operand(cases: Sequence[Case]) -> pytest.MarkDecorator:
-    """As `each`, but slow for cases that have no operand other than those of the cases before.
+    """As `each`, but slow for cases without an operand that earlier cases lack.
 
-    For tests of what is done with operands, which options do not change.
+    For tests of operations on operands, which options do not change.
     """
     new = with_another_operand(cases)
     marks = lambda case: () if case in new and not case.over else (pytest.mark.slow,)
@@ -119,7 +118,7 @@ def each_with_another_operand(cases: Sequence[Case]) -> pytest.MarkDecorator:
 
 
 def with_another_operand(cases: Sequence[Case]) -> list[Case]:
-    """The first case of each operation, and those with an operand that none of its cases before has."""
+    """The first case of each operation, and those with an operand that no earlier case of it has."""
     found, seen = [], set()
     for case in cases:
         operands = {(case.operation, name) for name in case.operands}
@@ -130,7 +129,7 @@ def with_another_operand(cases: Sequence[Case]) -> list[Case]:
 
 
 def core_of_kind(case: Case, cases: Sequence[Case]) -> Sequence[pytest.MarkDecorator]:
-    """The mark of the core where a case is the first of its kind among the cases."""
+    """The mark `core` if a case is the first of its kind among the cases."""
     return (pytest.mark.core,) if case in first_of_each_kind(cases) else ()
 
 
@@ -140,9 +139,9 @@ def first_of_each(cases: Sequence[Case]) -> list[Case]:
 
 
 def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
-    """The first case of each kind of operation: those with derivatives, forward only, in place, and composed ones.
+    """The first case of each kind of operation: differentiable, forward only, in place, and composed.
 
-    None that is over a mesh, for which XLA compiles longer.
+    None is over a mesh, as XLA compiles these for longer.
     """
     return _first_of_each_kind(tuple(cases))
 

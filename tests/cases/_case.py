@@ -1,4 +1,4 @@
-"""One call of an operation, written as axes and sizes: arrays of any dtype, shardings and smaller versions follow."""
+"""One call of an operation by axes and sizes, from which arrays of any dtype, shardings and smaller sizes are made."""
 
 import functools
 import importlib.util
@@ -23,15 +23,15 @@ Values = Callable[[np.random.Generator, tuple[int, ...]], Any]
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Standard normal."""
+    """Standard normal numbers."""
     return rng.standard_normal(shape)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An array by its axes, letters or numbers as in "1 h s t", and by how its values are made, floats in float64.
+    """An array by its axes, letters or numbers as in "1 h s t", and a function for its values, floats in float64.
 
-    `sums` is the number of terms of its gradient that devices sum each by itself, where they share the array.
+    `sums` is the number of partial sums of its gradient if devices share the array.
     """
 
     axes: str
@@ -47,18 +47,18 @@ class Case:
     """A call of `ejkernel.lax.<operation>`.
 
     Attributes:
-        operation: its name.
+        operation: the name of the operation.
         name: what the case is about.
-        sizes: of every letter.
-        operands: by argument name; a string stands for an operand of normal values.
+        sizes: the size of every letter.
+        operands: operands by argument name; a string stands for an operand of normal values.
         results: the axes of each result.
         options: the static arguments.
-        local: whether a part of the arrays gives that part of the results by itself; dropout also asks for the place.
-        tiny: sizes for tests whose cost is the square of the input's size; None where the case cannot be so small.
-        split_with: a letter that is split with another one, as keys and values in turn are with their heads.
-        composed_formula: of an operation that is composed of others, its formula under the same arguments.
-        composed_split: the letters that it can be split along. Of other operations the primitives know both.
-        over: the axes of a mesh that the operation is called over. A formula is then given `axis_sizes` too.
+        local: whether a part of the arrays alone gives that part of the results; dropout also depends on the place.
+        tiny: sizes for tests with quadratic cost; None if the case cannot be so small.
+        split_with: a letter that is split together with another one, as keys and values in turn with their heads.
+        composed_formula: for a composed operation, its formula with the same arguments.
+        composed_split: the letters along which it can be split. For other operations the primitives have both.
+        over: the mesh axes over which the operation is called. The formula then also gets `axis_sizes`.
     """
 
     operation: str
@@ -87,12 +87,12 @@ class Case:
 
     @property
     def algorithm(self) -> Any:
-        """The primitives, of an operation that has some."""
+        """The primitives of the operation, if it has some."""
         return OPERATIONS[self.operation].algorithm
 
     @property
     def reference(self) -> Callable[..., Any]:
-        """The formula in JAX, which stands beside the implementation in XLA; that itself where it has none."""
+        """The formula in JAX beside the implementation in XLA, or that implementation itself if there is none."""
         name = f"ejkernel.kernels._xla.{self.operation}"
         if importlib.util.find_spec(name) is not None:
             return importlib.import_module(name).reference
@@ -100,20 +100,20 @@ class Case:
 
     @property
     def program(self) -> tuple[Any, ...]:
-        """What is compiled for the call: equal where calls differ in their values alone."""
+        """A key of the compiled program: equal for calls that differ only in values."""
         operands = tuple((name, x.axes) for name, x in self.operands.items())
         sizes, mesh = tuple(sorted(self.sizes.items())), self.over and self.over.program
         return self.operation, sizes, operands, repr(self.options), self.differentiable, mesh
 
     @functools.cached_property
     def differentiable(self) -> tuple[str, ...]:
-        """The operands of the call that have tangents: quantised ones have none."""
+        """The operands of the call that have tangents, which quantised ones do not."""
         names = self.operands if self.is_composed else self.algorithm.differentiable
         return tuple(name for name in names if name in self.operands and self._is_float(name))
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The letters of axes that devices can split."""
+        """The letters of axes along which devices can split the call."""
         return self.composed_split if self.is_composed else self.algorithm.forward.layout.split
 
     def _is_float(self, name: str) -> bool:
@@ -121,7 +121,7 @@ class Case:
         return np.issubdtype(_type_of(x.values, x.shape(self.sizes)), np.floating)
 
     def types(self, dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
-        """The arrays without their contents, which are not made again for every call with such an operand."""
+        """The types of the arrays, cached for all calls with such operands."""
         found = {}
         for name, x in self.operands.items():
             shape = x.shape(self.sizes)
@@ -130,7 +130,7 @@ class Case:
         return found
 
     def arrays(self, seed: int = 0, dtype: Any = jnp.float32) -> dict[str, jax.Array]:
-        """The arrays of the call: other values for another seed, and the same whatever else is in the case."""
+        """The arrays of the call. Values depend on the seed and the operand, not on the rest of the case."""
         return {name: self._made(name, x.values, x.shape(self.sizes), seed, dtype) for name, x in self.operands.items()}
 
     def cotangents(self, arrays: Mapping[str, Any], seed: int = 0) -> list[jax.Array]:
@@ -150,7 +150,7 @@ class Case:
         return self.over.run(call, self.specs({}), self.result_specs({}))(dict(arrays)) if self.over else call(arrays)
 
     def formula(self, arrays: Mapping[str, Any]) -> list[Any]:
-        """The results of the reference, the formula that every implementation must give."""
+        """The results of the reference, which every implementation must give."""
         if self.is_composed:
             of_mesh = dict(axis_sizes=self.over.axis_sizes) if self.over else {}
             return jax.tree.leaves(self.composed_formula(**arrays, **self.options, **of_mesh))
@@ -162,31 +162,31 @@ class Case:
         return replace(self, sizes={**self.sizes, **sizes})
 
     def on(self, mesh: Mesh) -> "Case":
-        """The case with the mesh of a test, where its operation is called over one."""
+        """The case on the mesh of a test, if its operation is called over one."""
         return replace(self, over=replace(self.over, mesh=mesh)) if self.over else self
 
     def placed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays on the devices of the mesh that the operation is called over; themselves where there is none."""
+        """The arrays on the devices of the mesh over which the operation is called, unchanged if there is none."""
         return self.over.placed(arrays, self.specs({})) if self.over else dict(arrays)
 
     def spec(self, axes: str, split: Mapping[str, str]) -> PartitionSpec:
-        """How such axes are sharded where the letters are split over these mesh axes; a size of 1 cannot be split.
+        """The spec of these axes, if letters are split over these mesh axes; an axis of size 1 cannot be split.
 
-        Those over which the operation is called are split in any case.
+        Axes over which the operation is called are always split.
         """
         split = {**split, **self.over.split} if self.over else split
         with_split = lambda axis: self.split_with.get(axis, axis)
         over = lambda axis: split.get(with_split(axis)) if self.sizes.get(with_split(axis)) != 1 else None
         letters = axes.split()
-        # A mesh axis splits one axis of an array: of [d, d] the first.
+        # A mesh axis can split only one axis of an array: of [d, d] the first.
         return PartitionSpec(*(over(x) if x not in letters[:i] else None for i, x in enumerate(letters)))
 
     def specs(self, split: Mapping[str, str]) -> dict[str, PartitionSpec]:
-        """How the arrays are sharded where the letters are split."""
+        """The specs of the arrays if the letters are split."""
         return {name: self.spec(x.axes, split) for name, x in self.operands.items()}
 
     def result_specs(self, split: Mapping[str, str]) -> list[PartitionSpec]:
-        """How the results then are."""
+        """The specs of the results then."""
         return [self.spec(axes, split) for axes in self.results]
 
     def _made(self, name: str, values: Values, shape: tuple[int, ...], seed: int, dtype: Any) -> jax.Array:

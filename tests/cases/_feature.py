@@ -1,7 +1,7 @@
-"""What a call of an operation may have besides the plain one: a change of its sizes, operands, options or dtype.
+"""Features of calls: changes of sizes, operands, options or dtype of a plain call.
 
-Each file of an operation has them in its `FEATURES`, with the call that has none of them in `PLAIN`. Every argument of
-the operation is in one of both; `transforms/test_pairs.py` checks that.
+Each file of an operation has them in `FEATURES`, and the call without any in `PLAIN`. Every argument of the operation
+is in one of these; `transforms/test_pairs.py` checks that.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from ._case import Case
 
 @dataclass(frozen=True)
 class Feature:
-    """What of the plain call is another; `group` names what it is an alternative of."""
+    """A change of the plain call; features of one `group` are alternatives."""
 
     group: str = ""
     sizes: Mapping[str, int] = field(default_factory=dict)

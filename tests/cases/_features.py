@@ -1,4 +1,4 @@
-"""The features of all operations, which tests put together in pairs. Of those of one group a call has one at most."""
+"""The features of all operations, which tests combine in pairs. A call has at most one feature of a group."""
 
 import importlib
 import itertools
@@ -44,19 +44,19 @@ def call_with(operation: str, names: tuple[str, ...]) -> tuple[Case, str]:
 
 
 def _of_batch(x: Operand | str, batch: str) -> Operand:
-    """The operand with another letter, or number, for its axis b."""
+    """The operand with another letter or number for its axis b."""
     x = Operand(x) if isinstance(x, str) else x
     return replace(x, axes=x.axes.replace("b", batch))
 
 
 def together(operation: str, names: tuple[str, ...]) -> bool:
-    """Whether one call may have all of them: one of each group."""
+    """Whether one call may have all of these features: at most one of each group."""
     groups = [group for name in names if (group := FEATURES[operation][name].group)]
     return len(set(groups)) == len(groups)
 
 
 def pairs(operation: str) -> Iterator[tuple[str, ...]]:
-    """The plain call, each feature by itself, and every two that one call may have."""
+    """The plain call, each feature alone, and every two that may be combined."""
     names = FEATURES[operation]
     for size in range(3):
         yield from (chosen for chosen in itertools.combinations(names, size) if together(operation, chosen))

@@ -1,4 +1,4 @@
-"""What results must be: the formula in float64, differentiated by JAX; and how near to that they must come."""
+"""The oracle: the formula in float64, differentiated by JAX, and the tolerance of results."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def gradient(f: Callable, wrt: Sequence[str]) -> Callable:
 
 
 def pullback(f: Callable, wrt: Sequence[str]) -> Callable:
-    """(arrays, cotangents) -> (results, Jᵀ·cotangents): a program that needs the results for their own sake too."""
+    """(arrays, cotangents) -> (results, Jᵀ·cotangents), for programs that need the results too."""
 
     def run(arrays, cotangents):
         results, pull = jax.vjp(lambda moving: f({**arrays, **moving}), {name: arrays[name] for name in wrt})
@@ -39,7 +39,7 @@ def tangent(f: Callable, wrt: Sequence[str]) -> Callable:
 
 
 def curvature(f: Callable, wrt: Sequence[str]) -> Callable:
-    """(arrays, cotangents, tangents) -> the change of Jᵀ·cotangents along the tangents: forward over reverse."""
+    """(arrays, cotangents, tangents) -> the derivative of Jᵀ·cotangents along the tangents: forward over reverse."""
 
     def run(arrays, cotangents, tangents):
         return tangent(lambda arrays: gradient(f, wrt)(arrays, cotangents), wrt)(arrays, tangents)[1]
@@ -80,7 +80,7 @@ def jitted(
 
 
 def in_float64(f: Callable[..., Any]) -> Callable[..., Any]:
-    """f with every float of its arguments widened."""
+    """f with every float argument converted to float64."""
 
     def run(*args):
         with jax.enable_x64(True):
@@ -96,7 +96,7 @@ def _widened(x: Any) -> Any:
 
 
 def assert_close(found: Any, wanted: Any, tolerance: float = 1e-5, what: str = "") -> None:
-    """Equal structure, shapes and non-finite places; elsewhere no error over `tolerance` of the largest value."""
+    """Checks that structure, shapes and non-finite entries are equal, and errors at most `tolerance` of the largest."""
     paths, tree = jax.tree.flatten_with_path(found)
     wanted, wanted_tree = jax.tree.flatten(wanted)
     assert tree == wanted_tree, what

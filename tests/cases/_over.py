@@ -1,4 +1,4 @@
-"""The axes of a mesh that an operation is called over, inside `jax.shard_map`: ring attention, say."""
+"""Mesh axes over which an operation such as ring_attention is called, inside `jax.shard_map`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -11,13 +11,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 @dataclass(frozen=True)
 class Over:
-    """Over which axes of a mesh the arrays of a call are split where the operation is called.
+    """The mesh axes that split the arrays of a call.
 
     Attributes:
-        split: the axis that splits a letter.
-        devices: of each of these axes, where a test brings no mesh.
-        communicates: the kinds of collectives that the operation itself is made of.
-        mesh: that of a test, which has the axes and may have others.
+        split: the mesh axis that splits each letter.
+        devices: the size of each of these axes, if a test has no mesh.
+        communicates: the kinds of collectives that the operation itself uses.
+        mesh: the mesh of a test, which has these axes and may have others.
     """
 
     split: Mapping[str, str]
@@ -27,16 +27,16 @@ class Over:
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """How many devices each axis has."""
+        """The number of devices on each axis."""
         return {name: self.mesh.shape[name] if self.mesh else size for name, size in self.devices.items()}
 
     @property
     def program(self) -> tuple[Any, ...]:
-        """What is compiled for the mesh."""
+        """A key of the compiled program, for the mesh."""
         return tuple(self.split.items()), tuple(self.axis_sizes.items()), self.mesh
 
     def run(self, call: Callable, specs: Mapping[str, PartitionSpec], results: Any) -> Callable:
-        """A function of the arrays of each device as one of the whole arrays: under `jax.jit`, as in programs."""
+        """A function of the arrays of each device as one of whole arrays, under `jax.jit`."""
         mesh = self.mesh or self._own_mesh()
         on_devices = jax.shard_map(
             call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names=frozenset(self.devices)
@@ -55,7 +55,7 @@ class Over:
 
 
 def _resharded(x: jax.Array, spec: PartitionSpec, mesh: Mesh) -> jax.Array:
-    """x split as `jax.shard_map` wants it before, where axes are Explicit; how other axes split it stays."""
+    """x with the split that `jax.shard_map` requires of Explicit axes; splits by other axes stay."""
     if AxisType.Explicit not in mesh.axis_types:
         return x
     now = jax.typeof(x).sharding

@@ -1,4 +1,4 @@
-"""What the calls of the operations over the linear recurrence share: four query heads on two key/value heads."""
+"""Shared by cases of linear recurrences: four query heads on two key/value heads."""
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def case(operation, name, operands=(), sizes=(), of=QKV, local=True, tiny=None, 
 
 
 def remembering(tokens: float):
-    """Gates by which the state is forgotten in about so many tokens."""
+    """Gates by which the state is forgotten in about `tokens` tokens."""
     return lambda rng, shape: -np.abs(rng.standard_normal(shape)) / tokens
 
 

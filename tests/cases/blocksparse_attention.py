@@ -1,4 +1,4 @@
-"""Calls of blocksparse_attention: those of flash_attention, of which a block mask leaves some blocks."""
+"""Calls of blocksparse_attention: those of flash_attention with a block mask."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from ._feature import S, T, operand, option, sized
 
 
 def blocks(of: float):
-    """True with this probability, and beside the diagonal; nowhere in the last row, if there are several."""
+    """True with this probability, and beside the diagonal; all False in the last row, if there are several."""
 
     def values(rng, shape):
         rows, columns = shape[-2:]
@@ -55,9 +55,9 @@ CASES = (
     sparse(OF_FLASH["dropout_traced_scale"], "1 h x y"),
     sparse(OF_FLASH["cross_one_kv_head"], "h x y", (5, 2)),
 )
-# Of several tiles, and as large as this: on a CPU, XLA sums the 16 products of a logit one after the other where the
-# matrix is of 20 × 20 or more, and in parts where it is smaller or of a batch, which errs 1.45 times less. A formula
-# of some heads of 24 × 40 is of the second kind, and so nearer than a tile of one of them.
+# Of several tiles, and as large as this: on a CPU, XLA sums the 16 products of a logit sequentially if the matrix has
+# 20 × 20 entries or more, and in parts if it is smaller or batched, which has a 1.45 times smaller error. A formula of
+# some heads of 24 × 40 is of the second kind, and so more accurate than a tile of one of them.
 FAMILIES = tuple(sparse(case.resized(dict(s=144, t=192)), "b h x y", (16, 16)) for case in flash.FAMILIES)
 
 # --- For the tests of pairs of features -------------------------------------------------------------------------------

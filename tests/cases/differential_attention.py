@@ -1,4 +1,4 @@
-"""Calls of differential_attention. As b = h = 4 and g = 2, eight devices can split the batch by four, heads by two."""
+"""Calls of differential_attention. With b = h = 4 and g = 2, eight devices can split the batch by 4, the heads by 2."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +17,7 @@ PACKED = dict(q1="s h d", k1="t g d", q2="s h d", k2="t g d", v="t g e", lambda_
 
 
 def formula(q1, k1, q2, k2, v, lambda_, **how):
-    """o = softmax(q1·k1ᵀ)·v − λ · softmax(q2·k2ᵀ)·v, by the formula of attention, with what it gives in float32."""
+    """o = softmax(q1·k1ᵀ)·v − λ · softmax(q2·k2ᵀ)·v by the formula of attention, whose results are in float32."""
 
     def attention(q, k):
         call = FlashAttention.prepare_arguments(q, k, v, **how)

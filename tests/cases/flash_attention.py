@@ -1,4 +1,4 @@
-"""Calls of flash_attention. As b = h = 4 and g = 2, eight devices can split the batch by four, the heads by two."""
+"""Calls of flash_attention. With b = h = 4 and g = 2, eight devices can split the batch by four, the heads by two."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from ._feature import DTYPES, TOKENS, Feature, S, T, operand, option, plain, siz
 
 
 def chance(of: float):
-    """True with this probability, but nowhere in the first row, which so sees nothing."""
+    """True with this probability, but all False in the first row, which is fully masked."""
 
     def values(rng, shape):
         x = rng.random(shape) < of
@@ -27,7 +27,7 @@ def segments(rng, shape):
 
 
 def lengths(total: int):
-    """cu_seqlens of sequences one of which is empty, that leave a tail of the tokens to none."""
+    """cu_seqlens of sequences, one of them empty, that leave some tokens at the end without a sequence."""
 
     def values(rng, shape):
         cuts = np.sort(rng.integers(0, total, shape))
@@ -102,7 +102,7 @@ CASES = (
 
 
 def peaks(rng, shape):
-    """Rows of length 30, one direction each, so that a query's weight is all on the keys of its own direction."""
+    """Rows of length 30 in one direction each, so that a query's weight is all on the keys of its own direction."""
     return 30 * np.eye(shape[-1])[rng.integers(shape[-1], size=shape[:-1])]
 
 

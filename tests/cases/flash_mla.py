@@ -1,4 +1,4 @@
-"""Calls of flash_mla: c features of a latent, x of its keys without position, y of their rotary part; d = x + y."""
+"""Calls of flash_mla: c features of a latent, x of its keys without rotary part, y of the rotary part; d = x + y."""
 
 import numpy as np
 
@@ -51,7 +51,7 @@ CASES = (
 
 
 def family(name, sizes=(), **values):
-    """Projections that leave the length of a latent about as it is."""
+    """Projections that roughly preserve the length of a latent."""
     c = 12
     even = lambda rng, shape: rng.standard_normal(shape) / np.sqrt(c)
     values = dict(w_kc=even, w_vc=even) | values

@@ -9,7 +9,7 @@ from .flash_attention import lengths
 
 
 def between_0_and_1(rng, shape):
-    """How much of what the state has at a key is replaced; a tenth of the time all of it, and nothing."""
+    """The fraction of the state at a key that is replaced; in a tenth of the cases 1, and in a tenth 0."""
     return np.clip(rng.uniform(-0.1, 1.1, shape), 0, 1)
 
 
@@ -43,7 +43,7 @@ CASES = (
 
 
 def family(name, gates=remembering(30), sizes=(), **values) -> Case:
-    """Longer than a chunk; `values` of q, k and v where they are not normal."""
+    """Calls longer than a chunk; `values` of q, k and v if they are not normal."""
     operands = {of: Operand(arrays("b")[of], how) for of, how in values.items()} | dict(g=Operand("b s h", gates))
     return case(name, operands, dict(b=2, s=80, h=2, g=1, d=16, e=16) | dict(sizes), return_state=True)
 

@@ -9,7 +9,7 @@ PADDING = 3
 
 
 def sizes(total: int):
-    """Uneven groups of which one is empty, for all but the last PADDING of the rows."""
+    """Uneven groups, one of them empty, of all rows except the last PADDING."""
 
     def values(rng, shape):
         cuts = np.sort(rng.integers(0, total - PADDING + 1, shape[0] - 2))
@@ -25,7 +25,7 @@ def one_has_all(total: int):
 
 
 def beyond_32_bits(rng, shape):
-    """The second group has all the rows that are left, and the sum of all is more than int32 holds."""
+    """The second group has all remaining rows, and the sum of the sizes exceeds int32."""
     return np.array([5, *(2**31 - 1 for _ in range(shape[0] - 1))], np.int32)
 
 

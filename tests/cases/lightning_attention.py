@@ -1,4 +1,4 @@
-"""Calls of lightning_attention. A part of the heads does not know of the others, by whose number they decay."""
+"""Calls of lightning_attention. A part of the heads alone does not have the number of heads, on which decays depend."""
 
 from ._feature import TOKENS, operand, plain
 from ._recurrence import FEATURES as RECURRENCE_FEATURES

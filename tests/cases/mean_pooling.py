@@ -16,7 +16,7 @@ def with_padding(rng, shape):
 
 
 def lengths(total: int):
-    """cu_seqlens of uneven sequences, of which one is empty, without the last PADDING tokens."""
+    """cu_seqlens of uneven sequences, one of them empty, without the last PADDING tokens."""
 
     def values(rng, shape):
         cuts = np.sort(rng.integers(0, total - PADDING + 1, shape))

@@ -15,7 +15,7 @@ def formula(o_a, lse_a, o_b, lse_b, heads_last=False):
 
 
 def some_fully_masked(rng, shape):
-    """Logsumexps, of which some are −∞."""
+    """Logsumexps, some of them −∞."""
     lse = rng.standard_normal(shape)
     lse[..., ::3] = -np.inf
     return lse

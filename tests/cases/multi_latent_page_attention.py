@@ -1,7 +1,7 @@
 """Steps of multi_latent_page_attention with prefill, decode, and a sequence without tokens. Devices split the heads.
 
-The tables fit together whichever of them is of which seed: sequences share pages. Slots of a page are the letter z: its
-size is known. Of f = c + d features of a slot c are the latent.
+Tables with different seeds fit together, as sequences share pages. The letter z is the slots of a page: its size is
+fixed. Of the f = c + d features of a slot c are the latent.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from .page_attention import no_work, positive, small_integers
 
 
 def key_lists(rng, shape):
-    """Positions of keys, some of them twice, past the token's own, or of no key."""
+    """Positions of keys: some twice, some past the token's own, some −1."""
     return rng.integers(-2, 16, shape).astype(np.int32)
 
 
@@ -63,7 +63,7 @@ CASES = (
 
 
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(), context=60):
-    """64 tokens of 4 heads, among them one that decodes, with contexts of that many."""
+    """64 tokens of 4 heads, one of them in decode, with contexts of that length."""
     of = ragged.family(name, values, sizes, context)
     tables = {n: x for n, x in of.operands.items() if n in TABLES}
     arrays = {n: Operand(axes, values) for n, axes in dict(q_latent="t h c", q_rope="t h d", pages="p z f").items()}
@@ -71,7 +71,7 @@ def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(),
 
 
 def listed(name, family):
-    """The same with 24 keys for each token."""
+    """The same with lists of 24 keys for each token."""
     return replace(
         family,
         name=name,

@@ -1,4 +1,4 @@
-"""Calls of native_sparse_attention. As b = h = 4 and g = 2, eight devices can split the batch by four, heads by two.
+"""Calls of native_sparse_attention. With b = h = 4 and g = 2, eight devices can split the batch by 4, the heads by 2.
 
 The generated tests differentiate q, k and v; those of tests/kernels/test_xla_native_sparse_attention.py the gates too.
 """
@@ -11,12 +11,12 @@ from ._feature import DTYPES, TOKENS, Feature, S, operand, option, plain, sized
 
 
 def lists(of: int):
-    """Blocks from −1 to `of`, of which the first may be behind a query, negative, out of range or twice in a list."""
+    """Blocks from −1 to `of`: some are after the query, negative, out of range or twice in a list."""
     return lambda rng, shape: rng.integers(-1, of + 1, shape, dtype=np.int32)
 
 
 def near(size: int):
-    """The own block of each query, those before it, and then none."""
+    """The own block of each query, those before it, and then −1."""
 
     def values(rng, shape):
         own = np.arange(shape[1])[None, :, None, None] // size

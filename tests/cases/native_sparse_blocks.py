@@ -1,4 +1,4 @@
-"""Calls of native_sparse_blocks, whose results are numbers of blocks."""
+"""Calls of native_sparse_blocks, whose results are block indices."""
 
 from . import flash_attention as flash
 from ._case import Case, Operand

@@ -1,7 +1,7 @@
 """Steps of page_attention, with sequences of one token, of none, and of all that their pages hold.
 
-The tables fit together whichever of them is of which seed: sequences share pages. Slots of a page are the letter z: its
-size is known. What a table says of pages that are not there is clamped.
+Tables with different seeds fit together, as sequences share pages. The letter z is the slots of a page: its size is
+fixed. Pages that do not exist are clamped.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from ._feature import DTYPES, Feature, operand, option, plain, sized
 
 
 def up_to(most: int):
-    """Contexts of 0, of 1, of `most`, and others."""
+    """Contexts of 0, 1, `most` and other lengths."""
 
     def values(rng, shape):
         lengths = rng.integers(0, most + 1, shape)
@@ -22,7 +22,7 @@ def up_to(most: int):
 
 
 def pages_of(pages: int):
-    """Any pages of the pool, and some that are not in it."""
+    """Pages of the pool, and some outside it."""
 
     def values(rng, shape):
         strange = rng.choice([-1, pages, 2**31 - 1], shape)
@@ -40,7 +40,7 @@ def positive(rng, shape):
 
 
 def no_work(rng, shape):
-    """No work items: on XLA, where these cases are computed, no program is told by a plan what to do."""
+    """No work items: in XLA, which computes these cases, no program follows a plan."""
     return np.zeros(shape, np.int32)
 
 
@@ -71,7 +71,7 @@ CASES = (
 
 
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=()):
-    """Eight sequences of any lengths, with rows that share keys."""
+    """Eight sequences of random lengths, with rows that share keys."""
     sizes = dict(b=8, d=64, e=64, p=24, z=16) | dict(sizes)
     axes = dict(q="b h d", k_pages="p z g d", v_pages="p z g e")
     tables = dict(

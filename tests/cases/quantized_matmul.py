@@ -1,6 +1,6 @@
 """Calls of quantized_matmul. Devices split the batch and the columns of the product: g groups of 16, c in all, or n.
 
-u are groups of a row of codes, and p their words: where u are groups of columns, both are split with the columns.
+u are the groups of a row of codes, p the words of each: if u are groups of columns, both are split with the columns.
 """
 
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from ._feature import DTYPES, Feature, operand, plain, sized
 
 @dataclass(frozen=True, eq=False)
 class Packed(Case):
-    """A case with as many words p and columns c as its groups want, and groups of features as there are of these."""
+    """A case whose words p, columns c and features follow from its groups."""
 
     def resized(self, sizes):
         sizes = {**self.sizes, **sizes}
@@ -25,7 +25,7 @@ class Packed(Case):
 
 
 def codes(rng, shape):
-    """Any bits."""
+    """Random bits."""
     return rng.integers(2**32, size=shape, dtype=np.uint32)
 
 
@@ -35,12 +35,12 @@ def small_codes(rng, shape):
 
 
 def exponents(rng, shape):
-    """Of mxfp4 and mxfp8."""
+    """Exponents for mxfp4 and mxfp8."""
     return rng.integers(-3, 3, shape).astype(np.int8).view(np.uint8)
 
 
 def e4m3(rng, shape):
-    """From 0.5 to 2, for nvfp4 and nvfp8."""
+    """Scales from 0.5 to 2, for nvfp4 and nvfp8."""
     return rng.integers(0x30, 0x40, shape).astype(np.uint8)
 
 
@@ -49,7 +49,7 @@ def positive(rng, shape):
 
 
 def middle(rng, shape):
-    """The zeros of a few bits."""
+    """Zeros in the middle of the range of a few bits."""
     return rng.uniform(1, 3, shape)
 
 
@@ -130,7 +130,7 @@ def uniform(rng, shape):
 
 
 def family(name, x, k=32, **options):
-    """Four bits, in groups of 16 columns."""
+    """Four bits in groups of 16 columns."""
     operands = dict(x=Operand("s k", x), w=Operand("k p", codes), scales=Operand("k u", positive))
     if "mode" not in options:
         operands["zeros"] = Operand("k u", lambda rng, shape: rng.uniform(6, 9, shape))
@@ -146,7 +146,7 @@ FAMILIES = (
 
 # --- For the tests of pairs of features -------------------------------------------------------------------------------
 
-# Of 128 features and 128 columns: weights have the same shapes in both layouts.
+# With 128 features and 128 columns weights have the same shape in both layouts.
 PLAIN = plain(
     "quantized_matmul",
     dict(m=40, k=128, p=16, u=2, b=3),

@@ -7,12 +7,12 @@ from ._feature import DTYPES, operand, option, plain, sized
 
 
 def starts(rng, shape):
-    """From the first key on, and later."""
+    """Starts at the first key, and later ones."""
     return rng.integers(-1, 5, shape).astype(np.int32)
 
 
 def ends(most: int):
-    """No key, which is before some starts, one, all, more than there are, and others."""
+    """Ends at no key, before some starts, at one, all, more than there are, and others."""
 
     def values(rng, shape):
         found = rng.integers(0, most + 1, shape)
@@ -49,7 +49,7 @@ CASES = (
 
 
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), length=60):
-    """Eight sequences of any lengths."""
+    """Eight sequences of random lengths."""
     arrays = {n: Operand(of, values) for n, of in dict(q="b h d", k="b t g d", v="b t g e").items()}
     sizes = dict(b=8, t=length, d=64, e=64)
     return case(name, sizes, arrays | dict(sequence_end=Operand("b", ends(length))), return_lse=True)

@@ -10,7 +10,7 @@ from .ragged_page_attention_v3 import query_start_loc
 
 
 def places(rng, shape):
-    """No state is of two sequences; there are as many besides."""
+    """A different state of the pool for each sequence; the pool has twice as many."""
     return rng.permutation(2 * shape[0])[: shape[0]].astype(np.int32)
 
 

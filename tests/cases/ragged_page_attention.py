@@ -1,7 +1,7 @@
 """Steps of ragged_page_attention with prefill, decode, and a sequence without tokens. Two devices split the heads.
 
-The tables fit together whichever of them is of which seed: sequences share pages. Slots of a page are the letter z: its
-size is known.
+Tables with different seeds fit together, as sequences share pages. The letter z is the slots of a page: its size is
+fixed.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from .ragged_page_attention_v3 import all_but_one, context_lens, query_start_loc
 
 
 def tree(rng, shape):
-    """Any of the drafts, its own or not."""
+    """Random drafts are visible, the own one or not."""
     return rng.random(shape) < 0.6
 
 
@@ -57,7 +57,7 @@ LENGTHS = (30, 1, 0, 29)
 
 
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(), context=60):
-    """64 tokens of 4 heads, among them one that decodes, with contexts of that many."""
+    """64 tokens of 4 heads, one of them in decode, with contexts of that length."""
     sizes = dict(t=64, d=64, z=16, p=24) | dict(sizes)
     arrays = {n: Operand(axes, values) for n, axes in dict(q="t h d", kv_pages="p z c d").items()}
     tables = dict(

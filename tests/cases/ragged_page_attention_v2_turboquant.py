@@ -1,7 +1,7 @@
 """Steps of ragged_page_attention_v2_turboquant with prefill, decode, and a sequence without tokens.
 
-Two devices split the heads. The tables fit together whichever of them is of which seed. Slots of a page are the letter
-z: its size is known.
+Two devices split the heads. Tables with different seeds fit together. The letter z is the slots of a page: its size is
+fixed.
 """
 
 import numpy as np
@@ -27,7 +27,7 @@ def projection(rng, shape):
 
 
 def codebook(rng, shape):
-    """Entries in order, for coordinates of unit vectors of 8 or so features."""
+    """Ascending entries for coordinates of unit vectors of about 8 features."""
     return np.sort(rng.standard_normal(shape)) / 3
 
 
@@ -75,7 +75,7 @@ WIDE = dict(t=64, d=64, f=64, i=32, e=64, w=8, z=16, p=24, k=8, v=16)
 
 
 def of_lloyd_and_max(rng, shape):
-    """The codebook of 64 features that TurboQuant has."""
+    """The Lloyd-Max codebook of TurboQuant for 64 features."""
     return solve_lloyd_max(bits=shape[0].bit_length() - 1, dim=64).centroids.astype(np.float64)
 
 
@@ -83,7 +83,7 @@ CODEBOOKS = dict(key_codebook=Operand("k", of_lloyd_and_max), value_codebook=Ope
 
 
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), norms=positive, sizes=(), context=60):
-    """64 tokens of 4 heads, among them one that decodes, with contexts of that many."""
+    """64 tokens of 4 heads, one of them in decode, with contexts of that length."""
     sizes = WIDE | dict(sizes)
     arrays = dict(q=Operand("t h d", values))
     arrays |= dict(key_norms_pages=Operand("p z g 2", norms), value_norms_pages=Operand("p z g", norms))

@@ -1,6 +1,6 @@
 """Steps of ragged_page_attention_v3 with prefill, decode, and a sequence without tokens. Two devices split the heads.
 
-The tables fit together whichever of them is of which seed. Slots of a page are the letter z: its size is known.
+Tables with different seeds fit together. The letter z is the slots of a page: its size is fixed.
 """
 
 import numpy as np
@@ -10,17 +10,17 @@ from ._feature import DTYPES, operand, option, plain, sized
 
 
 def context_lens(rng, shape):
-    """From 4 tokens, which is more than any step of them has, to all that the pages of a sequence hold."""
+    """From 4 tokens, more than any of them has in the step, to all that the pages of a sequence hold."""
     return rng.integers(4, 17, shape).astype(np.int32)
 
 
 def block_tables(rng, shape):
-    """No page is of two sequences."""
+    """No page belongs to two sequences."""
     return rng.permutation(shape[0] * shape[1]).reshape(shape).astype(np.int32)
 
 
 def query_start_loc(rng, shape):
-    """A chunk of a prefill, one token of decode, none, and up to 3 more; the last tokens of the step are of none."""
+    """A chunk of a prefill, one token of decode, none, and up to 3 more; the last tokens have no sequence."""
     lengths = [rng.integers(2, 4), 1, 0, *rng.integers(1, 4, shape[0] - 4)]
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
@@ -62,7 +62,7 @@ LENGTHS = (30, 1, 0, 29)
 
 
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(), context=60):
-    """64 tokens of 4 heads, among them one that decodes, with contexts of that many."""
+    """64 tokens of 4 heads, one of them in decode, with contexts of that length."""
     arrays = {n: Operand(axes, values) for n, axes in dict(q="t h d", k="t g d", v="t g d", kv_pages="p z c d").items()}
     tables = dict(
         context_lens=Operand("n", lambda rng, shape: np.full(shape, context, np.int32)),

@@ -1,6 +1,6 @@
 """Steps of ragged_page_attention_v3_turboquant with prefill, decode, and a sequence without tokens.
 
-Two devices split the heads. The tables fit together whichever of them is of which seed.
+Two devices split the heads. Tables with different seeds fit together.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ CASES = (
 
 
 def family(name, values=lambda rng, shape: rng.standard_normal(shape), sizes=(), context=60):
-    """64 tokens of 4 heads, among them one that decodes, with contexts of that many."""
+    """64 tokens of 4 heads, one of them in decode, with contexts of that length."""
     arrays = {n: Operand(axes, values) for n, axes in dict(q="t h d", k="t g d", v="t g d").items()}
     tables = dict(
         context_lens=Operand("n", lambda rng, shape: np.full(shape, context, np.int32)),

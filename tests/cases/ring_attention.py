@@ -1,7 +1,7 @@
 """Calls of ring_attention over two or three devices, whose arrays are in the order in which they are sharded.
 
 As the tokens are multiples of the devices and b = 4, eight devices can split the batch by four, the tokens by two. The
-columns of bias and mask are the letter c: the keys of all devices, which each device has.
+letter c is the columns of bias and mask: the keys of all devices, which each device has.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ def over(devices=2, strategy="ring"):
 
 
 def positions(layout, length, size):
-    """Where the tokens of all devices, one device after the other, stand in the sequence."""
+    """The positions in the sequence of the tokens of all devices, one device after the other."""
     device, place = np.arange(size)[:, None], np.arange(length // size)
     if layout == "striped":
         return (device + size * place).ravel()
@@ -55,7 +55,7 @@ def visible(q, k, axis_sizes, axis_name, layout, causal, window, q_segment_ids, 
 
 
 def of_four_axes(x):
-    """x [b,h,s,t], of which the first axes may be missing: JAX can be told not to promote ranks silently."""
+    """x with the four axes [b,h,s,t], as JAX may be set not to promote ranks."""
     return x.reshape((1,) * (4 - x.ndim) + x.shape)
 
 
@@ -79,8 +79,8 @@ def formula(
     softcap=None,
     return_lse=False,
 ):
-    """softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows, of all devices at once."""
-    del strategy  # none of them changes what is computed
+    """softmax(scale·q·kᵀ + bias, masked)·v and the logsumexp of its rows, for all devices at once."""
+    del strategy  # none of them changes the result
     wide = np.promote_types(q.dtype, np.float32)
     ids = q_segment_ids, kv_segment_ids
     seen = visible(q, k, axis_sizes, axis_name, layout, causal, window, *ids, mask)
@@ -105,7 +105,7 @@ def formula(
 
 
 def case(name, strategy, layout, sizes=(), operands=(), devices=2, **more):
-    """Its tiny sizes and the options of the call are among the last."""
+    """A case; `options` may also have its tiny sizes."""
     tiny, results = more.pop("tiny", None), ("b s h e", "b h s")
     return Case(
         "ring_attention",

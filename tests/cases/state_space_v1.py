@@ -15,7 +15,7 @@ def below_0(rng, shape):
 
 
 def steps(rng, shape):
-    """As of a softplus; a tenth of the tokens leave the state as it is."""
+    """Steps as from a softplus; a tenth of them are 0."""
     return np.log1p(np.exp(rng.standard_normal(shape) - 1)) * rng.choice([0, 1], shape, p=[0.1, 0.9])
 
 
@@ -45,7 +45,7 @@ CASES = (
 
 # --- For the tests of precision ---------------------------------------------------------------------------------------
 
-# As many channels as make the norm of the gradient of D, one number a channel, more than a matter of chance.
+# Enough channels that the norm of the gradient of D, one number a channel, is not a matter of chance.
 LONG = dict(b=2, s=80, h=16, d=16)
 
 FAMILIES = (

@@ -35,7 +35,7 @@ CASES = (
 
 # --- For the tests of precision ---------------------------------------------------------------------------------------
 
-# As many heads as make the norm of a gradient of A or D, one number a head, more than a matter of chance.
+# Enough heads that the norm of a gradient of A or D, one number a head, is not a matter of chance.
 LONG = dict(b=2, s=80, h=16, g=2, d=16, e=16)
 
 FAMILIES = (

@@ -1,4 +1,4 @@
-"""What the tests of `ejkernel doctor` share: devices, and what is needed to ask for their kernels."""
+"""Shared by the tests of `ejkernel doctor`: devices, and what the kernels need."""
 
 import importlib.util
 

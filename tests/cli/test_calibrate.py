@@ -1,4 +1,4 @@
-"""`ejkernel calibrate`: what it measures is kept, and it says so only where it is."""
+"""`ejkernel calibrate`: measurements are kept, and it says so only if they are."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The commands: what they print, what they leave behind, and one clear line for wrong arguments."""
+"""The commands: their output, their files, and one clear line for wrong arguments."""
 
 import csv
 import sys
@@ -25,7 +25,7 @@ def printed(capsys, *arguments):
 
 
 def refused(capsys, *arguments):
-    """The one line that wrong arguments are told."""
+    """The one-line error for wrong arguments."""
     with pytest.raises(SystemExit) as raised:
         main(arguments)
     out, err = capsys.readouterr()
@@ -175,7 +175,7 @@ def test_explain_takes_every_operation(capsys, call):
         ("explain mean_pooling --kv-heads 3 --array x=f32[1,2,3]", "--kv-heads needs --q"),
         ("explain flash_attention --q 1,64,4,64 --device-kind H200", "--device-kind needs --target"),
         ("demo --steps 0", "--steps is 0; it must be at least 1"),
-        ("demo --context-parallel 3", "--context-parallel is 3; it must be at least 1, and twice of it divide the 128"),
+        ("demo --context-parallel 3", "--context-parallel is 3; it must be at least 1 and divide 64, half"),
         ("demo --context-parallel 16", "16 devices are asked for; there are 8 of cpu"),
         ("demo --context-parallel 2 --mixer gla", "--context-parallel is for attention, not for --mixer gla"),
     ],
@@ -188,7 +188,7 @@ def test_wrong_arguments_are_told_in_one_line(capsys, arguments, message):
 
 
 def trained(capsys, out, monkeypatch, *arguments):
-    """What the demo prints; 12 steps show whether the losses are smooth enough for two trainings to stay together."""
+    """The output of the demo; 12 steps show whether the losses are smooth enough for two trainings to stay together."""
     monkeypatch.setattr(demo, "_SAMPLED", 8)
     told = printed(capsys, "demo", *arguments, "--steps", "12", "--out", str(out))
     assert "of a step, in the first 12 " in told and "of means over" not in told
@@ -208,7 +208,7 @@ def test_demo_trains_shows_and_saves(capsys, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_demo_with_gated_linear_attention(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "_show_text", lambda *given: True)  # the test with experts has it
+    monkeypatch.setattr(demo, "_show_text", lambda *given: True)  # the test with experts saves files
     assert "training step: 4 × gla, 4 × gla_bwd\n" in trained(capsys, tmp_path, monkeypatch, "--mixer", "gla")
 
 
@@ -232,7 +232,7 @@ def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypa
     assert "the kernels and the formula train alike" in out
     assert "2 × gla, 2 × gla_bwd, 6 × grouped_matmul, 6 × grouped_matmul_bwd" in out
     assert "ejkernel[op=gla;" in out and "ejkernel[op=grouped_matmul;" in out
-    assert "8 of 8 characters, written one by one with the states carried along, are those of the whole" in out
+    assert "8 of 8 characters, generated from recurrent states, agree with a forward over the whole text" in out
 
 
 def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_path, monkeypatch):
@@ -242,14 +242,14 @@ def test_without_matplotlib_the_demo_says_so_and_leaves_the_table(capsys, tmp_pa
     assert [file.name for file in tmp_path.iterdir()] == ["loss.csv"]
 
 
-def test_a_directory_that_cannot_be_made_is_told(capsys, tmp_path):
+def test_an_error_names_a_directory_that_cannot_be_made(capsys, tmp_path):
     (tmp_path / "file").write_text("")
     assert "File exists" in refused(capsys, "demo", "--out", str(tmp_path / "file"))
 
 
-def test_demo_fails_where_the_curves_part(capsys):
+def test_demo_fails_if_the_curves_differ(capsys):
     def agree(steps, by, dtype="float32"):
-        """Do they, if those steps of a falling curve are higher by so much?"""
+        """Whether the losses agree if those steps of a falling curve are higher by so much."""
         curves = {name: np.linspace(4, 2, 200) for name in ("ejkernel", "reference")}
         curves["ejkernel"][steps] += by
         return demo._compare(curves, demo._TOLERANCE[dtype])

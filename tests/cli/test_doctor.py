@@ -28,7 +28,7 @@ ONE_OF_EACH_KIND = ("flash_attention", "gla", "grouped_matmul", "page_attention"
 
 @pytest.mark.parametrize("names", [ONE_OF_EACH_KIND, pytest.param(tuple(OPERATIONS), marks=pytest.mark.slow, id="all")])
 def test_every_operation_is_right_here(capsys, monkeypatch, names):
-    """One of each kind, and at night all, each of which is always called by its example in `tests/test_registry.py`."""
+    """One operation of each kind; at night all. `tests/test_registry.py` always calls every example."""
     monkeypatch.setattr(doctor, "OPERATIONS", {name: OPERATIONS[name] for name in names})
     status, rows, last = told(capsys)
     assert last == [ALL_IS_WELL] and status == 0
@@ -65,7 +65,7 @@ def test_wrong_numbers_are_a_row_and_a_status(capsys, one_operation, by):
     assert rows["mean_pooling", "cute/any"].endswith("gradient wrong, over 3 times the error of the formula")
 
 
-def test_what_is_refused_is_shown_and_is_not_wrong(capsys, one_operation):
+def test_unsupported_calls_are_shown_and_not_failures(capsys, one_operation):
     @kernel_registry.register("mean_pooling", Platform.CUTE, "any", priority=500)
     @supported_if(lambda spec, operands, target: "not\n today" if operands.segments is not None else None)
     def refusing(*operands, spec, config):
@@ -76,7 +76,7 @@ def test_what_is_refused_is_shown_and_is_not_wrong(capsys, one_operation):
     assert "  cute/any    none: not today\n" in out and "was called" not in out
 
 
-def test_what_no_call_takes_is_said(capsys, one_operation):
+def test_shadowed_implementations_are_reported(capsys, one_operation):
     right = kernel_registry.find("mean_pooling", "xla").implementation
 
     @kernel_registry.register("mean_pooling", Platform.XLA, "cpu", priority=500)
@@ -111,7 +111,7 @@ def test_errors_are_in_units_of_that_of_the_formula():
     assert of(1, 2, -np.inf) == 0 and 1.9 < of(1.02, 2, -np.inf) < 2.1
     assert of(1, np.nan, -np.inf) == of(1, 2, 0) == of(np.inf, 2, -np.inf) == np.inf
     near = {"x": np.array([1.0, 2.0, -np.inf], np.float32)}
-    assert _error(formula, exact, near) == np.inf  # nothing but the exact one is allowed
+    assert _error(formula, exact, near) == np.inf  # no error beyond that of rounding is allowed
 
 
 # --- The examples
@@ -133,7 +133,7 @@ def test_every_operation_has_an_example_of_the_types_that_accelerators_are_for(o
 )
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_kernel_for_a_device_takes_the_example(operation, target):
-    """Those for its hardware, and of a generation of it: an example that a kernel refuses is no check of it.
+    """Kernels for its hardware and generation: an example that a kernel refuses would not check it.
 
     The decoding kernels are those of ragged_decode_attention, whose example they take.
     """

@@ -1,4 +1,4 @@
-"""What `ejkernel doctor` says of a machine: its devices, the packages that are installed, and their versions."""
+"""The report of `ejkernel doctor` on a machine: its devices, installed packages and their versions."""
 
 import glob
 import os
@@ -18,7 +18,7 @@ from tests.cli.doctor_checks import H200, needs_jax_triton
 
 
 def outcomes(**of_triton):
-    """Of an operation with kernels in Triton and in Mosaic GPU, the latter for its gradient alone."""
+    """Outcomes of an operation with kernels in Triton, and in Mosaic GPU for its gradient only."""
     taken, refused = Outcome(1.0, 1.0), Outcome(reason="jax-triton cannot be imported (no such module)")
     triton = {name: taken if of_triton.get(name, True) else refused for name in PASSES}
     return {
@@ -83,7 +83,7 @@ def test_a_device_that_jax_does_not_see(monkeypatch):
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Sets what is installed: name → version and requirements."""
+    """Sets the installed packages: name → version and requirements."""
 
     def install(**packages):
         packages = {name.replace("_", "-"): of for name, of in packages.items()}
@@ -94,7 +94,7 @@ def installed(monkeypatch):
     return install
 
 
-def test_packages_say_themselves_what_they_want_of_others(installed):
+def test_packages_declare_their_own_requirements(installed):
     assert installed(jax_triton=("0.4.1", "triton>=3.7", "absl-py"), triton=("3.6.0",)) == [
         "jax-triton wants triton>=3.7, and 3.6.0 is installed"
     ]
@@ -109,7 +109,7 @@ def test_packages_say_themselves_what_they_want_of_others(installed):
     )
 
 
-def test_what_is_always_required_must_be_there(installed):
+def test_unconditional_requirements_must_be_installed(installed):
     packages = dict(jax_cuda13_plugin=("0.11.2", "jax-cuda13-pjrt==0.11.2"), jaxlib=("0.11.2",))
     assert installed(**packages, jax_cuda13_pjrt=(None,)) == [
         "jax-cuda13-plugin wants jax-cuda13-pjrt==0.11.2, and none is installed"
@@ -159,7 +159,7 @@ def run_as_program(*, environment, read=True):
 
 
 @pytest.mark.parametrize("platforms", ["no_such_platform", "rocm"])
-def test_without_a_device_it_shows_what_there_is_and_fails(platforms):
+def test_without_a_device_it_shows_the_versions_and_fails(platforms):
     status, out, err = run_as_program(environment={"JAX_PLATFORMS": platforms})
     assert status == 1 and "Traceback" not in err
     assert jax.__version__ in out and f"cpu   none: JAX_PLATFORMS={platforms} leaves it out" in out

@@ -1,4 +1,4 @@
-"""`ejkernel explain`: its exit status, its rows, and what it knows of the autotuning policy."""
+"""`ejkernel explain`: its exit status, its rows, and the autotuning policy."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""`ejkernel hlo`: what is found in dumps, of this process and of others, and what is said where nothing is."""
+"""`ejkernel hlo`: labels in dumps of this and other processes, and the message if there are none."""
 
 import gzip
 import os

@@ -1,4 +1,4 @@
-"""What every command owes to its user: no traceback for a reader that has gone, nor for devices that are not there."""
+"""Behaviour common to all commands: no traceback if a reader closes the pipe, or if there are no devices."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def started(arguments, **how):
 
 
 def traces(err):
-    """Lines of a traceback; JAX, too, writes to stderr."""
+    """Lines of a traceback; JAX also writes to stderr."""
     return [line for line in err.splitlines() if any(trace in line for trace in TRACES)]
 
 
@@ -41,11 +41,11 @@ def test_a_reader_of_the_help_that_has_gone():
     process = started("--help")
     process.stdout.close()
     err = process.stderr.read()
-    assert process.wait() in (0, 128 + 13) and traces(err) == []  # argparse itself may let it go
+    assert process.wait() in (0, 128 + 13) and traces(err) == []  # argparse itself may ignore it
 
 
 def test_a_table_that_cannot_be_written_is_no_broken_pipe(capsys, monkeypatch, tmp_path):
-    """tune tells of errors of files, of which a broken pipe is one by its class."""
+    """tune reports file errors, and a BrokenPipeError is an OSError too."""
 
     def gone(*given):
         raise BrokenPipeError
@@ -67,7 +67,7 @@ def test_signs_that_the_terminal_does_not_have_are_replaced():
 
 @pytest.mark.parametrize("platforms", ["no_such_platform", "rocm"])
 @pytest.mark.parametrize("arguments", ["calibrate", "demo --steps 1", EXPLAIN, "tune --model vit-large"])
-def test_no_device_is_told_in_one_line(tmp_path, arguments, platforms):
+def test_a_missing_device_is_reported_in_one_line(tmp_path, arguments, platforms):
     out, err = (process := started(arguments, environment={"JAX_PLATFORMS": platforms}, cwd=tmp_path)).communicate()
     assert process.returncode == 2 and out == "" and traces(err) == []
     command = arguments.partition(" ")[0]
@@ -75,7 +75,7 @@ def test_no_device_is_told_in_one_line(tmp_path, arguments, platforms):
 
 
 @pytest.mark.parametrize("platforms", ["no_such_platform", "rocm"])
-def test_info_shows_what_there_is_without_a_device(platforms):
+def test_info_works_without_a_device(platforms):
     out, err = (process := started("info", environment={"JAX_PLATFORMS": platforms})).communicate()
     assert process.returncode == 0 and traces(err) == []
     assert f"cpu   none: JAX_PLATFORMS={platforms} leaves it out" in out and "Tuned tables" in out

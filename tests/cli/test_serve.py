@@ -1,4 +1,4 @@
-"""`ejkernel serve`: what it prints, what it keeps, what it measures, and one line for wrong arguments."""
+"""`ejkernel serve`: its output, files and measurements, and one line for wrong arguments."""
 
 import sys
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ SMALL = _served.Served(
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, tmp_path):
-    """The demo's model, but smaller, compiled as it is needed; what is written goes to a directory of its own."""
+    """The demo's model, smaller and compiled on demand, with files in a temporary directory."""
     monkeypatch.setattr(Engine, "compile", lambda self: None)
     monkeypatch.setitem(_served.MODELS, "demo", SMALL)
     monkeypatch.setattr(serve, "known_ceilings", lambda kind: Ceilings(kind, 1e9, {}, ""))
@@ -67,8 +67,8 @@ def test_a_model_is_trained_once_and_kept(capsys, monkeypatch):
     assert "here.npz has not the weights of this model" in refused(capsys, *ask)
 
 
-def test_the_demo_s_model_is_trained_to_what_is_served():
-    """Its weights are named and shaped as those of the decoder."""
+def test_the_demo_trains_weights_of_the_served_shapes():
+    """The names and shapes of its weights are those of the decoder."""
     decoder = _served._of_demo()
     shapes = jax.tree.map(np.shape, _served._trained(1, 0))
     assert shapes == _served.weight_shapes(decoder) and decoder.windows == (64, None, None, None)
@@ -77,7 +77,7 @@ def test_the_demo_s_model_is_trained_to_what_is_served():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("--model llama-1b", "there are no weights of llama-1b here; --random draws some"),
+        ("--model llama-1b", "there are no weights of llama-1b here; --random makes random ones"),
         ("--random --pages 0", "pages is 0"),
         ("--random --drafts 2 --branches 3", "branches is 3 and drafts 2"),
         ("--random --devices 99", "--devices is 99; there are 8"),
@@ -139,7 +139,7 @@ def test_bytes_are_those_of_the_weights_and_of_what_is_visible():
     assert bytes_moved_by(engine)(Done(chunks, 4, [])) == of_weights + visible * 2 * 2 * 8 * 4
 
 
-def test_the_summary_is_of_what_was_measured():
+def test_the_summary_is_of_the_measurements():
     steps = [StepRecord(0.1, 20, 2, 5, False, 10**7), StepRecord(0.1, 2, 2, 6, True, 2 * 10**7)]
     rows = summary(Replay(steps, [0.1, 0.3], [0.1] * 3, generated=5, seconds=0.2), alone=5.0, copy=1e9, pages=9)
     assert rows["generated"] == "25 tokens a second; one request at a time 5, 5.0 times fewer"
@@ -151,7 +151,7 @@ def test_the_summary_is_of_what_was_measured():
 # --- The server
 
 
-def test_a_server_without_what_it_needs_is_told(capsys, monkeypatch):
+def test_a_server_names_missing_requirements(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert "--http needs starlette and uvicorn: pip install 'ejkernel[serve]'" in refused(capsys, "--http", "--random")
 

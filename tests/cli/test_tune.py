@@ -1,4 +1,4 @@
-"""`ejkernel tune`: recorded calls and models' shapes become tables, and what cannot be done is said."""
+"""`ejkernel tune`: recorded calls and models' shapes become tables; errors are reported."""
 
 import json
 import sys
@@ -54,12 +54,12 @@ def calls(tmp_path):
 
 
 def tuned(capsys, *arguments):
-    """The exit status and what is printed."""
+    """The exit status and the output."""
     return main(["tune", *map(str, arguments)]), capsys.readouterr().out
 
 
 def refused(capsys, *arguments):
-    """The one line that wrong arguments are told."""
+    """The one-line error for wrong arguments."""
     with pytest.raises(SystemExit) as raised:
         main(["tune", *map(str, arguments)])
     out, err = capsys.readouterr()
@@ -106,7 +106,7 @@ def test_a_kernel_of_a_module_is_found_once_that_is_imported(capsys, calls, tmp_
     assert "No module named 'no_such_module'" in refused(capsys, "--recorded", file, "--import", "no_such_module")
 
 
-def test_a_call_that_fails_is_told_and_the_others_are_kept(capsys, calls, tmp_path):
+def test_a_failing_call_is_reported_and_the_others_are_kept(capsys, calls, tmp_path):
     file = calls(Failing("failing"), Improvable("works"))
     status, out = tuned(capsys, "--recorded", file, "--out", tmp_path / "table.json")
     assert status == 1 and "not measured: failing@v1: cannot be measured: no block divides it" in out

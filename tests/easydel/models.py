@@ -1,7 +1,7 @@
-"""Tiny models of EasyDeL, with whichever ejkernel is installed.
+"""Tiny models of EasyDeL, with the installed ejkernel.
 
-`python -O tests/easydel/models.py llama/flash_attn2 mamba` prints what each gives, a JSON object a line. Without -O
-EasyDeL asserts that the version of ejkernel is "0.0.78".
+`python -O tests/easydel/models.py llama/flash_attn2 mamba` prints the results of each, one JSON object a line. Without
+-O EasyDeL asserts that the version of ejkernel is "0.0.78".
 
 The weights come from NumPy by the names of the parameters, so that every version of JAX has the same.
 """
@@ -34,7 +34,7 @@ TINY = dict(
 )
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 WINDOW = dict(sliding_window=8)
-# The name of the class in EasyDeL, and what its configuration has besides the sizes of TINY.
+# The name of the class in EasyDeL, and its configuration besides the sizes in TINY.
 FAMILIES = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
@@ -77,12 +77,12 @@ FAMILIES = {
     "mamba2": ("Mamba2", dict(state_size=16, num_heads=8, head_dim=16, n_groups=2, chunk_size=8)),
 }
 STATE_SPACES = ("mamba", "mamba2")
-# The mechanisms of attention over pages, which the engine of EasyDeL runs.
+# The implementations of paged attention that EasyDeL's engine uses.
 PAGED = ("ragged_page_attention_v2", "ragged_page_attention_v3")
 LATENTS = tuple(f"multi_latent_ragged_page_attention_v{version}" for version in (1, 2))
-# The mechanisms that a CPU has; cudnn and cuda_flash_attn2 are sdpa there.
+# The attention implementations that work on a CPU; cudnn and cuda_flash_attn2 are sdpa there.
 DENSE = ("flash_attn2", "vanilla", "sdpa", "blocksparse", "ring", "autoregressive_decodeattn", "auto")
-# Tokens of a prompt, where not all of them: the cache that EasyDeL makes for a window is right for prompts within it.
+# Tokens of a prompt, if not all: EasyDeL's cache for windows is right only for prompts within the window.
 PROMPTS = {"mistral": 7, "gemma2": 7}
 WITHOUT_FLASH = ("deepseek_v2", "gpt_oss", "gpt_oss_bfloat16")  # with the release
 CASES = (
@@ -111,13 +111,13 @@ def configuration(easydel, family, mechanism):
         sharding_axis_dims=(1, 1, 1, 1, 1),
         blocksize_q=4,
         blocksize_k=4,
-        attn_dtype=jnp.float32,  # bfloat16 if not given
+        attn_dtype=jnp.float32,  # bfloat16 by default
         kvdtype=jnp.float32,
     )
 
 
 def weight(name, x):
-    """Of a vector what it is, if constant, and a tenth of a normal; of a matrix a normal over the root of its rows."""
+    """A constant vector plus a tenth of a normal one; a matrix of normal numbers divided by the root of its rows."""
     x = np.asarray(x)
     normal = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(x.shape)
     if x.ndim < 2:
@@ -127,7 +127,7 @@ def weight(name, x):
 
 
 def build(family, mechanism):
-    """(the graph, its parameters, the rest) of a model with those weights."""
+    """(graph, parameters, rest) of a model with those weights."""
     import easydel
     import flax.nnx as nn
     import jax
@@ -138,7 +138,7 @@ def build(family, mechanism):
     model = cls(config=config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nn.Rngs(0))
     if family == "gpt_oss":
         for layer in model.model.layers:
-            layer.mlp.dtype = jnp.float32  # which it leaves at bfloat16
+            layer.mlp.dtype = jnp.float32  # which are left in bfloat16
     graph, parameters, rest = nn.split(model, nn.Param, ...)
     named = lambda path, x: jnp.asarray(weight(jax.tree_util.keystr(path, simple=True, separator="."), x))
     return model.mesh, graph, jax.tree_util.tree_map_with_path(named, parameters), rest
@@ -149,7 +149,7 @@ def told(what):
 
 
 def inputs():
-    """Tokens, a mask in which the first sequence begins with padding, and targets, −1 where there is none."""
+    """Tokens, a mask whose first sequence begins with padding, and targets, −1 for none."""
     rng = np.random.default_rng(0)
     ids, mask = rng.integers(3, VOCABULARY - 1, (BATCH, LENGTH)), np.ones((BATCH, LENGTH), np.int32)
     mask[0, :PADDED] = 0
@@ -195,7 +195,7 @@ def run(family, mechanism=""):
 
 
 def tokenizer(folder):
-    """Writes a tokenizer of the words w0, w1, … there."""
+    """Writes a tokenizer of the words w0, w1, … to a folder."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -206,14 +206,14 @@ def tokenizer(folder):
 
 
 def serve(family, mechanism):
-    """Greedy tokens of eSurge, the engine of EasyDeL over pages, for the tokens of `inputs` without the padding."""
+    """Greedy tokens by eSurge, EasyDeL's engine over pages, for the tokens of `inputs` without padding."""
     import easydel
     import flax.nnx as nn
     import jax.numpy as jnp
     from easydel.caching.mla_ragged_page import cache as of_latents
     from easydel.caching.ragged_page import cache
 
-    # On a CPU a pool of pages has 4 GiB, whatever hbm_utilization says. Nothing else of EasyDeL is changed.
+    # On a CPU a pool of pages has 4 GiB, whatever hbm_utilization says. EasyDeL is not changed otherwise.
     cache.per_device_hbm_budget_bytes = of_latents.per_device_hbm_budget_bytes = lambda *args, **kwargs: 1 << 20
     _, graph, parameters, rest = build(family, mechanism)
     ids, mask, _ = inputs()
@@ -230,7 +230,7 @@ def serve(family, mechanism):
             max_num_batched_tokens=32,
             page_size=8,
             auto_shard_model=False,
-            tool_parser="llama3_json",  # others ask for tokens that the tokenizer has not
+            tool_parser="llama3_json",  # other ids are not in the tokenizer
             reasoning_parser="deepseek_r1",
             enable_prefix_caching=False,
         )
@@ -245,7 +245,7 @@ def serve(family, mechanism):
 
 
 def outcome(case):
-    """What a case, `family` or `family/mechanism`, gives; or its error."""
+    """The result of a case, `family` or `family/mechanism`, or its error."""
     told(case)
     family, mechanism = (*case.split("/"), "")[:2]
     try:

@@ -1,7 +1,7 @@
-"""Writes `recorded.json`, what the models of `models.py` give with the release that EasyDeL 0.3.0 pins.
+"""Writes `recorded.json`, the results of the models in `models.py` with the release that EasyDeL 0.3.0 pins.
 
 python -O tests/easydel/record.py CASE …, or all, where easydel==0.3.0, Pillow and torch are installed, and nothing of
-this library. `notes` and what a case is compared with, `as` and `exact`, are written by hand and kept.
+this library. `notes`, `as` and `exact`, with which a case is compared, are written by hand and kept.
 """
 
 import json
@@ -16,7 +16,7 @@ PACKAGES = ("easydel", "ejkernel", "jax", "flax", "numpy", "transformers")
 
 
 def rounded(found):
-    """Numbers of 9 digits, which hold a float32."""
+    """Numbers with 9 digits, which identify a float32."""
     if isinstance(found, float):
         return float(f"{found:.9g}")
     return {name: rounded(x) for name, x in found.items()} if isinstance(found, dict) else found

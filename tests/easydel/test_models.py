@@ -1,10 +1,10 @@
-"""EasyDeL 0.3.0 as it is on PyPI, with this library in place of the release that it pins.
+"""EasyDeL 0.3.0 as it is on PyPI, with this library instead of the release that it pins.
 
-Losses, gradients and greedy tokens are those that `record.py` wrote down with ejkernel 0.0.78, in float32. Every family
-of models runs in a process of its own, with -O, since EasyDeL asserts that the version of ejkernel is "0.0.78".
+Losses, gradients and greedy tokens equal those that `record.py` wrote with ejkernel 0.0.78, in float32. Every family of
+models runs in its own process, with -O, since EasyDeL asserts that the version of ejkernel is "0.0.78".
 
-EasyDeL's own tests do not run here: pip has none of them. Looked at were the wheel of 0.3.0 and the sdists of EasyDeL
-0.3.0, 0.2.0.2, 0.1.4.1 and 0.0.80 and of ejkernel 0.0.78; none has a file of tests.
+EasyDeL's own tests do not run here, as they are not on PyPI: the wheel of 0.3.0 and the sdists of EasyDeL 0.3.0,
+0.2.0.2, 0.1.4.1 and 0.0.80 and of ejkernel 0.0.78 have no test files.
 """
 
 import json
@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 RECORDED = json.loads((HERE / "recorded.json").read_text())
 CASES = RECORDED["cases"]
 
-# Not `find_spec`: this folder, below one on the path, is a package of that name.
+# Not `find_spec`: this folder is a package of that name on the path.
 pytestmark = pytest.mark.skipif(
     not list(metadata.distributions(name="easydel")),
     reason="EasyDeL is not installed; bash .ci/run nightly makes an environment with it",
@@ -53,8 +53,8 @@ def test_the_library_runs_and_not_the_release():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_gives_what_it_gave_with_the_release(case):
-    """A case is compared with another, `as` its note says, where the release fails or is wrong; with `exact`, where
-    products are of bfloat16, it may err from that case, of float32, three times as far as the release does.
+    """If the release fails or is wrong, a case is compared with the case in `as`; with `exact`, for products in
+    bfloat16, its error from that float32 case may be three times that of the release.
     """
     results, stderr = found(case.split("/")[0])
     assert case in results, stderr[-3000:]

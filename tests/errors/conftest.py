@@ -1,4 +1,4 @@
-"""What is given here is of no type that an annotation has: ejkernel has to say so, or to take it, by itself."""
+"""Arguments here have types that no annotation allows: ejkernel itself has to raise, or to accept them."""
 
 import pytest
 

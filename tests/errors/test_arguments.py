@@ -1,8 +1,8 @@
-"""Whatever is given for an argument of an operation: the right result, or an error in the words of the library.
+"""Any value for any argument of an operation gives the right result, or an error of the library.
 
-The arguments are those of the registered operations, by their signatures, and the calls those of `tests/cases`. What is
-wrong with a value is told before anything is compiled, and so a normal run traces the calls; that what is not told is
-computed right as well takes minutes, and is a slow test.
+The arguments are those in the signatures of registered operations, and the calls those of `tests/cases`. Errors are
+raised before anything is compiled, so a normal run only traces the calls; computing the accepted ones takes minutes and
+is a slow test.
 """
 
 import inspect
@@ -59,7 +59,7 @@ WIDE = ("float64", "int64", "uint64", "complex128")
 
 
 def shapes_of(x):
-    """The array with an axis more or less, and with each of its axes empty, longer, and of size 1."""
+    """The array with an axis more or less, and with each of its axes empty, longer, or of size 1."""
     x = np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
     yield "an axis more", x[None]
     yield "an axis after", x[..., None]
@@ -74,7 +74,7 @@ def shapes_of(x):
 
 
 def instead_of(x):
-    """What is given in the place of this array: (name, value)."""
+    """Values to give instead of this array: (name, value)."""
     for name, value in NO_ARRAYS.items():
         yield name, jax.random.key(0) if value is NO_ARRAYS["key"] else value
     if x is None:
@@ -169,7 +169,7 @@ def given(case):
 
 
 def absent(case):
-    """Operands that the case does without: of each operation in its first case alone."""
+    """Operands that the case does not have, for the first case of each operation."""
     if case is not next(c for c in CASES if c.operation == case.operation):
         return []
     return [n for n in parameters(case.operation, inspect.Parameter.POSITIONAL_OR_KEYWORD) if n not in case.operands]
@@ -199,7 +199,7 @@ def check(case, arguments, of, computed):
 
 
 def expected(case, arguments):
-    """What the formula gives for the arguments, in float64."""
+    """The result of the formula for the arguments, in float64."""
     is_array = lambda name, x: isinstance(x, jax.Array) or (name in case.operands and isinstance(x, np.ndarray))
     arrays = {name: jnp.asarray(x) for name, x in arguments.items() if is_array(name, x)}
     static = {name: x for name, x in arguments.items() if name not in arrays}

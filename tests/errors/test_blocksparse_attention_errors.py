@@ -1,4 +1,4 @@
-"""What is wrong with a block mask or its blocks is told while a call is traced; all else as by flash_attention."""
+"""Wrong block masks and block sizes raise while a call is traced; other errors are those of flash_attention."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A pair of configs, for a forward and its backward, is checked as one is."""
+"""A pair of configs, for a forward and its backward, is checked like a single one."""
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ def test_a_pair_is_for_the_forward_and_the_backward(pair, jit):
 
 
 def equations(jaxpr):
-    """Those of the library's primitives, of jitted functions within too."""
+    """The equations of the library's primitives, also inside jitted functions."""
     for equation in jaxpr.eqns:
         if "config" in equation.params:
             yield equation
@@ -60,7 +60,7 @@ def test_a_wrong_pair_is_refused(pair, says):
             call()
 
 
-def test_what_has_no_gradient_takes_no_pair():
+def test_operations_without_gradient_accept_no_config_pair():
     arrays = OPERATIONS["ragged_page_attention_v3"].example()
     config = dict(platform="xla")
     call = lambda arrays: ejkernel.lax.ragged_page_attention_v3(**arrays, config=(config, config))

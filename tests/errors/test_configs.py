@@ -1,4 +1,4 @@
-"""A config is checked where it comes in: what a user gives is refused, what is stored is passed over with a warning."""
+"""Configs are checked on entry: a user's wrong config raises, a stored one is skipped with a warning."""
 
 import json
 import re
@@ -31,7 +31,7 @@ from ejkernel.ops import (
 )
 from ejkernel.types import KernelConfig, Target, checked_config
 
-# (fields, error, what it says)
+# (fields, error, message)
 WRONG = {
     "negative": (dict(block_q=-4), ValueError, "config.block_q is -4; it must be a positive int"),
     "zero": (dict(block_k=0), ValueError, "config.block_k is 0; it must be a positive int"),
@@ -120,7 +120,7 @@ def test_of_an_implementation_from_the_registry_too(q, fields, error, says):
 
 
 @pytest.mark.parametrize("bad", NO_CONFIGS.values(), ids=NO_CONFIGS)
-def test_what_is_no_config_is_refused_by_the_executor(q, bad):
+def test_the_executor_rejects_invalid_configs(q, bad):
     with pytest.raises(TypeError, match=r"flash_attention: config is a .*; it must be a KernelConfig"):
         own_executor()(FlashAttention(), q, q, q, cfg=bad)
 
@@ -162,7 +162,7 @@ def test_an_overlay_is_a_cache_in_memory(bad):
         overlay_cache(bad).__enter__()
 
 
-def test_numbers_of_numpy_and_what_is_left_open(q):
+def test_numpy_integers_and_fields_of_none(q):
     config = KernelConfig(block_q=np.int64(8), block_k=np.uint8(16), platform=None, backend=None)
     checked = KERNELS["flash_attention"].checked_config(config)
     assert checked == KernelConfig(block_q=8, block_k=16) and type(checked.block_q) is int
@@ -171,7 +171,7 @@ def test_numbers_of_numpy_and_what_is_left_open(q):
 
 
 def test_an_equal_config_that_was_right_does_not_make_one_right(q):
-    """1 == 1.0 == True, and programs are kept by the options."""
+    """1 == 1.0 == True, and programs are cached by options."""
     ejkernel.lax.flash_attention(q, q, q, window=(1, 0), config=KernelConfig(block_q=1))
     for options in (dict(window=(1.0, 0)), dict(window=(1, 0), config=KernelConfig(block_q=1.0))):
         with pytest.raises(TypeError, match="flash_attention: "):
@@ -183,7 +183,7 @@ def test_an_equal_config_that_was_right_does_not_make_one_right(q):
 
 @wrong
 def test_a_wrong_config_that_is_stored_is_passed_over(q, tmp_path, fields, error, says):
-    """In a file of a cache, and in a table behind it."""
+    """In a cache file, and in a table."""
     expected = ejkernel.lax.flash_attention(q, q, q)
     cache, table = PersistentCache(tmp_path / "cache"), PersistentCache(tmp_path / "table")
     write(cache, key_of(q), fields)
@@ -209,7 +209,7 @@ def test_the_next_level_answers(q, tmp_path):
 
 
 def test_a_gradient_asks_for_the_configs_of_its_backward_alike(q, monkeypatch):
-    """A wrong config of the backward, stored where the default executor looks, is passed over as well."""
+    """A wrong stored config of the backward is also skipped."""
     loss = lambda q: ejkernel.lax.flash_attention(q, q, q).sum()
     expected = jax.grad(loss)(q)
     from ejkernel.ops import default_executor
@@ -243,7 +243,7 @@ def test_a_config_of_a_class_that_is_not_frozen_is_not_lost_in_silence(tmp_path)
 
 
 def write(cache, key, fields):
-    """An entry as a damaged file may hold it: `fields` may be anything that JSON can tell."""
+    """Writes an entry as in a damaged file: `fields` may be any JSON."""
     cache.put(key, KernelConfig(), DEVICE)
     with open(path := cache.path_of(DEVICE)) as file:
         content = json.load(file)
@@ -259,7 +259,7 @@ def write(cache, key, fields):
 
 @each(with_primitives(CASES))
 def test_what_implementations_propose_is_right(case):
-    """Every config of every space, on every platform, has nothing against it."""
+    """Every config of every space, on every platform, is valid."""
     pytest.importorskip("triton")
     found = {}
 

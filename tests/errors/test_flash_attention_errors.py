@@ -1,4 +1,4 @@
-"""What is wrong with a call is told while it is traced, with the operation, the operand, the numbers and the rule."""
+"""Wrong calls raise while they are traced, with the operation, the operand, the numbers and the rule."""
 
 import logging
 from functools import partial
@@ -199,7 +199,7 @@ TABLES = (
         for name, (changed, error, *says) in table.items()
     ],
 )
-def test_what_is_wrong_is_told(function, arguments, error, says, caplog):
+def test_errors_name_the_argument(function, arguments, error, says, caplog):
     arrays, options = split(arguments)
     with pytest.raises(error) as traced:
         jax.make_jaxpr(lambda arrays: function(**arrays, **options))(arrays)
@@ -211,14 +211,14 @@ def test_what_is_wrong_is_told(function, arguments, error, says, caplog):
     assert not compiled(caplog)
 
 
-def test_the_number_of_sequences_has_to_be_known():
+def test_the_number_of_sequences_must_be_static():
     arrays, options = split(PACKED | dict(cu_seqlens_k=i32(*symbolic_shape("n"))))
     with pytest.raises(ValueError) as error:
         jax.eval_shape(lambda arrays: lax(**arrays, **options), arrays)
     check(error.value, ValueError, ["cu_seqlens_k is symbolic; the number of sequences has to be known"])
 
 
-def test_the_number_of_features_has_to_be_known():
+def test_the_number_of_features_must_be_static():
     (d,) = symbolic_shape("d")
     arrays = dict(q=f32(2, 8, 4, d), k=f32(2, 12, 2, d), v=f32(2, 12, 2, 16))
     with pytest.raises(ValueError) as error:
@@ -255,7 +255,7 @@ def check(error, kind, says):
 
 @pytest.mark.parametrize("call", [partial(modules, platform="pallas"), partial(lax, config={"platform": "pallas"})])
 def test_a_platform_that_is_not_here(call, caplog):
-    """Every implementation is listed with the reason against it, before anything is compiled."""
+    """The message lists every implementation with the reason against it, before anything is compiled."""
     arrays, _ = split(GOOD)
     with pytest.raises(UnsupportedError) as lowered:
         jax.jit(lambda arrays: call(**arrays)).lower(arrays)

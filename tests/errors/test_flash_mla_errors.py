@@ -1,4 +1,4 @@
-"""What is wrong with latents and projections is told while a call is traced; all else as by flash_attention."""
+"""Wrong latents and projections raise while a call is traced; other errors are those of flash_attention."""
 
 from functools import partial
 

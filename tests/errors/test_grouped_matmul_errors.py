@@ -1,4 +1,4 @@
-"""What is wrong with a call is told while it is traced, with the operation, the operand, the numbers and the rule."""
+"""Wrong calls raise while they are traced, with the operation, the operand, the numbers and the rule."""
 
 from functools import partial
 
@@ -86,7 +86,7 @@ WRONG = {
     "function", (ejkernel.lax.grouped_matmul, ejkernel.modules.grouped_matmul), ids=("lax", "modules")
 )
 @pytest.mark.parametrize("changed, error, says", [(c, e, says) for c, e, *says in WRONG.values()], ids=WRONG)
-def test_what_is_wrong_is_told(function, changed, error, says):
+def test_errors_name_the_argument(function, changed, error, says):
     arguments = {**GOOD, **changed}
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     options = {name: x for name, x in arguments.items() if name not in arrays}
@@ -100,6 +100,6 @@ def test_what_is_wrong_is_told(function, changed, error, says):
 
 
 def test_operands_of_two_float_types_are_those_of_the_modules_api_alone():
-    """It promotes them, as tests/modules/test_release_form.py has it."""
+    """The modules API promotes them: tests/modules/test_release_form.py."""
     with pytest.raises(TypeError, match="grouped_matmul: rhs is bfloat16 but lhs is float32; it must be that or"):
         jax.eval_shape(ejkernel.lax.grouped_matmul, **{**GOOD, "rhs": bf16(4, 8, 12)})

@@ -1,4 +1,4 @@
-"""What is wrong with a call is told while it is traced, with the operation, the operand, the numbers and the rule."""
+"""Wrong calls raise while they are traced, with the operation, the operand, the numbers and the rule."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ WRONG = {
 
 @pytest.mark.parametrize("function", (ejkernel.lax.mean_pooling, ejkernel.modules.mean_pooling), ids=("lax", "modules"))
 @pytest.mark.parametrize("arguments, error, says", [(a, e, says) for a, e, *says in WRONG.values()], ids=WRONG)
-def test_what_is_wrong_is_told(function, arguments, error, says):
+def test_errors_name_the_argument(function, arguments, error, says):
     arrays = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
     options = {name: x for name, x in arguments.items() if name not in arrays}
     with pytest.raises(error) as raised:

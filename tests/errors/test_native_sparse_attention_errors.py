@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of native sparse attention is told while a call is traced."""
+"""Wrong arguments of native sparse attention raise while a call is traced."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What is wrong with a call over pages is told while it is traced: operation, operand, numbers and rule."""
+"""Wrong calls over pages raise while they are traced, with operation, operand, numbers and rule."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What is wrong with a call is told while it is traced, with the operation, the operand, the numbers and the rule."""
+"""Wrong calls raise while they are traced, with the operation, the operand, the numbers and the rule."""
 
 from functools import partial
 
@@ -88,7 +88,7 @@ def test_wrong_calls(name):
 
 
 def test_the_codes_have_no_derivative():
-    """As integers have none in JAX; those of scales of uint8 neither."""
+    """Like all integers in JAX; nor do scales of uint8."""
     arrays = dict(GOOD, scales=u8(96, 4), w=u32(96, 16))
     del arrays["zeros"]
     f = lambda scales: ejkernel.lax.quantized_matmul(

@@ -1,4 +1,4 @@
-"""What is wrong with a call of recurrent, gla or lightning_attention is told while it is traced."""
+"""Wrong calls of recurrent, gla or lightning_attention raise while they are traced."""
 
 from functools import partial
 
@@ -103,7 +103,7 @@ TABLES = (
         for of, (changed, error, *says) in table.items()
     ],
 )
-def test_what_is_wrong_is_told(operation, function, arguments, error, says):
+def test_errors_name_the_argument(operation, function, arguments, error, says):
     is_array = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     arrays = {name: x for name, x in arguments.items() if is_array(x)}
     options = {name: x for name, x in arguments.items() if not is_array(x)}

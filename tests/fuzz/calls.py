@@ -1,4 +1,4 @@
-"""One call of an operation under transforms, as plain data: its repr is a Python expression that makes it again."""
+"""One call of an operation under transforms, as plain data whose repr is a Python expression for it."""
 
 import zlib
 from collections.abc import Mapping
@@ -21,26 +21,26 @@ class Call:
     """A call of `ejkernel.lax.<operation>` or of the modules API.
 
     Attributes:
-        operation: its name.
-        sizes: of every letter.
+        operation: the name of the operation.
+        sizes: the size of every letter.
         operands: the axes of each array by name, letters and numbers as in "b s 4".
         options: the static arguments under the names of the lax API.
-        dtype: of the float operands, and `dtypes` of those that have another one.
+        dtype: the dtype of float operands, with exceptions in `dtypes`.
         derivative: one of `transforms.DERIVATIVES`.
-        wrt: the operands that it is taken in.
+        wrt: the operands with respect to which it is taken.
         maps: for each `jax.vmap`, the inner one first, which operands are mapped and along which axis (0, 1 or −1);
             "cotangents" and "tangents" may be among them, along 0.
-        outside: the derivative is taken of the mapped function, and not the other way round.
+        outside: whether the derivative is taken of the mapped function, rather than mapped itself.
         within: one of `transforms.WITHIN`.
         jit: whether all of it is under `jax.jit`.
         mesh: ("auto", "explicit" or "shard_map", letter → axis of the mesh).
         api: "lax" or "modules".
-        platform: forced, by the modules API.
+        platform: the platform forced by the modules API.
         x64: whether JAX is in its 64-bit mode.
         values: the family of numbers, of `values.FAMILIES`.
-        infinite: whether −∞ stands among values that may be: biases, sinks, decays.
-        poison: whether what nobody reads holds NaN.
-        seed: of all values.
+        infinite: whether biases, sinks and decays have some −∞.
+        poison: whether unread entries are NaN.
+        seed: the seed of all values.
     """
 
     operation: str
@@ -70,7 +70,7 @@ class Call:
 
     @property
     def program(self) -> "Call":
-        """What is compiled: the call without its values."""
+        """A key of the compiled program: the call without its values."""
         return replace(self, values="normal", infinite=False, poison=False, seed=0)
 
     def __repr__(self) -> str:
@@ -81,7 +81,7 @@ class Call:
 
     @property
     def snippet(self) -> str:
-        """Python that runs it again, at the root of the repository."""
+        """Python code that runs it again, at the root of the repository."""
         return (
             "import tests.conftest  # eight CPU devices\n"
             "from tests.fuzz.calls import Call\n"
@@ -90,7 +90,7 @@ class Call:
         )
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of an operand, in one example."""
+        """The shape of an operand, in one example."""
         return tuple(int(a) if a.isdigit() else self.sizes[a] for a in self.operands[name].split())
 
     def type(self, name: str) -> np.dtype:
@@ -111,8 +111,8 @@ class Call:
         return {name: self._made(name, self._index(name, example)) for name in self.operands}
 
     def unread(self, what: str) -> dict[Any, dict[tuple[int, ...], np.ndarray]]:
-        """Where nobody reads the "operands", "cotangents" or "tangents": by name, and by the index of what is shared by
-        the examples that have it in common.
+        """Where the "operands", "cotangents" or "tangents" are not read: by name, and by the index of examples that
+        share an array.
         """
         where: dict[Any, dict[tuple, np.ndarray]] = {}
         for example in self.examples().ravel():
@@ -128,7 +128,7 @@ class Call:
         return where
 
     def batch(self) -> dict[str, np.ndarray]:
-        """The operands with the axes of all maps, poisoned where the call says so."""
+        """The operands with the axes of all maps, with NaN in unread entries if the call says so."""
         unread = self.unread("operands") if self.poison else {}
         value = lambda name, index: _poisoned(self._made(name, index), unread.get(name, {}).get(index))
         return {name: self._stacked(name, partial(value, name)) for name in self.operands}
@@ -144,7 +144,7 @@ class Call:
         return {n: self._stacked(what, partial(value, n), n) for n in like}
 
     def is_mapped(self, name: str, level: int, operand: str | None = None) -> bool:
-        """Whether an operand or direction has an axis of this map. Of a derivative outside, all results have one."""
+        """Whether an operand or direction has an axis of this map. With a derivative outside, all results have one."""
         if self.outside and name == "cotangents":
             return True
         if self.outside and name == "tangents":
@@ -166,7 +166,7 @@ class Call:
         return of(len(self.maps) - 1, ())
 
     def axis(self, name: str, level: int, operand: str | None = None) -> int:
-        """Along which an operand or direction is mapped."""
+        """The axis along which an operand or direction is mapped."""
         key = operand if self.outside and name == "tangents" else name
         return self.maps[level].get(key, 0)
 

@@ -1,10 +1,9 @@
-"""Whether a call does what it must: err(call) ≤ c · err(formula in the dtype of the call), both against float64.
+"""The check of a call: err(call) ≤ c · err(formula in the dtype of the call), both against float64.
 
-c is 2 for results and 3 for derivatives. No result can be nearer than the exact one rounded, which so is the least that
-the formula is taken to err, and what rounding errs on average. It errs as much as at the worst of a few neighbours of
-the call, whose numbers are moved by a unit of their last place, for at one call it may happen to be all but exact; and
-as much as where subnormal numbers count as 0, which a device may take them for. An exception is a failure, but for
-those of the library that say that an implementation does not take the call.
+c is 2 for results and 3 for derivatives. As no result can be nearer than the rounded exact one, the error of the
+formula is at least the average error of rounding. It is also the largest at a few neighbours of the call, whose numbers
+are moved by a unit of their last place, as at one call it may happen to be almost exact; and that with subnormal
+numbers flushed to 0, as some devices do. Exceptions are failures, except those by which the library refuses a call.
 """
 
 import contextlib
@@ -29,14 +28,14 @@ NEIGHBOURS = 6
 
 @contextlib.contextmanager
 def strict():
-    """Neither dtypes nor ranks are promoted silently: what holds here holds elsewhere."""
+    """No silent promotion of dtypes or ranks."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
 
 
 def inside_mesh(call: Call):
-    """JAX wants it where all that an Explicit axis splits goes unused, as in second derivatives of what is linear, and
-    where `jax.checkpoint` meets `jnp.zeros_like`, as in the making of a key for dropout.
+    """JAX needs the mesh in a context if all operands that an Explicit axis splits are unused, as in second derivatives
+    of linear functions, and if `jax.checkpoint` meets `jnp.zeros_like`, as in making a key for dropout.
     """
     wanted = call.derivative in SECOND or call.derivative.startswith("checkpoint")
     is_explicit = call.mesh is not None and call.mesh[0] == "explicit"
@@ -44,7 +43,7 @@ def inside_mesh(call: Call):
 
 
 class GpuLost(BaseException):
-    """A call after which every call of this process fails. Not an Exception, which hypothesis would go on with."""
+    """After this call every call of the process fails. Not an Exception, after which hypothesis would continue."""
 
 
 LOST: list[str] = []
@@ -52,19 +51,19 @@ LOST: list[str] = []
 
 
 def refuse_if_lost() -> None:
-    """Raises AssertionError where an earlier call of this process met an error of CUDA."""
+    """Raises AssertionError if an earlier call of this process had a CUDA error."""
     assert not LOST, f"the GPU of this process is lost since\n{LOST[0]}"
 
 
 def is_of_cuda(error: BaseException | None) -> bool:
-    """Whether an error, or one that caused it, is one of CUDA that JAX tells of."""
+    """Whether an error, or one that caused it, is a CUDA error reported by JAX."""
     names_cuda = isinstance(error, jax.errors.JaxRuntimeError) and re.search("CUDA_ERROR_|CUDA error", str(error))
     return bool(names_cuda) or (error is not None and is_of_cuda(error.__cause__))
 
 
 @dataclass
 class Program:
-    """What is compiled for a call, to be run on several values."""
+    """A compiled call, to be run on several values."""
 
     call: Call
     run: Callable
@@ -74,7 +73,7 @@ class Program:
         return cls(call.program, program(call))
 
     def check(self, call: Call) -> bool:
-        """Whether it ran: False if it was refused in the library's words. Raises AssertionError where it is wrong."""
+        """Whether it ran: False if the library refused it. Raises AssertionError if it is wrong."""
         assert call.program == self.call
         refuse_if_lost()
         x64 = jax.enable_x64(call.x64) if call.x64 else contextlib.nullcontext()
@@ -94,12 +93,12 @@ class Program:
 
 
 def check(call: Call) -> bool:
-    """One call by itself."""
+    """Checks one call."""
     return Program.of(call).check(call)
 
 
 def may_be_refused(call: Call) -> bool:
-    """Of an implementation that is asked for by name, and where none of the device can promise what is asked for."""
+    """Whether a call may be refused: with a forced platform, or with a guarantee that no implementation gives."""
     return call.platform is not None or bool(call.options.get("batch_invariant"))
 
 
@@ -125,7 +124,7 @@ def differences(call: Call, found: Any) -> str:
     for number in range(1, NEIGHBOURS + 1):
         if not said or "finite" in said or "shape" in said:
             break
-        # What the formula errs at a neighbour, and how far off it is if only the last bits of its inputs are.
+        # The error of the formula at neighbours, and its change if only the last bits of its inputs change.
         there, roughly = (jax.tree.leaves(x) for x in expected(call, number))
         near = jax.tree.leaves(expected(call, number, eps=1e-15 if call.dtype == "float64" else 2e-7)[0])
         for i, (_, x) in enumerate(paths):
@@ -135,12 +134,12 @@ def differences(call: Call, found: Any) -> str:
 
 
 def error_allowance(call: Call, paths: list, wanted: list) -> list[float]:
-    """What a result may be off by beside what its formula errs.
+    """Additional allowed errors of a result, beside that of the formula.
 
-    What rounding does to exponentials, if the operation tells of its `sensitivity`. And a rounding of its terms where
-    a result is 0, or all but 0, as a sum of terms that cancel: a formula may get such a 0 exactly, where the gradient
-    one key, say, is a number less itself. XLA on a CPU adds one number after the other and so rounds as often as there
-    are numbers, where NumPy adds up halves: an operation may tell how many are `summed` in the gradient of an operand.
+    These are the effect of rounding on exponentials, if the operation has a `sensitivity`, and one rounding of the
+    terms of a result near 0 whose terms cancel: the formula may get 0 exactly, as in the gradient with one key. XLA on
+    a CPU sums sequentially, with a rounding for each number, and NumPy pairwise: `summed` of an operation gives the
+    numbers of terms.
     """
     module, examples = call.module, [of_example(call, i) for i in call.examples().ravel()]
     relative = max(module.sensitivity(call, x) for x, *_ in examples) if hasattr(module, "sensitivity") else 0.0
@@ -161,7 +160,7 @@ def error_allowance(call: Call, paths: list, wanted: list) -> list[float]:
 
 
 def as_numbers(x: np.ndarray) -> np.ndarray:
-    """x itself; zeros for the tangent of integers, whose dtype in JAX is float0."""
+    """x itself; zeros for the float0 tangents of integers."""
     return np.zeros(x.shape, np.float32) if x.dtype == jax.dtypes.float0 else x
 
 
@@ -176,7 +175,7 @@ def judged(call: Call, paths: list, wanted: list, units: list) -> str:
 
 
 def excess(found: np.ndarray, exact: np.ndarray, allowed: float) -> str:
-    """What is wrong with one result."""
+    """A description of what is wrong with one result, or nothing."""
     if found.shape != exact.shape:
         return f"shape {found.shape}, not {exact.shape}"
     if np.isnan(allowed):
@@ -197,13 +196,13 @@ def excess(found: np.ndarray, exact: np.ndarray, allowed: float) -> str:
 
 
 def unit(exact: np.ndarray, rounded: np.ndarray, dtype: Any) -> float:
-    """What the formula errs, NaN if it overflows."""
+    """The error of the formula, NaN if it overflows."""
     kept = representable(exact, dtype)
     if not np.isfinite(rounded[kept]).all():
         return np.nan
     inside = np.where(kept, exact, 0)
     narrow = inside.astype(dtype).astype(np.float64)
-    # Of a number that is rounded to the nearest, within a quarter of eps on average.
+    # The average error of rounding to nearest is within a quarter of eps.
     on_average = 0.25 * float(_finfo(dtype).eps) * np.linalg.norm(inside)
     return float(max(distance(np.where(kept, rounded, 0), inside), distance(narrow, inside), on_average))
 
@@ -218,10 +217,10 @@ def representable(exact: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def _finfo(dtype: Any) -> Any:
-    """Of integers, which are right or off by 1 at least, that of float32."""
+    """The finfo of a dtype; of float32 for integers, which are right or off by at least 1."""
     return jnp.finfo(dtype if jnp.issubdtype(dtype, jnp.floating) else np.float32)
 
 
 def smallest_error(dtype: Any) -> float:
-    """What is as good as 0: less than the smallest normal number times what may be in a product with it."""
+    """Errors that count as 0: below the smallest normal number times the largest factor of a product with it."""
     return 1e-290 if dtype == np.float64 else 1e-30 if dtype != np.float16 else 1e-7

@@ -1,4 +1,4 @@
-"""Calls that once failed, each with what was wrong. They run before the search does."""
+"""Calls that once failed, each with its error. They run before the search."""
 
 from .calls import Call
 from .failures_of_kernels import FAILURES_OF_KERNELS
@@ -6,14 +6,14 @@ from .failures_of_kernels import FAILURES_OF_KERNELS
 QKV = {"q": "b s h d", "k": "b t g d", "v": "b t g e"}
 
 FAILURES = (
-    # A window beyond int32 was an OverflowError of JAX.
+    # A window beyond int32 raised an OverflowError of JAX.
     Call(
         "flash_attention",
         sizes={"b": 1, "s": 13, "t": 2, "d": 16, "e": 16, "h": 3, "g": 1},
         operands=QKV,
         options={"window": (None, 2**31)},
     ),
-    # The gradient of a traced scale was NaN, that of tokens of no sequence being NaN · 0.
+    # The gradient of a traced scale was NaN, as that of tokens of no sequence was NaN · 0.
     Call(
         "recurrent",
         sizes={"s": 17, "h": 6, "g": 2, "d": 8, "e": 8, "m": 5, "n": 4},

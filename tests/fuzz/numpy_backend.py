@@ -16,7 +16,7 @@ UNITS = 4
 def traced(f: Callable) -> Callable:
     """f(*trees), traced at its first call for the shapes of the arguments, and then run by NumPy.
 
-    With `rng` the elementary functions are off by some units of the last place, as those of compilers are.
+    With `rng`, elementary functions have errors of some units of the last place, like those of compilers.
     """
     programs: dict[Any, tuple] = {}
 
@@ -63,7 +63,7 @@ def apply(equation: Any, args: list, rng: Any) -> list:
 
 
 def _scan(equation: Any, values: list, rng: Any) -> list:
-    """A loop. What is scanned has one axis more than the body sees; versions of JAX name the numbers differently."""
+    """A loop. Scanned arrays have one axis more than in the body; versions of JAX differ in the names of parameters."""
     body, length = equation.params["jaxpr"], equation.params["length"]
     ndims = lambda variables: [x.aval.ndim for x in variables]
     scanned = sum(a != b for a, b in zip(ndims(equation.invars), ndims(body.jaxpr.invars), strict=True))

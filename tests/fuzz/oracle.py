@@ -1,4 +1,4 @@
-"""What the results of a call must be, in float64, and what its formula makes of them in the dtype of the call."""
+"""The results of a call in float64, and those of its formula in the dtype of the call."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from .transforms import DERIVATIVES, SAME, SECOND, stacked
 
 
 def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The float operands and the quantised ones, with 0 in the place of −∞ where the facts tell of it."""
+    """The float operands and the quantised ones, with 0 instead of −∞ if the facts have its places."""
     floats = {n: a for n, a in x.items() if jnp.issubdtype(a.dtype, jnp.floating) or a.dtype == np.int8}
     wide = {n: a.astype(np.float64) for n, a in floats.items()}
     return {n: np.where(np.isneginf(a), 0, a) if n in ("bias", "sinks") else a for n, a in wide.items()}
@@ -26,10 +26,10 @@ def moving(call: Call, x: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the dtype of a call does to the numbers of a formula: `rounded(a)`. Nothing without a dtype.
+    """The rounding of numbers in a formula to the dtype of a call: `rounded(a)`. None without a dtype.
 
     Attributes:
-        dtype: that numbers are rounded to.
+        dtype: the dtype to which numbers are rounded.
         second: whether a second derivative is taken.
     """
 
@@ -88,7 +88,7 @@ def expected(call: Call, neighbour: int = 0, eps: float | None = None, flushed: 
 
 
 def of_example(call: Call, example: tuple[int, ...], flushed: bool = False) -> tuple:
-    """Arrays, and wide cotangents and tangents; with 0 in the place of subnormal numbers if these are `flushed`."""
+    """Arrays, and wide cotangents and tangents; with 0 instead of subnormal numbers if these are `flushed`."""
     kept = without_subnormals if flushed else lambda a: a
     x = {name: kept(a) for name, a in call.arrays(example).items()}
     if call.derivative == "none":
@@ -100,14 +100,14 @@ def of_example(call: Call, example: tuple[int, ...], flushed: bool = False) -> t
 
 
 def without_subnormals(a: np.ndarray) -> np.ndarray:
-    """As a device takes it whose floats flush subnormal numbers to 0."""
+    """The array as on a device that flushes subnormal numbers to 0."""
     if not jnp.issubdtype(a.dtype, jnp.floating):
         return a
     return np.where(np.abs(a.astype(np.float64)) < float(jnp.finfo(a.dtype).smallest_normal), 0, a).astype(a.dtype)
 
 
 def moved(call: Call, args: Any, neighbour: int, eps: float | None) -> Any:
-    """The numbers of a neighbour."""
+    """The numbers of a neighbour of the call."""
     if neighbour == 0:
         return args
     rng = np.random.default_rng(neighbour)

@@ -1,4 +1,4 @@
-"""Runs calls that hypothesis draws until the time is up, and makes the first one that fails small."""
+"""Runs random calls of hypothesis for a time, and shrinks the first one that fails."""
 
 import contextlib
 import time
@@ -27,7 +27,7 @@ QUIET = settings(
 
 
 class TimeIsUp(BaseException):
-    """Not an Exception, which hypothesis would take for a failure."""
+    """Not an Exception, which hypothesis would treat as a failure."""
 
 
 @dataclass
@@ -66,9 +66,9 @@ class Search:
         )
 
     def run(self) -> None:
-        """Raises AssertionError with a snippet of Python for a call that fails, and where every call was refused.
+        """Raises AssertionError with a snippet of Python for a failing call, and if every call was refused.
 
-        An error of CUDA ends the search, and every later one of the process, at the call that met it.
+        A CUDA error ends the search, and every later one of the process.
         """
         refuse_if_lost()
         self.end = time.monotonic() + self.seconds
@@ -87,11 +87,11 @@ class Search:
             raise known
         if self.programs and time.monotonic() > self.end:
             if self.failures and self.log is None:
-                return  # long enough made smaller: nothing else fails any more
+                return  # shrunk for long enough: no other call fails from now on
             raise TimeIsUp
         name = repr(drawn[0].program)
         if name in self.seen and (self.log or not self.failures):
-            return  # hypothesis likes to come back to what it had
+            return  # hypothesis often repeats earlier calls
         self.seen.add(name)
         self.programs += 1
         if self.programs % CLEARED_EVERY == 0:
@@ -105,7 +105,7 @@ class Search:
             self.ran += ran
             self.refused += not ran
             if not ran or time.monotonic() > self.end:
-                return  # it is refused whatever the values are
+                return  # refused for any values
 
     def _failed(self, drawn: list[Call], error: Exception) -> None:
         if not self.failures and self.log is None:

@@ -1,4 +1,4 @@
-"""Which calls there are: of an operation what its own file draws, and around it a dtype, transforms and values."""
+"""Random calls: the arguments of an operation by its own file, and a dtype, transforms and values."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ WHOLE = {"b": (2, 4), "h": (4,), "g": (2,), "n": (8, 16), "d": (8, 16)}  # sizes
 
 @st.composite
 def calls(draw, operation: str, sizes: Sizes = CPU) -> list[Call]:
-    """Calls that are one program: they differ in their values alone."""
+    """Calls of one program: they differ only in values."""
     module, platform = BY_NAME[operation], sizes.platform
     sizes = replace(sizes, **getattr(module, "ON", {}).get(platform, {}))
     operands, size, options, dtypes = module.programs(draw, sizes)

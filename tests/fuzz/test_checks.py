@@ -1,4 +1,4 @@
-"""The search itself: it sees errors, and what it prints makes the same call again."""
+"""The search itself: it detects errors, and the code that it prints makes the same call again."""
 
 import re
 from dataclasses import replace
@@ -121,7 +121,7 @@ def test_a_search_that_is_refused_everything_fails(monkeypatch):
 
 @pytest.mark.parametrize("call", [call for call in FAILURES if call.mesh is not None], ids=lambda call: call.operation)
 def test_a_mesh_is_of_cpu_devices_where_the_default_platform_has_too_few(call, monkeypatch):
-    """As on a machine with one GPU, for which the last CPU device stands here."""
+    """As on a machine with one GPU, which the last CPU device represents here."""
     all_devices = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda platform=None: all_devices[:-1] if platform else all_devices[-1:])
     assert devices_of(call) == all_devices[:4]

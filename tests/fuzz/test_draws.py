@@ -1,4 +1,4 @@
-"""What is drawn for the kernels of a GPU is, for the most part, what they take: asked of an H100 that is not here."""
+"""Most random calls for the kernels of a GPU are ones that they take, by the kernels of an H100 without a GPU."""
 
 import jax
 import pytest
@@ -36,7 +36,7 @@ class Question(Search):
 
 
 @pytest.mark.parametrize(("operation", "platform"), sorted({found[:2] for found in on_gpu()}))
-def test_kernels_of_a_gpu_take_what_is_drawn(operation, platform, types_unchecked):
+def test_random_calls_run_on_kernels_of_a_gpu(operation, platform, types_unchecked):
     question = Question(operation, seconds=0, seed=0, sizes=SIZES[platform])
     question.run()
     assert 3 * question.ran >= question.programs, question

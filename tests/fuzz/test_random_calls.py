@@ -1,4 +1,4 @@
-"""Random calls of every operation do what their formulas say; so do those that once did not."""
+"""Random calls of every operation agree with their formulas; so do calls that once failed."""
 
 import os
 import time
@@ -52,7 +52,7 @@ def test_what_once_failed(call):
 
 @each_part
 def test_calls(operation, part, record_property):
-    """The same calls each time, but for how many the machine has time for."""
+    """The same calls each time, as many as the machine has time for."""
     search(record_property, operation, seconds=2, seed=part)
 
 

@@ -1,4 +1,4 @@
-"""A call that is made wrong in one place is refused in the library's words, or it is right after all and is traced."""
+"""A call with one wrong argument is refused by the library, or is valid after all and is traced."""
 
 import inspect
 from dataclasses import replace
@@ -27,7 +27,7 @@ DTYPES = ("float32", "bfloat16", "int32", "bool", "complex64", "uint8", "int8", 
 
 @st.composite
 def wrong(draw, operation: str) -> tuple[Call, str, object]:
-    """A call, what is made wrong in it (an operand or an option), and how."""
+    """A call, the operand or option that is made wrong, and how."""
     call = replace(draw(calls(operation))[0], mesh=None, maps=(), x64=False)
     options = _options(operation)
     how = pick(draw, "option", "option", "shape", "shape", "rank", "dtype", "missing", "object")

@@ -1,4 +1,4 @@
-"""From a call to the program that is run: the operation, its derivative, its maps, and the mesh that it runs on."""
+"""The program of a call: the operation, its derivative, its maps, and the mesh that it runs on."""
 
 import contextlib
 import math
@@ -120,7 +120,7 @@ def _scanned(f: Callable) -> Callable:
 
 
 def _mapped(f: Callable) -> Callable:
-    """By `jax.lax.map`, over arrays that are there twice."""
+    """By `jax.lax.map`, over doubled arrays."""
     return lambda arrays: [y[1] for y in jax.lax.map(f, jax.tree.map(lambda x: jnp.stack([x, x]), arrays))]
 
 
@@ -134,7 +134,7 @@ WITHIN = {"": lambda f: f, "scan": _scanned, "map": _mapped, "cond": _chosen}
 
 
 def _words(seed):
-    """What `jax.random.key(seed)` is of, by threefry: the words of a 64-bit number."""
+    """The words of `jax.random.key(seed)` for threefry: those of a 64-bit number."""
     seed = jnp.asarray(seed, jnp.uint32)
     return jnp.zeros_like(seed), seed
 
@@ -159,7 +159,7 @@ def _axes(call: Call, level: int, names) -> dict[str, int | None]:
 
 
 def arguments(call: Call) -> tuple[dict, list | None, dict | None]:
-    """The arrays, cotangents and tangents of all examples, on the devices where the call wants them."""
+    """The arrays, cotangents and tangents of all examples, on the devices of the call."""
     arrays = call.batch()
     cotangents = tangents = None
     if call.derivative != "none":
@@ -188,7 +188,7 @@ def over_mesh(call: Call, function: Callable) -> Callable:
 
 
 def devices_of(call: Call) -> list[jax.Device]:
-    """Of its mesh, if it has one: CPU devices where the machine has too few of the default platform."""
+    """The devices of its mesh, if it has one: CPU devices if the default platform has too few."""
     if hasattr(call.module, "OVER"):
         count = math.prod(call.sizes[axis] for axis in {*call.module.OVER.values()})
     else:

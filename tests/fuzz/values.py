@@ -1,4 +1,4 @@
-"""Families of numbers: ordinary ones, and those at which kernels break."""
+"""Families of numbers: normal ones, and those at which kernels fail."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ def large(rng, shape, dtype):
 
 
 def huge(rng, shape, dtype):
-    """Whose products are far from overflow in float32, but not in float16."""
+    """Numbers whose products are far from overflow in float32, but not in float16."""
     return (300 if dtype == np.float16 else 1e4) * rng.standard_normal(shape)
 
 
@@ -26,17 +26,17 @@ def subnormal(rng, shape, dtype):
 
 
 def mixed(rng, shape, dtype):
-    """Of all sizes side by side."""
+    """Numbers of very different magnitudes."""
     return rng.standard_normal(shape) * 10.0 ** rng.uniform(-4, 2, shape)
 
 
 def ties(rng, shape, dtype):
-    """Small integers, whose largest logits are equal."""
+    """Small integers, with several equal largest logits."""
     return rng.integers(-2, 3, shape).astype(np.float64)
 
 
 def uniform(rng, shape, dtype):
-    """Rows that are all but the same."""
+    """Rows that are almost equal."""
     return 1 + 1e-3 * rng.standard_normal(shape)
 
 
@@ -50,5 +50,5 @@ FAMILIES = {f.__name__: f for f in (normal, large, huge, zero, subnormal, mixed,
 
 
 def numbers(family: str, rng: np.random.Generator, shape: tuple[int, ...], dtype) -> np.ndarray:
-    """float64 numbers of a family, for some operands of a call, and normal ones for the others."""
+    """float64 numbers of a family for some operands of a call, and normal ones for the others."""
     return FAMILIES[family if rng.random() < 0.6 else "normal"](rng, shape, dtype)

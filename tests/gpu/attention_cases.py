@@ -1,4 +1,4 @@
-"""Calls of flash_attention, one for each thing that it can do, and how a result is compared with the oracle's."""
+"""Calls of flash_attention, one for each feature, and the comparison of their results with the oracle."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,11 +19,11 @@ DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks", "softmax_scale")
 
 @dataclass(frozen=True)
 class Case:
-    """A call: its sizes, options, and the optional operands it has.
+    """A call: its sizes, options, and optional operands.
 
-    S and K are in units of a length that a test chooses. `bias` and `mask` name the axes along which they vary; of the
-    bias `bias_dtype` is the dtype, None for that of q, and `hidden` the part of its numbers that are −∞. With `empty`
-    bias and mask hide all keys from every seventh query, and the first 70 keys from every query.
+    S and K are in units of a length that a test chooses. `bias` and `mask` name the axes along which they vary;
+    `bias_dtype` is the dtype of the bias, None for that of q, and `hidden` the fraction of its numbers that are −∞.
+    With `empty`, bias and mask hide all keys from every seventh query, and the first 70 keys from every query.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Case:
     family: str = "normal"
 
     def make(self, length: int, dtype, seed: int = 0) -> tuple[Operands, FlashAttentionSpec]:
-        """Operands with random contents, the same ones for the same seed, and the spec."""
+        """Operands with random contents, the same for the same seed, and the spec."""
         rng = np.random.default_rng(seed)
         S, K = round(self.S * length), round(self.K * length)
         sizes = {"b": self.B, "h": self.H, "s": S, "t": K}
@@ -99,7 +99,7 @@ class Case:
         return x, spec
 
     def _hidden(self, rng, shape: tuple[int, ...]):
-        """What a bias or a mask of pairs hides: bool."""
+        """The pairs that a bias or a mask hides: bool."""
         hidden = rng.random(shape) < self.hidden
         if self.empty:
             hidden[:, :, ::7] = True
@@ -108,7 +108,7 @@ class Case:
 
 
 def _cuts(tokens: int, shift: int, first: float, rng):
-    """Sequences of very different lengths, one of them empty, tokens past the last and perhaps before the first."""
+    """cu_seqlens of very different lengths, one of them 0, with tokens after the last and perhaps before the first."""
     parts = np.sort(rng.random(3)) * 0.95
     cuts = np.array([first, parts[0], parts[0], *parts[1:], 0.95]) * tokens
     cuts = np.round(cuts) + np.array([0, shift, shift, 0, shift, 0])
@@ -159,8 +159,8 @@ CASES = [
 
 
 def poisoned(x: Operands, spec: FlashAttentionSpec, of: Operands | None = None) -> Operands:
-    """With NaN in what nobody sees: keys, queries that see nothing, a bias where it is masked; or so the tangents `of`
-    the operands.
+    """Operands, or the tangents `of` them, with NaN in all unread entries: fully masked keys and queries, and a bias
+    where it is masked.
     """
     of = x if of is None else of
     ok = np.asarray(visible(x, spec))
@@ -175,7 +175,7 @@ def poisoned(x: Operands, spec: FlashAttentionSpec, of: Operands | None = None) 
 
 
 def poisoned_cotangents(cotangents: Outputs, x: Operands, spec: FlashAttentionSpec) -> Outputs:
-    """With NaN where a query sees nothing: of o, which is 0 there, and of an lse that is −∞."""
+    """Cotangents with NaN for fully masked queries: of o, which is 0 there, and of an lse of −∞."""
     ok = np.asarray(visible(x, spec)).any(3)
     ok = np.broadcast_to(ok, (x.q.shape[0], x.q.shape[2], ok.shape[2]))
     finite = ok if x.sinks is None else np.ones_like(ok)
@@ -197,7 +197,7 @@ def like(arrays, seed: int):
 
 
 def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tangents: dict, dtype):
-    """The formula's outputs, its gradients by name, and its tangents, all computed in `dtype`."""
+    """The formula's outputs, gradients by name, and tangents, all computed in `dtype`."""
     with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(dtype == jnp.float64):
         moving = {name: getattr(x, name) for name in differentiable(x)}
         moving, cotangents, tangents = jax.tree.map(
@@ -206,20 +206,19 @@ def derivatives(x: Operands, spec: FlashAttentionSpec, cotangents: Outputs, tang
         return jax.tree.map(np.asarray, _derivatives(moving, cotangents, tangents, known(x, spec), spec))
 
 
-# It runs a few times only: what optimization costs does not pay.
+# It runs only a few times, so that optimisation does not pay.
 @partial(jax.jit, static_argnames="spec", compiler_options={"xla_backend_optimization_level": 0})
 def _derivatives(moving, cotangents, tangents, facts, spec: FlashAttentionSpec):
     formula = lambda moving: attention(Operands(**moving), spec, facts)
     outputs, pull = jax.vjp(formula, moving)
-    dlse = jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)  # −∞ is no number to differentiate at
+    dlse = jnp.where(outputs.lse == -jnp.inf, 0, cotangents.lse)  # −∞ cannot be differentiated at
     return outputs, *pull(Outputs(cotangents.o, dlse)), jax.jvp(formula, (moving,), (tangents,))[1]
 
 
 def check_all(results, oracle, reference):
     """The outputs, gradients and tangents of a call: err(result) ≤ factor · err(reference), both against the oracle.
 
-    Errors are measured by their norm, as in tests/transforms/test_dtypes.py; no result is nearer than the exact one
-    rounded.
+    Errors are norms, as in tests/transforms/test_dtypes.py; no result is nearer than the rounded exact one.
     """
     oracle, reference = named(oracle), named(reference)
     over = all_excess(named(results), oracle, {name: error(reference[name], oracle[name]) for name in oracle})
@@ -245,7 +244,7 @@ def check_near(results, x: Operands, spec: FlashAttentionSpec, cotangents: Outpu
 
 
 def neighbour(arrays, number: int):
-    """The arrays, each number of more than integers moved by up to one unit in its last place; number 0 as they are."""
+    """The arrays with each float moved by up to one unit in its last place; neighbour 0 is the call itself."""
     rng = np.random.default_rng(number)
 
     def moved(x):
@@ -258,7 +257,7 @@ def neighbour(arrays, number: int):
 
 
 def named(results) -> dict:
-    """What `Kernels` or `derivatives` return, by name."""
+    """The results of `Kernels` or `derivatives` by name."""
     outputs, gradients, tangents = results
     found = dict(zip(Outputs._fields, outputs, strict=True))
     found |= {f"d{name}": gradient for name, gradient in gradients.items()}
@@ -266,7 +265,7 @@ def named(results) -> dict:
 
 
 def all_excess(results: dict, oracle: dict, errors: dict) -> str:
-    """What is wrong with arrays by name: the outputs may err twice as much as the formula, derivatives three times."""
+    """What is wrong with arrays by name: outputs may err twice as much as the formula, derivatives three times."""
     factors = {name: 2 if name in Outputs._fields else 3 for name in results}
     over = (excess(name, x, oracle[name], errors[name], factors[name]) for name, x in results.items())
     return "; ".join(filter(None, over))
@@ -279,7 +278,7 @@ def check(name: str, result, oracle, reference, factor: float):
 
 
 def excess(name: str, result, oracle, unit: float, factor: float) -> str:
-    """What is wrong with an array that may err `factor` times as much as `unit`; nothing where it is right."""
+    """What is wrong with an array whose error may be `factor` times `unit`; nothing if it is right."""
     result = np.asarray(result)
     if not np.array_equal(np.isfinite(result), np.isfinite(oracle)):
         return f"{name}: not finite where the oracle is, or the other way round"
@@ -290,6 +289,6 @@ def excess(name: str, result, oracle, unit: float, factor: float) -> str:
 
 
 def error(result, oracle) -> float:
-    """The norm of what a result is off by, where the oracle is finite."""
+    """The norm of the error of a result, where the oracle is finite."""
     finite = np.isfinite(oracle)
     return float(np.linalg.norm(np.asarray(result)[finite].astype(np.float64) - oracle[finite]))

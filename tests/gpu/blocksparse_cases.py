@@ -18,9 +18,9 @@ WINDOW = FlashAttentionSpec(causal=True, window=(20, None))
 
 @dataclass(frozen=True)
 class SparseCase:
-    """A call of flash_attention with a block mask that differs along the axes it names, of which a share is kept.
+    """A call of flash_attention with a block mask that varies along the named axes, of which a fraction is kept.
 
-    Of the rows of blocks the first, and of the columns the last, are empty if there are several and `has_empty`.
+    The first row and the last column of blocks are empty if there are several and `has_empty`.
     """
 
     flash: Case
@@ -34,7 +34,7 @@ class SparseCase:
         return f"{self.flash.name}, blocks of {self.size[0]}x{self.size[1]} {self.axes}".rstrip()
 
     def make(self, length: int, dtype, seed: int = 0) -> tuple[Operands, BlocksparseAttentionSpec]:
-        """Operands with random contents, the same ones for the same seed, and the spec."""
+        """Operands with random contents, the same for the same seed, and the spec."""
         x, spec = self.flash.make(length, dtype, seed)
         of = lambda axis, size: size if axis in self.axes else 1
         rows, columns = ceil(x.q.shape[1] / self.size[0]), ceil(x.k.shape[1] / self.size[1])
@@ -56,7 +56,7 @@ def sparse_spec(spec: FlashAttentionSpec, size: tuple[int, int]) -> BlocksparseA
 
 
 def poisoned_in_blocks(x: Operands, spec: BlocksparseAttentionSpec, of: Operands | None = None) -> Operands:
-    """`poisoned`: with NaN in what nobody sees in any kept block."""
+    """`poisoned`, with NaN in all entries that no kept block reads."""
     of = None if of is None else of.attention
     return sparse(poisoned(within_blocks(x, spec), spec, x.attention if of is None else of), x.block_mask)
 

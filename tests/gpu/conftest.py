@@ -1,11 +1,11 @@
-"""Without a GPU no file of this folder is imported: each is one test, which is skipped."""
+"""Without a GPU no file of this folder is imported: each is one skipped test."""
 
 import jax
 import pytest
 
 
 class Skipped(pytest.Item):
-    """Stands for all tests of a file."""
+    """Represents all tests of a file."""
 
     def runtest(self):
         raise AssertionError("it is not to be run")
@@ -15,7 +15,7 @@ class Skipped(pytest.Item):
 
 
 class OfGPU(pytest.File):
-    """A file of tests that need a GPU, where there is none."""
+    """A file of tests that need a GPU, on a machine without one."""
 
     def collect(self):
         item = Skipped.from_parent(self, name="all")

@@ -1,4 +1,4 @@
-"""What flash_attention means: one dense formula that JAX differentiates. In float64 it is the oracle of the tests."""
+"""The formula of flash_attention, dense and differentiated by JAX. In float64 it is the oracle of the tests."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Ou
 
 
 class Known(NamedTuple):
-    """What follows from integers alone: who sees whom, what dropout keeps, which queries belong to a sequence."""
+    """What follows from integers alone: visibility, the kept set of dropout, and queries that belong to a sequence."""
 
     visible: Any
     kept: Any

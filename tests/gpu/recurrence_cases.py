@@ -1,4 +1,4 @@
-"""Calls of the linear recurrence that together meet every feature of its kernels, and what their results must be."""
+"""Calls of the linear recurrence that together use every feature of its kernels, and their expected results."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ def uniform(seed, shape):
 
 
 class Draw(NamedTuple):
-    """Where random arrays come from: by default from the host, the same on every machine."""
+    """The source of random arrays: by default the host, so that they are the same on every machine."""
 
     normal: Callable = normal
     uniform: Callable = uniform
@@ -78,7 +78,7 @@ CASES = (
     Case("by value feature, fast, reversed", dict(gv=30.0), reverse=True),
     Case("by head and value feature", dict(g=1.0, gv=0.5), G=4, state=False),
     Case("by both features and head", dict(gk=0.5, gv=0.5, g=0.5)),
-    Case("all decays", dict(gk=0.5, gv=0.5, g=0.5, g_gamma=0.2), B=1, H=16),  # with 4 heads the formula's error is luck
+    Case("all decays", dict(gk=0.5, gv=0.5, g=0.5, g_gamma=0.2), B=1, H=16),  # with 4 heads, errors vary too much
     Case("packed by both features", dict(gk=0.5, gv=0.5), ends=(0, 0.7, 0.7, 0.75, 1.6)),
     Case("by head, with resets", dict(g=0.5), resets=0.05),
     Case("by feature and head, with resets", dict(gk=0.5, g=0.5), resets=0.05),
@@ -161,14 +161,14 @@ def check(found, exact, reference, dtype) -> None:
 
 
 def check_tangent(found, exact, reference, dtype) -> None:
-    """The same of tangents."""
+    """The same for tangents."""
     for name, *of in zip(Outputs._fields, found, exact, reference, strict=True):
         ratio = _ratio(*of, dtype)
         assert ratio <= GRADIENTS, f"tangent of {name}: {ratio:.2f} times the error of the formula"
 
 
 def ratios(found, exact, reference, dtype) -> dict[str, float]:
-    """The error of each array over that of the formula, or that of rounding to the products' dtype where it is more."""
+    """The error of each array over that of the formula, or of rounding to the products' dtype if larger."""
     (outputs, gradients), (right, right_gradients), (other, other_gradients) = found, exact, reference
     arrays = {"o": 0, "final_state": 1}
     every = {n: (outputs[i], right[i], other[i]) for n, i in arrays.items()}

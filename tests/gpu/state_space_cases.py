@@ -1,4 +1,4 @@
-"""Calls of state_space_v2 that together meet every feature of its kernels, and what their results must be."""
+"""Calls of state_space_v2 that together use every feature of its kernels, and their expected results."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 
 def computed(x, spec, seed: int = 1, kernels=triton):
-    """(outputs, gradients by name, tangents) of what nobody sees holding NaN, and the cotangents and tangents."""
+    """(outputs, gradients by name, tangents) with NaN in unread entries, and the cotangents and tangents."""
     compiled = lambda f, **how: jax.jit(partial(f, spec=spec, config=f.heuristic(spec, x, TARGET), **how))
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), seed) if name in wrt else None for name in x._fields})
@@ -46,7 +46,7 @@ def compare(case: SparseCase, length: int, dtype, kernels=triton):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=lambda dtype: dtype.dtype.name)
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.name)
 def test_feature(case, dtype):
-    """With blocks four times as large as those that the interpreter is given."""
+    """With blocks four times as large as in the interpreter."""
     compare(enlarged(case), 256, dtype)
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Kernels:
-    """The three operations, each compiled once, on operands like x: called, they give all results of one call."""
+    """The three operations, each compiled once for operands like x: a call gives all results."""
 
     def __init__(self, x: Operands, spec: FlashAttentionSpec):
         from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd, flash_attention_jvp
@@ -93,7 +93,7 @@ def test_reruns_give_the_same_bits(name):
 
 @pytest.mark.parametrize("wrt", [("q",), ("k",), ("v",), ("k", "v"), ("q", "v")], ids=lambda wrt: "".join(wrt))
 def test_gradients_of_some_operands(wrt):
-    """The same bits as when all are asked for, from a cotangent of either output alone too."""
+    """They have the same bits as with all gradients, also from a cotangent of one output alone."""
     from ejkernel.kernels._triton.flash_attention import flash_attention, flash_attention_bwd
 
     x, spec = Case("some", spec=CAUSAL).make(256, jnp.bfloat16)

@@ -1,7 +1,7 @@
 """A thousand random calls of flash_attention in Triton on a GPU, of random shapes and features, against float64.
 
-Compiling takes most of the time. So a hundred and twenty-five programs are drawn, and each runs on eight draws of
-everything that may vary at run time: values and their family, segments, sequences of a packed call, masks, dropout.
+Compiling takes most of the time. So there are 125 random programs, and each runs on eight random draws of everything
+that may vary at run time: values and their family, segments, sequences of a packed call, masks, dropout.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ FAMILIES = ("normal", "normal", "large", "uniform")  # of the draws in turn
 
 
 def program(number: int) -> tuple[Case, type]:
-    """What is compiled once: the sizes, the options, which operands there are, and the dtype."""
+    """The static part of a call: sizes, options, operands, and the dtype."""
     rng = np.random.default_rng(number)
     pick = lambda of: of[rng.integers(len(of))]
     chance = lambda share: rng.random() < share

@@ -20,7 +20,7 @@ TOKENS = 512
 
 
 def inputs(dtype, family="normal", **options):
-    """Operands whose projections keep the size of a latent, and the spec."""
+    """Operands whose projections preserve the size of a latent, and the spec."""
     x, spec = deepseek(batch=2, tokens=TOKENS, dtype=dtype, **options)
     x = like(x, 0)
     x = x._replace(**{n: (getattr(x, n) * 512**-0.5).astype(dtype) for n in ("w_kc", "w_vc")})
@@ -77,8 +77,8 @@ def test_float32():
 
 
 @pytest.mark.parametrize("platform", (Platform.TRITON, Platform.PALLAS))
-def test_latents_that_nobody_sees_may_be_nan(platform):
-    """Those of padding, in results, gradients and tangents."""
+def test_invisible_latents_may_be_nan(platform):
+    """Those of padding, for results, gradients and tangents."""
     x, spec = inputs(jnp.bfloat16)
     ids = jnp.where(jnp.arange(TOKENS) < 300, 0, -1)[None].repeat(2, 0).astype(jnp.int32)
     padded = x._replace(q_segment_ids=ids, kv_segment_ids=ids)

@@ -1,4 +1,4 @@
-"""grouped_matmul and mean_pooling on a GPU: each kernel with each of its configs, by TMA where the device has it."""
+"""grouped_matmul and mean_pooling on a GPU: each kernel with each of its configs, by TMA if the device has it."""
 
 import jax.numpy as jnp
 import pytest
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 ROWS = 1000
 SIZES = dict(m=ROWS, k=264, n=392, e=8, f=11)
-WHOLE = dict(SIZES, k=272, n=400)  # rows of 8 bits, too, begin where TMA can read them
+WHOLE = dict(SIZES, k=272, n=400)  # rows of 8 bits also begin where TMA can read them
 PRODUCTS = (
     grouped.case("uneven", dict(lhs=grouped.LHS, rhs="e k n", group_sizes=Operand("e", grouped.sizes(ROWS))), SIZES),
     grouped.case(
@@ -96,7 +96,7 @@ def test_every_config(case, dtype):
 @pytest.mark.parametrize("dtype", (jnp.float8_e4m3fn, jnp.float8_e5m2), ids=lambda dtype: dtype.dtype.name)
 @pytest.mark.parametrize("rows", (40, 300, ROWS))
 def test_float8_weights(rows, dtype):
-    """The kernels bring weights of 8 bits to the dtype of the rows, whatever the tiles."""
+    """The kernels convert weights of 8 bits to the dtype of the rows, for any tiles."""
     case = grouped.case("float8", dict(PRODUCTS[0].operands, group_sizes=Operand("e", grouped.sizes(rows))), WHOLE)
     arrays = case.resized(dict(m=rows)).arrays(dtype=jnp.bfloat16)
     narrow = arrays["rhs"].astype(dtype)

@@ -80,7 +80,7 @@ def test_uneven_lengths(S, K):
 
 @pytest.mark.parametrize("share", [0.0, 0.03, 1.0])
 def test_shares(share):
-    """None of the blocks, few and all of them."""
+    """None of the blocks, a few, and all of them."""
     check(SparseCase(LAYER, "h", (128, 128), share), 1024)
 
 

@@ -36,10 +36,10 @@ CASES = [
 
 
 def formula(x: Operands, spec: FlashAttentionSpec, in_e4m3, in_float16):
-    """o and lse in float64, with these around what the kernel rounds.
+    """o and lse in float64, with the given functions around the numbers that the kernel rounds.
 
-    To e4m3 the rotated q and k, v, and the weights, which are some 2⁴ where a logit is the greatest; to float16 these,
-    and their exponents.
+    The rotated q and k, v, and the weights, whose largest is about 2⁴, are rounded to e4m3; the weights and their
+    exponents also to float16.
     """
     q, k, v = (np.asarray(y.astype(jnp.float32), np.float64) for y in x[:3])
     group, matrix = q.shape[2] // k.shape[2], rotation(q.shape[3])
@@ -69,7 +69,7 @@ def greatest_of_blocks(x):
 
 
 def unit(greatest, most):
-    """The least power of two in units of which the greatest number is `most` at most."""
+    """The least power of two in units of which the largest number is at most `most`."""
     return 2.0 ** np.ceil(np.log2(greatest / most))
 
 
@@ -79,7 +79,7 @@ def to_e4m3(x, scale):
 
 @pytest.mark.parametrize("held, block", [(128, 64), (128, 128), (192, 64), (192, 128)])
 def test_rounded(held, block):
-    """Half a unit in the last place from q, k and v; the keys of v in the order in which a thread has the weights."""
+    """Half a unit in the last place of q, k and v, with the keys of v in the order of the weights in a thread."""
     x, _ = Case("rounded", H=4, G=2, D=128, V=64).make(328, jnp.bfloat16)
     (q8, k8, v8), (q_scales, k_scales, p_scales_log2, v_scales) = jax.jit(lambda *x: rounded(*x, held, block))(*x[:3])
     thread, n = np.divmod(np.arange(384) % 16, 4)
@@ -108,10 +108,10 @@ def test_error_of_blocks(case, D, block_q, block_k):
 
 @pytest.mark.parametrize("factor", [1, 4, 32, 1024])
 def test_great_logits(factor):
-    """Of which float16 has not every whole number, and then none: the greatest still decide.
+    """Logits of which float16 does not hold every integer, and then none: the largest still decide.
 
-    Keys are unlike one another, and each query is like one of them: its logit is the square of their length. Of 128
-    rounded products, each of which errs by 4 %, the sum errs by less than 2 %.
+    Keys are different, and each query is like one of them: its logit is the square of their length. The sum of 128
+    rounded products, each with an error of 4 %, has an error of less than 2 %.
     """
     shape = 1, 300, 2, 128
     keys = factor * jnp.sign(jax.random.normal(jax.random.key(0), shape)).astype(jnp.bfloat16)

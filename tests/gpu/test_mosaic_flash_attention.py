@@ -1,4 +1,4 @@
-"""flash_attention in Mosaic GPU on a Hopper GPU: every feature it takes against the formula in float64."""
+"""flash_attention in Mosaic GPU on a Hopper GPU: every supported feature against the formula in float64."""
 
 import itertools
 from dataclasses import replace
@@ -41,7 +41,7 @@ TAKEN = [case for case in FITTING if supports(*reversed(case.make(256, jnp.bfloa
 
 
 class Judged(NamedTuple):
-    """A call, what its derivatives are given, and the formula's results in float64 and in the dtype of the call."""
+    """A call, its cotangents and tangents, and the formula's results in float64 and in the dtype of the call."""
 
     x: Operands
     spec: FlashAttentionSpec
@@ -53,7 +53,7 @@ class Judged(NamedTuple):
 
 @cache
 def judged(case: Case, length: int, dtype) -> Judged:
-    """Found once for all configs that a case is run with."""
+    """Computed once for all configs of a case."""
     x, spec = case.make(length, dtype)
     assert supports(spec, x, TARGET) is None
     (B, S, H, _), V = x.q.shape, x.v.shape[3]
@@ -116,7 +116,7 @@ HEAD_DIMS += [(24, 256), (40, 256), (80, 160), (160, 40), (256, 72)]
 
 
 def compare(case: Case, length: int, dtype):
-    """The outputs, the tangents and the gradients, by the likeliest configs; those beside a bias or a mask are Triton's
+    """The outputs, tangents and gradients, by the heuristic configs; those with a bias or a mask are Triton's
     (test_mosaic_pairs.py).
     """
     for operation, compare_operation in COMPARE.items():
@@ -143,7 +143,7 @@ def test_configs_of_feature_sizes(D, V, operation):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("D, V", HEAD_DIMS)
 def test_configs_of_head_dims(D, V, causal, operation):
-    """Keys that end in a block, more queries than keys, grouped heads, and more tiles than one a thread block."""
+    """Keys that end within a block, more queries than keys, grouped heads, and more than one tile a thread block."""
     case = Case("head dims", S=1.1, H=4, G=2, D=D, V=V, spec=FlashAttentionSpec(causal=causal))
     x, spec = case.make(600, jnp.bfloat16)
     if reason := PREDICATES[operation](spec, x, TARGET):
@@ -174,7 +174,7 @@ def test_sight_of_head_dims(dtype, sight, D, V):
 
 @pytest.mark.parametrize("D", [72, 96, 160])
 def test_neighbouring_heads_do_not_mix(D):
-    """A tile is wider than 72 features: what stands beyond them in memory, NaN here, is of the next head."""
+    """A tile is wider than 72 features: the memory after them, here NaN, belongs to the next head."""
     x, spec = Case("heads", H=3, G=3, D=D, V=D, spec=CAUSAL).make(600, jnp.bfloat16)
     poison = lambda a: a.at[:, :, 1].set(jnp.nan)
     (config, *_) = space("flash_attention", x, spec, TARGET)
@@ -186,7 +186,7 @@ def test_neighbouring_heads_do_not_mix(D):
 
 @pytest.mark.parametrize("D", [72, 80, 96, 136, 160])
 def test_gradients_of_neighbouring_heads_do_not_mix(D):
-    """dq is added up in no certain order."""
+    """dq is accumulated in any order."""
     x, spec, cotangents, *_ = judged(case := Case("heads", H=3, G=3, D=D, V=D, spec=CAUSAL), 600, jnp.bfloat16)
     poison = lambda a: a.at[:, :, 1].set(jnp.nan)
     (config, *_) = space("flash_attention_bwd", x, spec, TARGET)
@@ -209,14 +209,14 @@ def test_sight_of_feature_sizes(sight, D, V):
 
 @pytest.mark.parametrize("window", [(None, None), (700, None), (100, 30)])
 def test_long(window):
-    """More tiles than the device runs at once, and runs of blocks that wrap around the stages many times."""
+    """More tiles than the device runs at once, and loops that wrap around the stages many times."""
     spec = FlashAttentionSpec(causal=window[1] is None, window=window)
     compare(Case("long", B=1, H=10, G=2, D=128, V=128, spec=spec), 1792, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("length, D", [(200, 128), (1990, 128), (1990, 64)])
 def test_no_mask(length, D):
-    """Few tiles, and more than run at once; keys end in a block."""
+    """Few tiles, and more than run at once; keys end within a block."""
     case = Case("no mask", B=1, H=10, G=2, D=D, V=D, spec=FlashAttentionSpec())
     for config in space("flash_attention", *case.make(length, jnp.bfloat16), TARGET):
         compare_forward(case, length, jnp.bfloat16, config)
@@ -242,7 +242,7 @@ SIGHT = {
 @pytest.mark.parametrize("sight", SIGHT)
 @pytest.mark.parametrize("D, V", [(128, 128), (64, 64), (96, 96), (72, 72), (192, 128), (256, 256)])
 def test_certain_gradients(D, V, sight):
-    """More thread blocks than run at once; right, and the same bits in 20 runs, while others keep the device busy."""
+    """More thread blocks than run at once: right, and the same bits in 20 runs while others keep the device busy."""
     case = Case("certain", H=12, G=6, D=D, V=V, **(dict(S=0.5) | SIGHT[sight]))
     spec = replace(case.spec, deterministic=True)
     case = replace(case, spec=spec)
@@ -258,7 +258,7 @@ def test_certain_gradients(D, V, sight):
 
 
 def test_certain_gradients_of_more_tiles_than_multiprocessors():
-    """Of full attention they are added group after group."""
+    """With full attention group after group is added."""
     x, spec = Case("long", B=1, H=3, G=1, D=64, V=64).make(18000, jnp.bfloat16)
     spec = replace(spec, deterministic=True)
     configs = [space(name, x, spec, TARGET)[0] for name in ("flash_attention", "flash_attention_bwd")]

@@ -38,7 +38,7 @@ CASES = (
 
 
 def check(call, config):
-    """The cotangents of a call as `against_xla.prepared`, beside those of plain JAX."""
+    """The cotangents of a call as `against_xla.prepared` makes it, compared with those of plain JAX."""
     x, spec, tangents = call
     wrt = tuple(name for name, tangent in tangents._asdict().items() if tangent is not None)
     assert supports(spec, x, TARGET) is None
@@ -64,7 +64,7 @@ def test_a_batch():
 
 @pytest.mark.parametrize("size", (1, 7, 8, 63, 64, 65, 127, 128, 129, 200))
 def test_a_group_between_others(size):
-    """Rows of other groups before and behind, NaN in those of none."""
+    """Rows of other groups before and after, and NaN in rows of none."""
     x, spec, tangents = against_xla.prepared(CASES[0], jnp.bfloat16)
     sizes = np.array([13, size, 0, 300, 5, 64, 100, 3], np.int32)
     outside = jnp.arange(ROWS)[None, :, None] >= sizes.sum()

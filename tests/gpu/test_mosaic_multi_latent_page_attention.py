@@ -75,7 +75,7 @@ def test_sinks(sinks, num_splits):
 
 @pytest.mark.parametrize("h", (2, 5, 16, 128))
 @pytest.mark.parametrize("num_splits", (1, 3))
-def test_nobody_sees_what_is_not_of_a_context(h, num_splits):
+def test_keys_after_the_context_are_invisible(h, num_splits):
     """NaN in slots after each context and in tokens of no sequence, and any numbers in tables after them."""
     x, with_nan = poisoned(step(h, "bfloat16", "bfloat16", page=64, **DEEPSEEK))
     call = jax.jit(partial(run, num_splits=num_splits))

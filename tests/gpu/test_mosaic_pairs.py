@@ -50,7 +50,7 @@ CASES = [
 
 
 def compare(case: Case, length: int, dtype, configs: slice = slice(1)):
-    """The outputs by some configs, and the derivatives that Triton has of the outputs by the first."""
+    """The outputs by some configs, and Triton's derivatives from the outputs by the first."""
     x, spec = case.make(length, dtype)
     assert supports(spec, x, TARGET) is None
     wrt, given = differentiable(x), poisoned(x, spec)
@@ -100,7 +100,7 @@ def test_reruns_give_the_same_bits(case):
 
 @pytest.mark.parametrize("length", [1024, 1032, 1026])
 def test_the_library_has_the_same_gradients_as_triton(length):
-    """By the kernels that it picks; 1026 keys of a bias, which TMA does not load, are all Triton's."""
+    """By the kernels that it chooses; with 1026 keys of a bias, which TMA does not load, all are Triton's."""
     case = Case("learned bias", bias="hst", bias_dtype=None, H=4, G=4, D=64, V=64)
     x, spec = case.make(length, jnp.bfloat16)
     taken = select("flash_attention", spec, x, TARGET).platform

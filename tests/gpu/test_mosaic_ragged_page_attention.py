@@ -18,14 +18,14 @@ from .device import ON_HOPPER
 
 pytestmark = ON_HOPPER
 # Tokens and keys of the sequences: decodes, few tokens, whole tiles and parts of one, no cache, no tokens, more tokens
-# than keys. Behind these come tokens of none.
+# than keys. After these come tokens of no sequence.
 LENGTHS = (1, 17, 512, 128, 0, 300, 40, 1)
 CONTEXTS = (3001, 1500, 2600, 128, 900, 4096, 33, 70)
 PADDING = 13
 
 
 def step(h=8, g=2, d=128, page=64, dtype="bfloat16", lengths=LENGTHS, contexts=CONTEXTS, window=None, seed=0, peak=1.0):
-    """Arguments; what nobody sees is NaN, and the tables name no pages there. `peak` is a factor of the queries."""
+    """Arguments with NaN in unread entries, where tables have no valid pages. `peak` is a factor of the queries."""
     rng, n, columns = np.random.default_rng(seed), len(lengths), -(-max(contexts) // page) + 1
     lengths, contexts = np.asarray(lengths), np.asarray(contexts)
     tables = rng.permutation(n * columns).reshape(n, columns)
@@ -50,7 +50,7 @@ def step(h=8, g=2, d=128, page=64, dtype="bfloat16", lengths=LENGTHS, contexts=C
 
 
 def some_tokens(x, seed=1):
-    """Those at the ends of sequences and of tiles, and some others."""
+    """The tokens at the ends of sequences and tiles, and some others."""
     ends = np.asarray(x["query_start_loc"])
     near = [e + i for e in ends for i in (-1, 0, 63, 64, 127, 128)]
     total = len(x["q"])
@@ -58,7 +58,7 @@ def some_tokens(x, seed=1):
 
 
 def computed(x, platform="pallas", **options):
-    """By the kernels of a platform, whether or not they say that they take the call."""
+    """By the kernels of a platform, whether or not they support the call."""
     operation = OPERATIONS["ragged_page_attention"]
     call = operation.prepare_arguments(**x, **options)
     operands = operation.algorithm.operands(**call.named)
@@ -69,7 +69,7 @@ def computed(x, platform="pallas", **options):
 
 
 def check(x, **options):
-    """The error is at most twice that of XLA in the same dtype, and no other token is far from Triton's."""
+    """The error is at most twice that of XLA in the same dtype, and all other tokens are near those of Triton."""
     tokens = some_tokens(x)
     wanted = [a[tokens] for a in ragged_defined(x, tokens=tokens, **options)]
     found, xla, triton = (list(map(wide, computed(x, platform, **options))) for platform in ("pallas", "xla", "triton"))
@@ -82,7 +82,7 @@ def check(x, **options):
         np.testing.assert_array_equal(np.isfinite(ours), np.isfinite(theirs))
         finite = np.isfinite(ours)
         scale = 2.0**-7 if ours.ndim == 3 else 1e-5
-        most = np.abs(theirs[finite]).max(initial=0)  # no lse is finite where no sequence counts
+        most = np.abs(theirs[finite]).max(initial=0)  # lse is not finite for tokens of no sequence
         np.testing.assert_allclose(ours[finite], theirs[finite], rtol=scale, atol=scale * most)
     return found
 
@@ -140,7 +140,7 @@ def test_a_plan_divides_the_decodes():
 
 @pytest.mark.parametrize("num_seqs", (0, 2, 5))
 def test_fewer_sequences_count(num_seqs):
-    """Tokens behind them, however many, are 0, and their lse is −∞."""
+    """Tokens after them, however many, have o = 0 and lse = −∞."""
     x = step() | dict(num_seqs=jnp.asarray([num_seqs]))
     o, lse = check(x)
     end = int(x["query_start_loc"][num_seqs])
@@ -171,7 +171,7 @@ def test_a_token_has_the_same_bits_whatever_else_is_in_the_step():
 
 @pytest.mark.parametrize("shared", (True, False))
 def test_vmap(shared):
-    """Over steps, of one pool or of a pool each."""
+    """Over steps, with one pool or with a pool each."""
     steps = [step(seed=n, lengths=LENGTHS[n:] + LENGTHS[:n], contexts=CONTEXTS[n:] + CONTEXTS[:n]) for n in range(2)]
     if shared:
         steps[1]["kv_pages"] = steps[0]["kv_pages"] = jnp.nan_to_num(steps[0]["kv_pages"])
@@ -189,7 +189,7 @@ def test_vmap(shared):
 
 @pytest.mark.parametrize("d", (64, 256))
 def test_a_pool_of_one_page(d):
-    """Its tiles wait for no page numbers, so that more of them are in shared memory."""
+    """Its tiles do not wait for page numbers, so that more of them are in shared memory."""
     x = step(8, 2, d, lengths=(1, 70), contexts=(64, 64))
     tables = jnp.zeros_like(x["block_tables"])
     pages = jax.random.normal(jax.random.key(0), (1, *x["kv_pages"].shape[1:]), jnp.bfloat16)
@@ -199,7 +199,7 @@ def test_a_pool_of_one_page(d):
 @pytest.mark.parametrize("platform", ("pallas", "triton"))
 @pytest.mark.parametrize("sliced", (False, True))
 def test_within_a_scan(platform, sliced):
-    """Over layers, whose results are stacked; of their pages each reads a slice."""
+    """Over layers whose results are stacked, each of which reads a slice of the pages."""
     x, layers = step(), 3
     pools = jnp.stack([jnp.roll(x["kv_pages"], n, 3) for n in range(layers)])
 

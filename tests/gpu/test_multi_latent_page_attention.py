@@ -96,7 +96,7 @@ def test_quantised_pages_of_deepseek(pages, h):
 
 @pytest.mark.parametrize("drafts", (0, 3))
 @pytest.mark.parametrize("h", (16, 128))
-def test_nobody_sees_what_is_not_of_a_context(h, drafts):
+def test_keys_after_the_context_are_invisible(h, drafts):
     """NaN in slots after each context and in tokens of no sequence, and any numbers in tables after them."""
     x = step(h, "bfloat16", "bfloat16", **DEEPSEEK) | (dict(draft_mask=tree(drafts)) if drafts else {})
     x, with_nan = poisoned(x)
@@ -135,7 +135,7 @@ def test_lists_of_quantised_keys_with_sinks(pages, shape):
     check(x | dict(sinks=jnp.asarray(rng.standard_normal((16, 3)), jnp.float32)))
 
 
-def test_what_no_list_names_may_be_nan():
+def test_unlisted_keys_may_be_nan():
     x, with_nan = unnamed(lists(5, step()))
     call = jax.jit(run)
     jax.tree.map(np.testing.assert_array_equal, call(**with_nan), call(**x))

@@ -1,4 +1,4 @@
-"""native_sparse_attention in Triton on a GPU: forward, gradient and tangent against float64, and what nobody sees."""
+"""native_sparse_attention in Triton on a GPU: forward, gradient and tangent against float64, and unread entries."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def call(s=200, t=260, h=32, g=2, d=64, e=64, n=3, size=64, cuts=None, dtype="bfloat16", scale=1.0, seed=0):
-    """q, k and v, lists with repetitions and numbers out of range, cu_seqlens, tangents and a cotangent."""
+    """q, k and v, lists with repetitions and indices out of range, cu_seqlens, tangents and a cotangent."""
     rng = np.random.default_rng(seed)
     batch, t = (2, t) if cuts is None else (1, s)
     shapes = (batch, s, h, d), (batch, t, g, d), (batch, t, g, e)
@@ -52,7 +52,7 @@ def check(size=64, config=None, **how):
     found = jax.jit(partial(derived, ours))(x, tuple(tangents), do)
     formula = lambda lists, packed, *x: reference(*Operands(*x, lists, packed), spec=spec).o
     rounded = jax.jit(partial(derived, partial(formula, lists, packed)))(x, tuple(tangents), do)
-    # In float64 it is compiled for the CPU, in a fraction of the time that its products take the GPU's compiler.
+    # In float64 it is compiled for the CPU, in a fraction of the GPU's compilation time.
     on_cpu = partial(jax.device_put, device=jax.devices("cpu")[0])
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: on_cpu(a).astype(jnp.float64), (x, tuple(tangents), do))
@@ -61,7 +61,7 @@ def check(size=64, config=None, **how):
     for name, a, b, c in zip(
         ("o", "dq", "dk", "dv", "do"), *map(jax.tree.leaves, (found, rounded, exact)), strict=True
     ):
-        unit = max(distance(b, c), distance(c.astype(a.dtype), c)) or of_float32  # a softmax of one key has none
+        unit = max(distance(b, c), distance(c.astype(a.dtype), c)) or of_float32  # softmax of one key: no derivative
         error = distance(a, c)
         assert error <= (2 if name == "o" else 3) * unit, f"{name}: {error:.2e} where the formula has {unit:.2e}"
 
@@ -109,7 +109,7 @@ def test_every_config(dtype):
 
 
 def test_a_block_of_many_queries():
-    """More than one item of the gradient of keys, and the same bits again."""
+    """More than one work item of the gradient of keys, and the same bits in a rerun."""
     check(s=2100, t=2100, h=16, g=1, n=4, size=32)
     x, lists, _, _, do = call(s=2100, t=2100, h=16, g=1, n=4, size=32)
     f = jax.jit(
@@ -120,7 +120,7 @@ def test_a_block_of_many_queries():
         jax.tree.map(np.testing.assert_array_equal, f(*x), first)
 
 
-def test_what_nobody_sees_may_be_nan():
+def test_invisible_keys_may_be_nan():
     (q, k, v), lists, cuts, tangents, do = call(s=300, cuts=(0, 90, 260), dtype="float32")
     poison = lambda a: a.at[:, 260:].set(jnp.nan)
     f = lambda *x: ejkernel.lax.native_sparse_attention(*x, block_indices=lists, cu_seqlens=cuts)
@@ -129,7 +129,7 @@ def test_what_nobody_sees_may_be_nan():
 
 
 def test_all_branches():
-    """As on the platform XLA, in bfloat16, gradients too."""
+    """They equal those of XLA, in bfloat16, with gradients."""
     (q, k, v), *_ = call(s=500, t=500, d=64)
     gates = jax.nn.sigmoid(jax.random.normal(jax.random.key(0), (3, *q.shape[:3])))
     lists = ejkernel.lax.native_sparse_blocks(q, k, block_counts=4, block_size=32)
@@ -147,7 +147,7 @@ def test_all_branches():
 
 
 def test_the_choice_is_that_of_the_cpu():
-    """Of float32 with the same lists of scores, but for blocks that score alike to the last bits."""
+    """The same lists of scores in float32, except for blocks whose scores are equal up to rounding."""
     (q, k, _), *_ = call(s=500, t=500, dtype="float32")
     implementation = kernel_registry.find("native_sparse_blocks", "xla").implementation
     on_gpu = ejkernel.lax.native_sparse_blocks(q, k, block_counts=4, block_size=32)

@@ -1,4 +1,4 @@
-"""page_attention in Triton on a GPU against its definition in float64: options, kinds of pages, what nobody sees."""
+"""page_attention in Triton on a GPU against its definition in float64: options, kinds of pages, unread entries."""
 
 from functools import partial
 
@@ -65,14 +65,14 @@ def test_quantised_pages(dtype, pages, shape):
 @pytest.mark.parametrize("shape", [None, (2,), (P, 64, 2)], ids=str)
 @pytest.mark.parametrize("options", [{}, dict(softcap=2.0, window=99), dict(num_splits=3)], ids=str)
 def test_pairs_of_eight_bits(dtype, pages, shape, options):
-    """Features that are a power of two, in pages of 64; with factors of very different sizes."""
+    """Features that are a power of two, in pages of 64, with factors of very different magnitudes."""
     x, rng = decode_step(16, 2, 128, 64, 64, dtype=dtype, pages=pages), np.random.default_rng(2)
     if shape is not None:
         x |= {name: jnp.asarray(10 ** rng.uniform(-3, 0, shape), jnp.float32) for name in ("k_scale", "v_scale")}
     check(x, **options)
 
 
-def test_nobody_sees_what_is_not_of_a_context():
+def test_keys_after_the_context_are_invisible():
     """NaN in the slots and scales after each context, and any numbers in tables after it."""
     x, page = decode_step(), 8
     x["block_tables"] = jnp.arange(N * J, dtype=jnp.int32).reshape(N, J)

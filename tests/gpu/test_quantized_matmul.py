@@ -17,7 +17,7 @@ FAMILIES = {
     "one_hot": lambda shape: np.eye(shape[-1])[RNG.integers(shape[-1], size=shape[:-1])],
     "long_uniform": lambda shape: 1 + 1e-3 * RNG.standard_normal(shape),
 }
-# Sizes that fill tiles, and that do not: (rows, features, columns).
+# Sizes that fill tiles, and sizes that do not: (rows, features, columns).
 SIZES = ((1, 4096, 4096), (16, 2048, 11008), (5, 320, 192), (64, 1024, 1024), (200, 1024, 1024))
 
 
@@ -31,7 +31,7 @@ def error(found, exact):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_against_float64(size, family, bits, transpose, platform):
-    """2 times the error of the dense matrix in the dtype of x forward, 3 times backward."""
+    """The error is at most 2 times that of the dense matrix in the dtype of x forward, and 3 times backward."""
     rows, features, columns = size
     of = dict(bits=bits, group_size=64)
     if platform == "triton" and rows > 64:
@@ -64,7 +64,7 @@ def test_against_float64(size, family, bits, transpose, platform):
 @pytest.mark.parametrize("transpose", (False, True))
 @pytest.mark.parametrize("bits", (2, 4, 8))
 def test_examples_of_a_vmap(bits, transpose):
-    """They are 35 rows of one product, whose config is that of an example of 7."""
+    """The examples are 35 rows of one product, whose config is that of an example of 7."""
     x = jnp.asarray(RNG.standard_normal((5, 7, 16)), jnp.bfloat16)
     packed = quantization.quantize(jnp.asarray(RNG.standard_normal((16, 16)), jnp.bfloat16), bits=bits, group_size=16)
     of = dict(bits=bits, group_size=16, transpose=transpose)

@@ -104,8 +104,8 @@ def test_chunks_of_prefills_beside_decodes(lengths):
     check(x, window=300)
 
 
-def test_v3_writes_what_it_is_told_alone():
-    """The whole pool, byte for byte; and o as that of the pool that has the new keys and values."""
+def test_v3_writes_only_the_given_tokens():
+    """The whole pool, byte for byte; and o equals that over the pool with the new keys and values."""
     x, rng = ragged_step(dtype="bfloat16", pages="bfloat16"), np.random.default_rng(3)
     x["block_tables"] = jnp.asarray(rng.permutation(30).reshape(6, 5))
     x["kv_pages"] = jnp.asarray(rng.standard_normal((32, PAGE, 4, 16)), jnp.bfloat16)
@@ -124,7 +124,7 @@ def test_v3_writes_what_it_is_told_alone():
 
 @pytest.mark.parametrize("options", [{}, dict(window=9), dict(num_splits=3), dict(softcap=2.0)], ids=str)
 def test_a_dense_cache(options):
-    """That of page_attention whose pages follow one another, from some key on."""
+    """It equals page_attention whose pages follow one another, from some key on."""
     x = decode_step(dtype="bfloat16", pages="bfloat16")
     n = len(x["block_tables"])
     k, v = (x[name][x["block_tables"]].reshape(n, -1, *x[name].shape[2:]) for name in ("k_pages", "v_pages"))

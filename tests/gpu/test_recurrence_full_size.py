@@ -1,9 +1,9 @@
 """The linear recurrence in Triton at full size: all gradients and the tangent against the formula in float64.
 
-A head is a recurrence of its own, and so is a row of the batch: the last row is judged, of a single long one a head, by
-the formula token by token. In bfloat16 the unit of errors is that of rounding the exact result, which is what the
-formula errs there: it computes in float32 and rounds once. In float32 it is the error of the formula. The gradient of
-g_gamma is one number a head, and the ratio of two errors of few numbers would be luck.
+Each head and each row of the batch is an independent recurrence: the last row is compared with the formula token by
+token, and for a single long row one head. In bfloat16 errors are in units of that of rounding the exact result, which
+is the error of the formula: it computes in float32 and rounds once. In float32 the unit is the error of the formula.
+The gradient of g_gamma is one number a head, for which the ratio of two errors would be chance.
 """
 
 from dataclasses import replace
@@ -102,7 +102,7 @@ ON_DEVICE = Draw(normal, uniform)
 
 
 def made(case: Case, length: int, dtype):
-    """The operands, with a g_gamma of each row so that its gradient is no sum of rows, and the spec."""
+    """The operands, with a g_gamma of each row so that its gradient is not summed over rows, and the spec."""
     x, spec = case.make(length, dtype, ON_DEVICE)
     gamma = x.g_gamma if x.g_gamma is None else jnp.broadcast_to(x.g_gamma, (x.q.shape[0], case.H))
     return x._replace(g_gamma=gamma), spec
@@ -112,7 +112,7 @@ def made(case: Case, length: int, dtype):
 
 
 def judged(arrays: dict, case: Case) -> dict:
-    """Of the last row, if that is the only one of its last key/value head and the query heads of that."""
+    """The last row or, if it is the only one, its last key/value head with the query heads of that."""
     heads = {"g": slice(-1, None), "h": slice(-case.H // case.G, None)} if case.B == 1 else {}
 
     def part(name, a):
@@ -122,12 +122,12 @@ def judged(arrays: dict, case: Case) -> dict:
 
 
 def by_the_formula(derivative, case: Case, spec, x: Operands, along):
-    """The derivative in float64, and what the unit of errors is taken from."""
+    """The derivative in float64, and the results that define the unit of errors."""
     sequences = np.asarray([[[0, x.q.shape[1]]]] if x.spans is None else x.spans)[0]
     function = jax.jit(derivative(partial(in_parts, sequences), spec), compiler_options=OPTIMIZED)
     parts = [type(arrays)(**dict.fromkeys(arrays._fields) | judged(arrays._asdict(), case)) for arrays in (x, along)]
     parts[0] = parts[0]._replace(spans=None)
-    # Of one head the host computes a token sooner than a GPU starts its kernels.
+    # For one head the host computes a token faster than a GPU starts its kernels.
     device = jax.devices("cpu" if case.B == 1 else None)[0]
 
     def computed(dtype):
@@ -144,9 +144,9 @@ OF_TOKENS = ("q", "k", "v", "g", "gk", "gv")
 
 
 def in_parts(sequences: np.ndarray, *operands, spec) -> Outputs:
-    """The formula, a row for each sequence, part after part from the state that the one before left.
+    """The formula, a row for each sequence, part after part from the state that the previous part left.
 
-    Gradients so keep the states between parts alone.
+    Gradients then only store the states between parts.
     """
     x = Operands(*operands)
     first, after = sequences.T

@@ -1,4 +1,4 @@
-"""Sequences over two GPUs or more, by the kernels that run there, are those on one; so is a step of decoding."""
+"""Sequences over two GPUs or more, by GPU kernels, equal those on one GPU; so does a step of decoding."""
 
 import jax
 import pytest
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not SIZES, reason="there are n
 @pytest.mark.parametrize("size", SIZES or (2,))
 @pytest.mark.parametrize("tokens", (30, 1000))
 def test_gla_errs_as_the_formula_does(tokens, size):
-    """Of 2,048 tokens on each."""
+    """With 2,048 tokens on each."""
     check_precision(long(tokens, b=1, s=2048 * size, h=4, g=2, d=64, e=64), size)
 
 

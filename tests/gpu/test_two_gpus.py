@@ -1,4 +1,4 @@
-"""flash_attention over two GPUs: nothing is communicated, and the bits are those of one."""
+"""flash_attention over two GPUs: no communication, and the bits of one GPU."""
 
 from collections import Counter
 from functools import partial
@@ -29,7 +29,7 @@ def attention(window, q, k, v):
 
 
 def gradient(window, q, k, v):
-    """With a cotangent that varies."""
+    """The gradient with a varying cotangent."""
     (o, lse), pull = jax.vjp(partial(attention, window), q, k, v)
     return pull((jnp.cos(o), jnp.sin(lse)))
 
@@ -39,7 +39,7 @@ def tangent(window, q, k, v):
 
 
 def calls():
-    """Each transform by each platform; the gradients of Mosaic GPU are not the same bits in every run."""
+    """Each transform on each platform; gradients of Mosaic GPU do not have the same bits in every run."""
     for platform in WINDOWS:
         for transform in (attention, gradient, tangent):
             if (transform, platform) != (gradient, "pallas"):

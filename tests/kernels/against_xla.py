@@ -1,4 +1,4 @@
-"""The three implementations of an operation on one platform, against those in plain JAX, which the formula is for."""
+"""Compares the three implementations of an operation on one platform with those in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def prepared(case, dtype=jnp.float32):
 
 
 def batched(case, dtype=jnp.float32):
-    """As `prepared`, with three calls along the batch axis, of which those arrays that may be shared are."""
+    """As `prepared`, with three calls along the batch axis that share the arrays that may be shared."""
     x, spec, _ = prepared(case, dtype)
     other = prepared(_Reseeded(case), dtype)[0]
     axes = case.algorithm.forward.table
@@ -28,7 +28,7 @@ def batched(case, dtype=jnp.float32):
 
 
 def poisoned(call):
-    """A call of grouped_matmul with NaN in what belongs to groups without rows."""
+    """A call of grouped_matmul with NaN in the matrices of groups without rows."""
     x, spec, tangents = call
     empty = (x.group_sizes == 0).any(0) if x.group_offset is None else jnp.zeros(x.rhs.shape[1], bool)
     poison = lambda a: None if a is None else jnp.where(empty.reshape(1, -1, *(1,) * (a.ndim - 2)), jnp.nan, a)
@@ -37,7 +37,7 @@ def poisoned(call):
 
 
 def check(case, call, platform, backend, config, tolerance=1e-5, run=lambda f: f):
-    """Forward, backward and tangent of a call as `prepared`; `run` makes a function run where the platform is."""
+    """Compares forward, backward and tangent of a call of `prepared`; `run` executes a function on the platform."""
     (x, spec, tangents), name = call, case.operation
     wrt = tuple(n for n, t in tangents._asdict().items() if t is not None)
     implementations = [
@@ -60,7 +60,7 @@ def check(case, call, platform, backend, config, tolerance=1e-5, run=lambda f: f
 
 
 class _Reseeded:
-    """A case whose arrays are those of another seed."""
+    """A case whose arrays have another seed."""
 
     def __init__(self, case):
         self.case = case

@@ -1,4 +1,4 @@
-"""What a call, its tangent and its gradient bind, for tests that compile implementations and run none."""
+"""The primitives that a call, its tangent and its gradient bind, for tests that compile without running."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Bound:
     spec: Any
 
     def implementation(self, platform: Platform, target: Target) -> KernelSpec | None:
-        """The one that is written for this platform, if there is one that takes these operands on the target."""
+        """The implementation of this platform, if one takes these operands on the target."""
         operands = self.primitive.operands(self.operands)
         for entry in kernel_registry.list_implementations(self.primitive.name):
             is_of = entry.platform == platform and entry.backend == target.backend
@@ -34,7 +34,7 @@ class Bound:
         return None
 
     def config(self, entry: KernelSpec, target: Target) -> Any:
-        """That of the heuristics."""
+        """The config of the heuristics."""
         return entry.implementation.heuristic(self.spec, self.primitive.operands(self.operands), target)
 
     def traced(self, entry: KernelSpec, config: Any) -> Any:
@@ -54,7 +54,7 @@ def written_in(platform: Platform) -> list[str]:
 
 
 def bound_by(operation: str, dtypes: Sequence[Any], features: int | None = None) -> Iterator[Bound]:
-    """What all cases of an operation bind, with so many features if that is given."""
+    """The equations of all cases of an operation, with so many features if that is given."""
     for case in (*CASES, *FAMILIES):
         if case.operation == operation:
             sizes = {} if features is None else _sizes(case, features)
@@ -63,7 +63,7 @@ def bound_by(operation: str, dtypes: Sequence[Any], features: int | None = None)
 
 
 def _sizes(case: Case, features: int) -> dict[str, int]:
-    """So many features: d and e, or of matrices k and n; of latents c, and of what is made of two parts the sum."""
+    """Sizes with so many features: d and e, or k and n of matrices, or c of latents and the sum of two parts."""
     if case.operation == "multi_latent_page_attention":
         return dict(c=features, f=features + case.sizes["d"])
     letters = {"d", "e"} if "d" in case.sizes else {"k", "n"}

@@ -1,4 +1,4 @@
-"""Compiles Triton kernels for GPUs that are not here, and reads what their assembler says of them."""
+"""Compiles Triton kernels for GPUs without having them, and reads the report of their assembler."""
 
 import contextlib
 import io
@@ -30,7 +30,7 @@ TYPES |= {"int8": "i8", "int32": "i32", "uint32": "u32", "bool": "i1"}
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel with the types of its arguments, as `_launch.launch` was asked for it."""
+    """A kernel with the types of its arguments, as given to `_launch.launch`."""
 
     kernel: Any
     types: tuple[tuple[str, str], ...]
@@ -45,14 +45,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class Binary:
-    """What a launch was compiled to, the last three by NVIDIA's assembler alone.
+    """A compiled launch; the last three fields are by NVIDIA's assembler only.
 
     Attributes:
         shared: bytes of shared memory.
-        registers: of a thread.
-        spilled: bytes of registers that its code spills, stores or loads, whichever are more.
+        registers: registers of a thread.
+        spilled: bytes of spilled registers, stores or loads, whichever are more.
         serialized: whether matrix products wait for one another.
-        ptx_version: of the PTX, as 8.7; of a GPU of AMD "".
+        ptx_version: the version of the PTX, as 8.7; "" for an AMD GPU.
         widest_copy: bytes of the widest asynchronous copy of a thread, which have to divide its addresses.
     """
 
@@ -65,7 +65,7 @@ class Binary:
 
 
 def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
-    """The launches of a call, which is made of shapes alone; `module` is that of `launch`."""
+    """The launches of a call, traced with shapes only; `module` is that of `launch`."""
     found = []
 
     def launch(kernel, *operands, out_type, grid, config, input_output_aliases=None, zeroed_outputs=(), **constants):
@@ -85,14 +85,14 @@ def launches(monkeypatch, module: Any, call: Callable[[], Any]) -> list[Launch]:
 
 
 def _type_of(x: Any) -> str:
-    """That of a pointer to an array, or of a TMA descriptor."""
+    """The type of a pointer to an array, or of a TMA descriptor."""
     if not hasattr(x, "block_shape"):
         return "*" + TYPES[jnp.dtype(x.dtype).name]
     return f"tensordesc<{TYPES[jnp.dtype(x.base.dtype).name]}[{', '.join(map(str, x.block_shape))}]>"
 
 
 def binary(launch: Launch, target: GPUTarget) -> Binary:
-    """Compiles a launch, pointers being aligned to 16 bytes, as those of JAX are."""
+    """Compiles a launch with pointers aligned to 16 bytes, like those of JAX."""
     types = dict(launch.types)
     aligned = {(n,): [["tt.divisibility", 16]] for n, kind in enumerate(types.values()) if kind.startswith("*")}
     source = ASTSource(launch.kernel, types, dict(launch.constants), aligned)

@@ -1,4 +1,4 @@
-"""Runs Triton kernels on a CPU, program by program, by Triton's interpreter: slow, exact about masks and indices."""
+"""Runs Triton kernels on a CPU, program by program, by Triton's interpreter: slow, but exact for masks and indices."""
 
 from types import SimpleNamespace
 
@@ -31,11 +31,11 @@ in_order = range
 
 
 def run(kernel, arguments: dict, grid: int):
-    """Every program in turn; what an index beyond an array would read or write is not checked."""
+    """Runs every program in turn; reads and writes beyond an array are not checked."""
     scopes = {}
 
     def interpreted(function):
-        """The function, with the parts of Triton's language that it names made to compute with NumPy."""
+        """The function, with the parts of Triton's language that it uses replaced by NumPy."""
         if function.fn not in scopes:
             scopes[function.fn] = interpreter._patch_lang(function.fn)
         return interpreter.InterpretedFunction(function.fn).rewrite()
@@ -64,7 +64,7 @@ interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 def _create_dot(self, x, y, total, *options, plain=interpreter.InterpreterBuilder.create_dot):
-    """In float32 the product is rounded once: x·y and (yᵀ·xᵀ)ᵀ are the same, as on a GPU, and not as in NumPy."""
+    """In float32 a product is rounded once: x·y and (yᵀ·xᵀ)ᵀ are equal, as on a GPU and unlike in NumPy."""
     if x.data.dtype != np.float32:
         return plain(self, x, y, total, *options)
     product = x.data.astype(np.float64) @ y.data.astype(np.float64)
@@ -80,5 +80,5 @@ def _pointer(x: np.ndarray):
 
 
 def _poison(dtype):
-    """What an output holds before it is written."""
+    """The contents of an output before it is written."""
     return np.nan if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max // 2

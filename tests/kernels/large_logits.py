@@ -1,4 +1,4 @@
-"""Logits near 10¹², of which float32 keeps every 65536th number: lse is off by more than an exponent may be."""
+"""Logits near 10¹², of which float32 holds every 65536th integer: the error of lse exceeds the range of exponents."""
 
 from collections.abc import Callable
 
@@ -23,9 +23,9 @@ def operands(dtype, length: int = 40, features: int = 16, sinks: bool = False) -
 
 
 def check(run: Callable, x: Operands) -> None:
-    """That run(outputs, tangents, do) -> gradients of (q, k, v, …), (ȯ, lsė) are finite wherever lse is rounded to.
+    """Checks that run(outputs, tangents, do) -> gradients of (q, k, v, …), (ȯ, lsė) are finite for any rounding of lse.
 
-    Of weights that are at most 1 no dv is over Σ_i |do_i|, and none of the others over what their terms add up to.
+    As weights are at most 1, dv is at most Σ_i |do_i|, and the others at most the sum of their terms.
     """
     do = normal(3, x.v.dtype, x.v.shape[1], x.v.shape[3])
     tangents = Operands(x.q, None, do)

@@ -10,7 +10,7 @@ CONTEXTS, LENGTHS, COUNT = (17, 40, 1, 33, 3, 8), (9, 1, 1, 0, 5, 4), 5
 
 
 def step(h=4, dtype="float32", pages="float32", seed=0, latent=LATENT, rope=ROPE, page=PAGE, scale=1):
-    """Arguments: prefill, decode, and a sequence without tokens, contexts and pages being `scale` times as long."""
+    """Arguments: prefill, decode, and a sequence without tokens; contexts and pages are `scale` times as long."""
     rng = np.random.default_rng(seed)
     return dict(
         q_latent=jnp.asarray(rng.standard_normal((TOKENS, h, latent)), dtype),
@@ -29,7 +29,7 @@ def tree(drafts, seed=1):
 
 
 def lists(keys, x, seed=2):
-    """[TOKENS, keys] positions, some of them past the token's own or in no sequence, and some twice."""
+    """[TOKENS, keys] positions, some past the token's own or outside its sequence, and some twice."""
     rng, length = np.random.default_rng(seed), J * x["pages"].shape[1]
     strange = rng.choice([-1, -(2**31), 2**31 - 1, length], (TOKENS, keys))
     found = np.where(rng.random((TOKENS, keys)) < 0.2, strange, rng.integers(0, length // 2, (TOKENS, keys)))
@@ -64,8 +64,8 @@ def defined(x, window=None, num_splits=None, **options):
 
 
 def poisoned(x):
-    """The arguments with a pool of which every sequence has its own pages, and the same with NaN in what nobody sees:
-    slots past the contexts, tokens of no sequence, and any numbers in the tables past their contexts.
+    """The arguments with a pool in which every sequence has its own pages, and the same with NaN in unread entries:
+    slots past the contexts and tokens of no sequence, with any numbers in the tables past their contexts.
     """
     n, (_, page, width) = len(CONTEXTS), x["pages"].shape
     pool = np.random.default_rng(0).standard_normal((n * J, page, width))
@@ -83,8 +83,8 @@ def poisoned(x):
 
 
 def unnamed(indices):
-    """The arguments with a pool of which every sequence has its own pages and these lists, and the same with NaN in all
-    that no list names.
+    """The arguments with a pool in which every sequence has its own pages, and these lists, and the same with NaN in
+    all slots that no list names.
     """
     x, _ = poisoned(step())
     x |= dict(indices=indices)

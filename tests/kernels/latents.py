@@ -1,4 +1,4 @@
-"""Calls of flash_mla in which what nobody sees holds NaN, and a call of the sizes of a model."""
+"""Calls of flash_mla with NaN in unread entries, and a call of the sizes of a model."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from tests.gpu.oracle import visible
 
 
 def poisoned(call):
-    """A call as `against_xla.prepared`, with NaN in latents, rotary parts and tangents of what no query sees."""
+    """A call of `against_xla.prepared`, with NaN in latents, rotary parts and tangents that no query sees."""
     x, spec, tangents = call
     seen = np.asarray(visible(x.shapes(x.q.dtype), spec)).any((1, 2))[..., None]
     poison = lambda a: None if a is None else jnp.where(seen, a, jnp.nan)

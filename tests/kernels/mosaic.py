@@ -1,4 +1,4 @@
-"""What the tests of flash_attention in Mosaic GPU share: named calls, lowered for a Hopper GPU without one."""
+"""Shared by the tests of flash_attention in Mosaic GPU: named calls, lowered for a Hopper GPU without one."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Attention over pages by its definition, in float64 and one query at a time, and steps to try it on."""
+"""The definition of attention over pages, in float64 and one query at a time, and steps for tests."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def wide(x):
 
 
 def keys_of(pages, scale, table):
-    """[positions, G, ·] of the sequence with this table, times the factor of each."""
+    """[positions, G, ·] of the sequence with this table, times its factors."""
     pages = wide(pages)
     if scale is not None:
         pages = pages * np.broadcast_to(wide(scale), pages.shape[:3])[..., None]
@@ -42,7 +42,7 @@ def attended(q, k, v, seen, sinks=None, softcap=None, softmax_scale=None):
 
 
 def in_pages(x, dtype):
-    """Numbers as pages hold them: rounded to integers where those are."""
+    """Numbers rounded to integers if pages hold these."""
     return jnp.asarray(np.round(4 * x) if dtype == "int8" else x, DTYPES.get(dtype, dtype))
 
 
@@ -100,7 +100,7 @@ def ragged_step(h=6, g=2, d=16, dtype="float32", pages="float32", seed=0, contex
 
 
 def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, tokens=None, **options):
-    """o and lse by the definition, one token of one sequence at a time; of some tokens alone if they are named."""
+    """o and lse by the definition, one token of one sequence at a time; of the named tokens only, if there are some."""
     o, lse = np.zeros(x["q"].shape), np.full(x["q"].shape[:2], -np.inf)
     pools = [x["kv_pages"][:, :, n::2] for n in range(2)]
     for n in range(int(np.reshape(x["num_seqs"], ()))):
@@ -122,7 +122,7 @@ def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, token
 
 
 def unseen(x, window=None):
-    """[P, page]: the slots that no token of a ragged step sees, each page of which is of one sequence."""
+    """[P, page]: the slots that no token of a ragged step sees; each page belongs to one sequence."""
     pool = x["kv_pages"] if "kv_pages" in x else x["pages"]
     step = SimpleNamespace(**{"draft_mask": None, "sinks": None} | x)
     step.num_seqs, length = jnp.reshape(step.num_seqs, (1,)), x["block_tables"].shape[1] * pool.shape[1]

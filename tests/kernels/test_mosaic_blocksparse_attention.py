@@ -109,7 +109,7 @@ def test_an_order_has_every_tile_once(tiles, heads, persistent):
 
 
 def test_thread_blocks_have_nearly_the_same_work():
-    """A causal layer of 16 heads, a quarter of whose blocks are kept: at most 8 % more than the mean."""
+    """A causal layer of 16 heads with a quarter of the blocks kept: at most 8 % more than the mean."""
     rng = np.random.default_rng(0)
     kept = np.tril(rng.random((16, 128, 128)) < 0.25, -1) | np.eye(128, dtype=bool)
     costs, scheduler = kept.sum(-1).astype(np.int32), ListedTileScheduler(128, 16, True, processors=132)

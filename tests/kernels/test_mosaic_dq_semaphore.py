@@ -1,6 +1,6 @@
-"""In which order the thread blocks of the Hopper backward add to dq, where its bits are to be certain: a simulation.
+"""The order in which thread blocks of the Hopper backward add to dq if its bits are to be deterministic: a simulation.
 
-Every tile of keys of a head has a rank for each block of queries that it adds to. Thread blocks start in the order of
+Every tile of keys of a head has a rank for each block of queries to which it adds. Thread blocks start in the order of
 their numbers, as many at a time as a device has multiprocessors, and do step after step as soon as their rank is due.
 """
 
@@ -66,7 +66,7 @@ MULTIPROCESSORS = 16
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_nobody_waits_in_vain(name):
+def test_the_semaphores_do_not_deadlock(name):
     x, spec = CALLS[name]
     plan = Plan(problem_of(x, spec), 64, 2, deterministic=True, processors=MULTIPROCESSORS)
     mask_info = mask_info_of(visibility_of(x, spec).transposed(), plan.keys, plan.block_q)
@@ -92,7 +92,7 @@ def test_nobody_waits_in_vain(name):
 
 
 def additions_of(plan: Plan, mask_info, ranks) -> list[list[tuple]]:
-    """For each thread block, in the order of their steps, which dq it adds to, batch, head and block, and its rank."""
+    """For each thread block, in the order of its steps, the dq to which it adds (batch, head, block) and its rank."""
 
     def of_step(step):
         block, head = plan.place(mask_info, step)
@@ -109,7 +109,7 @@ def additions_of(plan: Plan, mask_info, ranks) -> list[list[tuple]]:
 
 
 def test_a_circle_of_tiles_keeps_step():
-    """Where nothing is masked all tiles of a head add at once, each to a block of its own, and nobody waits."""
+    """Without a mask all tiles of a head add at once, each to another block, and no tile waits."""
     x, spec = shaped(2048, 2048), FULL
     plan = Plan(problem_of(x, spec), 64, 2, deterministic=True, processors=MULTIPROCESSORS)
     additions = additions_of(plan, None, None)

@@ -38,7 +38,7 @@ def test_is_lowered(D, V, config):
 @pytest.mark.parametrize("tokens", [500, 8192])
 @pytest.mark.parametrize("D, V", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_precision_asks_for_it(D, V, tokens):
-    """The operation with `precision`, in blocks of its own; its gradient is computed of what was not rounded."""
+    """The operation with `precision`, with its own blocks; its gradient is computed from unrounded arrays."""
     x = [jax.ShapeDtypeStruct((1, tokens, 2, size), jnp.bfloat16) for size in (D, D, V)]
     attention = partial(ejkernel.lax.flash_attention, causal=True, precision="e4m3")
     lowered = jax.jit(attention).trace(*x).lower(lowering_platforms=("cuda",))
@@ -54,7 +54,7 @@ def test_precision_asks_for_it(D, V, tokens):
 
 @pytest.mark.parametrize("features", [64, 128, 192, 256])
 def test_sums_of_products_are_in_range(features):
-    """The greatest numbers of q and k are e4m3, and of no greater ones of k all sums of products would be float16."""
+    """The largest q and k are representable in e4m3; with larger k, sums of products would overflow float16."""
     q, k, _ = greatest_of(features)
     next_k = k + 2 ** (jnp.floor(jnp.log2(k)) - 3)
     assert [float(jnp.asarray(x, E4M3)) for x in (q, k, next_k)] == [q, k, next_k]
@@ -72,7 +72,7 @@ def test_rotation(features):
 
 @pytest.mark.parametrize("features", [64, 128, 256])
 def test_outliers(features):
-    """A hundredth of all numbers is ten times as large: beside 4096 keys, o of rotated q and k errs by 0.4 as much."""
+    """One number in a hundred is ten times as large: with 4096 keys, the rotation reduces o's error to 0.4 of it."""
     errors = np.array([errors_beside_outliers(np.random.default_rng(seed), features) for seed in range(4)])
     plain, of_rotated = errors.mean(0)
     assert of_rotated <= 0.4 * plain

@@ -21,8 +21,8 @@ from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 from .mosaic import CALLS, CUSTOM_CALL, HOPPER, PREDICATES, SIGHTS, arguments, lowered, q, run
 
-# Of shapes whose programs differ in sizes alone, the first.
-# Head dims that are no powers of two, but for that of latents which are expanded.
+# Of shapes whose programs differ only in sizes, the first.
+# Head dims that are not powers of two, except that of expanded latents.
 is_between = lambda name, x: x.q.shape[3] not in (64, 128, 256) and name != "deepseek-v3"
 UNLIKE = list({(x.q.shape[3], x.v.shape[3], spec): name for name, (x, spec) in reversed(CALLS.items())}.values())
 CONFIGS = [
@@ -49,7 +49,7 @@ def test_lowers(operation, name, config):
 
 @pytest.mark.parametrize("limits, dtype", [(LIMITS, jnp.float16), (LIMITS, jnp.bfloat16), (E4M3_LIMITS, E4M3)])
 def test_sums_keep_weights_in_range(limits, dtype):
-    """None beyond the dtype's greatest passes; like weights under a new maximum do, or each block would begin again."""
+    """No weight above the dtype's maximum passes; weights under a new maximum do, or each block would start again."""
     assert limits.row_sum_limit <= jnp.finfo(dtype).max
     assert 2 ** (limits.p_scale_log2 + limits.rescale_threshold) <= limits.row_sum_limit
     assert all(2**limits.p_scale_log2 * block_k / COLUMNS <= limits.row_sum_limit for block_k in (64, 128))
@@ -58,7 +58,7 @@ def test_sums_keep_weights_in_range(limits, dtype):
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before 0.12 JAX itself writes no kernel twice the same")
 @pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v3", "gemma3-12b-local", "h16-d128-full"])
 def test_the_text_is_the_same_every_time(name):
-    """A compilation cache finds a program by its text."""
+    """A compilation cache looks a program up by its text."""
     x, spec = CALLS[name]
     (config, *_) = space("flash_attention", x, spec, HOPPER)
     first, again = (lowered(lambda *x: flash_attention(*x, spec=spec, config=config), *x) for _ in range(2))
@@ -86,7 +86,7 @@ def test_inside_a_shard_map_that_checks_its_axes():
 
 
 def test_where_xla_splits_the_program():
-    """The forward brings along an array of its own: which thread block has which tile."""
+    """The forward has an additional array: which thread block has which tile."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jax.device_put([jnp.ones((4, 2 * SHORT, 4, 64), jnp.bfloat16)] * 3, jax.NamedSharding(mesh, jax.P("x")))
     attention = lambda x: ejkernel.lax.flash_attention(*x, causal=True)
@@ -123,7 +123,7 @@ def test_segments_and_packed_sequences(sight, D, V, operation):
 
 @pytest.mark.parametrize("sight", [None, *SIGHTS])
 def test_a_gradient_is_two_kernels(sight, monkeypatch):
-    """Packed sequences have no batch axis. The sequences are short, so that little is traced."""
+    """Packed sequences have no batch axis. The sequences are short, to trace little."""
     for length in ("LEAST_KEYS", "SHORT"):
         monkeypatch.setattr(f"ejkernel.kernels._pallas.gpu.flash_attention.{length}", 1)
     arrays = SIGHTS.get(sight, {})
@@ -135,8 +135,8 @@ def test_a_gradient_is_two_kernels(sight, monkeypatch):
     assert lowered(jax.grad(attention), (x, x, x), arrays).count(f"custom_call @{CUSTOM_CALL}") == 2
 
 
-def test_calls_without_arrays_of_who_sees_whom_pay_nothing_for_them():
-    """No integer is read or computed before the kernel; which tiles a thread block has is a constant."""
+def test_calls_without_visibility_arrays_have_no_overhead():
+    """No integer is read or computed before the kernel; the tiles of a thread block are a constant."""
     x, spec = CALLS["llama3-8b"]
     (config, *_) = space("flash_attention", x, spec, HOPPER)
     text = lowered(run("flash_attention", spec, config), *arguments(x))

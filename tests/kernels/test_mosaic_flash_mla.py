@@ -1,4 +1,4 @@
-"""flash_mla on Hopper, as far as it can be tested without one: it is lowered to the kernels of flash_attention."""
+"""flash_mla on Hopper, without a GPU: it is lowered to the kernels of flash_attention."""
 
 import jax
 import jax.numpy as jnp

@@ -45,7 +45,7 @@ def test_lowers(shape, config):
 
 @pytest.mark.parametrize("batch, groups", [(1, 8), (1, 60), (1, 64), (3, 60)])
 def test_every_operand_fills_whole_lines_of_256_bytes(batch, groups):
-    """Mosaic GPU refuses one that begins elsewhere, and XLA packs temporaries one behind the other."""
+    """Mosaic GPU refuses operands that begin elsewhere, and XLA packs temporaries one after the other."""
     sizes = {"lhs": (batch, 8192, 128), "rhs": (batch, groups, 128, 128), "do": (batch, 8192, 128)}
     x = {name: array(size, jnp.bfloat16) for name, size in sizes.items()}
     operands = Operands(x["lhs"], x["rhs"], array((batch, groups), jnp.int32))
@@ -80,6 +80,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_says_what_it_cannot_do(reason):
+def test_unsupported_calls_give_a_reason(reason):
     operands, target = REFUSED[reason]
     assert reason in supports(GroupedMatmulSpec(), operands, target)

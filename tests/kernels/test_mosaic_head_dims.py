@@ -1,4 +1,4 @@
-"""Head dims in Mosaic GPU: their parts, the configs that fit, and kernels of any pair of them."""
+"""Head dims in Mosaic GPU: their parts, configs that fit, and kernels of any pair of them."""
 
 import re
 from dataclasses import replace
@@ -55,7 +55,7 @@ FAST = [(24, 24), (72, 72), (80, 80), (96, 64), (160, 160)]
     ],
 )
 def test_head_dims_lower(D, V, sight, operation):
-    """Without a mask by every config, and where all masks meet by the likeliest. No feature is padded."""
+    """Without a mask by every config, and with all masks by the heuristic one. No feature is padded."""
     x = of_head_dims(D, V, q.shape[1] if sight in SIGHTS else 640, **SIGHTS.get(sight, {}))
     spec = FlashAttentionSpec(causal=sight != "full")
     if sight in SIGHTS:
@@ -74,7 +74,7 @@ def test_head_dims_lower(D, V, sight, operation):
 @pytest.mark.parametrize("widest", [32, 64])
 @pytest.mark.parametrize("even", [False, True], ids=["", "even"])
 def test_parts_of_a_head_dim_hold_it(even, widest, features):
-    """They follow one another, the columns beyond the features are less than a row, and only a row alone is cut."""
+    """Parts follow one another, their padding is less than a row, and only a single row is cut."""
     parts = parts_of(features, widest, even)
     widths = [part.stop - part.start for part in parts]
     assert [part.start for part in parts] == [sum(widths[:n]) for n in range(len(parts))]

@@ -1,4 +1,4 @@
-"""What the Hopper kernels touch of JAX beside its public names: where JAX has moved it, they leave a call to Triton."""
+"""Internals of JAX that the Hopper kernels use: if JAX has moved them, calls go to Triton."""
 
 import shutil
 from pathlib import Path
@@ -16,12 +16,12 @@ HOPPER = Target("cuda", "NVIDIA H200")
 
 
 @pytest.mark.core
-def test_the_installed_jax_has_what_is_used():
+def test_the_installed_jax_has_the_names_in_use():
     assert _internals.moved() is None
 
 
 @pytest.mark.parametrize(("name", "what"), FILES, ids=lambda x: x)
-def test_whatever_is_moved_is_missed(name, what, tmp_path):
+def test_every_moved_name_is_noticed(name, what, tmp_path):
     for file in _internals._USED:
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(Path(jax.__file__).parent / file, tmp_path / file)
@@ -33,7 +33,7 @@ def test_whatever_is_moved_is_missed(name, what, tmp_path):
 
 
 def test_then_triton_takes_the_call(monkeypatch):
-    """A refusal with its reason, in the place of an error while the kernel is traced."""
+    """A refusal with its reason, instead of an error while the kernel is traced."""
     monkeypatch.setattr(_supports, "moved", lambda: "jax 9 has no Layout")
     x = jax.ShapeDtypeStruct((1, 4096, 4, 128), jnp.bfloat16)
     found = ejkernel.explain("flash_attention", x, x, x, causal=True, target=HOPPER)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels are told of packed sequences and segments, against who sees whom by the formula."""
+"""The Hopper kernels' description of packed sequences and segments, compared with visibility by the formula."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +21,7 @@ BLOCK_ROWS, BLOCK_COLUMNS = 32, 16
 
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
 @pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
-def test_rows_see_what_the_formula_says(case, of_keys):
+def test_visible_keys_are_those_of_the_formula(case, of_keys):
     x, spec = case.make(150, jnp.float32)
     visibility, ok = visibility_of(x, spec), visible(x, spec)[:, 0]
     visibility, ok = (visibility.transposed(), ok.swapaxes(1, 2)) if of_keys else (visibility, ok)
@@ -40,11 +40,11 @@ def test_rows_see_what_the_formula_says(case, of_keys):
     np.testing.assert_array_equal(found[:, : ok.shape[1], : ok.shape[2]], ok)
     assert not found[:, ok.shape[1] :].any() and not found[:, :, ok.shape[2] :].any()
     begin, end = np.asarray(mask_info.block_ranges)[..., 0], np.asarray(mask_info.block_ranges)[..., 1]
-    assert (begin < end).all()  # rows that see nothing are written as well
+    assert (begin < end).all()  # fully masked rows are written as well
 
 
 @pytest.mark.parametrize("case", TAKEN, ids=lambda case: case.name)
-def test_what_nobody_sees_is_zero(case):
+def test_hidden_keys_and_fully_masked_queries_are_zeroed(case):
     x, spec = case.make(150, jnp.float32)
     visibility, ok = visibility_of(x, spec), visible(x, spec)[:, 0]
     (k,), (q,) = (

@@ -1,4 +1,4 @@
-"""multi_latent_page_attention in Mosaic GPU, without a GPU: it lowers, and refuses what it does not compute."""
+"""multi_latent_page_attention in Mosaic GPU, without a GPU: it lowers, and refuses unsupported calls."""
 
 from dataclasses import replace
 

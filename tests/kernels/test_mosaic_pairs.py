@@ -1,4 +1,4 @@
-"""A bias and a mask in flash_attention on Mosaic GPU: the words of a mask, and kernels of every head dim and sight."""
+"""A bias and a mask in flash_attention on Mosaic GPU: the words of a mask, and kernels for every head dim and band."""
 
 import jax
 import jax.numpy as jnp

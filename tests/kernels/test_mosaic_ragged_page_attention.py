@@ -76,7 +76,7 @@ def a_call(tokens=640, **sizes):
 
 
 def test_a_step_is_a_prefill_and_a_decode():
-    """Mosaic's launch, and those of Triton in place of what it leaves: a decode, whose splits are merged."""
+    """Mosaic's launch, and those of Triton for the rest: a decode, whose splits are merged."""
     x = a_call()
     found = custom_calls(lambda x: lax.ragged_page_attention(**x), x)
     assert found["mosaic_gpu_v2"] == 1 and found["triton_kernel_call"] in (1, 2)
@@ -85,8 +85,8 @@ def test_a_step_is_a_prefill_and_a_decode():
 
 
 @pytest.mark.parametrize("platform", ("pallas", "triton"))
-def test_what_a_launch_writes_in_place_goes_into_no_slice(platform):
-    """XLA would fuse the two, and have the launch write its operand, which is dropped, rather than the slice."""
+def test_arrays_written_in_place_are_not_sliced(platform):
+    """XLA would fuse the two, and the launch would write its operand, which is dropped, rather than the slice."""
     x = a_call()
     step = lambda x: modules.ragged_page_attention(**x, platform=platform)
     with lowering_for(HOPPER):
@@ -125,12 +125,12 @@ def test_few_tokens_are_decoded():
     ],
     ids=lambda x: x.replace(" ", "_") if isinstance(x, str) else "",
 )
-def test_says_what_it_leaves_to_others(reason, spec, x):
+def test_calls_left_to_other_implementations_give_a_reason(reason, spec, x):
     target = HOPPER if x is not None else Target("cuda", "NVIDIA A100-SXM4-80GB")
     assert reason in supports(CacheSpec(**spec), shapes(**(x or {})), target)
 
 
-# Tokens and keys of sequences, of which the last is not counted.
+# Tokens and keys of sequences, the last of which is not counted.
 LENGTHS, CONTEXTS = (1, 150, 0, 20, 300, 40), (90, 400, 7, 20, 700, 33)
 
 
@@ -167,7 +167,7 @@ def test_tiles_hold_every_token_once():
 
 
 def a_step(page, d, h=4, g=2, window=None):
-    """Arguments; what nobody sees is NaN, and the tables name no pages there."""
+    """Arguments with NaN in unread entries, where tables have no valid pages."""
     rng, n, columns = np.random.default_rng(0), len(LENGTHS), -(-max(CONTEXTS) // page) + 1
     lengths, contexts = np.asarray(LENGTHS), np.asarray(CONTEXTS)
     tables, key = rng.permutation(n * columns).reshape(n, columns), np.arange(columns * page)
@@ -190,7 +190,7 @@ def a_step(page, d, h=4, g=2, window=None):
 @pytest.mark.parametrize("page", (16, 64, 256))
 @pytest.mark.parametrize("window", (None, 130))
 def test_blocks_and_pages_are_those_of_a_step(page, window):
-    """The kernel as a loop: blocks from the plan, masks in those that are not full, zeros over hidden values."""
+    """The kernel as a loop: blocks from the plan, masks in those that are not full, zeros instead of hidden values."""
     from ejkernel.kernels._pallas.gpu.ragged_page_attention.forward import plan_of
 
     x, least = a_step(page, 64, window=window), 17

@@ -1,4 +1,4 @@
-"""Sinks in flash_attention on Mosaic GPU: what XLA adds to the kernels, against the implementation in XLA."""
+"""Sinks in flash_attention on Mosaic GPU: the part that XLA computes, compared with the implementation in XLA."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from ejkernel.types import KernelConfig
 from . import large_logits
 
 SPEC = large_logits.SPEC
-# What float32 rounds an lse by, in units of its last place.
+# The rounding of an lse to float32, in units of its last place.
 ULPS = (-2, 0, 2)
 
 
@@ -22,7 +22,7 @@ def normal(seed, *shape):
 
 @pytest.fixture
 def dsinks(monkeypatch):
-    """dsinks of a call, without the kernel, which has no part in it."""
+    """dsinks of a call, which the kernel does not compute."""
 
     def without_kernel(q, k, v, do, start, delta, mask_info, plan):
         return jnp.zeros(q.shape, jnp.float32), jnp.zeros_like(k), jnp.zeros_like(v)

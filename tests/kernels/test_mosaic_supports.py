@@ -1,4 +1,4 @@
-"""Which calls and configs flash_attention in Mosaic GPU refuses, and which it leaves to others."""
+"""The calls and configs that flash_attention in Mosaic GPU refuses or leaves to others."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_large_tiles_pay_from_some_queries_on(name, queries, block_q):
 
 @pytest.mark.parametrize("batch_invariant, blocks", [(False, {128, 192}), (True, {128})])
 def test_tiles_of_short_rows_follow_the_batch_unless_it_may_not_matter(batch_invariant, blocks):
-    """384 rows are two tiles of 192, which pay where every multiprocessor has one."""
+    """384 rows are two tiles of 192, which are faster if every multiprocessor has one."""
     found = set()
     for batch in (1, 32):
         x = Operands(*(jax.ShapeDtypeStruct((batch, 384, 16, 64), jnp.bfloat16) for _ in range(3)))
@@ -107,7 +107,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_says_what_it_does_not_take(name):
+def test_unsupported_arguments_give_a_reason(name):
     changed, reason = REFUSED[name]
     target, spec = changed.pop("target", HOPPER), changed.pop("spec", None)
     spec = spec or FlashAttentionSpec(window=changed.pop("window", (None, None)))
@@ -115,7 +115,7 @@ def test_says_what_it_does_not_take(name):
 
 
 def test_few_keys_are_left_to_smaller_blocks():
-    """By their number, or by the window."""
+    """By the number of keys, or by the window."""
     few, many = (jax.ShapeDtypeStruct((2, n, 4, 64), jnp.bfloat16) for n in (LEAST_KEYS - 1, 4 * LEAST_KEYS))
     narrow = FlashAttentionSpec(causal=True, window=(127, None))
     for f in (flash_attention, flash_attention_jvp, flash_attention_bwd):
@@ -126,7 +126,7 @@ def test_few_keys_are_left_to_smaller_blocks():
 
 @pytest.mark.parametrize("name, dtype", [("bias", jnp.bfloat16), ("mask", jnp.bool_)])
 def test_the_forward_with_a_bias_or_a_mask_has_the_gradients_of_triton(name, dtype):
-    """Short ones, which have not been measured, are Triton's too."""
+    """Short calls, which were not measured, are Triton's too."""
 
     def call(length):
         given = {name: jax.ShapeDtypeStruct((1, 1, length, length), dtype)}
@@ -151,7 +151,7 @@ def test_short_gradients_of_64_features_are_left_to_smaller_blocks():
     assert left(1024, 512, 64) is left(512, 1024, 64) is left(512, 512, 128) is None
 
 
-def test_says_which_gradients_of_certain_bits_it_does_not_take():
+def test_unsupported_deterministic_gradients_give_a_reason():
     x, packed = Operands(q, q, q), Operands(q, q, q, **SIGHTS["packed"])
     spec, batch_invariant = FlashAttentionSpec(deterministic=True), FlashAttentionSpec(batch_invariant=True)
     assert supports_bwd(spec, x, HOPPER) is supports_bwd(batch_invariant, x, HOPPER) is None

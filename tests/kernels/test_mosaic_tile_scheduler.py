@@ -1,4 +1,4 @@
-"""The tile schedulers of flash_attention on Hopper: every work tile once, and the work spread evenly."""
+"""The tile schedulers of flash_attention on Hopper: every work tile once, and evenly distributed work."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ SCHEDULERS = [
 
 
 def work(scheduler) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of all tiles the place, the head, and the block that works on it."""
+    """The position, head and thread block of every tile."""
     longest_first = None if scheduler.longest_first is None else jnp.asarray(scheduler.longest_first)
     work_tiles = jax.vmap(lambda block: scheduler.work_tiles(block, longest_first))(
         np.arange(scheduler.blocks, dtype=np.int32)
@@ -44,14 +44,14 @@ def test_every_tile_is_scheduled_once(scheduler):
 
 @pytest.mark.parametrize("tiles, heads", [(8, 256), (32, 64), (22, 64), (128, 16), (86, 16), (9, 310)])
 def test_blocks_have_as_much_to_do(tiles, heads):
-    """Where a tile sees as many blocks of keys as its place says, and one."""
+    """With as many blocks of keys for a tile as its position says, and one."""
     place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))
     load = np.bincount(block, place + 1)
     assert load.max() <= 1.03 * load.mean()
 
 
 def test_a_few_tiles_are_scheduled_as_well_as_can_be():
-    """As much as the longest tile, or what a tile is more than the mean."""
+    """At most the longest tile, or one tile more than the mean."""
     for tiles, heads in ((7, 45), (16, 35), (3, 35), (1, 1)):
         place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))
         load = np.bincount(block, place + 1)
@@ -59,7 +59,7 @@ def test_a_few_tiles_are_scheduled_as_well_as_can_be():
 
 
 def test_few_heads_at_a_time():
-    """Four thread blocks begin with tiles of one head; and but for the end some heads end before others begin."""
+    """Four thread blocks begin with tiles of one head; except at the end, some heads end before others begin."""
     place, head, block = work(PersistentTileScheduler(tiles=8, heads=256, rising=True, processors=132))
     first = np.unique(block, return_index=True)[1]
     assert len(set(head[first].tolist())) == 33 and set(place[first].tolist()) == {4, 5, 6, 7}

@@ -25,7 +25,7 @@ TRITON = KernelConfig(platform="triton", block_q=64, block_k=64)
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch):
-    """The kernels that are lowered and not found, by name."""
+    """The names of kernels that are lowered rather than found."""
     found, make = [], _stored._made
     monkeypatch.setattr(_stored, "_made", lambda kernel, avals: found.append(kernel.name) or make(kernel, avals))
     return found
@@ -38,7 +38,7 @@ def files(tmp_path, monkeypatch):
 
 
 def traced(rows=256, config=TRITON, **options):
-    """A program that a new process has traced."""
+    """A program traced by a new process."""
     jax.clear_caches()
     _stored._in_memory.clear()
     x = jax.ShapeDtypeStruct((1, rows, 2, 64), jnp.bfloat16)
@@ -80,7 +80,7 @@ def test_two_layers_share_one_and_a_gradient_takes_two(files, made):
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-5], lambda content: b"", lambda content: b"x" + content])
-def test_a_damaged_file_costs_a_warning(files, made, damage):
+def test_a_damaged_file_causes_a_warning(files, made, damage):
     first = lowered().as_text()
     (file,) = files()
     file.write_bytes(damage(file.read_bytes()))
@@ -112,12 +112,12 @@ def test_two_processes_may_remove_the_same(files, monkeypatch):
     age(folder / "a", 100)
     monkeypatch.setattr(_stored, "LIMIT", files()[0].stat().st_size)
     remove = os.remove
-    monkeypatch.setattr(_stored.os, "remove", lambda path: remove(path) or remove(path))  # the other one was faster
+    monkeypatch.setattr(_stored.os, "remove", lambda path: remove(path) or remove(path))  # the other process was faster
     _stored._write(folder / "b", b"a")
     assert [file.name for file in files()] == ["b"]
 
 
-def test_a_directory_that_cannot_be_written_costs_nothing(tmp_path, monkeypatch, made):
+def test_an_unwritable_directory_is_harmless(tmp_path, monkeypatch, made):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "file"))
     assert "triton_kernel_call_ffi" in lowered().as_text() and len(made) == 1
@@ -130,7 +130,7 @@ def test_a_stored_kernel_has_its_label(files, made):
     assert len(made) == 1
 
 
-def test_what_a_user_registers_is_not_stored(files, made, monkeypatch):
+def test_registrations_of_users_are_not_stored(files, made, monkeypatch):
     found = kernel_registry.list_implementations("flash_attention")
     entry = [of.implementation for of in found if of.platform == "triton"][-1]  # those before it take few queries
     monkeypatch.setattr(getattr(entry, "implementation", entry), "__module__", "mine")
@@ -169,7 +169,7 @@ def test_the_runtime_of_mosaic_is_found_where_its_import_finds_it():
 
 
 def test_a_kernel_asks_for_the_version_of_ptxas_once(files):
-    """Mosaic asks at each conversion of a boolean, of which a causal mask has some."""
+    """Mosaic asks at each conversion of a boolean, and a causal mask has several."""
     from jax._src.lib import mosaic_gpu
 
     from ejkernel.compat import ask_ptxas_once

@@ -1,4 +1,4 @@
-"""Which GPU a program is for: what its name says, what the device itself says, and what is made of it."""
+"""The GPU of a program: by its name, by the device itself, and the implementations chosen for it."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from ejkernel.kernels._triton.grouped_matmul.configs import OLDER
 from ejkernel.ops.utils.devices import device_target, local_target, target_of
 from ejkernel.types import Platform, Target
 
-# As the driver names them, and as NVIDIA lists their compute capabilities.
+# Names by the driver, and NVIDIA's list of compute capabilities.
 KINDS = {
     70: ["Tesla V100-SXM2-16GB", "NVIDIA TITAN V", "Quadro GV100", "Tesla V100S-PCIE-32GB"],
     72: ["Xavier"],
@@ -87,13 +87,13 @@ def test_the_compute_capability_that_a_name_says(kind, capability):
     assert Target("cuda", kind).compute_capability == capability
 
 
-def test_where_no_gpu_is_named_an_h100_is_assumed():
+def test_the_default_gpu_is_an_h100():
     assert (Target("cuda").compute_capability, Target("cuda").core_count) == (90, 132)
     assert Target("rocm", "gfx942").compute_capability is None and Target("tpu", "TPU v5").core_count is None
 
 
 @pytest.mark.parametrize("operation", CALLS)
-def test_a_gpu_of_an_unknown_name_gets_what_runs_everywhere(operation):
+def test_an_unknown_gpu_gets_what_runs_everywhere(operation):
     pytest.importorskip("jax_triton")
     found = ejkernel.explain(operation, *CALLS[operation], target=Target("cuda", "NVIDIA X1000"))
     assert found.config.platform == Platform.XLA
@@ -104,8 +104,8 @@ def test_a_gpu_of_an_unknown_name_gets_what_runs_everywhere(operation):
 
 @pytest.mark.parametrize("operation", CALLS)
 @pytest.mark.parametrize("capability", [of for of in KINDS if of is not None])
-def test_what_takes_a_call_on_each_gpu(operation, capability):
-    """Only Hopper gets what is written for it; Triton's kernels begin with 8.0, XLA takes the rest."""
+def test_the_implementation_on_each_gpu(operation, capability):
+    """Only Hopper gets Hopper kernels; Triton kernels begin with 8.0, XLA takes the rest."""
     pytest.importorskip("jax_triton")
     target = Target("cuda", KINDS[capability][0])
     found = ejkernel.explain(operation, *CALLS[operation], target=target)
@@ -118,7 +118,7 @@ def test_what_takes_a_call_on_each_gpu(operation, capability):
 
 
 def test_geforce_gets_the_configs_of_gpus_without_hoppers_matrix_units():
-    """And what fits into 99 KiB of shared memory."""
+    """And tiles that fit into 99 KiB of shared memory."""
     pytest.importorskip("jax_triton")
     of = lambda operation, kind: ejkernel.explain(operation, *CALLS[operation], target=Target("cuda", kind)).config
     for kind in ("NVIDIA GeForce RTX 5090", "NVIDIA GB10"):
@@ -135,7 +135,7 @@ def test_geforce_gets_the_configs_of_gpus_without_hoppers_matrix_units():
 
 
 class Device(SimpleNamespace):
-    """One that can be a key, as those of JAX."""
+    """A device that can be a key, as those of JAX."""
 
     __hash__ = object.__hash__
     __eq__ = object.__eq__
@@ -230,8 +230,8 @@ def test_an_implementation_is_traced_for_what_it_is_lowered_for(monkeypatch, wit
 
 
 def test_a_kernel_that_is_kept_is_of_as_many_multiprocessors(with_gpu):
-    """Of two GPUs of one name, which a part of a GPU may be, neither gets what was lowered for the other."""
-    programs, heads = [], jax.ShapeDtypeStruct((1, 2048, 16, 64), jnp.bfloat16)  # of more tiles than either has
+    """Of two GPUs with the same name, such as parts of a GPU, neither gets kernels lowered for the other."""
+    programs, heads = [], jax.ShapeDtypeStruct((1, 2048, 16, 64), jnp.bfloat16)  # more tiles than multiprocessors
     for core_count in (132, 100):
         with_gpu(gpu("NVIDIA H100 80GB HBM3", "9.0", core_count))
         attention = jax.jit(lambda q: ejkernel.lax.flash_attention(q, q, q, causal=True))

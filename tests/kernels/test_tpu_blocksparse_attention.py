@@ -1,4 +1,4 @@
-"""blocksparse_attention on TPU: numbers, in the interpreter that simulates the chip, and what its compiler says."""
+"""blocksparse_attention on TPU: results in the interpreter that simulates the chip, and compilation."""
 
 import functools
 from dataclasses import replace
@@ -24,7 +24,7 @@ from .tpu_interpreter import interpreted
 LENGTH = 200
 CONFIG = KernelConfig(block_q=128, block_k=256)
 SPLIT = replace(CONFIG, algorithm="split")
-# Blocks are as many lanes as the tiles of the interpreter of Triton have rows and columns.
+# Blocks have as many lanes as the tiles of Triton's interpreter have rows and columns.
 CASES = [
     replace(case, size=tuple(8 * n for n in case.size)) for case in SPARSE_CASES if not case.flash.spec.dropout_rate
 ]
@@ -52,7 +52,7 @@ def slow_unless(quick: bool):
     ],
 )
 def test_in_the_interpreter(case, dtype, config):
-    """Forward, backward and tangent, what nobody sees in a kept block holding NaN."""
+    """Forward, backward and tangent, with NaN in masked entries of kept blocks."""
     x, spec = case.make(LENGTH, jnp.dtype(dtype))
     wrt = differentiable(x)
     if reason := blocksparse_attention_bwd.supports(spec, x, TARGETS["v5e"]):
@@ -106,7 +106,7 @@ def test_compiles(generation, case, dtype):
     ],
 )
 def test_a_causal_layer_compiles(generation, leading):
-    """Of 16,384 tokens and blocks of 128, whose tables fit into scalar memory, even where heads have their own."""
+    """With 16,384 tokens and blocks of 128, whose tables fit into scalar memory, even if they differ between heads."""
     pytest.importorskip("libtpu")
     q = jax.ShapeDtypeStruct((1, 16384, 16, 128), jnp.bfloat16)
     x = Operands(q, q, q, jax.ShapeDtypeStruct((*leading, 128, 128), jnp.bool_))

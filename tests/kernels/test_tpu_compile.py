@@ -1,7 +1,7 @@
 """The TPU kernels pass the real TPU compiler, for every generation, within its memories.
 
-What the compiler takes for all configs of all named shapes is hours; a normal run has the heuristics' choice for a
-few shapes on each generation, and a few calls with the rarer operands; `benchmarks.tpu_compile` keeps a record.
+Compiling all configs of all named shapes takes hours; a normal run has the heuristic configs for a few shapes on each
+generation, and a few calls with rarer operands; `benchmarks.tpu_compile` keeps a record.
 """
 
 import jax
@@ -24,7 +24,7 @@ from .tpu_compiler import TARGETS, compiled, device
 pytest.importorskip("libtpu")
 
 IMPLEMENTATIONS = {f.__name__: f for f in (flash_attention, flash_attention_bwd, flash_attention_jvp)}
-# What a normal run compiles: shapes with the heuristics' configs, and calls of the list of cases.
+# The programs of a normal run: shapes with heuristic configs, and calls from the list of cases.
 QUICK_SHAPES = {
     ("v5e", "flash_attention", "gemma3-27b-local"),
     ("v5e", "flash_attention_bwd", "gpt-oss-local"),
@@ -61,7 +61,7 @@ def test_named_shapes(generation, primitive, shape):
 @pytest.mark.parametrize("operation", programs.measured_on_tpus())
 @pytest.mark.parametrize("generation", TARGETS)
 def test_every_config(generation, operation, kind):
-    """Every config of the space of every named shape; to list them takes seconds, which collecting tests has not."""
+    """Every config of the space of every named shape: listing them takes seconds, too slow for a collection."""
     listed = [x for x in programs.programs([generation], [operation]) if x.primitive == operation + kind]
     assert listed
     for program in listed:
@@ -89,7 +89,7 @@ def test_every_config(generation, operation, kind):
     ],
 )
 def test_operands_and_options(generation, case, dtype):
-    """Forward, backward and tangent with all that a call may have, by the heuristics' configs."""
+    """Forward, backward and tangent with all operands of a call, by the heuristic configs."""
     x, spec = case.make(300, jnp.dtype(dtype))
     x = jax.eval_shape(lambda: x)
     for name, implementation in IMPLEMENTATIONS.items():
@@ -101,7 +101,7 @@ def test_operands_and_options(generation, case, dtype):
 @pytest.mark.parametrize("operation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("generation", ["v5p", "tpu7x"])
 def test_the_largest_tiles(generation, operation):
-    """A bias and a mask for every logit, beside as much of dq as is held, where vector memory is smallest."""
+    """A bias and a mask for every logit, beside as much of dq as is kept, on the smallest vector memory."""
     x, spec = programs.call("flash_attention", ATTENTION_SHAPES["llama3-70b"])
     logits = (1, 1, x.q.shape[1], x.k.shape[1])
     x = x._replace(bias=jax.ShapeDtypeStruct(logits, jnp.float32), mask=jax.ShapeDtypeStruct(logits, jnp.bool_))
@@ -111,7 +111,7 @@ def test_the_largest_tiles(generation, operation):
 
 @pytest.mark.parametrize("generation", TARGETS)
 def test_memory_of_a_core(generation):
-    """No kernel may take more than the smallest vector memory, whatever is known of the target."""
+    """No kernel may need more than the smallest vector memory, whether or not the target is known."""
     core = device(generation)
     assert core.device_kind == TARGETS[generation].device_kind
     abstract = jax.sharding.AbstractDevice(device_kind=core.device_kind, num_cores=1, platform="tpu")
@@ -127,7 +127,7 @@ def test_memory_of_a_core(generation):
         ("bfloat16", {}, "features"),
     ],
 )
-def test_what_the_kernels_refuse_compiles_all_the_same(dtype, options, reason):
+def test_calls_unsupported_by_kernels_still_compile(dtype, options, reason):
     """The reason is given, and XLA's implementation takes the call."""
     features = 264 if reason == "features" else 64
     q = jax.ShapeDtypeStruct((1, 256, 2, features), jnp.dtype(dtype))

@@ -1,4 +1,4 @@
-"""flash_attention on TPU: numbers, in the interpreter that simulates the chip, finds races and poisons fresh memory."""
+"""flash_attention on TPU: results, in the interpreter that simulates the chip, finds races and poisons new memory."""
 
 import functools
 
@@ -17,7 +17,7 @@ from tests.gpu.attention_cases import CASES, check_near, differentiable, like, p
 from . import large_logits
 from .tpu_interpreter import interpreted
 
-# What a normal run has time for: tiles of one chunk.
+# Tiles of one chunk, for which a normal run has time.
 SMALL = 200, KernelConfig(block_q=128, block_k=128)
 QUICK = {
     ("packed, window, sinks", "float32"): SMALL,
@@ -27,11 +27,11 @@ QUICK = {
     ("segments, mask", "float32"): SMALL,
     ("bias of hardly a key", "float32"): SMALL,
     ("large logits", "bfloat16"): (200, KernelConfig(block_q=256, block_k=256)),
-    # Tiles of which some chunks are fully masked, in the forward and in the others.
+    # Tiles with some fully masked chunks, in the forward and in the others.
     ("window", "bfloat16"): (520, KernelConfig(block_q=128, block_k=512)),
     ("grouped heads", "bfloat16"): (200, KernelConfig(block_q=128, block_k=128, algorithm="split")),
 }
-# Tiles of several chunks, more of them under way than there are or not.
+# Tiles of several chunks, with more of them in flight than there are, or fewer.
 LARGE = 300, KernelConfig(block_q=128, block_k=256, num_stages=3)
 LARGE_SPLIT = 300, KernelConfig(block_q=256, block_k=256, num_stages=1, algorithm="split")
 
@@ -50,7 +50,7 @@ def calls():
 
 @pytest.mark.parametrize("case, dtype, length, config", list(calls()))
 def test_in_the_interpreter(case, dtype, length, config):
-    """Forward, backward and tangent, what nobody sees holding NaN."""
+    """Forward, backward and tangent, with NaN in unread entries."""
     x, spec = case.make(length, jnp.dtype(dtype))
     wrt = differentiable(x)
     tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})

@@ -1,4 +1,4 @@
-"""flash_mla on TPU: numbers in the interpreter that simulates the chip, and what libtpu compiles."""
+"""flash_mla on TPU: results in the interpreter that simulates the chip, and compilation by libtpu."""
 
 import jax
 import pytest
@@ -20,7 +20,7 @@ OURS = [case for case in CASES if case.operation == "flash_mla" and "dropout" no
     "case", [pytest.param(c, id=str(c), marks=() if "segments" in c.name else pytest.mark.slow) for c in OURS]
 )
 def test_in_the_interpreter(case):
-    """Forward, backward and tangent; latents that nobody sees hold NaN."""
+    """Forward, backward and tangent, with NaN in fully masked latents."""
     case = case.resized(dict(b=2, h=2))
     against_xla.check(case, poisoned(against_xla.prepared(case)), "pallas", "tpu", CONFIG, run=interpreted)
 

@@ -1,4 +1,4 @@
-"""The interpreter of TPU kernels finds what the tests trust it to find."""
+"""The interpreter of TPU kernels detects the errors that tests rely on it to detect."""
 
 import jax
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""multi_latent_page_attention on TPU: numbers in the interpreter that simulates the chip, and the real TPU compiler.
+"""multi_latent_page_attention on TPU: results in the interpreter that simulates the chip, and the real TPU compiler.
 
-Numbers are checked against the definition in float64, with NaN in what nobody may see. The shapes that are compiled are
-those of DeepSeek-V3: 128 query heads, or as many as a device has of them, over latents of 512 + 64 features.
+Results are compared with the definition in float64, with NaN in unread entries. The compiled shapes are those of
+DeepSeek-V3: 128 query heads, or the part of them on a device, over latents of 512 + 64 features.
 """
 
 import jax
@@ -157,7 +157,7 @@ QUICK = {("v5e", "e4m3"), ("v5p", "h16"), ("v6e", "h128"), ("tpu7x", "h16, prefi
 
 
 def arguments(h=16, latent=512, rope=64, page=64, tokens=SEQUENCES, dtype="bfloat16", pages=None, options=None, **more):
-    """Of the operation, for sequences of up to 4096 keys, and its options."""
+    """Arguments of the operation for sequences of up to 4096 keys, and its options."""
     columns, ints, stored = CONTEXT // page, lambda *shape: array(shape, jnp.int32), pages or dtype
     x = dict(q_latent=array((tokens, h, latent), dtype), q_rope=array((tokens, h, rope), dtype))
     x |= dict(pages=array((SEQUENCES * columns, page, latent + rope), DTYPES.get(stored, stored)))
@@ -166,9 +166,9 @@ def arguments(h=16, latent=512, rope=64, page=64, tokens=SEQUENCES, dtype="bfloa
 
 
 def program(generation, x, config, **options):
-    """What the compiler makes of a call with a pool that lies row after row, as text.
+    """The compiled text of a call with a row-major pool.
 
-    XLA itself would have pages along the lanes, of which there are whole tiles, and copy them to rows in each call.
+    By default XLA would put pages along the lanes, as they fill whole tiles, and copy them to rows in each call.
     """
     on_core = jax.sharding.SingleDeviceSharding(device(generation))
     given = {name: array(a.shape, a.dtype, sharding=on_core) for name, a in x.items()}

@@ -65,7 +65,7 @@ def test_shapes(sizes, block, config):
 
 @slow
 def test_lists_of_several_records(monkeypatch):
-    """Of two entries each: those of a tile, and of a slot, are many records, of which a part is full."""
+    """Of two entries each: the lists of a tile, and of a slot, are many records, the last of them partly filled."""
     for module in ("forward", "backward"):
         monkeypatch.setattr(f"ejkernel.kernels._pallas.tpu.native_sparse_attention.{module}.entries_of", lambda *_: 2)
     case = GIVEN[0].resized(dict(b=1, s=100, t=100, h=2, g=2, n=4))
@@ -108,20 +108,20 @@ def test_families(name, dtype):
     for bar, *of in zip((2, 3, 2), exact, of_formula(*given), interpreted(of_kernels)(*given), strict=True):
         for wanted, formula, ours in zip(*of, strict=True):
             allowed = max(distance(formula, wanted), distance(jnp.asarray(wanted).astype(ours.dtype), wanted))
-            rounding = 1e-7 * np.linalg.norm(wanted)  # of float32, which lse is in all dtypes
+            rounding = 1e-7 * np.linalg.norm(wanted)  # of float32, the dtype of lse for all dtypes
             assert distance(ours, wanted) <= bar * allowed + rounding, (distance(ours, wanted), allowed)
 
 
 @slow
-def test_what_nobody_sees_is_in_no_result():
-    """Keys behind all queries and in no list, and queries that see no key, hold NaN."""
+def test_invisible_entries_affect_no_result():
+    """Keys after all queries or in no list, and queries that see no key, hold NaN."""
     case = replace(GIVEN[0].resized(dict(b=1, s=40, t=40, n=2)), options=dict(block_size=8))
     x, spec, tangents = against_xla.prepared(case)
     lists = np.full((1, 40, 2, 2), -1, np.int32)
     lists[:, 4:, :, 0], lists[:, 30:, :, 1] = (
         0,
         3,
-    )  # the first four see no key; block 3 is seen whole, 1, 2 and 4 by none
+    )  # the first four see no key; block 3 is seen as a whole, 1, 2 and 4 by none
     x = x._replace(block_indices=jnp.asarray(lists))
     seen = jnp.isin(jnp.arange(40) // 8, jnp.array([0, 3]))[None, :, None, None]
     sees = (jnp.arange(40) >= 4)[None, :, None, None]
@@ -145,7 +145,7 @@ def test_what_nobody_sees_is_in_no_result():
 
 
 def test_records():
-    """Lists of none, of one and of several records; every entry stands in one, and those of a list side by side."""
+    """Lists of no, one and several records; every entry is in one record, records of a list are adjacent."""
     first, count = jnp.array([0, 0, 5, 8]), jnp.array([0, 5, 2, 1])
     field = jnp.arange(10, 20, dtype=jnp.int32)
     found = records.records_of(first, count, [field] * 4, 2, 4 + 8 // 2)
@@ -157,7 +157,7 @@ def test_records():
 
 
 def test_arrays_by_tiles_and_by_slots():
-    """And back: packed tokens stand in the slots of their sequences."""
+    """And back: packed tokens are in the slots of their sequences."""
     rng = np.random.default_rng(0)
     array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     lists = jnp.zeros((1, 50, 2, 1), jnp.int32)
@@ -209,7 +209,7 @@ def test_a_config_that_no_kernel_is_made_for():
 
 
 def program(generation, kind, x, spec, outputs, config):
-    """What the compiler makes of a kernel."""
+    """The compiled text of a kernel."""
     run = partial(TPU[kind], spec=spec, config=config)
     if kind == "":
         return compiled(lambda x: run(*x), generation, x)

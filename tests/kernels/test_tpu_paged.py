@@ -1,6 +1,6 @@
-"""Attention over a cache on TPU: numbers, in the interpreter that simulates the chip, finds races and poisons memory.
+"""Attention over a cache on TPU: results, in the interpreter that simulates the chip, finds races and poisons memory.
 
-Against the definition in float64. What nobody may see holds NaN, and tables any numbers where they say nothing.
+They are compared with the definition in float64, with NaN in unread entries and any numbers in unused table entries.
 """
 
 import jax
@@ -79,7 +79,7 @@ def test_page_attention(sizes, keys, options):
 
 @slow
 def test_every_number_of_8_bits():
-    """Those that float8_e4m3fn has, of which NaN is one, and of int8."""
+    """All numbers of float8_e4m3fn, NaN among them, and of int8."""
     for pages, count in (("float8_e4m3fn", 256), ("int8", 256)):
         numbers = jnp.arange(count, dtype=jnp.uint8).view(DTYPES[pages])
         x = dict(
@@ -182,7 +182,7 @@ def test_families(operation, name, dtype):
 
 @slow
 def test_batch_invariant():
-    """A sequence has the same bits alone and with others, and as a chunk of a prefill or one by one."""
+    """A sequence has the same bits alone and with others, and as a chunk of a prefill or token by token."""
     x = step(dtype="bfloat16", h=4)
     implementation = kernel_registry.find("ragged_page_attention", "pallas", "tpu").implementation
 

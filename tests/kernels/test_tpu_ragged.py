@@ -1,6 +1,6 @@
-"""Attention of ragged steps over a cache on TPU: numbers, in the interpreter that simulates the chip.
+"""Attention of ragged steps over a cache on TPU: results, in the interpreter that simulates the chip.
 
-Against the definition in float64. What nobody may see holds NaN, and tables any numbers where they say nothing.
+They are compared with the definition in float64, with NaN in unread entries and any numbers in unused table entries.
 """
 
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ def test_a_draft_that_no_token_sees_may_hold_nan(tokens, window):
 @slow
 @pytest.mark.parametrize("count", range(7))
 def test_any_number_of_sequences(count):
-    """None too, and tables that say nothing of those that are not there."""
+    """None too, with tables that have no valid entries for missing sequences."""
     x = step() | dict(num_seqs=jnp.array([count]))
     wanted = mixed.ragged_defined(x)
     check("ragged_page_attention", x, RaggedPageAttentionConfig(8, 3), wanted, return_lse=True)
@@ -66,7 +66,7 @@ def test_any_number_of_sequences(count):
     ],
 )
 def test_ragged_page_attention_v3(sizes, config, options):
-    """The pool, every byte of it, and what the second version gives for that pool."""
+    """The pool, byte for byte, and the results of the second version with that pool."""
     x = writing(**sizes)
     formula = kernel_registry.find("ragged_page_attention_v3", "xla").implementation
     operands, spec = prepared("ragged_page_attention_v3", x, **options)

@@ -31,7 +31,7 @@ CASES = (
 )
 
 
-# The interpreter takes ten seconds a case, a compiler five a call: a normal run has those with most in them.
+# The interpreter takes ten seconds a case, a compiler five a call: a normal run has the cases with most features.
 QUICK = ("by head", "all of them", "packed batches, values in parts")
 
 

@@ -1,4 +1,4 @@
-"""What the TPU kernels of flash_attention compute of a tile: every key that a query sees, with a mask where needed."""
+"""The chunks of a tile that TPU kernels of flash_attention compute: every visible key, with a mask where needed."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def test_tile_masks(spec, lengths, blocks):
 
 
 def test_fully_masked_chunks_are_left_out():
-    """A window of 128 keys: beside 512 queries there are 5 chunks of 128, at the beginning 4, whatever the tile."""
+    """With a window of 128 keys, 512 queries see 5 chunks of 128, at the beginning 4, for any tile."""
     q = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
     x, spec = Operands(q, q, q), FlashAttentionSpec(causal=True, window=(127, 0))
     problem = plan(x, spec, KernelConfig(block_q=512, block_k=2048), chunk=128)

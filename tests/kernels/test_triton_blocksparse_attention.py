@@ -42,7 +42,7 @@ ALWAYS = ("plain, blocks of 32x16 bh", "causal, blocks of 16x16 b", "grouped hea
     [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in SPARSE_CASES],
 )
 def test_in_the_interpreter(case, monkeypatch):
-    """Forward, backward and tangent of small float32 calls, what nobody sees in a kept block holding NaN."""
+    """Forward, backward and tangent of small float32 calls, with NaN in unread entries of kept blocks."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, spec = case.make(LENGTH, jnp.float32)
     wrt = differentiable(x)

@@ -1,6 +1,6 @@
-"""blocksparse_attention in Triton compiles for every GPU, where there is none: nothing spills much, and programs fit.
+"""blocksparse_attention in Triton compiles for every GPU, without one: little is spilled, and programs fit.
 
-What takes a core of CI about a minute is always run; the rest are slow tests.
+Tests that take a core of CI about a minute always run; the rest are slow tests.
 """
 
 from functools import partial
@@ -75,7 +75,7 @@ CASES = dict.fromkeys(
     [pytest.param(*case, id="-".join(case), marks=[] if case in ALWAYS else pytest.mark.slow) for case in CASES],
 )
 def test_compiles(target, operation, kind, width, dtype, blocks, monkeypatch):
-    """With the config of the heuristics: it fits, spills next to nothing, and its matrix products overlap."""
+    """With the heuristic config it fits, hardly spills, and its matrix products overlap."""
     x, spec = call_of(kind, width, dtype, blocks)
     if reason := getattr(blocksparse_attention, operation).supports(spec, x, KINDS[target]):
         pytest.skip(reason)

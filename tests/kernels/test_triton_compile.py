@@ -1,7 +1,7 @@
-"""Every config that flash_attention in Triton may be run with compiles for every GPU, where there is none.
+"""Every config that flash_attention in Triton may run with compiles for every GPU, without one.
 
-NVIDIA's assembler says of each kernel whether it spills registers, and whether it gave up running matrix products
-asynchronously. A program fits into the shared memory of its GPU.
+NVIDIA's assembler reports for each kernel whether it spills registers, and whether it serialises matrix products. A
+program fits into the shared memory of its GPU.
 """
 
 from dataclasses import dataclass, field, replace
@@ -108,7 +108,7 @@ CALLS = {
 } | {
     f"d{D}": Call(D, D, S=1000) for D in (16, 40, 80, 96, 160, 192)
 }  # fmt: skip
-# What takes a core of CI half a minute; the others are slow tests.
+# Tests that take a core of CI half a minute; the others are slow tests.
 # Those of `test_triton_spills` compile for the others, and `test_triton_registry_compile` compiles all operations.
 ALWAYS = (("sm_90", "gpt-oss"), ("sm_90", "all-128"), ("sm_120", "llama3-8b"), ("gfx942", "llama3-8b"))
 
@@ -140,7 +140,7 @@ def marks(target: str, call: str):
     [pytest.param(t, name, id=f"{t}-{name}", marks=marks(t, name)) for t in KINDS for name in CALLS],
 )
 def test_compiles(target, name, operation, monkeypatch):
-    """Every config in the space fits, and at sm_90 nothing spills and no matrix product waits for another."""
+    """Every config in the space fits, and on sm_90 nothing spills and no matrix product waits for another."""
     call, kind = CALLS[name], KINDS[target]
     configs = space(operation, call.operands, call.spec, kind)
     if (target, name) in ALWAYS:

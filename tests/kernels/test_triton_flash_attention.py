@@ -45,7 +45,7 @@ ALWAYS = ("causal", "grouped heads", "packed, causal", "packed, from later on")
     [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES],
 )
 def test_in_the_interpreter(case, monkeypatch):
-    """Forward, backward and tangent of small float32 calls, what nobody sees holding NaN."""
+    """Forward, backward and tangent of small float32 calls, with NaN in unread entries."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, spec = case.make(LENGTH, jnp.float32)
     wrt = differentiable(x)
@@ -69,7 +69,7 @@ def passed(x, spec, wrt=("q", "k", "v")):
 
 @pytest.mark.parametrize("wrt", [("q", "k", "v"), ("q", "k")], ids=lambda wrt: "".join(wrt))
 def test_values_that_wait_are_the_same(wrt, monkeypatch):
-    """A pass of the tangent that reads values one step ahead computes what one does that reads them in their turn."""
+    """A tangent pass that reads values one step ahead has the same results as one that does not."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, spec = Case("uneven", S=0.9, K=1.7, D=16, V=24, B=1, spec=FlashAttentionSpec(causal=True)).make(
         LENGTH, jnp.float32
@@ -83,7 +83,7 @@ def test_values_that_wait_are_the_same(wrt, monkeypatch):
 
 
 def test_tangents_of_rows_whose_weight_comes_late(monkeypatch):
-    """Where the first tile of keys has next to no weight, o_dot is relative to what the weights are on."""
+    """If the first tile of keys has next to no weight, the error of o_dot is relative to the keys with the weight."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     case = Case("late", S=1, K=77, D=128, V=128, sinks=2, spec=FlashAttentionSpec(window=(17, 30)))
     x, spec = replace(case, family="large").make(1, jnp.float16, seed=2)
@@ -96,7 +96,7 @@ def test_tangents_of_rows_whose_weight_comes_late(monkeypatch):
 
 
 def test_a_large_softcap_is_none(monkeypatch):
-    """The tanh of a millionth of a logit is that, and not its rounding next to 1."""
+    """The tanh of a millionth of a logit is that number, and not its rounding relative to 1."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, spec = Case("capped", B=1, H=1, G=1, D=16, V=16).make(20, jnp.float32)
     found, wanted = (passed(x, replace(spec, softcap=softcap)) for softcap in (1e6, None))
@@ -114,7 +114,7 @@ def test_gradients_of_logits_near_1e12(dtype, sinks, monkeypatch):
 
 @pytest.mark.parametrize("size, largest", [(4e3, 5e7), (1.5e4, 7e8)])
 def test_weights_of_large_logits(size, largest, monkeypatch):
-    """Of logits that are so far apart one key has all the weight: in 16 bits, where the scale is folded."""
+    """With very different logits one key has all the weight: in 16 bits, with a folded scale."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     spec = FlashAttentionSpec(causal=True, softmax_scale=0.3)
     q, k, v = (large_logits.normal(seed, jnp.float16, LENGTH, 16) for seed in range(3))

@@ -1,4 +1,4 @@
-"""flash_mla in Triton: forward, gradients and tangents by the interpreter, and what is asked of which kernels."""
+"""flash_mla in Triton: forward, gradients and tangents by the interpreter, and which kernels are chosen."""
 
 import jax
 import pytest

@@ -38,20 +38,20 @@ def test_a_batch_that_shares_the_matrices(interpreted):
     against_xla.check(OURS[0], against_xla.batched(OURS[0]), "triton", "gpu", CONFIG)
 
 
-def test_what_belongs_to_empty_groups_may_be_nan(interpreted):
+def test_matrices_of_empty_groups_may_be_nan(interpreted):
     case = replace(OURS[0], operands=OURS[0].operands | dict(rhs_scale=Operand("e n")))
     against_xla.check(case, against_xla.poisoned(against_xla.prepared(case)), "triton", "gpu", CONFIG)
 
 
 def test_sizes_that_add_up_to_more_than_32_bits_hold(interpreted):
-    """Groups past the last row have none, and the sum does not wrap around."""
+    """Groups past the last row are empty, and the sum does not wrap around."""
     huge = replace(OURS[0], operands={**OURS[0].operands, "group_sizes": Operand("e", beyond_32_bits)})
     against_xla.check(huge, against_xla.prepared(huge), "triton", "gpu", CONFIG)
 
 
 @pytest.mark.parametrize("existing", (False, True), ids=("", "existing out"))
 def test_terms_of_a_tangent_beyond_float16(existing, interpreted):
-    """They are 10⁵ times the result, and −10⁵ times: their sum is 0, and in float16 it was ∞ − ∞."""
+    """The terms are ±10⁵ times the result: their sum is 0, and was ∞ − ∞ in float16."""
     operands = OURS[0].operands | (dict(existing_out=Operand("m n")) if existing else {})
     case = replace(OURS[0], operands=operands, options=OURS[0].options | dict(preferred_element_type="float16"))
     x, spec, _ = against_xla.prepared(case)

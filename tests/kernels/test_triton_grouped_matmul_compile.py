@@ -1,4 +1,4 @@
-"""What the kernel of grouped_matmul is compiled to for a GPU that is not here, where no interpreter can tell."""
+"""The compiled kernel of grouped_matmul, without a GPU, for properties that no interpreter shows."""
 
 import re
 
@@ -20,7 +20,7 @@ from . import compiler  # noqa: E402
 
 @pytest.mark.parametrize("weights", ["int8", "float8_e4m3fn"])
 def test_products_with_left_factors_in_registers_are_waited_for(weights, monkeypatch):
-    """No wait lets products run on while their registers are written again; results would differ from run to run."""
+    """No wait allows products to run while their registers are overwritten; results would differ from run to run."""
     monkeypatch.setattr(_launch, "has_descriptors", lambda: True)
     array = jax.ShapeDtypeStruct
     x = Operands(array((1, 1024, 512), "bfloat16"), array((1, 2, 512, 768), weights), array((1, 2), "int32"))

@@ -1,4 +1,4 @@
-"""The way into a Triton kernel: what a launch refuses before anything compiles, and who may import what first."""
+"""Launches of Triton kernels: errors before anything compiles, and the order of imports."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def test_sizes_that_triton_cannot_take(wrong):
 
 @pytest.mark.parametrize("capability", (80, 90, 100, 103, 110, 120, 121))
 def test_every_assembler_of_jax_reads_the_ptx(monkeypatch, capability):
-    """That of CUDA 13.0, the oldest which jax-cuda13-plugin asks for, reads 9.0; Triton brings a newer one."""
+    """The assembler of CUDA 13.0, the oldest that jax-cuda13-plugin requires, reads PTX 9.0; Triton has a newer one."""
     jax_triton, told = pytest.importorskip("jax_triton"), {}
     monkeypatch.setattr(jax_triton, "triton_call", lambda *operands, **given: told.update(given))
     with lowering_for(Target("cuda", "a GPU", capability)):
@@ -65,7 +65,7 @@ IMPORTS = (
 
 
 def output(tmp_path, script: str) -> str:
-    """What a process of its own prints."""
+    """The output of a new process."""
     (file := tmp_path / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run([sys.executable, file], env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -78,7 +78,7 @@ def test_any_order_of_imports(tmp_path, imports):
     assert output(tmp_path, f"import {imports}\n{LOWERED}") == "True\n"
 
 
-# Names that a module has, or has other values for, once there was a first use.
+# Attributes that a module gets, or changes, at the first use.
 CHANGED = """
 import sys, triton, triton.backends.nvidia.compiler, triton.backends.nvidia.driver, jax_triton, ejkernel
 
@@ -114,7 +114,7 @@ def stub(monkeypatch, version="0.4.1", **library):
     monkeypatch.setitem(sys.modules, "jax_triton", module)
 
 
-def test_what_is_missing_for_triton_is_said(monkeypatch):
+def test_missing_requirements_of_triton_are_named(monkeypatch):
     """So that the next implementation runs."""
     cuda, rocm = Target("cuda"), Target("rocm", "gfx942")
     stub(monkeypatch)
@@ -133,7 +133,7 @@ def test_what_is_missing_for_triton_is_said(monkeypatch):
     assert "jax-triton cannot be used (ModuleNotFoundError: " in _launch.refusal(cuda)
 
 
-def test_a_jax_triton_that_fails_as_it_is_imported_is_passed_over(monkeypatch, tmp_path):
+def test_a_jax_triton_that_fails_to_import_is_ignored(monkeypatch, tmp_path):
     (tmp_path / "jax_triton.py").write_text("import jax\njax.a_name_of_another_version")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "jax_triton", raising=False)

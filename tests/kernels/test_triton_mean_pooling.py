@@ -18,7 +18,7 @@ OURS = [case for case in CASES if case.operation == "mean_pooling"]
 @pytest.mark.parametrize("case", OURS, ids=str)
 @pytest.mark.parametrize("part", (64, 16), ids=("whole", "parts"))
 def test_in_the_interpreter(case, part, monkeypatch):
-    """Forward, backward and tangent; of whole segments, and of parts that are added up; other tokens hold NaN."""
+    """Forward, backward and tangent; of whole segments, and of summed parts; other tokens hold NaN."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     monkeypatch.setattr(kernels, "SHORT_PART", part)
     case = case.resized(dict(s=80))

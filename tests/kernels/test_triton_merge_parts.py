@@ -1,4 +1,4 @@
-"""The launch that merges the parts of rows, by the interpreter against its formula in float64."""
+"""The launch that merges the splits of rows, by the interpreter, against its formula in float64."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ from . import interpreter
 @pytest.mark.parametrize("parts, inner, outer", [(1, 5, 2), (3, 4, 3), (66, 2, 1), (300, 1, 2)])
 @pytest.mark.parametrize("with_sinks", (False, True))
 def test_parts(parts, inner, outer, with_sinks, monkeypatch):
-    """Some of them without keys, and a row that has none in any part."""
+    """Some splits have no keys, and one row has none in any split."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     rng, features = np.random.default_rng(0), 200
     o, lse = rng.standard_normal((outer, parts, inner, features)), 3 * rng.standard_normal((outer, parts, inner))
@@ -34,7 +34,7 @@ def test_parts(parts, inner, outer, with_sinks, monkeypatch):
 
 
 def test_the_order_of_sums_is_that_of_any_number_of_parts(monkeypatch):
-    """A longer sequence in the batch means more parts for all: empty ones, which change no bit."""
+    """A longer sequence in the batch means more splits for all rows: empty ones, which change no bit."""
     tiles = []
 
     def launch(*args, **options):

@@ -1,4 +1,4 @@
-"""multi_latent_page_attention in Triton: numbers by the interpreter against the definition, and what it compiles to."""
+"""multi_latent_page_attention in Triton: results by the interpreter against the definition, and compilation."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from .test_triton_compile import KINDS  # noqa: E402
 NAME = "multi_latent_page_attention"
 IMPLEMENTATION = kernel_registry.find(NAME, "triton").implementation
 Config = partial(MultiLatentPageAttentionConfig, keys_per_block=16)
-# A row of one token, of some, and of all that a tile has; whole keys, and parts of them.
+# Rows of one token, of some, and of a full tile; without splits, and with them.
 CONFIGS = (
     Config(1),
     Config(4, num_splits=3),
@@ -85,13 +85,13 @@ def test_quantised_pages(pages, shape, interpreted):
         check(x, config=config)
 
 
-def test_nobody_sees_what_is_not_of_a_context(interpreted):
+def test_keys_after_the_context_are_invisible(interpreted):
     for drafts in (0, 3):
         x, with_nan = poisoned(step() | (dict(draft_mask=tree(drafts)) if drafts else {}))
         jax.tree.map(np.testing.assert_array_equal, run(with_nan), run(x))
 
 
-def test_a_draft_that_nobody_sees_may_be_nan(interpreted):
+def test_an_invisible_draft_may_be_nan(interpreted):
     """Between drafts that some token of its row sees."""
     mask = tree(5).at[:, 2].set(False)
     x, _ = poisoned(step() | dict(draft_mask=mask))
@@ -101,8 +101,8 @@ def test_a_draft_that_nobody_sees_may_be_nan(interpreted):
 
 
 def test_a_draft_that_no_window_and_no_context_has_may_be_nan(interpreted):
-    """Drafts that a mask names, for tokens that they are outside of the window of, or which are in no context."""
-    mask = tree(5).at[:2, 0].set(False).at[3, 0].set(True)  # the fourth token's window begins behind the first draft
+    """Drafts in a mask that are outside the window of a token, or in no context."""
+    mask = tree(5).at[:2, 0].set(False).at[3, 0].set(True)  # the fourth token's window begins after the first draft
     mask = mask.at[11:13, 2].set(True).at[13:16, 2].set(False)  # of five tokens with three keys
     x, _ = poisoned(step() | dict(draft_mask=mask))
     hidden = unseen(x, window=2)
@@ -164,7 +164,7 @@ def test_lists_of_quantised_keys_with_sinks(h, interpreted):
 
 
 @pytest.mark.parametrize("config", CONFIGS[1::2], ids=str)
-def test_what_no_list_names_may_be_nan(config, interpreted):
+def test_unlisted_keys_may_be_nan(config, interpreted):
     x, with_nan = unnamed(lists(5, step()))
     jax.tree.map(np.testing.assert_array_equal, run(with_nan, config), run(x, config))
 
@@ -207,7 +207,7 @@ def test_a_batch_of_lists_that_shares_the_pool(interpreted):
 
 
 def decode(heads, tokens=128, pages="bfloat16", dtype="bfloat16", **more):
-    """A step of 128 sequences of up to 4096 keys, as DeepSeek-V3 has it."""
+    """A decode of 128 sequences of up to 4096 keys, as in DeepSeek-V3."""
     of = jax.ShapeDtypeStruct
     shapes = dict(q_latent=(1, tokens, heads, 512), q_rope=(1, tokens, heads, 64))
     tables = dict(context_lens=(1, 128), block_tables=(1, 128, 64), query_start_loc=(1, 129), num_seqs=(1, 1))
@@ -245,7 +245,7 @@ NVIDIA = [name for name in KINDS if name.startswith("sm_")]
     [pytest.param(t, n, marks=() if (t, n) in ALWAYS else pytest.mark.slow) for t in NVIDIA for n in CALLS],
 )
 def test_compiles(target, name, monkeypatch):
-    """Tiles of the space, or the likeliest: they fit shared memory, spill 512 bytes at most, and products overlap."""
+    """Tiles of the space, and the heuristic one, fit shared memory and spill at most 512 bytes; products overlap."""
     x, spec, kind, trouble = CALLS[name], CacheSpec(softmax_scale=0.1), KINDS[target], []
     if reason := IMPLEMENTATION.supports(spec, x, kind):
         pytest.skip(reason)
@@ -264,8 +264,8 @@ def test_compiles(target, name, monkeypatch):
 
 
 @pytest.mark.parametrize("latent, rope, widest", [(32, 4, 8), (40, 8, 16), (12, 2, 4)])
-def test_rows_are_copied_by_what_divides_them(latent, rope, widest, monkeypatch):
-    """Rows of 72 bytes, 96 and 28: a wider copy would begin at an address that is no multiple of its size."""
+def test_copies_have_a_width_that_divides_the_rows(latent, rope, widest, monkeypatch):
+    """Rows of 72 bytes, 96 and 28: a wider copy would begin at a misaligned address."""
     x, spec, kind = decode(1), CacheSpec(softmax_scale=0.1), KINDS["sm_90"]
     shape = lambda of, features: jax.ShapeDtypeStruct((*of.shape[:-1], features), of.dtype)
     x = x._replace(q_latent=shape(x.q_latent, latent), q_rope=shape(x.q_rope, rope))
@@ -286,7 +286,7 @@ def test_rows_are_copied_by_what_divides_them(latent, rope, widest, monkeypatch)
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_says_what_it_does_not_take(changed, reason):
+def test_unsupported_arguments_give_a_reason(changed, reason):
     x = CALLS["h16"]._replace(**changed)
     assert reason in IMPLEMENTATION.supports(CacheSpec(), x, KINDS["sm_90"])
     assert "8.9" in IMPLEMENTATION.supports(CacheSpec(), CALLS["h128, e4m3"], KINDS["sm_80"])

@@ -50,13 +50,13 @@ def check(case, config, monkeypatch):
 @pytest.mark.parametrize("case", GIVEN, ids=str)
 @pytest.mark.parametrize("rows, item", (pytest.param(16, 512, marks=pytest.mark.slow), (32, 4)), ids=("whole", "items"))
 def test_in_the_interpreter(case, rows, item, monkeypatch):
-    """A block whose queries are one item, and one of which several are added up."""
+    """A block whose queries are one work item, and one with several that are added up."""
     monkeypatch.setattr(problem, "ITEM", item)
     check(case.resized(dict(b=2)), KernelConfig(block_q=rows, block_k=16, block_d=rows), monkeypatch)
 
 
 def test_blocks_of_several_steps(monkeypatch):
-    """Of 20 keys in steps of 16, and groups of three heads in rows of four."""
+    """Of 20 keys in steps of 16, and groups of three heads in tiles of four rows."""
     case = GIVEN[0].resized(dict(b=1, s=33, t=50, h=6, g=2, d=24, n=3))
     check(replace(case, options=dict(block_size=20)), KernelConfig(block_q=16, block_k=16, block_d=16), monkeypatch)
 
@@ -74,7 +74,7 @@ def test_gradients_of_logits_near_1e12(platform, dtype, monkeypatch):
 
 
 def test_the_tangent_of_large_logits(monkeypatch):
-    """What is rounded to 16 bits is as small as what becomes of it: s_dot of hundreds, of which one key has all."""
+    """Errors of rounding to 16 bits are relative to the result: s_dot of hundreds, where one key has all the weight."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     rng, shape = np.random.default_rng(0), (1, 64, 2, 64)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float16)

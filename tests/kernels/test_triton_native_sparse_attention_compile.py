@@ -1,4 +1,4 @@
-"""native_sparse_attention in Triton, compiled for GPUs that are not here: what the heuristics propose fits and runs."""
+"""native_sparse_attention in Triton, compiled for GPUs without having them: heuristic configs fit."""
 
 from functools import partial
 
@@ -28,10 +28,10 @@ NAMES = ("native_sparse_attention", "native_sparse_attention_bwd", "native_spars
 
 
 def cases():
-    """Two shapes on two generations, and all else as slow tests."""
+    """Two shapes on two generations, and the rest as slow tests."""
     for target in ("sm_90", "sm_100", "sm_80", "sm_120"):
         for shape in SHAPES:
-            # In float32 registers spill, which `supports` says.
+            # In float32 registers spill, as the kernel's `supports` says.
             for dtype in ("bfloat16",) if shape == "one group of 128 heads" else ("bfloat16", "float32"):
                 often = shape in ("heads of 128", "one group of 128 heads") and dtype == "bfloat16"
                 usual = often and target in ("sm_90", "sm_100")
@@ -42,7 +42,7 @@ def cases():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("target, shape, dtype", cases())
 def test_the_first_config(target, shape, dtype, name, monkeypatch):
-    """Its shared memory is within what is said of it and there is; registers that are spilled are few."""
+    """Its shared memory is within the estimate and the limit, and few registers spill."""
     h, g, d, e, n, size = shape
     array = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
     x = Operands(array(1, 512, h, d), array(1, 512, g, d), array(1, 512, g, e), array(1, 512, g, n, dtype=jnp.int32))

@@ -26,7 +26,7 @@ OF_PAGES = [case for case in CASES if case.operation in PAGED]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
-    """Launches run here, as for a GPU that is not; the tile of a prefill is so small that the steps have several."""
+    """Launches run here, as for a GPU; the tile of a prefill is so small that the steps have several."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     monkeypatch.setattr(_launch, "has_ptx", lambda: False)
     monkeypatch.setattr(_paged, "PREFILL_SIZES", (_paged.Tiles(16, 16, 4, 1),))
@@ -64,19 +64,19 @@ def test_cases(case):
 
 @pytest.mark.parametrize("operation", PAGED)
 def test_a_batch(operation):
-    """As `vmap` makes it: what is shared has one entry."""
+    """As `vmap` makes it: shared arrays have one entry."""
     case = next(case for case in OF_PAGES if case.operation == operation)
     x, spec, _ = batched(case)
     check(operation, without_plan(x), spec, num_splits=1)
 
 
 def without_plan(x):
-    """The plans of cases are of no step."""
+    """The plans of cases fit no step."""
     return x._replace(plan=None) if "plan" in x._fields else x
 
 
 def ragged(lengths, contexts, h=4, g=2, d=16, page=8, drafts=0, seed=0):
-    """Arguments of ragged_page_attention for sequences of so many tokens, with so many keys."""
+    """Arguments of ragged_page_attention for sequences of so many tokens and keys."""
     rng, n, columns = np.random.default_rng(seed), len(lengths), -(-max(contexts) // page)
     pages = n * columns
     x = dict(
@@ -123,8 +123,8 @@ def test_prefills_beside_decodes(options, drafts):
 @pytest.mark.parametrize("most, at_once", ((0, 16), (256, 16), (256, 2)))
 @pytest.mark.parametrize("count", (3, pytest.param(0, marks=pytest.mark.slow)))
 def test_tokens_of_no_sequence_have_nothing(count, most, at_once, monkeypatch):
-    """In front of the first sequence and behind the last that counts, of a step in two launches and in one, and where
-    another merges its splits.
+    """In front of the first sequence and after the last, in a step of two launches and of one, and where another launch
+    merges its splits.
     """
     monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_TOKENS_OF_DECODES", most)
     monkeypatch.setattr(f"{_paged.__name__}.launch.MOST_MERGED_AT_ONCE", at_once)
@@ -145,7 +145,7 @@ def test_tokens_of_no_sequence_have_nothing(count, most, at_once, monkeypatch):
     ],
 )
 def test_pairs_of_eight_bits(pages, dtype, scale):
-    """Of a tiny and of a huge query too, and with factors of very different sizes."""
+    """Also for a tiny and for a huge query, and with factors of very different magnitudes."""
     x, rng = decode_step(h=4, d=32, e=64, dtype=dtype, pages=pages), np.random.default_rng(1)
     x["q"] *= jnp.asarray([1, 2.0**-12, 2.0**-3, 100, 0, 1], dtype)[:, None, None]
     if scale is not None:
@@ -211,8 +211,8 @@ def test_whichever_program_is_the_last_merges_the_splits_in_their_order(planned,
             np.testing.assert_array_equal(a, b)
 
 
-def test_what_nobody_sees_may_be_nan():
-    """Slots behind a context, in front of a window, and of pages that no table names."""
+def test_invisible_keys_may_be_nan():
+    """Slots after a context, before a window, and of pages that no table names."""
     x = ragged((5, 1, 3), (20, 13, 3))
     page, (n, columns) = x["kv_pages"].shape[1], x["block_tables"].shape
     x["block_tables"] = jnp.arange(n * columns).reshape(n, columns)
@@ -232,8 +232,8 @@ def test_what_nobody_sees_may_be_nan():
 
 @pytest.mark.parametrize("window", (None, 3))
 @pytest.mark.parametrize("dtype, pages", [("float32", "float32"), ("bfloat16", "float8_e4m3fn")])
-def test_a_draft_that_nobody_sees_may_be_nan(dtype, pages, window):
-    """Since no mask names it, or only for tokens whose window it is outside of, or which are in no context."""
+def test_an_invisible_draft_may_be_nan(dtype, pages, window):
+    """Because no mask names it, or only for tokens whose window it is outside of, or which are in no context."""
     x = ragged((5, 1, 3), (20, 13, 1), d=32, drafts=5, seed=2)
     x["draft_mask"] = x["draft_mask"].at[:, 1].set(False).at[5].set(False)
     x["block_tables"] = jnp.arange(x["block_tables"].size).reshape(x["block_tables"].shape)

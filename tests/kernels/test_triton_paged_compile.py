@@ -1,7 +1,7 @@
-"""The kernels over a cache in Triton compile however the splits of a row are merged, for GPUs that are not here.
+"""The kernels over a cache in Triton compile for every way of merging the splits of a row, without a GPU.
 
-Few splits are merged by the last program of their row, more of them, and those of a fixed size, by a launch of their
-own; a plan says itself how many a row has.
+Few splits are merged by the last program of their row; more, and those of a fixed size, by a launch of their own; a
+plan determines the number of splits of a row.
 """
 
 from functools import partial
@@ -50,7 +50,7 @@ IMPLEMENTATIONS = {
     )
 }
 PLAN, DRAFTS, PREFILLS = dict(plan=(1, 1, 32, 8)), dict(draft_mask=(1, 8, 4)), dict(q=(1, 512, 8, D))
-# What is asked for, the shapes that differ from those above, and whether a launch of its own merges the splits.
+# The arguments, the shapes that differ from those above, and whether a launch of its own merges the splits.
 CASES = {
     "one split": (dict(num_splits=1), {}, False),
     "few splits": (dict(num_splits=3), {}, False),
@@ -61,7 +61,7 @@ CASES = {
     "plan with drafts": (dict(num_splits=3), DRAFTS | PLAN, False),
     "many splits beside prefills": (dict(num_splits=17), PREFILLS, True),
 }
-# Of flash_attention, whose kernel of few queries takes as many splits as the GPU has work for, and of the others.
+# flash_attention, whose kernel of few queries takes as many splits as fill the GPU, and the other operations.
 OF_ALL, OF_A_STEP = ("one split", "few splits", "many splits", "batch invariant"), tuple(CASES)
 NAMES = {
     "page_attention": (*OF_ALL, "plan"),
@@ -113,7 +113,7 @@ def test_compiles(operation, name, monkeypatch):
     ],
 )
 def test_decodes_fit_shared_memory(d, page, pool, beside, monkeypatch):
-    """Where the pool has a page alone, no launch waits for page numbers, and more of its stages hold keys."""
+    """With a pool of one page no launch waits for page numbers, and more stages hold keys."""
     given = lambda x: dict(o=jnp.zeros(x.q.shape, x.q.dtype), lse=jnp.zeros(x.q.shape[:3]))
     tokens = N if beside == "decodes alone" else 512
     sizes = STEP | dict(q=(1, tokens, 8, d), kv_pages=(1, pool, page, 2, 2, d))
@@ -137,7 +137,7 @@ def test_decodes_fit_shared_memory(d, page, pool, beside, monkeypatch):
 
 @pytest.mark.parametrize("pages", ("int8", "float8_e4m3fn"))
 def test_eight_bits_are_converted_in_registers(pages, monkeypatch):
-    """Keys and values in pairs of features take no shared memory but that of the bytes, however they are tiled."""
+    """Keys and values in pairs of features need shared memory only for their bytes, for any tile."""
     shapes = SHAPES["page_attention"] | dict.fromkeys(("k_pages", "v_pages"), (1, PAGES, 16, 2, 128))
     dtypes = DTYPES | dict.fromkeys(("k_pages", "v_pages"), pages)
     arrays = {n: jnp.zeros(shape, dtypes.get(n, "int32")) for n, shape in (shapes | dict(q=(1, N, 8, 128))).items()}

@@ -1,4 +1,4 @@
-"""What the kernel of quantized_matmul is compiled to for GPUs that are not here: shared memory, and no spills."""
+"""The compiled kernel of quantized_matmul, without a GPU: shared memory, and no spills."""
 
 import jax
 import jax.numpy as jnp

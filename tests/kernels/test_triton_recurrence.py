@@ -43,7 +43,7 @@ def interpreted(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_in_the_interpreter(case):
-    """Both ways of the forward, the backward and the tangent, in float32; tokens of no sequence hold NaN."""
+    """Both variants of the forward, the backward and the tangent, in float32; tokens of no sequence hold NaN."""
     check_all(*case.make(40, jnp.float32))
 
 
@@ -65,7 +65,7 @@ def test_features_in_blocks_in_the_interpreter(gates, monkeypatch):
 
 
 def check_all(x, spec):
-    """Both ways of the forward, the backward and the tangent against the formula."""
+    """Both variants of the forward, the backward and the tangent against the formula."""
     wrt = differentiable(x)
     fused, outputs = (
         recurrence(*poisoned(x), spec=spec, config=KernelConfig(**CONFIG, algorithm=how))
@@ -92,7 +92,7 @@ def test_single_tokens_in_the_interpreter(reverse):
 
 @pytest.mark.parametrize("gate, dtype", [("gk", jnp.float32), ("gv", jnp.float32), ("g", jnp.float16)])
 def test_a_gate_of_minus_infinity_in_the_interpreter(gate, dtype):
-    """It forgets all; differences of sums that have it are no numbers."""
+    """It resets the state; differences of sums that contain it are NaN."""
     x, spec = Case("resets", {gate: 0.5}, B=1, H=1, G=1, D=16, V=16, resets=0.1).make(20, dtype)
     wrt = differentiable(x)
     found = recurrence(*x, spec=spec, config=KernelConfig(**CONFIG, algorithm="chunks"))
@@ -103,7 +103,7 @@ def test_a_gate_of_minus_infinity_in_the_interpreter(gate, dtype):
 
 
 def test_splits_in_the_interpreter(monkeypatch):
-    """A long sequence of few heads is cut, forwards and backwards in time."""
+    """A long sequence of few heads is split, forwards and backwards in time."""
     monkeypatch.setattr(splits, "SHORTEST", 16)
     x, spec = Case("long", dict(gk=0.5, g_gamma=0.5), B=1, reverse=True).make(32, jnp.float32)
     assert splits.number_of(x) == 2
@@ -117,7 +117,7 @@ def test_splits_in_the_interpreter(monkeypatch):
 
 @pytest.mark.parametrize("shortest", (16, 1024), ids=("splits", "whole"))
 def test_states_alone_in_the_interpreter(shortest, monkeypatch):
-    """Without an output the final state is the same, bit for bit, and so is the cotangent of the initial state alone.
+    """Without an output the final state has the same bits, and so has the cotangent of the initial state alone.
 
     The output is zeros.
     """

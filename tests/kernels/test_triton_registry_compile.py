@@ -22,7 +22,7 @@ from .bound import bound_by, written_in
 
 @pytest.fixture(params=["NVIDIA A100", "NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 5090"])
 def target(request):
-    """That which a program is lowered for in a process that has none."""
+    """The target of a program in a process without a GPU."""
     target = Target("cuda", request.param)
     with lowering_for(target):
         yield target
@@ -55,7 +55,7 @@ def test_every_case_is_lowered(operation, target):
 
 @pytest.mark.parametrize("scale", (1e-39, 1.5e38))
 def test_a_scale_that_is_hardly_a_float32(scale):
-    """Subnormal, and such that the next power of two is infinite; with its gradient."""
+    """A subnormal scale, and one whose next power of two is infinite, with its gradient."""
     call = lambda *x: modules.flash_attention(*x, softmax_scale=scale, platform="triton").astype(jnp.float32).sum()
     with lowering_for(Target("cuda", "NVIDIA H200")):
         x = [jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)] * 3
@@ -63,6 +63,6 @@ def test_a_scale_that_is_hardly_a_float32(scale):
 
 
 def _lowered(traced) -> int:
-    """How many launches there are in the program for CUDA."""
+    """The number of launches in the program for CUDA."""
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     return sum(text.count(f"@{name}(") for name in _launch.CUSTOM_CALLS)

@@ -1,4 +1,4 @@
-"""Blocks that share no segment are passed over: nothing in them is read."""
+"""Blocks that share no segment are skipped: nothing in them is read."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""A recurrence over a sequence that is sharded over GPUs: Triton's kernels alone, each as often as it has to run."""
+"""A recurrence over a sequence that is sharded over GPUs: only Triton kernels, each as often as necessary."""
 
 from functools import partial
 
@@ -52,7 +52,7 @@ def test_no_product_and_no_sum_over_tokens_is_left_to_xla(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_kernels_that_run(name):
-    """One more than on one device, for the states; and one more in a backward, for their cotangents."""
+    """One more than on one device, for the states, and one more in a backward, for their cotangents."""
     f, has_gates = CALLS[name]
     over, x = of_shards(f, has_gates)
     local = [jax.ShapeDtypeStruct((a.shape[0], a.shape[1] // 2, *a.shape[2:]), a.dtype) for a in x]

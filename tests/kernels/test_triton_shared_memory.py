@@ -1,4 +1,4 @@
-"""`EJKERNEL_TRITON_SMEM_LIMIT`: no Triton kernel of any operation takes more shared memory than it says."""
+"""`EJKERNEL_TRITON_SMEM_LIMIT`: no Triton kernel of any operation uses more shared memory."""
 
 from dataclasses import fields
 
@@ -23,7 +23,7 @@ each_operation = pytest.mark.parametrize("operation", written_in(Platform.TRITON
 
 @pytest.fixture
 def taken(monkeypatch) -> list[tuple[str, int]]:
-    """Name and bytes of shared memory of every kernel that is compiled, which then is each that is lowered."""
+    """Name and bytes of shared memory of every compiled kernel, which are those that are lowered."""
     found, library = [], _launch.jax_triton().triton_lib
     compile_kernel = library.compile_ttir_inplace
 
@@ -69,7 +69,7 @@ def test_every_kernel_of_models_is_within_the_limit(operation, limit, features, 
 
 @pytest.mark.parametrize("features", [64, pytest.param(128, marks=pytest.mark.slow), 256])
 @each_operation
-def test_what_is_taken_has_a_config_within_the_limit(operation, features, monkeypatch):
+def test_supported_calls_have_a_config_within_the_limit(operation, features, monkeypatch):
     over = []
     for call in bound_by(operation, DTYPES, features):
         for limit in (32 * 1024, 64 * 1024, 99 * 1024):
@@ -91,7 +91,7 @@ def test_a_value_that_is_no_positive_number_is_refused(operation, value, monkeyp
 
 
 @each_operation
-def test_where_the_smallest_tiles_are_too_large_another_implementation_runs(operation, monkeypatch):
+def test_if_the_smallest_tiles_are_too_large_another_implementation_runs(operation, monkeypatch):
     monkeypatch.setenv(LIMIT, "16")
     for call in bound_by(operation, [jnp.bfloat16]):
         assert call.implementation(Platform.TRITON, H200) is None
@@ -99,7 +99,7 @@ def test_where_the_smallest_tiles_are_too_large_another_implementation_runs(oper
 
 @each_operation
 def test_a_config_above_the_limit_is_refused(operation, monkeypatch):
-    """With the door that stored configs come through, which are then passed over."""
+    """By the check that stored configs also pass, which are then skipped."""
     sizes = dict(block_q=128, block_k=256, block_d=64, keys_per_block=256, num_warps=8, num_stages=3)
     of = KERNELS[operation].config_class
     large = of(platform="triton", **{field.name: sizes[field.name] for field in fields(of) if field.name in sizes})

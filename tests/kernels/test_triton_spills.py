@@ -1,7 +1,6 @@
-"""No Triton kernel spills more than 512 bytes of registers a thread with the config of the heuristics.
+"""No Triton kernel spills more than 512 bytes of registers a thread with the heuristic config.
 
-NVIDIA's assembler says how many, for GPUs that are not here. What takes a core of CI a minute is always run, the rest
-are slow tests.
+NVIDIA's assembler reports it, without a GPU. Tests that take a core of CI a minute always run, the rest are slow tests.
 """
 
 from functools import partial
@@ -34,7 +33,7 @@ array = jax.ShapeDtypeStruct
 
 
 def spilling(monkeypatch, target: str, config, call) -> list[str]:
-    """The kernels of a call that spill more than the limit, in words."""
+    """Descriptions of the kernels of a call that spill more than the limit."""
     with lowering_for(KINDS[target]):
         launches = compiler.launches(monkeypatch, _launch, partial(call, config))
     assert launches
@@ -47,7 +46,7 @@ def zeros(operands):
 
 
 def cases(*axes) -> list:
-    """The product of the axes, of which what is not in ALWAYS is marked slow."""
+    """The product of the axes; combinations that are not in ALWAYS are slow."""
     marks = lambda case: [] if case in ALWAYS else pytest.mark.slow
     return [pytest.param(*case, id="-".join(map(str, case)), marks=marks(case)) for case in product(*axes)]
 

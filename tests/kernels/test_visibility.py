@@ -1,4 +1,4 @@
-"""Who sees whom, as the kernels of all platforms are told, against the formula that every pair is asked."""
+"""Visibility as the kernels of all platforms get it, compared with the formula for every pair."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ KEY_MASKS = [replace(case, name=f"{case.name}, mask of keys", mask="bt") for cas
 
 
 def distinct(cases) -> list[Case]:
-    """One of each kind of which something else is seen."""
+    """One case of each kind with a different visibility."""
     of = lambda x: (
         x.S,
         x.K,
@@ -45,7 +45,7 @@ SIDES = pytest.mark.parametrize("transposed", [False, True], ids=["queries", "ke
 
 
 def call(case: Case, transposed: bool = False) -> tuple[Visibility, np.ndarray]:
-    """Who sees whom in a call: as kernels are told, and bool [B, H?, S, K]."""
+    """The visibility of a call: as kernels get it, and bool [B, H?, S, K]."""
     x, spec = case.make(LENGTH, jnp.float32)
     if case.name.startswith(IN_NO_ORDER):
         rng = np.random.default_rng(5)
@@ -68,7 +68,7 @@ def test_pairs(case, transposed):
 @SIDES
 @pytest.mark.parametrize("case", CALLS, ids=of)
 def test_fully_masked(case, transposed):
-    """That no token is fully masked is never said wrongly."""
+    """It is never claimed wrongly that no token is fully masked."""
     visibility, ok = call(case, transposed)
     masked = ~ok.any(3)
     np.testing.assert_array_equal(*np.broadcast_arrays(visibility.fully_masked(), masked))
@@ -78,8 +78,8 @@ def test_fully_masked(case, transposed):
 
 @SIDES
 @pytest.mark.parametrize("case", CALLS, ids=of)
-def test_intervals_hold_what_is_seen(case, transposed):
-    """And no more where nothing but the band and the sequences hides keys."""
+def test_intervals_contain_the_visible_keys(case, transposed):
+    """And exactly those if only the band and the sequences hide keys."""
     visibility, ok = call(case, transposed)
     first, stop = (np.asarray(x)[:, None, :, None] for x in visibility.intervals())
     key = np.arange(ok.shape[3])
@@ -106,7 +106,7 @@ def test_constants_are_computed_alike(case):
 @SIDES
 @pytest.mark.parametrize("case", [case for case in CALLS if case.mask is None], ids=of)
 def test_block_ranges(case, transposed):
-    """A range holds all that its queries see, and of the full blocks they see all."""
+    """A block range has all keys that its queries see, and the full blocks are visible as a whole."""
     visibility, ok = call(case, transposed)
     ranges = visibility.block_ranges(BLOCK_Q, BLOCK_K)
     blocks = -(-ok.shape[3] // BLOCK_K)
@@ -125,7 +125,7 @@ def test_block_ranges(case, transposed):
 @SIDES
 @pytest.mark.parametrize("case", CALLS, ids=of)
 def test_blocks(case, transposed):
-    """Blocks that are not "some" show nothing, those that are "full" everything; in a band the converse holds too."""
+    """Blocks not in "some" are fully masked, those in "full" fully visible; in a band the converse holds too."""
     visibility, ok = call(case, transposed)
     some, full = (np.broadcast_to(x, (len(ok), *x.shape[1:])) for x in visibility.blocks(BLOCK_Q, BLOCK_K))
     exact = not (case.packed or case.segments or case.mask)
@@ -155,7 +155,7 @@ def test_sequences_of_whole_blocks_see_nothing_of_each_other():
     ids=["sorted", "padding", "any order"],
 )
 def test_segment_block_ranges(ids, expected):
-    """Where ids are in any order a range keeps all that is seen; full blocks are those up to the first that is not."""
+    """With ids in any order a block range has all visible keys; full blocks are those up to the first that is not."""
     ids = jnp.repeat(jnp.asarray([ids], jnp.int32), BLOCK_K, 1)
     visibility = Visibility(*ids.shape[1:] * 2, None, None, segment_ids=(ids, ids))
     ranges = visibility.segment_block_ranges(BLOCK_K, BLOCK_K)
@@ -173,7 +173,7 @@ def test_a_block_of_two_segments_sees_both_and_is_never_full():
 @SIDES
 @pytest.mark.parametrize("case", CALLS, ids=of)
 def test_zeros_where_a_token_is_fully_masked(case, transposed):
-    """Of heads that share a key, one that sees it is enough."""
+    """With heads that share a key, one that sees it is enough."""
     visibility, ok = call(case, transposed)
     heads = case.G if transposed else case.H
     ok = np.broadcast_to(ok, (case.B, case.H, *ok.shape[2:])).any(3)

@@ -1,4 +1,4 @@
-"""Derivatives of flash_attention in XLA: of higher order, transposes, in linear memory, inside of shard_map."""
+"""Derivatives of flash_attention in XLA: higher orders, transposes, linear memory, and inside shard_map."""
 
 from functools import partial
 
@@ -53,7 +53,7 @@ def test_no_gradient_is_computed_that_is_not_asked_for():
 
 
 def wired(operands, spec):
-    """The three functions wired to each other as the primitives are: differentiable by the rules of the trio."""
+    """The three functions connected like the primitives: differentiable by the rules of the trio."""
 
     @jax.custom_jvp
     def f(arrays):

@@ -1,4 +1,4 @@
-"""The XLA implementation of blocksparse_attention: the numbers of a formula in NumPy, and what it costs."""
+"""The XLA implementation of blocksparse_attention: results against a formula in NumPy, and its cost."""
 
 import math
 import re
@@ -26,7 +26,7 @@ def normal(*shape):
 
 
 def block_mask(leading, size, share=0.4):
-    """At random, and nothing in the first row."""
+    """A random block mask, with nothing in the first row."""
     shape = *leading, math.ceil(S / size[0]), math.ceil(K / size[1])
     kept = np.random.default_rng([*shape]).random(shape) < share
     kept[..., :1, :] = False
@@ -66,7 +66,7 @@ DO, DLSE = normal(B, S, H, V), normal(B, H, S)
 
 
 def triples():
-    """Every size, way of tiling and kind of mask together; always as many of them as have every pair with a mask."""
+    """Sizes, tilings and kinds of masks, all combined; a normal run has as many as cover every pair with a mask."""
     for i, size in enumerate(SIZES):
         for j, tiles in enumerate(TILES):
             for k, leading in enumerate(LEADING):
@@ -111,8 +111,8 @@ def test_no_block_and_every_block(kept):
     close(lse, wanted[1])
 
 
-def test_what_no_block_shows_may_be_nan():
-    """Blocks that are not kept, and keys of kept ones that the window hides, reach neither results nor gradients."""
+def test_keys_outside_all_blocks_may_be_nan():
+    """Blocks that are not kept, and hidden keys of kept ones, affect neither results nor gradients."""
     size, kept = (8, 13), np.zeros((5, 4), bool)
     kept[1, 1] = kept[2, 2] = True
     position = np.arange(S)[:, None] + K - S
@@ -134,7 +134,7 @@ def test_what_no_block_shows_may_be_nan():
 
 @pytest.mark.parametrize("leading", LEADING)
 def test_only_kept_blocks_are_computed(leading):
-    """As often as the block mask keeps one that causality leaves something of."""
+    """Each as often as the block mask keeps one that is not hidden by causality."""
     size = (8, 13)
     kept = block_mask(LEADING[leading], size)
     spec, seen = BlocksparseAttentionSpec(causal=True, block_size=size), []
@@ -154,7 +154,7 @@ def test_only_kept_blocks_are_computed(leading):
 
 @pytest.mark.parametrize("heads", (1, 2))
 def test_a_step_of_a_loop_copies_nothing_as_long_as_the_sequence(heads):
-    """Else the time of a block would grow with the sequence."""
+    """Otherwise the time of a block would grow with the sequence."""
     x, mask = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32), jax.ShapeDtypeStruct((heads, 32, 32), bool)
     call = lambda q, k, v, mask: ejkernel.lax.blocksparse_attention(q, k, v, mask).sum()
     text = jax.jit(jax.grad(call, (0, 1, 2))).lower(x, x, x, mask).compile().as_text()
@@ -166,7 +166,7 @@ def test_a_step_of_a_loop_copies_nothing_as_long_as_the_sequence(heads):
 
 @pytest.mark.parametrize("heads", (1, 2))
 def test_memory_of_128k_tokens(heads):
-    """Nothing is of the size of the logits, forward or backward; programs are compiled, and not run."""
+    """No array has the size of the logits, forward or backward; programs are compiled, and not run."""
     tokens, block = 2**17, 128
     x = jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.float32)
     mask = jax.ShapeDtypeStruct((heads, tokens // block, tokens // block), bool)

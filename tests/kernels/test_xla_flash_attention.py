@@ -39,9 +39,9 @@ def compared(operands, moved, cotangents, spec, config):
 @pytest.mark.parametrize("block", (24, 8))
 @pytest.mark.parametrize("causal", (False, True))
 def test_of_logits_near_1e12(causal, block):
-    """Of which float32 keeps every 65536th number: lse is off by more than an exponent may be.
+    """Float32 holds every 65536th integer of such logits: the error of lse exceeds the range of exponents.
 
-    A query has all of its weight on one key: o = v there, dv is a sum of do, and nothing moves with q and k.
+    A query has all of its weight on one key: o = v there, dv is a sum of do, and q and k have no derivative.
     """
     q, k, v, do = (normal(2, 24, 2, 32, seed=n).astype(np.float32) for n in range(4))
     x = Operands(q := np.float32(1e6) * q, k := np.float32(1e6) * k, v)
@@ -77,7 +77,7 @@ def test_equals_the_formula_in_float64(name):
 
 
 def test_blocks_change_nothing():
-    """Sinks join once and dropout keeps the same weights, however the logits are cut."""
+    """Sinks join once and dropout keeps the same weights, for any blocks."""
     operands, spec = case("causal", "sinks", "dropout")
 
     @partial(jax.jit, static_argnums=(0, 1))
@@ -112,7 +112,7 @@ FAMILIES = {
 
 @partial(jax.jit, static_argnames=("spec", "config"))
 def errors_of_both(operands, moved, cotangents, spec, config):
-    """Of kernel and formula in one precision against the formula in float64; the last bit of the largest number."""
+    """The errors of kernel and formula in one precision against float64; and the last bit of the largest number."""
     wide = lambda x: jax.tree.map(lambda a: a.astype(jnp.float64), x)
     truth = of_reference(wide(operands), spec, wide(moved), wide(cotangents))
     error = lambda found: jax.tree.map(lambda a, b: jnp.abs(a.astype(jnp.float64) - b).max(), found, truth)

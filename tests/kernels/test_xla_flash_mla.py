@@ -1,4 +1,4 @@
-"""The XLA implementation of flash_mla: the numbers of a formula in NumPy, and what it costs."""
+"""The XLA implementation of flash_mla: results against a formula in NumPy, and its cost."""
 
 import math
 import re
@@ -99,7 +99,7 @@ def test_equals_the_formula(call, tiles):
 
 
 def in_turn(calls):
-    """Every call with both tilings, always with one of them, the next call with the other."""
+    """Every call with both tilings, a normal run with one of them, alternately."""
     for i, call in enumerate(calls):
         for j, tiles in enumerate(TILES):
             yield pytest.param(call, tiles, marks=() if (i + j) % 2 else pytest.mark.slow)
@@ -107,7 +107,7 @@ def in_turn(calls):
 
 @pytest.mark.parametrize("call, tiles", list(in_turn(CALLS)))
 def test_gradients_are_those_of_the_formula(call, tiles):
-    """By differences of it; the tangent is dual to them, <u, Jt> = <Jᵀu, t>."""
+    """By finite differences of it; the tangent is dual to them, <u, Jt> = <Jᵀu, t>."""
     options = CALLS[call]
     run = jax.jit(lambda x: ejkernel.lax.flash_mla(**x, **options, return_lse=True, config=TILES[tiles]))
     (_, lse), pull = jax.vjp(run, X)
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_the_formula(call, tiles):
 
 
 @pytest.mark.parametrize("call, tiles", list(in_turn(("window", "segments", "mask"))))
-def test_what_nobody_sees_may_be_nan(call, tiles):
+def test_invisible_keys_may_be_nan(call, tiles):
     """In results, gradients, tangents, and derivatives of gradients in either order."""
     hidden = np.arange(K) >= K - 4
     options = {
@@ -178,7 +178,7 @@ def test_every_example_may_have_its_own_projections():
 
 
 def test_memory_is_that_of_the_keys_and_values():
-    """Nothing is of the size of the logits, forward or backward; the program is compiled, and not run."""
+    """No array has the size of the logits, forward or backward; the program is compiled, and not run."""
     tokens, of = 2**15, lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
     x = dict(q=of(1, tokens, 2, 96), kv_latent=of(1, tokens, 256), k_rope=of(1, tokens, 32))
     x |= dict(w_kc=of(256, 2, 64), w_vc=of(256, 2, 64))

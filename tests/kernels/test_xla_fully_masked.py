@@ -66,7 +66,7 @@ def with_nan(arrays, axes):
 
 
 def same(f, arrays, axes, of_results):
-    """f and its derivatives, and how they change, are the same without NaN and with it, in the cotangents too."""
+    """f, its derivatives and their derivatives are the same without NaN and with it, also in the cotangents."""
     moved = normal(**{name: a.shape for name, a in arrays.items()})
     shapes = {name: a.shape for name, a in jax.eval_shape(f, arrays).items()}
     cotangents = normal(**shapes)
@@ -84,7 +84,7 @@ def same(f, arrays, axes, of_results):
 
 @pytest.mark.parametrize("options", (dict(), dict(rhs_scale=(5, 6)), dict(rhs_scale=(5, 6), existing_out=(20, 6))))
 def test_of_grouped_matmul(options):
-    """Rows of no group, what stood in the rows of others, and the matrices of empty groups."""
+    """Rows of no group, existing_out of other rows, and the matrices of empty groups."""
     f = lambda x: dict(o=ejkernel.lax.grouped_matmul(group_sizes=SIZES, **x))
     axes = dict(lhs=(0, INSIDE), rhs=(0, NOT_EMPTY), rhs_scale=(0, NOT_EMPTY), existing_out=(0, ~INSIDE))
     arrays = normal(lhs=(20, 8), rhs=(5, 8, 6), **options)

@@ -91,7 +91,7 @@ def test_rows_of_nothing():
 
 
 def test_a_capped_logit_is_as_low_as_the_cap_allows():
-    """softcap · tanh(−∞) = −softcap, which a mask alone makes −∞."""
+    """softcap · tanh(−∞) = −softcap, which only a mask changes to −∞."""
     x = hidden(arrays(), VISIBLE["triangle"])
     low = x | dict(bias=jnp.maximum(x["bias"], -1e30))
     cotangents = tuple(normal(*a.shape, seed=6) for a in jax.eval_shape(call, x))
@@ -101,7 +101,7 @@ def test_a_capped_logit_is_as_low_as_the_cap_allows():
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
 def test_a_mask_as_other_libraries_take_it(dtype):
-    """[600, 600], more than a tile of the heuristic's."""
+    """[600, 600], more than a tile of the heuristic config."""
     visible = np.tri(600, dtype=bool)
     bias = jnp.where(visible, 0, -jnp.inf).astype(dtype)
     q, k, v = (normal(1, 600, 2, 8, seed=n).astype(dtype) for n in range(3))

@@ -1,4 +1,4 @@
-"""What is not seen in flash_attention in XLA: fully masked rows, NaN, other sequences, tiles that are left out."""
+"""Masking in flash_attention in XLA: fully masked rows, NaN, other sequences, skipped tiles."""
 
 import itertools
 from functools import partial
@@ -50,7 +50,7 @@ def test_fully_masked_rows_are_zero():
 
 
 @pytest.mark.parametrize("name", ("segments", "mask_of_columns", "packed", "far_window"))
-def test_what_nobody_sees_may_be_nan(name):
+def test_invisible_keys_may_be_nan(name):
     far = Operands(*plain(s=5)), FlashAttentionSpec(softmax_scale=1.0, window=(3, 0))
     operands, spec = far if name == "far_window" else case(name)
     x = _attention.folded(operands, spec)
@@ -68,7 +68,7 @@ def test_what_nobody_sees_may_be_nan(name):
 
 
 def test_packed_sequences_are_independent():
-    """Equal to each sequence on its own; tokens of no sequence give o = 0 and lse = −∞."""
+    """Equal to each sequence alone; tokens of no sequence have o = 0 and lse = −∞."""
     operands, spec = plain(), FlashAttentionSpec(causal=True, softmax_scale=D**-0.5)
     o, lse = jax.jit(partial(flash_attention, spec=spec, config=SMALL))(*operands._replace(**LENGTHS))
     (starts_q,), (starts_k,) = LENGTHS.values()

@@ -1,4 +1,4 @@
-"""multi_latent_page_attention in XLA against its definition in float64, and against what it is the absorbed form of."""
+"""multi_latent_page_attention in XLA against its definition in float64, and against its expanded form."""
 
 from functools import partial
 
@@ -59,14 +59,14 @@ def test_half_precision(dtype, pages):
     check(step(dtype=dtype, pages=dtype if pages == "same" else pages), tolerance=1.5e-2)
 
 
-def test_nobody_sees_what_is_not_of_a_context():
+def test_keys_after_the_context_are_invisible():
     x, with_nan = poisoned(step())
     run = partial(multi_latent_page_attention, return_lse=True)
     jax.tree.map(np.testing.assert_array_equal, run(**with_nan), run(**x))
 
 
 def test_it_is_attention_of_heads_whose_projections_are_absorbed():
-    """As DeepSeek-V2 says it: keys and values are made of the latents, and all heads have one rotary part."""
+    """As in DeepSeek-V2: keys and values are projected from latents, and all heads share the rotary part."""
     rng, (s, h, dn, dv) = np.random.default_rng(3), (20, 4, 16, 12)
     array = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     q, q_rope, latent, k_rope = array(s, h, dn), array(s, h, ROPE), array(s, LATENT), array(s, ROPE)
@@ -137,7 +137,7 @@ def test_lists_of_quantised_keys_with_sinks(pages, shape):
 
 
 def test_a_list_of_all_keys_is_attention_to_all():
-    """In any order, and with more places than keys."""
+    """In any order, and with more entries than keys."""
     x = step()
     everything = np.random.default_rng(0).permutation(np.r_[: x["block_tables"].shape[1] * PAGE, -1, 2**31 - 1])
     of_lists = multi_latent_page_attention(**x, indices=np.tile(everything, (TOKENS, 1)), return_lse=True)
@@ -163,7 +163,7 @@ def test_positions_of_any_integer_type(dtype, large):
     check(x | dict(indices=np.where(named < 0, large, named.astype(np.int64)).astype(dtype)))
 
 
-def test_what_no_list_names_may_be_nan():
+def test_unlisted_keys_may_be_nan():
     x, with_nan = unnamed(lists(5, step()))
     run = partial(multi_latent_page_attention, return_lse=True)
     jax.tree.map(np.testing.assert_array_equal, run(**with_nan), run(**x))
@@ -184,7 +184,7 @@ def test_lists_are_batch_invariant():
 
 
 def test_memory_of_lists_is_that_of_a_block():
-    """2048 of 65536 keys for each of 512 tokens: neither all pairs nor all named latents stand in memory."""
+    """2048 of 65536 keys for each of 512 tokens: neither all pairs nor all listed latents are in memory at once."""
     of = lambda dtype: lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     ints, floats = of(jnp.int32), of(jnp.float32)
     arguments = floats(512, 4, 512), floats(512, 4, 64), floats(4096, 16, 576), ints(1), ints(1, 4096), ints(2)

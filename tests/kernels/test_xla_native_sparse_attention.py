@@ -1,4 +1,4 @@
-"""native_sparse_attention and its choice of blocks: the numbers of a formula in NumPy, and every derivative."""
+"""native_sparse_attention and its selection of blocks: results against a formula in NumPy, and every derivative."""
 
 import itertools
 from functools import partial
@@ -106,13 +106,13 @@ def product(x, y):
     return sum((a * b).sum() for a, b in zip(x, y, strict=True))
 
 
-# In either way the lists are constants of the derivatives: given ones are told apart at night.
+# In both cases the lists are constants of the derivatives: given ones are tested separately at night.
 @each_call
 @pytest.mark.parametrize(
     "given", (pytest.param(True, marks=pytest.mark.slow, id="given"), pytest.param(False, id="chosen"))
 )
 def test_derivatives(call, given, x64):
-    """Of every array, against a difference: the choice does not change with so small a step."""
+    """Of every array, against a finite difference: the selection does not change with so small a step."""
     arrays, lists = arrays_of(call)
     f = jax.jit(lambda *x: jnp.sum(operation(call, *x, lists if given else None) * jnp.cos(jnp.arange(V))))
     steps = [np.random.default_rng(1).standard_normal(x.shape) for x in arrays]
@@ -145,7 +145,7 @@ def test_a_traced_scale_has_a_gradient(x64):
     np.testing.assert_allclose(jax.grad(f)(jnp.asarray(D**-0.5)), slope, rtol=1e-6)
 
 
-def test_what_nobody_sees_may_be_nan():
+def test_invisible_keys_may_be_nan():
     """Tokens of no sequence, and keys that no list names, in forward and gradient; the gates there too."""
     call = CALLS["packed"]
     (q, k, v, gates), _ = arrays_of(call)
@@ -163,7 +163,7 @@ def test_what_nobody_sees_may_be_nan():
     jax.tree.map(np.testing.assert_array_equal, jax.grad(only, (0, 1, 2))(q, k, v), wanted)
 
 
-def test_a_block_that_stands_twice_counts_once():
+def test_a_block_listed_twice_counts_once():
     (q, k, v, _), _ = arrays_of(CALLS["square"])
     of = lambda x: np.broadcast_to(np.array(x, np.int32), (2, 21, G, len(x)))
     f = lambda lists: ejkernel.lax.native_sparse_attention(q, k, v, block_indices=lists, block_size=SIZE)
@@ -200,7 +200,7 @@ def test_vmap_of_each_operand():
 
 
 def test_what_it_is_composed_of():
-    """Only what is asked for, and on the platform that is asked for."""
+    """Only the requested branches, and on the requested platform."""
     (q, k, v, gates), lists = arrays_of(CALLS["square"])
 
     def labels(*args, **options):
@@ -216,7 +216,7 @@ def test_what_it_is_composed_of():
 
 
 def test_memory_grows_with_the_length():
-    """And not with its square: of the gradient, between a length and eight times that."""
+    """And not with its square: the memory of the gradient at a length and at eight times that."""
 
     def temporary(s):
         q, k = (jax.ShapeDtypeStruct((1, s, heads, 16), jnp.float32) for heads in (4, 1))

@@ -1,4 +1,4 @@
-"""page_attention in XLA against its definition in float64: each option, each kind of pages, and what nobody sees."""
+"""page_attention in XLA against its definition in float64: each option, each kind of pages, and unread entries."""
 
 from functools import partial
 
@@ -70,8 +70,8 @@ def test_half_precision(dtype, pages):
 
 
 @pytest.mark.parametrize("splits", (None, 2))
-def test_nobody_sees_what_is_not_of_a_context(splits):
-    """NaN in the slots and scales after each context and in queries of none, and any numbers in tables after it."""
+def test_keys_after_the_context_are_invisible(splits):
+    """NaN in the slots and scales after each context and in queries of empty ones; any numbers in later entries."""
     x, page = step(), 8
     x["block_tables"] = jnp.arange(N * J, dtype=jnp.int32).reshape(N, J)
     pool = np.random.default_rng(0).standard_normal((N * J, page, 2, 16))
@@ -88,7 +88,7 @@ def test_nobody_sees_what_is_not_of_a_context(splits):
 
 
 def test_contexts_beyond_the_table_and_below_zero():
-    """A table that is too short hides what it does not hold; a negative length is none."""
+    """Keys past a table that is too short are hidden; a negative length is 0."""
     x = step()
     x["context_lens"] = jnp.array([-5, 41, 2**31 - 1, 40, -(2**31), 45], jnp.int32)
     clamped = x | dict(context_lens=jnp.clip(x["context_lens"], 0, 40))
@@ -98,7 +98,7 @@ def test_contexts_beyond_the_table_and_below_zero():
 @pytest.mark.parametrize("options", (dict(), dict(window=20), dict(num_splits=2)), ids=str)
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_batch_invariant(options, dtype):
-    """A sequence has the same bits alone, at any place of a step, and in one of more blocks, and under vmap."""
+    """A sequence has the same bits alone, at any index of a step, in one of more blocks, and under vmap."""
     rng, x = np.random.default_rng(3), step(page=64, dtype=dtype, pages=dtype)
     order = rng.integers(0, N, 40)
     many = {n: a[order] if n in MOVING else a for n, a in x.items()}
@@ -115,7 +115,7 @@ def test_batch_invariant(options, dtype):
 
 
 def test_memory_is_that_of_a_block():
-    """Neither the cache nor all that the tables name is gathered at once."""
+    """Neither the cache nor all pages in the tables are gathered at once."""
     n, pages, page, j, g, d = 64, 2048, 16, 256, 2, 64
     array = jax.ShapeDtypeStruct
     pool, table = array((pages, page, g, d), jnp.float32), array((n, j), jnp.int32)

@@ -1,4 +1,4 @@
-"""quantized_matmul in XLA: blocks of columns, memory, and rows and columns over devices."""
+"""quantized_matmul in XLA: blocks of columns, memory, and sharded rows and columns."""
 
 import re
 from functools import partial
@@ -67,7 +67,7 @@ def test_gradients_of_a_branch_under_vmap(call):
 @pytest.mark.parametrize("transpose", (False, True))
 @pytest.mark.parametrize("derivative", ("none", "of rows", "of all", "second"))
 def test_the_matrix_never_exists_as_a_whole(transpose, derivative):
-    """Of 2048 by 2048 it would be 16 MiB; what is there besides arguments and results is less than half of that."""
+    """With 2048 × 2048 it would be 16 MiB; temporary memory is less than half of that."""
     types = (
         jax.ShapeDtypeStruct((8, 2048), jnp.float32),
         jax.ShapeDtypeStruct((2048, 256), jnp.uint32),
@@ -84,7 +84,7 @@ def test_the_matrix_never_exists_as_a_whole(transpose, derivative):
 
 @pytest.mark.parametrize("mode", ("nf4", "nvfp8"))
 def test_the_loop_over_blocks_has_its_shifts_as_constants_and_decoded_scales(mode):
-    """Shifts that are carried through the loop keep its code from being vectorised; scales are decoded before it."""
+    """Shifts carried through the loop would prevent vectorisation; scales are decoded before it."""
     packed = quantization.prepack_quantized_weights(random(64, 1024), transpose=False, mode=mode)
     f = partial(ejkernel.lax.quantized_matmul, mode=mode, config=dict(block_k=128))
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in packed if a is not None]
@@ -95,7 +95,7 @@ def test_the_loop_over_blocks_has_its_shifts_as_constants_and_decoded_scales(mod
 
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 def test_rows_and_columns_are_split_without_communication(types):
-    """Rows over one axis of the mesh, columns in whole groups over the other; the result is where both are."""
+    """Rows over one axis of the mesh, columns in whole groups over the other, and the result over both."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2)
     x, w = random(8, 48), random(48, 128)
     packed = quantization.quantize(w, axis="col", **OF)
@@ -117,7 +117,7 @@ def test_rows_and_columns_are_split_without_communication(types):
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 @pytest.mark.parametrize("mode", ("affine", "nf4", "mxfp8", "nvfp4"))
 def test_weights_are_quantised_where_they_are(types, mode):
-    """Rows over one axis of the mesh, and columns over the other: each device has whole groups."""
+    """Rows over one axis of the mesh and columns over the other: each device has whole groups."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2)
     w = random(8, 256)
     there = jax.device_put(w, NamedSharding(mesh, P("x", "y")))

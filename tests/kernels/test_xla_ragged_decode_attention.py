@@ -1,4 +1,4 @@
-"""ragged_decode_attention in XLA against its definition in float64: each option, and what nobody sees."""
+"""ragged_decode_attention in XLA against its definition in float64: each option, and unread entries."""
 
 from functools import partial
 
@@ -69,7 +69,7 @@ def test_sinks(sinks):
 
 
 @pytest.mark.parametrize("splits", (None, 3))
-def test_what_is_not_seen_may_be_nan(splits):
+def test_invisible_entries_may_be_nan(splits):
     x, used = step(), seen(None)[:, :, None, None]
     poisoned = x | {name: jnp.where(used, x[name], jnp.nan) for name in ("k", "v")}
     run = partial(ragged_decode_attention, return_lse=True, num_splits=splits)

@@ -1,4 +1,4 @@
-"""ragged_page_attention in XLA against its definition in float64: each option, drafts, and what nobody sees."""
+"""ragged_page_attention in XLA against its definition in float64: each option, drafts, and unread entries."""
 
 from functools import partial
 
@@ -69,7 +69,7 @@ def test_half_precision(dtype, pages):
 
 @pytest.mark.parametrize("count", range(7))
 def test_any_number_of_sequences_in_one_program(count):
-    """It may be traced, and what the tables say of others may be anything."""
+    """It may be traced, and table entries of other sequences may be anything."""
     x = step()
     there = jnp.arange(len(RAGGED_CONTEXTS)) < count
     rubbish = x | dict(
@@ -92,7 +92,7 @@ def test_no_sequence_at_all():
 
 
 @pytest.mark.parametrize("drafts", (False, True))
-def test_nobody_sees_what_is_not_of_a_context(drafts):
+def test_keys_after_the_context_are_invisible(drafts):
     """NaN in the slots and scales after each context and in tokens of none, and any pages in tables after it."""
     x, contexts = step(), np.array(RAGGED_CONTEXTS)
     n = len(contexts)
@@ -112,8 +112,8 @@ def test_nobody_sees_what_is_not_of_a_context(drafts):
     jax.tree.map(np.testing.assert_array_equal, run(**poisoned), run(**x))
 
 
-def test_it_is_what_the_third_version_does_after_writing():
-    """Which takes the step's keys and values beside the pages that they are written into."""
+def test_it_equals_the_third_version_after_its_write():
+    """The third version takes the step's keys and values beside the pages into which it writes them."""
     x, rng = step(), np.random.default_rng(5)
     x["block_tables"] = jnp.asarray(rng.permutation(6 * J).reshape(6, J), jnp.int32)
     x["kv_pages"] = jnp.asarray(rng.standard_normal((6 * J, PAGE, 4, 16)), jnp.float32)
@@ -141,7 +141,7 @@ def test_batch_invariant(options):
 
 
 def test_memory_is_that_of_a_block():
-    """Neither the cache nor all that the tables name is gathered at once."""
+    """Neither the cache nor all pages in the tables are gathered at once."""
     n, pages, page, j, g, d = 64, 2048, 16, 256, 2, 64
     of = lambda dtype: lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     ints, floats = of(jnp.int32), of(jnp.float32)

@@ -1,4 +1,4 @@
-"""The linear recurrence on XLA: what the generated tests of transforms do not ask."""
+"""The linear recurrence in XLA: what the generated tests of transforms do not cover."""
 
 import itertools
 from functools import partial
@@ -61,7 +61,7 @@ def test_a_traced_scale_has_a_gradient():
 
 @pytest.mark.parametrize("reverse", (False, True))
 def test_packed_sequences_are_independent(reverse):
-    """Each as if it were alone; what stands past the last may be NaN, and an empty one hands its state on."""
+    """Each as if it were alone; tokens past the last may be NaN, and an empty sequence passes its state on."""
     (q, k, v), g, states = tokens(b=1), -jnp.abs(normal(1, 40, 4)), normal(4, 4, 8, 6)
     ends = (0, 17, 17, 18, 33)
     poisoned = (x.at[:, ends[-1] :].set(jnp.nan) for x in (q, k, v, g))
@@ -77,7 +77,7 @@ def test_packed_sequences_are_independent(reverse):
 
 
 def test_sequences_end_with_the_tokens():
-    """Entries of cu_seqlens beyond them are those of the first and the last."""
+    """Entries of cu_seqlens beyond the tokens are clamped."""
     q, k, v = tokens(b=1)
     call = lambda *ends: ejkernel.lax.recurrent(q, k, v, cu_seqlens=jnp.array(ends), return_state=True)
     near(call(-3, 17, 90, 200), call(0, 17, 40, 40), 0)
@@ -85,7 +85,7 @@ def test_sequences_end_with_the_tokens():
 
 @pytest.mark.parametrize("packed", (False, True))
 def test_no_tokens_leave_the_states_as_they_are(packed):
-    """Of the states the gradient then is that of the identity; decays that are the same for all tokens have none."""
+    """The gradient with respect to the states is then that of the identity; constant decays have none."""
     (q, k, v), state = tokens(b=1, s=0), normal(3 if packed else 1, 4, 8, 6)
     ends = jnp.zeros(4, jnp.int32) if packed else None
 

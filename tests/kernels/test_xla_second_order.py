@@ -55,8 +55,8 @@ def jvp_of_vjp(f, x, moved, cotangent):
 
 
 @pytest.mark.parametrize("second", [vjp_of_vjp, jvp_of_vjp], ids=lambda f: f.__name__)
-def test_where_float16_overflows_on_the_way(second):
-    """The tangent of the gradient of logits is beyond 65504, which those of the gradients of q, k and v are not."""
+def test_intermediate_overflow_of_float16(second):
+    """The tangent of the gradient of logits exceeds 65504, while those of the gradients of q, k and v do not."""
     rng, shape, scale = np.random.default_rng(0), (1, 24, 2, 16), 2.0**-10
     operands = lambda *sizes: tuple(jnp.asarray(n * rng.standard_normal(shape), jnp.float16) for n in sizes)
     x, moved, (cotangent,) = operands(1, 8, 400), operands(400, 1, 1), operands(10)

@@ -1,4 +1,4 @@
-"""State spaces and the gated delta rule on XLA: what the generated tests of transforms do not ask."""
+"""State spaces and the gated delta rule in XLA: what the generated tests of transforms do not cover."""
 
 import math
 from functools import partial
@@ -30,7 +30,7 @@ def mamba_2(length):
 
 
 def memory(of, length, mode):
-    """Bytes besides arguments and results, and those that the states of all tokens have."""
+    """Bytes besides arguments and results, and the size of the states of all tokens."""
     f, operands, state = of(length)
     loss = lambda *x: (f(*x) ** 2).sum()
     program = f if mode == "forward" else jax.grad(loss, tuple(range(len(operands))))
@@ -46,7 +46,7 @@ def test_memory_is_linear_in_the_length(of, mode):
 
 @pytest.mark.parametrize("mode", ["forward", "gradient"])
 @pytest.mark.parametrize("of", [delta_rule, mamba, mamba_2])
-def test_the_states_of_all_tokens_are_never_there_at_once(of, mode):
+def test_the_states_of_all_tokens_are_never_in_memory_at_once(of, mode):
     found, of_states = memory(of, 4096, mode)
     assert found < of_states / 2
 
@@ -62,7 +62,7 @@ def test_a_single_token_replaces_the_state_without_another_one(of):
 
 
 def test_states_of_sequences_of_one_token_are_replaced_in_place():
-    """The step has none of the pool's states but those of one sequence at a time besides the pool that it is given."""
+    """Besides the pool, the step has the state of only one sequence in memory at a time."""
     sequences, state = 16, (4, 64, 64)
     x, of_heads = FLOATS((sequences, 4, 64)), FLOATS((sequences, 4))
     tables = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (sequences + 1, sequences))
@@ -74,7 +74,7 @@ def test_states_of_sequences_of_one_token_are_replaced_in_place():
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("features", [1, 5, 16])
 def test_the_gradient_of_the_loop_is_the_one_that_jax_finds(batch, features):
-    """Features in halves, an odd number of them too; A of each batch index, and one for all."""
+    """With features in halves, also for an odd number of them; A for each batch index, and one for all."""
     rng = np.random.default_rng(0)
     of = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     c, h = 6, 7

@@ -1,4 +1,4 @@
-"""The operations over a cache of TurboQuant in XLA against their definition in float64, and what they leave alone."""
+"""The operations over a TurboQuant cache in XLA against their definition in float64, and bytes that must not change."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ WRITTEN = [
 
 
 def step(h=6, g=2, dtype="float32", norms="bfloat16", bits=BITS, seed=0):
-    """Arguments of both operations, and the keys and values of the third version: no page is of two sequences."""
+    """Arguments of both operations, and the keys and values of the third version: no page is shared."""
     rng = np.random.default_rng(seed)
     x = ragged_step(h, g, D, dtype, seed=seed)
     del x["kv_pages"]
@@ -56,7 +56,7 @@ def bits(x):
 
 
 def dequantised(x):
-    """The pool [P, page, 2G, D] in float64 that the bytes stand for."""
+    """The pool [P, page, 2G, D] in float64, dequantised from the bytes."""
     rotation, projection, *codebooks = (wide(x[name]) for name in MATRICES)
     of = lambda name, book: book[np.minimum(nibbles(x[f"{name}_indices_pages"]), len(book) - 1)]
     c, c_v = (of(name, book) for name, book in zip(("key", "value"), codebooks, strict=True))
@@ -145,8 +145,8 @@ def test_sinks(sinks):
         close(one, wanted)
 
 
-def test_nobody_sees_what_is_not_of_a_context():
-    """Norms of NaN in the slots after each context, NaN in tokens of none, and any pages in tables after it."""
+def test_keys_after_the_context_are_invisible():
+    """NaN norms in the slots after each context, NaN in tokens of no sequence, and any pages in tables after it."""
     (x, new), contexts = step(), np.array(RAGGED_CONTEXTS)
     n = np.arange(N)
     slot = np.zeros((P, PAGE), bool)
@@ -172,7 +172,7 @@ def test_nobody_sees_what_is_not_of_a_context():
 
 @pytest.mark.parametrize("number", range(2, 5))
 def test_the_whole_pool_byte_for_byte(number):
-    """What is written is the definition's, and every other byte of all pools is what it was."""
+    """Written bytes are those of the definition, and all other bytes of the pools are unchanged."""
     x, new = step(bits=number)
     found = jax.jit(ragged_page_attention_v3_turboquant)(**x, **new)[1:]
     for name, a, wanted in zip(POOLS, found, written(x, new).values(), strict=True):
@@ -191,7 +191,7 @@ def test_a_token_without_a_page_is_written_nowhere():
 
 
 def test_a_key_of_zeros_is_zeros():
-    """And its logit 0, whatever its direction would be; the largest and the least numbers have their norms."""
+    """And its logit is 0; the largest and smallest numbers have their norms."""
     x, new = step()
     scale = jnp.asarray([0.0, 1e-30, 1e30])[jnp.arange(TOKENS) % 3][:, None, None]
     new = {name: a * scale for name, a in new.items()}
@@ -214,7 +214,7 @@ def test_the_third_version_is_the_second_after_writing():
 
 
 def test_memory_is_that_of_a_block():
-    """Neither the pools nor all that the tables name is gathered at once."""
+    """Neither the pools nor all pages in the tables are gathered at once."""
     n, pages, page, j, g, d = 64, 2048, 16, 256, 2, 64
     of = lambda dtype: lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     ints, floats, pool, norm = of(jnp.int32), of(jnp.float32), of(jnp.uint8), of(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""The real TPU compiler, where there is no TPU: libtpu compiles for a topology that it is told of."""
+"""The real TPU compiler, without a TPU: libtpu compiles for a given topology."""
 
 import functools
 import os
@@ -20,9 +20,9 @@ TARGETS = {
 @functools.cache
 def device(generation: str):
     """One core of a generation."""
-    # Else libtpu asks the metadata server of a cloud machine what it runs on, and waits for the answer.
+    # Otherwise libtpu asks the metadata server of a cloud machine what it runs on, and waits for the answer.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Else one process at a time may load it, as if it were to drive the chips.
+    # Otherwise only one process at a time may load it.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices[0]
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def interpreted(f):
-    """f, jitted, in the interpreter; an AssertionError where it finds a race, which it only prints."""
+    """f, jitted, in the interpreter; raises AssertionError for a race, which the interpreter only prints."""
 
     def run(*args):
         told = io.StringIO()
@@ -39,7 +39,7 @@ def _get(token, device, core, space, buffer, transforms, *args, plain=interpret_
     return token, found
 
 
-_get.__wrapped__ = interpret_pallas_call.get.__wrapped__  # which copies read by: they have no such views
+_get.__wrapped__ = interpret_pallas_call.get.__wrapped__  # used by copies, which have no such views
 
 
 def _seen_through(x: np.ndarray, transform) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the tests of attention over a cache on TPU share: calls with poisoned caches, and the check of their numbers."""
+"""Shared by the tests of attention over a cache on TPU: calls with poisoned caches, and the check of results."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +24,7 @@ def prepared(operation, x, **options):
 
 
 def check(operation, x, config, wanted, plain=None, **options):
-    """Results with an error of twice that of the formula in the same dtype, which is given `plain` without NaN."""
+    """Compares results with the definition: no NaN, at most twice the error of the formula in the same dtype."""
     operands, spec = prepared(operation, x, **options)
     implementation = kernel_registry.find(operation, "pallas", "tpu").implementation
     assert implementation.supports(spec, operands, TARGET) is None
@@ -41,7 +41,7 @@ def check(operation, x, config, wanted, plain=None, **options):
 
 
 def step(h=6, g=2, d=16, dtype="float32", pages="same", sinks=False, scales=None, drafts=0):
-    """A prefill, a decode, a sequence without tokens, one that is longer in the step than as a whole, and rubbish."""
+    """A prefill, a decode, a sequence without tokens, one with more tokens in the step than in all; invalid entries."""
     x, rng = mixed.ragged_step(h, g, d, dtype, dtype if pages == "same" else pages), np.random.default_rng(1)
     n, j = x["block_tables"].shape
     pool = x["kv_pages"][jnp.asarray(rng.integers(0, len(x["kv_pages"]), n * j))]
@@ -56,7 +56,7 @@ def step(h=6, g=2, d=16, dtype="float32", pages="same", sinks=False, scales=None
 
 
 def rubbish(x):
-    """NaN in slots that nobody sees and in queries of no sequence; any numbers in tables that say nothing."""
+    """NaN in unread slots and in queries of no sequence; any numbers in unused table entries."""
     (n, j), there = x["block_tables"].shape, np.arange(len(mixed.RAGGED_CONTEXTS)) < mixed.COUNT
     contexts = np.where(there, mixed.RAGGED_CONTEXTS, 0)[:, None]
     used = np.zeros((n * j, PAGE), bool)
@@ -73,7 +73,7 @@ def rubbish(x):
 
 
 def writing(h=6, g=2, d=16, dtype="float32", lengths=(17, 1, 0, 5, 5, 2)):
-    """A step that fills pages, and writes beyond a table and into a page that is not there."""
+    """A step that fills pages, and writes beyond a table and to a page outside the pool."""
     x, rng = step(h, g, d, dtype), np.random.default_rng(2)
     x |= {name: jnp.asarray(rng.standard_normal((mixed.TOKENS, g, d)), dtype) for name in ("k", "v")}
     x["block_tables"] = x["block_tables"].at[4, 0].set(-1)

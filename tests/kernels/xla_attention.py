@@ -1,4 +1,4 @@
-"""What the tests of flash_attention in XLA share: operands with every feature, and the formula beside the kernel."""
+"""Shared by the tests of flash_attention in XLA: operands with every feature, and the formula beside the kernel."""
 
 from functools import partial
 
@@ -103,13 +103,13 @@ def of_reference(operands, spec, moved, cotangents):
     arrays = {name: getattr(operands, name) for name in moved}
     outputs, tangents = jax.jvp(f, (arrays,), (moved,))
     is_visible = jnp.isfinite(outputs.lse)
-    cotangents = Outputs(cotangents.o, jnp.where(is_visible, cotangents.lse, 0))  # −∞ is no number to differentiate at
+    cotangents = Outputs(cotangents.o, jnp.where(is_visible, cotangents.lse, 0))  # −∞ cannot be differentiated at
     (gradients,) = jax.vjp(f, arrays)[1](cotangents)
     return outputs, tangents, gradients
 
 
 def of_kernel(operands, spec, moved, cotangents, config=SMALL):
-    """The same by the three lowered functions."""
+    """The same results by the three lowered functions."""
     outputs = flash_attention(*operands, spec=spec, config=config)
     tangents = flash_attention_jvp(operands, outputs, only(**moved), spec=spec, config=config)
     gradients = flash_attention_bwd(operands, outputs, cotangents, wrt=tuple(moved), spec=spec, config=config)
@@ -117,7 +117,7 @@ def of_kernel(operands, spec, moved, cotangents, config=SMALL):
 
 
 def distance(a, b):
-    """The largest difference of each array over the largest number of the second; equal infinities are equal."""
+    """The largest difference of each array relative to its largest number; equal infinities are equal."""
 
     def of(x, y):
         difference = jnp.where(x == y, 0, x - y)

@@ -1,4 +1,4 @@
-"""What the tests of the form of ejkernel 0.0.78 share: arrays, masks, and the formula of attention in float64."""
+"""Shared by the tests of the call form of ejkernel 0.0.78: arrays, masks, and attention's formula in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ def qkv(keys=S, depth=D):
 
 
 def formula(q, k, v, visible=True, bias=0.0, sinks=None, scale=None, softcap=None):
-    """(o, weights) of softmax attention in float64; rows that see nothing are 0."""
+    """(o, weights) of softmax attention in float64; rows without visible keys are 0."""
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     s = np.einsum("bihd,bjhd->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale) + bias
@@ -46,7 +46,7 @@ CONTEXT, STARTS = jnp.array([10, 20, 0]), jnp.array([0, 4, 5, 5])
 
 
 def step(q, k_pages, v_pages, table, sinks=None, scale=None, window=None):
-    """The formula of a step: token i of sequence n sees the keys up to context − new + i."""
+    """The formula of a step: token i of sequence n sees keys up to context − new + i."""
     out = np.zeros(q.shape[:2] + v_pages.shape[-1:])
     for n in range(2):
         k, v = (np.asarray(x)[np.asarray(table)[n]].reshape(1, -1, *x.shape[2:]) for x in (k_pages, v_pages))

@@ -1,4 +1,4 @@
-"""The platform that an algorithm runs in is the one that `explain` names."""
+"""A call runs on the platform that `explain` names."""
 
 import jax
 import pytest
@@ -29,7 +29,7 @@ def in_triton() -> list[str]:
 
 
 @pytest.mark.parametrize("operation", in_triton())
-def test_triton_where_it_can_be_imported_and_xla_where_not(operation, hopper, monkeypatch):
+def test_triton_if_it_can_be_imported_else_xla(operation, hopper, monkeypatch):
     pytest.importorskip("jax_triton")
     assert detect_platform(operation) == "triton"
     monkeypatch.setattr(_launch, "jax_triton", missing)

@@ -1,4 +1,4 @@
-"""An executor that is asked governs the whole call, tangents and backwards too, and so does a platform."""
+"""A given executor or platform applies to the whole call, its tangents and gradients included."""
 
 from functools import partial
 
@@ -29,18 +29,18 @@ each_operation = each(first_of_each([case for case in OURS if case.differentiabl
 
 
 def platforms_of(operation: str) -> set[str]:
-    """Those that an operation has implementations for."""
+    """The platforms for which an operation has implementations."""
     return {entry.platform for entry in kernel_registry.list_implementations(operation)}
 
 
 @pytest.fixture
 def no_default(monkeypatch):
-    """Whoever asks the default executor for a config that is not stored gets an error."""
+    """Makes any request to the default executor for a config that is not stored an error."""
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "error")
 
 
 def listening():
-    """An executor that lets heuristics choose, and the operations that it was asked about."""
+    """An executor that uses heuristics, and the operations for which it was asked for a config."""
     asked = []
     chain = ConfigSelectorChain(
         cache=ConfigCache(),
@@ -51,7 +51,7 @@ def listening():
 
 
 def loss_of(executor, case):
-    """A scalar of the case's results, a function of its differentiable arrays, and these."""
+    """A scalar function of the case's differentiable arrays, computed from its results, and these arrays."""
     operation, names = OPERATIONS[case.operation], OPERATIONS[case.operation].renamed
     arrays = case.arrays()
     moving = {name: arrays.pop(name) for name in case.differentiable}
@@ -75,8 +75,8 @@ def test_the_backward_is_chosen_by_the_executor_of_its_forward(case, jit, no_def
 
 
 @each_operation
-def test_what_is_transformed_asks_the_executor_too(case, no_default):
-    """vmap of the gradient, and the gradient of the gradient: the executor stays a parameter of every primitive."""
+def test_transformed_calls_use_the_executor(case, no_default):
+    """vmap of the gradient, and the gradient of the gradient: the executor remains a parameter of every primitive."""
     executor, asked = listening()
     loss, moving = loss_of(executor, case)
     twice = lambda moving: sum(jnp.sum(x**2) for x in jax.tree.leaves(jax.grad(loss)(moving)))
@@ -97,9 +97,9 @@ def test_two_executors_are_two_programs(no_default):
 
 @each([case for case in first_of_each(OURS) if "triton" in platforms_of(case.operation)], first=())
 def test_a_platform_that_is_elsewhere(case):
-    """`platform=` is for the device that a program is lowered for, which need not be the one where it is traced.
+    """`platform=` applies to the device that a program is lowered for, which may differ from the one that traces it.
 
-    The gradient is of that platform too, where there is one.
+    The gradient uses the same platform, where it has an implementation there.
     """
     pytest.importorskip("jax_triton")
     operation = OPERATIONS[case.operation]
@@ -161,7 +161,7 @@ def test_a_config_holds_for_the_states_of_other_devices(api):
 
 
 def test_an_executor_without_a_cache_on_disk_writes_no_file(tmp_path, monkeypatch):
-    """Not for the backward either, for which no other executor is asked."""
+    """Nor for the backward, for which no other executor is asked."""
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path))
     with pytest.warns(DeprecationWarning):
         executor = ejkernel.modules.create_default_executor(None, enable_autotuning=False)
@@ -172,7 +172,7 @@ def test_an_executor_without_a_cache_on_disk_writes_no_file(tmp_path, monkeypatc
 
 @each_operation
 def test_implementations_are_asked_once_while_a_call_is_traced(case, monkeypatch):
-    """Heuristics, the space of configs and the check of a config look at the same answers; operands are packed once."""
+    """Heuristics, the space of configs and the check of a config see the same answers; operands are packed once."""
     primitive, packed = case.algorithm.forward, []
     pack = primitive.operands
     monkeypatch.setattr(primitive, "operands", lambda named: packed.append(named) or pack(named))

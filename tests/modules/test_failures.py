@@ -1,4 +1,4 @@
-"""An implementation that fails while it is lowered: the error says which, on what versions, and how to pass it over."""
+"""Errors of an implementation that fails in lowering say which one, in which versions, and how to exclude it."""
 
 import sys
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ X = np.ones((8, 4, 3), np.float32)
 
 @pytest.fixture
 def failing(monkeypatch):
-    """`failing(operation, error, late)` puts an implementation first that raises, late when its program is lowered."""
+    """`failing(operation, error, late)` registers an implementation that raises; if late, when it is lowered."""
     monkeypatch.setattr(kernel_registry, "_registry", dict(kernel_registry._registry))
 
     def register(operation, error, late):
@@ -51,7 +51,7 @@ def causes(error):
 
 
 def over(kind, mode):
-    """The call over eight devices with axes of a kind, inside `shard_map` for Manual."""
+    """The call over eight devices with mesh axes of a type, inside `shard_map` for Manual."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     spec = PartitionSpec("x")
     call = jax.shard_map(pooled, mesh=mesh, in_specs=spec, out_specs=spec) if mode == "shard_map" else pooled
@@ -65,8 +65,8 @@ ERRORS = {
     "missing module": ModuleNotFoundError("No module named 'triton'"),
     "runtime": jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory"),
 }
-# When a program is lowered there is nothing left that a caller could have done wrong: so jax-triton and Pallas tell
-# that they cannot compile a kernel.
+# While a program is lowered, an error can no longer be due to the caller's arguments: jax-triton and Pallas report
+# then that they cannot compile a kernel.
 LATE_ERRORS = {"compiler": ValueError("TTIR->TTGIR pass failed!"), "lowering": NotImplementedError("Unimplemented")}
 FAILURES = [pytest.param(error, late, id=f"{name}, late={late}") for name, error in ERRORS.items() for late in (0, 1)]
 FAILURES += [pytest.param(error, True, id=name) for name, error in LATE_ERRORS.items()]
@@ -94,7 +94,7 @@ def test_the_implementation_is_named_and_the_way_past_it(failing, operation, err
     assert error in causes(raised.value)
 
 
-def test_what_the_error_says_to_set_works(failing):
+def test_the_setting_that_the_error_suggests_works(failing):
     right = jax.value_and_grad(lambda x: pooled(x).sum())(X)
     for operation in CALLS:
         failing(operation, AttributeError(), True)
@@ -108,7 +108,7 @@ def test_what_the_error_says_to_set_works(failing):
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("kind, mode", [(AxisType.Explicit, ""), (AxisType.Auto, "shard_map"), (AxisType.Auto, "")])
 def test_over_devices(failing, kind, mode, late):
-    """Where XLA partitions the program it lowers it too, and makes an error of its own of the text."""
+    """Where XLA partitions the program it also lowers it, and raises its own error with this text."""
     failing("mean_pooling", AttributeError("no backend"), late)
     jax.clear_caches()
     by_xla = late and kind == AxisType.Auto and not mode
@@ -119,7 +119,7 @@ def test_over_devices(failing, kind, mode, late):
 
 
 @pytest.mark.parametrize("error", [ValueError("v"), TypeError("t"), NotImplementedError("n"), UnsupportedError("u")])
-def test_what_is_wrong_with_the_call_passes_as_it_is(failing, error):
+def test_errors_of_the_call_pass_unchanged(failing, error):
     failing("mean_pooling", error, False)
     jax.clear_caches()
     with pytest.raises(type(error)) as raised:
@@ -127,14 +127,14 @@ def test_what_is_wrong_with_the_call_passes_as_it_is(failing, error):
     assert raised.value is error
 
 
-def test_what_no_implementation_takes_passes_as_it_is(failing):
+def test_unsupported_errors_pass_unchanged(failing):
     failing("mean_pooling", UnsupportedError("u"), True)
     jax.clear_caches()
     with pytest.raises(UnsupportedError, match=r"^u"):
         CALLS["mean_pooling"](X)
 
 
-def test_where_no_other_implementation_is_left_none_is_advised(failing):
+def test_without_another_implementation_none_is_suggested(failing):
     failing("mean_pooling", AttributeError(), True)
     (ours, *_) = kernel_registry.list_implementations("mean_pooling")
     kernel_registry._registry["mean_pooling"] = [ours]

@@ -1,4 +1,4 @@
-"""The kernel objects of built-in operations answer for their configs as a user's own kernels do."""
+"""Kernel objects of built-in operations return their configs in the same way as those of user kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_configs_are_those_of_the_forward(arrays, of):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_operation_answers_for_its_configs(operation):
-    """As an invocation is recorded: the kernel object, under the names of the modules API."""
+    """As an invocation is recorded: the kernel object, with the argument names of the modules API."""
     kernel = OPERATIONS[operation]()
     example = {kernel.renamed.get(name, name): x for name, x in kernel.example().items()}
     inv = Invocation(kernel, (), example)
@@ -50,7 +50,7 @@ def test_every_operation_answers_for_its_configs(operation):
 
 
 def test_a_recorded_call_is_measured_under_the_key_that_calls_ask_for(arrays, monkeypatch):
-    """Recorded as the guide does it: the kernel object, and an invocation of it."""
+    """Recorded as the guide shows: the kernel object and an invocation of it."""
     measured = []
     fastest = KERNELS["flash_attention"].heuristic_cfg
     selector = ConfigSelectorChain(cache=ConfigCache())
@@ -78,7 +78,7 @@ def test_a_recorded_call_that_cannot_be_measured_takes_no_other_along(arrays, mo
 
 
 def test_a_gradient_needs_no_tangent_of_the_platform(monkeypatch):
-    """blocksparse_attention in Mosaic GPU has no tangent, which a gradient traces and transposes away."""
+    """blocksparse_attention in Mosaic GPU has no tangent; a gradient traces the tangent and transposes it away."""
     monkeypatch.setattr(_primitive_kernel, "local_target", lambda: Target("cuda", "NVIDIA H200"))
     x = jax.ShapeDtypeStruct((1, 512, 4, 128), jnp.float16)
     options = dict(block_mask=jnp.ones((1, 4, 4), bool), block_size=(128, 128), platform="pallas")

@@ -1,4 +1,4 @@
-"""The modules API on a mesh: the numbers of the whole call; what is wrong with specs that fit no array or axis."""
+"""The modules API on a mesh gives the numbers of the whole call; errors for specs that fit no array or axis."""
 
 import functools
 
@@ -26,7 +26,7 @@ def call(x, in_specs, **arrays):
 @pytest.mark.parametrize("in_specs", ((P("x"),), [P("x")], {"x": P("x")}), ids=("tuple", "list", "mapping"))
 @pytest.mark.parametrize("made", (np.asarray, jax.numpy.asarray))
 def test_arrays_are_split(made, in_specs):
-    """Those of numpy too."""
+    """NumPy arrays too."""
     x = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     np.testing.assert_allclose(call(made(x), in_specs), x.mean(1))
 
@@ -50,7 +50,7 @@ def test_specs_of_no_array(in_specs, error, says):
 
 
 def call_of(case, arrays=None, **mesh):
-    """The results of a case under the modules' names, with a seed where it has a key."""
+    """The results of a case with the argument names of modules, with a seed where it takes a key."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     arrays = {name: 7 if is_key(x) else x for name, x in (arrays or case.arrays()).items()}
     named = renamed(case, arrays | dict(case.options))
@@ -63,7 +63,7 @@ def renamed(case, arguments):
 
 
 def over(mesh, case, split, results=None, **specs):
-    """The same over a mesh, where the letters are split over its axes; some specs may be other ones."""
+    """The same over a mesh whose axes split the letters; some specs can be replaced."""
     of = {name: spec for name, spec in (case.specs(split) | specs).items() if name != "dropout_key"}
     results = tuple(results or case.result_specs(split))
     out_specs = results if len(results) > 1 else results[0]
@@ -72,7 +72,7 @@ def over(mesh, case, split, results=None, **specs):
 
 @functools.cache
 def whole(case):
-    """What the call of a case gives without a mesh."""
+    """The results of a case without a mesh."""
     return jax.jit(lambda arrays: call_of(case, arrays))(case.arrays())
 
 
@@ -81,11 +81,11 @@ def letters_of_whole_axes(case):
     return sorted(letters.difference(case.algorithm.forward.layout.split, case.split_with))
 
 
-# A result in the place of what all devices share is none.
+# A result that replaces a shared operand is no result.
 @each_by_kind([case for case in CASES if case.local or case.differentiable], rest=(pytest.mark.slow,))
 @each_type
 def test_the_numbers_are_those_of_the_whole(case, types):
-    """Those of dropout and of the decays of heads too, which depend on what a device does not have."""
+    """Dropout and decays per head too, which depend on what other devices hold."""
     assert_close(jax.jit(over(mesh_of(types), case, both(case)))(case.arrays()), whole(case))
 
 
@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_the_whole(case):
 @each_by_kind(CASES)
 @each_type
 def test_an_axis_that_must_be_whole(case, types):
-    """A device would take its part for all there is."""
+    """A device would take its shard for the whole axis."""
     for letter in letters_of_whole_axes(case):
         if case.sizes[letter] % 2 == 0:
             with pytest.raises(ValueError) as error:
@@ -111,7 +111,7 @@ def test_an_axis_that_must_be_whole(case, types):
 
 @each_by_kind(first_of_each(CASES))
 def test_an_axis_that_must_be_whole_over_one_device(case):
-    """So it is whole."""
+    """Then the axis is whole."""
     mesh, results = mesh_of(AxisType.Auto, shape=(4, 1)), [P("y") for _ in case.results]
     calls = {letter: over(mesh, case, {letter: "y"}, results) for letter in letters_of_whole_axes(case)}
     found = jax.jit(lambda arrays: {letter: call(arrays) for letter, call in calls.items()})(case.arrays())
@@ -121,6 +121,6 @@ def test_an_axis_that_must_be_whole_over_one_device(case):
 
 @each([case for case in CASES if case.sizes.get("g", 1) > 1], first=(), rest=(pytest.mark.slow,))
 def test_key_value_heads_go_with_the_query_heads(case):
-    """They are split where only the others are said to be, or a query would see the heads of another one."""
+    """They are split even if only the query's spec says so, or a query would read another head's keys."""
     unsplit = {name: P() for name in ("k", "v", "kv_pages") if name in case.operands}
     assert_close(jax.jit(over(mesh_of(AxisType.Auto), case, rest(case), **unsplit))(case.arrays()), whole(case))

@@ -1,4 +1,4 @@
-"""Attention in the form of ejkernel 0.0.78, called as EasyDeL 0.3.0 calls it, against a formula in float64."""
+"""Attention in the call form of ejkernel 0.0.78, as EasyDeL 0.3.0 calls it, against a formula in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def test_flash_attention(sizes):
     close(jax.jit(call)(q, k, v, None, None, pairs_of_heads), expected)
 
 
-# A call of causality and window, and who sees whom: from the first query and the first key, a window w is (w, w).
+# Causality and window of a call, and which keys each query sees: from the first query and key, a window w is (w, w).
 SEES = {
     "all": (dict(causal=False), lambda i, j: True),
     "causal": (dict(causal=True), lambda i, j: j <= i),
@@ -86,8 +86,8 @@ def test_positions_are_counted_from_the_first(operation, ids, keys, sees):
     close(found[0] if operation == "attention" else found, formula(q, k, v, visible)[0])
 
 
-def test_what_is_in_the_mask_info_is_not_applied_again():
-    """As Gemma 3 has it: images see all of themselves, text is causal."""
+def test_options_in_the_mask_info_are_not_applied_twice():
+    """As in Gemma 3: tokens of an image see all of the image, text is causal."""
     types = np.array([[0, 1, 1, 0, 2, 2], [0, 0, 1, 1, 1, 0]])
     info = MaskInfo.from_segments(np.zeros((B, S))).apply_causal().apply_sliding_window(3).apply_token_type_ids(types)
     q, k, v = qkv()
@@ -98,7 +98,7 @@ def test_what_is_in_the_mask_info_is_not_applied_again():
 
 
 def test_a_step_of_decoding_over_a_cache():
-    """As EasyDeL's cache has it: a causal mask of the whole length, of which a row and the written keys are kept."""
+    """As with EasyDeL's cache: a causal mask of the whole length, of which one row and the written keys are used."""
     info = MaskInfo.from_segments(KV_IDS).apply_causal()
     step = info.apply_kv_lengths(jnp.array([4, 7]), q_len=1, end_index=jnp.array([4, 7]))
     q, k, v = random(B, 1, H, D), random(B, K, G, D), random(B, K, G, D)

@@ -1,4 +1,4 @@
-"""The form of ejkernel 0.0.78, called as EasyDeL 0.3.0 calls it: products by groups, poolings, and what is refused."""
+"""The call form of ejkernel 0.0.78, as EasyDeL 0.3.0 calls it: grouped products, pooling, and unsupported arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_grouped_matmul():
 
 
 def test_grouped_matmul_of_two_dtypes():
-    """As gpt-oss has it: rows in bfloat16, matrices in float32."""
+    """As in gpt-oss: rows in bfloat16, matrices in float32."""
     lhs, rhs = random(12, 8).astype(jnp.bfloat16), random(4, 8, 5)
     found = modules.grouped_matmul(lhs, rhs, SIZES, preferred_element_type=jnp.bfloat16)
     assert found.dtype == jnp.bfloat16
@@ -59,7 +59,7 @@ def test_grouped_matmul_with_all_that_is_added():
 
 @pytest.mark.parametrize("sizes", ([5, 2**31 - 1, 2**31 - 1, 2**31 - 1], [2, 3, 9, 9]), ids=("32 bits", "rows"))
 def test_grouped_matmul_of_sizes_beyond_the_rows(sizes):
-    """They are cut off at the last row; their sum does not wrap around."""
+    """They are clipped at the last row; their sum does not overflow."""
     lhs, rhs, bias = random(12, 8), random(4, 8, 5), random(4, 1, 5)
     ends = np.minimum(np.cumsum(np.array(sizes, np.int64)), 12)
     here = np.diff(ends, prepend=0)
@@ -104,7 +104,7 @@ def test_mean_pooling_of_heads():
         (lambda q, k, v: modules.quantized_matmul(q, k, v, tpu_path="dense"), "tpu_path is 'dense'"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(call, message):
+def test_unsupported_arguments_are_errors(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
         call(*qkv())
 
@@ -119,7 +119,7 @@ def test_configs():
         configs.GroupedMatmulConfig.from_dict(dict(blocks=3))
 
 
-def test_the_other_calls_mean_what_they_meant():
+def test_other_calls_keep_their_meaning():
     q, k, v = qkv(K)
     same = lambda a, b: np.testing.assert_array_equal(a, b)
     same(modules.flash_attention(q, k, v, causal=True), lax.flash_attention(q, k, v, causal=True))

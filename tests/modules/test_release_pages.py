@@ -1,4 +1,4 @@
-"""Attention over pages in the form of ejkernel 0.0.78, as EasyDeL 0.3.0 calls it, against a formula in float64."""
+"""Paged attention in the call form of ejkernel 0.0.78, as EasyDeL 0.3.0 calls it, against a formula in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +115,7 @@ def test_ragged_page_attention_v3(packed):
     close(found, step(q, expected[:, :, ::2], expected[:, :, 1::2], table, scale=0.3))
 
 
-def test_heads_split_over_an_axis_of_size_1_and_pages_that_are_not():
+def test_heads_split_over_an_axis_of_size_1_and_unsharded_pages():
     q, k, v, table = random(TOKENS, H, D), random(TOKENS, G, D), random(TOKENS, G, D), tables()
     pool, whole, heads = random(PAGES, PAGE, G, 2, D), P(None, None, None, None, None), P(None, "tp", None)
     call = lambda pool, **mesh: modules.ragged_page_attention_v3(

@@ -1,4 +1,4 @@
-"""quantized_matmul in the form of the release: as the layers of EasyDeL call it."""
+"""quantized_matmul in the call form of the release, as the layers of EasyDeL call it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from ejkernel import modules, quantization
 from tests.modules.release import close, mesh_of, random
 
-# What EasyDeL 0.3.0 asks for on a CPU or GPU, and on a TPU in small and large batches.
+# What EasyDeL 0.3.0 passes on a CPU or GPU, and on a TPU for small and large batches.
 HOW = {
     "default": dict(fuse=True, platform="auto", use_best_config=True),
     "small": dict(fuse=False, platform="xla", use_best_config=True),
@@ -23,7 +23,7 @@ HOW = {
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("of", (dict(bits=8, mode="affine", group_size=16), dict(bits=4, mode="nf4", group_size=32)))
 def test_quantized_matmul(how, of):
-    """As the layers of EasyDeL call it: weights [K, N] that were packed with transpose=False."""
+    """As the layers of EasyDeL call it: weights [K, N] packed with transpose=False."""
     x, w = random(5, 24).astype(jnp.bfloat16), random(24, 64)
     codes, scales, *zeros = quantization.prepack_quantized_weights(w, **of, transpose=False)
     zeros = zeros[0] if zeros else None
@@ -37,7 +37,7 @@ def test_quantized_matmul(how, of):
 
 
 def test_quantized_matmul_over_the_contracted_features():
-    """As `axis="col"` says, which is transpose=True: weights [N, K]."""
+    """`axis="col"`, which is transpose=True: weights [N, K]."""
     x, w, of = random(5, 64), random(24, 64), dict(bits=4, mode="affine", group_size=32)
     packed = quantization.quantize(w, axis="col", **of)
     dense = np.asarray(quantization.dequantize(*packed, **of), np.float64)
@@ -46,7 +46,7 @@ def test_quantized_matmul_over_the_contracted_features():
 
 
 def test_quantized_matmul_over_a_mesh():
-    """Columns over one axis and rows over the other; contracted features under shard_map, with a psum."""
+    """Columns over one axis, rows over the other; contracted features in shard_map, with a psum."""
     x, w, of = random(4, 24), random(24, 64), dict(bits=4, mode="nf4", group_size=32)
     codes, scales = quantization.prepack_quantized_weights(w, **of, transpose=False)
     wanted = np.asarray(x, np.float64) @ np.asarray(quantization.dequantize(codes, scales, **of), np.float64)

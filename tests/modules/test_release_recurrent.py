@@ -1,4 +1,4 @@
-"""Recurrences as EasyDeL calls them: positions, keywords, and what it does with the results."""
+"""Recurrences as EasyDeL calls them: positional and keyword arguments, and its use of the results."""
 
 import importlib
 

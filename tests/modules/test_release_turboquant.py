@@ -1,4 +1,4 @@
-"""The cache of TurboQuant as EasyDeL 0.3.0 makes it and calls its two operations: positions, specs, tables, options."""
+"""TurboQuant's cache and two operations as EasyDeL 0.3.0 calls them: positions, specs, block tables, options."""
 
 import importlib
 
@@ -18,7 +18,7 @@ MATRICES = ("rotation_matrix", "qjl_projection", "key_codebook", "value_codebook
 
 
 def constants(bits=4, qjl_dim=D, seed=42, layer=3):
-    """The matrices of a layer, from the modules where EasyDeL has the functions from."""
+    """The matrices of a layer, by the functions that EasyDeL imports."""
     of = lambda name: importlib.import_module(f"ejkernel.quantization.turboquant.{name}")
     books = [of("codebook").solve_lloyd_max(bits=b, dim=D).centroids for b in (bits - 1, bits)]
     seed += 1000 * layer
@@ -51,7 +51,7 @@ def by_name(pools, matrices, *tables):
 
 
 def assert_next_to(found, right):
-    """XLA adds up in another order over a mesh, after which a sum may round to the next number of its dtype."""
+    """XLA sums in another order over a mesh, so that a rounded sum may differ by one unit in the last place."""
     np.testing.assert_allclose(np.float32(found), np.float32(right), rtol=float(jnp.finfo(found.dtype).eps), atol=0)
 
 
@@ -92,8 +92,8 @@ def test_the_third_version_and_then_the_second(bits, qjl_dim):
         assert_next_to(jax.jit(second)(q, *new), wanted)
 
 
-def test_it_is_near_attention_over_what_was_not_quantised():
-    """With four bits, of pages that hold two steps: the scale is D**-0.5 if left out, as in the lax API."""
+def test_it_approximates_attention_without_quantisation():
+    """With four bits, from pages that hold two steps; the default scale is D**-0.5, as in the lax API."""
     (q, k, v, lens, tables, starts), matrices, pools = step(jnp.float32), constants(), cache()
     dense = jnp.zeros((PAGES, PAGE, 2 * G, D))
     for more in range(2):
@@ -113,7 +113,7 @@ def test_it_is_near_attention_over_what_was_not_quantised():
         (dict(qjl_dim=128), "qjl_dim is 128 but qjl_projection has 16 rows"),
     ],
 )
-def test_bits_and_rows_have_to_be_those_of_the_matrices(options, message):
+def test_bits_and_rows_must_match_the_matrices(options, message):
     q, k, v, lens, tables, starts = step()
     call = modules.ragged_page_attention_v3_turboquant
     with pytest.raises(ValueError, match=message):
@@ -121,7 +121,7 @@ def test_bits_and_rows_have_to_be_those_of_the_matrices(options, message):
 
 
 def test_codebooks_that_four_bits_do_not_index_are_refused():
-    """EasyDeL takes up to eight bits and keeps four of an index."""
+    """EasyDeL allows up to eight bits but stores indices in four."""
     q, k, v, lens, tables, starts = step()
     with pytest.raises(ValueError, match="value_codebook has 32 entries; there must be from 1 to 16"):
         modules.ragged_page_attention_v3_turboquant(

@@ -1,4 +1,4 @@
-"""What a measured config is bound to: every file that its implementation is made of, and no other."""
+"""The source fingerprint of a measured config covers every file that its implementation depends on, and no other."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from ejkernel.types import Backend, Platform
 BACKENDS = (Backend.CPU, Backend.GPU, Backend.TPU)
 
 
-# A file that the implementations of an operation in a folder are made of, where it is not their own `configs.py`.
+# For each operation's folder, a file that its implementations depend on, other than their own `configs.py`.
 OF_PAGES = ("page_attention", "ragged_decode_attention", "ragged_page_attention", "ragged_page_attention_v3")
 MADE_WITH = {
     **{("_triton", name): "_paged/kernel.py" for name in OF_PAGES},
@@ -19,7 +19,7 @@ MADE_WITH = {
     ("_pallas/gpu", "multi_latent_page_attention"): "multi_latent_page_attention/forward.py",
     **{(folder, "flash_mla"): "flash_attention/configs.py" for folder in ("_triton", "_pallas/gpu", "_pallas/tpu")},
 }
-# Operations whose implementations call those of another.
+# Operations whose implementations call those of other operations.
 MADE_OF = dict.fromkeys(
     ("blocksparse_attention", "flash_mla", "multi_latent_page_attention", "native_sparse_attention", *OF_PAGES),
     "flash_attention",
@@ -33,7 +33,7 @@ def names(files):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operation", sorted(KERNELS))
 def test_an_edit_of_a_kernel_is_seen(operation, backend):
-    """Files that an operation has to itself, and those of its family, on the backend that they are for."""
+    """Files of one operation, and those that its family shares, on the backend that they are for."""
     files = names(source_files(operation, backend))
     name = operation.removesuffix("_jvp").removesuffix("_bwd")
     algorithm = "_recurrence" if name in ("recurrent", "gla", "lightning_attention") else name
@@ -48,7 +48,7 @@ def test_an_edit_of_a_kernel_is_seen(operation, backend):
     assert not any(f"/{other}/" in file or f"/{other}." in file for file in files for other in others)
 
 
-def test_what_a_package_says_of_itself_belongs_to_who_imports_it():
+def test_the_init_file_of_a_package_counts_for_its_importers():
     files = names(source_files("ragged_page_attention_v3", Backend.GPU))
     assert {"kernels/_triton/_paged/__init__.py", "kernels/_pallas/gpu/ragged_page_attention/forward.py"} <= files
 

@@ -1,4 +1,4 @@
-"""The built-in operations are measured like any kernel, on operands that they make, backward and tangent too."""
+"""Built-in operations are tuned like any kernel, on operands that they generate, backward and tangent too."""
 
 from dataclasses import replace
 
@@ -41,14 +41,14 @@ ALWAYS = (("masked", ""), ("packed", "_jvp"), ("masked", "_bwd"), ("packed", "_b
 
 
 def invocation(arrays):
-    """The call as it is recorded: types, no values."""
+    """The call as it is recorded: types without values."""
     found = []
     options = dict(causal=True, dropout_rate=0.1 if "dropout_key" in arrays else 0.0)
     jax.eval_shape(lambda x: found.append(OPERATIONS["flash_attention"].invocation(**x, **options)[0]), arrays)
     return ops.Invocation(found[0].kernel, abstract(found[0].args), found[0].kwargs)
 
 
-def test_a_config_has_to_repeat_where_its_implementation_takes_deterministic_calls(monkeypatch):
+def test_a_config_must_be_deterministic_if_its_implementation_can_be(monkeypatch):
     inv, entry = invocation(DENSE), kernel_registry.list_implementations("flash_attention")[-1]
     assert inv.kernel.repeats(inv, CONFIGS[0])
     monkeypatch.setattr(
@@ -86,7 +86,7 @@ def test_the_results_that_a_gradient_is_measured_on_are_computed_by_the_heuristi
 
 
 def derived(inv, suffix):
-    """The call of the forward, tangent or backward that belongs to that of a forward."""
+    """The call of the forward, tangent or backward that corresponds to a forward call."""
     named, kernel = inv.kernel.arrays(inv), KERNELS["flash_attention" + suffix]
     if suffix:
         b, s, h, _ = named["q"].shape
@@ -111,7 +111,7 @@ def test_a_config_is_found_by_measuring(call, suffix):
 
 
 def cost_of(arrays, suffix="", **options):
-    """(operations, bytes) of the forward, or of the gradient of q and v or its tangent."""
+    """(operations, bytes) of the forward, of the gradient of q and v, or of its tangent."""
     given = []
 
     def record(x):
@@ -143,7 +143,7 @@ def test_the_cost_of_attention_counts_the_pairs_that_are_seen():
     assert cost_of(arrays, "_jvp", causal=True)[0] == 2 * 2 * 4 * causal * (16 + 16 + 8 + 8)  # s, dq·k, ṡ·v, p·dv
 
 
-def test_the_cost_is_unknown_where_values_decide_what_is_seen():
+def test_the_cost_is_unknown_if_visibility_depends_on_values():
     assert cost_of(CALLS["plain"]) is not None
     assert cost_of({name: x for name, x in CALLS["masked"].items() if name != "mask"}) is None
     assert cost_of(DENSE | {"mask": of_type(100, 100, dtype=bool)}) is None

@@ -1,4 +1,4 @@
-"""What is wrong is told in the words of the API that was called: its argument names."""
+"""Errors use the argument names of the API that was called."""
 
 import jax.numpy as jnp
 import pytest
@@ -8,7 +8,7 @@ from ejkernel.modules import GLA, FlashAttention
 
 Q = jnp.ones((1, 8, 2, 4))
 
-# (arguments under the names of modules, those of lax, what is said under the former)
+# (arguments of modules, arguments of lax, the message of modules)
 WRONG = {
     "window": (dict(sliding_window=-1), dict(window=-1), "sliding_window is -1; a number of keys"),
     "softcap": (dict(logits_soft_cap=-1.0), dict(softcap=-1.0), "logits_soft_cap is -1.0; it must be positive"),

@@ -1,4 +1,4 @@
-"""A kernel of four candidates to be measured within a budget, a clock that tests move, and steps that they watch."""
+"""A kernel with four candidates to be measured within a budget, a fake clock, and hooks on lowering and compiling."""
 
 import concurrent.futures
 from types import SimpleNamespace
@@ -23,10 +23,10 @@ class Several(Shown):
 
 
 class Clock:
-    """Seconds that pass only where a test lets them, and where what it blocks is waited for.
+    """A clock that advances only when a test or a blocked wait advances it.
 
     Attributes:
-        blocked: how many of what is waited for a test blocks, the first time, the second, and so on.
+        blocked: how many of the futures block, for the first wait, the second, and so on.
     """
 
     def __init__(self):
@@ -36,7 +36,7 @@ class Clock:
         return self.now
 
     def wait(self, futures, timeout=None, return_when="ALL_COMPLETED"):
-        """As `concurrent.futures.wait`; what is blocked takes the whole time, all else takes none."""
+        """As `concurrent.futures.wait`; blocked futures take the whole timeout, all others no time."""
         futures, blocked = set(futures), self.blocked.pop(0) if self.blocked else 0
         wanted = len(futures) - blocked
         if return_when == "FIRST_COMPLETED" and not blocked:
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Steps:
-    """What making programs does beside what it does: `lowering` and `compiling` are called with each config."""
+    """Hooks called while programs are made: `lowering` and `compiling` are called with each config."""
 
     def __init__(self):
         self.done, self.lowering, self.compiling = [], lambda config: None, lambda config: None

@@ -1,4 +1,4 @@
-"""Eight host devices, and for each test a cache directory of its own and no measuring unless it asks for it."""
+"""Eight host devices; each test has its own cache directory and measures only if it asks for it."""
 
 import os
 
@@ -20,7 +20,7 @@ from .budgeted import Clock, Steps
 def own_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("EJKERNEL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_POLICY", "heuristics")
-    monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "inf")  # a busy machine measures the same candidates
+    monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "inf")  # the same candidates are measured on a busy machine
     for name in ("EJKERNEL_OPS_STAMP", "EJKERNEL_OPS_RECORD", "EJKERNEL_LOG_AUTOTUNE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -32,7 +32,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def quiet():
-    """No warning is allowed."""
+    """Turns warnings into errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield
@@ -64,7 +64,7 @@ def event():
 
 @pytest.fixture
 def slow_timing(clock, monkeypatch):
-    """A candidate takes 400 s to time; the later it comes the faster it is."""
+    """Timing a candidate takes 400 s; later candidates are faster."""
     timed = []
 
     def time(self, program, *_):

@@ -1,4 +1,4 @@
-"""Stores of configs on disk: their file, what stands in it, and other processes that use it."""
+"""Stores of configs on disk: the file, its contents, and other processes that use it."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def file_in(directory):
 
 
 def process(directory, script):
-    """Another process, with `cache` over the directory. The device is always given, so that it starts no backend."""
+    """Runs another process, with `cache` in the directory; the device is always given, so that no backend starts."""
     prelude = f"""
         import os, random, signal, sys, time, warnings
         sys.path.insert(0, {os.path.dirname(shown.__file__)!r})

@@ -1,4 +1,4 @@
-"""A user's kernel of three results and one option, and the plain function that it computes."""
+"""A user's kernel with three results and one option, and the plain function that it computes."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ def plain(a, b, index=0, *, scale=1.0):
 
 
 class Product(Kernel[Config, dict]):
-    """Two results that can be differentiated and one that cannot, a static option, an integer operand."""
+    """Two differentiable results and one that is not, a static option, an integer operand."""
 
     def __init__(self):
         super().__init__(name="product")

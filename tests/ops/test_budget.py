@@ -1,4 +1,4 @@
-"""The budget of measuring: what is timed within it, what is kept of a search that it cut short, and how it is given."""
+"""The budget of a search: what is timed within it, what an interrupted search stores, and how the budget is set."""
 
 import json
 import threading
@@ -22,19 +22,19 @@ def test_candidates_are_timed_in_their_order_until_the_budget_is_spent(slow_timi
     assert found.fastest == SPACE[tried - 1] and found.cut_short == (tried < 4)
 
 
-def test_where_there_is_time_for_the_heuristic_config_alone_nothing_is_learned(slow_timing):
+def test_with_time_for_only_the_heuristic_config_nothing_is_stored(slow_timing):
     with pytest.raises(BudgetSpent, match=r"several@v1: a budget of 300 s is too short to compare two configs"):
         measured(Several(), 300)
 
 
-def test_what_compiles_for_longer_is_not_waited_for(clock, steps, event):
+def test_candidates_not_compiled_within_the_budget_are_left_out(clock, steps, event):
     clock.blocked = [1, 0, 1]
     steps.compiling = lambda config: config == SPACE[1] and event.wait()
     found = measured(Several(), 600)
     assert set(found.times) == {HEURISTIC, *SPACE[2:]} and found.cut_short
 
 
-def test_what_is_compiled_while_others_are_timed_is_timed_too(clock, steps, event, monkeypatch):
+def test_candidates_compiled_while_others_are_timed_are_timed_too(clock, steps, event, monkeypatch):
     clock.blocked = [2]
     steps.compiling = lambda config: config in SPACE[1:3] and event.wait()
     time = Tuner._time
@@ -43,14 +43,14 @@ def test_what_is_compiled_while_others_are_timed_is_timed_too(clock, steps, even
     assert list(found.times)[:2] == [HEURISTIC, SPACE[3]] and set(found.times) == set(SPACE)
 
 
-def test_where_the_heuristic_config_is_not_compiled_in_time_nothing_is_measured(clock, steps, event):
+def test_without_the_heuristic_config_compiled_in_time_nothing_is_measured(clock, steps, event):
     clock.blocked = [1, 1]
     steps.compiling = lambda config: config == HEURISTIC and event.wait()
     with pytest.raises(BudgetSpent):
         measured(Several(), 3)
 
 
-def test_so_it_is_where_values_to_measure_with_are_not_made(event):
+def test_without_operands_in_time_nothing_is_measured(event):
     class Slow(Several):
         def synthetic_inputs(self, inv):
             event.wait()
@@ -69,7 +69,7 @@ def test_values_of_other_shapes_than_those_of_the_call_are_measured(steps):
     assert set(found.times) == set(SPACE)
 
 
-def test_of_searches_without_result_one_line_is_told(event, monkeypatch, capsys, recwarn):
+def test_searches_without_result_are_logged_in_one_line(event, monkeypatch, capsys, recwarn):
     class Slow(Several):
         def synthetic_inputs(self, inv):
             event.wait()
@@ -90,7 +90,7 @@ def test_of_searches_without_result_one_line_is_told(event, monkeypatch, capsys,
 # --- What is kept
 
 
-def test_what_came_to_nothing_in_two_processes_is_not_searched_again(slow_timing, monkeypatch, tmp_path, capsys):
+def test_a_search_without_result_in_two_processes_is_not_repeated(slow_timing, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "300")
     events = []
 
@@ -115,7 +115,7 @@ def entry(store, key):
         return json.load(file)["configs"][key]
 
 
-def test_the_best_of_those_that_were_timed_is_kept_and_says_so(slow_timing, monkeypatch, tmp_path):
+def test_an_interrupted_search_stores_its_best_and_marks_it(slow_timing, monkeypatch, tmp_path):
     monkeypatch.setenv("EJKERNEL_AUTOTUNE_BUDGET_S", "500")
     store, kernel, events = PersistentCache(tmp_path), Several(), []
     key, note = key_of(kernel, ones()), lambda event, *_: events.append(event)

@@ -1,4 +1,4 @@
-"""What is lowered and compiled within the budget of measuring, and in which order."""
+"""What is lowered and compiled within the budget of a search, and in which order."""
 
 import os
 import subprocess
@@ -31,7 +31,7 @@ def test_the_heuristic_config_is_lowered_first_and_alone_and_its_time_does_not_c
     assert steps.of("lowered") == SPACE
 
 
-def test_where_that_takes_longer_than_the_budget_nothing_else_is_begun(clock, steps):
+def test_if_that_exceeds_the_budget_nothing_else_is_begun(clock, steps):
     class Watched(Several):
         def synthetic_inputs(self, inv):
             raise AssertionError("it is not to be called")
@@ -57,7 +57,7 @@ def test_values_are_made_while_programs_are(steps):
     assert set(measured(Watched(), float("inf")).times) == set(SPACE)
 
 
-def test_the_next_is_not_lowered_where_the_time_that_the_last_took_is_not_left(clock, steps):
+def test_the_next_is_not_lowered_if_less_time_is_left_than_the_last_took(clock, steps):
     def lowering(config):
         clock.now += 0 if config == HEURISTIC else 1.2
 
@@ -66,7 +66,7 @@ def test_the_next_is_not_lowered_where_the_time_that_the_last_took_is_not_left(c
     assert steps.of("lowered") == SPACE[:2], "until 2 of 3 s there is no time for another"
 
 
-def test_what_is_being_lowered_at_the_deadline_is_brought_to_its_end_and_nothing_else_is_begun(clock, steps, event):
+def test_at_the_deadline_lowering_is_completed_and_nothing_else_is_begun(clock, steps, event):
     clock.blocked = [3, 1]
     steps.lowering = lambda config: config == SPACE[1] and event.wait()
     before = set(threading.enumerate())
@@ -79,7 +79,7 @@ def test_what_is_being_lowered_at_the_deadline_is_brought_to_its_end_and_nothing
     assert steps.of("lowered") == SPACE[:2] and steps.of("compiled") == [HEURISTIC]
 
 
-def test_a_process_that_ends_waits_for_what_is_being_lowered(tmp_path):
+def test_an_exiting_process_waits_for_lowering(tmp_path):
     script = """
 import os, pathlib, sys, time
 sys.path.insert(0, sys.argv[1])
@@ -106,7 +106,7 @@ assert not os.listdir(sys.argv[2])
 
 
 class OnDisk(Several):
-    """Kernels that are lowered before, of the blocks `kept`."""
+    """Kernels of which the blocks `kept` are already compiled on disk."""
 
     kept = ()
 
@@ -117,7 +117,7 @@ class OnDisk(Several):
 
 
 @pytest.mark.parametrize("kept, lowered", [((3,), [3]), ((2, 4), [2, 4]), ((), [2, 3, 4])])
-def test_within_a_budget_no_kernel_is_lowered_anew_where_one_is_kept_on_disk(clock, steps, kept, lowered):
+def test_within_a_budget_kernels_already_on_disk_are_preferred(clock, steps, kept, lowered):
     kernel = OnDisk()
     kernel.kept = kept
     assert {config.block for config in measured(kernel, 3).times} == {1, *lowered}

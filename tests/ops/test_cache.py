@@ -1,4 +1,4 @@
-"""ConfigCache and its contexts: what retraces a jitted program and what does not, and threads."""
+"""ConfigCache and its contexts: which changes retrace a jitted program, and threads."""
 
 import threading
 
@@ -23,7 +23,7 @@ def traced():
     return step, traces, cache, key_of(kernel, ones())
 
 
-def test_what_is_put_after_the_first_call_is_picked_up_by_the_second(traced):
+def test_a_config_put_after_the_first_call_is_used_by_the_second(traced):
     step, traces, cache, key = traced
     assert ran(step(ones())) == HEURISTIC
     cache.put(key, TUNED)
@@ -32,7 +32,7 @@ def test_what_is_put_after_the_first_call_is_picked_up_by_the_second(traced):
     assert ran(step(ones())) == OTHER and len(traces) == 3
 
 
-def test_what_changes_nothing_retraces_nothing(traced):
+def test_unchanged_configs_do_not_retrace(traced):
     step, traces, cache, key = traced
     cache.put(key, TUNED)
     step(ones())
@@ -52,7 +52,7 @@ def test_measuring_during_the_first_trace_does_not_retrace():
     assert ran(step(ones())) == ran(step(ones())) == TUNED and len(traces) == 1
 
 
-def test_what_is_put_into_an_overlay_in_force_is_picked_up(traced):
+def test_a_config_put_into_an_active_overlay_is_used(traced):
     step, _, _, key = traced
     with overlay_cache(ConfigCache()) as overlay:
         assert ran(step(ones())) == HEURISTIC
@@ -111,7 +111,7 @@ def test_sixteen_threads_with_overlays_of_their_own(traced):
     assert found == {i: {Config(i)} for i in range(1, 17)}
 
 
-def test_generation_counts_what_is_put():
+def test_generation_counts_puts():
     cache = ConfigCache()
     cache.put("a", TUNED), cache.put("b", TUNED), cache.put("a", OTHER)
     assert (cache.generation, len(cache)) == (3, 2)

@@ -1,4 +1,4 @@
-"""Two processes of one program: nothing is measured, both have the same configs, and the results are right."""
+"""Two processes of one program: nothing is measured, both use the same configs, and results are right."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def free_port():
 
 
 def both(tmp_path, *arguments):
-    """What the two processes print, by their number. Each has a cache directory of its own, as hosts have."""
+    """The output of the two processes, by their number. Each has its own cache directory, as hosts have."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),

@@ -1,4 +1,4 @@
-"""Importing the framework starts no backend and changes nothing."""
+"""Importing the framework starts no backend and changes no setting."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Keys and fingerprints: what they tell apart, what they do not, and that another process builds the same; JSON."""
+"""What keys and fingerprints distinguish and what not; another process builds the same; JSON."""
 
 import os
 import subprocess
@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     mask: object = None
 
 
-def test_what_a_key_holds():
+def test_contents_of_a_key():
     key = key_of(Shown(), ones(), None, Operands(ones()), window=(None, 3), causal=True)
     for part in (
         "shown@v1",
@@ -50,7 +50,7 @@ def test_what_a_key_holds():
         assert part in key
 
 
-def test_what_tells_keys_apart():
+def test_what_keys_depend_on():
     a, run = ones(), Shown()
 
     class Raised(Shown):
@@ -88,7 +88,7 @@ def test_what_tells_keys_apart():
     assert len(set(calls)) == len(calls)
 
 
-def test_what_does_not():
+def test_what_keys_do_not_depend_on():
     a = ones()
     assert (
         key_of(Shown(), a) == key_of(Shown(), np.asarray(a)) == key_of(Shown(), abstract(a)) == key_of(Shown(), a + 1)
@@ -120,12 +120,12 @@ def test_a_star_in_a_name_is_no_leaf():
     assert len(keys) == 4
 
 
-def test_an_option_without_json_is_told_by_its_type():
+def test_an_option_without_json_is_keyed_by_its_type():
     key = key_of(Shown(), ones(), option=object(), other={1: {2, 3}})
     assert "<object>" in key and " at 0x" not in key
 
 
-def test_source_that_is_nowhere_is_told_by_its_bytecode():
+def test_without_source_the_fingerprint_is_of_the_bytecode():
     made = {}
     for text in ("a", "a + 1", "a"):
         scope = {"Shown": Shown, "__name__": "nowhere"}
@@ -167,7 +167,7 @@ def test_inside_shard_map_a_shard_is_an_array_like_others():
     assert set(seen) == {key_of(Shown(), ones())}
 
 
-def test_target_of_a_mesh_of_devices_that_are_not_here():
+def test_target_of_a_mesh_of_absent_devices():
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((2,), ("x",), axis_types=(AxisType.Explicit,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
@@ -226,7 +226,7 @@ def test_json_brings_every_value_back_as_it_was(config):
         '{"colour": 9}',
     ],
 )
-def test_what_is_no_such_config_is_a_value_error(text):
+def test_invalid_json_of_a_config_is_a_value_error(text):
     with pytest.raises(ValueError):
         from_json(text, Outer)
 
@@ -238,6 +238,6 @@ def test_stable_json_is_the_same_for_the_same_value():
 
 
 @pytest.mark.parametrize("value", [object(), 1j, ones])
-def test_what_has_no_json_is_a_type_error(value):
+def test_values_without_json_are_type_errors(value):
     with pytest.raises(TypeError, match="has no JSON"):
         to_json({"value": value})

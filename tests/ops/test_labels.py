@@ -1,4 +1,4 @@
-"""Labels are found in what is lowered and in what XLA makes of it, and lead back to configs."""
+"""Labels are found in lowered programs and in XLA's optimised HLO, and lead back to configs."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ def lowered_gradient():
 
 
 def labels_of(lowered):
-    """In the lowered module, and in the optimised HLO."""
+    """Of the lowered module, and of the optimised HLO."""
     return find_labels_in_lowered(lowered), extract_labels_from_hlo_text(lowered.compile().as_text())
 
 

@@ -1,4 +1,4 @@
-"""What an entry of PersistentCache was measured with: its source, date and commit, and what serves beside it."""
+"""The source, date and commit that an entry of PersistentCache was measured with, and which entries are used."""
 
 import json
 import re
@@ -17,13 +17,13 @@ class Two(Shown):
 
 
 def of_source(source: str, key: str) -> str:
-    """The key of the same call when the source was another one."""
+    """The key of the same call with another source."""
     return re.sub(r"source [0-9a-f]+", f"source {source}", key)
 
 
 @pytest.mark.parametrize("found, order", [(OTHER, [OTHER, TUNED]), (Config(99), [TUNED, OTHER])], ids=["known", "gone"])
-def test_what_another_source_measured_is_tried_first(directory, found, order):
-    """If it is still one of the space."""
+def test_a_config_measured_with_another_source_is_tried_first(directory, found, order):
+    """If it is still in the space."""
     measured, kernel, cache = [], Two(), PersistentCache(directory)
     cache.put(of_source("c0ffee", key_of(kernel, ones())), found)
 
@@ -42,7 +42,7 @@ def test_without_measuring_it_does_not_serve(directory):
     assert ran(executor(persistent=cache, autotune=False)(kernel, ones())) == HEURISTIC
 
 
-def test_of_several_the_one_that_was_measured_last(directory):
+def test_of_several_the_last_measured_is_used(directory):
     kernel, cache = Two(), PersistentCache(directory)
     key = key_of(kernel, ones())
     dates = {"1": "2026-01-02", "2": "2026-03-01", "3": "2025-12-31"}

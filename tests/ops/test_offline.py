@@ -1,4 +1,4 @@
-"""What one process records another measures, and a third finds in a table; nothing that a file says is ever run."""
+"""A call recorded by one process is measured by another and read from a table by a third; files are never executed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from ejkernel.ops.utils.packing import pack_tree, unpack_tree
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """No warning is allowed but where a test expects one."""
+    """Turns warnings into errors except where a test expects one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield
@@ -52,7 +52,7 @@ def invocations(calls):
 
 
 def there_and_back(path, *calls):
-    """Invocations of a file that the calls were saved in, in the order of their operations."""
+    """The invocations read from a file in which the calls were saved, in the order of their operations."""
     for inv in calls:
         record_invocation(inv.kernel, inv)
     save_invocations(path)
@@ -155,7 +155,7 @@ def test_keys_of_every_algorithm_are_packed(algorithm):
     assert unpack_tree(json.loads(json.dumps(pack_tree(key)))) == key
 
 
-def test_what_has_no_json_is_left_out_with_a_warning(tmp_path):
+def test_calls_without_json_are_left_out_with_a_warning(tmp_path):
     class Holding(Shown):
         def __init__(self):
             super().__init__("holding")
@@ -194,7 +194,7 @@ def test_files_are_added_to_and_may_be_asked_for_one_device(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "ejkernel configs 1", "configs": {}}'])
-def test_a_file_of_something_else_is_an_error_and_stays_as_it_is(tmp_path, content):
+def test_a_foreign_file_is_an_error_and_is_not_changed(tmp_path, content):
     (file := tmp_path / "notes.json").write_text(content)
     with pytest.raises(ValueError):
         load_invocations(file)
@@ -218,7 +218,7 @@ def test_a_damaged_entry_is_left_out(tmp_path, entry):
         assert list(load_invocations(file)) == ["whole@v1"]
 
 
-def test_at_exit_a_file_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
+def test_at_exit_an_unwritable_file_causes_a_warning(tmp_path, monkeypatch):
     (notes := tmp_path / "notes.json").write_text("mine")
     at_exit = []
     monkeypatch.setattr("atexit.register", at_exit.append)
@@ -242,7 +242,7 @@ def table_of(directory, **configs):
     return cache.path_of()
 
 
-def test_of_several_tables_the_last_one_holds(tmp_path):
+def test_of_several_tables_the_last_is_used(tmp_path):
     first = table_of(tmp_path / "first", both=OTHER, one=OTHER)
     second = table_of(tmp_path / "second", both=TUNED)
     out = tmp_path / "out.json"

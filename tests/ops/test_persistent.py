@@ -1,4 +1,4 @@
-"""PersistentCache: many processes, kills in the midst of a write, and entries of classes of all kinds."""
+"""PersistentCache with many processes, processes killed while they write, and entries of classes of all kinds."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def test_four_processes_lose_nothing(directory, quiet):
     assert all(cache.get(f"{n} {i}", DEVICE) == Config(i) for n in range(4) for i in range(50))
 
 
-# Kills writers at random moments. What a writer has reported as written has to be there, and so has all from before.
+# Kills writers at random moments. What a writer has reported as written must be in the file.
 KILLS = """
     written = {}
     for n in range(TIMES):
@@ -53,7 +53,7 @@ def test_a_hundred_kills_lose_nothing_that_was_written(directory):
     assert process(directory, KILLS.replace("TIMES", "100")).wait() == 0
 
 
-def test_what_another_process_writes_is_seen(directory, quiet):
+def test_writes_of_another_process_are_read(directory, quiet):
     here = PersistentCache(directory)
     here.put("ours", TUNED)
     assert process(directory, "cache.put('theirs', Config(7), 'cpu|cpu')").wait() == 0
@@ -86,7 +86,7 @@ def test_an_entry_of_an_unknown_class_is_a_miss_and_is_kept(directory, quiet, na
     assert json.loads(file_in(directory).read_text())["configs"]["foreign"]["class"] == name
 
 
-def test_a_class_that_is_local_is_found_by_whoever_expects_it(directory, quiet):
+def test_an_entry_of_a_local_class_is_found_if_the_class_is_expected(directory, quiet):
     @dataclass(frozen=True)
     class Local:
         block: int = 0
@@ -104,7 +104,7 @@ def test_a_class_that_is_local_is_found_by_whoever_expects_it(directory, quiet):
     assert again.get("key", cls=lookalike()) is None
 
 
-def test_what_cannot_be_stored_costs_a_warning(directory):
+def test_an_entry_that_cannot_be_stored_causes_a_warning(directory):
     cache = PersistentCache(directory)
     with pytest.warns(UserWarning, match="has to be a dataclass"):
         cache.put("key", (1, 2))

@@ -1,4 +1,4 @@
-"""Files of PersistentCache that are not what they should be: damaged, foreign, no files, locked, unwritable."""
+"""PersistentCache where its file is damaged, foreign, not a file, locked or unwritable."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def test_a_damaged_or_foreign_file_is_ignored_set_aside_and_rebuilt(directory, c
 @pytest.mark.parametrize(
     "entry", [None, 3, [], {"class": 3, "config": {}}, {"class": "shown:Config", "config": {"no_such_field": 1}}]
 )
-def test_a_damaged_entry_costs_no_other(directory, entry):
+def test_a_damaged_entry_does_not_affect_others(directory, entry):
     stored(directory)
     content = json.loads(file_in(directory).read_text())
     content["configs"]["damaged"] = entry
@@ -69,7 +69,7 @@ FIELDS = {"class": "shown:Config", "config": {"block": 1}}
     ],
     ids=["digits", "infinite", "nan", "record", "no_dtype", "deep"],
 )
-def test_an_entry_beyond_measure_costs_no_other(directory, entry):
+def test_a_huge_entry_does_not_affect_others(directory, entry):
     stored(directory)
     text = file_in(directory).read_text().replace('"configs": {', f'"configs": {{"damaged": {entry},')
     file_in(directory).write_text(text)
@@ -82,7 +82,7 @@ def test_an_entry_beyond_measure_costs_no_other(directory, entry):
         assert (again.get("key"), again.get("new"), again.get("damaged")) == (TUNED, OTHER, None)
 
 
-def test_of_a_key_that_stands_there_twice_the_last_holds(directory):
+def test_of_a_duplicate_key_the_last_entry_is_used(directory):
     PersistentCache(directory).put("key", OTHER)
     text = file_in(directory).read_text().replace('"configs": {', f'"configs": {{"key": {json.dumps(FIELDS)},')
     file_in(directory).write_text(text)
@@ -92,7 +92,7 @@ def test_of_a_key_that_stands_there_twice_the_last_holds(directory):
         load_table(file_in(directory))
 
 
-def test_what_was_read_before_the_damage_is_written_again(directory):
+def test_entries_read_before_the_damage_are_written_again(directory):
     cache = stored(directory)
     assert cache.get("key") == TUNED
     file_in(directory).write_text("[[[")
@@ -122,8 +122,8 @@ def loop(path):
 
 @pytest.mark.parametrize("suffix", ["", ".lock", ".new", ".damaged"])
 @pytest.mark.parametrize("put", [pipe, pipe_with_a_writer, endless, loop, os.mkdir], ids=lambda put: put.__name__)
-def test_what_is_no_file_is_left_where_it_is_and_nobody_waits(directory, put, suffix):
-    """In the place of the file itself, and of those that are made beside it."""
+def test_a_path_that_is_no_file_is_left_as_it_is_without_waiting(directory, put, suffix):
+    """In the place of the file itself, and of the files made beside it."""
     directory.mkdir()
     path = directory / f"cpu_cpu.json{suffix}"
     put(path)
@@ -164,7 +164,7 @@ def test_a_lock_that_is_never_given_up_is_waited_for_once(directory, monkeypatch
 
 
 @pytest.mark.parametrize("path", ["/proc/no/such/place", __file__])
-def test_where_nothing_can_be_written_configs_stay_in_memory(path):
+def test_without_write_access_configs_stay_in_memory(path):
     cache = PersistentCache(path)
     with pytest.warns(UserWarning) as warned:
         cache.put("key", TUNED)
@@ -173,7 +173,7 @@ def test_where_nothing_can_be_written_configs_stay_in_memory(path):
     assert (cache.get("key"), cache.get("other key"), PersistentCache(path)._path) == (TUNED, OTHER, path)
 
 
-def test_a_full_disk_costs_a_warning_and_no_entry(directory, monkeypatch):
+def test_a_full_disk_causes_a_warning_and_loses_no_entry(directory, monkeypatch):
     cache = stored(directory)
 
     def full(*args):
@@ -206,7 +206,7 @@ def test_an_unreadable_file_is_never_replaced(directory, monkeypatch):
     assert file_in(directory).read_text() == before
 
 
-def test_a_kernel_runs_where_nothing_can_be_read_or_written():
+def test_a_kernel_runs_without_access_to_the_disk():
     with pytest.warns(UserWarning):
         run = executor(persistent=PersistentCache("/proc/no/such/place"), autotune=True)
         kernel = Shown()

@@ -1,4 +1,4 @@
-"""ConfigSelectorChain and Executor: the events of each choice, the policies, several threads, and the cost."""
+"""ConfigSelectorChain and Executor: events of each choice, policies, threads, and cost."""
 
 import threading
 import time
@@ -30,7 +30,7 @@ from ejkernel.types import Target
 
 @pytest.fixture
 def told():
-    """The events so far, and a callback that notes them."""
+    """The events so far, and a callback that collects them."""
     events = []
     return events, lambda *event: events.append(event)
 
@@ -151,7 +151,7 @@ def recording(monkeypatch):
     monkeypatch.setenv("EJKERNEL_OPS_RECORD", "1")
 
 
-def test_what_is_recorded_can_be_measured_and_is_used(recording):
+def test_recorded_calls_can_be_measured_and_the_configs_are_used(recording):
     kernel, run = Shown("recorded_and_measured"), executor()
     step = jax.jit(lambda a: run(kernel, a))
     assert ran(step(ones())) == HEURISTIC
@@ -161,7 +161,7 @@ def test_what_is_recorded_can_be_measured_and_is_used(recording):
     assert ran(step(ones())) == TUNED
 
 
-def test_recording_under_every_transform_holds_types_alone(recording):
+def test_recording_under_every_transform_stores_only_types(recording):
     kernel, run = Shown("recorded_under_transforms"), executor()
     loss = lambda a: run(kernel, a, shift=a).sum()
     with jax.checking_leaks():
@@ -193,7 +193,7 @@ def test_threads_measure_a_call_once(told):
 
 
 def microseconds(call, bound):
-    """The fastest of many short rounds, so that what else the machine does is left out; again later if that is slow."""
+    """The fastest of many short rounds, so that other work of the machine matters less; repeated if that is slow."""
     for _ in range(5):
         found = min(timeit.repeat(call, number=200, repeat=50, timer=time.process_time)) / 200 * 1e6
         if found < bound:
@@ -203,7 +203,7 @@ def microseconds(call, bound):
 
 
 def test_cost_of_a_cache_hit(types_unchecked):
-    """With the key of the call, which is most of it."""
+    """Including the call's key, which is most of it."""
     kernel, a = Shown(), ones()
     run = executor(autotune=True)
     run(kernel, a)

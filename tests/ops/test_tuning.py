@@ -1,4 +1,4 @@
-"""Measuring: which candidates count, in which order they are timed, and what is told of it."""
+"""Measuring: which candidates are valid, in which order they are timed, and what is logged."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ quick = Tuner(warmup=1, iters=3)
 
 
 class Candidates(Shown):
-    """Config(1) is the heuristic one; what the others do is given."""
+    """Config(1) is the heuristic one; what the others do is a parameter."""
 
     def __init__(self, **does):
         super().__init__("candidates")
@@ -70,12 +70,12 @@ def test_a_candidate_that_is_not_the_same_in_a_second_run_never_wins():
     assert autotune(kernel, ones()) == Config(2)
 
 
-def test_where_no_candidate_can_be_used_each_reason_is_told():
+def test_without_valid_candidates_each_reason_is_given():
     with pytest.raises(EjkernelRuntimeError, match=r"does not divide.*error of 0\.5 of the largest entry"):
         autotune(Candidates(config_2=fails, config_3=lambda a: a * 1.5), ones())
 
 
-def test_where_no_candidate_can_be_used_a_call_warns_once_and_uses_heuristics():
+def test_without_valid_candidates_a_call_warns_once_and_uses_heuristics():
     cache, events = ConfigCache(), []
     run = executor(cache, autotune=True, on_event=lambda event, *_: events.append(event))
     kernel = Candidates(config_2=fails, config_3=fails)
@@ -116,7 +116,7 @@ def test_a_higher_priority_is_measured_first():
 
 
 @pytest.mark.parametrize("factor, measured", [(1e3, 1), (1e-6, 3)])
-def test_the_search_ends_where_the_roofline_leaves_nothing_to_gain(monkeypatch, factor, measured):
+def test_the_search_ends_at_the_roofline(monkeypatch, factor, measured):
     class Known(Candidates):
         def cost(self, inv):
             return 1.0, inv.args[0].nbytes * factor
@@ -138,7 +138,7 @@ def test_those_near_the_best_are_timed_again_interleaved():
 # --- Checks
 
 
-def test_disagreement_tells_rounding_from_errors():
+def test_disagreement_distinguishes_rounding_from_errors():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64)), jnp.float32)
     inf, nan = x.at[0].set(-jnp.inf), x.at[0].set(jnp.nan)
     assert disagreement((x * (1 + 1e-6), inf, nan), (x, inf, nan)) is None
@@ -149,7 +149,7 @@ def test_disagreement_tells_rounding_from_errors():
     assert disagreement(jnp.zeros(3), jnp.zeros(3)) is None and "shapes" in disagreement(x[:2], x)
 
 
-def test_same_bits_tells_every_bit():
+def test_same_bits_compares_every_bit():
     x = jnp.asarray([1.0, -0.0, jnp.nan])
     assert same_bits((x, x.astype(jnp.bfloat16), jnp.arange(3)), (x, x.astype(jnp.bfloat16), jnp.arange(3)))
     assert not same_bits(x, x.at[1].set(0.0)) and not same_bits(x, x.at[0].add(2.0**-23))
@@ -166,14 +166,14 @@ def test_log_names_each_candidate_with_its_time_or_its_reason(monkeypatch, capsy
     assert "candidates@v1: Config(block=3): " in second and second.endswith(" ms")
 
 
-def test_of_what_is_done_soon_nothing_is_told(monkeypatch, capfd):
+def test_short_work_is_not_logged(monkeypatch, capfd):
     monkeypatch.setattr(progress, "QUIET_SECONDS", 600)
     autotune(Candidates(), ones())
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_takes_longer_is_counted(monkeypatch, capsys, terminal):
+def test_long_work_logs_its_progress(monkeypatch, capsys, terminal):
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     with progress.Progress("flash_attention_bwd@v1", 12) as count:

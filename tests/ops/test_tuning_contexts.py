@@ -1,4 +1,4 @@
-"""On which values candidates are measured, in which contexts, and where that is refused."""
+"""On which values candidates are measured, in which contexts, and where measuring is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ quick = Tuner(warmup=1, iters=3)
 
 
 def traced_inside(transform, *args):
-    """What a call inside a transform is measured to, with leaks checked."""
+    """What a call inside a transform uses for measuring, with leak checks."""
     with jax.checking_leaks():
         return transform(lambda a: executor(autotune=True, tuner=quick)(Shown(), a))(*args)
 
@@ -83,7 +83,7 @@ def test_on_the_values_of_an_eager_call_and_on_random_ones_of_a_traced_one():
     assert (eager == 1).all() and 0.5 < traced.std() < 2
 
 
-def test_a_kernel_brings_values_of_its_own():
+def test_a_kernel_can_generate_its_operands():
     class Lengths(Shown):
         def run(self, a, lengths, *, cfg):
             return super().run(a, cfg=cfg) + 0 * lengths.sum()
@@ -120,7 +120,7 @@ def test_under_shard_map_it_is_refused_with_one_warning():
     assert ran(out) == HEURISTIC and len(warned) == 1
 
 
-def test_with_several_processes_it_is_refused(monkeypatch):
+def test_with_several_processes_measuring_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.warns(UserWarning, match="configs are not measured with several processes"):
         assert ran(executor(autotune=True)(Shown(), ones())) == HEURISTIC

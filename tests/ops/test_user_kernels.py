@@ -1,4 +1,4 @@
-"""A user's kernel under the transforms of JAX: each gives what it gives for the plain function."""
+"""A user's kernel under the transforms of JAX: each gives the same as for the plain function."""
 
 import jax
 import jax.export
@@ -11,7 +11,7 @@ from tests.ops.products import A, B, Config, Product, executor, ours, plain, sam
 
 
 class ProductWithItsOwnVjp(Product):
-    """The same with a backward pass written by hand, which is never traced for its shapes alone."""
+    """The same with a hand-written backward pass, which is never traced only for its shapes."""
 
     def custom_vjp(self, primals, cfg, kwargs, cotangents):
         a, b, *_ = primals
@@ -68,7 +68,7 @@ def test_grad(kernel, wrt, transform):
 
 
 @kernels
-def test_grad_of_one_result_alone(kernel):
+def test_grad_of_a_single_result(kernel):
     rows = lambda f: lambda a: f(a, B)["rows"].sum()
     same(jax.grad(rows(ours(kernel)))(A), np.ones_like(A))
 
@@ -146,7 +146,7 @@ def test_the_config_is_a_parameter_of_the_primitive():
     assert "product[" in shown and "config=Config(block=7)" in shown
 
 
-def test_equal_kernels_share_what_was_compiled():
+def test_equal_kernels_share_compiled_programs():
     traced = []
 
     class Traced(Product):
@@ -165,7 +165,7 @@ def test_equal_kernels_share_what_was_compiled():
 
 
 def loss_of_gradient(call, axes=None, outer=None):
-    """A function of what the cotangents of `call` are made of: the transpose of a gradient is the tangent."""
+    """A function of the inputs to the cotangents of `call`: the transpose of a gradient is the tangent."""
 
     def loss(weights, a, b):
         def scalar(a, b):
@@ -213,7 +213,7 @@ def test_an_option_has_to_be_hashable():
         ((None,), TypeError, "has to return 3 gradients"),
     ],
 )
-def test_what_custom_vjp_gives_is_checked(gradients, error, message):
+def test_results_of_custom_vjp_are_checked(gradients, error, message):
     class Wrong(Product):
         def custom_vjp(self, primals, cfg, kwargs, cotangents):
             return gradients

@@ -1,4 +1,4 @@
-"""A user's kernel on platforms and on meshes: which method runs, with which config, and how it is split."""
+"""A user's kernel on platforms and on meshes: which method runs, with which config, and how it is partitioned."""
 
 import jax
 import jax.export
@@ -27,7 +27,7 @@ class Everywhere(Kernel[Config, jax.Array]):
 
 
 @pytest.mark.parametrize("methods", [("run_triton", "run_cuda", "run_cute"), ("run_cuda", "run_cute"), ("run_cute",)])
-def test_on_cuda_the_first_method_that_there_is(methods):
+def test_on_cuda_the_first_method_that_exists(methods):
     class Written(Everywhere):
         run_triton = None
 
@@ -51,7 +51,7 @@ def test_a_config_is_chosen_again_for_another_platform(platform, operation, bloc
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_a_config_that_was_given_stands_on_every_platform(platform):
+def test_a_given_config_is_used_on_every_platform(platform):
     assert "dense<7.0" in lowered(platform, Config(block=7))
 
 

@@ -1,4 +1,4 @@
-"""BUILD.bazel is in step with the tree. Its language is a subset of Python: it is run here, with rules that record."""
+"""BUILD.bazel lists the files of the tree. It is a subset of Python and executed here, with rules that record."""
 
 import re
 from collections import defaultdict
@@ -11,7 +11,7 @@ FOLDERS = ("benchmarks", "docs", "ejkernel", "examples", "lowering", "tests")
 
 
 def tree(*folders: str) -> set[str]:
-    """The files below some folders, but what Python leaves behind."""
+    """The files below some folders except those that Python generates."""
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
     return {path.relative_to(ROOT).as_posix() for path in paths if path.parent.name != "__pycache__"}
 
@@ -51,7 +51,7 @@ def test_every_file_of_the_benchmarks_is_in_its_target(targets):
     assert {*benchmarks["srcs"], *benchmarks["data"]} == tree("benchmarks")
 
 
-def test_every_test_file_has_its_test_and_every_other_is_there_for_them(targets):
+def test_every_test_file_has_a_target_and_all_others_are_its_data(targets):
     tests, support = targets["py_test"], targets["py_library"]["testing"]
     assert all(test["args"] == [f"{name}.py"] and f"{name}.py" in test["srcs"] for name, test in tests.items())
     expected = {path for path in tree("tests") if Path(path).match("test_*.py")}
@@ -59,7 +59,7 @@ def test_every_test_file_has_its_test_and_every_other_is_there_for_them(targets)
     assert {*support["srcs"], *support["data"]} - {"pyproject.toml"} == tree("tests") - expected
 
 
-def test_documents_are_there_for_the_tests_that_run_them(targets):
+def test_documents_are_data_of_the_tests_that_run_them(targets):
     built = {path for path in tree("docs") if path.startswith("docs/_build/")}
     for name in ("tests/test_docs", "tests/test_examples"):
         assert {*targets["py_test"][name]["data"]} == (tree("docs", "examples") - built) | tree("lowering")

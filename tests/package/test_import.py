@@ -25,7 +25,7 @@ class Missing:
 sys.meta_path.insert(0, Missing)
 """
 
-# Seconds of the processor, which other work on the machine lengthens less: of JAX, and of this library after it.
+# CPU seconds, which depend less on other work of the machine: those of JAX, and of this library after it.
 SECONDS = f"""
 import time
 start = time.process_time()
@@ -57,8 +57,8 @@ def test_import_loads_no_accelerator_package():
 
 
 @pytest.mark.core
-def test_types_are_checked_for_tests_alone():
-    """A user's arrays may be numpy's, which no annotation has, and no checker is imported."""
+def test_types_are_checked_only_in_tests():
+    """A user's arrays may be NumPy's, which no annotation admits, and no type checker is imported."""
     call = "ejkernel.lax.flash_attention(*[__import__('numpy').zeros((1, 2, 1, 4), 'float32')] * 3).shape"
     script = f"import sys\n{IMPORTS}\nprint({CHECKERS} & set(sys.modules), {call})"
     assert output(script) == "set() (1, 2, 1, 4)\n"
@@ -66,14 +66,14 @@ def test_types_are_checked_for_tests_alone():
 
 @pytest.mark.core
 def test_import_adds_little_to_that_of_jax(tmp_path):
-    # The first import leaves the modules compiled, as a user's does; where nothing may be written it cannot.
+    # The first import leaves the modules compiled, as at a user's; where nothing can be written it cannot.
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
     seconds = [tuple(map(float, output(SECONDS, **compiled).split())) for _ in range(6)]
     of_jax, added = map(min, zip(*seconds, strict=True))
     assert added < 0.5 * of_jax, seconds
 
 
-# In the folder that is imported from. Nothing is installed by a .pth file where `site` is left out.
+# In the folder that is imported from. Without `site`, no .pth file adds installed packages.
 WHERE = f"{IMPORTS}, ejkernel.lowering._rule\nprint(ejkernel.__file__, ejkernel.lowering._rule.__file__)"
 
 

@@ -1,4 +1,4 @@
-"""A package imports only from layers below its own, no modules import each other, and one file uses private JAX."""
+"""Packages import only from layers below their own, without cycles, and only one file uses private JAX."""
 
 import ast
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# From the top down; every layer may import the last. Packages of one layer do not import each other.
-# What is not named here (`cli` and files that stand in ejkernel/ itself) is above all layers and imports from any.
+# From top to bottom; every layer may import the last. Packages of one layer do not import each other.
+# What is not named here (`cli` and the files in ejkernel/ itself) is above all layers and may import from any.
 LAYERS = (
     {"serving"},
     {"lax"},
@@ -32,7 +32,7 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def imports(name: str, path: Path, with_functions: bool = True) -> Iterator[str]:
-    """The full names that a module imports, at any depth of its code, or when it is imported itself."""
+    """The full names that a module imports, anywhere in its code or only when it is itself imported."""
     for node in nodes(ast.parse(path.read_text()), with_functions):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -45,7 +45,7 @@ def imports(name: str, path: Path, with_functions: bool = True) -> Iterator[str]
 
 
 def nodes(tree: ast.AST, with_functions: bool) -> Iterator[ast.AST]:
-    """What stands in a tree, the bodies of functions or without them."""
+    """The nodes of a tree, with or without the bodies of functions."""
     yield tree
     if with_functions or not isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         for child in ast.iter_child_nodes(tree):
@@ -53,7 +53,7 @@ def nodes(tree: ast.AST, with_functions: bool) -> Iterator[ast.AST]:
 
 
 def module(name: str, modules: dict[str, Path]) -> str | None:
-    """The module that `name` (itself, or something in it) is of."""
+    """The module that defines `name`, or is `name`."""
     while name:
         if found := next((of for of in (name, f"{name}.__init__") if of in modules), None):
             return found
@@ -70,7 +70,7 @@ def layer(name: str) -> int:
 
 
 def folder(name: str, modules: dict[str, Path]) -> str:
-    """The package that `name` (a module, or something inside one) lives in."""
+    """The package of `name`, a module or a name in one."""
     while name not in modules and f"{name}.__init__" not in modules:
         name = name.rpartition(".")[0]
     return name.rpartition(".")[0] if name in modules else name
@@ -88,17 +88,17 @@ def test_every_layer_imports_only_layers_below():
 
 
 def test_no_modules_import_each_other():
-    """Directly or by others, while they are imported. A function may import what there is when it is called."""
+    """Directly or through others, while they are imported. A function may import modules when it is called."""
     modules = dict(sources())
     graph = {
         name: {module(target, modules) for target in imports(name, path, with_functions=False)} - {None, name}
         for name, path in modules.items()
     }
-    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)  # a circle is an error that names it
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)  # a cycle is an error that lists it
 
 
 def test_no_two_folders_of_kernels_import_each_other():
-    """Folders side by side; a folder and those inside it count as one."""
+    """Sibling folders; a folder and its subfolders count as one."""
     modules = {name: path for name, path in sources() if package(name) == "kernels"}
     pairs = {
         (folder(name, modules), folder(target, modules))
@@ -110,12 +110,12 @@ def test_no_two_folders_of_kernels_import_each_other():
     assert [(a, b) for a, b in sorted(pairs) if a < b and (b, a) in pairs and apart(a, b)] == []
 
 
-def test_private_jax_is_touched_in_compat_alone():
+def test_private_jax_is_used_only_in_compat():
     private = {name for name, path in sources() for target in imports(name, path) if "jax._src" in target}
     assert private == {"ejkernel.compat"}
 
 
 def test_every_folder_is_in_a_layer():
-    """A package that was renamed must be renamed here, or its files could import from any layer."""
+    """A renamed package must be renamed here too, or its files could import from any layer."""
     folders = {package(name) for name, path in sources() if path.parent != ROOT / "ejkernel"}
     assert folders == set().union(*LAYERS[:-1]) | {"cli"}

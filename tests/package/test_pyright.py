@@ -1,6 +1,6 @@
-"""What an editor knows of the public API: pyright takes the right calls of tests/typed, and finds all wrong ones.
+"""The public API in an editor: pyright accepts the right calls of tests/typed, and reports all wrong ones.
 
-The functions of `ejkernel.modules` take calls in two forms, so that a type checker knows their results alone.
+Functions of `ejkernel.modules` take calls in two forms, so that a type checker knows only their results.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""README.md is true: its example runs, and its table of implementations is that of the registry."""
+"""README.md is up to date: its example runs, and its table of implementations matches the registry."""
 
 import re
 from pathlib import Path

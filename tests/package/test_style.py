@@ -1,4 +1,4 @@
-"""A file is read from top to bottom as a story, and a function at one look: neither is long."""
+"""Neither files nor functions are long."""
 
 import ast
 from functools import cache
@@ -40,7 +40,7 @@ def test_no_function_is_long():
 
 @pytest.mark.parametrize("lines", [1, 3, 61])
 def test_lines_of_a_body(lines):
-    """Those of a docstring and of decorators do not count; those of functions inside do."""
+    """Lines of the docstring and of decorators do not count; those of nested functions do."""
     inner = "    def g():\n        '''Of two\n\n        lines.'''\n        return 0\n"
     source = "@d\ndef f():\n    '''Of two\n\n    lines.'''\n" + "    x = 0\n" * (lines - 1) + "    return x\n"
     assert bodies(source) == [("f", lines)]

@@ -1,4 +1,4 @@
-"""The wheel holds the whole tree under one name, and works where there is nothing but what it requires."""
+"""The wheel holds the whole tree under one top-level name, and works with only its requirements installed."""
 
 import re
 import shutil
@@ -26,7 +26,7 @@ def build(tree: Path, kind: str, into: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    """A copy of what is packaged, so that a build leaves nothing behind in the repository."""
+    """A copy of the packaged files, so that a build leaves no files in the repository."""
     tree = tmp_path_factory.mktemp("tree")
     for folder in ("ejkernel", "lowering"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=CACHES)
@@ -71,7 +71,7 @@ def test_the_license_and_the_requirements_are_in_the_metadata(wheel):
 
 
 def with_dependencies(name: str, found: dict[str, metadata.Distribution]) -> None:
-    """`name` and all that it needs, of what is installed here."""
+    """`name` and its requirements, of the packages installed here."""
     if name in found:
         return
     found[name] = metadata.distribution(name)

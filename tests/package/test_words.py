@@ -1,6 +1,6 @@
-"""Library and benchmarks are written in the words of FlashAttention, CUTLASS, Triton and JAX: others are in no name.
+"""Library and benchmarks use the words of FlashAttention, CUTLASS, Triton and JAX; other words are in no name.
 
-A kernel engineer has to find the words that they know. CONTRIBUTING.md has the glossary.
+CONTRIBUTING.md has the glossary.
 """
 
 import io
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What is not written, in any name, comment, docstring or message, and what is written instead.
+# Words not used in names, comments, docstrings or messages, each with the word used instead.
 BANISHED = {
     "afresh": "again",
     "blind": "fully masked",
@@ -38,7 +38,7 @@ BANISHED = {
     "walk, walks, walked, walking": "loop, schedule",
 }
 FORMS = {form for forms in BANISHED for form in forms.split(", ")}
-# Whole names that say nothing; in a sentence the words may stand.
+# Not used as whole names; sentences may have them.
 NO_NAMES = {"seen", "_seen"}  # visible
 # `math.floor`, `ast.walk`.
 ATTRIBUTES = {"floor", "walk"}
@@ -55,7 +55,7 @@ def words_of(name: str) -> set[str]:
 
 @cache
 def found(source: str) -> frozenset[tuple[int, str]]:
-    """The banished words in a Python source, with their lines."""
+    """The banned words in a Python source, with their lines."""
     return frozenset(_found(source))
 
 

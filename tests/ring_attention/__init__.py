@@ -1,1 +1,1 @@
-"""ring_attention beyond what is generated from its cases: sizes of rings, programs, and the places it is called at."""
+"""ring_attention beyond the tests generated from its cases: sizes of rings, programs, and where it can be called."""

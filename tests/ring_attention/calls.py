@@ -1,4 +1,4 @@
-"""Calls of ring_attention by hand: over some devices, on the whole sequence, or on what devices have."""
+"""Direct calls of ring_attention: over some devices, on the whole sequence, or on shards."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ def random(seed=0, **shapes):
 
 
 def in_sequence(size, layout, **options):
-    """Arrays of a sequence -> o of the sequence, laid out over that many devices by `ring_order`; more stays whole."""
+    """Arrays of a sequence -> o of the sequence, in `ring_order` over that many devices; others are replicated."""
 
     def run(arrays):
         order, inverse = lax.ring_order(arrays["q"].shape[1], size, layout)
@@ -38,7 +38,7 @@ def in_sequence(size, layout, **options):
 
 
 def local_call(size, length=64, **options):
-    """The call on sharded arrays and their types, in the order in which they are sharded."""
+    """The call on sharded arrays and their types, in the order of their shards."""
     mesh = mesh_of(size, AxisType.Explicit)
     sharding = NamedSharding(mesh, P(None, "x"))
     x = {name: jax.ShapeDtypeStruct((1, length * size, 2, 8), jnp.float32, sharding=sharding) for name in "qkv"}

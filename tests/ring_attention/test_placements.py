@@ -1,4 +1,4 @@
-"""Where a ring is called: beside other axes, over several, in scripts, in scanned layers, in what is exported."""
+"""Where a ring is called: beside other axes, over several, in scripts, in scanned layers, in exported programs."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def whole(x):
 
 
 def ring(x, **options):
-    """Of what devices have of a sequence that is split as it is."""
+    """ring_attention of shards of a sequence that is contiguous over the devices."""
     return lax.ring_attention(**x, **dict(axis_name="x", layout="contiguous", strategy="ring", causal=True) | options)
 
 
@@ -32,7 +32,7 @@ def ring(x, **options):
     "manual", (pytest.param({"x", "b"}, marks=pytest.mark.slow), {"x"}), ids=("all_manual", "batch_not")
 )
 def test_beside_a_batch_that_is_sharded(types, manual):
-    """The batch over another axis, manual or not."""
+    """The batch over another axis, Manual or not."""
     x, mesh = random(**QKV), jax.make_mesh((2, 2), ("b", "x"), devices=jax.devices()[:4], axis_types=(types,) * 2)
     inner = P("b", "x") if "b" in manual else P(None, "x")
     f = jax.jit(jax.shard_map(ring, mesh=mesh, in_specs=inner, out_specs=inner, axis_names=manual))
@@ -50,7 +50,7 @@ def test_a_sequence_over_two_axes():
 
 
 @pytest.mark.parametrize("strategy", ("ring", pytest.param("all_gather", marks=pytest.mark.slow)))
-def test_a_shard_map_that_does_not_check_what_varies(strategy):
+def test_shard_map_without_check_vma(strategy):
     x, of, call = random(**QKV), P(None, "x"), lambda x: ring(x, strategy=strategy)
     f = jax.shard_map(call, mesh=mesh_of(3), in_specs=of, out_specs=of, check_vma=False)
     assert_close(jax.jit(jax.value_and_grad(sines(f)))(x), jax.value_and_grad(sines(whole))(x), 2e-5)
@@ -76,9 +76,9 @@ in_script = pytest.mark.parametrize(
 @in_script
 @pytest.mark.parametrize("run", (jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)), ids=("jit", "eager"))
 def test_arrays_from_before_the_mesh(types, strategy, layout, run):
-    """As a script has them, which sets a mesh: Explicit axes want the operands to be split, which JAX says.
+    """As in a script that sets a mesh: with Explicit axes, JAX asks for operands to be sharded.
 
-    Sinks are of no mesh and are used where they are found.
+    Sinks without a mesh are used as they are.
     """
     x, sinks, of = random(**QKV), random(sinks=(4,))["sinks"], P(None, "x")
     order, inverse = lax.ring_order(12, 2, layout)
@@ -123,7 +123,7 @@ def test_layers_that_are_scanned_and_checkpointed(policy):
 
 @pytest.mark.slow
 def test_a_ring_is_exported_for_each_platform_by_itself():
-    """For a GPU and a TPU too, of which `transforms/test_export.py` exports what is smaller than their tiles."""
+    """For a GPU and a TPU too, where `transforms/test_export.py` exports only what is smaller than their tiles."""
     f, x = local_call(2, 128, causal=True, strategy="ring")
     export = lambda *platforms: jax.export.export(
         jax.jit(squares(f)), platforms=platforms, disabled_checks=ejkernel.export_checks()
@@ -134,8 +134,8 @@ def test_a_ring_is_exported_for_each_platform_by_itself():
 
 
 @pytest.mark.slow
-def test_what_is_exported_for_all_platforms_without_a_ring():
-    """No device has a branch of its own where keys are gathered or heads exchanged."""
+def test_export_for_all_platforms_without_a_ring():
+    """Where keys are gathered or heads exchanged, no device has its own branch."""
     f, x = local_call(2, 128, causal=True, strategy="ulysses")
     exported = jax.export.export(
         jax.jit(f), platforms=("cpu", "cuda", "tpu"), disabled_checks=ejkernel.export_checks()
@@ -144,7 +144,7 @@ def test_what_is_exported_for_all_platforms_without_a_ring():
 
 
 def test_a_symbolic_length():
-    """The length decides what the program is."""
+    """The program depends on the length."""
     call = lambda q: lax.ring_attention(q, q, q, axis_name="x", causal=True)
     f = jax.jit(jax.shard_map(call, mesh=mesh_of(2), in_specs=P(None, "x"), out_specs=P(None, "x")))
     q = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 2*s, 2, 8"), jnp.float32)

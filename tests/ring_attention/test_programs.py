@@ -1,4 +1,4 @@
-"""The programs that a ring is: what is sent, what is kept, and what is computed once."""
+"""Programs of a ring: collectives, memory, and what is computed once."""
 
 import re
 from collections import Counter
@@ -12,7 +12,7 @@ from ejkernel.checkpoint_policies import save_kernels
 
 from .calls import KEPT, LAYOUTS, local_call, squares
 
-KEEPING = ("cond", "optimization_barrier")  # what they return is an array in memory
+KEEPING = ("cond", "optimization_barrier")  # they return an array in memory
 
 
 def found_collectives(f, x):
@@ -26,13 +26,13 @@ def test_collectives_of_a_ring():
     assert found_collectives(f, x) == {"collective-permute": 4}
     found = found_collectives(squares(f), x)
     assert found.keys() == {"collective-permute"}
-    # XLA may find that the first hop of the backward fetches what the first of the forward was sent.
+    # XLA may find that the backward's first hop receives the same as the forward's first hop.
     assert 10 <= found["collective-permute"] <= 12
 
 
 @pytest.mark.core
 def test_a_window_ends_the_ring():
-    """Of eight shards of 64 tokens a window of 65 keys meets two, and right of it one more from the other side."""
+    """Of eight shards of 64 tokens a window of 65 keys spans two; a window to the right adds one on the other side."""
     f, x = local_call(8, layout="contiguous", strategy="ring", window=(64, 0))
     assert found_collectives(f, x) == {"collective-permute": 2}
     f, x = local_call(8, layout="contiguous", strategy="ring", window=(64, 1))
@@ -89,8 +89,8 @@ def test_hops_in_which_nothing_is_seen_are_not_computed():
     assert [tuple(x.aval.shape[1] for x in e.invars[:2]) for e in calls] == [(64, 64), (32, 64), (64, 32)]
 
 
-def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
-    """Three hops, which the backward computes again only together, where o and lse are not kept."""
+def test_a_checkpointed_ring_runs_its_forward_once_if_its_results_are_saved():
+    """Three hops; the backward recomputes them, all together, only if o and lse are not saved."""
 
     def forwards(policy):
         f, x = local_call(3, layout="contiguous", strategy="ring")
@@ -101,7 +101,7 @@ def test_a_checkpointed_ring_runs_its_forward_once_where_its_results_are_kept():
 
 
 def test_the_output_of_two_devices_is_never_in_float32():
-    """Between the hops it is as its hop has rounded it, and after the last as it is returned."""
+    """Between the hops it has the dtype of the hop's result, and after the last the dtype that is returned."""
     f, x = local_call(2, causal=True, strategy="ring")
     x = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in x.items()}
     passed = [a.aval for e in all_equations(jax.make_jaxpr(f)(x)) if e.primitive.name in KEEPING for a in e.outvars]

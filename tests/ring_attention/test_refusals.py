@@ -1,4 +1,4 @@
-"""What ring_attention refuses, in whose words; and that it is an operation of its name."""
+"""What ring_attention does not support, with whose argument names; it is registered as an operation."""
 
 import jax
 import jax.numpy as jnp

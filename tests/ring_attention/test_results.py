@@ -1,4 +1,4 @@
-"""o, lse and gradients are those of the whole sequence, whatever ring, layout and strategy."""
+"""o, lse and gradients equal those of the whole sequence for every ring size, layout and strategy."""
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,12 @@ ALWAYS = ("ring_striped_segments", "gathered_zigzag_window", "exchanged_zigzag_s
     "of", [pytest.param(of, id=str(of), marks=[] if of.name in ALWAYS else [pytest.mark.slow]) for of in CASES[1:]]
 )
 def test_each_case(of):
-    """The generated tests are of the first one, and at night of these."""
+    """The generated tests take the first case; of the others, those not in ALWAYS are slow tests."""
     check(of)
 
 
 def takes(name, size, layout, strategy):
-    """Whether a strategy takes a call; `test_refusals` asks for the reasons."""
+    """Whether a strategy supports a call; `test_refusals` checks the reasons."""
     if strategy == "ulysses":
         return size <= 2 and name not in ("pairs", "rows")
     return strategy != "all_gather" or layout != "striped" or name == "full"
@@ -83,8 +83,8 @@ def test_one_device_and_eight(size, layout):
         ),
     ],
 )
-def test_dropout_drops_what_it_drops_of_the_whole_sequence(size, layout, strategy):
-    """By way of `ring_order`, to whose order and back everything goes that has a token for each position."""
+def test_dropout_drops_the_same_as_for_the_whole_sequence(size, layout, strategy):
+    """Arrays with a token axis go through `ring_order` and back."""
     of = flash_case(
         "dropout", dict(b=2, s=24, t=24, e=4), dict(dropout_key=Operand("", key)), causal=True, dropout_rate=0.3
     )

@@ -1,4 +1,4 @@
-"""A model of two layers with random weights, and what it writes by whole forward passes without a cache."""
+"""A model of two layers with random weights, and the text that full forward passes without a cache generate."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ LONGEST = 64
 
 @pytest.fixture(scope="session")
 def decoder():
-    """A layer with a window and one without; two query heads for each head of the cache."""
+    """One layer with a window and one without; two query heads for each head of the cache."""
     return Decoder(64, 32, 4, 2, 8, 64, (6, None), softcap=30.0)
 
 
@@ -27,14 +27,14 @@ def weights(decoder):
 
 @pytest.fixture(scope="session")
 def prompts():
-    """Uneven lengths, from one token to more than any bucket of the tests."""
+    """Prompts of various lengths, from one token to more than any bucket of the tests."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, 64, length).tolist() for length in (3, 1, 17, 9, 30, 5, 40)]
 
 
 @pytest.fixture(scope="session")
 def plain(decoder, weights):
-    """(prompt, count, logits of a text) → the likeliest continuation."""
+    """(prompt, count, function from a text to its logits) → the greedy continuation."""
     of_text = jax.jit(lambda tokens: logits_of_text(decoder, weights, tokens))
 
     def continuation(prompt, count, of_text=of_text):
@@ -54,5 +54,5 @@ def expected(plain, prompts):
 
 @pytest.fixture(scope="module")
 def engine(decoder, weights):
-    """An engine with these limits, the same in every test: each has to leave it as it was."""
+    """An engine with these limits, shared by the tests: each must leave it as it was."""
     return cache(lambda **limits: Engine(decoder, weights, Limits(**{**LIMITS, **limits})))

@@ -1,4 +1,4 @@
-"""An engine's limits, and whether it holds no page."""
+"""An engine's limits, and whether all its pages are free."""
 
 LIMITS = dict(pages=64, page_size=8, sequences=4, length=64, buckets=(8, 16))
 

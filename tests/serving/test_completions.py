@@ -1,4 +1,4 @@
-"""The server as clients see it, on the loopback of a machine: whole answers, streams, errors, and those who hang up."""
+"""The server as clients see it, on the loopback interface: answers, streams, errors, and clients that disconnect."""
 
 import http.client
 import json
@@ -17,12 +17,12 @@ from ejkernel.serving.worker import Worker
 completions = pytest.importorskip("ejkernel.serving.completions", reason="starlette is not installed")
 uvicorn = pytest.importorskip("uvicorn", reason="uvicorn is not installed")
 
-SECONDS = 60  # which no test may take
+SECONDS = 60  # timeout, longer than any test takes
 LIMITS = Limits(pages=24, page_size=8, sequences=4, length=64, buckets=(16,))
 
 
 class Server:
-    """A server that runs, and calls of it."""
+    """A running server, and requests to it."""
 
     def __init__(self, port, worker):
         self.port, self.worker = port, worker
@@ -31,7 +31,7 @@ class Server:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
 
     def call(self, method, path, body=None):
-        """(status, JSON, headers) of an answer."""
+        """(status, JSON, headers) of a response."""
         connection = self.connect()
         connection.request(method, path, body if isinstance(body, (bytes, type(None))) else json.dumps(body))
         answer = connection.getresponse()
@@ -89,7 +89,7 @@ def server(engine):
 
 @pytest.fixture(scope="module")
 def text(plain):
-    """The likeliest continuation of a text."""
+    """The greedy continuation of a text."""
     return lambda prompt, count: decode(plain(encode(prompt), count))
 
 
@@ -137,13 +137,13 @@ def test_many_at_once_get_each_their_own_text(server, text):
     assert texts == [text(prompt, 8) for prompt in prompts] and server.pool_is_free()
 
 
-def test_what_is_drawn_can_be_drawn_again(server):
+def test_samples_can_be_reproduced(server):
     draw = lambda seed: server.text(prompt=PROMPT, max_tokens=16, temperature=1.0, top_p=0.9, top_k=40, seed=seed)
     assert draw(1) == draw(1) != draw(2)
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_frees_the_pages(server, text, monkeypatch, stream):
+def test_disconnecting_frees_the_pages(server, text, monkeypatch, stream):
     cancelled, cancel = [], server.worker.engine.cancel
     step = server.worker.engine.step
     monkeypatch.setattr(server.worker.engine, "cancel", lambda request: cancelled.append(request) or cancel(request))
@@ -190,7 +190,7 @@ def test_who_hangs_up_frees_the_pages(server, text, monkeypatch, stream):
         (dict(prompt="0", colour="red"), 400, "there is no option 'colour'"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_status(server, body, status, message):
+def test_errors_have_a_message_and_status(server, body, status, message):
     got, answer, _ = server.call("POST", "/v1/completions", body)
     assert (got, answer["error"]["type"]) == (status, "invalid_request_error") and message in answer["error"]["message"]
 
@@ -201,8 +201,8 @@ def test_other_paths_and_methods_are_errors_in_json(server):
     assert status == 405 and answer["error"]["type"] == "invalid_request_error"
 
 
-def test_a_pool_that_is_full_makes_requests_wait_and_a_queue_that_is_full_refuses_them(engine, text):
-    """Each of these takes 7 of 24 pages: three are computed, and three may be in the engine at once."""
+def test_a_full_pool_makes_requests_wait_and_a_full_queue_rejects_them(engine, text):
+    """Each takes 7 of 24 pages: three run at once, and three may be in the engine at once."""
     with serving(Worker(engine, most=5)) as server, ThreadPoolExecutor(5) as clients:
         held = threading.Event()
         server.worker._commands.put(lambda: held.wait(SECONDS))
@@ -235,7 +235,7 @@ def test_a_server_that_ends_ends_its_requests(engine):
             pass
 
 
-def test_an_engine_that_breaks_tells_everyone(engine):
+def test_a_failing_engine_fails_every_request(engine):
     class Broken(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""However a step is put together, the text is that of whole forward passes, and every page comes back."""
+"""For any composition of steps, the text is that of full forward passes, and every page is freed."""
 
 from dataclasses import replace
 
@@ -62,20 +62,20 @@ def test_pages_of_a_common_prefix_are_computed_once_and_shared(engine, plain):
     assert [r.tokens[len(r.prompt) :] for r in requests] == [plain(prompt, 6) for prompt in prompts]
     assert all_is_free(e)
 
-    again = e.submit(prompts[2], Sampling(max_tokens=6))  # its pages are free, and still known
+    again = e.submit(prompts[2], Sampling(max_tokens=6))  # its pages are free, but their contents still known
     e.step()
     assert again.computed == len(prompts[2]) and again.shared == 4
     assert e._issued[-1].chunks[0].start == 32
     assert [event.tokens for event in e.run()] == [[token] for token in plain(prompts[2], 6)]
 
 
-def test_a_whole_prompt_that_is_known_leaves_its_last_token_to_be_computed(engine, plain):
+def test_of_a_fully_cached_prompt_the_last_token_is_computed(engine, plain):
     e, prompt = engine(), list(range(16))
     assert e.generate([prompt, prompt, prompt], Sampling(max_tokens=3)) == [plain(prompt, 3)] * 3
 
 
 def test_drafts_that_are_right_save_steps(engine, plain):
-    """A text that repeats itself; what is accepted is what would have been written anyway."""
+    """A text that repeats itself; accepted tokens are those that would have been generated anyway."""
     prompt = [5, 9, 33, 7] * 4
     alone, drafting = engine(sequences=1, buckets=(64,)), engine(drafts=3)
     steps = []
@@ -90,7 +90,7 @@ def test_drafts_that_are_right_save_steps(engine, plain):
 
 @pytest.fixture(scope="module")
 def unwindowed(decoder):
-    """A decoder that sees all before it, its weights, and (prompt, count) → what it writes without a cache."""
+    """A decoder without windows, its weights, and (prompt, count) → its continuation without a cache."""
     whole = replace(decoder, windows=(None, None))
     weights = random_weights(whole, jax.random.key(3))
     of_text = jax.jit(lambda tokens: logits_of_text(whole, weights, tokens))
@@ -113,7 +113,7 @@ def unwindowed(decoder):
 def test_text_of_draft_trees_is_that_without_a_cache(unwindowed, prompts, limits, monkeypatch):
     """Trees in which the right tokens are on the first path, on another, or on both alternately."""
     (decoder, weights, plain), rng, count, prompts = unwindowed, np.random.default_rng(0), 20, prompts[:5]
-    if "cache_dtype" in limits:  # whose text is its own
+    if "cache_dtype" in limits:  # with its own continuation
         alone = Engine(decoder, weights, Limits(**{**LIMITS, **limits}))
         wanted = alone.generate(prompts, Sampling(max_tokens=count))
     else:
@@ -165,7 +165,7 @@ def test_a_text_ends_after_an_end_token(engine, prompts, expected):
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_cancelled_requests_give_back_their_pages_and_leave_others_alone(engine, prompts, expected, drafts):
+def test_cancelled_requests_free_their_pages_and_leave_others_alone(engine, prompts, expected, drafts):
     e = engine(drafts=drafts)
     requests = [e.submit(prompt, Sampling(max_tokens=12)) for prompt in prompts]
     e.cancel(requests[5])  # waits
@@ -217,7 +217,7 @@ def test_limits_that_cannot_be_are_refused(engine, limits, message):
 HOT = dict(max_tokens=12, temperature=0.9, top_k=20, top_p=0.95)
 
 
-def test_what_is_drawn_depends_on_the_seed_and_not_on_the_company(engine, prompts):
+def test_samples_depend_on_the_seed_and_not_on_other_requests(engine, prompts):
     alone = [
         engine(sequences=1, buckets=(64,)).generate([p], Sampling(**HOT, seed=i))[0] for i, p in enumerate(prompts[:3])
     ]
@@ -242,7 +242,7 @@ def test_the_pool_is_written_in_place(engine, prompts):
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
 def test_a_quantised_cache_holds_rounded_keys_and_values(decoder, weights, engine, plain, prompts, dtype):
-    """The text is that of whole passes whose keys and values are rounded likewise."""
+    """The text is that of full passes whose keys and values are rounded likewise."""
 
     def rounded(x):
         if dtype != "int8":

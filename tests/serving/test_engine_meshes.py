@@ -1,4 +1,4 @@
-"""An engine over two devices writes what one of one device writes."""
+"""An engine over two devices generates the same text as on one."""
 
 import jax
 import pytest
@@ -24,7 +24,7 @@ def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prom
     step, _ = split._tables.step([], 16, 4)
     with jax.set_mesh(mesh):
         hlo = split._forward.lower(False, split.weights, split._caches, split._last, step).compile().as_text()
-    # The embedding, and the attention and MLP of each of two layers, are summed; the logits are gathered.
+    # All-reduces: the embedding, and the attention and MLP of each of two layers; the logits are gathered.
     assert (hlo.count(" all-reduce("), hlo.count(" all-gather(")) == (5, 1)
 
 

@@ -1,4 +1,4 @@
-"""The pool: a page is free or used, what is shared has the right contents, and what is known is evicted last."""
+"""The pool: a page is free or used, shared pages have the right contents, and known pages are evicted last."""
 
 import random
 from itertools import accumulate
@@ -18,7 +18,7 @@ def consistent(pool, owners):
     assert pool._pages == {key: page for page, key in pool._keys.items()}
 
 
-def test_keys_tell_the_tokens_and_what_stands_before_them():
+def test_keys_depend_on_the_tokens_and_their_prefix():
     a, b = keys_of((1, 2), (3, 4))
     assert keys_of((1, 2), (3, 4)) == [a, b] and keys_of((3, 4))[0] != b and keys_of((1, 2), (3, 5))[1] != b
 
@@ -49,7 +49,7 @@ def test_a_long_run_of_allocations_shares_and_releases_keeps_every_count():
     assert pool.used == 0
 
 
-def test_pages_of_known_contents_are_the_last_to_be_given_away_and_of_these_the_end_of_a_text_first():
+def test_known_pages_are_evicted_last_and_from_the_end_of_a_text():
     pool, keys = PagePool(4), keys_of((1,), (2,))
     known, unknown = pool.allocate(2), pool.allocate(2)
     for page, key in zip(known, keys, strict=True):
@@ -61,7 +61,7 @@ def test_pages_of_known_contents_are_the_last_to_be_given_away_and_of_these_the_
     assert pool.allocate(1) is None
 
 
-def test_what_followed_the_longest_run_last_is_proposed():
+def test_the_last_continuation_of_the_longest_match_is_proposed():
     lookup = Lookup()
     proposed = lambda *x: lookup.propose(*x).tokens
     assert proposed([1, 2, 3], 4) == []
@@ -71,7 +71,7 @@ def test_what_followed_the_longest_run_last_is_proposed():
     assert Lookup().propose([7], 3).tokens == []
 
 
-def test_what_followed_in_several_places_is_a_tree():
+def test_continuations_of_several_places_make_a_tree():
     text = [1, 2, 3, 9, 7, 1, 2, 4, 8, 8, 1, 2]
     tree = Lookup().propose(text, 4, 2)
     assert tree == ([4, 8, 3, 9], [-1, 0, -1, 2]) and not tree.is_chain

@@ -1,4 +1,4 @@
-"""What is drawn: from the tokens that top_k and top_p leave, at the frequencies of the softmax, by a seed."""
+"""Sampling from the tokens that top_k and top_p leave, at the frequencies of the softmax, by a seed."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ LOGITS = np.log(np.array([0.1, 0.4, 0.02, 0.3, 0.18], np.float32))
 
 
 def drawn(count=4000, **options):
-    """The share of each token among so many drawn at different positions."""
+    """The share of each token among that many samples at different positions."""
     rows = (jnp.full(count, x) for x in Sampling(**options).of_arrays)
     temperature, top_k, top_p, seed = rows
     arrays = SamplingArrays(temperature.astype(jnp.float32), top_k, top_p.astype(jnp.float32), seed.astype(jnp.uint32))
@@ -36,7 +36,7 @@ def drawn(count=4000, **options):
         (dict(temperature=1.0, top_k=3, top_p=0.7), [0, 4 / 7, 0, 3 / 7, 0]),  # 0.7 of the 0.88 that top_k leaves
     ],
 )
-def test_tokens_come_at_the_frequencies_of_what_is_left(options, shares):
+def test_tokens_are_sampled_at_the_remaining_frequencies(options, shares):
     assert np.abs(drawn(**options) - shares).max() < 0.03
 
 
@@ -46,7 +46,7 @@ def test_the_same_seed_draws_the_same():
 
 
 def test_a_request_draws_the_same_beside_more_demanding_ones():
-    """A step takes the kind of the most demanding of its requests: it changes nothing for the others."""
+    """A step uses the sampling kind of the most demanding of its requests: the others' samples do not change."""
     rows = [Sampling(), Sampling(temperature=1.0, seed=1), Sampling(temperature=1.0, seed=2, top_k=2, top_p=0.9)]
     arrays = SamplingArrays(*map(jnp.array, zip(*(row.of_arrays for row in rows), strict=True)))
     of = lambda kind: np.stack([sample(jnp.tile(LOGITS, (3, 1)), jnp.full(3, i), arrays, kind) for i in range(40)])
@@ -66,6 +66,6 @@ def test_a_request_draws_the_same_beside_more_demanding_ones():
         (dict(seed=2**32), "seed is 4294967296"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(options, message):
+def test_invalid_sampling_parameters_are_errors(options, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**options)

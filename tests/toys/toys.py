@@ -58,7 +58,7 @@ wave = Trio(
 
 @dataclass(frozen=True, repr=False)
 class WaveConfig(OperationConfig):
-    """How many batch elements are computed in a turn of the loop."""
+    """The number of batch elements per iteration of the loop."""
 
     unroll: int = 1
 
@@ -93,7 +93,7 @@ def _float32(x):
 def wave_arguments(
     x: Float[Array, "batch length features"], w: Float[Array, "batch features"], *, rate: float = 1.0
 ) -> Prepared[Float[Array, "batch length features"]]:
-    """A wave of each feature, o = sin(rate · x) · w, as high as w says."""
+    """A wave of each feature, o = sin(rate · x) · w, with amplitude w."""
     x, w = array("toy_wave", "x", x), array("toy_wave", "w", w)
     require_rank("toy_wave", 3, "batch, length, features", x=x)
     require_rank("toy_wave", 2, "batch, features", w=w)
@@ -126,7 +126,7 @@ class LookupOutputs(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class NoOptions(ShortRepr):
-    """Nothing is computed in another way."""
+    """No choice."""
 
 
 lookup = ForwardOnly(
@@ -147,7 +147,7 @@ def lookup_forward(x, at, *, spec=NoOptions(), config=KernelConfig()):
 def lookup_arguments(
     x: Float[Array, "batch length features"], at: Integer[Array, "batch places"]
 ) -> Prepared[Float[Array, "batch places features"]]:
-    """The tokens at some places: o = x[at]."""
+    """The tokens at given indices: o = x[at]."""
     x, at = array("toy_lookup", "x", x), array("toy_lookup", "at", at)
     require_rank("toy_lookup", 3, "batch, length, features", x=x)
     require_dtype("toy_lookup", np.floating, "a float type", x=x)
@@ -202,7 +202,7 @@ def append_forward(cache, x, at, *, spec=NoOptions(), config=KernelConfig()):
 def append_arguments(
     cache: Float[Array, "batch places features"], x: Float[Array, "batch features"], at: Integer[Array, " batch"]
 ) -> Prepared[tuple[Float[Array, "batch features"], Float[Array, "batch places features"]]]:
-    """A token into each cache: the sum of all tokens that are then there, and the cache."""
+    """Appends a token to each cache; returns the sum of all its tokens, and the cache."""
     cache, x, at = (array("toy_append", name, a) for name, a in (("cache", cache), ("x", x), ("at", at)))
     require_rank("toy_append", 3, "batch, places, features", cache=cache)
     require_dtype("toy_append", np.floating, "a float type", cache=cache, x=x)
@@ -249,7 +249,7 @@ for operation in (ToyWave, ToyLookup, ToyAppend):
 def toy_beat(
     x: Float[Array, "batch length features"], w: Float[Array, "batch features"], *, rate: float = 1.0
 ) -> Float[Array, "batch length features"]:
-    """Two waves of each feature, of which one is slower: o = sin(x) · w + sin(rate · x) · w."""
+    """Two waves of each feature with different rates: o = sin(x) · w + sin(rate · x) · w."""
     return ejkernel.lax.toy_wave(x, w) + ejkernel.lax.toy_wave(x, w, rate=rate)
 
 

@@ -1,4 +1,4 @@
-"""Here nothing may be promoted silently."""
+"""No implicit promotion in this folder."""
 
 import pytest
 

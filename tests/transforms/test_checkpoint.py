@@ -1,4 +1,4 @@
-"""Under `jax.checkpoint` a forward kernel runs twice, and once where a policy keeps its results."""
+"""Under `jax.checkpoint` a forward kernel runs twice, or once if a policy saves its results."""
 
 import jax
 import jax.numpy as jnp
@@ -8,15 +8,15 @@ from programs import equations, scopes
 
 from ejkernel import checkpoint_policies
 
-# Their backward in XLA computes again all that the kernels of other platforms take from the forward.
+# Their backward in XLA recomputes what kernels of other platforms take from the forward.
 TAKES_NOTHING_IN_XLA = ("native_sparse_attention",)
 
 
 def check_count(case, f, times, *args):
-    """The forward kernel stands that often in the jaxpr, and in the compiled program: XLA merged and dropped none.
+    """The forward kernel occurs that often in the jaxpr and in the compiled program: XLA merged and dropped none.
 
-    Where the backward takes nothing of the forward, that is never run again; where it does not in XLA alone, the second
-    one stands in the jaxpr and not in the program.
+    Where the backward uses no result of the forward, the forward is never recomputed; where only XLA's does not, the
+    second forward is in the jaxpr but not in the compiled program.
     """
     times = times if case.algorithm.residuals else 1
     traced = jax.jit(f).trace(*args)
@@ -44,7 +44,7 @@ def test_checkpoint(case, policy, times):
     "kept", ("names", *(pytest.param(x, marks=pytest.mark.slow) for x in ("nothing", "kernels", "operation")))
 )
 def test_checkpoint_under_scan(case, kept):
-    """Layers under `jax.lax.scan`, each of them checkpointed."""
+    """Checkpointed layers under `jax.lax.scan`."""
     names = [f"{case.operation}_{result}" for result in case.algorithm.outputs._fields]
     policy, times = {
         "nothing": (None, 2),
@@ -61,8 +61,8 @@ def test_checkpoint_under_scan(case, kept):
 
 @each([case for case in first_of_each(DIFFERENTIABLE) if case.is_composed], first=())
 @pytest.mark.parametrize("policy", (None, checkpoint_policies.save_kernels), ids=("none", "kernels"))
-def test_checkpoint_of_what_is_composed(case, policy):
-    """How often the kernels of its parts run is of each operation; the numbers stay."""
+def test_checkpoint_of_composed_operations(case, policy):
+    """How often the kernels of its parts run depends on the operation; the numbers do not change."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     layer = jax.checkpoint(case.call, policy=policy)
@@ -76,7 +76,7 @@ def test_a_policy_for_an_operation_that_does_not_exist():
 
 
 def pullback_of_layers(f, wrt, keep=lambda layer: layer):
-    """The pullback of a sum of three layers, f of the arrays times a factor, under `jax.lax.scan`."""
+    """The pullback of a sum of three layers, each f of the arrays times a factor, under `jax.lax.scan`."""
 
     def layers(arrays):
         def layer(total, factor):

@@ -1,4 +1,4 @@
-"""A config changes how a result is computed, never what it is."""
+"""A config changes how a result is computed, not its value."""
 
 from dataclasses import fields
 
@@ -19,7 +19,7 @@ def test_blocks(case):
 @each(with_primitives(CASES), first=(), rest=(pytest.mark.slow,))
 @pytest.mark.parametrize("blocks", ((8, 3), pytest.param((1, 128), marks=pytest.mark.slow)), ids=str)
 def test_odd_blocks(case, blocks):
-    """Blocks that do not divide the axes, and that are larger than them."""
+    """Blocks that do not divide the axes, or exceed them."""
     check(case, blocks)
 
 
@@ -44,7 +44,7 @@ def check(case, blocks):
 
 @each(first_of_each(with_primitives(CASES)))
 def test_a_config_for_the_target_names_the_implementation(case):
-    """As when it was measured to be faster than one of higher priority."""
+    """As if measured to be faster than an implementation of higher priority."""
     config = config_class(case)(platform="xla", backend="gpu")
     traced = jax.jit(lambda arrays: case.call(arrays, config=config)).trace(case.arrays())
     (label,) = find_labels_in_lowered(traced.lower(lowering_platforms=("cuda",)))

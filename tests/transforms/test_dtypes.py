@@ -1,7 +1,7 @@
-"""In every dtype an operation errs at most twice as much as its formula in that dtype, and its gradient three times.
+"""In every dtype, results have at most twice the error of the formula in that dtype, gradients three times.
 
-Both are measured against float64 on the same inputs, by the norm of all errors of a result. No result can be nearer
-than the exact one rounded, which so is the least that the formula is taken to err.
+Both are errors against float64 on the same inputs, by the norm over a result. No result can be closer than the exact
+one rounded, so the error of rounding is the least that the formula is taken to have.
 """
 
 import jax
@@ -27,7 +27,7 @@ def check(case, dtype, transform, factor):
 
 
 def distance(x, exact):
-    """The norm of x − exact where that is finite; elsewhere they must be equal."""
+    """The norm of x − exact over finite values; the others must be equal."""
     x, finite = np.asarray(x, np.float64), np.isfinite(exact)
     np.testing.assert_array_equal(x[~finite], exact[~finite])
     return np.linalg.norm(x[finite] - exact[finite])

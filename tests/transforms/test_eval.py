@@ -1,4 +1,4 @@
-"""Results are those of the formula."""
+"""Results equal those of the formula."""
 
 from cases import CASES, FAMILIES, assert_close, each_case, oracle
 
@@ -7,7 +7,7 @@ from ejkernel.modules._operation import OPERATIONS
 
 
 def test_every_operation_has_cases():
-    """Of those that are composed of others some: the others take no arrays, or are called over a mesh."""
+    """At least some composed operations have; the others take no arrays, or are called over a mesh."""
     tested = {case.operation for case in CASES}
     assert OPERATIONS.keys() <= tested <= OPERATIONS.keys() | COMPOSED.keys()
     assert tested == {case.operation for case in FAMILIES}

@@ -1,4 +1,4 @@
-"""`jax.export` carries an operation and its gradient to other processes and platforms in one artifact."""
+"""`jax.export` transfers an operation and its gradient to other processes and platforms in one artifact."""
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import ejkernel
 
 PLATFORMS = ("cpu", "cuda", "tpu")
-# JAX guarantees no compatibility of Triton's calls over versions, and wants to be told that one does without.
+# JAX guarantees no compatibility of Triton calls across versions, and needs a flag that says one accepts this.
 UNGUARDED = [DisabledSafetyCheck.custom_call("triton_kernel_call_ffi")]
 
 
 def sent(case, f, *args, vjp_order=0):
-    """f exported for all platforms, as another process would read it: in one artifact, or each over a mesh in its own.
+    """f exported for all platforms and read back: in one artifact, or over a mesh in one for each platform.
 
     Over a mesh devices may take different branches, which cannot be compiled for several platforms at once.
     """
@@ -55,7 +55,7 @@ def test_export_of_the_gradient(case):
 
 
 @each_by_kind(first_of_each(DIFFERENTIABLE))
-def test_gradient_of_what_was_exported(case):
+def test_gradient_of_an_exported_function(case):
     arrays = case.placed(case.arrays())
     cotangents = case.cotangents(arrays)
     found = gradient(sent(case, case.call, arrays, vjp_order=1), case.differentiable)(arrays, cotangents)
@@ -64,7 +64,7 @@ def test_gradient_of_what_was_exported(case):
 
 @each_by_kind(first_of_each(CASES))
 def test_export_from_a_mesh(case):
-    """The artifact is for as many devices, and each computes its part."""
+    """The artifact has the number of devices, each of which computes its shard."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     case = case.on(mesh)
     specs = case.specs({letter: "x" if letter == "b" else "y" for letter in case.split})
@@ -78,7 +78,7 @@ def test_export_from_a_mesh(case):
 
 
 def types(case):
-    """The types of the arrays of a case, where batch and lengths are symbolic; the first operand is [b, tokens, …]."""
+    """The types of a case's arrays with symbolic batch and lengths; the first operand is [b, tokens, …]."""
     lengths = {*"bst"}
     if not case.is_composed:
         _, tokens, *_ = next(iter(case.algorithm.forward.table.values()))
@@ -101,7 +101,7 @@ def test_export_for_every_size(case):
 
 
 @each(first_of_each([case for case in DIFFERENTIABLE if not case.over]), first=())
-def test_gradient_of_what_was_exported_for_every_size(case):
+def test_gradient_of_an_exported_function_for_every_size(case):
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     found = gradient(sent(case, case.call, types(case), vjp_order=1), case.differentiable)(arrays, cotangents)
@@ -110,7 +110,7 @@ def test_gradient_of_what_was_exported_for_every_size(case):
 
 @pytest.mark.parametrize("kind", ("explicit", "shard_map", "auto"))
 def test_symbolic_sizes_over_a_mesh_are_refused(kind):
-    """JAX crashes when it loads such an artifact, or has an error of MLIR for it."""
+    """When it loads such an artifact, JAX crashes or raises an MLIR error."""
     axis = AxisType.Auto if kind == "auto" else AxisType.Explicit
     mesh, split = jax.make_mesh((4,), ("x",), axis_types=(axis,)), PartitionSpec("x")
     f = lambda q: ejkernel.lax.flash_attention(q, q, q, causal=True)

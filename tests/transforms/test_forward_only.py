@@ -1,4 +1,4 @@
-"""Operations without a derivative say so and what to do instead; what they write in place is written in place."""
+"""Errors of operations without a derivative suggest an alternative; in-place results are written in place."""
 
 import re
 from functools import partial
@@ -21,7 +21,7 @@ def floats(arrays):
 
 @each_forward_only
 def test_derivatives_are_refused(case):
-    """In each operand, whichever transform asks."""
+    """In each operand, by any transform."""
     arrays = case.arrays()
     wanted = rf"{case.operation} has no derivative; {case.algorithm.instead}"
     for name, x in floats(arrays).items():
@@ -32,7 +32,7 @@ def test_derivatives_are_refused(case):
 
 
 @each_forward_only
-def test_what_does_not_move_is_no_derivative(case):
+def test_constant_operands_need_no_derivative(case):
     """A loss may use the operation's results as constants."""
     arrays = case.arrays()
     results = case.call(arrays)
@@ -41,7 +41,7 @@ def test_what_does_not_move_is_no_derivative(case):
 
 
 def donated(case, arrays):
-    """The compiled call with every operand donated that a result is written into, these, and the others."""
+    """The compiled call with every operand donated that a result overwrites, these operands, and the others."""
     pools = {name: arrays[name] for name in case.algorithm.in_place.values()}
     rest = {name: x for name, x in arrays.items() if name not in pools}
     call = jax.jit(lambda pools, rest: case.call({**rest, **pools}), donate_argnums=0)
@@ -50,7 +50,7 @@ def donated(case, arrays):
 
 @each(IN_PLACE)
 def test_a_donated_operand_is_not_copied(case):
-    """The result has its buffer, by the program's own account, and no instruction of the program copies it."""
+    """The result has its buffer, by the program's memory analysis, and no instruction copies it."""
     compiled, pools, _ = donated(case, case.arrays())
     hlo = compiled.as_text()
     aliases = re.search(r"input_output_alias=\{(.*?) \}", hlo)
@@ -74,7 +74,7 @@ def test_without_donation_the_operand_stays(case):
 @each(IN_PLACE)
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 def test_donation_over_a_mesh(case, types):
-    """Each device keeps its part of the buffer."""
+    """Each device keeps its shard of the buffer."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(types,) * 2)
     specs = case.specs(rest(case))
     arrays = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in case.arrays().items()}

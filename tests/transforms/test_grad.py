@@ -1,4 +1,4 @@
-"""Gradients are those of the formula, the transpose of the tangents, and cost one forward and one backward kernel."""
+"""Gradients equal those of the formula and the transposed tangents, and cost one forward and one backward kernel."""
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ def test_grad(case):
 
 @each(DIFFERENTIABLE, first=(), rest=(pytest.mark.slow,))
 def test_grad_of_each_result(case):
-    """The cotangent of one result alone: the others' are symbolic zeros."""
+    """The cotangent of a single result: those of the others are symbolic zeros."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     for i, cotangent in enumerate(cotangents):
@@ -50,7 +50,7 @@ def test_duality(case):
 
 @each([case for case in with_primitives(DIFFERENTIABLE) if case.algorithm.linear], first=(), rest=(pytest.mark.slow,))
 def test_linear_transpose(case):
-    """Where an operation is linear, as attention in v, its transpose is had without a derivative."""
+    """An operation is transposed without a derivative in operands in which it is linear, as attention in v."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     for group in case.algorithm.linear:
@@ -62,7 +62,7 @@ def test_linear_transpose(case):
 
 @each(with_primitives(DIFFERENTIABLE))
 def test_one_forward_and_one_backward_kernel(case):
-    """Gradients that nobody asked for are not computed, and no tangent kernel is left."""
+    """Gradients that are not used are not computed, and no tangent kernel remains."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     for wrt in (case.differentiable, *((name,) for name in case.differentiable)):
@@ -73,8 +73,8 @@ def test_one_forward_and_one_backward_kernel(case):
 
 
 @each(with_primitives(DIFFERENTIABLE))
-def test_no_kernel_for_what_does_not_move(case):
-    """Neither a tangent nor a backward kernel where no differentiable operand depends on the input."""
+def test_no_kernel_for_constant_operands(case):
+    """No tangent or backward kernel where no differentiable operand depends on the input."""
     arrays = case.arrays()
     pushed = jax.make_jaxpr(lambda t: jax.jvp(lambda _: case.call(arrays), (t,), (t,)))(1.0)
     assert [e.primitive.name for e in equations(pushed, case.operation)] == [case.operation]

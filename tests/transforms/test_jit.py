@@ -1,4 +1,4 @@
-"""Under `jax.jit` an operation gives the bits that it gives outside, and is traced once."""
+"""Under `jax.jit` an operation gives the same bits as outside, and is traced once."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def test_jit(case):
 
 @each_by_kind(CASES, first_over=())
 def test_shapes_without_arrays(case):
-    """`jax.eval_shape` tells the types of the results, which are those of the arrays."""
+    """`jax.eval_shape` gives the types of the results that arrays have."""
     arrays = case.arrays()
     told, given = ([(x.shape, x.dtype) for x in f(arrays)] for f in (partial(jax.eval_shape, case.call), case.call))
     assert told == given

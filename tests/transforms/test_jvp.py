@@ -1,6 +1,6 @@
-"""Tangents are those of the formula, along each operand and along all of them.
+"""Tangents equal those of the formula, along each operand and along all of them.
 
-Options that bring no operand have their tangents at night, and always in second derivatives of the first case.
+Tangents of options without an operand are slow tests, except in second derivatives of the first case.
 """
 
 import jax
@@ -28,7 +28,7 @@ def check(case, directions):
 
 @each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_linearize(case):
-    """The tangent map may be kept and called later, as often as one likes."""
+    """The tangent map can be kept and called repeatedly."""
     arrays, wrt = case.arrays(), case.differentiable
     moving = {name: arrays[name] for name in wrt}
     results, pushed = jax.linearize(lambda moving: case.call({**arrays, **moving}), moving)

@@ -1,4 +1,4 @@
-"""Which kernel runs with which config can be read in the jaxpr, in the lowered program and in the optimised HLO."""
+"""The jaxpr, the lowered program and the optimised HLO show which kernel runs with which config."""
 
 import jax
 import pytest
@@ -28,7 +28,7 @@ def traced(case, transform):
 @each_by_kind(first_of_each(with_primitives(DIFFERENTIABLE)))
 @pytest.mark.parametrize("transform, suffix", [(pullback, "_bwd"), (tangent, "_jvp")], ids=("grad", "jvp"))
 def test_labels(case, transform, suffix, monkeypatch):
-    """One label for each kernel, with the config that its equation has."""
+    """One label for each kernel, with the config of its equation."""
     monkeypatch.setenv("EJKERNEL_OPS_STAMP", "json")
     program = traced(case, transform)
     kernels = equations(program.jaxpr, case.operation)
@@ -45,8 +45,8 @@ def test_labels(case, transform, suffix, monkeypatch):
 
 @each_by_kind(first_of_each(CASES))
 @pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
-def test_the_label_names_what_was_explained(case, platform):
-    """On whatever platform a program is lowered for, devices of which need not be here. A composed one has parts."""
+def test_the_label_agrees_with_explain(case, platform):
+    """For any platform a program is lowered for, present or not. Composed operations have parts."""
     told = explained(case, platform)
     parts = told.parts if case.is_composed else (told,)
     labels = find_labels_in_lowered(traced(case, pullback).lower(lowering_platforms=(platform,)))
@@ -59,7 +59,7 @@ def test_the_label_names_what_was_explained(case, platform):
 
 
 def explained(case, platform):
-    """What is told of the call where it is, which may be over a mesh."""
+    """What `explain` says of the call, which may be over a mesh."""
     explain = lambda arrays: ejkernel.explain(case.operation, target=platform, **arrays, **case.options)
     if not case.over:
         return explain(case.arrays())

@@ -1,4 +1,4 @@
-"""Whatever a program does with meshes, the numbers stay: arrays of no mesh, parts of unequal size, several meshes."""
+"""Numbers do not depend on meshes: arrays without a mesh, shards of unequal size, several meshes."""
 
 from functools import partial
 
@@ -47,7 +47,7 @@ each_operation_and_transform = each_call(first_of_each(OURS), {"eval": None, "gr
 @each_transform_of_each
 @each_type
 def test_arrays_from_before_the_mesh(case, types, transform):
-    """They are whole on every device, which computes all by itself."""
+    """They are replicated, and every device computes the whole."""
     f, args = call_of(case, transform)
     with jax.set_mesh(mesh_of(types)):
         compiled = jax.jit(f, keep_unused=True).lower(*args).compile()
@@ -67,7 +67,7 @@ def test_arrays_from_before_the_mesh_without_jit(case, types):
 
 @each_operation_and_transform
 def test_arrays_from_before_an_explicit_mesh_on_tpu(case, transform):
-    """There no kernel can be partitioned, and none need be."""
+    """There no kernel can be partitioned, and none has to be."""
     f, args = call_of(case, transform)
     with jax.set_mesh(mesh_of()):
         lowered = jax.jit(f, keep_unused=True).trace(*args).lower(lowering_platforms=("tpu",))
@@ -76,7 +76,7 @@ def test_arrays_from_before_an_explicit_mesh_on_tpu(case, transform):
 
 @each_operation_and_transform
 def test_auto_axes_of_a_tpu_are_left_to_xla(case, transform):
-    """The TPU compiler knows no custom partitioning, and an implementation in XLA needs none."""
+    """The TPU compiler has no custom partitioning, and XLA implementations do not need it."""
     f, args = call_of(case, transform, lambda arrays: case.call(arrays, config={"platform": "xla"}))
     args = placed(case, args, both(case), mesh_of(AxisType.Auto))
     lowered = jax.jit(f, keep_unused=True).trace(*args).lower(lowering_platforms=("tpu",))
@@ -87,7 +87,7 @@ def test_auto_axes_of_a_tpu_are_left_to_xla(case, transform):
 
 
 def odd(case):
-    """The case with sizes of which no even number is a factor."""
+    """The case with sizes without even factors."""
     repeat = case.sizes.get("h", 1) // case.sizes.get("g", 1)
     sizes = dict(b=5, g=3, h=3 * repeat, d=7, n=7)
     of_split = {letter: sizes[letter] for letter in case.split if case.sizes.get(letter, 1) > 1}
@@ -96,7 +96,7 @@ def odd(case):
 
 @each_transform_of_each
 def test_auto_parts_of_unequal_size(case, transform):
-    """XLA pads them, and a kernel must not see the padding."""
+    """XLA pads them; a kernel must not see the padding."""
     case, mesh = odd(case), mesh_of(AxisType.Auto, shape=(2, 4))
     for split in (BATCH, rest(case), both(case)):
         place = {name: NamedSharding(mesh, spec) for name, spec in case.specs(split).items()}
@@ -114,7 +114,7 @@ def test_auto_parts_of_unequal_size(case, transform):
 @pytest.mark.parametrize("shape", ((1, 1), (4, 2)), ids=("one device", "eight devices"))
 @pytest.mark.parametrize("check_vma", (True, False), ids=("checked", "unchecked"))
 def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
-    """The operands are on a mesh of three axes, and `shard_map` is over one of two, on the same devices."""
+    """The operands are on a mesh with three axes, and `shard_map` is over one with two, on the same devices."""
     devices = np.array(jax.devices()[: shape[0] * shape[1]])
     outer, inner = (
         Mesh(devices.reshape(shape[0], 1, shape[1]), ("x", "e", "y")),
@@ -137,7 +137,7 @@ def test_shard_map_over_another_mesh(case, transform, shape, check_vma):
 
 @each_by_kind(first_of_each(OURS))
 def test_one_explicit_operand_and_others_of_no_mesh(case):
-    """Each device takes its part of the others in every transform, though no `jit` and no context names devices."""
+    """Each device takes its shard of the others in every transform, though no `jit` and no context names devices."""
     mesh, first = mesh_of(), next(iter(case.operands))
     spec = {"b": "x"} if "b" in case.operands[first].axes.split() else {}
     for transform in TRANSFORMS.values() if case.differentiable else (None,):
@@ -156,7 +156,7 @@ def test_one_explicit_operand_and_others_of_no_mesh(case):
 
 
 def test_dropout_in_a_shard_map_of_ones_own():
-    """Batch and heads count from 0 on each device, which so drop alike, unless the key says which device it is."""
+    """On each device batch and heads count from 0, so all drop the same, unless the key depends on the device."""
     x, key = jnp.ones((4, 8, 1, 8)), jax.random.key(0)
 
     def call(x, key, folded):

@@ -1,7 +1,7 @@
-"""Calls of no batch, no queries or no keys, over a mesh: numbers as on one device, or an error that names the operand.
+"""Calls without batch, queries or keys over a mesh: numbers as on one device, or an error that names the operand.
 
-XLA crashes when it compiles a `jax.shard_map` that takes an array without elements beside one with some (jax 0.10.2 to
-0.12, `lambda x, y: (x, 2 * y)` say): no equation may read the former, so that it is no operand.
+XLA crashes when it compiles a `jax.shard_map` with an array without elements beside others (jax 0.10.2 to 0.12, for
+example `lambda x, y: (x, 2 * y)`): no equation may read the empty array, so that it is no operand.
 """
 
 import re
@@ -21,7 +21,7 @@ FULL = re.compile(r"tensor<(?!0x)(?!(?:\d+x)+0x)")
 
 
 def calls(transforms):
-    """Each operation without a batch, tokens or keys, as far as it takes such a call."""
+    """Each operation without batch, tokens or keys, where it supports that."""
     of = {"eval": None, "grad": gradient}
     return pytest.mark.parametrize(
         ("case", "transform"),
@@ -34,7 +34,7 @@ def calls(transforms):
             )
             for case in called_alone(first_of_each(CASES))
             for letter in ("b", "s", "t")
-            if letter in case.sizes and case.operation != "blocksparse_attention"  # whose blocks are to fit the lengths
+            if letter in case.sizes and case.operation != "blocksparse_attention"  # whose blocks must fit the lengths
             for name in transforms
             if name == "eval" or case.differentiable
         ],
@@ -45,7 +45,7 @@ AT_ONCE = {("state_space_v2", "s"), ("flash_attention", "t"), ("ragged_page_atte
 
 
 def is_refused(case):
-    """Whether the operation takes no such call, and says so."""
+    """Whether the operation rejects such a call with its own error."""
     try:
         jax.eval_shape(case.call, case.arrays())
     except ValueError as error:
@@ -85,7 +85,7 @@ def test_in_a_shard_map_beside_an_explicit_axis(case, transform):
 
 @calls(("eval", "grad"))
 def test_vmap(case, transform):
-    """A mapped axis joins one of no size, and operands of size 1 there that stand for all."""
+    """A mapped axis is merged with an empty axis, also for operands of size 1 there that are broadcast."""
     if is_refused(case):
         return
     f, args = call_of(case, transform)

@@ -1,7 +1,7 @@
-"""Second derivatives over a mesh, in every order of forward and reverse, where some of its axes are manual.
+"""Second derivatives over a mesh with some Manual axes, in every order of forward and reverse mode.
 
-`jax.shard_map` over the batch alone leaves the axis that splits the heads Explicit: what a derivative keeps for a
-transpose varies over both. That of operations which are called over a mesh axis is over that one.
+`jax.shard_map` over only the batch leaves the axis that splits the heads Explicit: residuals of a transpose vary over
+both. Operations that are called over a mesh axis are over that one.
 """
 
 import jax
@@ -33,7 +33,7 @@ def reverse_over_forward(f, wrt):
 
 
 def check(case, order, split, mesh, call=None):
-    """The second derivative, against the formula's."""
+    """The second derivative, compared with the formula's."""
     case = case.on(mesh)
     arrays, tangents = case.arrays(), case.tangents()
     args = arrays, case.cotangents(arrays), tangents
@@ -74,14 +74,14 @@ FLASH = next(case for case in DIFFERENTIABLE if case.operation == "flash_attenti
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_in_a_shard_map_that_does_not_check_what_varies(order):
+def test_in_shard_map_without_check_vma(order):
     mesh = mesh_of(shape=(2, 2))
     check(FLASH, order, both(FLASH), mesh, call=over_the_batch(FLASH, mesh, check_vma=False))
 
 
 @pytest.mark.slow
 def test_third_order():
-    """The gradient of the second derivative along one direction, over Explicit axes with and without a manual one."""
+    """The gradient of a directional second derivative, over Explicit axes with and without a Manual one."""
 
     def third(f, wrt):
         def run(arrays, cotangents, tangents):
@@ -98,10 +98,10 @@ def test_third_order():
 
 
 @pytest.mark.slow
-def test_a_gradient_of_what_is_mapped_inside_a_program():
-    """The second derivative of each example, which is mapped in a program of its own before it is differentiated.
+def test_gradient_of_a_vmap_inside_jit():
+    """The second derivative of each example, mapped in its own jitted program before it is differentiated.
 
-    Of examples that are split over a mesh axis of their own, with keys and values that all of them share.
+    Examples are split over their own mesh axis; all share keys and values.
     """
     mesh = jax.make_mesh((2, 2, 2), ("z", "x", "y"), axis_types=(AxisType.Explicit,) * 3)
     arrays = FLASH.arrays()
@@ -162,7 +162,7 @@ def test_a_sequence_over_a_manual_axis_beside_explicit_heads(operation):
 
 @pytest.mark.parametrize("operation", RECURRENCES)
 def test_a_sequence_over_devices_promotes_nothing(operation):
-    """Traced where types are not promoted, as everything in this folder is."""
+    """Traced without implicit promotion, as all tests of this folder."""
     options = dict(RECURRENCES[operation])
     gated = options.pop("gk", False)
     x = dict.fromkeys(

@@ -1,10 +1,10 @@
-"""Whatever two features a call has together, it is lowered for every platform from a host that has none of them.
+"""Calls with any two features are lowered for every platform from a host without accelerators.
 
-The features are those of `tests/cases`. A normal run lowers calls of many features, chosen so that every
-pair of features is in one that the same implementations take as take the pair alone: else a feature that one platform
-leaves to XLA would hide the others from its kernels. The formula of XLA is the same program wherever it takes a call
-whole: of the platforms that leave it one to XLA, one lowers it, another one for the next call. Each pair by itself on
-every platform, CUDA too, where every kernel is compiled by Triton while it is lowered, is a slow test.
+The features are those of `tests/cases`. A normal run lowers calls with many features each, chosen so that every pair
+of features is in a call which is run by the same implementations as the pair alone: otherwise a feature which one
+platform leaves to XLA would hide the others from its kernels. XLA's formula is the same program wherever it runs a
+whole call: of the platforms that leave a call to XLA, one lowers it, for the next call another. Each single pair on
+every platform, CUDA included, where Triton compiles every kernel in lowering, is a slow test.
 """
 
 import functools
@@ -42,7 +42,7 @@ each_operation = pytest.mark.parametrize(
 
 @each_operation
 def test_a_pair_is_refused_by_name(operation):
-    """As packed sequences are where batch_invariant is asked for: no implementation takes them, and each says why."""
+    """For example packed sequences with batch_invariant: no implementation supports them, and each gives a reason."""
     for names in pairs(operation):
         if implementations(operation, names) is None:
             with pytest.raises((UnsupportedError, ValueError), match=f"^{operation}"):
@@ -72,7 +72,7 @@ def test_a_pair_is_lowered(operation, names):
 
 
 def lower(operation, names, platforms):
-    """The forward, with the gradient in all float arrays where there is one."""
+    """Lowers the forward, with the gradient in all float arrays where there is one."""
     case, dtype = call_with(operation, names)
     arrays = case.types(dtype)
     wrt = [name for name, x in arrays.items() if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
@@ -94,7 +94,7 @@ def lower(operation, names, platforms):
 
 @functools.cache
 def implementations(operation, names):
-    """What runs the primitives on each of the platforms, of a composed operation nothing; None where nothing does."""
+    """What runs the primitives on each platform, of composed operations nothing; None if unsupported."""
     case, dtype = call_with(operation, names)
     arrays = case.types(dtype)
     if case.is_composed:
@@ -116,7 +116,7 @@ def implementations(operation, names):
 
 
 def platforms(operation, names, turn):
-    """Those with kernels for the call, and in turn one of those that leave all of it to XLA; of a composed one all."""
+    """The platforms with kernels for the call, and in turn one that leaves all of it to XLA; for composed ones all."""
     if not (taken := dict(implementations(operation, names))):
         return tuple(TARGETS)
     left = [platform for platform, chosen in taken.items() if set(chosen) == {Platform.XLA}]
@@ -124,7 +124,7 @@ def platforms(operation, names, turn):
 
 
 def is_taken(case, arrays):
-    """Whether a composed operation takes a call, or refuses it in its words."""
+    """Whether a composed operation supports a call, or rejects it with its own error."""
     try:
         jax.eval_shape(case.call, arrays)
     except (UnsupportedError, ValueError) as error:
@@ -136,7 +136,7 @@ def is_taken(case, arrays):
 
 @functools.cache
 def covering(operation):
-    """Sets of features that have every pair among them: each is a pair, to which what covers more is added."""
+    """Sets of features that contain every pair: each is a pair, extended by features that cover further pairs."""
     left = [set(names) for names in pairs(operation) if implementations(operation, names) is not None]
     chosen = []
 

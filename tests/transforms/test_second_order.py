@@ -1,4 +1,4 @@
-"""Second derivatives are those of the formula, in every order of forward and reverse."""
+"""Second derivatives equal those of the formula, in every order of forward and reverse mode."""
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +33,9 @@ def test_forward_over_reverse(case):
 
 
 def test_types_that_are_mixed():
-    """A product in bfloat16 with a scale in float32, where users forbid that types are promoted.
+    """A product in bfloat16 with a float32 scale, without implicit promotion.
 
-    The loss is homogeneous, of degree 2 in each operand, so that its gradient changes by 5 times itself along them.
+    The loss is homogeneous, of degree 2 in each operand, so its gradient changes by 5 times itself along them.
     """
     operands = jnp.ones((6, 4), jnp.bfloat16), jnp.ones((2, 4, 3), jnp.bfloat16), jnp.ones((2, 3))
 
@@ -63,14 +63,14 @@ def test_reverse_over_forward(case):
 @pytest.mark.slow
 @each([case for case in DIFFERENTIABLE if case not in first_of_each(DIFFERENTIABLE)], first=())
 def test_reverse_comes_last_or_twice(case):
-    """The orders in which another case of the operation is tested always."""
+    """The orders that another case of the operation always tests."""
     check(case, curvature_by_reverse)
     check(case, reverse_over_forward)
 
 
 @each([case.resized(case.tiny) for case in DIFFERENTIABLE if case.tiny], first=())
 def test_hessian(case):
-    """In whole, as `jax.hessian` maps over every direction at once."""
+    """In full: `jax.hessian` maps over every direction at once."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     found = jax.jit(hessian(case.call, case.differentiable))(arrays, cotangents)

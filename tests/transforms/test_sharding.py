@@ -1,7 +1,7 @@
-"""Over a mesh of eight devices the numbers stay what they are, and nothing is communicated that need not be.
+"""Over a mesh of eight devices the numbers do not change, and no unnecessary collective is run.
 
-A batch and a head are computed on their own, so neither a result nor the gradient of an operand that is split with them
-needs a collective. The gradient of an operand that devices share is summed over them: one all-reduce each.
+Batch elements and heads are computed independently, so neither a result nor the gradient of an operand that is split
+like them needs a collective. The gradient of an operand that devices share takes one all-reduce.
 """
 
 import re
@@ -51,7 +51,7 @@ def test_explicit(case, transform):
 
 @each_program(CASES, rest=(pytest.mark.slow,), second=(pytest.mark.slow,))
 def test_auto(case, transform):
-    """Second derivatives are plain JAX, which XLA may sum in more steps than one; it must not gather anything."""
+    """XLA may sum second derivatives, which are plain JAX, in several steps; it must not gather anything."""
     found, minimum = check(case, transform, both(case), mesh_of(AxisType.Auto)), needed(case, both(case), transform)
     assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
 
@@ -73,7 +73,7 @@ def test_batch_over_two_axes_of_the_mesh(case, types, transform):
 
 @each_call(first_of_each(CASES), {"eval": None, "grad": gradient})
 def test_vmap_over_an_explicit_axis(case, transform):
-    """The mapped axis of an operand, or of all, is split: each device computes its part of the batch by itself."""
+    """The mapped axis of one operand, or of all, is split: each device computes its part of the batch alone."""
     mesh = mesh_of(shape=(2, 4))
     case = case.on(mesh)
     examples = [call_of(case, transform, seed=seed)[1] for seed in range(2)]
@@ -105,12 +105,12 @@ LOCAL = [case for case in CASES if case.local]
 
 @each_program(LOCAL, rest=(pytest.mark.slow,), second=(pytest.mark.slow,))
 def test_shard_map(case, transform):
-    """Each device calls the operation on its part, and `shard_map` sums the gradients of what they share."""
+    """Each device calls the operation on its shards, and `shard_map` sums the gradients of shared operands."""
     check_shard_map(case, transform, check_vma=True)
 
 
 @each_call(first_of_each(LOCAL), {"eval": None, "grad": gradient, "curvature": curvature})
-def test_shard_map_that_does_not_check_what_varies(case, transform):
+def test_shard_map_without_check_vma(case, transform):
     check_shard_map(case, transform, check_vma=False)
 
 
@@ -134,7 +134,7 @@ def check_shard_map(case, transform, check_vma):
 )
 @each_called_alone
 def test_shard_map_over_the_batch(case, transform):
-    """The other axis of the mesh, which splits the heads, stays Explicit inside."""
+    """The other mesh axis, which splits the heads, remains Explicit inside."""
     mesh, specs, results = mesh_of(), case.specs(BATCH), case.result_specs(BATCH)
     call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
     assert check(case, transform, both(case), mesh, call=call) == needed(case, both(case), transform)
@@ -148,9 +148,9 @@ def test_shard_map_over_the_batch(case, transform):
     ],
 )
 def test_second_derivative_in_a_shard_map_over_the_batch(case):
-    """It varies over the manual axis beside the Explicit one.
+    """It varies over the Manual axis beside the Explicit one.
 
-    Forward over reverse: what is kept for a transpose is split over both axes, which JAX does not lower there.
+    Forward over reverse: the residuals of a transpose are split over both axes, which JAX does not lower there.
     """
     mesh, specs, results = mesh_of(), case.specs(BATCH), case.result_specs(BATCH)
     call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
@@ -159,7 +159,7 @@ def test_second_derivative_in_a_shard_map_over_the_batch(case):
 
 @each_called_alone
 def test_shard_map_over_the_batch_beside_an_auto_axis(case, transform):
-    """XLA splits or gathers what the other axis of the mesh splits; the numbers stay."""
+    """XLA splits or gathers over the other mesh axis; the numbers do not change."""
     mesh, specs, results = mesh_of(AxisType.Auto), case.specs(BATCH), case.result_specs(BATCH)
     call = jax.shard_map(case.call, mesh=mesh, in_specs=(specs,), out_specs=results, axis_names={"x"})
     f, args = call_of(case, transform, call)
@@ -170,7 +170,7 @@ def test_shard_map_over_the_batch_beside_an_auto_axis(case, transform):
 
 
 def whole_axes(case):
-    """The letters of axes that must be whole, where two devices could split them."""
+    """The letters of axes that must be whole, and that two devices could split."""
     letters = {axis for x in case.operands.values() for axis in x.axes.split() if axis.isalpha()} - {*case.split_with}
     return sorted(letter for letter in letters.difference(case.split) if case.sizes[letter] % 2 == 0)
 
@@ -182,7 +182,7 @@ def batched(case):
 
 @each_by_kind(with_primitives(CASES), rest=(pytest.mark.slow,))
 def test_explicit_axis_that_must_be_whole(case):
-    """The error says which axis it is, over what it is sharded, and what to do instead."""
+    """The error names the axis, the mesh axes that split it, and an alternative."""
     for letter in whole_axes(case):
         (arrays,) = placed(case, (case.arrays(),), {letter: "y"}, mesh_of())
         with pytest.raises(ValueError) as error:
@@ -194,7 +194,7 @@ def test_explicit_axis_that_must_be_whole(case):
 
 @each_call(first_of_each(CASES), {"eval": None})
 def test_auto_axis_that_must_be_whole(case, transform):
-    """XLA gathers it, as it does for any operation that cannot be split."""
+    """XLA gathers it, as for any operation that cannot be split."""
     mesh = mesh_of(AxisType.Auto)
     case = case.on(mesh)
     for letter in whole_axes(case):
@@ -204,7 +204,7 @@ def test_auto_axis_that_must_be_whole(case, transform):
 
 @each_call(first_of_each(CASES), {"eval": None})
 def test_auto_operands_that_disagree(case, transform):
-    """XLA moves what it must."""
+    """XLA moves what is necessary."""
     mesh = mesh_of(AxisType.Auto, shape=(2, 4))
     case = case.on(mesh)
     (arrays,) = placed(case, (case.arrays(),), BATCH, mesh)
@@ -216,7 +216,7 @@ def test_auto_operands_that_disagree(case, transform):
 
 @each_by_kind([case for case in with_primitives(CASES) if len(batched(case)) > 1])
 def test_operands_that_disagree(case):
-    """The batch of one is split over one axis of the mesh, that of the others over another."""
+    """The batch of one operand is split over one mesh axis, that of the others over another."""
     mesh = mesh_of(shape=(2, 4))
     (arrays,) = placed(case, (case.arrays(),), BATCH, mesh)
     name = batched(case)[0]
@@ -227,7 +227,7 @@ def test_operands_that_disagree(case):
 
 @each_by_kind([case for case in called_alone(first_of_each(CASES)) if case.sizes.get("g", 1) > 1 and "b" in case.sizes])
 def test_axes_that_disagree(case):
-    """The batch of one operand and the heads of another are split over one axis of the mesh."""
+    """The batch of one operand and the heads of another are split over the same mesh axis."""
     mesh = mesh_of()
     (arrays,), (other,) = (placed(case, (case.arrays(),), split, mesh) for split in ({"b": "y"}, {"g": "y"}))
     with pytest.raises(ValueError, match=rf"{case.operation}: axes (b and g|g and b) are both sharded over 'y'; a "):
@@ -236,7 +236,7 @@ def test_axes_that_disagree(case):
 
 @each_by_kind([case for case in called_alone(CASES) if 1 < case.sizes.get("g", 1) < 4], rest=(pytest.mark.slow,))
 def test_fewer_key_value_heads_than_devices(case):
-    """Explicit: an error that gives both numbers. Auto: XLA gathers the heads."""
+    """Explicit: an error with both numbers. Auto: XLA gathers the heads."""
     explicit, automatic = (mesh_of(types, shape=(2, 4)) for types in (AxisType.Explicit, AxisType.Auto))
     (arrays,) = placed(case, (case.arrays(),), {"h": "y"}, explicit)
     number = case.sizes["g"]

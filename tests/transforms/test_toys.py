@@ -1,6 +1,6 @@
-"""A new operation, of whatever kind, has every test of this folder by its registration, and no generic file is edited.
+"""A new operation of any kind gets every test of this folder by registration; generic files do not change.
 
-`tests/toys` stands for another package: its operations are defined there, and the cases of these.
+`tests/toys` stands for another package: it defines the operations and their cases.
 """
 
 import os

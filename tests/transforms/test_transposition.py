@@ -1,4 +1,4 @@
-"""Tangent and backward are each other's transposes: what is made of a gradient can be differentiated again."""
+"""Tangent and backward are transposes of each other: functions of a gradient can be differentiated again."""
 
 import jax
 import pytest
@@ -6,8 +6,8 @@ from cases import DIFFERENTIABLE, assert_close, each, each_by_kind, first_of_eac
 
 
 @each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
-def test_gradient_in_what_made_the_cotangent(case):
-    """Reverse over reverse where the operands stand still: of ½|Jᵀ·(w ∘ u)|² with respect to w."""
+def test_gradient_with_respect_to_the_cotangent(case):
+    """Reverse over reverse with constant operands: ½|Jᵀ·(w ∘ u)|² differentiated with respect to w."""
     arrays = case.arrays()
     cotangents = case.cotangents(arrays)
     found = jax.jit(gradient_of_weights(case.call, case.differentiable))(arrays, cotangents)
@@ -16,7 +16,7 @@ def test_gradient_in_what_made_the_cotangent(case):
 
 @each_by_kind(DIFFERENTIABLE, rest=(pytest.mark.slow,))
 def test_transpose_of_a_gradient_is_the_tangent(case):
-    """The pullback is linear in its cotangents: its transpose is J, as `jax.linear_transpose` has it."""
+    """The pullback is linear in its cotangents; its transpose is J, as by `jax.linear_transpose`."""
     arrays = case.arrays()
     tangents = {name: case.tangents()[name] for name in case.differentiable}
     pull = lambda cotangents: gradient(case.call, case.differentiable)(arrays, cotangents)

@@ -1,4 +1,4 @@
-"""`jax.vmap` is a loop over the mapped axis, whichever operands are mapped and whichever of their axes it is."""
+"""`jax.vmap` equals a loop over the mapped axis, for any mapped operands and any of their axes."""
 
 import functools
 import itertools
@@ -40,7 +40,7 @@ def test_every_operand_has_the_axis_into_which_a_mapped_one_is_folded():
 
 
 def mappings(names):
-    """Every choice of mapped names, at least one; of more than ten names those of up to two, and of all but these."""
+    """Every set of mapped names; with more than ten names, sets of up to two, and the complements of these."""
     count = len(names)
     sizes = range(1, count + 1) if count <= 10 else (1, 2, count - 2, count - 1, count)
     return [some for n in sizes for some in itertools.combinations(names, n)]
@@ -56,17 +56,17 @@ def just_all(names):
 
 
 def stacked(arrays, axis):
-    """`jnp.stack`, of NumPy where that knows the dtype, for which nothing is compiled."""
+    """`jnp.stack`, by NumPy where it has the dtype, which compiles nothing."""
     if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays):
         return jnp.stack(arrays, axis)
     return jnp.asarray(np.stack([np.asarray(x) for x in arrays], axis))
 
 
 def check(f, wanted, examples, mapped, axis, at_once=False):
-    """vmap of f against `wanted` of each example. What is not mapped is as in the first example.
+    """vmap of f against `wanted` of each example; arrays that are not mapped are those of the first example.
 
-    Where several mappings of a call are checked, their operations are compiled once for all of them, one by one; a
-    single mapping is compiled sooner `at_once`.
+    Where several mappings of a call are checked, operations run one by one, compiled once for all; a single mapping
+    compiles faster `at_once`.
     """
     stack = lambda *x: stacked(x, axis)
     batch = {n: jax.tree.map(stack, *(e[n] for e in examples)) if n in mapped else x for n, x in examples[0].items()}
@@ -79,7 +79,7 @@ def check(f, wanted, examples, mapped, axis, at_once=False):
 
 
 def along(derivative):
-    """A derivative as a function of one dict, in which the arrays stand beside the "direction"."""
+    """A derivative as a function of one dict: the arrays, and the "direction"."""
     return lambda x: derivative({name: a for name, a in x.items() if name != "direction"}, x["direction"])
 
 
@@ -90,7 +90,7 @@ def test_vmap(case):
 
 @each([case for case in CASES if case not in IN_FULL and case in with_another_operand(CASES)], first=())
 def test_vmap_of_all(case):
-    """Each operand by itself is mapped in another case of the operation, and here at night."""
+    """Mapping each operand alone is tested by another case of the operation; here it is a slow test."""
     check_mappings(case, just_all, axis=0, at_once=True)
 
 
@@ -136,7 +136,7 @@ def test_vmap_of_jvp(case):
 
 
 def check_derivative(case, transform, examples):
-    """All operands and the direction mapped, and the direction alone; each operand where the case is tested in full."""
+    """All operands and the direction mapped, the direction alone, and each operand if the case is tested in full."""
     f, wanted = along(transform(case.call, case.differentiable)), along(oracle(case, transform))
     names = tuple(examples[0])
     for mapped in each_and_all(names) if case in IN_FULL else [("direction",), names]:
@@ -145,7 +145,7 @@ def check_derivative(case, transform, examples):
 
 @each(CASES, first=(), rest=(pytest.mark.slow,))
 def test_vmap_of_vmap(case):
-    """Two mapped axes: of the same operands, and every second operand along one axis, the others along the other."""
+    """Two mapped axes: of the same operands, or of every second operand along one axis and the rest along the other."""
     names = tuple(case.operands)
     check_nested(case, names, names)
     if case in IN_FULL and len(names) > 1:
@@ -183,13 +183,13 @@ def check_nested(case, inner, outer, counts=(2, 3)):
 
 
 def chooses(case):
-    """Whether the queries choose among the keys: their choice is mapped with them, and keys are read by each."""
+    """Whether queries select keys: then their lists are mapped with them, and every example reads the keys."""
     return "block_indices" in case.algorithm.operands._fields and "block_indices" not in case.operands
 
 
 @each([case for case in with_primitives(DIFFERENTIABLE) if case.algorithm.forward.layout.group and not chooses(case)])
 def test_shared_keys_and_values_are_not_repeated(case):
-    """Under mapped queries, or what else has their heads, the kernel reads what is shared by heads as it is."""
+    """Under mapped queries, or other arrays with their heads, the kernel reads shared keys and values unrepeated."""
     arrays = case.arrays()
     heads, groups = case.algorithm.forward.layout.group
     q = next(name for name in arrays if heads in case.operands[name].axes.split())

@@ -1,4 +1,4 @@
-"""Where JAX is in its 64-bit mode, arrays of 32 bits give what they give elsewhere: no index grows wider."""
+"""In JAX's 64-bit mode, 32-bit arrays give the same results as elsewhere: no index becomes 64 bits wide."""
 
 import jax
 import pytest

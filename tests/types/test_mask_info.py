@@ -1,4 +1,4 @@
-"""MaskInfo: every constructor with everything that is applied to it sees what a formula of (b, i, j) says."""
+"""MaskInfo: every constructor with everything that can be applied to it matches a formula of (b, i, j)."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def of_ids(q, kv):
     return lambda b, h, i, j: q[b, i] == kv[b, j] and q[b, i] >= 0
 
 
-# How it is made: the MaskInfo, its (Q, K), and the formula of who sees whom.
+# The constructors: the MaskInfo, its (Q, K), and the formula of visible pairs.
 MADE = {
     "segments": (lambda: MaskInfo.from_segments(Q_IDS), (S, S), of_ids(Q_IDS, Q_IDS)),
     "cross segments": (lambda: MaskInfo.from_segments(Q_IDS, KV_IDS), (S, K), of_ids(Q_IDS, KV_IDS)),
@@ -46,7 +46,7 @@ MADE = {
     "tokens": (lambda: MaskInfo.dynamic_init(input_ids=jnp.ones((B, S))), (S, S), lambda b, h, i, j: True),
 }
 
-# What is applied: the change, and the formula, of that before (f) and of the place in the whole.
+# What is applied: the change, and its formula from the previous formula f and the place in the whole.
 APPLIED = {
     "nothing": (lambda x: x, lambda f, b, h, i, j: f(b, h, i, j)),
     "causal": (lambda x: x.apply_causal(), lambda f, b, h, i, j: f(b, h, i, j) and j <= i),
@@ -93,7 +93,7 @@ APPLIED = {
 
 
 def table(formula, heads, rows, columns):
-    """The formula of all pairs, where rows and columns [B, n] say which."""
+    """The mask of all pairs by the formula, for given rows and columns [B, n]."""
     return np.array(
         [[[[bool(formula(b, h, i, j)) for j in columns[b]] for i in rows[b]] for h in range(heads)] for b in range(B)]
     )
@@ -146,7 +146,7 @@ def test_the_parts_of_a_step_are_those_of_the_whole(made):
     np.testing.assert_array_equal(found.attention_mask, expected)
 
 
-def test_ids_and_a_band_are_what_kernels_get_and_no_mask_is_made():
+def test_kernels_get_ids_and_a_band_instead_of_a_mask():
     found = MaskInfo.from_segments(Q_IDS).apply_causal().apply_sliding_window((3, 5))
     assert found.visibility.mask is None and found.visibility.band == (-3, 0)
     assert len(jax.tree.leaves(found)) == 2
@@ -171,7 +171,7 @@ def test_positions_begin_with_each_segment():
     assert q.tolist() == [list(range(8))] and kv[0, 2] == 2**31 - 1
 
 
-def test_a_mask_that_is_given_says_all():
+def test_replace_takes_a_mask_and_keeps_the_rest():
     given = jnp.asarray(MASK[:, :1])
     found = MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal().replace(attention_mask=given, kv_segment_ids=None)
     np.testing.assert_array_equal(found.attention_mask, given)
@@ -227,7 +227,7 @@ def test_a_picture():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: MaskInfo().apply_causal(), "of an empty one"),
+        (lambda: MaskInfo().apply_causal(), "of an empty MaskInfo"),
         (lambda: MaskInfo().q_position_ids, "it is empty"),
         (lambda: MaskInfo.dynamic_init(), "is given no mask_info"),
         (lambda: MaskInfo.from_attention_mask(jnp.ones(4)), "has 1 axes"),
@@ -240,7 +240,7 @@ def test_a_picture():
         (lambda: MaskInfo.from_segments(Q_IDS).apply_token_type_ids(Q_IDS, combine="and"), "combine is 'and'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(call, message):
+def test_contradictory_arguments_are_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
     assert MaskInfo().attention_mask is None and MaskInfo().shape == (None, None, None)

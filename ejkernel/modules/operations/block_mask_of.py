@@ -19,7 +19,7 @@ NAME = "block_mask_of"
 def block_mask_of(
     fn: Callable[[Array, Array], Bool[Array, "..."]], S: int, K: int, block_size: tuple[int, int] = (128, 128)
 ) -> Bool[Array, "... q_blocks kv_blocks"]:
-    """The block mask of a pattern of pairs: a block is kept if the pattern has any of its pairs.
+    """The block mask of a mask function: a block is kept if any query in it sees any of its keys.
 
         block_mask[m, n] = any fn(i, j) of i < S with i // block_q = m and j < K with j // block_k = n
 
@@ -40,7 +40,9 @@ def block_mask_of(
         bool [⌈S / block_q⌉, ⌈K / block_k⌉], preceded by the leading axes of fn.
 
     Raises:
-        ValueError, TypeError: lengths or block sizes are not positive numbers, or fn returns something else.
+        ValueError, TypeError: lengths or block sizes are out of range, or the result of fn has a wrong shape or dtype.
+
+    FlexAttention, arXiv 2412.05496.
     """
     block_q, block_k = block_pair(NAME, block_size)
     for name, length in (("S", S), ("K", K)):

@@ -62,7 +62,7 @@ def blocksparse_attention_arguments(
 
     and causal, window, mask, segment ids and cu_seqlens allow it; everything else is as in `flash_attention`:
 
-        s_ij = softmax_scale · q_i·k_j + bias_ij,   then softcap · tanh(s_ij / softcap),   then −∞ where not seen
+        s_ij = softmax_scale · q_i·k_j + bias_ij,   then softcap · tanh(s_ij / softcap),   then −∞ where masked
         lse_i = log(Σ_j exp s_ij + Σ_n exp sinks_n),   o_i = Σ_j exp(s_ij − lse_i) · keep_ij/(1 − dropout_rate) · v_j
 
     Time and memory grow with the number of blocks that are kept; no array has the size of the logits. Differentiable in
@@ -79,20 +79,20 @@ def blocksparse_attention_arguments(
         block_mask: bool [⌈S / block_q⌉, ⌈K / block_k⌉], preceded by an axis of H or 1 heads if masks differ between
             heads, and by one of B or 1 batch elements before that; may be traced. With cu_seqlens its blocks are blocks
             of the packed tokens. If S or K is symbolic, tokens past the last block of the mask are not kept.
-        bias: added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
+        bias: floats added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
         mask: bool, broadcastable to [B, H, S, K]; False hides.
-        q_segment_ids: [B, S] integers, negative for padding; a query attends only where the ids are equal.
+        q_segment_ids: [B, S] integers; query i sees key j only if their ids are equal and not negative.
         kv_segment_ids: [B, K] integers.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
         cu_seqlens_q: [N + 1] integers, may be traced: sequence n is the tokens from entry n to entry n + 1.
         cu_seqlens_k: [N + 1] integers, likewise for keys and values.
-        dropout_key: a `jax.random.key`; a weight is dropped where `flash_attention` drops it with that key.
+        dropout_key: a `jax.random.key`; the dropped weights are those of `flash_attention` with that key.
         block_size: the numbers of queries and of keys in a block, which need not be the tile sizes of a kernel.
         causal: query i sees keys j ≤ i' = i + K − S.
         window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is (w − 1, 0).
-        softcap: bound of the logits, from 2**-60 to what their float type holds.
+        softcap: bound of the logits, from 2**-60 to the largest finite number of their dtype.
         softmax_scale: D**-0.5 by default; a number, or a traced scalar.
-        dropout_rate: share of the weights that is dropped, in [0, 1).
+        dropout_rate: the fraction of the weights that is dropped, in [0, 1).
         max_seqlen_q: static bound of the lengths in cu_seqlens_q.
         max_seqlen_k: static bound of the lengths in cu_seqlens_k.
         return_lse: also return lse.

@@ -72,12 +72,11 @@ def flash_attention_arguments(
         q: queries [B, S, H, D], or [T, H, D] with cu_seqlens.
         k: keys [B, K, G, D], or [T', G, D]; H is a multiple of G, and query head h uses head h // (H // G).
         v: values [B, K, G, V], or [T', G, V]; V may differ from D. q, k and v have one float dtype.
-        bias: added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
+        bias: floats added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
         mask: bool, broadcastable to [B, H, S, K]; False hides.
-        q_segment_ids: [B, S] integers of any type; a query attends only where the ids are equal; negative ids are
-            padding.
+        q_segment_ids: [B, S] integers; query i sees key j only if their ids are equal and not negative.
         kv_segment_ids: [B, K] integers.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value; neither scaled nor capped.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value; not scaled, not capped.
         cu_seqlens_q: [N + 1] integers, may be traced: sequence n is the tokens from entry n to entry n + 1.
         cu_seqlens_k: [N + 1] integers, likewise for keys and values.
         dropout_key: a `jax.random.key` of any implementation, may be traced. The kept set depends on all words of the
@@ -87,18 +86,18 @@ def flash_attention_arguments(
         causal: query i sees keys j ≤ i'.
         window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is the w keys that end
             with the query's own, (w − 1, 0). It may be larger than the lengths.
-        softcap: bound of the logits, from 2**-60 to what their float type holds.
-        softmax_scale: D**-0.5 by default; a number of at most half of what float32 holds, or a traced scalar.
-        dropout_rate: share of the weights that is dropped, in [0, 1).
+        softcap: bound of the logits, from 2**-60 to the largest finite number of their dtype.
+        softmax_scale: D**-0.5 by default; a number of at most half of the largest float32, or a traced scalar.
+        dropout_rate: the fraction of the weights that is dropped, in [0, 1).
         max_seqlen_q: static bound of the lengths in cu_seqlens_q.
         max_seqlen_k: static bound of the lengths in cu_seqlens_k.
         return_lse: also return lse.
         deterministic: only implementations that give the same bits in every run.
         batch_invariant: only implementations that give a row the same bits whatever else is in the batch.
         precision: "e4m3" allows the forward to round q, k, v and the weights to eight bits, with a scale for each tile,
-            on devices that are faster with these; q and k are rounded after a rotation that spreads outliers. For
-            normal random numbers the relative error of o is then 5e-2 (bfloat16: 2e-3). On other devices, and in
-            gradients and tangents, nothing is rounded further.
+            on devices whose matrix products are faster in e4m3; q and k are multiplied by a Hadamard matrix first,
+            which spreads outliers. For normal random numbers the relative error of o is then 5e-2 (bfloat16: 2e-3).
+            Other devices, gradients and tangents compute as without it.
 
     Returns:
         o [B, S, H, V] in q's dtype, with lse [B, H, S] float32 if asked for; packed: [T, H, V] and [H, T]. A query that

@@ -61,23 +61,23 @@ def flash_mla_arguments(
     traced softmax_scale, through o and lse, to any order. `multi_latent_page_attention` decodes over pages of latents.
 
     Args:
-        q: queries [B, S, H, Dn + Dr], each with the features without position first, then the rotary ones.
+        q: queries [B, S, H, Dn + Dr], first the features without rotary embedding, then those with it.
         kv_latent: latents [B, K, R].
-        k_rope: rotary parts of the keys [B, K, Dr], to which rotary embeddings are already applied.
+        k_rope: rotary parts of the keys [B, K, Dr], with rotary embeddings applied, as in q.
         w_kc: the projection [R, H, Dn] of latents to keys.
         w_vc: the projection [R, H, V] of latents to values. All five have one float dtype.
-        bias: added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
+        bias: floats added to the scaled logits; broadcastable to [B, H, S, K] in every axis.
         mask: bool, broadcastable to [B, H, S, K]; False hides.
-        q_segment_ids: [B, S] integers, negative for padding; a query attends only where the ids are equal. They also
+        q_segment_ids: [B, S] integers; query i sees key j only if their ids are equal and not negative. They also
             separate packed sequences, as there are no cu_seqlens.
         kv_segment_ids: [B, K] integers.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        dropout_key: a `jax.random.key`; a weight is dropped where `flash_attention` drops it with that key.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
+        dropout_key: a `jax.random.key`; the dropped weights are those of `flash_attention` with that key.
         causal: query i sees keys j ≤ i'.
         window: (left, right): keys i' − left ≤ j ≤ i' + right, None is unbounded; an int w is (w − 1, 0).
-        softcap: bound of the logits, from 2**-60 to what their float type holds.
+        softcap: bound of the logits, from 2**-60 to the largest finite number of their dtype.
         softmax_scale: (Dn + Dr)**-0.5 by default; a number, or a traced scalar.
-        dropout_rate: share of the weights that is dropped, in [0, 1).
+        dropout_rate: the fraction of the weights that is dropped, in [0, 1).
         return_lse: also return lse.
         deterministic: only implementations that give the same bits in every run.
         batch_invariant: only implementations that give a row the same bits whatever else is in the batch.

@@ -44,7 +44,7 @@ def gated_delta_rule_arguments(
     Float[Array, "batch seq_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
 ]:
-    """The gated delta rule: a recurrence whose state h [K, V] is corrected at a key, not only added to; in chunks.
+    """The gated delta rule: a recurrence over a state h [K, V], whose value at a key is replaced; computed in chunks.
 
         u_t = beta_t · (v_t − exp(g_t) · h_{t−1}ᵀ k_t)
         h_t = exp(g_t) · h_{t−1} + k_t u_tᵀ,    o_t = (softmax_scale · q_t)ᵀ h_t
@@ -59,8 +59,8 @@ def gated_delta_rule_arguments(
         k: keys [B, S, G, K].
         v: values [B, S, H, V]; H is a multiple of G, and head h of the state uses head h // (H // G) of q and k. q, k
             and v have one float dtype.
-        beta: [B, S, H], the share of the state's value at a key that is replaced: 0 for nothing, 1 for all of it.
-        g: log decay [B, S, H] of the whole state; usually at most 0, but any value is correct. 0 if not given.
+        beta: floats [B, S, H], the fraction of the state's value at a key that is replaced: 0 for none, 1 for all.
+        g: float log decay [B, S, H] of the whole state; usually at most 0, but any value is correct. 0 if not given.
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
         cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
             entry n + 1.

@@ -38,7 +38,7 @@ def gla_arguments(
         q: queries [B, S, H, K].
         k: keys [B, S, G, K]; H is a multiple of G, and query head h uses head h // (H // G).
         v: values [B, S, G, V]. q, k and v have one float dtype.
-        gk: log decay [B, S, H, K] of each row of the state; usually at most 0, but any value is correct.
+        gk: float log decay [B, S, H, K] of each row of the state; usually at most 0, but any value is correct.
         initial_state: [B, H, K, V], or [N, H, K, V] with cu_seqlens; 0 if not given. Kept in float32.
         cu_seqlens: [N + 1] integers, ascending, may be traced: B is 1 and sequence n is the tokens from entry n to
             entry n + 1.

@@ -43,9 +43,9 @@ def grouped_matmul_arguments(
 
         o_in = scale_{g(i),n} Σ_k lhs_ik rhs_{g(i),k,n},        rows after the last group: existing_out, or 0
 
-    The products are added up in float32. Groups may be empty and of any sizes, which may be traced. Groups past the
-    last row are cut off, where the sizes add up to more than M, even if the sum does not fit an int32. Rows after the
-    last group may hold anything, even NaN: neither results nor gradients depend on them.
+    Sums are in float32. Groups may be empty and of any sizes, which may be traced. If the sizes add up to more than M,
+    even to more than an int32 holds, groups end at the last row. Rows after the last group may hold anything, even NaN:
+    neither results nor gradients depend on them.
     Differentiable in lhs, rhs, existing_out and rhs_scale, to any order.
 
     Args:
@@ -54,15 +54,15 @@ def grouped_matmul_arguments(
             which are converted to it.
         group_sizes: [E] integers ≥ 0, may be traced: how many rows each group has. With group_offset [F], F ≥ E.
         group_offset: an integer ≥ 0, scalar or [1], may be traced: rhs holds the groups from this one on, and rows of
-            other groups are treated as those after the last group. So a device with some of the experts computes its
-            share.
-        existing_out: [M, N], the result for rows of no group.
-        rhs_scale: a factor of rhs, a scalar, [E], or [E, N] for one of each column (or [E, 1, N]).
+            other groups are treated as those after the last group. A device that has some of the experts so computes
+            its own rows.
+        existing_out: floats [M, N], the result for rows of no group.
+        rhs_scale: a float factor of rhs: a scalar, [E], or [E, N] with one for each column (or [E, 1, N]).
         transpose_rhs: the matrices of rhs are given as [N, K].
-        preferred_element_type: the dtype of the result: float32, bfloat16 or float16; with float64 arrays float64.
+        preferred_element_type: the dtype of the result: float32, bfloat16, float16, or float64 if lhs is float64.
 
     Returns:
-        o [M, N].
+        o [M, N] in preferred_element_type.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.

@@ -41,8 +41,8 @@ def lightning_indexer(
     all tokens: on an Explicit mesh q and weights must not be split along heads or tokens, and `jax.vmap` must not map
     an array along a split axis. Inside `jax.shard_map` each device may have a step of its own.
 
-    What the model applies to q and k before, such as rotary embeddings, is left to the caller; so is a factor of the
-    weights, which does not affect the choice if it is positive and the same for all.
+    The caller applies rotary embeddings, or other functions of the model, to q and k before. A positive factor that all
+    weights share does not affect the choice.
 
     Args:
         q: the indexer's queries [T, H, D] of the step's tokens, one sequence after the other.
@@ -52,8 +52,8 @@ def lightning_indexer(
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
         num_seqs: how many of the N sequences are in use, [1] integers or an int.
-        k_scale: a factor of all numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
-        draft_mask: [T, W] bool, a tree of speculated tokens, as in `multi_latent_page_attention`.
+        k_scale: a float factor of all numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
+        draft_mask: [T, W] bool, a tree of draft tokens, as in `multi_latent_page_attention`.
         top_k: the number of positions in a list.
 
     Returns:

@@ -28,7 +28,8 @@ def mean_pooling_arguments(
 
         o_n = Σ_{t in sequence n} x_t / length of n,    0 for an empty sequence
 
-    Tokens of no sequence may hold anything, NaN too: neither results nor gradients depend on them. Differentiable in x.
+    Tokens of no sequence may hold anything, even NaN: neither results nor gradients depend on them. Differentiable in
+    x, to any order.
 
     Args:
         x: [B, S, D] of a float dtype, or packed [T, D] with cu_seqlens.
@@ -41,6 +42,8 @@ def mean_pooling_arguments(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
         UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    Sentence-BERT, arXiv 1908.10084.
     """
     x = array(NAME, "x", x)
     require_dtype(NAME, np.floating, "a float type", x=x)

@@ -44,13 +44,14 @@ def merge_attention_shards(
     Args:
         o: [T, H, V] or [B, S, H, V], the attention over the keys of this device.
         lse: the logsumexp of its rows, as the operation returns it: [B, H, S], [H, T] or [T, H].
-        sinks: [H] or [H, n] logits that join the denominator of every row once, the same on each device; they must not
-            be given to the operation too.
+        sinks: [H] or [H, n] float logits that join the denominator of every row once, the same on each device; they
+            must not be given to the operation too.
         axis_name: the manual mesh axis, or axes, over which the keys are sharded.
         heads_last: whether lse is [T, H] rather than [H, T]. Required if the shapes are ambiguous, as for T = H.
 
     Returns:
-        o and lse in their shapes; o in its dtype, lse in float32, or float64 if it is. Both are equal on all devices.
+        o and lse in the shapes given; o in the dtype given, lse in float32, or float64 if it was given so. Both are
+        equal on all devices.
 
     Raises:
         ValueError, TypeError: shapes or dtypes do not fit, or the axis does not exist; the message names the rule.

@@ -68,7 +68,7 @@ def multi_latent_page_attention_arguments(
     """Multi-head latent attention over a paged cache in its absorbed form, for any mix of prefill, decode and drafts.
 
     For each position the cache holds one latent c_j [R] and one rotary part r_j [Dr], shared by all heads. The
-    projections of keys are absorbed into the queries, and those of values are left to the caller. Token i of sequence
+    projection of keys is absorbed into the queries; that of values is applied to o by the caller. Token i of sequence
     n, at position p = context_lens[n] − q_len[n] + i, sees the positions j ≤ p, within the window:
 
         s_j = softmax_scale · (q_latent·c_j + q_rope·r_j),   then softcap · tanh(s_j / softcap)
@@ -82,7 +82,7 @@ def multi_latent_page_attention_arguments(
 
     Args:
         q_latent: the queries [T, H, R] of the step's tokens against latents, one sequence after the other: the part
-            of q without position, [T, H, Dn], times the projection of keys, Σ_d q_td · w_kc[r, h, d].
+            of q without rotary embedding, [T, H, Dn], times the projection of keys, Σ_d q_td · w_kc[r, h, d].
         q_rope: their rotary parts [T, H, Dr], in the same float dtype.
         pages: the pool [P, page, R + Dr], latents followed by their rotary parts, in that dtype, float8_e4m3fn or int8.
         context_lens: [N] integers: the tokens of each sequence, those of the step included.
@@ -91,10 +91,10 @@ def multi_latent_page_attention_arguments(
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
         num_seqs: how many of the N sequences are in use, [1] integers or an int; the entries of the others, and tokens
             past query_start_loc[num_seqs], may hold anything.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        k_scale: a factor of all numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
-        plan: the division of the work, which `page_plan` makes of these lengths. It is checked, but no implementation
-            uses it yet: results are the same with and without it.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
+        k_scale: a float factor of all numbers in the pages: a scalar, [1], or [P, page, 1] for each slot.
+        plan: a work list by `page_plan` of these lengths. It is checked, but no implementation uses it yet: results are
+            the same with and without it.
         draft_mask: [T, W] bool, a tree of speculated tokens, as in `ragged_page_attention`.
         indices: [T, n] integers, for each token the positions in its own sequence of the keys that it attends to, in
             any order, as `lightning_indexer` makes them. Entries of −1, and positions that the token would not see

@@ -47,7 +47,7 @@ def native_sparse_attention_arguments(
 
         o_i = g_cmp_i · cmp_i + g_slc_i · slc_i + g_swa_i · swa_i
 
-    Each branch is softmax attention with logits softmax_scale · q_i·k_j over its own keys, i' = i + K − S:
+    Each branch is softmax attention with logits softmax_scale · q_i·k_j over its own keys. With i' = i + K − S:
 
     cmp, compressed: the mean keys and values of the blocks of block_size tokens that have ended at or before the query,
         (x + 1) · block_size ≤ i' + 1. It is left out where g_cmp is not given.
@@ -68,7 +68,7 @@ def native_sparse_attention_arguments(
         g_cmp: gates [B, S, H] of the compressed branch, of any float dtype; not bounded.
         g_slc: gates [B, S, H] of the selected branch.
         g_swa: gates [B, S, H] of the window branch, with `window` only.
-        block_indices: [B, S, G, n] integers, the selected blocks: a negative index is no block, a block after the query
+        block_indices: [B, S, G, n] integers, the selected blocks: negative indices are skipped, a block after the query
             has no visible key, and a block that is listed twice counts once.
         cu_seqlens: [N + 1] integers that divide the tokens, of a batch of 1 and S = K, into sequences: positions and
             blocks are counted within each. May be traced.

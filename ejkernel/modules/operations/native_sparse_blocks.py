@@ -55,6 +55,7 @@ def native_sparse_blocks_arguments(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
         NotImplementedError: a derivative is asked for.
+        UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
 
     Native sparse attention, arXiv 2502.11089.
     """

@@ -60,7 +60,7 @@ def page_attention_arguments(
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
 
-    Forward only: it has no derivative. Slots past a context may hold anything, NaN too.
+    Forward only: it has no derivative. Slots past a context may hold anything, even NaN.
 
     Args:
         q: one query of each sequence [N, H, D], of a float dtype.
@@ -71,12 +71,12 @@ def page_attention_arguments(
             o = 0 and lse = −∞, with sinks too: it has no query.
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
             context may be anything. A page outside the pool is read as the nearest one in it.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        k_scale: a factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
+        k_scale: a float factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
         v_scale: a factor of the values, likewise.
-        plan: the division of the work among programs of a GPU, which `page_plan` makes of these lengths and this window
-            once for all layers of a step. Results are the same without it; with batch_invariant it is not used.
-        window: an int w, the w keys that end with the query's own, or a pair (left, right), where right hides nothing.
+        plan: a work list for the programs of a GPU, by `page_plan` of these lengths and this window, once for all
+            layers of a step. Results are the same without it; with batch_invariant it is not used.
+        window: an int w, the w keys that end with the query's own, or a pair (left, right), where right has no effect.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
         num_splits: the number of parts of a sequence's keys that are computed in parallel, if the implementation is not

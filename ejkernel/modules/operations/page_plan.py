@@ -30,7 +30,7 @@ def page_plan(
     window: Window | None = None,
     workers: int = 128,
 ) -> Int32[Array, "rows items 8"]:
-    """The work list of a step of serving, for `page_attention` or `ragged_page_attention`: one for all its layers.
+    """The work list of a step of serving, for `page_attention` or `ragged_page_attention` in all layers of the step.
 
     A row is a group of tokens of one sequence that are computed together: the one token of a decode, or up to
     tokens_per_item of a prefill. The pages that they see are split into work items, none with more than an equal share
@@ -60,7 +60,7 @@ def page_plan(
         page_size: the number of slots in a page.
         num_tokens: T, the largest number of tokens of the step, with padding; with query_start_loc.
         tokens_per_item: the largest number of tokens in a row; with query_start_loc.
-        drafts: W of a draft_mask [T, W], if the operation is given one.
+        drafts: W of the draft_mask [T, W] that the operation is given, if any.
         window: the window of the operation.
         workers: the number of programs that share the pages, such as the multiprocessors of a GPU or a multiple of it.
 

@@ -54,7 +54,7 @@ def quantized_matmul_arguments(
         scales: [K, N / group_size], or with transpose [N, K / group_size]: floats in modes affine and nf4, and uint8 in
             the others.
         zeros: for mode affine, floats in the shape of scales.
-        transpose: whether rows of codes are columns of the product, with groups along K.
+        transpose: whether to multiply by Wᵀ: rows of codes are then columns of the product, and groups are along K.
         group_size: the number of codes that share a scale; by default that of the mode, 64 in modes affine and nf4.
         bits: the bits of a code; by default those of the mode, 4 in mode affine.
         mode: affine, nf4, mxfp4, mxfp8, nvfp4 or nvfp8, as in `ejkernel.quantization.quantize`.
@@ -65,6 +65,8 @@ def quantized_matmul_arguments(
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.
         UnsupportedError: no implementation on the target takes this call; the message lists the reasons.
+
+    nf4: QLoRA, arXiv 2305.14314; mxfp4 and mxfp8: Microscaling, arXiv 2310.10537.
     """
     of = format_of(NAME, mode, bits, group_size)
     transpose = static_bool(NAME, "transpose", transpose)

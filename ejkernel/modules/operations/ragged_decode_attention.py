@@ -56,8 +56,8 @@ def ragged_decode_attention_arguments(
         v: the values [B, K, G, V], in q's dtype.
         sequence_start: [B] integers: the first key of each sequence, which may follow padding on the left.
         sequence_end: [B] integers: the index after its last key; values above K mean K.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        window: an int w, the w keys that end with the query's own, or a pair (left, right), where right hides nothing.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
+        window: an int w, the w keys that end with the query's own, or a pair (left, right), where right has no effect.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
         num_splits: the number of parts of a sequence's keys that are computed in parallel, if the implementation is not

@@ -50,8 +50,8 @@ def ragged_gated_delta_rule_arguments(
         k: their keys [T, G, K].
         v: their values [T, H, V]; H is a multiple of G, and head h of the state uses head h // (H // G) of q and k. q,
             k and v have one float dtype.
-        beta: [T, H], the share of the state's value at a key that is replaced.
-        g: log decay [T, H] of the whole state, or None for none.
+        beta: floats [T, H], the fraction of the state's value at a key that is replaced.
+        g: float log decay [T, H] of the whole state, or None for no decay.
         states: the pool [slots, H, K, V], of a float dtype, to which states are rounded between steps.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1. The state
             of a sequence without tokens does not change.
@@ -61,7 +61,7 @@ def ragged_gated_delta_rule_arguments(
         use_qk_l2norm: whether q and k are normalised.
 
     Returns:
-        (o [T, H, V] in q's dtype, 0 for tokens of no sequence; states).
+        (o [T, H, V] in q's dtype, 0 for tokens of no sequence; the new states, in the shape and dtype of states).
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.

@@ -66,11 +66,11 @@ def ragged_page_attention_arguments(
         s_j = softmax_scale · q·k_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · v_j
 
-    Forward only: it has no derivative. Slots past a context may hold anything, NaN too.
+    Forward only: it has no derivative. Slots past a context may hold anything, even NaN.
 
     Args:
         q: the queries [T, H, D] of the step's tokens, one sequence after the other, of a float dtype.
-        kv_pages: the pool [P, page, 2G, D], keys at even and values at odd places of the third axis, in q's dtype,
+        kv_pages: the pool [P, page, 2G, D], keys at even and values at odd indices of the third axis, in q's dtype,
             float8_e4m3fn or int8; H is a multiple of G, and query head h uses head h // (H // G).
         context_lens: [N] integers: the tokens of each sequence, those of the step included.
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
@@ -78,15 +78,15 @@ def ragged_page_attention_arguments(
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
         num_seqs: how many of the N sequences are in use, [1] integers or an int; the entries of the others, and tokens
             past query_start_loc[num_seqs], may hold anything.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
-        k_scale: a factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
+        k_scale: a float factor of the keys: a scalar, [G], or [P, page, G] for each slot and head.
         v_scale: a factor of the values, likewise.
-        draft_mask: [T, W] bool, a tree of speculated tokens: a token sees the keys from before the step, and of the
-            step's new keys j < W of its sequence those whose entry is True. Among the new keys it replaces causality; a
-            window counts positions.
-        plan: the division of the work of sequences with few tokens among programs of a GPU, which `page_plan` makes of
-            these lengths, drafts and window once for all layers of a step. Results are the same without it; with
-            batch_invariant it is not used.
+        draft_mask: [T, W] bool, a tree of draft tokens: a token sees the keys from before the step, and of the new keys
+            j < W of its sequence those whose entry is True. Among the new keys it replaces causality; a window counts
+            positions.
+        plan: a work list for the programs of a GPU, by `page_plan` of these lengths, drafts and window, once for all
+            layers of a step; sequences with few tokens follow it. Results are the same without it; with batch_invariant
+            it is not used.
         window: an int w, the w keys that end with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.

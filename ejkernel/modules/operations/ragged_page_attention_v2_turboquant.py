@@ -59,7 +59,7 @@ def ragged_page_attention_v2_turboquant_arguments(
         s_j = softmax_scale · q·k̃_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · ṽ_j
 
-    Forward only: it has no derivative. Slots past a context may hold anything, norms of NaN too.
+    Forward only: it has no derivative. Slots past a context may hold anything, even NaN norms.
 
     Args:
         q: the queries [T, H, D] of the step's tokens, one sequence after the other, of a float dtype; D is even.
@@ -78,10 +78,9 @@ def ragged_page_attention_v2_turboquant_arguments(
             past query_start_loc[num_seqs], may hold anything.
         rotation_matrix: Π [D, D], orthogonal.
         qjl_projection: S [e, D] of normal numbers of variance 1 / e; e is a multiple of 8.
-        key_codebook: the entries of indices of keys, up to 16; for b bits of each feature 2^(b − 1) of them, as a sign
-            is the last bit.
-        value_codebook: those of values, up to 16; 2^b for b bits.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
+        key_codebook: up to 16 float entries for keys: 2^(b − 1) for b bits a feature, as one bit is the sign.
+        value_codebook: up to 16 float entries for values: 2^b for b bits a feature.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
         window: an int w, the w keys that end with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.

@@ -62,22 +62,22 @@ def ragged_page_attention_v3_arguments(
         q: the queries [T, H, D] of the step's tokens, one sequence after the other.
         k: their keys [T, G, D]; H is a multiple of G, and query head h uses head h // (H // G).
         v: their values [T, G, D]. q, k and v have one float dtype.
-        kv_pages: the pool [P, page, 2G, D], keys at even and values at odd places of the third axis, of that dtype.
+        kv_pages: the pool [P, page, 2G, D], keys at even and values at odd indices of the third axis, of that dtype.
         context_lens: [N] integers: the tokens of each sequence, those of the step included.
         block_tables: [N, pages of a sequence] integers: where the pages of a sequence are in the pool. Entries past its
             context may be anything. A page outside the pool is not written; it is read as the nearest one in it.
         query_start_loc: [N + 1] integers, ascending: sequence n has the tokens from entry n to entry n + 1.
         num_seqs: how many of the N sequences are in use, [1] integers or an int; the entries of the others, and tokens
             past query_start_loc[num_seqs], may hold anything.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
         window: an int w, the w keys that end with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
         return_lse: also return lse.
 
     Returns:
-        (o [T, H, D] in q's dtype, kv_pages), or (o, lse [T, H] float32, kv_pages). Tokens of no sequence, and
-        those at a negative position, have o = 0 and lse = −∞, with sinks too.
+        (o [T, H, D] in q's dtype, the new kv_pages), or with return_lse (o, lse [T, H] float32, the new kv_pages).
+        Tokens of no sequence, and those at a negative position, have o = 0 and lse = −∞, with sinks too.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.

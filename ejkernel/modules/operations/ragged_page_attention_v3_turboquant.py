@@ -74,7 +74,7 @@ def ragged_page_attention_v3_turboquant_arguments(
     and ⟨q, k̃⟩ is ⟨q, k⟩ on average over S. In the step sequence n has q_len[n] = query_start_loc[n + 1] −
     query_start_loc[n] tokens; its token i stands at position p = context_lens[n] − q_len[n] + i. Its key and value
     are written into slot p % page of page block_tables[n, p // page], and it sees the keys of its sequence at positions
-    j ≤ p, its own too as it was written, within the window:
+    j ≤ p within the window, all of them quantised, its own too:
 
         s_j = softmax_scale · q·k̃_j,   then softcap · tanh(s_j / softcap)
         lse = log(Σ_j exp s_j + Σ_x exp sinks_x),   o = Σ_j exp(s_j − lse) · ṽ_j
@@ -101,18 +101,19 @@ def ragged_page_attention_v3_turboquant_arguments(
             past query_start_loc[num_seqs], may hold anything.
         rotation_matrix: Π [D, D], orthogonal: `ejkernel.quantization.turboquant.matrices` makes one.
         qjl_projection: S [e, D] of normal numbers of variance 1 / e; e is a multiple of 8.
-        key_codebook: the entries of indices of keys, up to 16; for b bits of each feature 2^(b − 1) of them, as a sign
-            is the last bit: `ejkernel.quantization.turboquant.codebook` has them.
-        value_codebook: those of values, up to 16; 2^b for b bits.
-        sinks: [H] or [H, n] logits that join the denominator of every row, with no value.
+        key_codebook: up to 16 float entries for keys: 2^(b − 1) for b bits a feature, as one bit is the sign;
+            `ejkernel.quantization.turboquant.codebook` computes them.
+        value_codebook: up to 16 float entries for values: 2^b for b bits a feature.
+        sinks: [H] or [H, n] float logits that join the denominator of every row, with no value.
         window: an int w, the w keys that end with the token's own, or a pair (left, right); causality makes right 0.
         softcap: bound of the logits.
         softmax_scale: D**-0.5 by default; a static number.
         return_lse: also return lse.
 
     Returns:
-        (o [T, H, D] in q's dtype, the five pools), or (o, lse [T, H] float32, the five pools). Tokens of no
-        sequence, and those at a negative position, have o = 0 and lse = −∞, with sinks too.
+        (o [T, H, D] in q's dtype, *pools), or with return_lse (o, lse [T, H] float32, *pools): the five new pools in
+        the order of the arguments. Tokens of no sequence, and those at a negative position, have o = 0 and lse = −∞,
+        with sinks too.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or options do not fit; the message names operand, numbers and rule.

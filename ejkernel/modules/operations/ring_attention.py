@@ -82,49 +82,50 @@ def ring_attention(
 
     o, lse and all derivatives equal those of `flash_attention` on the whole sequence: causality, window and segments
     refer to positions in it, and the last query is aligned with the last key. Differentiable like flash_attention, to
-    any order. With n devices, the strategies of bringing keys and queries together are:
+    any order. With n devices, the strategies are:
 
-    "ring": k and v go round in n − 1 hops, a `ppermute` of k and one of v each, under way while the hop before is
-    computed; hops, and parts of them, in which all is masked are neither sent nor computed. Of the forward q, k,
-    v, o and lse are kept, and no device ever has the keys of more than two others: the memory of a gradient does not
-    grow with n. A backward fetches k and v again, computes the gradients of a hop from o and lse of all keys, and sends
-    dk and dv home.
-    "all_gather": k and v of all devices are gathered, in a backward once more, and attended to in one call, or two in
-    zigzag. Of the forward o, lse and what is local are kept, and its kernels run once.
-    "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and takes o and lse back. Query and
-    key/value heads are multiples of n. The only one with dropout.
-    "auto": the strategy with the shortest forward in a model, in which a hop takes the longer of computing and sending,
-    and each collective some time to start. `ejkernel.explain`, called at the same place, says which and why.
+    "ring": k and v are passed around in n − 1 hops, a `ppermute` of k and one of v each, which overlaps the computation
+    of the hop before; fully masked hops, and parts of hops, are neither sent nor computed. q, k, v, o and lse are saved
+    for the backward, and no device ever has the keys of more than two others: the memory of a gradient does not grow
+    with n. The backward sends k and v around again, computes the gradients of each hop from o and lse of all keys, and
+    returns dk and dv to their devices.
+    "all_gather": k and v of all devices are gathered, and again in the backward, and attended to in one call, or two in
+    zigzag. o, lse and the local arrays are saved for the backward, which does not run the forward kernels again.
+    "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and sends o and lse back. Query and
+    key/value heads must be multiples of n. Dropout needs this strategy.
+    "auto": the strategy whose forward takes the least time by a model, in which a hop takes the longer of computing and
+    sending, and each collective has a latency. `ejkernel.explain`, called inside the same `shard_map`, says which and
+    why.
 
     Under `jax.checkpoint` the policy `jax.checkpoint_policies.save_only_these_names("ring_attention_o",
-    "ring_attention_lse")` keeps what a ring keeps, so that it does not run again; so does
+    "ring_attention_lse")` saves o and lse of the whole ring, so that the forward is not run again; so does
     `ejkernel.checkpoint_policies.save_kernels`.
 
     Args:
         q: the queries of this device [B, S, H, D]; those of all devices, n·S, are sharded in the order of `layout`.
-        k: its keys [B, K, G, D].
-        v: its values [B, K, G, V].
-        bias: broadcastable to [B, H, S, n·K]: the rows of this device, and the columns of all keys in the order in
-            which they are sharded, `bias[..., order, :][..., order]` of the whole before it is split by rows.
+        k: its keys [B, K, G, D]; H is a multiple of G.
+        v: its values [B, K, G, V]. q, k and v have one float dtype.
+        bias: floats, broadcastable to [B, H, S, n·K]: the rows of this device, and the columns of all keys in the order
+            in which they are sharded; of the whole bias, `bias[..., order, :][..., order]` split by rows.
         mask: bool, likewise.
-        q_segment_ids: [B, S] of this device.
-        kv_segment_ids: [B, K] of this device.
-        sinks: [H] or [H, n] logits, the same on each device; counted once.
-        cu_seqlens_q: refused: give segment ids.
-        cu_seqlens_k: refused.
+        q_segment_ids: [B, S] integers of this device.
+        kv_segment_ids: [B, K] integers of this device.
+        sinks: [H] or [H, x] float logits, the same on each device; counted once.
+        cu_seqlens_q: not supported: give segment ids.
+        cu_seqlens_k: not supported.
         dropout_key: a `jax.random.key`, the same on each device of the axis. The kept set is that of flash_attention on
             the whole sequence; heads and batches of other axes are as there.
         axis_name: the manual mesh axis, or axes, over which the sequence is sharded.
-        layout: which tokens a device has, see `ring_order`. With a causal mask zigzag and striped give each the same
-            work in a ring.
+        layout: which tokens a device has, see `ring_order`. With a causal mask zigzag and striped give each device the
+            same work in a ring.
         strategy: one of the above.
         causal: as in flash_attention, on the whole sequence.
         window: likewise.
         softcap: as in flash_attention.
         softmax_scale: as in flash_attention.
         dropout_rate: as in flash_attention.
-        max_seqlen_q: refused, as cu_seqlens.
-        max_seqlen_k: refused.
+        max_seqlen_q: not supported, as cu_seqlens.
+        max_seqlen_k: not supported.
         return_lse: also return lse.
         deterministic: as in flash_attention.
         batch_invariant: as in flash_attention.
@@ -136,6 +137,7 @@ def ring_attention(
 
     Raises:
         ValueError, TypeError: arguments do not fit each other or the strategy; the message names the rule and a remedy.
+        UnsupportedError: no implementation of flash_attention on the target takes the call.
 
     Ring attention, arXiv 2310.01889; striped attention, 2311.09431; DeepSpeed-Ulysses, 2309.14509.
     """

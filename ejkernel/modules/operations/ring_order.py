@@ -16,11 +16,11 @@ NAME = "ring_order"
 def ring_order(
     length: int, size: int, layout: Literal["zigzag", "striped", "contiguous"] = "zigzag"
 ) -> tuple[Integer[np.ndarray, " length"], Integer[np.ndarray, " length"]]:
-    """The order in which the tokens of a sequence are sharded for `ring_attention`, and the way back.
+    """The permutation by which the tokens of a sequence are sharded for `ring_attention`, and its inverse.
 
         order, inverse = ring_order(length, size, "zigzag")
-        x[:, order]       what is then sharded into `size` equal shards, in order
-        y[:, inverse]     what was computed of it, in the order of the sequence again
+        x[:, order]       to be sharded into `size` equal shards
+        y[:, inverse]     a result for each token, in the order of the sequence again
 
     All arrays with an entry for each token must be permuted alike: embeddings, positions, labels, ids.
 
@@ -31,7 +31,7 @@ def ring_order(
             (chunks d and 2·size − 1 − d of 2·size).
 
     Returns:
-        The permutation and its inverse, int32 [length], constants of numpy.
+        The permutation and its inverse, NumPy arrays [length] of int32.
 
     Raises:
         ValueError, TypeError: the numbers do not fit; the message names them and the rule.

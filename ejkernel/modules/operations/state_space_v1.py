@@ -45,7 +45,7 @@ def state_space_v1_arguments(
 
     Args:
         x: [B, S, channels], of a float dtype, which is that of the result.
-        A: [channels, N]; usually negative, but any value is correct.
+        A: [channels, N], the decay rates; usually negative, but any value is correct. All arrays are floats.
         B: [B, S, N], by which a token is written into the state of each channel.
         C: [B, S, N], by which the state of each channel is read.
         D: [channels], the factor of x in y beside the state; None for none.

@@ -46,7 +46,7 @@ def state_space_v2_arguments(
 
     Args:
         x: [B, S, H, P], of a float dtype, which is that of the result.
-        A: [H]; usually negative, but any value is correct.
+        A: [H], the decay rates; usually negative, but any value is correct. All arrays are floats.
         B: [B, S, G, N], by which a token is written; H is a multiple of G, and head h uses group h // (H // G).
         C: [B, S, G, N], by which the state is read.
         D: [H], the factor of x in y beside the state; None for none.

@@ -1,9 +1,9 @@
 """ConfigCache, and the contexts that change which config is chosen: `overlay_cache` and `policy_override`.
 
 A config that is chosen while `jax.jit` traces becomes part of the program, so everything that the choice depends on has
-to be part of the key of JAX's cache of programs. The three values below are: each is a context of JAX, and after a
-change of it the next call is traced again. Like every context of JAX, they belong to one thread and are not inherited
-by threads that it starts.
+to be part of the key of JAX's cache of programs. The three values below are contexts of JAX, which are: after a change
+the next call is traced again. Like every context of JAX, they belong to one thread and are not inherited by threads
+that it starts.
 """
 
 import contextlib
@@ -71,12 +71,12 @@ def _retrace_what_is_jitted() -> None:
 
 @contextlib.contextmanager
 def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
-    """Within this context the configs in `cache` come before all others but those that a call gives itself.
+    """Within this context the configs in `cache` come before all others except those that a call gives itself.
 
-    Overlays nest: what the inner one lacks is looked for in the outer one.
+    Overlays nest: configs that the inner one lacks are looked up in the outer one.
 
     Raises:
-        TypeError: this is no ConfigCache.
+        TypeError: `cache` is not a ConfigCache.
     """
     if not isinstance(cache, ConfigCache):
         raise TypeError(
@@ -88,7 +88,7 @@ def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
 
 @contextlib.contextmanager
 def policy_override(*, autotune: bool) -> Iterator[None]:
-    """Within this context missing configs are measured or not, as `autotune` says, whatever the policy in force."""
+    """Within this context `autotune` decides whether missing configs are measured, whatever the policy."""
     with _autotune_override(autotune):
         yield
 

@@ -37,7 +37,7 @@ class PersistentCache:
     def outdated(self, key: str, device: str | None = None, cls: type | None = None) -> Any | None:
         """The config last measured for this call with another source or other versions, or None.
 
-        It is only a good first candidate for measuring, and never used without that.
+        It is a good first candidate for measuring, and never used unmeasured.
         """
         file, call = self._file(device), call_of(key)
         entries = [entry for other, entry in file.read().items() if other != key and call_of(other) == call]

@@ -3,7 +3,7 @@
     override → overlay → cache → persistent → tables → autotune → heuristics
 
 The first level that has a config decides. Measured configs are kept in memory and on disk; those of heuristics never
-are. `EJKERNEL_AUTOTUNE_BUDGET_S` bounds the seconds that a call may wait for its measuring (0: nothing is measured);
+are. `EJKERNEL_AUTOTUNE_BUDGET_S` bounds the seconds that measuring may delay a call (0: nothing is measured);
 the forward and the backward of a gradient are two calls. When the budget ends, the best config timed so far is stored,
 with the number of configs that were tried: it is used until `ejkernel tune` or `autotune_recorded`, which have no
 budget, replace it. If there was no time to compare two configs, heuristics choose and nothing is stored. A second
@@ -35,7 +35,7 @@ from .persistent import PersistentCache
 
 @dataclass(frozen=True)
 class AutotunePolicy:
-    """What is allowed if no config is stored.
+    """What to do if no config is stored.
 
     Attributes:
         allow_autotune: measuring the kernel's `config_space` and storing the fastest.
@@ -69,7 +69,7 @@ class ConfigSelectorChain(Generic[Cfg]):
 
     Args:
         cache: configs in memory; by default a new cache.
-        policy: what to do on a miss; by default the policy in `EJKERNEL_AUTOTUNE_POLICY` at the time.
+        policy: what to do on a miss; by default the policy of `EJKERNEL_AUTOTUNE_POLICY` at that time.
         tuner: how to measure.
         persistent: configs on disk; None for none.
         tables: configs on disk that are only read.
@@ -180,7 +180,7 @@ class ConfigSelectorChain(Generic[Cfg]):
     def outdated(self, kernel: Kernel[Cfg, Any], inv: Invocation, key: str, space: Sequence[Cfg]) -> Cfg | None:
         """A config of the space that was measured for `inv` with another source or other versions, or None.
 
-        It is the first to be measured, and never used without that, as it may no longer be the best.
+        It is the first to be measured, and never used unmeasured, as it may no longer be the best.
         """
         for store in (*filter(None, [self.persistent]), *self.tables):
             config = store.outdated(key, inv.device_fingerprint, kernel.config_class)

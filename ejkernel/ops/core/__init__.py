@@ -1,1 +1,1 @@
-"""Kernels, their calls, and how configs are tuned."""
+"""Kernels, their calls, and the tuner of their configs."""

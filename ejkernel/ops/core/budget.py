@@ -1,8 +1,8 @@
 """The time by which measuring may delay a call: `EJKERNEL_AUTOTUNE_BUDGET_S` seconds, by default 3.
 
 Each call has this budget; the forward and the backward of a gradient are two calls. Lowering the heuristic config does
-not count, as the call needs that in any case (and finds the lowered GPU kernel again). Everything else counts: its
-compilation, values to measure with, the other configs, and the measuring.
+not count, as the call needs that in any case (and reuses the lowered GPU kernel). Its compilation, values to measure
+with, the other configs and the measuring all count.
 """
 
 import math
@@ -19,7 +19,7 @@ def budget_of_environment() -> float:
     """The seconds that the environment allows for measuring a call now; 0 to let heuristics choose.
 
     Raises:
-        ValueError: the variable holds no number of at least 0.
+        ValueError: the variable is not a number of at least 0.
     """
     text = os.environ.get(VARIABLE, "")
     try:

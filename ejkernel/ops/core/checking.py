@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The largest error, relative to the largest entry of a result, that rounding may cause (of products, too: in TF32 for
-# float32); a tile that was left out, or read too early, causes a larger one.
+# The largest error, relative to the largest entry of a result, that rounding may cause, that of products in TF32 for
+# float32 included. A tile that is skipped, or read too early, causes a larger one.
 _TOLERANCE = {
     "float64": 1e-8,
     "complex128": 1e-8,
@@ -20,7 +20,7 @@ _TOLERANCE_OF_NARROWER = 0.25
 
 
 def disagreement(result: Any, reference: Any) -> str | None:
-    """How a result differs from the reference by more than rounding, or None.
+    """How a result differs from the reference by more than rounding; None if it does not.
 
     Entries that are not finite have to be equal, and so have integers and booleans.
     """
@@ -44,7 +44,7 @@ def same_bits(result: Any, again: Any) -> bool:
 
 @jax.jit
 def _compare(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(equal where not finite, max |x − y| and max |y| where both are)."""
+    """(equal where not finite, max |x − y| where both are finite, max |y| there)."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return (x == y).all(), jnp.float32(0), jnp.float32(1)
     finite = jnp.isfinite(x) & jnp.isfinite(y)

@@ -21,7 +21,7 @@ class Invocation(Generic[Cfg, Out]):
 
     Attributes:
         kernel: the kernel that is called.
-        args: positional operands; arrays, tracers or `jax.ShapeDtypeStruct`, and anything else as it was given.
+        args: positional operands: arrays, tracers or `jax.ShapeDtypeStruct`, and static values.
         kwargs: keyword operands and options.
         metadata: any values that a caller wants to keep with the call; the library does not read them.
         target: the target of the program; by default the device in use.
@@ -35,7 +35,7 @@ class Invocation(Generic[Cfg, Out]):
 
     @property
     def abstract_args(self) -> tuple:
-        """`args` with a `jax.ShapeDtypeStruct` in the place of each array."""
+        """`args` with a `jax.ShapeDtypeStruct` instead of each array."""
         return abstract(self.args)
 
     @functools.cached_property
@@ -58,9 +58,9 @@ class Kernel(Generic[Cfg, Out]):
     """An operation that runs with a config: subclass it, give it `run` and `heuristic_cfg`, and call it.
 
     A call becomes a primitive of JAX named after the kernel, whose parameters show the config: `jax.jit`, `jax.vmap`,
-    `jax.jvp`, `jax.grad` and their compositions all apply to it, by the rules of `run` where the kernel brings none.
+    `jax.jvp`, `jax.grad` and their compositions all apply to it, by the rules of `run` unless the kernel has its own.
 
-    Array operands may be given by position or by keyword; everything else has to be hashable and is static.
+    Array operands may be given by position or by keyword; all other arguments are static and must be hashable.
     """
 
     version = 1
@@ -109,21 +109,22 @@ class Kernel(Generic[Cfg, Out]):
         del inv
 
     def synthetic_inputs(self, inv: Invocation[Cfg, Out]) -> tuple[tuple, dict[str, Any]]:
-        """`(args, kwargs)` with values to measure with if `inv` has none: by default random numbers.
+        """`(args, kwargs)` with values to measure with, instead of arrays of `inv` without values: by default random.
 
         A kernel whose time depends on values (lengths, group sizes, tables of indices) overrides this.
         """
         return random_like((inv.args, inv.kwargs))
 
     def repeats(self, inv: Invocation[Cfg, Out], cfg: Cfg) -> bool:
-        """Whether results of `inv` with `cfg` repeat bit for bit; then a config that differs is rejected."""
+        """Whether results of `inv` with `cfg` repeat bit for bit; if so, the tuner rejects a config that does not."""
         del inv, cfg
         return True
 
     def cost(self, inv: Invocation[Cfg, Out]) -> tuple[float, float] | None:
         """(operations, bytes moved) that every config of `inv` needs at least, None if unknown.
 
-        With the ceilings of the device (`ejkernel.callib`) these bound the time from below, where the tuner stops.
+        With the ceilings of the device (`ejkernel.callib`) they give a lower bound of the time, near which the tuner
+        stops.
         """
         del inv
         return None
@@ -140,8 +141,8 @@ class Kernel(Generic[Cfg, Out]):
     def checked_config(self, cfg: Any) -> Cfg:
         """A config from a user or from storage, if the kernel can run with it; by default every config is accepted.
 
-        An override raises `TypeError` or `ValueError` with the reason. A user sees the error; a stored config is
-        skipped with a warning.
+        A subclass that overrides it raises `TypeError` or `ValueError` with the reason. A user's config then raises it,
+        and a stored one is skipped with a warning.
         """
         return cfg
 
@@ -179,14 +180,14 @@ class Kernel(Generic[Cfg, Out]):
     ) -> Out:
         """Binds the primitive of this kernel. `target` is what `cfg` was chosen for, None if a user gave it.
 
-        If the program is lowered for another platform than that of `target`, heuristics choose again. `executor` chose
-        the config; a kernel whose gradient has its own configs asks it for these. By default the gradient has the
+        If the program is lowered for another platform than that of `target`, heuristics choose again. A kernel whose
+        gradient has configs of its own gets these from `executor`, which chose `cfg`; by default the gradient has the
         config of the call.
         """
         del executor
         return bind(self, args, kwargs, cfg, target)
 
-    # Kernels are parameters of a primitive: equal ones share what was traced and compiled.
+    # Kernels are parameters of a primitive: equal ones share traces and compiled programs.
     def __eq__(self, other: Any) -> bool:
         if self is other or type(self) is not type(other):
             return self is other

@@ -19,20 +19,20 @@ from .kernel import Invocation, Kernel
 T = TypeVar("T")
 Lower = Callable[[Any], jax.stages.Lowered]
 
-# Without a deadline two kernels are lowered at once, as Triton's compiler is not Python. With one, only one is: most of
-# lowering is Python, which runs one thread at a time, and the next program soon is better than two later.
+# Without a deadline two kernels are lowered at once, as Triton's compiler releases the GIL. With one, a single kernel
+# is: most of lowering is Python, in one thread at a time, and one program soon is better than two later.
 _LOWERED_AT_ONCE = 2
 # The share of the remaining time after which the programs that are ready are measured.
 _SHARE_OF_COMPILERS = 2 / 3
 
 
 def outside_any_trace(work: Callable[[], T]) -> T:
-    """Runs `work` in a thread of its own, in the contexts of this one."""
+    """Runs `work` in a new thread, where no trace is in progress, with the contexts of this one."""
     return started_outside_any_trace(work).result()
 
 
 def started_outside_any_trace(work: Callable[[], T]) -> Future:
-    """Starts `work` in a thread of its own, in the contexts of this one."""
+    """Starts `work` in a new thread, where no trace is in progress, with the contexts of this one."""
     thread = ThreadPoolExecutor(1)
     try:
         return thread.submit(_in_the_contexts_of_this_thread(), work)
@@ -41,7 +41,7 @@ def started_outside_any_trace(work: Callable[[], T]) -> Future:
 
 
 def lowered(kernel: Kernel, inv: Invocation, config: Any) -> jax.stages.Lowered:
-    """The call with a config as a lowered program of the arrays of `inv`, of which only the types are needed."""
+    """The call of `inv` with a config, lowered as a program of its arrays, which need no values."""
     leaves, structure = jax.tree.flatten((inv.args, inv.kwargs))
 
     def call(*arrays):
@@ -151,7 +151,7 @@ class _Batch:
             wait(pending.values(), self._deadline.timeout(), FIRST_COMPLETED)
 
     def give_up(self) -> None:
-        """Starts no further lowering or compilation."""
+        """Stops the start of further lowerings and compilations."""
         self._given_up.set()
         self._compilers.shutdown(wait=False)
 
@@ -206,7 +206,7 @@ class _Batch:
 
 
 def _in_the_contexts_of_this_thread() -> Callable[[Callable[[], Any]], Any]:
-    """A function that runs work in another thread, in those contexts of this thread that affect what is computed."""
+    """A function that runs work in another thread, with the contexts of this thread that affect the computation."""
     contexts = (
         (jax.enable_x64, jax.config.jax_enable_x64),
         (jax.default_matmul_precision, jax.config.jax_default_matmul_precision),

@@ -10,9 +10,9 @@ QUIET_SECONDS = 0.5
 
 
 class Progress:
-    """A count, where a call is held up for longer: rewritten in place on a terminal, a single line elsewhere.
+    """Shows how many configs are done if measuring takes longer: updated on a terminal, a single line elsewhere.
 
-    With `EJKERNEL_LOG_AUTOTUNE=1` a line for each config instead, with its time or why it was rejected.
+    With `EJKERNEL_LOG_AUTOTUNE=1` it prints a line for each config instead, with its time or why it was rejected.
     """
 
     def __init__(self, operation: str, total: int) -> None:
@@ -56,7 +56,7 @@ _told = threading.Event()
 
 
 def tell_once(message: str) -> None:
-    """The first message of the process, in a line; nothing is told of those after it."""
+    """Prints the first message of the process; later ones are dropped."""
     if not _told.is_set():
         _told.set()
         print(f"ejkernel: {message}", file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
-"""Tuner: the fastest config of a call.
+"""Tuner: measures the configs of a call to find the fastest.
 
-A call is measured on values (its own, or synthetic ones where it is being traced), as compiled programs, in a thread of
-its own: there no trace is in progress, so it can be done in the midst of `jax.jit`. A candidate's time counts once its
-numbers agree with those of the heuristic config and are the same, bit for bit, in a second run (unless its kernel says
-that they need not be).
+A call is measured as compiled programs on values (its own, or synthetic ones if it is being traced), in a thread in
+which no trace is in progress, so that it works within `jax.jit`. The time of a candidate counts only if its results
+agree with those of the heuristic config and are the same, bit for bit, in a second run (unless its kernel says that
+they need not be).
 
-Within a budget the most promising candidates are measured, the heuristic one first, until it is spent, without waiting
-for programs that still compile then. The heuristic config is lowered first and alone; then it is compiled, values to
-measure with are made, and the next candidates are lowered and compiled, all concurrently.
+With a budget the most promising candidates, the heuristic one first, are measured until it is spent; programs that are
+still compiling then are not waited for. The heuristic config is lowered first and alone. Then it is compiled, values
+to measure with are made, and the next candidates are lowered and compiled, all concurrently.
 """
 
 import math
@@ -42,7 +42,7 @@ _HOPELESS = 1.5
 # Configs within the first factor of the best are timed again, interleaved, so that changes of the clock affect all
 # alike; those that are still within the second are timed once more.
 _NEAR = (1.5, 1.1)
-# A batch of these lasts longer, so that a difference of one in a hundred is seen.
+# The length of their batches, which resolves a difference of 1 %.
 _SECONDS_OF_A_BATCH = 2e-2
 # A search ends at a config that takes at most this multiple of the time at the ceilings of the device.
 _AT_THE_ROOFLINE = 1.03
@@ -56,9 +56,9 @@ class Measured(Generic[Cfg]):
 
     Attributes:
         times: milliseconds of the configs that compute the right numbers, in the order in which they were measured.
-        tried: how many configs were timed or rejected.
-        candidates: how many there are.
-        cut_short: the budget was spent before the last of them.
+        tried: the number of configs that were timed or rejected.
+        candidates: the number of configs.
+        cut_short: whether the budget was spent before the last of them.
     """
 
     times: dict[Cfg, float]
@@ -74,12 +74,12 @@ class Measured(Generic[Cfg]):
 
 @dataclass(frozen=True)
 class Tuner:
-    """How to measure.
+    """Measures configs.
 
     Attributes:
-        warmup: calls before the first that is timed.
-        iters: batches that are timed, of which the shortest counts (what disturbs only adds); and as many again of
-            those that are near the best.
+        warmup: the number of calls before the timed ones.
+        iters: the number of timed batches, of which the fastest counts, as disturbances only add time; configs near the
+            best are timed in as many more.
     """
 
     warmup: int = 2
@@ -102,20 +102,20 @@ class Tuner:
         return None
 
     def fastest(self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None = None) -> Cfg:
-        """The fastest of `configs` (by default the kernel's `config_space`) of those that compute the right numbers.
+        """The fastest of `configs` (by default the kernel's `config_space`) whose results are right.
 
         Raises:
-            EjkernelRuntimeError: there is none; the message says of each why not.
+            EjkernelRuntimeError: there is none; the message gives the reason for each.
         """
         return self.measure(kernel, inv, configs).fastest
 
     def times(
         self, kernel: Kernel[Cfg, Any], inv: Invocation, configs: Sequence[Cfg] | None = None
     ) -> dict[Cfg, float]:
-        """Milliseconds of those of `configs` that compute the right numbers, in the order in which they were measured.
+        """Milliseconds of those of `configs` whose results are right, in the order in which they were measured.
 
         Raises:
-            EjkernelRuntimeError: there is none; the message says of each why not.
+            EjkernelRuntimeError: there is none; the message gives the reason for each.
         """
         return self.measure(kernel, inv, configs).times
 
@@ -126,15 +126,16 @@ class Tuner:
         configs: Sequence[Cfg] | None = None,
         budget: float = math.inf,
     ) -> Measured[Cfg]:
-        """The times of `configs`, of as many as there is time for within `budget` seconds.
+        """The times of `configs`, as many as `budget` seconds allow.
 
-        They begin when the heuristic config is lowered; where that alone took longer, no other would be ready in time,
-        and none is tried. The heuristic config comes first if it is among them, the others follow as they are given.
-        One that is hopeless is timed once, and the search ends at one that takes hardly longer than the work takes at
-        the ceilings of the device, where both are known.
+        The budget begins when the heuristic config is lowered; if lowering it took longer than the budget, no other
+        config would be ready in time, and none is tried. The heuristic config comes first if it is among them, the
+        others follow in the given order. A config whose first batch is much slower than the best is not timed further,
+        and the search ends at one that takes hardly longer than its work at the ceilings of the device, if these are
+        known.
 
         Raises:
-            EjkernelRuntimeError: there is none that computes the right numbers, and the message says of each why not.
+            EjkernelRuntimeError: no config has right results; the message gives the reason for each.
             BudgetSpent: the budget was spent before two configs could be compared.
         """
         args, kwargs = jax.tree.map(_without_tracers, (inv.args, inv.kwargs))
@@ -179,7 +180,7 @@ class Tuner:
             return Measured(times, tried, len(configs), cut_short)
 
     def _one_by_one(self, kernel, inv, programs, reference, enough, deadline, progress) -> tuple[dict, int, dict]:
-        """Milliseconds of each program that is right, while there is time; how many were not; and those that are."""
+        """(milliseconds of the programs with right results, number of rejected ones, the programs by config)."""
         rejected, times, right = [], {}, {}
         for config, program in programs:
             if times and deadline.passed:
@@ -203,7 +204,7 @@ class Tuner:
         return times, len(rejected), right
 
     def _interleaved(self, programs: dict[Cfg, Callable[[], Any]], deadline: Deadline) -> dict[Cfg, float]:
-        """Milliseconds of programs that were measured to be about equal, from as many rounds as there is time for."""
+        """Milliseconds of programs with similar times, each the least of as many interleaved rounds as time allows."""
         if len(programs) < 2:
             return {}
         rounds = []
@@ -219,7 +220,7 @@ class Tuner:
     def _time(
         self, program: Callable[[], Any], reference: Any, best_time: float, repeats: bool, deadline: Deadline
     ) -> float:
-        """Milliseconds of a program that computes the right numbers; only of the first batch where that is hopeless."""
+        """Milliseconds of a program whose results are right; of the first batch only if that is much too slow."""
         with _measuring:
             result = program()
             if how := disagreement(result, reference):
@@ -237,16 +238,16 @@ class Tuner:
 def _with_values(
     kernel: Kernel, inv: Invocation, types: Invocation, configs: Sequence, first: jax.stages.Lowered, deadline: Deadline
 ) -> tuple[Invocation, Iterator[tuple[Any, Callable[[], Callable[[], Any]]]]]:
-    """`inv` with values to measure with; and each config, as it is compiled, with what gives the call on them.
+    """`inv` with values to measure with, and for each config, once compiled, a function that gives its call on them.
 
-    The programs are made for `types` while the values are; `first` is that of the first config.
+    Programs are compiled for `types` while the values are made; `first` is the lowered program of the first config.
     """
     values = started_outside_any_trace(lambda: kernel.synthetic_inputs(inv))
     programs = compiled_in_turn(partial(lowered, kernel, types), configs, first, deadline)
     of_first = next(programs)
     args, kwargs = values.result(deadline.timeout())
     inv = replace(inv, args=args, kwargs=kwargs)
-    if not may_stand_for((args, kwargs), (types.args, types.kwargs)):  # the kernel brings others
+    if not may_stand_for((args, kwargs), (types.args, types.kwargs)):  # the kernel made other types
         programs.close()
         programs = compiled_in_turn(partial(lowered, kernel, inv), configs, lowered(kernel, inv, configs[0]), deadline)
         of_first = next(programs)
@@ -260,12 +261,12 @@ def _calls(first: tuple[Any, Future], others: Generator, arrays: Sequence[Any]) 
 
 
 def by_priority(configs: Sequence) -> list:
-    """The configs in the order in which they are measured: as they come, but for those that ask for more or less."""
+    """The configs in the order of measuring: by descending `priority`, and otherwise as they are given."""
     return sorted(configs, key=lambda config: -getattr(config, "priority", 0))
 
 
 def _roofline(kernel: Kernel, inv: Invocation) -> float:
-    """Milliseconds that the work takes at the ceilings of the device; 0 where these or the work are unknown."""
+    """Milliseconds that the work takes at the ceilings of the device; 0 if these or the work are unknown."""
     cost, ceilings = kernel.cost(inv), known_ceilings(inv.target.device_kind)
     if cost is None or ceilings is None:
         return 0.0

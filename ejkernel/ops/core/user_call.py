@@ -33,8 +33,8 @@ class Call:
     Attributes:
         kernel: the `Kernel` that is called.
         structure: the tree structure of `(args, kwargs)`.
-        static: for each leaf None if it is an array, else `(type, value)`; 1 and 1.0 are different calls.
-        target: what the config was chosen for; None if a user gave it, which then holds on every platform.
+        static: for each leaf None if it is an array, else `(type, value)`, so that 1 and 1.0 are different calls.
+        target: what the config was chosen for; None if a user gave it, which is used on every platform.
         levels: the levels of vmap around the call.
     """
 

@@ -1,1 +1,1 @@
-"""What runs a kernel: executor, batches of recorded calls, tuning in a process group."""
+"""Running kernels: the executor, calls over many examples or devices, and tuning of recorded calls."""

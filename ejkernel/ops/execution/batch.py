@@ -1,4 +1,4 @@
-"""A kernel over many examples or devices with one config, which is chosen once, for one example."""
+"""A kernel over many examples or devices with one config, which is chosen once for one of them."""
 
 from collections.abc import Callable
 from typing import Any

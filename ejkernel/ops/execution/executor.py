@@ -1,4 +1,4 @@
-"""Executor: chooses the config of a call, records the call if asked to, and binds the kernel's primitive with it."""
+"""Executor: chooses the config of a call, records the call if requested, and binds the kernel's primitive."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from ..registry import Calls
 
 @runtime_checkable
 class ConfigChooser(Protocol[Cfg]):
-    """What an executor needs of a selector; `ConfigSelectorChain` is one."""
+    """The protocol of an executor's selector; `ConfigSelectorChain` implements it."""
 
     def choose(self, kernel: Kernel[Cfg, Any], inv: Invocation, override: Cfg | None = None) -> Cfg:
         """The config for `inv`; `override` if that is given."""
@@ -30,30 +30,30 @@ class ConfigChooser(Protocol[Cfg]):
 class Executor(Generic[Cfg, Out]):
     """Runs kernels, each with the config that `selector` chooses for the call.
 
-    The choice is made while the call is traced and becomes a parameter of the primitive, where a jaxpr shows it. The
-    executor stays with the call: it chooses for the tangents and backwards that JAX derives from it, too.
+    The choice is made while the call is traced and becomes a parameter of the primitive, which a jaxpr shows. The
+    executor also chooses the configs of the tangents and backwards that JAX derives from the call.
     """
 
     def __init__(self, selector: ConfigChooser[Cfg] | None = None) -> None:
         self.selector = ConfigSelectorChain() if selector is None else selector
 
     def __call__(self, kernel: Kernel[Cfg, Out], *args: Any, cfg: Cfg | None = None, **kwargs: Any) -> Out:
-        """`kernel` of these operands, with the config `cfg` if it is given and with the one that is chosen if not."""
+        """Calls `kernel` with the config `cfg`, or with the chosen one if it is None."""
         return self.call(lambda: kernel.prepare(args, kwargs), cfg)
 
     def call(self, prepare: Callable[[], tuple[Invocation[Cfg, Any], Callable[[Any], Out]]], cfg: Any = None) -> Out:
-        """The result of the invocation that `prepare` makes; operations that it consists of find `call_context`."""
+        """Runs the invocation that `prepare` makes; the operations that it consists of see it as `call_context`."""
         with _calling(CallContext(self, cfg)):
             inv, finish = prepare()
             return finish(self.run(inv, cfg))
 
     def run(self, inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Any:
-        """What `bind` returns for an invocation whose arguments are prepared."""
+        """Binds the primitive of an invocation whose arguments are prepared, and returns its results."""
         chosen = self.choose(inv.kernel, inv, cfg)
         return inv.kernel.bind(inv.args, inv.kwargs, chosen, inv.target if cfg is None else None, executor=self)
 
     def choose(self, kernel: Kernel[Cfg, Out], inv: Invocation[Cfg, Out], cfg: Cfg | None = None) -> Cfg:
-        """The config that a call runs with. The call is recorded, if that is asked for."""
+        """The config that a call runs with. Records the call if `EJKERNEL_OPS_RECORD` requests it."""
         record_if_asked(inv)
         return self.selector.choose(kernel, inv, cfg)
 
@@ -93,10 +93,10 @@ def _calling(context: CallContext) -> Iterator[None]:
 
 @functools.cache
 def default_executor() -> Executor:
-    """The executor of a kernel that is called without one.
+    """The executor of kernels that are called without one.
 
-    It keeps configs in memory and on disk, knows the tables that are shipped, and does on a miss what
-    `EJKERNEL_AUTOTUNE_POLICY` says at the time.
+    It keeps configs in memory and on disk, reads the shipped tables, and on a miss follows `EJKERNEL_AUTOTUNE_POLICY`
+    as it is then.
     """
     return Executor(ConfigSelectorChain(cache=ConfigCache(), persistent=PersistentCache(), tables=(SHIPPED,)))
 
@@ -105,11 +105,11 @@ def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | Non
     """Measures every recorded call (`ejkernel.ops.get_invocations()`) and stores its fastest config with an executor.
 
     Returns:
-        The configs by (operation, call). Programs that were traced with others are traced anew at their next call.
+        The configs by (operation, call). Programs that were traced with others are traced again at their next call.
 
     Raises:
         EjkernelRuntimeError: a call cannot be measured here, or none of its configs computes the right numbers. The
-            configs of the others are stored all the same.
+            configs of the others are stored nevertheless.
     """
     selector = (executor or default_executor()).selector
     found, failed = {}, {}
@@ -118,7 +118,7 @@ def autotune_recorded(invocations: Mapping[str, Calls], executor: Executor | Non
             try:
                 inv = kernel.canonical(Invocation(kernel, args, kwargs))
                 found[operation, call_key] = selector.measure(inv.kernel, inv)
-            except Exception as error:  # of any kind: what is wrong with one recording takes no other along
+            except Exception as error:  # of any kind: the other recorded calls are still measured
                 failed[operation, call_key] = error
     if failed:
         reasons = "".join(f"\n  {operation}: {error}" for (operation, _), error in failed.items())

@@ -1,4 +1,4 @@
-"""A context of programs that say they tune for inference."""
+"""A context for programs that request tuning for inference."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def forward_autotune_only() -> Iterator[None]:
-    """Within this context the config of an operation is chosen by the time of its forward alone.
+    """Within this context the config of an operation is chosen by the time of its forward.
 
-    This library always does so: a forward is measured by itself, and a backward where a gradient is asked for. The
-    context exists for programs written for it, and changes nothing.
+    This library always does so: a forward is measured by itself, and a backward only for a gradient. The context exists
+    for programs that use it, and changes nothing.
     """
     yield

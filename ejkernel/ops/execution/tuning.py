@@ -12,7 +12,7 @@ from ..utils.timing import benchmark
 __all__ = ["Autotuner", "Tuner", "autotune", "benchmark"]
 
 Autotuner = Tuner
-"""What measures configs, under the longer of its two names."""
+"""Another name of `Tuner`."""
 
 
 def autotune(
@@ -25,11 +25,11 @@ def autotune(
 ) -> Cfg:
     """The fastest of `configs` (by default the kernel's `config_space`) for `kernel(*args, **kwargs)`.
 
-    Nothing is stored. Where measuring is refused (see `Tuner.refusal`), warns and returns the heuristic config.
+    Nothing is stored. If measuring is not possible (see `Tuner.refusal`), it warns and returns the heuristic config.
 
     Raises:
-        EjkernelRuntimeError: no config ran and gave the right numbers; the message says of each why not.
-        TypeError, ValueError: one of `configs` is no config of the kernel.
+        EjkernelRuntimeError: no config ran with right results; the message gives the reason for each.
+        TypeError, ValueError: one of `configs` is not a config of the kernel.
     """
     (inv, _), tuner = kernel.prepare(args, kwargs), Tuner(num_warmup, num_iters)
     kernel = inv.kernel

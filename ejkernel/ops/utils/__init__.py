@@ -1,1 +1,1 @@
-"""Small parts of the framework: fingerprints, labels, packing, timing, files that processes share."""
+"""Utilities of the framework: fingerprints, labels, packing, timing, files that processes share."""

@@ -1,4 +1,4 @@
-"""Which device a call is for: the target, and the names under which the guide asks for it."""
+"""The device of a call: its target, kind, platform and fingerprint."""
 
 import functools
 
@@ -21,9 +21,9 @@ def local_target() -> Target:
 
 
 def target_of(platform: str) -> Target:
-    """The target for one platform of a lowering: the device of the mesh in use, or of this process, if it is of that.
+    """The target for one platform of a lowering: the device of the mesh in use, else of this process, on that platform.
 
-    Its kind is None where neither is.
+    Its kind is None if there is neither.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None and (target := target_of_device(device)).platform == platform:
@@ -44,7 +44,7 @@ def _device_target(default_device: jax.Device | str | None) -> Target:
 
 
 def device_kind() -> str:
-    """What hardware this is: "gpu", "tpu" or "cpu"."""
+    """The kind of hardware: "gpu", "tpu" or "cpu"."""
     return str(local_target().backend)
 
 
@@ -54,6 +54,6 @@ def get_device_platform() -> str:
 
 
 def device_fingerprint(target: Target | None = None) -> str:
-    """What distinguishes the devices whose measured configs are kept apart, as "gpu|NVIDIA H200"."""
+    """The name under which configs of a kind of device are stored, such as "gpu|NVIDIA H200"."""
     target = target or local_target()
     return f"{target.backend}|{target.device_kind or target.platform}"

@@ -1,10 +1,10 @@
-"""The key under which the config of a call is kept, and the fingerprints that it is made of.
+"""The key under which the config of a call is stored, and the fingerprints in it.
 
     matmul@v1|((f32[4,4]@x=2;P('x', None), f32[4,4]), {'fast': true})|cuda (NVIDIA H200)|source 0f3c…|jax 0.11.2, …
 
-A key is of structure, never of values; it holds everything that makes a measured config stale: the operation, the types
-and shardings of its operands, its options, the device, the source of its implementation, and the versions of what
-compiles it. Eager calls build one each, so every part is remembered.
+A key describes structure, never values. It has everything that a measured config depends on: the operation, the types
+and shardings of its operands, its options, the device, the source of its implementation, and the versions of the
+packages that compile it. Every eager call needs a key, so its parts are cached.
 """
 
 import contextlib
@@ -101,8 +101,8 @@ def _array_text(shape: tuple, dtype: Any, sharding: jax.sharding.Sharding) -> st
 def sharding_fingerprint(x: Any) -> str:
     """How an array (concrete, abstract or traced) is laid out: `x=2;P(None, 'x')`, or "unsharded".
 
-    Of the mesh there are only the axes that the layout uses and their sizes, and no devices. Axes that are manual do
-    not show: under `shard_map` an array is as it looks from inside.
+    Of the mesh it has only the axes that the layout uses and their sizes, no devices. Manual axes are left out: under
+    `shard_map` the layout is that of the array inside.
     """
     return _sharding_text(sharding_of(x), np.ndim(x))
 

@@ -1,13 +1,13 @@
 """Labels: which operation, implementation and config an instruction of a program comes from.
 
-A label is a named scope, so it stands in the `op_name` of every instruction that is traced within it: in the lowered
-module (printed with its locations), in the optimised HLO, and in a profile.
+A label is a named scope, so it is in the `op_name` of every instruction that is traced within it: in the lowered module
+(printed with its locations), in the optimised HLO, and in a profile.
 
     ejkernel[op=flash_attention_bwd;impl=triton;config=3f0c81d2a4b7e695]
 
-`EJKERNEL_OPS_STAMP` says how much of the config is in it: "none" (the default), its "hash", or its "json". Whatever is
-not a letter, a digit or one of `_.-~` is percent-encoded: XLA cuts names off at an "@", and quotes and brackets have
-meanings. What a hash stands for is kept in `labels.json`, beside the files of stored configs.
+`EJKERNEL_OPS_STAMP` says how much of the config is in it: "none" (the default), its "hash", or its "json". Characters
+other than letters, digits and `_.-~` are percent-encoded, as XLA cuts names off at an "@", and quotes and brackets have
+meanings. The configs of hashes are stored in `labels.json`, beside the files of stored configs.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _STAMPS = ("none", "hash", "json")
 
 @contextlib.contextmanager
 def labelled(operation: str, implementation: str, config: Any) -> Iterator[None]:
-    """Labels what is traced within with the operation, the implementation, and the config as the environment asks."""
+    """Labels what is traced in this context with operation, implementation and, by EJKERNEL_OPS_STAMP, the config."""
     with jax.named_scope(_label(op=operation, impl=implementation, **_stamp(config))):
         yield
 
@@ -63,13 +63,13 @@ def extract_labels_from_hlo_text(hlo_text: str) -> list[str]:
 
 
 def labels_to_configs(labels: Iterable[str]) -> dict[str, Any]:
-    """The config of each label that is stamped with one known here."""
+    """The configs of the labels whose stamps are known in this process."""
     configs = {text: _config_of(label_fields(text).get("config")) for text in labels}
     return {text: config for text, config in configs.items() if config is not None}
 
 
 def label_fields(text: str) -> dict[str, str]:
-    """What a label says: `op`, and `impl`, `config` (a hash or JSON) or `call` where it has them."""
+    """The fields of a label: `op` and, if it has them, `impl`, `config` (a hash or JSON) or `call`."""
     pairs = (field.partition("=") for field in text.removeprefix("ejkernel[").removesuffix("]").split(";"))
     return {name: unquote(value) for name, _, value in pairs}
 

@@ -1,4 +1,4 @@
-"""The operands of a call: which are arrays, how they are laid out, their types alone, and values in their place."""
+"""The operands of a call: which are arrays, their shardings, their types, and random values for them."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
-# What most options are; to ask whether they are instances of those takes a microsecond each.
+# The types of most options; `isinstance` with the types above takes a microsecond for each.
 _PLAIN = {bool, int, float, str, tuple, type(None)}
 
 
@@ -28,14 +28,14 @@ def lacks_values(x: Any) -> bool:
 
 def sharding_of(x: Any) -> jax.sharding.Sharding:
     """The sharding of an array; of a tracer, that of its type."""
-    # What a concrete array has on Auto axes, its type does not tell; a tracer has nothing but its type.
+    # The type of a concrete array lacks its sharding over Auto axes; a tracer has only its type.
     if isinstance(x, jax.core.Tracer) or (sharding := getattr(x, "sharding", None)) is None:
         return jax.typeof(x).sharding
     return sharding
 
 
 def abstract(tree: Any) -> Any:
-    """The tree with a `jax.ShapeDtypeStruct` in the place of each array."""
+    """The tree with a `jax.ShapeDtypeStruct` instead of each array."""
     return jax.tree.map(lambda x: _abstract(x) if is_array(x) else x, tree)
 
 
@@ -51,8 +51,8 @@ def random_like(tree: Any) -> Any:
     """The tree with random values for every array that has none; arrays that have values, and other leaves, stay.
 
     Standard normal numbers; random bits for booleans, unsigned integers and keys; and integers from {0, 1}, which are
-    inside the range of any index. Never all zeros: a device computes with those faster than with numbers. Of an array
-    that is laid out over a mesh it makes the shard of one device.
+    valid as any index. Never all zeros, with which a device computes faster. For an array that is sharded over a mesh
+    it makes the shard of one device.
     """
     leaves, structure = jax.tree.flatten(tree)
     filled = [_random(x, jax.random.key(i)) if lacks_values(x) else x for i, x in enumerate(leaves)]
@@ -60,13 +60,13 @@ def random_like(tree: Any) -> Any:
 
 
 def random_types_like(tree: Any) -> Any:
-    """The tree of `random_like` without values in it: a `jax.ShapeDtypeStruct` for each array that has none."""
+    """The types of `random_like`: the tree with a `jax.ShapeDtypeStruct` for each array that has no values."""
     type_of = lambda x: jax.ShapeDtypeStruct(sharding_of(x).shard_shape(x.shape), x.dtype)
     return jax.tree.map(lambda x: type_of(x) if lacks_values(x) else x, tree)
 
 
 def may_stand_for(values: Any, types: Any) -> bool:
-    """Whether a program that was compiled for `types`, as `random_types_like` makes them, can be run on `values`."""
+    """Whether a program compiled for `types`, made by `random_types_like`, can run on `values`."""
     leaves, structure = jax.tree.flatten(values)
     expected, same = jax.tree.flatten(types)
     return structure == same and all(map(_may_stand_for, leaves, expected))

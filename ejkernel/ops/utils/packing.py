@@ -1,6 +1,6 @@
 """The arguments of a call as JSON and back: trees of array types and static options.
 
-An array stands for its type and layout, never for its values:
+Of an array, the type and sharding are packed, not the values:
 
     {"array": {"shape": [8, 4], "dtype": "bfloat16", "mesh": {"x": 2}, "spec": ["x", null]}}
 """
@@ -39,10 +39,10 @@ def pack_tree(tree: Any) -> Any:
 
 
 def unpack_tree(packed: Any) -> Any:
-    """What was packed, with a `jax.ShapeDtypeStruct` for each array.
+    """The tree that was packed, with a `jax.ShapeDtypeStruct` for each array.
 
     Raises:
-        ValueError: nothing that was packed, or of a dataclass that this process has not imported.
+        ValueError: it was not made by `pack_tree`, or has a dataclass that this process has not imported.
     """
     if isinstance(packed, list):
         return [unpack_tree(x) for x in packed]

@@ -1,4 +1,4 @@
-"""When a config was measured, and with which code: what stands beside it in a file."""
+"""When a config was measured, and with which code, as it is stored with the config."""
 
 import datetime
 import functools
@@ -9,7 +9,7 @@ _HERE = Path(__file__).resolve().parents[3]
 
 
 def provenance() -> dict[str, str]:
-    """The date, the version of the library, and the commit where it runs in a checkout."""
+    """The date, the version of the library and, if it runs in a checkout, the commit."""
     found = {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), "version": installed_version()}
     return found if (commit := commit_of(_HERE)) is None else found | {"commit": commit}
 
@@ -19,13 +19,13 @@ def installed_version() -> str:
     """The version of the library as it is installed."""
     try:
         return importlib.metadata.version("ejkernel")
-    except importlib.metadata.PackageNotFoundError:  # on PYTHONPATH, and not installed
+    except importlib.metadata.PackageNotFoundError:  # it is on PYTHONPATH instead
         return "not installed"
 
 
 @functools.cache
 def commit_of(checkout: Path) -> str | None:
-    """The commit that is checked out in a directory, None where there is none. Nothing is said of changed files."""
+    """The commit that is checked out in a directory, whether or not files are changed; None if there is none."""
     git = checkout / ".git"
     try:
         head = (git / "HEAD").read_text().strip()

@@ -1,10 +1,10 @@
 """Configs as JSON and back.
 
-They are frozen dataclasses of numbers, strings, enums, dtypes, tuples, and such dataclasses in turn.
+They are frozen dataclasses of numbers, strings, enums, dtypes, tuples, and further such dataclasses.
 
-`to_json` and `from_json` are for a reader that knows the class. `pack` and `unpack` carry the name of the class along,
-for files and labels that hold configs of many classes. A name is only ever looked up among classes that this process
-has packed or imported: reading imports nothing and runs nothing but the constructor of a frozen dataclass.
+`to_json` and `from_json` are for readers that know the class. `pack` and `unpack` include the name of the class, for
+files and labels with configs of many classes. A name is looked up only among classes that this process has packed or
+imported: reading imports nothing, and runs only the constructor of a frozen dataclass.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def pack(config: Any) -> dict[str, Any]:
     """`{"class": "module:name", "config": {…}}`, ready for JSON.
 
     Raises:
-        TypeError: this is no frozen dataclass, which alone is read back, or it holds something that has no JSON.
+        TypeError: it is not a frozen dataclass, or holds something that has no JSON.
     """
     cls = type(config)
     if not dataclasses.is_dataclass(cls):
@@ -79,10 +79,10 @@ def pack(config: Any) -> dict[str, Any]:
 
 
 def unpack(packed: Any, cls: type | None = None) -> Any:
-    """The config that was packed; None where its class is not known to this process, or is another than `cls`.
+    """The config that was packed; None if its class is not known to this process, or is not `cls`.
 
     Raises:
-        ValueError: this is no packed config, or not one that the class takes.
+        ValueError: it is not a packed config, or has fields or values that the class does not accept.
     """
     if not isinstance(packed, dict) or not isinstance(packed.get("class"), str) or "config" not in packed:
         raise ValueError(f"not a stored config: {packed!r:.80}")
@@ -93,7 +93,7 @@ def unpack(packed: Any, cls: type | None = None) -> Any:
 
 
 def _known_class(name: str) -> type | None:
-    """A frozen dataclass: the constructor of another class could do anything."""
+    """The frozen dataclass of that name, or None: constructors of other classes could do anything."""
     found = _packed_classes.get(name) or class_named(name)
     frozen = found is not None and dataclasses.is_dataclass(found) and found.__dataclass_params__.frozen
     return found if frozen else None
@@ -112,7 +112,7 @@ def class_named(name: str) -> type | None:
 
 
 def _plain(value: Any) -> Any:
-    """What stands in JSON for a value that JSON does not have."""
+    """The JSON representation of a value of another type."""
     if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
         return {"$dtype": np.dtype(value).name}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -135,7 +135,7 @@ def _plain_or_name(value: Any) -> Any:
 
 
 def _decode(value: Any, annotation: Any) -> Any:
-    """A JSON value as the annotation of its field asks for it."""
+    """A JSON value converted to the annotation of its field."""
     origin, parameters = typing.get_origin(annotation), typing.get_args(annotation)
     if isinstance(value, dict) and value.keys() == {"$dtype"}:
         return _dtype(value["$dtype"])
@@ -162,7 +162,7 @@ def _decode(value: Any, annotation: Any) -> Any:
 def _dtype(name: Any) -> np.dtype:
     try:
         return np.dtype(str(name))
-    except Exception as error:  # of many kinds, for what numpy takes for the description of a record
+    except Exception as error:  # of many kinds, if NumPy takes it for the description of a structured dtype
         raise ValueError(f"{name!r:.40} is no dtype") from error
 
 
@@ -172,7 +172,7 @@ def _decode_dataclass(value: Any, cls: type[T]) -> T:
         raise ValueError(f"not the fields of {cls.__name__}: {value!r:.80}")
     try:
         annotations = typing.get_type_hints(cls)
-    except NameError:  # written as strings, of names that are local to a function
+    except NameError:  # annotations written as strings, with names local to a function
         annotations = dict.fromkeys(names, Any)
     try:
         return cls(**{name: _decode(item, annotations[name]) for name, item in value.items()})

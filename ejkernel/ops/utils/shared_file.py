@@ -1,10 +1,9 @@
 """A JSON file of entries that many processes share.
 
-It is only ever replaced whole (written beside, then renamed), and a writer first takes in what others have written,
-under a lock: no reader sees half a file, no writer loses another's entry, and a process that is killed loses at most
-what it was about to add. Trouble with a file of the library's own (damaged, foreign, unreadable, a pipe, a lock that is
-never given up, full disk) costs a warning, never an exception and never a wait without end; with one that a user names
-it is an error.
+A writer takes a lock, reads the current entries, writes a temporary file with its own added, and renames it: no reader
+sees a partly written file, no writer loses entries of another, and a killed process loses at most the entries that it
+was adding. Errors with a file of the library (damaged, of another program, unreadable, a pipe, a lock that is never
+released, a full disk) cause a warning, never an exception or an endless wait; with a file that a user names they raise.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LOCK_TIMEOUT_S = 5.0
-"""How long a writer waits for the lock of a file: others hold it for as long as it takes to write one."""
+"""How long a writer waits for the lock of a file, which others hold while they write it."""
 _LOCK_POLL_S = 2e-3
 # The deepest nesting of arrays and objects; a config has a few. Python's own limit raises a RecursionError.
 _DEEPEST = 50
@@ -33,7 +32,7 @@ def cache_directory() -> str:
 
 
 def path_in(directory: str | os.PathLike, name: str) -> str:
-    """The path of the file called `name`, which may hold any characters, in a directory; `~` is expanded."""
+    """The path of the file for `name`, which may have any characters, in a directory; `~` is expanded."""
     return os.path.join(os.path.expanduser(directory), re.sub(r"[^A-Za-z0-9._-]+", "_", name) + ".json")
 
 
@@ -51,7 +50,7 @@ def read_entries(path: str | os.PathLike, kind: str = "configs") -> dict[str, An
 
 
 class SharedFile:
-    """One file, and what of it is in memory: what was last read, and what could not be written."""
+    """A file, with the entries last read and those that could not be written in memory."""
 
     def __init__(self, path: str | os.PathLike, kind: str = "configs") -> None:
         self.path, self._kind = os.path.expanduser(path), kind
@@ -74,7 +73,7 @@ class SharedFile:
             return self._entries | self._unwritten if self._unwritten else self._entries
 
     def write(self, entries: dict[str, Any]) -> None:
-        """Adds entries; where that fails they are kept in memory, and written with the next ones."""
+        """Adds entries; if that fails they are kept in memory, and written with the next ones."""
         with self._lock:
             self._unwritten |= entries
             try:
@@ -88,7 +87,7 @@ class SharedFile:
 
         Raises:
             OSError: the file cannot be written.
-            ValueError: it is there and damaged, or another kind of file; it is left as it is.
+            ValueError: it is damaged, or another kind of file; it is left as it is.
         """
         try:
             with self._lock:
@@ -116,7 +115,7 @@ class SharedFile:
                     set_aside(error)
                 self._replace(self._entries | entries)
         except TimeoutError:
-            self._lock_timeout = 0  # who has waited once does not wait again, until the lock is free
+            self._lock_timeout = 0  # having waited once, do not wait again until the lock is free
             raise
 
     def _set_aside(self, error: ValueError) -> None:
@@ -124,7 +123,7 @@ class SharedFile:
         os.replace(self.path, f"{self.path}.damaged")
 
     def _refresh(self, complain: Callable[[str], None] | None = None) -> None:
-        """Reads the file unless it is the one that was read last; what was read before stays if it is damaged now."""
+        """Reads the file if it has changed since the last time; the previous entries stay if it is damaged."""
         try:
             if (version := _version(os.stat(self.path))) != self._version:
                 self._version = version
@@ -133,7 +132,7 @@ class SharedFile:
             self._entries, self._version = {}, None
 
     def _replace(self, entries: dict[str, Any]) -> None:
-        # The lock is held, so the name is free: what a killed process left there is overwritten.
+        # The lock is held, so no other process uses this name: a file left by a killed process is overwritten.
         temporary = f"{self.path}.new"
         with _opened(temporary, "w") as file:
             json.dump({"format": _format(self._kind), self._kind: entries}, file, indent=1, sort_keys=True)
@@ -153,7 +152,7 @@ def _refuse(complaint: str) -> None:
 
 
 def _read(path: str | os.PathLike, kind: str, complain: Callable[[str], None] = _refuse) -> dict[str, Any]:
-    """The entries; `complain` is told of those that stand there twice, of which the last holds, or are left out."""
+    """The entries; `complain` is called if a key occurs twice, of which the last counts, or an entry is skipped."""
 
     def unique(pairs):
         found = dict(pairs)
@@ -176,7 +175,7 @@ def _read(path: str | os.PathLike, kind: str, complain: Callable[[str], None] = 
 
 
 def _integer(digits: str) -> int | float:
-    """What is too long for an int is a float, which no field takes, and which costs no other entry."""
+    """An int, or a float if it is too long for one: no field accepts that, and other entries are still read."""
     return int(digits) if len(digits) <= _LONGEST else float(digits)
 
 
@@ -189,7 +188,7 @@ def _is_shallow(value: Any, levels: int = _DEEPEST) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike, mode: str) -> Iterator[Any]:
-    """A regular file, opened; a pipe or a device in its place is an `OSError`, where else one might wait for ever."""
+    """An opened regular file; raises an `OSError` for a pipe or a device, which might block for ever."""
     without_waiting = lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
     with open(path, mode, encoding="utf-8", opener=without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -203,12 +202,12 @@ def _format(kind: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: str, timeout: float) -> Iterator[None]:
-    """Holds the lock of a file against other processes and other caches; the system frees it when the process ends.
+    """Holds the lock of a file against other processes and caches; the system releases it when the process ends.
 
     Raises:
-        TimeoutError: another one has held it for so many seconds.
+        TimeoutError: it was held by another for the whole timeout.
     """
-    import fcntl  # which only POSIX has
+    import fcntl  # POSIX only
 
     with _opened(path, "a") as lock:
         until = time.monotonic() + timeout

@@ -15,8 +15,8 @@ _SECONDS_OF_THE_SHORTEST_CALL = 1e-4
 def benchmark(fn: Callable[[], Any], num_warmup: int = 2, num_iters: int = 10) -> float:
     """The time of `fn()` in milliseconds: the median over `num_iters` batches of calls.
 
-    The calls of a batch (one, or as many as fill 5 ms) are issued together and waited for once, so that what is
-    measured of a short call is the device and not the way to it. `fn` may return any tree of arrays.
+    The calls of a batch (one, or as many as fill 5 ms) are issued together and waited for once, so that for short calls
+    the device is measured and not the dispatch. `fn` may return any tree of arrays.
     """
     return float(np.median(list(batches(fn, num_warmup, num_iters))))
 
@@ -24,7 +24,7 @@ def benchmark(fn: Callable[[], Any], num_warmup: int = 2, num_iters: int = 10) -
 def batches(
     fn: Callable[[], Any], num_warmup: int, num_iters: int, seconds: float = _SECONDS_OF_A_BATCH
 ) -> Iterator[float]:
-    """Milliseconds of a call, batch by batch of about so many seconds, as each is asked for."""
+    """Yields the milliseconds of a call, each from a batch of about `seconds`."""
     for _ in range(max(num_warmup, 1)):
         jax.block_until_ready(fn())
     calls = max(1, round(seconds / max(_SECONDS_OF_THE_SHORTEST_CALL, _seconds(fn, 1))))
@@ -33,7 +33,7 @@ def batches(
 
 
 def _seconds(fn: Callable[[], Any], calls: int) -> float:
-    """The seconds of a number of calls that the device runs one after the other.
+    """The seconds of `calls` calls that the device runs one after the other.
 
     Only the last result is kept: many results, each in its own memory, would use the caches differently than a program.
     """

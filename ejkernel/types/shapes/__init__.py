@@ -1,8 +1,8 @@
-"""The registry of calls: for each operation one file with the layers of real models that it is measured on.
+"""The registry of calls: for each operation a file with the layers of real models that it is measured on.
 
-A file has the sizes and options of its calls, how their work is counted, and who the rivals are. Benchmarks, tests,
-`ejkernel tune --model`, `ejkernel explain --model` and the tables of the documents take them from here. A file that is
-put here is found: there is no list to add it to.
+A file has the sizes and options of its calls, the formula of their work, and the names of rivals. Benchmarks, tests,
+`ejkernel tune --model`, `ejkernel explain --model` and the tables of the documents use it. A new file needs no
+registration.
 """
 
 import importlib
@@ -16,20 +16,20 @@ __all__ = ["TBYTES", "TFLOPS", "Shape", "measured_operations", "shape_named", "s
 
 @cache
 def measured_operations() -> tuple[str, ...]:
-    """The operations that have named calls."""
+    """The names of the operations that have named calls."""
     return tuple(sorted(name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")))
 
 
 @cache
 def shapes_of(operation: str) -> dict[str, Shape]:
-    """The named calls of an operation by name; none where it has no file here."""
+    """The calls of an operation by name; none if it has no file here."""
     if operation not in measured_operations():
         return {}
     return importlib.import_module(f"{__name__}.{operation}").SHAPES
 
 
 def shape_named(name: str) -> tuple[str, Shape]:
-    """The operation and the call of a name."""
+    """The operation and the call with this name."""
     for operation in measured_operations():
         if name in shapes_of(operation):
             return operation, shapes_of(operation)[name]

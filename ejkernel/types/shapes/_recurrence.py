@@ -33,7 +33,7 @@ class RecurrenceShape(Shape):
 
     @property
     def rivals(self) -> tuple[str, ...]:
-        """Kernels of flash-linear-attention, for chunks or, of a single token, for a step."""
+        """Kernels of flash-linear-attention: chunked ones, or recurrent ones for a single token."""
         chunks, step = {
             "gla": ("fla chunk_gla", "fla fused_recurrent_gla"),
             "lightning_attention": ("fla chunk_simple_gla", "fla fused_recurrent_simple_gla"),
@@ -43,7 +43,7 @@ class RecurrenceShape(Shape):
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """A single token is a step of decoding."""
+        """Forward, and forward with backward; a step of decoding for a single token."""
         return ("step",) if self.seq == 1 else ("fwd", "fwd_bwd")
 
     def at(self, batch: int, seq: int) -> "RecurrenceShape":
@@ -52,7 +52,7 @@ class RecurrenceShape(Shape):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of q, k, v and of the gate where the operation has one for each token."""
+        """The shapes of q, k, v and, for gla, of the gates."""
         rows = (self.batch, self.seq, self.heads)
         sizes = {"q": (*rows, self.key_dim), "k": (*rows, self.key_dim), "v": (*rows, self.value_dim)}
         return sizes | ({"gk": sizes["q"]} if self.operation == "gla" else {})
@@ -63,16 +63,16 @@ class RecurrenceShape(Shape):
         return {"layer_idx": 0, "num_layers": 24} if self.operation == "lightning_attention" else {}
 
     def work(self, mode: str) -> float:
-        """The state is written once and read once at each token: 4·B·S·H·K·V in the forward.
+        """FLOPs: 4·B·S·H·K·V in the forward, as each token updates the state and multiplies it by q.
 
-        Forward and backward count 3.5 times that: the state again, its cotangent, and the gradients of q, k and v. A
-        step has no such work: its bytes count, the float32 state read once and written once.
+        Forward and backward count 3.5 times that: the state again, its cotangent, and the gradients of q, k and v. For
+        a step it is bytes: the float32 state is read once and written once.
         """
         state = self.batch * self.heads * self.key_dim * self.value_dim
         return 8 * state if mode == "step" else {"fwd": 1.0, "fwd_bwd": 3.5}[mode] * 4 * state * self.seq
 
     def unit(self, mode: str) -> str:
-        """Memory is the bound of a step."""
+        """TB/s for a step, which is bound by memory."""
         return TBYTES if mode == "step" else TFLOPS
 
     def __str__(self) -> str:

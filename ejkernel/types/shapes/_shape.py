@@ -1,4 +1,4 @@
-"""What every named call answers: its arguments, and the work by which it is measured."""
+"""The interface of named calls: their arguments, and the work from which rates are computed."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ class Shape:
     """One call of an operation, taken from a real model or from published tables.
 
     Attributes:
-        name: by which it is asked for; no two calls of any operations have the same.
-        convention: how `work` counts, in a sentence.
-        rivals: who computes the same, by the names that stand in records; `benchmarks/<operation>.py` calls them.
+        name: the name of the call, unique among all operations.
+        convention: how `work` is counted, in a sentence.
+        rivals: names of other implementations, as in records; `benchmarks/<operation>.py` calls them.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def dtypes(self) -> Mapping[str, str]:
-        """The dtypes of those arrays that have not that of the call."""
+        """The dtypes of arrays that do not have the dtype of the call."""
         return {}
 
     @property
@@ -41,7 +41,7 @@ class Shape:
         return {}
 
     def indices(self, seed: int = 0) -> Mapping[str, np.ndarray]:
-        """The values of those arrays that are no random numbers: lengths, tables, masks."""
+        """The values of arrays that are not random numbers: lengths, tables, masks."""
         del seed
         return {}
 
@@ -53,13 +53,13 @@ class Shape:
     @property
     @abstractmethod
     def modes(self) -> tuple[str, ...]:
-        """What of it is measured: "fwd", "bwd", "fwd_bwd", "jvp"; a forward alone where there is no derivative."""
+        """The passes that are measured: "fwd", "bwd", "fwd_bwd", "jvp"; only "fwd" if there is no derivative."""
 
     @abstractmethod
     def work(self, mode: str) -> float:
-        """Operations of floating point or bytes of a call, by the convention."""
+        """FLOPs or bytes of a call, by the convention."""
 
     def unit(self, mode: str) -> str:
-        """Of a rate: "TFLOP/s", or "TB/s" where memory is the bound."""
+        """The unit of rates: "TFLOP/s", or "TB/s" if the call is bound by memory."""
         del mode
         return TFLOPS

@@ -1,4 +1,4 @@
-"""Calls of blocksparse_attention: causal layers whose heads keep the diagonal blocks and a random share of the rest."""
+"""Calls of blocksparse_attention: causal layers that keep the diagonal blocks and a random fraction of those below."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -13,10 +13,10 @@ class BlockSparseShape(Shape):
     """A causal layer with a block mask that differs between heads.
 
     Attributes:
-        length: tokens.
-        share: of the blocks below the diagonal that is kept.
-        heads: of queries, keys and values.
-        head_dim: features of each.
+        length: tokens of the sequence.
+        share: the fraction of the blocks below the diagonal that is kept.
+        heads: heads of queries, keys and values.
+        head_dim: features of a head.
         block: tokens of a block.
     """
 
@@ -41,12 +41,12 @@ class BlockSparseShape(Shape):
 
     @property
     def dtypes(self) -> dict[str, Any]:
-        """The mask is of bool."""
+        """The mask is bool."""
         return {"block_mask": "bool"}
 
     @property
     def options(self) -> dict[str, Any]:
-        """Blocks as large for queries as for keys."""
+        """Square blocks, and causality."""
         return {"block_size": (self.block, self.block), "causal": True}
 
     def indices(self, seed: int = 0) -> dict[str, np.ndarray]:
@@ -57,13 +57,13 @@ class BlockSparseShape(Shape):
 
     @property
     def pairs(self) -> int:
-        """Pairs of a query and a key that are computed, of all heads."""
+        """The number of visible pairs of a query and a key, in all heads."""
         diagonal = self.heads * (self.length // self.block)
         below = int(self.indices()["block_mask"].sum()) - diagonal
         return below * self.block**2 + diagonal * self.block * (self.block + 1) // 2
 
     def work(self, mode: str) -> float:
-        """Both products of the pairs that are computed; the backward counts 2.5 times that."""
+        """FLOPs of both products of the visible pairs; the backward counts 2.5 times that."""
         return {"fwd": 1.0, "fwd_bwd": 3.5}[mode] * self.pairs * 4 * self.head_dim
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ class AttentionShape(Shape):
     """One call of attention: the sizes of its arrays and the options that change its cost.
 
     Attributes:
-        name: of the model and, where its layers differ, the kind of layer.
+        name: the model and, if its layers differ, the kind of layer.
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: features of a query and a key.
@@ -66,7 +66,7 @@ class AttentionShape(Shape):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of q, k, v and, where there are any, sinks."""
+        """The shapes of q, k, v and, if there are any, sinks."""
         keys = (self.batch, self.seq_k, self.kv_heads)
         sizes = {"q": (self.batch, self.seq_q, self.heads, self.head_dim)}
         sizes |= {"k": (*keys, self.head_dim), "v": (*keys, self.value_dim)}
@@ -84,14 +84,14 @@ class AttentionShape(Shape):
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key that it sees one head of one sequence has."""
+        """The number of visible pairs of a query and a key, in one head of one sequence."""
         return visible_pairs(self.seq_q, self.seq_k, self.causal, self.window)
 
     def work(self, mode: str) -> float:
-        """2·(D + V) for each pair of a query and a key that it sees, in the forward.
+        """FLOPs: 2·(D + V) for each visible pair of a query and a key, in the forward.
 
         The backward counts 2.5 times that (five products against two, one of them recomputed), forward and backward 3.5
-        times, a tangent 2.5 times, whatever a contender computes beyond it.
+        times, a tangent 2.5 times, whatever else an implementation computes.
         """
         square = self.seq_q * self.seq_k
         if self.window == (None, None) and self.seq_q == self.seq_k:
@@ -103,7 +103,7 @@ class AttentionShape(Shape):
 
     @property
     def title(self) -> str:
-        """As tables of the documents call it."""
+        """The name in the tables of documents."""
         dims = f"D {self.head_dim}" + f"/{self.value_dim}" * (self.head_dim != self.value_dim)
         heads = f"{self.heads}" + f"/{self.kv_heads}" * (self.heads != self.kv_heads)
         said = [f"{heads} heads, {dims}", f"{self.batch} × {self.seq_q}"]

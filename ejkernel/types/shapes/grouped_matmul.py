@@ -16,10 +16,10 @@ class GroupedMatmulShape(Shape):
     """One call of grouped_matmul.
 
     Attributes:
-        name: of the model and the layer.
-        rows: of lhs.
-        features: contracted.
-        columns: of the result.
+        name: the model and the layer.
+        rows: rows of lhs.
+        features: contracted features.
+        columns: columns of the result.
         groups: experts.
     """
 
@@ -33,7 +33,7 @@ class GroupedMatmulShape(Shape):
     modes: ClassVar[tuple[str, ...]] = ("fwd", "bwd", "fwd_bwd")
 
     def at(self, rows: int) -> "GroupedMatmulShape":
-        """The same layer for so many rows."""
+        """The same layer with another number of rows."""
         return replace(self, rows=rows)
 
     @property
@@ -52,11 +52,11 @@ class GroupedMatmulShape(Shape):
         return {"group_sizes": self.group_sizes(seed)}
 
     def work(self, mode: str) -> float:
-        """Of one product in the forward, and of two in the backward."""
+        """FLOPs of one product in the forward, and of two in the backward."""
         return {"fwd": 1.0, "bwd": 2.0, "fwd_bwd": 3.0}[mode] * 2 * self.rows * self.features * self.columns
 
     def group_sizes(self, seed: int = 0) -> np.ndarray:
-        """Uneven groups that hold all rows, one of them empty: shares drawn from a Dirichlet distribution."""
+        """Uneven sizes that add up to all rows, one of them 0, by a Dirichlet distribution."""
         rng = np.random.default_rng(seed)
         shares = rng.dirichlet(np.full(self.groups, 4.0))
         shares[self.groups // 3] = 0

@@ -14,10 +14,10 @@ class MeanPoolingShape(Shape):
 
     Attributes:
         name: what is pooled.
-        tokens: of all sequences.
-        features: of a token.
-        sequences: how many there are.
-        even: whether all are as long.
+        tokens: tokens of all sequences.
+        features: features of a token.
+        sequences: the number of sequences.
+        even: whether all sequences have the same length.
     """
 
     tokens: int
@@ -36,24 +36,24 @@ class MeanPoolingShape(Shape):
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """Ends are int32."""
+        """cu_seqlens is int32."""
         return {"cu_seqlens": "int32"}
 
     def indices(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """The ends of the sequences."""
+        """The values of cu_seqlens."""
         return {"cu_seqlens": self.cu_seqlens(seed)}
 
     def work(self, mode: str) -> float:
-        """Bytes of x, for each pass over it."""
+        """Bytes of x for each pass over it."""
         return {"fwd": 1, "bwd": 1, "fwd_bwd": 2}[mode] * 2 * self.tokens * self.features
 
     def unit(self, mode: str) -> str:
-        """Memory is the bound."""
+        """TB/s: it is bound by memory."""
         del mode
         return TBYTES
 
     def cu_seqlens(self, seed: int = 0) -> np.ndarray:
-        """The ends of the sequences, which hold all tokens; uneven ones are drawn, and one of them is empty."""
+        """cu_seqlens of all tokens; uneven lengths are random, and one of them is 0."""
         if self.even:
             return np.linspace(0, self.tokens, self.sequences + 1).astype(np.int32)
         cuts = np.sort(np.random.default_rng(seed).integers(0, self.tokens + 1, self.sequences - 1))

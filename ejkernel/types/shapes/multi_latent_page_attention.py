@@ -1,6 +1,6 @@
-"""Calls of multi_latent_page_attention: steps of decoding over pages of latents, of one token or a few drafts.
+"""Calls of multi_latent_page_attention: steps of decoding over pages of latents, with one token or a few drafts.
 
-Those with a list of keys for each token, as DeepSeek-V3.2 has them, are of prefill too.
+Those with a list of keys for each token, as in DeepSeek-V3.2, include prefills.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ class LatentPagesShape(Shape):
     """A step over latents.
 
     Attributes:
-        sequences: of one context each.
+        sequences: the number of sequences.
         context: keys of a sequence.
-        heads: of queries, which share the latents.
-        tokens: new ones of a sequence.
+        heads: query heads, which share the latents.
+        tokens: new tokens of a sequence.
         latent: features of a latent.
         rope: features of its rotary part.
         page: slots of a page.
-        top_k: keys in the list of a token; None where it sees all of them.
+        top_k: keys in the list of a token; None without lists.
     """
 
     sequences: int
@@ -45,7 +45,7 @@ class LatentPagesShape(Shape):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The pool holds the pages of all sequences, and no others."""
+        """The shapes of the arrays; the pool has no unused pages."""
         columns, tokens = self.context // self.page, self.sequences * self.tokens
         sizes = {"q_latent": (tokens, self.heads, self.latent), "q_rope": (tokens, self.heads, self.rope)}
         sizes |= {"pages": (self.sequences * columns, self.page, self.latent + self.rope)}
@@ -69,7 +69,7 @@ class LatentPagesShape(Shape):
         }
 
     def lists(self, seed: int = 0) -> np.ndarray:
-        """[T, top_k]: keys up to the token's own, each once; −1 where there are fewer."""
+        """[T, top_k]: random keys up to the token's own, each once, filled up with −1."""
         rng, first = np.random.default_rng(seed), self.context - self.tokens
         lists = np.full((self.sequences * self.tokens, self.top_k), -1, np.int32)
         for token, listed in enumerate(lists):
@@ -78,9 +78,9 @@ class LatentPagesShape(Shape):
         return lists
 
     def work(self, mode: str) -> float:
-        """Bytes of latents and rotary parts; with lists, operations of both products.
+        """Bytes of latents and rotary parts; with lists, FLOPs of both products.
 
-        A head makes 1.9 floating point operations of a byte: with 128 heads a TB/s is 242 TFLOP/s.
+        A head has 1.9 FLOPs for each byte: with 128 heads 1 TB/s is 242 TFLOP/s.
         """
         del mode
         if self.top_k is not None:
@@ -88,7 +88,7 @@ class LatentPagesShape(Shape):
         return self.sequences * self.context * (self.latent + self.rope) * 2
 
     def unit(self, mode: str) -> str:
-        """Memory is the bound; of lists, which many heads share but few tokens, arithmetic."""
+        """TB/s without lists; TFLOP/s with lists, which only the heads of one token share."""
         del mode
         return TBYTES if self.top_k is None else TFLOPS
 

@@ -1,4 +1,4 @@
-"""Calls of native_sparse_attention: its selected branch with given lists, or two branches with the choice of blocks."""
+"""Calls of native_sparse_attention: the selected branch with given blocks, or two branches with their selection."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,17 +10,17 @@ from ._shape import Shape
 
 @dataclass(frozen=True)
 class NativeSparseShape(Shape):
-    """One sequence.
+    """A call with one sequence.
 
     Attributes:
-        length: tokens.
+        length: tokens of the sequence.
         heads: query heads.
         kv_heads: key/value heads.
-        head_dim: features of each.
-        blocks: that a query selects.
+        head_dim: features of a head.
+        blocks: selected blocks of a query.
         size: tokens of a block.
-        together: queries in a row that have the same random blocks.
-        whole: the compressed and the selected branch with the choice of the blocks, in the place of lists.
+        together: consecutive queries that have the same random blocks.
+        whole: the compressed and the selected branch with the selection of blocks, instead of given blocks.
     """
 
     length: int
@@ -40,23 +40,23 @@ class NativeSparseShape(Shape):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """q, k and v; two gates, or lists."""
+        """The shapes of q, k, v, and of two gates or of block_indices."""
         q, kv = ((1, self.length, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
         gates = dict.fromkeys(("g_cmp", "g_slc"), q[:3])
         return {"q": q, "k": kv, "v": kv} | (gates if self.whole else {"block_indices": (*kv[:3], self.blocks)})
 
     @property
     def dtypes(self) -> dict[str, Any]:
-        """Lists are of int32."""
+        """block_indices is int32."""
         return {"block_indices": "int32"}
 
     @property
     def options(self) -> dict[str, Any]:
-        """How large blocks are and, where they are chosen, how many."""
+        """The size of blocks and, if they are selected, their number."""
         return {"block_size": self.size} | ({"block_counts": self.blocks} if self.whole else {})
 
     def indices(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """Lists [1, S, G, blocks]: the own block, the first, others in between, each once; −1 where there are none."""
+        """block_indices [1, S, G, blocks]: the own block, the first, random others in between, filled up with −1."""
         if self.whole:
             return {}
         rng, groups = np.random.default_rng(seed), self.kv_heads
@@ -71,7 +71,7 @@ class NativeSparseShape(Shape):
         return {"block_indices": np.pad(lists, [(0, 0)] * 3 + [(0, self.blocks - count)], constant_values=-1)}
 
     def work(self, mode: str) -> float:
-        """Both products of all selected keys."""
+        """FLOPs of both products with all selected keys."""
         forward = 4 * self.length * self.heads * self.blocks * self.size * self.head_dim
         return {"fwd": 1.0, "bwd": 2.5, "fwd_bwd": 3.5}[mode] * forward
 

@@ -13,7 +13,7 @@ class PageAttentionShape(Shape):
     """A step of decoding.
 
     Attributes:
-        sequences: of one context each.
+        sequences: the number of sequences.
         context: keys of a sequence.
         heads: query heads.
         kv_heads: key/value heads.
@@ -34,7 +34,7 @@ class PageAttentionShape(Shape):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The pool holds the pages of all sequences, and no others."""
+        """The shapes of the arrays; the pool has no unused pages."""
         columns = self.context // self.page
         pool = (self.sequences * columns, self.page, self.kv_heads, self.head_dim)
         sizes = {"q": (self.sequences, self.heads, self.head_dim), "k_pages": pool, "v_pages": pool}
@@ -58,7 +58,7 @@ class PageAttentionShape(Shape):
         return 2 * self.sequences * self.context * self.kv_heads * self.head_dim * 2
 
     def unit(self, mode: str) -> str:
-        """Memory is the bound."""
+        """TB/s: it is bound by memory."""
         del mode
         return TBYTES
 
@@ -68,7 +68,7 @@ class PageAttentionShape(Shape):
 
 
 def shuffled_pages(size: tuple[int, int], seed: int) -> np.ndarray:
-    """Tables [sequences, columns] that name each page once."""
+    """Block tables [sequences, columns] with each page once, in random order."""
     pages = np.random.default_rng(seed).permutation(size[0] * size[1])
     return pages.astype(np.int32).reshape(size)
 

@@ -1,4 +1,4 @@
-"""Calls of ragged_page_attention: prefills of some new tokens behind those in the cache, and decodes among them."""
+"""Calls of ragged_page_attention: prefills of new tokens after those in the cache, some with decodes in the step."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -14,14 +14,14 @@ class RaggedPageAttentionShape(Shape):
     """A step of a server.
 
     Attributes:
-        sequences: with so many keys in the cache and new tokens.
+        sequences: the number of sequences in prefill.
         cached: keys of a sequence before the step.
-        new: tokens that the step adds to each.
+        new: tokens of each of them in the step.
         heads: query heads.
         kv_heads: key/value heads.
         head_dim: features of queries, keys and values.
         page: slots of a page.
-        decodes: sequences beside those, of `cached` keys and one new token.
+        decodes: further sequences, of `cached` keys and one new token.
     """
 
     sequences: int
@@ -39,7 +39,7 @@ class RaggedPageAttentionShape(Shape):
 
     @property
     def context(self) -> int:
-        """Keys of a sequence that has new tokens, after the step."""
+        """Keys of a sequence in prefill, after the step."""
         return self.cached + self.new
 
     @property
@@ -49,7 +49,7 @@ class RaggedPageAttentionShape(Shape):
 
     @property
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The pool holds the pages of all sequences, and no others."""
+        """The shapes of the arrays; the pool has no unused pages."""
         columns, sequences = -(-self.context // self.page), self.sequences + self.decodes
         pool = (sequences * columns, self.page, 2 * self.kv_heads, self.head_dim)
         sizes = {"q": (self.tokens, self.heads, self.head_dim), "kv_pages": pool, "context_lens": (sequences,)}
@@ -61,7 +61,7 @@ class RaggedPageAttentionShape(Shape):
         return dict.fromkeys(("context_lens", "block_tables", "query_start_loc", "num_seqs"), "int32")
 
     def indices(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """Sequences with new tokens first, and tables of pages in random order."""
+        """Prefills before decodes, and tables of pages in random order."""
         new = np.array([self.new] * self.sequences + [1] * self.decodes, np.int32)
         return {
             "context_lens": self.cached + new,
@@ -71,7 +71,7 @@ class RaggedPageAttentionShape(Shape):
         }
 
     def work(self, mode: str) -> float:
-        """Both products of each token with the keys that it sees."""
+        """FLOPs of both products of each token with the keys that it sees."""
         del mode
         visible = self.new * self.cached + self.new * (self.new + 1) // 2
         return 4 * self.heads * self.head_dim * (self.sequences * visible + self.decodes * (self.cached + 1))

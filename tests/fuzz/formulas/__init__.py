@@ -1,10 +1,10 @@
-"""What every operation means, written from its documentation: dense formulas that JAX differentiates.
+"""The definition of every operation, written from its documentation: dense formulas that JAX differentiates.
 
 `formulas/<operation>.py` shares nothing with the package. It defines
 
     formula(x, facts, options, rounded) -> list of results
 
 where x are the float arrays of a call by name, all in the dtype of the computation (float64 for the exact result);
-facts are what follows from the integers and booleans of the call, computed by NumPy (who sees whom, the sequence of
-each token); options are the static arguments; and rounded(a) rounds a product to the dtype of the call, or not at all.
+facts are computed by NumPy from the integers and booleans of the call (visibility, the sequence of each token); options
+are the static arguments; and rounded(a) rounds a product to the dtype of the call, or not at all.
 """

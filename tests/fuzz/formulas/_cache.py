@@ -1,4 +1,4 @@
-"""Attention of each query over keys of its own: what the operations over a cache have in common."""
+"""Attention of each query over its own keys, shared by the operations over a cache."""
 
 import jax.numpy as jnp
 import numpy as np

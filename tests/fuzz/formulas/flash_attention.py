@@ -14,7 +14,7 @@ def formula(x, facts, options, rounded):
     s = rounded(s) * x.get("softmax_scale", q.shape[-1] ** -0.5 if scale is None else scale)
     s = s + x.get("bias", 0)
     s = s if cap is None else cap * jnp.tanh(s / cap)
-    if "no_bias" in facts:  # where the bias is −∞, as it must not be in a product with 0
+    if "no_bias" in facts:  # where the bias is −∞, which must not be multiplied by 0
         s = jnp.where(facts["no_bias"], -jnp.inf if cap is None else -cap, s)
     s = jnp.where(facts["visible"], s, -jnp.inf)
     sinks = x["sinks"].reshape(1, q.shape[2], 1, -1) if "sinks" in x else jnp.full((1, 1, 1, 1), -jnp.inf, s.dtype)

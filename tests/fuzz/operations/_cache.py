@@ -1,4 +1,4 @@
-"""What the calls of operations over a cache draw, and what is visible in them."""
+"""Shared by the calls of operations over a cache: random options, and visibility."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ INDICES = ("context_lens", "block_tables", "query_start_loc", "num_seqs", "seque
 
 
 def draw_options(draw, operands: dict, options: dict, dtypes: dict, most_splits: int | None = None) -> None:
-    """Of all these operations: what becomes of logits, types of indices, and whether lse is wanted."""
+    """Random options of all these operations: logits, types of indices, and whether lse is returned."""
     for name in INDICES:
         if name in operands:
             dtypes[name] = pick(draw, *["int32"] * 4, "int64", "uint32", "int16")
@@ -27,7 +27,7 @@ def draw_options(draw, operands: dict, options: dict, dtypes: dict, most_splits:
 
 
 def draw_quantised(draw, operands: dict, options: dict, dtypes: dict, pools: tuple[str, ...]) -> None:
-    """Pages of another dtype, and scales."""
+    """Random pages of another dtype, with scales."""
     if chance(draw, 25):
         dtypes |= dict.fromkeys(pools, pick(draw, "int8", "float8_e4m3fn"))
     for name in ("k_scale", "v_scale"):
@@ -58,12 +58,12 @@ def longest_in_step(size) -> int:
 
 
 def pages_of(call, x) -> np.ndarray:
-    """[N, J]: the pages of each sequence, clamped to those that there are."""
+    """[N, J]: the pages of each sequence, clamped to the pool."""
     return np.clip(x["block_tables"].astype(np.int64), 0, call.sizes["p"] - 1)
 
 
 def left_of(call) -> int | None:
-    """How many keys before its own a query sees."""
+    """The number of keys before its own that a query sees."""
     window = call.options.get("window")
     return window - 1 if isinstance(window, int) else (window or (None,))[0]
 
@@ -77,7 +77,7 @@ def unseen_slots(call, pages: np.ndarray, visible: np.ndarray) -> np.ndarray:
 
 
 def hidden_pages(call, x, unseen: np.ndarray, pools: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Where pools and the scales of their slots are not read."""
+    """The unread slots of pools and of their scales."""
     of_slots = [name for name in ("k_scale", "v_scale") if name in x and x[name].ndim == 3]
     wide = lambda name: unseen.reshape(*unseen.shape, *(1,) * (x[name].ndim - 2))
     return {name: np.broadcast_to(wide(name), x[name].shape) for name in (*pools, *of_slots)}

@@ -1,4 +1,4 @@
-"""What the calls of several operations draw."""
+"""Random arguments that the calls of several operations share."""
 
 from dataclasses import dataclass
 
@@ -8,23 +8,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a search draws from: sizes that compile fast, or those that the kernels for a GPU take.
+    """The sizes for a search: those that compile fast, or those that the kernels for a GPU take.
 
     Attributes:
-        platform: whose kernels are asked for, or None.
-        kinds: of calls of attention.
-        lengths: of sequences, and `keys` those of keys where they are other ones than those of queries.
-        features: of a head or a row.
-        attention_features: of a head of attention.
+        platform: the platform whose kernels are requested, or None.
+        kinds: kinds of calls of attention.
+        lengths: lengths of sequences; `keys` those of keys if they differ.
+        features: features of a head or a row.
+        attention_features: features of a head of attention.
         rope: rotary features of a head beside others.
-        windows: of keys, and `window_ends` of each side of a window.
-        blocks: of a block mask, in queries and in keys.
-        steps: tokens in a step of serving, `sequences` in it, and `paged_features` of a head there.
-        pages: slots of a page, and `columns` of a table of them.
-        latent_features: of a latent there, and of its rotary part.
+        windows: numbers of keys in a window; `window_ends` those on each side.
+        blocks: sizes of blocks of a block mask, in queries and in keys.
+        steps: tokens in a step of serving, with `sequences` and `paged_features` of a head.
+        pages: slots of a page; `columns` those of a block table.
+        latent_features: features of a latent in a cache, and of its rotary part.
         configs: whether configs are given.
-        draws: of values for one program.
-        dtypes: of the float operands.
+        draws: numbers of random values for one program.
+        dtypes: dtypes of the float operands.
     """
 
     platform: str | None = None
@@ -89,7 +89,7 @@ SIZES = {of.platform: of for of in (CPU, GPU, HOPPER)}
 
 
 def shape_of(call, axes: str) -> tuple[int, ...]:
-    """Of axes in letters and numbers."""
+    """The shape of axes in letters and numbers."""
     return tuple(int(a) if a.isdigit() else call.sizes[a] for a in axes.split())
 
 
@@ -102,7 +102,7 @@ def chance(draw, percent: int) -> bool:
 
 
 def seldom(draw) -> bool:
-    """True in one draw of 20; of what hypothesis samples from, it likes the first and the last."""
+    """True in one draw of 20; hypothesis prefers the first and the last of the values that it samples from."""
     return draw(st.sampled_from(range(20))) == 10
 
 
@@ -112,7 +112,7 @@ def heads(draw) -> dict[str, int]:
 
 
 def cuts(rng: np.random.Generator, sequences: int, tokens: int, longest: int | None = None) -> np.ndarray:
-    """cu_seqlens of sequences that may be empty and may leave tokens at the end to none."""
+    """cu_seqlens of sequences that may be empty and may leave tokens at the end without a sequence."""
     ends = np.sort(rng.integers(0, tokens + 1, sequences))
     if sequences > 1 and rng.random() < 0.5:
         ends[rng.integers(sequences - 1)] = ends[-1] if rng.random() < 0.2 else 0
@@ -126,13 +126,13 @@ def cuts(rng: np.random.Generator, sequences: int, tokens: int, longest: int | N
 
 
 def tokens_past(x: np.ndarray, tokens: int) -> np.ndarray:
-    """[tokens]: those of no sequence."""
+    """[tokens]: the tokens of no sequence."""
     token = np.arange(tokens)
     return (token < x[0]) | (token >= x[-1])
 
 
 def along(mask: np.ndarray, axis: int, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask of one axis for an array of that shape."""
+    """A mask of one axis, broadcast to an array of that shape."""
     return np.broadcast_to(mask.reshape(tuple(-1 if i == axis else 1 for i in range(len(shape)))), shape)
 
 
@@ -149,7 +149,7 @@ def draw_scale(draw, operands: dict, options: dict) -> None:
 
 
 def logits_rounded(call, x, keys: list[np.ndarray]) -> float:
-    """The relative error of exp(s) where s is rounded to float32: half a unit of the largest logit that can be."""
+    """The relative error of exp(s) if s is rounded to float32: half a unit of the largest possible logit."""
     longest = lambda a: np.sqrt((np.where(np.isfinite(a), a, 0).astype(np.float64) ** 2).sum(-1)).max(initial=0)
     scale = x.get("softmax_scale", call.options.get("softmax_scale") or call.sizes["d"] ** -0.5)
     bias = np.where(np.isfinite(x["bias"]), x["bias"], 0).astype(np.float64) if "bias" in x else np.zeros(1)
