@@ -87,8 +87,8 @@ def ring_attention(
     "ring": k and v go round in n − 1 hops, a `ppermute` of k and one of v each, under way while the hop before is
     computed; hops, and parts of them, in which all is masked are neither sent nor computed. Of the forward q, k,
     v, o and lse are kept, and no device ever has the keys of more than two others: the memory of a gradient does not
-    grow with n. A backward fetches k and v again, computes the gradients of a hop from o and lse of all keys, and sends
-    dk and dv home.
+    grow with n. A backward fetches k and v again, computes the gradients of a hop from o and lse of all keys (float32:
+    from its own, whose forward it computes again), and sends dk and dv home.
     "all_gather": k and v of all devices are gathered, in a backward once more, and attended to in one call, or two in
     zigzag. Of the forward o, lse and what is local are kept, and its kernels run once.
     "ulysses": `all_to_all` gives each device all tokens of a part of the heads, and takes o and lse back. Query and
