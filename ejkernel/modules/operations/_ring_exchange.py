@@ -73,7 +73,7 @@ def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -
     after = keys if right is None else min(right, keys)
     # Roll the keys so that the last one is aligned with the last query: flash_attention's band is relative to it.
     length, end = keys + after, first + q.shape[1] + after + keys - call.size * arrays["q"].shape[1]
-    position = end - length + jnp.arange(length)
+    position = end - length + jnp.arange(length, dtype=end.dtype)
     last = lambda x, axis: x if x.shape[axis] == 1 < keys else _rolled(x, axis, after, end)
     given |= {name: last(given[name], 1) for name in ("k", "v")}
     given |= {name: last(given[name], 3) for name in ("bias", "mask") if name in given}
