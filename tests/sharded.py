@@ -77,6 +77,11 @@ def mesh_of(types=AxisType.Explicit, shape=(4, 2)):
     return jax.make_mesh(shape, ("x", "y"), axis_types=(types,) * 2)
 
 
+def mesh_for(case, types=AxisType.Explicit):
+    """A mesh of eight devices, or of four where the batch of a case is 2."""
+    return mesh_of(types, shape=(2 if case.sizes.get("b") == 2 else 4, 2))
+
+
 def call_of(case, transform, call=None, seed=0):
     """The call, or a transform of it, and its arguments."""
     arrays, call = case.arrays(seed), call or case.call

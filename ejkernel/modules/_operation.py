@@ -134,6 +134,13 @@ class Operation(Kernel):
         return default_executor().call(lambda: cls.invocation(*args, **kwargs), config)
 
     @classmethod
+    def run_prepared(cls, prepared: Prepared[Result], config: Any = None) -> Result:
+        """The result of a call that is prepared, and to which operands may have been added since."""
+        name = cls.algorithm.name
+        inv = KERNELS[name].invocation(align(cls.algorithm.forward, prepared.named), prepared.spec)
+        return prepared.finish(default_executor().run(inv, config_of(name, config, cls.config_class)))
+
+    @classmethod
     def tangent(
         cls, prepared: Prepared, outputs: Mapping[str, Any], tangents: Mapping[str, Any], config: Any = None
     ) -> dict[str, Any]:

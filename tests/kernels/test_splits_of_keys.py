@@ -80,6 +80,28 @@ def test_in_xla(name):
     check(xla, name, run=jax.jit)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_the_derivative_of_a_backward_in_xla(name, x64):
+    """It goes through o and lse, which are functions of the operands."""
+    x = operands(name, jnp.float64)
+    moving = {n: getattr(x, n) for n in differentiable(x)}
+    along = {n: like(a, 1) for n, a in moving.items()}
+    config = KernelConfig(block_q=16, block_k=16)
+    outputs = lambda arrays: xla.reference(*x._replace(**arrays), spec=SPEC)
+    cotangents = like(jax.eval_shape(outputs, moving), 2)
+
+    def backward(arrays):
+        given = x._replace(**arrays)
+        return of_splits(xla, given, outputs(arrays), cotangents, along, config)[0]
+
+    found = jax.jit(lambda *a: jax.jvp(backward, *a)[1])((moving,), (along,))
+    wanted = jax.jit(lambda *a: jax.jvp(lambda arrays: jax.vjp(outputs, arrays)[1](cotangents)[0], *a)[1])(
+        (moving,), (along,)
+    )
+    for n in wanted:
+        assert np.abs(found[n] - wanted[n]).max() < 1e-11 * max(1, np.abs(wanted[n]).max()), n
+
+
 # The interpreters take half a minute a call.
 one_of_them = pytest.mark.parametrize("name", ["segments, scale", pytest.param("sinks, bias", marks=pytest.mark.slow)])
 

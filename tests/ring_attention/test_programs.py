@@ -15,6 +15,10 @@ from .calls import KEPT, LAYOUTS, local_call, squares
 KEEPING = ("cond", "optimization_barrier")  # they return an array in memory
 
 
+def in_16_bits(x):
+    return {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in x.items()}
+
+
 def found_collectives(f, x):
     return dict(collectives(jax.jit(f).lower(x).compile().as_text()))
 
@@ -59,11 +63,14 @@ def test_the_memory_of_a_gradient_does_not_grow_with_the_ring(layout):
 @pytest.mark.core
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_gradient_computes_no_forward_again(layout):
-    """Of the forward it has the calls that the forward has, and a backward for each of them."""
+    """The calls that the forward has, and a backward for each of them; in float32 the former twice."""
     names = lambda program: Counter(e.primitive.name for e in equations(program, "flash_attention"))
     f, x = local_call(3, causal=True, layout=layout, strategy="ring")
     forward = names(jax.make_jaxpr(f)(x))["flash_attention"]
-    assert names(jax.make_jaxpr(squares(f))(x)) == {"flash_attention": forward, "flash_attention_bwd": forward}
+    found = names(jax.make_jaxpr(squares(f))(in_16_bits(x)))
+    assert found == {"flash_attention": forward, "flash_attention_bwd": forward}
+    found = names(jax.make_jaxpr(squares(f))(x))
+    assert found == {"flash_attention": 2 * forward, "flash_attention_bwd": forward}
 
 
 def test_a_hop_has_one_conditional_in_each_direction():
@@ -77,6 +84,16 @@ def test_kernels_run_once_where_all_keys_are_gathered():
     f, x = local_call(2, causal=True, layout="contiguous", strategy="all_gather")
     program = jax.jit(squares(f)).trace(x).jaxpr
     assert [e.primitive.name for e in equations(program, "flash_attention")].count("flash_attention") == 1
+
+
+@pytest.mark.core
+def test_gathered_keys_are_not_moved():
+    """Under a causal mask: where the last query is aligned is an operand of the kernel."""
+    f, x = local_call(2, causal=True, layout="contiguous", strategy="all_gather")
+    program = all_equations(jax.make_jaxpr(f)(x))
+    made = {e.primitive.name for e in program for a in e.outvars if a.aval.shape == (1, 2 * 64, 2, 8)}
+    assert made.isdisjoint(("pad", "concatenate", "dynamic_slice"))
+    assert any(name.startswith("all_gather") for name in made)
 
 
 def test_hops_in_which_nothing_is_seen_are_not_computed():
@@ -94,7 +111,7 @@ def test_a_checkpointed_ring_runs_its_forward_once_if_its_results_are_saved():
 
     def forwards(policy):
         f, x = local_call(3, layout="contiguous", strategy="ring")
-        program = jax.make_jaxpr(squares(jax.checkpoint(f, policy=policy)))(x)
+        program = jax.make_jaxpr(squares(jax.checkpoint(f, policy=policy)))(in_16_bits(x))
         return [e.primitive.name for e in equations(program, "flash_attention")].count("flash_attention")
 
     assert [forwards(policy) for policy in (None, KEPT, save_kernels)] == [6, 3, 3]
@@ -103,6 +120,10 @@ def test_a_checkpointed_ring_runs_its_forward_once_if_its_results_are_saved():
 def test_the_output_of_two_devices_is_never_in_float32():
     """Between the hops it has the dtype of the hop's result, and after the last the dtype that is returned."""
     f, x = local_call(2, causal=True, strategy="ring")
-    x = {name: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16, sharding=a.sharding) for name, a in x.items()}
-    passed = [a.aval for e in all_equations(jax.make_jaxpr(f)(x)) if e.primitive.name in KEEPING for a in e.outvars]
+    passed = [
+        a.aval
+        for e in all_equations(jax.make_jaxpr(f)(in_16_bits(x)))
+        if e.primitive.name in KEEPING
+        for a in e.outvars
+    ]
     assert {a.dtype for a in passed if a.ndim == 4} == {jnp.dtype(jnp.bfloat16)}

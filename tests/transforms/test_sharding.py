@@ -36,6 +36,7 @@ from sharded import (
     each_program,
     each_type,
     mesh_axes,
+    mesh_for,
     mesh_of,
     needed,
     others,
@@ -46,13 +47,16 @@ from sharded import (
 
 @each_program(CASES, rest=(pytest.mark.slow,))
 def test_explicit(case, transform):
-    assert check(case, transform, both(case), mesh_of(AxisType.Explicit)) == needed(case, both(case), transform)
+    assert check(case, transform, both(case), mesh_for(case, AxisType.Explicit)) == needed(case, both(case), transform)
 
 
 @each_program(CASES, rest=(pytest.mark.slow,), second=(pytest.mark.slow,))
 def test_auto(case, transform):
     """XLA may sum second derivatives, which are plain JAX, in several steps; it must not gather anything."""
-    found, minimum = check(case, transform, both(case), mesh_of(AxisType.Auto)), needed(case, both(case), transform)
+    found, minimum = (
+        check(case, transform, both(case), mesh_for(case, AxisType.Auto)),
+        needed(case, both(case), transform),
+    )
     assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
 
 

@@ -54,7 +54,9 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
     """
     q, v = arrays["q"], arrays["v"]
     wide = _statistics_dtype(q)
-    o, lse = alike(arrays, jnp.zeros((*q.shape[:3], v.shape[3]), q.dtype), jnp.full(_lse_shape(q), -jnp.inf, wide))
+    # Made from q, whose batch and heads Explicit axes may split.
+    o = jnp.broadcast_to(jnp.zeros_like(q[..., :1]), (*q.shape[:3], v.shape[3]))
+    o, lse = alike(arrays, o, jnp.full_like(q[..., 0], -jnp.inf, wide).swapaxes(1, 2))
     travelling = keys_of(arrays)
     plan = plan_of(call, arrays)
     for n, (hop, of_devices) in enumerate(plan):
@@ -108,10 +110,6 @@ def _attend(call: Ring, part: Part, here: Arrays) -> tuple[Array, Array]:
 def _sinks_lse(arrays: Arrays) -> Array:
     """The logsumexp of the sinks of each head, [1, heads, 1]."""
     return jax.nn.logsumexp(arrays["sinks"], axis=-1)[:, :, None]
-
-
-def _lse_shape(q: Array) -> tuple[int, int, int]:
-    return q.shape[0], q.shape[2], q.shape[1]
 
 
 def _statistics_dtype(q: Array) -> Any:

@@ -4,13 +4,17 @@ Both consist of exact calls of `flash_attention` and save for a backward what it
 all devices, which a backward gathers again.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ._attention import segment_ids
-from ._ring_hop import Arrays, Ring, flash
+from ._ring_hop import Arrays, Ring, flash, sight
 from ._ring_layout import Band
+from ._sequence_shard import all_gather as all_gathered
+from .flash_attention import FlashAttention
 
 NAME = "ring_attention"
 _KEPT = ("flash_attention_o", "flash_attention_lse")
@@ -37,7 +41,7 @@ def all_gather(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _with_all_keys(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
-    gathered = lambda x: _in_sequence(lax.all_gather(x, call.axis_name, axis=1, tiled=True), 1, call)
+    gathered = lambda x: _in_sequence(all_gathered(x, call.axis_name, axis=1), 1, call)
     whole = {name: gathered(arrays[name]) for name in ("k", "v", "kv_segment_ids") if name in arrays}
     whole |= {name: _in_sequence(arrays[name], 3, call) for name in ("bias", "mask") if name in arrays}
     arrays = {**arrays, **whole}
@@ -60,10 +64,16 @@ def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -
         return _flash(call, given, call.band)
     q, k, (left, right) = given["q"], given["k"], call.band
     keys = k.shape[1]
+    if (
+        right == 0
+        and not call.options["batch_invariant"]
+        and given.keys().isdisjoint(("q_segment_ids", "bias", "mask"))
+    ):
+        return _packed(call, given, left, first + q.shape[1] + keys - call.size * arrays["q"].shape[1])
     after = keys if right is None else min(right, keys)
     # Roll the keys so that the last one is aligned with the last query: flash_attention's band is relative to it.
     length, end = keys + after, first + q.shape[1] + after + keys - call.size * arrays["q"].shape[1]
-    position = end - length + jnp.arange(length)
+    position = end - length + jnp.arange(length, dtype=end.dtype)
     last = lambda x, axis: x if x.shape[axis] == 1 < keys else _rolled(x, axis, after, end)
     given |= {name: last(given[name], 1) for name in ("k", "v")}
     given |= {name: last(given[name], 3) for name in ("bias", "mask") if name in given}
@@ -73,6 +83,19 @@ def _rows_with_all_keys(call: Ring, arrays: Arrays, rows: slice, first: Array) -
     hidden = (position < 0) | (position >= keys)
     given |= dict(q_segment_ids=q_ids, kv_segment_ids=jnp.where(hidden[None], -1, _rolled(kv_ids, 1, after, end)))
     return _flash(call, given, (None if left is None else left + after, 0))
+
+
+def _packed(call: Ring, given: Arrays, left: int | None, end: Array) -> tuple[Array, Array]:
+    """o and lse under a causal mask by which the last query is aligned with the key before `end`.
+
+    The queries, and the keys up to there, are one packed sequence: where it ends may be an array, and no key is moved.
+    """
+    given = _of_one_call(given)
+    options = {name: x for name, x in call.options.items() if name != "config"} | given | sight((left, 0))
+    prepared = FlashAttention.prepare_arguments(**options, return_lse=True)
+    cut = lambda end: jnp.array([[0, 1]], jnp.int32) * end
+    ends = dict(cu_seqlens_q=cut(given["q"].shape[1]), cu_seqlens_k=cut(jnp.maximum(end, 0)))
+    return FlashAttention.run_prepared(replace(prepared, named={**prepared.named, **ends}), call.options["config"])
 
 
 def _rolled(x: Array, axis: int, after: int, end: Array) -> Array:
@@ -97,7 +120,7 @@ def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
         x = _in_shards(x, axis, call)
         return lax.all_to_all(x, call.axis_name, split_axis=axis, concat_axis=3 - axis, tiled=True)
 
-    gathered = lambda x: _in_sequence(lax.all_gather(x, call.axis_name, axis=1, tiled=True), 1, call)
+    gathered = lambda x: _in_sequence(all_gathered(x, call.axis_name, axis=1), 1, call)
     given = {name: heads(arrays[name]) for name in "qkv"}
     given |= {name: gathered(arrays[name]) for name in ("q_segment_ids", "kv_segment_ids") if name in arrays}
     count = arrays["q"].shape[2] // call.size
@@ -112,7 +135,12 @@ def ulysses(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _flash(call: Ring, given: Arrays, band: Band) -> tuple[Array, Array]:
-    return flash(call, {**given, "sinks": given["sinks"][0]} if "sinks" in given else given, band)
+    return flash(call, _of_one_call(given), band)
+
+
+def _of_one_call(given: Arrays) -> Arrays:
+    """The arrays as flash_attention takes them: sinks without an axis of the batch."""
+    return {**given, "sinks": given["sinks"][0]} if "sinks" in given else given
 
 
 def _in_sequence(x: Array, axis: int, call: Ring) -> Array:

@@ -7,6 +7,12 @@ With p = exp(s − lse), which are then the weights of the whole row,
 are sums over keys, and so over hops. The tangent and the backward of flash_attention compute the terms of a hop, and no
 forward runs again. They are differentiable in o and lse too, so o and lse have derivatives of every order.
 
+In 16 bits the rounding of lse is negligible in p, and that of o is as in any backward that is given o. In float32
+neither is: where one key has nearly all the weight of a row, gradients are small differences, which flash_attention
+computes from sums over the keys of a call. There each hop runs again. With its own o_t and lse_t the sums are
+
+    dlse = Σ_t dw_t,   do = Σ_t d(w_t (o_t − o)),   w_t = exp(lse_t − lse),   with o and lse held constant
+
 In a derivative each hop fetches its keys and values from the device that owns them and, transposed, sends their
 gradients to that device directly, while the next hop is computed.
 """
@@ -23,6 +29,7 @@ from ._ring_hop import (
     Ring,
     alike,
     columns_of,
+    flash,
     keys_of,
     of_part,
     on_device,
@@ -73,8 +80,9 @@ def _tangent_of_parts(
     call: Ring, parts: tuple[Part, ...], here: Arrays, moving: Arrays, o: Array, lse: Array
 ) -> tuple[Array, Array]:
     sums = alike(here, jnp.zeros_like(o), jnp.zeros_like(lse))
+    terms = _tangent_of_part if jnp.finfo(o.dtype).bits == 16 else _tangent_of_part_again
     for part in parts:
-        added = _tangent_of_part(call, part, here, moving, o, lse)
+        added = terms(call, part, here, moving, o, lse)
         sums = [
             with_rows(x, rows_of(x, part, axis) + y, part, axis) for x, y, axis in zip(sums, added, (1, 2), strict=True)
         ]
@@ -91,6 +99,21 @@ def _tangent_of_part(call: Ring, part: Part, here: Arrays, moving: Arrays, o: Ar
     outputs = dict(o=rows_of(o, part, 1), lse=rows_of(lse, part, 2))
     found = FlashAttention.tangent(prepared, outputs, tangents, call.options["config"])
     return found["o"], found["lse"]
+
+
+def _tangent_of_part_again(
+    call: Ring, part: Part, here: Arrays, moving: Arrays, o: Array, lse: Array
+) -> tuple[Array, Array]:
+    """The same terms by the derivative of w·(o_t − o) and w, which is 0 exactly where a part has all the weight."""
+    given, along, o, lse = of_part(part, here), of_part(part, moving), rows_of(o, part, 1), rows_of(lse, part, 2)
+    lse = jnp.where(jnp.isfinite(lse), lse, 0)
+
+    def weighted(moved):
+        of_keys, lse_of_keys = flash(call, {**given, **moved}, (part.left, part.right))
+        w = jnp.exp(lse_of_keys - lse)
+        return w.swapaxes(1, 2)[..., None] * (of_keys - o), w
+
+    return jax.jvp(weighted, ({name: given[name] for name in along},), (along,))[1]
 
 
 def _tangent_of_sinks(arrays: Arrays, moving: Array, o: Array, lse: Array) -> tuple[Array, Array]:

@@ -53,14 +53,14 @@ def gathered_shards(shard: Shard, axis_name: Any) -> Shard:
     )
 
 
-def all_gather(x: Array, axis_name: Any) -> Array:
-    """The arrays x of all devices, concatenated along the first axis.
+def all_gather(x: Array, axis_name: Any, axis: int = 0) -> Array:
+    """The arrays x of all devices, concatenated along an axis.
 
     Explicit axes of the mesh, over which x may be split, are made manual here. Beside Explicit axes the transpose, a
     reduce-scatter, has no lowering, and gathering on a new axis would leave their entries one place early in the spec
     (both on jax 0.11.2).
     """
-    gather = partial(lax.all_gather, axis_name=axis_name, tiled=True)
+    gather = partial(lax.all_gather, axis_name=axis_name, axis=axis, tiled=True)
     aval = jax.typeof(x)
     if not (explicit := explicit_axes(aval)):
         return gather(x)
