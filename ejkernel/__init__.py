@@ -11,7 +11,7 @@ from .xla_utils.garbage_collection import no_garbage_collection as _no_garbage_c
 
 with _no_garbage_collection():
     if "ejkernel.lowering" not in sys.modules:
-        # In a clone it still stands beside this package: that one is taken, whether a clone is installed or none.
+        # In a clone it is still beside this package, and is taken from there whether the clone is installed or not.
         _inside, _beside = (Path(__file__).parents[n] / "lowering/__init__.py" for n in (0, 1))
         if _beside.exists() and not _inside.exists():
             _spec = importlib.util.spec_from_file_location("ejkernel.lowering", _beside)
@@ -47,12 +47,12 @@ _name_what_is_elsewhere()
 
 
 def __getattr__(name: str) -> str:
-    """`__version__`, that of the package as it is installed; looked up when it is asked for."""
+    """`__version__`, that of the installed package; looked up when it is read."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import metadata
 
     try:
         return metadata.version("ejkernel")
-    except metadata.PackageNotFoundError:  # on PYTHONPATH, and not installed
+    except metadata.PackageNotFoundError:  # on PYTHONPATH, not installed
         return "0+not.installed"

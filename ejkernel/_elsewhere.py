@@ -1,11 +1,11 @@
-"""Names that ejkernel 0.0.78 has in other modules than this library, defined there for programs written for it."""
+"""Names that ejkernel 0.0.78 defines in other modules than this library, provided there for programs written for it."""
 
 import importlib
 import importlib.util
 import sys
 from types import ModuleType
 
-# Those names, and what they are here. Functions that have the name of their module stand in its place for `from`.
+# Those names, and what they are here. A function with the name of its module replaces the module for `from … import`.
 ELSEWHERE: dict[tuple[str, str], tuple[str, str]] = {
     ("ejkernel.modules.operations", "quantized_matmul"): ("ejkernel.modules", "quantized_matmul"),
     ("ejkernel.modules.operations.ragged_page_attention_v2_turboquant", "ragged_page_attention_v2_turboquant"): (

@@ -1,4 +1,4 @@
-"""Exporting programs that hold kernels of this library."""
+"""Exporting programs that contain kernels of this library."""
 
 from jax import export
 
@@ -6,16 +6,16 @@ from .kernels._registry import kernel_registry
 
 
 def export_checks() -> list[export.DisabledSafetyCheck]:
-    """What `jax.export` has to be told to let pass: the custom calls of kernels that it gives no guarantees for.
+    """Checks that `jax.export` must disable: the custom calls of kernels, for which it guarantees no compatibility.
 
         jax.export.export(jax.jit(f), platforms=("cpu", "cuda", "tpu"), disabled_checks=ejkernel.export_checks())
 
-    An artifact with such a call runs with the versions of JAX and jax-triton that it was made with, or later ones that
-    still take it.
+    An artifact with such a call runs with the versions of JAX and jax-triton that made it, or later ones that still
+    support it.
 
-    Where dimensions are symbolic it holds no kernels, which are made for sizes that are known, but what XLA makes of
-    the operation; of flash_attention with symbolic lengths all logits are in memory at once. The number of packed
-    sequences has to be known.
+    With symbolic dimensions it contains no kernels, which need static sizes, but XLA's implementation of the operation;
+    that of flash_attention with symbolic lengths has all logits in memory at once. The number of packed sequences must
+    be static.
     """
     entries = (s for name in kernel_registry.list_algorithms() for s in kernel_registry.list_implementations(name))
     names = sorted({call for entry in entries for call in entry.implementation.custom_calls})

@@ -1,6 +1,6 @@
-"""Every touch of private JAX, each with its reason: nothing else imports `jax._src`.
+"""All uses of private JAX, each with its reason: no other file imports `jax._src`.
 
-All seen on jax 0.10.2, 0.11.2 and 0.12.0.1.
+Tested with jax 0.10.2, 0.11.2 and 0.12.0.1.
 """
 
 import functools
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def automatic_devices(ctx: Any) -> int:
-    """Over how many devices XLA may partition what this lowering rule emits: 1 where all axes are manual.
+    """The number of devices over which XLA may partition what this lowering rule emits: 1 where all axes are manual.
 
-    The context of a lowering rule is public, the classes of its `axis_context` are not.
+    The context of a lowering rule is public, but not the classes of its `axis_context`.
     """
     context = ctx.module_context.axis_context
     if hasattr(context, "manual_axes"):
@@ -23,9 +23,9 @@ def automatic_devices(ctx: Any) -> int:
 
 
 def explicit_mesh(ctx: Any) -> Any:
-    """The mesh of the context in which an equation was traced, if it is of more than one device and wholly Explicit.
+    """The mesh of the context in which an equation was traced, if it has several devices and is wholly Explicit.
 
-    An operand of no mesh may meet it there: an array that was made before the mesh was set.
+    An operand without a mesh may occur there: an array made before the mesh was set.
     """
     mesh = getattr(ctx.jaxpr_eqn_ctx, "cur_abstract_mesh", None)
     is_explicit = mesh is not None and not mesh.empty and mesh.are_all_axes_explicit
@@ -33,9 +33,9 @@ def explicit_mesh(ctx: Any) -> Any:
 
 
 def with_numbered_devices(ctx: Any) -> Any:
-    """The context with numbers in the place of devices, all that `custom_partitioning` wants of them.
+    """The context with numbers in place of devices, which is all that `custom_partitioning` needs of them.
 
-    Devices themselves are in the context only of a program with a primitive that JAX lists as one that requires them
+    The context has the devices themselves only in a program with a primitive that JAX lists as one that requires them
     (it lists `custom_partitioning_p`, but does not look for it in what a lowering rule adds), and such a program must
     not have shardings of two meshes.
     """
@@ -48,18 +48,18 @@ def with_numbered_devices(ctx: Any) -> Any:
 
 
 def is_partly_manual(ctx: Any) -> bool:
-    """Whether a `shard_map` around has made some axes of the mesh manual.
+    """Whether an enclosing `shard_map` has made some axes of the mesh manual.
 
-    `custom_partitioning` is then not told of the mesh and fails inside XLA (seen on 0.11.2).
+    `custom_partitioning` then does not receive the mesh and fails inside XLA (seen on 0.11.2).
     """
     return bool(getattr(ctx.module_context.axis_context, "manual_axes", ()))
 
 
 def ask_ptxas_once() -> None:
-    """Lets Mosaic GPU remember which PTX the assembler of this machine takes.
+    """Makes Mosaic GPU remember which PTX versions the assembler of this machine supports.
 
-    It starts `ptxas --version` for each conversion of a boolean to a number, 15 times in a kernel of attention (seen on
-    0.11.2), which costs more than a tenth of the time to lower it.
+    Otherwise it starts `ptxas --version` for each conversion of a boolean to a number, 15 times in an attention kernel
+    (seen on 0.11.2), which takes more than a tenth of the lowering time.
     """
     try:
         from jax._src.lib import mosaic_gpu
@@ -72,23 +72,23 @@ def ask_ptxas_once() -> None:
 
 
 def without_sharding(aval: Any) -> Any:
-    """The aval of one device's part: no mesh and no manual axes in its type, so that plain code traces on it."""
+    """The aval of one device's shard: no mesh and no manual axes in its type, so plain code can be traced on it."""
     from jax._src import core
 
     return core.ShapedArray(aval.shape, aval.dtype)
 
 
 def without_manual_axes(aval: Any) -> Any:
-    """The aval without manual axes in its type: what is lowered was checked, and plain code does not carry them on."""
+    """The aval without manual axes in its type: the call has been checked, and plain code does not propagate them."""
     from jax._src import core
 
     return core.ShapedArray(aval.shape, aval.dtype, sharding=aval.sharding)
 
 
 def unchecked_manual_axes() -> Any:
-    """A context in which types name no manual axes, as those of `without_sharding` do not.
+    """A context in which types have no manual axes, like those of `without_sharding`.
 
-    Inside a `jax.shard_map` that checks them Pallas wants its outputs to name them otherwise (0.10.2 – 0.12).
+    Inside a `jax.shard_map` that checks them, Pallas otherwise requires them in the types of outputs (0.10.2 – 0.12).
     """
     from jax._src import config
 
@@ -96,15 +96,15 @@ def unchecked_manual_axes() -> Any:
 
 
 def is_for_export(ctx: Any) -> bool:
-    """Whether `jax.export` is lowering: kernels are then written for readers of other versions, too."""
+    """Whether `jax.export` is lowering: kernels must then be serialised for readers of other versions, too."""
     return ctx.module_context.lowering_parameters.for_export
 
 
 @functools.cache
 def find_mosaic_runtime() -> None:
-    """Tells XLA where the runtime of Mosaic GPU lies, as importing `jax.experimental.mosaic.gpu` does.
+    """Tells XLA where the runtime library of Mosaic GPU is, as importing `jax.experimental.mosaic.gpu` does.
 
-    A program that holds a kernel from a cache is compiled without that import, which takes half a second.
+    A program with a kernel from a cache is compiled without that import, which takes half a second.
     """
     from jax._src import lib
 

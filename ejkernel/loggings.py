@@ -12,7 +12,7 @@ class Logger(logging.LoggerAdapter):
         self._said: set[tuple[int, str]] = set()
 
     def log_once(self, level: int, message: object, *args: Any) -> None:
-        """`log`, unless this was said at this level already."""
+        """`log`, unless the message was logged at this level already."""
         text = str(message) % args if args else str(message)
         if (level, text) not in self._said:
             self._said.add((level, text))
@@ -36,7 +36,7 @@ class Logger(logging.LoggerAdapter):
 
 
 def get_logger(name: str, level: int | None = None) -> Logger:
-    """The logger of a name, at a level if one is given. It adds no handler: an application chooses what is shown."""
+    """The logger of a name, at a level if one is given. It adds no handler: the application chooses what is shown."""
     logger = logging.getLogger(name)
     if level is not None:
         logger.setLevel(level)

@@ -1,6 +1,6 @@
 """Kernels as operations of JAX: pure functions of arrays and static options, one operation per file.
 
-They are named one by one for type checkers and editors; `tests/test_typed_api.py` tells what is missing here.
+They are imported one by one for type checkers and editors; `tests/test_typed_api.py` checks that none is missing.
 """
 
 from .block_mask_of import block_mask_of

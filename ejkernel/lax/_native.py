@@ -63,7 +63,7 @@ def native(operation: type[Declared[P, Result]]) -> Native[P, Result]:
         static = tuple((key, x) for key, x in kwargs.items() if key not in arrays)
         try:
             run = compiled(static, tuple(_types(x) for _, x in static), tuple(map(os.environ.get, _READ_WHILE_TRACING)))
-        except TypeError:  # an option that is not hashable, such as a config given as a dict or an array of numpy
+        except TypeError:  # an option that is not hashable, such as a config given as a dict or a NumPy array
             return operation.call(*args, **kwargs)
         return run(args, arrays)
 
