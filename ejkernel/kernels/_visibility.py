@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
@@ -130,9 +131,15 @@ class Visibility:
 
     def pairs(self) -> Array:
         """Whether each query sees each key, bool [b?, h?, q_len, kv_len], to be reduced at once by the caller."""
-        first, stop = (x[:, None, :, None] for x in self.intervals())
         key = jnp.arange(self.kv_len, dtype=jnp.int32)[None, None, None]
-        visible = (first <= key) & (key < stop)
+        if self.cu_seqlens is None:  # without a table of intervals, for which XLA would compile kernels of their own
+            query = jnp.arange(self.q_len, dtype=jnp.int32)[None, None, :, None]
+            ahead = key - (query + (self.kv_len - self.q_len))
+            visible = jnp.ones_like(ahead, bool) if self.left is None else -self.left <= ahead
+            visible = visible if self.right is None else visible & (ahead <= self.right)
+        else:
+            first, stop = (x[:, None, :, None] for x in self.intervals())
+            visible = (first <= key) & (key < stop)
         if self.segment_ids is not None:
             q_ids, kv_ids = self.segment_ids
             q_ids, kv_ids = q_ids[:, None, :, None], kv_ids[:, None, None]
@@ -156,10 +163,12 @@ class Visibility:
     def block_ranges(self, block_q: int, block_k: int) -> BlockRanges:
         """The blocks of keys that each block of queries sees, int32 [b?, q_blocks]; of a mask nothing is asked.
 
-        Fully masked queries, those after the end too, neither widen a range nor leave a block full.
+        Fully masked queries, those after the end too, neither widen a range nor leave a block full. The ranges of the
+        band are NumPy's, constants: XLA would compile kernels to compute them, each twice where it tunes its fusions.
         """
-        first, stop = (_in_blocks(x, block_q, 0) for x in self.intervals())
-        first = jnp.where(first < stop, first, _round_up(self.kv_len, block_k))
+        xp = np if self.cu_seqlens is None else jnp
+        first, stop = (_in_blocks(x, block_q, 0, xp) for x in self.intervals(xp))
+        first = xp.where(first < stop, first, _round_up(self.kv_len, block_k))
         of_band = BlockRanges(
             first.min(2) // block_k, -(-stop.max(2) // block_k), -(-first.max(2) // block_k), stop.min(2) // block_k
         )
@@ -180,8 +189,10 @@ class Visibility:
         number, none = jnp.arange(shared.shape[2], dtype=jnp.int32)[None, None], jnp.int32(shared.shape[2])
         begin = jnp.where(shared, number, none).min(2)
         end = jnp.where(shared, number, -1).max(2) + 1
+        # The first run is the one that ends first: so no reduction waits for another, and XLA compiles one kernel.
         full_begin = jnp.where(full, number, none).min(2)
-        full_end = jnp.where(full | (number < full_begin[:, :, None]), none, number).min(2)
+        is_next_full = jnp.pad(full[:, :, 1:], ((0, 0), (0, 0), (0, 1)))
+        full_end = jnp.where(full & ~is_next_full, number + 1, none).min(2)
         return BlockRanges(begin, end, full_begin, full_end)
 
     def blocks(self, block_q: int, block_k: int, xp: Any = jnp) -> tuple[Any, Any]:

@@ -109,6 +109,7 @@ def test_block_ranges(case, transposed):
     """A block range has all keys that its queries see, and the full blocks are visible as a whole."""
     visibility, ok = call(case, transposed)
     ranges = visibility.block_ranges(BLOCK_Q, BLOCK_K)
+    assert all(isinstance(x, np.ndarray) for x in ranges) is not (case.packed or case.segments)
     blocks = -(-ok.shape[3] // BLOCK_K)
     for batch, tile in np.ndindex(len(ok), -(-ok.shape[2] // BLOCK_Q)):
         at = lambda ranges, batch=batch, tile=tile: (int(x[batch % len(x), tile]) for x in ranges)
