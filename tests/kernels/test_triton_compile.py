@@ -92,7 +92,9 @@ FEATURES = {
         S=1000, K=1010, G=2, sinks=1, has=("bias", "mask", *SEGMENTS, "softmax_scale", "dropout"),
         options={"window": (100, 20), "softcap": 30.0},
     ),
+    "split": Call(sinks=1, has=("bias", *SEGMENTS), options={"causal": True, "softcap": 30.0, "split": True}),
     "float32": Call(dtype="float32"),
+    "float32_split": Call(dtype="float32", sinks=1, has=("bias", *SEGMENTS), options={"causal": True, "split": True}),
     "float32_all": Call(
         S=1000, K=1010, G=2, sinks=1, dtype="float32", has=("bias", "mask", *SEGMENTS, "softmax_scale", "dropout"),
         options={"window": (100, 20), "softcap": 30.0},
@@ -110,7 +112,13 @@ CALLS = {
 }  # fmt: skip
 # Tests that take a core of CI half a minute; the others are slow tests.
 # Those of `test_triton_spills` compile for the others, and `test_triton_registry_compile` compiles all operations.
-ALWAYS = (("sm_90", "gpt-oss"), ("sm_90", "all-128"), ("sm_120", "llama3-8b"), ("gfx942", "llama3-8b"))
+ALWAYS = (
+    ("sm_90", "gpt-oss"),
+    ("sm_90", "all-128"),
+    ("sm_90", "split-128"),
+    ("sm_120", "llama3-8b"),
+    ("gfx942", "llama3-8b"),
+)
 
 
 def implementation(operation: str, call: Call, config):
