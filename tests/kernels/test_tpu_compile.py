@@ -4,6 +4,8 @@ Compiling all configs of all named shapes takes hours; a normal run has the heur
 generation, and a few calls with rarer operands; `benchmarks.tpu_compile` keeps a record.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -95,6 +97,16 @@ def test_operands_and_options(generation, case, dtype):
     for name, implementation in IMPLEMENTATIONS.items():
         config = implementation.heuristic(spec, x, TARGETS[generation])
         assert "tpu_custom_call" in programs.compiled_call(generation, name, x, spec, config).as_text()
+
+
+@pytest.mark.parametrize("operation", ("flash_attention_bwd", "flash_attention_jvp"))
+@pytest.mark.parametrize("generation", [pytest.param(g, marks=() if g == "v5p" else pytest.mark.slow) for g in TARGETS])
+def test_splits_of_keys(generation, operation):
+    """The tangent of a split accumulates o in float32 in its output."""
+    x, spec = programs.call("flash_attention", ATTENTION_SHAPES["llama3-8b"])
+    spec = replace(spec, split=True)
+    config = IMPLEMENTATIONS[operation].heuristic(spec, x, TARGETS[generation])
+    assert "tpu_custom_call" in programs.compiled_call(generation, operation, x, spec, config).as_text()
 
 
 @pytest.mark.slow
