@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ejkernel.kernels._pallas.gpu.flash_attention import supports
+from ejkernel.kernels._pallas.gpu.flash_attention import supports, supports_bwd
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import SHARED_BYTES, shared_bytes, space
-from ejkernel.kernels._pallas.gpu.flash_attention.pairs import pairs_of
+from ejkernel.kernels._pallas.gpu.flash_attention.pairs import pairs_of, pairs_of_keys
 from ejkernel.kernels._pallas.gpu.flash_attention.plan import Plan
 from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
+from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 from .mosaic import CUSTOM_CALL, HOPPER, SIGHTS, arguments, lowered, q, run
@@ -38,6 +39,21 @@ def test_words_of_a_mask(S, K, block_q):
     np.testing.assert_array_equal(bits.reshape(2, 3, rows, keys).astype(bool), expected)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("S, K", [(128, 128), (77, 300), (200, 61)])
+def test_words_of_a_transposed_mask(S, K, causal):
+    """One bit a query, 0 up to the ends of the last tiles, and where causality hides the pair."""
+    mask = np.random.default_rng(0).random((2, 3, S, K)) < 0.5
+    rows, keys = -(-S // 64) * 64, -(-K // 128) * 128
+    x, spec = of_pairs(64, 64, S, K)._replace(mask=jnp.asarray(mask)), FlashAttentionSpec(causal=causal)
+    words = np.asarray(pairs_of_keys(x, visibility_of(x, spec), rows, keys).bits).view(np.uint32)
+    mask &= np.tri(S, K, K - S, dtype=bool) if causal else True
+    assert words.shape == (2, 3, rows // 32, keys)
+    bits = (words[:, :, :, None] >> np.arange(32, dtype=np.uint32)[:, None]) & 1
+    expected = np.pad(mask, ((0, 0), (0, 0), (0, rows - S), (0, keys - K)))
+    np.testing.assert_array_equal(bits.reshape(2, 3, rows, keys).astype(bool), expected)
+
+
 GIVEN = {
     "bias": dict(bias=(1, 4)),
     "bias of a batch": dict(bias=(2, 1)),
@@ -47,14 +63,12 @@ GIVEN = {
 }
 
 
+SLOW = (64, 64), (72, 72), (192, 128), (256, 256)
+SIZES = [(128, 128), *(pytest.param(*size, marks=pytest.mark.slow) for size in SLOW)]
+
+
 @pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize(
-    "D, V",
-    [
-        (128, 128),
-        *(pytest.param(*size, marks=pytest.mark.slow) for size in ((64, 64), (72, 72), (192, 128), (256, 256))),
-    ],
-)
+@pytest.mark.parametrize("D, V", SIZES)
 def test_a_bias_and_a_mask_lower(D, V, given):
     """By every config, at lengths that end in a tile of 64 keys."""
     for causal in (False, True):
@@ -71,6 +85,29 @@ def test_a_bias_and_a_mask_lower_with_segments_a_window_and_a_softcap():
     assert supports(spec, x, HOPPER) is None and x.q.shape == q.shape
     (config, *_) = space("flash_attention", x, spec, HOPPER)
     assert CUSTOM_CALL in lowered(run("flash_attention", spec, config), *arguments(x))
+
+
+OF_MASKS = {
+    "full": FlashAttentionSpec(),
+    "causal": FlashAttentionSpec(causal=True),
+    "window and softcap": FlashAttentionSpec(causal=True, window=(50, None), softcap=30.0),
+    "deterministic": FlashAttentionSpec(deterministic=True),
+}
+
+
+@pytest.mark.parametrize("options", OF_MASKS)
+@pytest.mark.parametrize("given", ["mask", "mask of heads"])
+@pytest.mark.parametrize("D, V", SIZES)
+def test_the_backward_with_a_mask_lowers(D, V, given, options):
+    """By every config, at lengths that end within tiles; with segments under a window."""
+    x, spec = of_pairs(D, V, 600, 712, **GIVEN[given]), OF_MASKS[options]
+    if spec.softcap is not None:
+        ids = (jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (600, 712))
+        x = x._replace(**dict(zip(("q_segment_ids", "kv_segment_ids"), ids, strict=True)))
+    assert supports_bwd(spec, x, HOPPER) is None
+    for config in space("flash_attention_bwd", x, spec, HOPPER):
+        text = lowered(run("flash_attention_bwd", spec, config), *arguments(x))
+        assert text.count(f"custom_call @{CUSTOM_CALL}") == 1
 
 
 def test_every_pair_of_head_dims_has_configs_that_fit_beside_a_bias():

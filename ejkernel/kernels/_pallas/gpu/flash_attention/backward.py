@@ -37,6 +37,7 @@ from .dq_semaphore import table_of_ranks
 from .feature_tiles import tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
+from .pairs import Pairs, pairs_of_keys
 from .problem import LOG2_E, problem_of, weights_of_sinks
 
 
@@ -50,7 +51,8 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple[Array, ...]:
     deterministic = spec.deterministic or spec.batch_invariant
-    plan = Plan(problem_of(primals, spec), config.block_q, config.num_stages, deterministic=deterministic)
+    given = dict(deterministic=deterministic, mask=primals.mask is not None)
+    plan = Plan(problem_of(primals, spec), config.block_q, config.num_stages, **given)
     check("flash_attention_bwd", config, block_k=(plan.keys,))
     mask_info = mask_info_of(visibility_of(primals, spec).transposed(), plan.keys, plan.block_q)
     return gradients(primals, outputs, cotangents, wrt, spec, mask_info, plan)
@@ -78,7 +80,8 @@ def gradients(
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
-    dq, dk, dv = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, plan)
+    pairs = pairs_of_keys(primals, visibility, plan.blocks * plan.block_q, plan.tiles * plan.keys)
+    dq, dk, dv = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, pairs, plan)
     found = {"q": (dq * problem.scale).astype(problem.dtype)[:, : problem.S]}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
     if "sinks" in wrt:
@@ -90,8 +93,9 @@ def gradients(
 
 
 def _gradients(
-    q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None, plan: Plan
-):
+    q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None,
+    pairs: Pairs | None, plan: Plan,
+):  # fmt: skip
     """dq in float32 before its factor `scale`, dk and dv."""
     block_q, stages = plan.block_q, plan.stages
     problem = plan.problem
@@ -107,7 +111,7 @@ def _gradients(
     dk, dv = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
-        (q, k, v, do, start, delta, mask_info, dq, dq_semaphore, ranks),
+        (q, k, v, do, start, delta, mask_info, pairs, dq, dq_semaphore, ranks),
         out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
         blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
@@ -132,8 +136,8 @@ def _gradients(
 
 
 def _kernel(
-    q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dq_semaphore, ranks, dk, dv, *, plan: Plan,
-    kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
+    q, k, v, do, start, delta, mask_info: MaskInfo | None, pairs: Pairs | None, dq, dq_semaphore, ranks, dk, dv, *,
+    plan: Plan, kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
     tiles = Shared(
@@ -142,6 +146,6 @@ def _kernel(
     )  # fmt: skip
     lax.cond(
         number < 2,
-        lambda: consume(tiles, mask_info, dk, dv, number, plan),
+        lambda: consume(tiles, mask_info, pairs, dk, dv, number, plan),
         lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, DqSums(dq, dq_semaphore, ranks), plan),
     )

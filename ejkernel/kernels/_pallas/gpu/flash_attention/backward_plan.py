@@ -57,7 +57,7 @@ class Plan:
     """A problem, its blocks of queries, how many of them are in flight, and where this thread block works.
 
     deterministic: dq is added up in a certain order (dq_semaphore.py). listed: lists say which blocks of queries there
-    are.
+    are. mask: there is one.
     """
 
     problem: Problem
@@ -65,6 +65,7 @@ class Plan:
     stages: int
     deterministic: bool = False
     listed: bool = False
+    mask: bool = False
     processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property

@@ -207,7 +207,8 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec, 
     """
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":
-        return 64 if segmented or spec.softcap is not None or spec.deterministic or spec.batch_invariant else 128
+        few = segmented or has_pairs(operands) or spec.softcap is not None
+        return 64 if few or spec.deterministic or spec.batch_invariant else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
     if operands.bias is not None and operands.mask is not None:
