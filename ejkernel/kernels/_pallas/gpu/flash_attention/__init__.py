@@ -74,8 +74,6 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
         return "batch_invariant: the order of sums within a packed sequence depends on the sequences before it"
     if (spec.deterministic or spec.batch_invariant) and arrays and queries * keys > MOST_RANKED:
         return f"{queries} queries and {keys} keys: the table that orders the additions to dq would be too large"
-    if operands.bias is not None:
-        return "bias is not taken by the backward kernel"
     return supports(spec, operands, target)
 
 

@@ -98,6 +98,8 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         candidates = [blocks for blocks in candidates if shared_bytes(blocks, D, V, bias=bias) <= SHARED_BYTES]
         taken = blocks_of_keys(V, has_pairs(operands))
         candidates = [blocks for blocks in candidates if blocks[1] in taken]
+    if kernel == "flash_attention_bwd" and operands.bias is not None:
+        candidates = _beside_bias(candidates, D, V)
     candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
@@ -165,6 +167,24 @@ def shared_bytes(
     size = 1 if e4m3 else 2
     q, o, streamed = block_q * D * size, block_q * V * 2, stages * block_k * ((D + V) * size + bias * block_q * 2)
     return (2 * q + o if persistent else max(q, o)) + streamed + 2048
+
+
+def bytes_of_backward(blocks: tuple[int, int, int], D: int, V: int, ds_stages: int, bias: bool) -> int:
+    """The same of the backward: its tiles, its barriers, and up to 1 KB before them; p is there if keys are 64."""
+    block_q, keys, stages = blocks
+    streamed = 2 * columns_of_keys(D, V) + 8 + bias * 2 * keys
+    ds_and_p, dq = 2 * (ds_stages * keys + (keys == 64) * 64), 4 * (D if D <= 128 else 64)
+    tiles = keys * 2 * columns_of_keys(D, V) + block_q * (stages * streamed + ds_and_p + dq)
+    return tiles + 8 * (1 + 2 * stages + ds_stages) + 1024
+
+
+def _beside_bias(candidates: Sequence[tuple[int, int, int]], D: int, V: int) -> list[tuple[int, int, int]]:
+    """The blocks of the backward that fit beside a bias: with two stages of ds if any do, else with one stage of q."""
+    for ds_stages in (2, 1):
+        of = (blocks for blocks in candidates if bytes_of_backward(blocks, D, V, ds_stages, True) <= SHARED_BYTES)
+        if fit := list(of):
+            return fit
+    return [(64, candidates[0][1], 1)]
 
 
 # What the kernels are made for; there are named barriers for so many stages.

@@ -25,7 +25,7 @@ from .._launch import (
 from .backward_plan import DONE, P_EMPTY, P_FULL, Q_EMPTY, STORED, WARPGROUPS, Plan, Shared
 from .feature_tiles import Tiles
 from .mask_info import MaskInfo
-from .pairs import Pairs
+from .pairs import Pairs, transposed_bias
 from .tiles import View, logits, visible, weights_of_lse
 
 # Registers of a thread of each of the two.
@@ -95,7 +95,10 @@ def _compute_p(
 
     def scoped(s):
         start = broadcast_columns(load_vector(tiles.start.at[stage, part], PER_COLUMN), s)
-        if problem.softcap is None:
+        if plan.bias:
+            bias = transposed_bias(tiles.bias.parts[0].at[stage, key_block, part], problem.scale)
+            s[...] = bias + start if problem.softcap is None else bias
+        elif problem.softcap is None:
             s[...] = start
         for of_k, of_q in zip(tiles.k.parts, tiles.q.parts, strict=True):
             plgpu.wgmma(s, of_k.at[key_block], of_q.at[stage, part].T)
@@ -111,11 +114,17 @@ def _compute_p(
                 whole &= first + plan.keys <= problem.K
             exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
         p = weights_of_lse(exponents)
-        weights = (p,) if problem.softcap is None else (p, p * (1 - t * t))
+        weights = (p,) if problem.softcap is None else (p, _sloped(p, t, plan))
         return tuple(x.astype(problem.dtype) for x in weights)
 
     weights = lax.optimization_barrier(pl.run_scoped(scoped, _square(part)))
     return weights[0], weights[-1]
+
+
+def _sloped(p: Array, t: Array, plan: Plan) -> Array:
+    """p times the derivative of the softcap; where p is 0 a bias, and so t, may be NaN."""
+    sloped = p * (1 - t * t)
+    return jnp.where(p == 0, p, sloped) if plan.bias else sloped
 
 
 def _words(

@@ -1,8 +1,9 @@
-"""The bias of the forward and the mask, which have a number for each pair of a query and a key.
+"""The bias and the mask, which have a number for each pair of a query and a key.
 
-The producer loads tiles of the bias into shared memory by TMA, into the stages of v. A mask is packed into words before
-the kernel runs, 1/8 of its bytes: 32 keys in the forward, 32 queries in the backward, whose tiles have keys as rows. Of
-a block a row has one to four words, which its threads load from device memory while the products are computed.
+The producer loads tiles of the bias into shared memory by TMA, beside v in the forward, beside q in the backward. A
+mask is packed into words before the kernel runs, 1/8 of its bytes: 32 keys in the forward, 32 queries in the backward,
+whose tiles have keys as rows. Of a block a row has one to four words, which its threads load from device memory while
+the products are computed.
 """
 
 from collections.abc import Sequence
@@ -41,10 +42,9 @@ class Pairs(NamedTuple):
         words = (self.bits.at[*here, first + n, rows] for n in range(columns // BITS))
         return [load_vector(x, PER_ROW, optimized=False) for x in words]
 
-    def tile_of_bias(self, batch: Array, head: Array, first: Array, block: Array, plan: Plan) -> Any:
+    def tile_of_bias(self, batch: Array, head: Array, queries: pl.Slice, keys: pl.Slice) -> Any:
         """In a kernel: the ref of a tile of the bias."""
-        rows, keys = pl.ds(first, plan.block_q), pl.ds(block * plan.block_k, plan.block_k)
-        return self.bias.at[*same(self.bias, batch, head), rows, keys]
+        return self.bias.at[*same(self.bias, batch, head), queries, keys]
 
 
 def pairs_of(operands: Operands, plan: Plan) -> Pairs | None:
@@ -78,14 +78,24 @@ def _words(mask: Array, queries: int, keys: int, axis: int) -> Array:
 
 
 def scratch_of_bias(bias: Array | None, plan: Plan) -> dict:
-    """Tiles of the bias, as a warpgroup reads them and as TMA copies them, row after row, and their full barriers."""
+    """Tiles of the bias and their full barriers."""
     if bias is None:
         return {}
-    of_tiles = shared((plan.stages, plan.block_q, plan.block_k), bias.dtype)
-    row = plgpu.SwizzleTransform(plan.block_k * bias.dtype.itemsize)
-    copies = plgpu.SMEM(of_tiles.shape, bias.dtype, transforms=(row,))
     full = plgpu.Barrier(num_barriers=plan.stages, num_arrivals=1)
-    return dict(bias_tiles=union((of_tiles,), (copies,)), bias_full=full)
+    return dict(bias_tiles=tiles_of_bias(bias, plan.stages, plan.block_q, plan.block_k), bias_full=full)
+
+
+def tiles_of_bias(bias: Array, *shape: int) -> Any:
+    """The scratch memory of tiles of the bias, as a warpgroup reads them and as TMA copies them, row after row."""
+    of_tiles = shared(shape, bias.dtype)
+    row = plgpu.SwizzleTransform(shape[-1] * bias.dtype.itemsize)
+    return union((of_tiles,), (plgpu.SMEM(shape, bias.dtype, transforms=(row,)),))
+
+
+def transposed_bias(tile: Any, scale: float) -> Array:
+    """bias / scale of a tile [queries, keys] in shared memory, as what the accumulator of k·qᵀ begins with."""
+    columns = load_vector(tile.T, plgpu.Layout.WGMMA_TRANSPOSED)
+    return plgpu.layout_cast(columns, WGMMA).astype(jnp.float32) * (1 / scale)
 
 
 def biased(products: Array, tile: Any, scale: float) -> Array:
