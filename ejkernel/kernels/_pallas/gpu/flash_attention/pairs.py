@@ -94,8 +94,11 @@ def tiles_of_bias(bias: Array, *shape: int) -> Any:
 
 def transposed_bias(tile: Any, scale: float) -> Array:
     """bias / scale of a tile [queries, keys] in shared memory, as what the accumulator of k·qᵀ begins with."""
-    columns = load_vector(tile.T, plgpu.Layout.WGMMA_TRANSPOSED)
-    return plgpu.layout_cast(columns, WGMMA).astype(jnp.float32) * (1 / scale)
+    if jax.__version_info__ >= (0, 11):
+        return load_vector(tile.T, WGMMA).astype(jnp.float32) * (1 / scale)
+    # JAX before does not load by ldmatrix.trans: pairs of keys, which shuffles turn into pairs of queries.
+    pairs = load_vector(tile.T, plgpu.Layout.WGMMA_TRANSPOSED)
+    return plgpu.layout_cast(pairs, WGMMA).astype(jnp.float32) * (1 / scale)
 
 
 def biased(products: Array, tile: Any, scale: float) -> Array:
