@@ -1,5 +1,5 @@
-"""flash_attention with a bias or a mask on a Hopper GPU: the forward in Mosaic GPU, whose outputs Triton's derivatives
-take, against the formula in float64.
+"""flash_attention with a bias or a mask on a Hopper GPU: the forward and the backward in Mosaic GPU, and Triton's
+derivatives of the same outputs, against the formula in float64.
 """
 
 from dataclasses import replace
@@ -11,7 +11,12 @@ import pytest
 
 import ejkernel
 from ejkernel.kernels._dispatch import select
-from ejkernel.kernels._pallas.gpu.flash_attention import flash_attention, supports
+from ejkernel.kernels._pallas.gpu.flash_attention import (
+    flash_attention,
+    flash_attention_bwd,
+    supports,
+    supports_bwd,
+)
 from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
 from ejkernel.kernels._triton import flash_attention as triton
 from ejkernel.primitives.flash_attention import FlashAttentionSpec
@@ -50,17 +55,20 @@ CASES = [
 
 
 def compare(case: Case, length: int, dtype, configs: slice = slice(1)):
-    """The outputs by some configs, and Triton's derivatives from the outputs by the first."""
+    """The outputs by some configs, gradients by some configs from the first outputs, and Triton's derivatives."""
     x, spec = case.make(length, dtype)
-    assert supports(spec, x, TARGET) is None
+    assert supports(spec, x, TARGET) is supports_bwd(spec, x, TARGET) is None
     wrt, given = differentiable(x), poisoned(x, spec)
     tangents = x._replace(**{name: like(getattr(x, name), 1) if name in wrt else None for name in x._fields})
     forward = lambda config: jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))(given)
     outputs, *others = map(forward, space("flash_attention", x, spec, TARGET)[configs])
     cotangents = like(outputs, 2)
+    call = given, outputs, poisoned_cotangents(cotangents, x, spec)
     backward, tangent = (f.heuristic(spec, x, TARGET) for f in (triton.flash_attention_bwd, triton.flash_attention_jvp))
-    gradients = jax.jit(lambda *a: triton.flash_attention_bwd(*a, wrt=wrt, spec=spec, config=backward))(
-        given, outputs, poisoned_cotangents(cotangents, x, spec)
+    by = lambda f, config: jax.jit(lambda *a: f(*a, wrt=wrt, spec=spec, config=config))(*call)
+    ours = (by(flash_attention_bwd, config) for config in space("flash_attention_bwd", x, spec, TARGET)[configs])
+    gradients, *all_ours = (
+        dict(zip(wrt, found, strict=True)) for found in (by(triton.flash_attention_bwd, backward), *ours)
     )
     moved = jax.jit(lambda *a: triton.flash_attention_jvp(*a, spec=spec, config=tangent))(
         given, outputs, poisoned(x, spec, tangents)
@@ -69,7 +77,9 @@ def compare(case: Case, length: int, dtype, configs: slice = slice(1)):
         derivatives(x, spec, cotangents, tangents._asdict(), precision) for precision in (jnp.float64, dtype)
     )
     for result in (outputs, *others):
-        check_all((result, dict(zip(wrt, gradients, strict=True)), moved), exact, rounded)
+        check_all((result, gradients, moved), exact, rounded)
+    for found in all_ours:
+        check_all((outputs, found, moved), exact, rounded)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.dtype.name)
@@ -96,6 +106,24 @@ def test_reruns_give_the_same_bits(case):
     run = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config))
     for a, b in zip(run(x), run(x), strict=True):
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("given", [dict(bias="st"), dict(mask="bst"), dict(bias="hst", mask="st")], ids=str)
+def test_certain_gradients_are_the_same_bits(given, causal):
+    """In several tiles of keys."""
+    spec = FlashAttentionSpec(causal=causal, deterministic=True)
+    case = Case("certain", S=0.9, H=4, G=2, D=128, V=128, bias_dtype=None, spec=spec, **given)
+    compare(case, 1000, jnp.bfloat16)
+    x, spec = case.make(1000, jnp.bfloat16)
+    wrt, (config, *_) = differentiable(x), space("flash_attention_bwd", x, spec, TARGET)
+    outputs = flash_attention(*x, spec=spec, config=space("flash_attention", x, spec, TARGET)[0])
+    backward = jax.jit(lambda *a: flash_attention_bwd(*a, wrt=wrt, spec=spec, config=config))
+    call = x, outputs, like(outputs, 2)
+    first = jax.tree.map(np.asarray, backward(*call))
+    for again in [backward(*call) for _ in range(10)]:
+        for a, b in zip(first, again, strict=True):
+            np.testing.assert_array_equal(a.view(np.uint8), np.asarray(b).view(np.uint8))
 
 
 @pytest.mark.parametrize("length", [1024, 1032, 1026])

@@ -24,8 +24,9 @@ MOST_RANKED = 2**36
 # The widest q that the tangent holds in registers beside the accumulator of o (configs.MOST_BESIDE_Q).
 MOST_IN_REGISTERS = 192
 ABSENT = ("softmax_scale", "dropout")
-# What the forward takes alone.
+# What the tangent does not take.
 PAIRS = ("bias", "mask")
+UNTRIED_PAIRS = "a bias or a mask, with which the backward has not run on a GPU"
 # With a bias or a mask: shorter ones have not been measured, and are left to Triton.
 LEAST_OF_PAIRS = 1024
 
@@ -52,7 +53,9 @@ def supports(spec: FlashAttentionSpec, operands: Operands, target: Target) -> st
 
 def supports_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
-    if wrong := supports(spec, operands, target) or _pairs(operands):
+    given = (name for name in PAIRS if getattr(operands, name) is not None)
+    untaken = next((f"{name} is not taken by the tangent kernel" for name in given), None)
+    if wrong := supports(spec, operands, target) or untaken:
         return wrong
     D, V = operands.q.shape[3], operands.v.shape[3]
     if D % 16 or V % 16:
@@ -71,13 +74,7 @@ def supports_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -
         return "batch_invariant: the order of sums within a packed sequence depends on the sequences before it"
     if (spec.deterministic or spec.batch_invariant) and arrays and queries * keys > MOST_RANKED:
         return f"{queries} queries and {keys} keys: the table that orders the additions to dq would be too large"
-    return supports(spec, operands, target) or _pairs(operands)
-
-
-def _pairs(operands: Operands) -> str | None:
-    """Refuses a bias and a mask, where the backward and the tangent are Triton's."""
-    given = (name for name in PAIRS if getattr(operands, name) is not None)
-    return next((f"{name} is taken by the forward alone" for name in given), None)
+    return supports(spec, operands, target)
 
 
 def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
@@ -105,7 +102,8 @@ def takes_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> s
 
 def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward leaves these operands to others, or None."""
-    wrong = supports_bwd(spec, operands, target) or _few_keys(spec, operands)
+    wrong = supports_bwd(spec, operands, target) or (UNTRIED_PAIRS if configs.has_pairs(operands) else None)
+    wrong = wrong or _few_keys(spec, operands) or _few_pairs(operands)
     return wrong or _small_tiles(operands) or _padded_tiles(operands)
 
 

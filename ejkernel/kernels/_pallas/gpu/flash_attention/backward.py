@@ -2,7 +2,7 @@
 
 With the weights p = exp(s − lse) computed again, and delta = Σ_e do·o − dlse,
 
-    dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k
+    dp = do·vᵀ,    ds = p ∘ (dp − delta),    dv = pᵀ·do,    dk = scale·dsᵀ·q,    dq = scale·ds·k,    dbias = ds
 
 A thread block keeps 128 keys and values stationary, and streams blocks of queries. Two consumer warpgroups accumulate
 dk and dv in registers, of 64 keys each. They compute every tile with keys as rows, so that p and ds already lie in
@@ -13,10 +13,14 @@ memory by TMA. The order of these additions differs between runs, and so does th
 asks for an order (dq_semaphore.py). dk and dv do not depend on it.
 
 The accumulators of q·kᵀ and do·vᵀ start at −lse / scale and −delta instead of 0, which saves two subtractions and, more
-important, the registers of these vectors; with a softcap, which is applied in between, only −delta.
+important, the registers of these vectors; with a softcap, which is applied in between, only −delta. That of q·kᵀ
+starts at bias / scale besides, whose tiles come by TMA as q does. With a mask p is 0 where a bit of its words is
+(pairs.py). If dbias is asked for, ds goes to device memory as it lies in shared memory, [b, h, K, S] in 16 bits, and
+XLA sums it in float32 over the axes that the bias does not have.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -24,20 +28,21 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ejkernel.kernels._visibility import visibility_of
+from ejkernel.kernels._visibility import Visibility, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
 
 from .._launch import ROWS, launch, shared, whole_eights
 from .backward_plan import WARPGROUPS, Plan, Shared
-from .configs import check
+from .configs import SHARED_BYTES, check
 from .dkv_consumers import consume
 from .dq_producer import DqSums, produce
 from .dq_semaphore import table_of_ranks
 from .feature_tiles import tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
-from .problem import LOG2_E, problem_of, weights_of_sinks
+from .pairs import Pairs, pairs_of_keys, tiles_of_bias
+from .problem import LOG2_E, Problem, problem_of, weights_of_sinks
 
 
 def flash_attention_bwd(
@@ -50,8 +55,12 @@ def flash_attention_bwd(
     config: KernelConfig,
 ) -> tuple[Array, ...]:
     deterministic = spec.deterministic or spec.batch_invariant
-    plan = Plan(problem_of(primals, spec), config.block_q, config.num_stages, deterministic=deterministic)
+    given = dict(bias=primals.bias is not None, mask=primals.mask is not None, dbias="bias" in wrt)
+    plan = Plan(problem_of(primals, spec), config.block_q, config.num_stages, deterministic, **given)
     check("flash_attention_bwd", config, block_k=(plan.keys,))
+    if (size := plan.shared_bytes(plan.ds_stages)) > SHARED_BYTES:
+        blocks = f"{plan.block_q} queries and {plan.keys} keys in {plan.stages} stages"
+        raise ValueError(f"flash_attention_bwd: {blocks} take {size} bytes of shared memory; there are {SHARED_BYTES}")
     mask_info = mask_info_of(visibility_of(primals, spec).transposed(), plan.keys, plan.block_q)
     return gradients(primals, outputs, cotangents, wrt, spec, mask_info, plan)
 
@@ -78,9 +87,12 @@ def gradients(
     start = jnp.where(outputs.lse == -jnp.inf, -jnp.inf, outputs.lse * (-1 / unit))
     past = [(0, 0), (0, 0), (0, -problem.S % plan.block_q)]
     rows = jnp.pad(start, past, constant_values=-jnp.inf), jnp.pad(-delta, past)
-    dq, dk, dv = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, plan)
+    pairs = pairs_of_keys(primals, visibility, plan.blocks * plan.block_q, plan.tiles * plan.keys)
+    dq, dk, dv, *ds = _gradients(*map(whole_eights, (q, k, v, do)), *rows, mask_info, pairs, plan)
     found = {"q": (dq * problem.scale).astype(problem.dtype)[:, : problem.S]}
     found |= {"k": dk[:, : problem.K], "v": dv[:, : problem.K]}
+    if plan.dbias:
+        found["bias"] = _dbias(ds[0], primals.bias.shape, visibility, problem)
     if "sinks" in wrt:
         # A sink is a key without a value: its p is exp(sink − lse), and its dp is 0.
         lse = jnp.where(outputs.lse == -jnp.inf, jnp.inf, outputs.lse)
@@ -90,9 +102,10 @@ def gradients(
 
 
 def _gradients(
-    q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None, plan: Plan
-):
-    """dq in float32 before its factor `scale`, dk and dv."""
+    q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None,
+    pairs: Pairs | None, plan: Plan,
+):  # fmt: skip
+    """dq in float32 before its factor `scale`, dk and dv; and if that of the bias is asked for, dsᵀ."""
     block_q, stages = plan.block_q, plan.stages
     problem = plan.problem
     tile = lambda leading, parts: union(*views(leading, parts, problem.dtype, plan.widest))
@@ -104,11 +117,16 @@ def _gradients(
     if plan.deterministic:
         dq_semaphore = jax.new_ref(jnp.zeros((problem.B, problem.H, plan.blocks), jnp.int32))
         ranks = None if mask_info is None else table_of_ranks(mask_info, plan.blocks)
-    dk, dv = launch(
+    ds = jax.ShapeDtypeStruct((problem.B, problem.H, problem.K, plan.blocks * block_q), problem.dtype)
+    dk, dv, *ds = launch(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
-        (q, k, v, do, start, delta, mask_info, dq, dq_semaphore, ranks),
-        out_type=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        (q, k, v, do, start, delta, mask_info, pairs, dq, dq_semaphore, ranks),
+        out_type=(
+            jax.ShapeDtypeStruct(k.shape, k.dtype),
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            *((ds,) if plan.dbias else ()),
+        ),
         blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
         scratch=dict(
@@ -123,25 +141,38 @@ def _gradients(
             p_tile=shared((1, ROWS, block_q), problem.dtype) if plan.wide else None,
             dq_tiles=union(*map(dq_tile, {chunk.stop - chunk.start: chunk for chunk in plan.dq_chunks}.values())),
             kv_full=plgpu.Barrier(num_arrivals=plan.key_blocks * (of_k + of_v)),
-            q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=of_k + 1),
+            q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=of_k + 1 + plan.bias * plan.key_blocks),
             do_full=plgpu.Barrier(num_barriers=stages, num_arrivals=of_v + 1),
             ds_empty=plgpu.Barrier(num_barriers=plan.ds_stages),
+            **(dict(bias_tiles=tiles_of_bias(pairs.bias, stages, plan.key_blocks, block_q, ROWS)) if plan.bias else {}),
         ),
     )
-    return jax.freeze(dq), dk, dv
+    return jax.freeze(dq), dk, dv, *ds
+
+
+def _dbias(ds: Array, shape: tuple[int, ...], visibility: Visibility, problem: Problem) -> Array:
+    """The sum of ds over the axes that the bias does not have, of dsᵀ [b, h, K, rows]; where pairs are hidden it may
+    never have been written, for blocks are skipped.
+    """
+    ds = ds[..., : problem.S].swapaxes(2, 3)
+    if problem.cut:
+        ds = jnp.where(replace(visibility, mask=None).pairs(), ds, 0)
+    axes = tuple(axis for axis, size in enumerate(shape) if size == 1)
+    return ds.sum(axes, dtype=jnp.float32, keepdims=True)
 
 
 def _kernel(
-    q, k, v, do, start, delta, mask_info: MaskInfo | None, dq, dq_semaphore, ranks, dk, dv, *, plan: Plan,
-    kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty,
+    q, k, v, do, start, delta, mask_info: MaskInfo | None, pairs: Pairs | None, dq, dq_semaphore, ranks, dk, dv, *ds,
+    plan: Plan, kv_tiles, streamed, ds_tiles, p_tile, dq_tiles, kv_full, q_full, do_full, ds_empty, bias_tiles=None,
 ):  # fmt: skip
     number = lax.axis_index("warpgroup")
     tiles = Shared(
         *map(tiles_of, (*kv_tiles, *streamed[:2])), *streamed[2:], ds_tiles, p_tile, dq_tiles,
-        kv_full, q_full, do_full, ds_empty,
+        kv_full, q_full, do_full, ds_empty, tiles_of(bias_tiles) if plan.bias else None,
     )  # fmt: skip
+    sums = DqSums(dq, dq_semaphore, ranks, *ds)
     lax.cond(
         number < 2,
-        lambda: consume(tiles, mask_info, dk, dv, number, plan),
-        lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, DqSums(dq, dq_semaphore, ranks), plan),
+        lambda: consume(tiles, mask_info, pairs, dk, dv, number, plan),
+        lambda: produce((k, v), (q, do, start, delta), tiles, mask_info, pairs, sums, plan),
     )

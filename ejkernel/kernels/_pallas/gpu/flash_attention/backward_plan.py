@@ -10,7 +10,7 @@ from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._visibility import BlockRanges
 
 from .._launch import FIRST_BARRIER, ROWS
-from .configs import columns_of_keys
+from .configs import SHARED_BYTES, bytes_of_backward, columns_of_keys
 from .dq_semaphore import MOST_IN_GROUP
 from .feature_tiles import Tiles
 from .head_dims import parts_of
@@ -34,7 +34,8 @@ class Shared(NamedTuple):
 
     k and v are stationary; q and do are streamed, and so are the numbers of their rows that products begin with: −lse /
     scale as `start`, and −delta as `delta`. A consumer leaves ds there, and p where the other one needs it. Of dq there
-    are tiles of the widths of `Plan.dq_chunks`. That q is empty, and ds is full, is said by named barriers.
+    are tiles of the widths of `Plan.dq_chunks`. That q is empty, and ds is full, is said by named barriers. A
+    stage of the bias, in tiles of 64 keys, is full and empty when that of q is.
     """
 
     k: Tiles
@@ -50,6 +51,7 @@ class Shared(NamedTuple):
     q_full: Any
     do_full: Any
     ds_empty: Any
+    bias: Tiles | None = None
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Plan:
     """A problem, its blocks of queries, how many of them are in flight, and where this thread block works.
 
     deterministic: dq is added up in a certain order (dq_semaphore.py). listed: lists say which blocks of queries there
-    are.
+    are. bias, mask: there is one. dbias: its gradient is asked for.
     """
 
     problem: Problem
@@ -65,6 +67,9 @@ class Plan:
     stages: int
     deterministic: bool = False
     listed: bool = False
+    bias: bool = False
+    mask: bool = False
+    dbias: bool = False
     processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
@@ -134,7 +139,12 @@ class Plan:
 
     @property
     def ds_stages(self) -> int:
-        return 1 if self.wide else 2
+        """Two, but one where a bias leaves no shared memory for the second."""
+        return 1 if self.wide or (self.bias and self.shared_bytes(2) > SHARED_BYTES) else 2
+
+    def shared_bytes(self, ds_stages: int) -> int:
+        blocks = self.block_q, self.keys, self.stages
+        return bytes_of_backward(blocks, self.problem.D, self.problem.V, ds_stages, self.bias)
 
     @property
     def ds_full(self) -> int:

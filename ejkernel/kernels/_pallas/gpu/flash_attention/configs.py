@@ -98,6 +98,8 @@ def space(operation: str, operands: Operands, spec: FlashAttentionSpec, target: 
         candidates = [blocks for blocks in candidates if shared_bytes(blocks, D, V, bias=bias) <= SHARED_BYTES]
         taken = blocks_of_keys(V, has_pairs(operands))
         candidates = [blocks for blocks in candidates if blocks[1] in taken]
+    if kernel == "flash_attention_bwd" and operands.bias is not None:
+        candidates = _beside_bias(candidates, D, V)
     candidates = sorted(candidates, key=lambda blocks: blocks[0] > most)
     return [
         KernelConfig(
@@ -167,6 +169,24 @@ def shared_bytes(
     return (2 * q + o if persistent else max(q, o)) + streamed + 2048
 
 
+def bytes_of_backward(blocks: tuple[int, int, int], D: int, V: int, ds_stages: int, bias: bool) -> int:
+    """The same of the backward: its tiles, its barriers, and up to 1 KB before them; p is there if keys are 64."""
+    block_q, keys, stages = blocks
+    streamed = 2 * columns_of_keys(D, V) + 8 + bias * 2 * keys
+    ds_and_p, dq = 2 * (ds_stages * keys + (keys == 64) * 64), 4 * (D if D <= 128 else 64)
+    tiles = keys * 2 * columns_of_keys(D, V) + block_q * (stages * streamed + ds_and_p + dq)
+    return tiles + 8 * (1 + 2 * stages + ds_stages) + 1024
+
+
+def _beside_bias(candidates: Sequence[tuple[int, int, int]], D: int, V: int) -> list[tuple[int, int, int]]:
+    """The blocks of the backward that fit beside a bias: with two stages of ds if any do, else with one stage of q."""
+    for ds_stages in (2, 1):
+        of = (blocks for blocks in candidates if bytes_of_backward(blocks, D, V, ds_stages, True) <= SHARED_BYTES)
+        if fit := list(of):
+            return fit
+    return [(64, candidates[0][1], 1)]
+
+
 # What the kernels are made for; there are named barriers for so many stages.
 TAKES = {
     "flash_attention": dict(block_q=(128, 192), block_k=(64, 80, 96, 112, 128), num_stages=(1, 2, 3, 4)),
@@ -207,7 +227,8 @@ def _most_queries(operation: str, operands: Operands, spec: FlashAttentionSpec, 
     """
     segmented = operands.q_segment_ids is not None
     if operation == "flash_attention_bwd":
-        return 64 if segmented or spec.softcap is not None or spec.deterministic or spec.batch_invariant else 128
+        few = segmented or has_pairs(operands) or spec.softcap is not None
+        return 64 if few or spec.deterministic or spec.batch_invariant else 128
     if segmented or spec.window[0] is not None or operands.cu_seqlens_q is not None:
         return 128
     if operands.bias is not None and operands.mask is not None:

@@ -1,6 +1,6 @@
 """The dK/dV consumer warpgroups of the backward: p and ds of a step, and the gradients that they accumulate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from .._inline.registers import BITS, where_bits
 from .._launch import (
     PER_COLUMN,
     ROWS,
@@ -24,31 +25,32 @@ from .._launch import (
 from .backward_plan import DONE, P_EMPTY, P_FULL, Q_EMPTY, STORED, WARPGROUPS, Plan, Shared
 from .feature_tiles import Tiles
 from .mask_info import MaskInfo
+from .pairs import Pairs, transposed_bias
 from .tiles import View, logits, visible, weights_of_lse
 
 # Registers of a thread of each of the two.
 REGISTERS = 216
 
 
-def consume(tiles: Shared, mask_info: MaskInfo | None, dk: Any, dv: Any, number: Array, plan: Plan) -> None:
+def consume(
+    tiles: Shared, mask_info: MaskInfo | None, pairs: Pairs | None, dk: Any, dv: Any, number: Array, plan: Plan
+) -> None:
     """A consumer warpgroup: accumulates dk and dv of its own 64 keys, or one of the two for keys that both share."""
-    role = lambda *role: lambda: _accumulate(*role, tiles, mask_info, (dk, dv), number, plan)
+    given = plan, mask_info, pairs, tiles
+    role = lambda of, *arrays: lambda: _accumulate(partial(of, *given), arrays, tiles, (dk, dv), number, plan)
     if plan.wide:
-        lax.cond(number == 0, role(dv_consumer, (1,)), role(dk_consumer, (0,)))
+        lax.cond(number == 0, role(dv_consumer, 1), role(dk_consumer, 0))
     else:
-        role(dk_dv_consumer, (0, 1))()
+        role(dk_dv_consumer, 0, 1)()
 
 
-def _accumulate(
-    of: Callable, arrays: tuple[int, ...], tiles: Shared, mask_info: MaskInfo | None, out: tuple, number: Array,
-    plan: Plan,
-) -> None:  # fmt: skip
+def _accumulate(of: Callable, arrays: tuple[int, ...], tiles: Shared, out: tuple, number: Array, plan: Plan) -> None:
     """Computes the gradients of `arrays` (0: k, 1: v), and stores them through the shared memory of their tiles."""
     kv_tiles = tiles.k, tiles.v
     plgpu.set_max_registers(REGISTERS, action="increase")
     plgpu.barrier_wait(tiles.kv_full)
     widths = (kv_tiles[array].columns[-1].stop for array in arrays)
-    found = pl.run_scoped(partial(of, plan, mask_info, tiles), *(accumulator(ROWS, width) for width in widths))
+    found = pl.run_scoped(of, *(accumulator(ROWS, width) for width in widths))
     sync(DONE, WARPGROUPS)
     for gradient, array in zip(found, arrays, strict=True):
         key_block = 0 if plan.wide else number
@@ -75,14 +77,16 @@ def _store(tiles: Tiles, out: Any, features: int, plan: Plan) -> None:
 
 
 def _compute_p(
-    plan: Plan, key_block: Array | int, mask_info: MaskInfo | None, tiles: Shared, step: Array, part: slice
-) -> tuple[Array, Array]:
+    plan: Plan, key_block: Array | int, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, step: Array,
+    part: slice,
+) -> tuple[Array, Array]:  # fmt: skip
     """p = exp(s − lse) of 64 keys and a part of a step's queries, and p times the derivative of the softcap.
 
     With t = tanh(scale·q·k / softcap) the logit is s = softcap·t, and ds/d(scale·q·k) = 1 − t².
     """
     problem, stage, (first, _, batch) = plan.problem, stage_of(step, plan.stages), plan.tile()
     uneven_keys = problem.K % plan.keys > 0 and (mask_info is None or plan.listed)
+    words = _words(plan, key_block, mask_info, pairs, step, part)  # read while the products are computed
 
     def masked(exponents, block):
         view = View(batch, first + key_block * ROWS, mask_info, of_keys=True)
@@ -91,13 +95,18 @@ def _compute_p(
 
     def scoped(s):
         start = broadcast_columns(load_vector(tiles.start.at[stage, part], PER_COLUMN), s)
-        if problem.softcap is None:
+        if plan.bias:
+            bias = transposed_bias(tiles.bias.parts[0].at[stage, key_block, part], problem.scale)
+            s[...] = bias + start if problem.softcap is None else bias
+        elif problem.softcap is None:
             s[...] = start
         for of_k, of_q in zip(tiles.k.parts, tiles.q.parts, strict=True):
             plgpu.wgmma(s, of_k.at[key_block], of_q.at[stage, part].T)
         t = logits(s[...], problem)
         exponents = t * problem.exponent + (0 if problem.softcap is None else start)
-        if uneven_keys or problem.cut:
+        if plan.mask:
+            exponents = where_bits(words, exponents)
+        elif uneven_keys or problem.cut:
             block_range, (block, _) = plan.block_range(mask_info), plan.place(mask_info, step)
             place = step if plan.listed else block
             whole = (place >= block_range.full_begin) & (place < block_range.full_end)
@@ -105,11 +114,29 @@ def _compute_p(
                 whole &= first + plan.keys <= problem.K
             exponents = lax.cond(whole, lambda: exponents, lambda: masked(exponents, block))
         p = weights_of_lse(exponents)
-        weights = (p,) if problem.softcap is None else (p, p * (1 - t * t))
+        weights = (p,) if problem.softcap is None else (p, _sloped(p, t, plan))
         return tuple(x.astype(problem.dtype) for x in weights)
 
     weights = lax.optimization_barrier(pl.run_scoped(scoped, _square(part)))
     return weights[0], weights[-1]
+
+
+def _sloped(p: Array, t: Array, plan: Plan) -> Array:
+    """p times the derivative of the softcap; where p is 0 a bias, and so t, may be NaN."""
+    sloped = p * (1 - t * t)
+    return jnp.where(p == 0, p, sloped) if plan.bias else sloped
+
+
+def _words(
+    plan: Plan, key_block: Array | int, mask_info: MaskInfo | None, pairs: Pairs | None, step: Array, part: slice
+) -> Sequence[Array]:
+    """Which of a part of a step's queries see 64 keys, as bits, where there is a mask."""
+    if not plan.mask:
+        return ()
+    (first, _, batch), (block, head) = plan.tile(), plan.place(mask_info, step)
+    words = block * (plan.block_q // BITS) + part.start // BITS
+    row = first + opaque_copy(key_block) * ROWS  # with fewer spills than an address that is kept
+    return pairs.words(batch, head, row, words, part.stop - part.start)
 
 
 def _issue_dp(key_block: Array | int, tiles: Shared, stage: Array, part: slice, dp) -> None:
@@ -143,7 +170,7 @@ def _square(part: slice):
 # ---- The warpgroups: each returns the gradients of its keys after all steps, dk without the scale
 
 
-def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk, dv):
+def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, dk, dv):
     """Accumulates dk and dv of this warpgroup's own 64 keys; for k and v of at most 320 columns together."""
     number = lax.axis_index("warpgroup")
 
@@ -152,7 +179,7 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk, dv
         plgpu.barrier_wait(tiles.q_full.at[stage])
         for part in plan.parts:
             key_block = number if len(plan.parts) == 1 else opaque_copy(number)
-            p, p_sloped = _compute_p(plan, key_block, mask_info, tiles, step, part)
+            p, p_sloped = _compute_p(plan, key_block, mask_info, pairs, tiles, step, part)
             if part == plan.parts[0]:
                 plgpu.barrier_wait(tiles.do_full.at[stage])
 
@@ -174,14 +201,14 @@ def dk_dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk, dv
     return dk[...], dv[...]
 
 
-def dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dv):
+def dv_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, dv):
     """Accumulates dv of the 64 keys that both consumers share, and passes p to the other through shared memory."""
     (part,) = plan.parts
 
     def compute(step, _):
         stage = stage_of(step, plan.stages)
         plgpu.barrier_wait(tiles.q_full.at[stage])
-        p, p_sloped = _compute_p(plan, 0, mask_info, tiles, step, part)
+        p, p_sloped = _compute_p(plan, 0, mask_info, pairs, tiles, step, part)
         plgpu.barrier_wait(tiles.do_full.at[stage])
         _issue_gradient(dv, p, tiles.do, stage, part)
         pl.when(step > 0)(lambda: sync(P_EMPTY, 2))
@@ -194,7 +221,7 @@ def dv_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dv):
     return (dv[...],)
 
 
-def dk_consumer(plan: Plan, mask_info: MaskInfo | None, tiles: Shared, dk):
+def dk_consumer(plan: Plan, mask_info: MaskInfo | None, pairs: Pairs | None, tiles: Shared, dk):
     """Accumulates dk of the 64 keys that both consumers share, with p from the other through shared memory."""
     (part,), last = plan.parts, plan.steps(mask_info) - 1
 

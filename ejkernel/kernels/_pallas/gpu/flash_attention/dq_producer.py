@@ -19,22 +19,28 @@ from .._launch import ROWS, accumulator, arrive, stage_of, sync
 from .backward_plan import DONE, Q_EMPTY, WARPGROUPS, Plan, Shared
 from .feature_tiles import load_parts
 from .mask_info import MaskInfo
+from .pairs import Pairs
 
 # Registers of a thread: with those of the two consumers 504 in all.
 REGISTERS = 72
 
 
 class DqSums(NamedTuple):
-    """dq in device memory, float32, and its semaphores and table of ranks (dq_semaphore.py), or None."""
+    """dq in device memory, float32, and its semaphores and table of ranks (dq_semaphore.py), or None.
+
+    ds: where it is kept in device memory, [b, h, K, S], for the gradient of a bias; or None.
+    """
 
     dq: Any
     semaphore: Any
     ranks: Any
+    ds: Any = None
 
 
 def produce(
-    stationary: tuple, streamed: tuple, tiles: Shared, mask_info: MaskInfo | None, sums: DqSums, plan: Plan
-) -> None:
+    stationary: tuple, streamed: tuple, tiles: Shared, mask_info: MaskInfo | None, pairs: Pairs | None, sums: DqSums,
+    plan: Plan,
+) -> None:  # fmt: skip
     """Loads the `stationary` k and v, and for each step what is `streamed`: q, do, start and delta; then adds to dq."""
     plgpu.set_max_registers(REGISTERS, action="decrease")
     first, kv_head, batch = plan.tile()
@@ -44,7 +50,7 @@ def produce(
         for array, of_array, width in of_arrays:
             source = lambda of_part, array=array, keys=keys: array.at[batch, keys, kv_head, of_part]
             load_parts(of_array, key_block, source, width, tiles.kv_full)
-    load = partial(_load, streamed, tiles, plan, mask_info)
+    load = partial(_load, streamed, pairs, tiles, plan, mask_info)
     steps = plan.steps(mask_info)
     lax.fori_loop(0, jnp.minimum(steps, plan.stages), lambda step, _: load(step), None)
     plgpu.barrier_wait(tiles.kv_full)
@@ -66,14 +72,19 @@ def produce(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _load(arrays: tuple, tiles: Shared, plan: Plan, mask_info: MaskInfo | None, step: Array) -> None:
-    """Starts the copies of q, do and their row vectors for the queries of a step."""
+def _load(
+    arrays: tuple, pairs: Pairs | None, tiles: Shared, plan: Plan, mask_info: MaskInfo | None, step: Array
+) -> None:
+    """Starts the copies of q, do, their row vectors and the bias for the queries of a step."""
     (q, do, start, delta), problem = arrays, plan.problem
     q_full, do_full = (barrier.at[stage_of(step, plan.stages)] for barrier in (tiles.q_full, tiles.do_full))
     block, head = plan.place(mask_info, step)
     batch, rows, stage = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), stage_of(step, plan.stages)
     load_parts(tiles.q, stage, lambda of_part: q.at[batch, rows, head, of_part], problem.D, q_full)
     plgpu.copy_gmem_to_smem(start.at[batch, head, rows], tiles.start.at[stage], q_full)
+    for key_block in range(plan.key_blocks if plan.bias else 0):
+        tile = pairs.tile_of_bias(batch, head, rows, pl.ds(plan.tile()[0] + key_block * ROWS, ROWS))
+        plgpu.copy_gmem_to_smem(tile, tiles.bias.copies[0].at[stage, key_block], q_full)
     load_parts(tiles.do, stage, lambda of_part: do.at[batch, rows, head, of_part], problem.V, do_full)
     plgpu.copy_gmem_to_smem(delta.at[batch, head, rows], tiles.delta.at[stage], do_full)
 
@@ -82,7 +93,7 @@ def _add_in_order(
     step: Array, tiles: Shared, sums: DqSums, semaphore_of: Callable, plan: Plan, mask_info: MaskInfo | None
 ) -> None:
     """Adds the ds·k of a step to dq: when its rank is due if the sum is deterministic, else at once."""
-    add = partial(_accumulate_dq, step, tiles, sums.dq, plan, mask_info)
+    add = partial(_accumulate_dq, step, tiles, sums, plan, mask_info)
     if not plan.deterministic:
         return add()
     count = count_of(semaphore_of(step))
@@ -106,14 +117,25 @@ def _semaphore_of(semaphore: Any, batch: Array, plan: Plan, mask_info: MaskInfo 
     return semaphore.at[batch, head, block]
 
 
+def _keep_ds(stage: Array, block: Array, head: Array, tiles: Shared, ds: Any, plan: Plan) -> None:
+    """Starts the copies of ds of a step to device memory, transposed as it is."""
+    first, _, batch = plan.tile()
+    queries = pl.ds(block * plan.block_q, plan.block_q)
+    for key_block in range(plan.key_blocks):
+        keys = pl.ds(first + key_block * ROWS, ROWS)
+        plgpu.copy_smem_to_gmem(tiles.ds.at[stage, key_block], ds.at[batch, head, keys, queries])
+
+
 def _accumulate_dq(
-    step: Array, tiles: Shared, dq: Any, plan: Plan, mask_info: MaskInfo | None,
+    step: Array, tiles: Shared, sums: DqSums, plan: Plan, mask_info: MaskInfo | None,
     before_addition: Callable[[], None] = lambda: None, under_first_product: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """Adds ds·k of a step to dq, computed in squares of 64 × 64 because the producer has few registers."""
     stage = stage_of(step, plan.ds_stages)
     block, head = plan.place(mask_info, step)
     sync(plan.ds_full + stage, plan.key_blocks + 1)
+    if plan.dbias:
+        _keep_ds(stage, block, head, tiles, sums.ds, plan)
     for chunk in plan.dq_chunks:
         (dq_tile,) = (tile for (tile,) in tiles.dq if tile.shape[1] == chunk.stop - chunk.start)
         squares = itertools.product(range(0, plan.block_q, ROWS), _columns_of_k(chunk, plan))
@@ -135,12 +157,14 @@ def _accumulate_dq(
             width = features.stop - features.start
             dq_tile[rows, features.start - chunk.start : features.stop - chunk.start] = square[:, :width]
         if chunk == plan.dq_chunks[-1]:
+            if plan.dbias:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(tiles.ds_empty.at[stage])
         if chunk == plan.dq_chunks[0]:
             before_addition()
         plgpu.commit_smem()
         at = plan.tile()[2], pl.ds(block * plan.block_q, plan.block_q), head, chunk
-        plgpu.copy_smem_to_gmem(dq_tile, dq.at[at], reduction_op="add")
+        plgpu.copy_smem_to_gmem(dq_tile, sums.dq.at[at], reduction_op="add")
 
 
 def _columns_of_k(chunk: slice, plan: Plan) -> list[tuple[int, slice, slice]]:

@@ -214,7 +214,7 @@ def _load(
             load_parts(tiles.k, stage, of_keys, plan.problem.D, tiles.k_full.at[stage])
             sync(plan.v_empty + stage, plan.warpgroups)
             if plan.bias:
-                of_bias = pairs.tile_of_bias(batch, head, first, block, plan)
+                of_bias = pairs.tile_of_bias(batch, head, rows, keys)
                 plgpu.copy_gmem_to_smem(of_bias, tiles.bias.copies[0].at[stage], tiles.bias_full.at[stage])
             if plan.e4m3:  # of which the keys are innermost, in one part
                 plgpu.copy_gmem_to_smem(

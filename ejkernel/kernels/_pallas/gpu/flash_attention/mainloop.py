@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from .._inline.registers import where_bits
+from .._inline.registers import BITS, where_bits
 from .._launch import (
     ROWS,
     WGMMA,
@@ -295,4 +295,5 @@ def _of_block(tile: Tile, i: Array | int, plan: Plan) -> OfBlock:
     unit = Unit(1.0, 0) if tile.units is None else tile.units.of(_block(tile, i))
     if tile.pairs is None:
         return OfBlock(unit, ())
-    return OfBlock(unit, tile.pairs.words(tile.view.batch, tile.head, tile.view.row, _block(tile, i), plan.block_k))
+    first = _block(tile, i) * (plan.block_k // BITS)
+    return OfBlock(unit, tile.pairs.words(tile.view.batch, tile.head, tile.view.row, first, plan.block_k))

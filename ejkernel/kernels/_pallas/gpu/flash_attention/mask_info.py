@@ -64,7 +64,7 @@ def zero_hidden_keys(visibility: Visibility, *arrays: Array | None) -> tuple:
 
 def zero_fully_masked_queries(visibility: Visibility, *arrays: Array) -> tuple:
     """Arrays [b, S, H, …] with zeros where a query sees no key."""
-    if visibility.segment_ids is None and not visibility.masks_queries:
+    if visibility.segment_ids is None and visibility.mask is None and not visibility.masks_queries:
         return arrays
     return zero_fully_masked(visibility, *arrays)
 
