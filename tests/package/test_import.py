@@ -68,9 +68,9 @@ def test_types_are_checked_only_in_tests():
 def test_import_adds_little_to_that_of_jax(tmp_path):
     # The first import leaves the modules compiled, as at a user's; where nothing can be written it cannot.
     compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    # What slows a processor down for a while slows down both, so they are compared within a process.
     seconds = [tuple(map(float, output(SECONDS, **compiled).split())) for _ in range(6)]
-    of_jax, added = map(min, zip(*seconds, strict=True))
-    assert added < 0.5 * of_jax, seconds
+    assert min(added / of_jax for of_jax, added in seconds) < 0.5, seconds
 
 
 # In the folder that is imported from. Without `site`, no .pth file adds installed packages.
