@@ -3,7 +3,8 @@
 import gc
 import itertools
 import os
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -57,6 +58,25 @@ def strict():
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("no GPU")
+
+
+# In a run of all tests, one in four of the parameters of a test runs on every change, and the rest is slow. Which ones
+# differs between tests, so each of the cases that many tests share is run by some of them. The core runs whole.
+ONE_IN = 4
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    tests = defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("core", "slow", "gpu")):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, of_one in tests.items():
+        first = zlib.crc32(name.encode()) % min(ONE_IN, len(of_one))
+        for item in set(of_one) - set(of_one[first::ONE_IN]):
+            item.add_marker(pytest.mark.slow)
 
 
 # XLA keeps each program in its own memory mappings; Linux allows a process 65,530, beyond which it crashes.

@@ -27,6 +27,7 @@ def kept(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_fusing_the_norm(kept, capsys):
     rows, table = kept(fused_norm.main, "--sizes 1x16 3x1", layer=LAYER)
     cases = [(1, 16, "fwd"), (1, 16, "fwd_bwd"), (3, 1, "fwd")]

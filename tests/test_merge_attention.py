@@ -45,7 +45,10 @@ def test_the_parts_make_the_whole(x):
     assert_close(merged(x), whole(x))
 
 
-@pytest.mark.parametrize("transform", [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1], jax.hessian])
+@pytest.mark.parametrize(
+    "transform",
+    [jax.grad, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1], pytest.param(jax.hessian, marks=pytest.mark.slow)],
+)
 def test_derivatives(x, transform):
     x = {name: a[:1, :3] for name, a in x.items()} if transform is jax.hessian else x
     halves = lambda x: merged(x)

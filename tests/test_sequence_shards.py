@@ -38,7 +38,7 @@ def test_results_and_gradients(name, size):
     check(CASES[name], size)
 
 
-@pytest.mark.parametrize("reverse", (False, True))
+@pytest.mark.parametrize("reverse", (pytest.param(False, marks=pytest.mark.slow), True))
 def test_any_cuts(reverse):
     """Sequences that begin and end anywhere, also at shard boundaries, empty ones, and tokens of no sequence."""
     of = packed("any_cuts", ("gk",), reverse=reverse)

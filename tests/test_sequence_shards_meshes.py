@@ -58,6 +58,7 @@ def test_the_output_and_the_gradients_are_computed_once():
     ]
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_gradient_is_that_of_a_shard():
     """Twice the tokens over twice the devices need no more memory per device; half of the tokens need half as much."""
 
@@ -140,6 +141,7 @@ def test_without_check_vma():
     assert_close(jax.jit(pullback(f, of.differentiable))(*args), oracle(of, pullback)(*args), 2e-5)
 
 
+@pytest.mark.slow
 def test_the_modules_api_over_a_mesh():
     of = CASES["gla"]
     arrays = {{"gk": "g"}.get(name, name): x for name, x in of.arrays().items()}

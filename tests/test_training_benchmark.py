@@ -27,6 +27,7 @@ def record_of(main, asked, folder, monkeypatch):
     return outcome, json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_training_beside_the_release(tmp_path, monkeypatch, capsys):
     installed(tmp_path / "release")
     monkeypatch.setenv("EJKERNEL_RELEASE", str(tmp_path / "release"))

@@ -51,6 +51,9 @@ __all__ = [
     "with_primitives",
 ]
 
+# Of each kind of operation the one that stands for it in tests of what is the same for a kind, if it has such cases.
+# These have batch and heads, and XLA compiles them fast.
+REPRESENTATIVES = ("flash_attention", "page_attention", "ragged_page_attention_v3", "merge_attention")
 CASES: tuple[Case, ...] = tuple(case for file in FILES for case in file.CASES)
 FAMILIES: tuple[Case, ...] = tuple(case for file in FILES for case in file.FAMILIES)
 DIFFERENTIABLE = tuple(case for case in CASES if case.differentiable)
@@ -141,7 +144,7 @@ def first_of_each(cases: Sequence[Case]) -> list[Case]:
 def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
     """The first case of each kind of operation: differentiable, forward only, in place, and composed.
 
-    None is over a mesh, as XLA compiles these for longer.
+    It is one of `REPRESENTATIVES` if there is one, and none is over a mesh, as XLA compiles these for longer.
     """
     return _first_of_each_kind(tuple(cases))
 
@@ -150,7 +153,8 @@ def first_of_each_kind(cases: Sequence[Case]) -> list[Case]:
 def _first_of_each_kind(cases: tuple[Case, ...]) -> list[Case]:
     in_place = lambda case: not case.is_composed and bool(getattr(case.algorithm, "in_place", None))
     kind = lambda case: (case.is_composed, bool(case.differentiable), in_place(case))
-    return list({kind(case): case for case in called_alone(cases)[::-1]}.values())
+    by_preference = sorted(called_alone(cases), key=lambda case: case.operation not in REPRESENTATIVES)
+    return list({kind(case): case for case in by_preference[::-1]}.values())
 
 
 each_case = each(CASES)

@@ -196,6 +196,7 @@ def trained(capsys, out, monkeypatch, *arguments):
     return told
 
 
+@pytest.mark.slow
 def test_demo_trains_shows_and_saves(capsys, tmp_path, monkeypatch):
     out = trained(capsys, tmp_path / "new", monkeypatch)
     assert "4 × flash_attention, 4 × flash_attention_bwd" in out
@@ -218,6 +219,7 @@ def test_demo_with_experts(capsys, tmp_path, monkeypatch):
     assert "4 × flash_attention, 4 × flash_attention_bwd, 12 × grouped_matmul, 12 × grouped_matmul_bwd" in out
 
 
+@pytest.mark.slow
 def test_demo_with_sequences_over_two_devices(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_show_text", lambda *given: True)
     out = printed(capsys, "demo", "--context-parallel", "2", "--steps", "3", "--out", str(tmp_path))
@@ -225,6 +227,7 @@ def test_demo_with_sequences_over_two_devices(capsys, tmp_path, monkeypatch):
     assert "2 devices and one device train alike" in out
 
 
+@pytest.mark.slow
 def test_demo_with_gated_linear_attention_and_experts(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "_SAMPLED", 8)
     monkeypatch.setattr(demo, "Model", partial(demo.Model, windows=(None, None)))  # as many layers

@@ -49,6 +49,7 @@ def test_without_options_some_prompts_are_continued_together(capsys):
     assert "with up to 4 sequences" in out and all(f"{prompt}│" in out for prompt in serve._PROMPTS)
 
 
+@pytest.mark.slow
 def test_drafts_are_counted(capsys):
     out = printed(
         capsys, "--random", "--prompt", "abcabcabc", "--max-tokens", "30", "--drafts", "3", "--temperature", "0"
@@ -56,6 +57,7 @@ def test_drafts_are_counted(capsys):
     assert "9 tokens of prompts" in out and "drafts, of which" in out and "\nabcabcabc│" in out
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_once_and_kept(capsys, monkeypatch):
     trained = []
     weights = random_weights(SMALL.decoder, jax.random.key(3))
@@ -108,6 +110,7 @@ def test_without_matplotlib_a_replay_says_so(capsys, tmp_path, monkeypatch):
     assert "matplotlib is not installed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_devices_replay_too(capsys):
     assert "on 2 × cpu" in printed(capsys, "--random", "--prompt", "a", "--max-tokens", "2", "--devices", "2")
 
@@ -118,6 +121,7 @@ def test_lengths_are_spread_evenly_between_their_bounds():
     assert [x.step for x in arrivals([[1]] * 9, [1] * 9)] == [0, 0, 0, 0, 1, 1, 1, 1, 2]
 
 
+@pytest.mark.slow
 def test_every_token_of_a_replay_is_timed():
     engine = Engine(SMALL.decoder, random_weights(SMALL.decoder, jax.random.key(0)), SMALL.limits)
     prompts, outputs = [[1] * n for n in (3, 40, 5, 6, 7)], [4, 1, 9, 2, 3]

@@ -97,6 +97,7 @@ def test_compiles(generation, case, dtype):
     compile_all(generation, jax.eval_shape(lambda: x), spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "generation, leading",
     [

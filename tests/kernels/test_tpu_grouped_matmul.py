@@ -27,10 +27,12 @@ def test_in_the_interpreter(case):
     against_xla.check(case, against_xla.prepared(case), "pallas", "tpu", CONFIG, run=interpreted)
 
 
+@pytest.mark.slow
 def test_a_batch_that_shares_the_matrices():
     against_xla.check(OURS[0], against_xla.batched(OURS[0]), "pallas", "tpu", CONFIG, run=interpreted)
 
 
+@pytest.mark.slow
 def test_matrices_of_empty_groups_may_be_nan():
     case = replace(OURS[0], operands=OURS[0].operands | dict(rhs_scale=Operand("e n")))
     against_xla.check(case, against_xla.poisoned(against_xla.prepared(case)), "pallas", "tpu", CONFIG, run=interpreted)

@@ -37,6 +37,7 @@ def test_in_the_interpreter(case):
     )
 
 
+@pytest.mark.slow
 def test_in_bfloat16_in_the_interpreter():
     """Only what goes in and out is rounded."""
     x = Case("small", B=1, H=4, G=2).make(20, jnp.bfloat16)

@@ -110,6 +110,7 @@ def test_a_draft_that_no_window_and_no_context_has_may_be_nan(interpreted):
     jax.tree.map(np.testing.assert_array_equal, run(with_nan, window=2), run(x, window=2))
 
 
+@pytest.mark.slow
 def test_batch_invariant(interpreted):
     """A token has the same bits alone, with all of its sequence, and with all others."""
     x, starts = step(2), np.cumsum([0, *LENGTHS])
@@ -189,6 +190,7 @@ def test_lists_are_batch_invariant(interpreted):
             np.testing.assert_array_equal(one, of_all[own])
 
 
+@pytest.mark.slow
 def test_a_batch_of_lists_that_shares_the_pool(interpreted):
     steps = [step(seed=seed) for seed in (0, 1)]
     calls = [

@@ -55,6 +55,7 @@ def test_in_the_interpreter(case, rows, item, monkeypatch):
     check(case.resized(dict(b=2)), KernelConfig(block_q=rows, block_k=16, block_d=rows), monkeypatch)
 
 
+@pytest.mark.slow
 def test_blocks_of_several_steps(monkeypatch):
     """Of 20 keys in steps of 16, and groups of three heads in tiles of four rows."""
     case = GIVEN[0].resized(dict(b=1, s=33, t=50, h=6, g=2, d=24, n=3))
@@ -73,6 +74,7 @@ def test_gradients_of_logits_near_1e12(platform, dtype, monkeypatch):
     large_logits.check(large_logits.of_kernels(*kernels, x, spec, listed, config=config), x)
 
 
+@pytest.mark.slow
 def test_the_tangent_of_large_logits(monkeypatch):
     """Errors of rounding to 16 bits are relative to the result: s_dot of hundreds, where one key has all the weight."""
     monkeypatch.setattr(_launch, "launch", interpreter.launch)

@@ -159,6 +159,7 @@ def test_pairs_of_eight_bits(pages, dtype, scale):
     close(found[1][0], wanted[1], 1e-5)
 
 
+@pytest.mark.slow
 def test_many_heads_share_a_key():
     check_call("ragged_page_attention", ragged((9, 2), (20, 30), h=6, g=2))
 

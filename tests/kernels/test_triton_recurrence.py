@@ -102,6 +102,7 @@ def test_a_gate_of_minus_infinity_in_the_interpreter(gate, dtype):
     check((found, dict(zip(wrt, gradients, strict=True))), exact, rounded, dtype)
 
 
+@pytest.mark.slow
 def test_splits_in_the_interpreter(monkeypatch):
     """A long sequence of few heads is split, forwards and backwards in time."""
     monkeypatch.setattr(splits, "SHORTEST", 16)

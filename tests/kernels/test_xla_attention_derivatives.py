@@ -70,6 +70,7 @@ def wired(operands, spec):
     return f
 
 
+@pytest.mark.slow
 def test_second_order():
     """jvp and vjp of the lowered functions themselves."""
     operands, spec = case("causal+softcap+bias+sinks+scale")

@@ -124,6 +124,7 @@ def test_derivatives(call, given, x64):
     np.testing.assert_allclose(jax.jvp(f, arrays, steps)[1], slope, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_second_order(x64):
     """Forward over reverse is reverse over reverse."""
     call = CALLS["square"]
@@ -136,6 +137,7 @@ def test_second_order(x64):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), forward, reverse(*arrays))
 
 
+@pytest.mark.slow
 def test_a_traced_scale_has_a_gradient(x64):
     call = CALLS["packed"]
     arrays, _ = arrays_of(call)
@@ -188,6 +190,7 @@ def test_all_branches_over_a_mesh(types):
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, wanted)
 
 
+@pytest.mark.slow
 def test_vmap_of_each_operand():
     call = CALLS["square"]
     both = [arrays_of(call, seed)[0] for seed in range(2)]

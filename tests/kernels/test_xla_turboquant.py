@@ -204,6 +204,7 @@ def test_a_key_of_zeros_is_zeros():
             np.testing.assert_array_equal(found[name], wanted, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_third_version_is_the_second_after_writing():
     x, new = step()
     *wanted, _, _, _, _, _ = found = ragged_page_attention_v3_turboquant(**x, **new, return_lse=True)

@@ -107,7 +107,7 @@ def unwindowed(decoder):
 
 @pytest.mark.parametrize(
     "limits",
-    [{}, dict(pages=7), pytest.param(dict(cache_dtype="int8"), marks=pytest.mark.slow)],
+    [{}, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (dict(pages=7), dict(cache_dtype="int8")))],
     ids=["plain", "preemption", "int8"],
 )
 def test_text_of_draft_trees_is_that_without_a_cache(unwindowed, prompts, limits, monkeypatch):
@@ -140,6 +140,7 @@ def test_text_of_draft_trees_is_that_without_a_cache(unwindowed, prompts, limits
     assert sum(len(event.tokens) - 1 for step in done if step for event in step.events) > 30  # accepted
 
 
+@pytest.mark.slow
 def test_programs_of_trees_are_compiled_beforehand_too(unwindowed):
     e = Engine(*unwindowed[:2], Limits(**LIMITS, drafts=4, branches=2))
     e.compile()
@@ -240,7 +241,7 @@ def test_the_pool_is_written_in_place(engine, prompts):
     assert all(array.is_deleted() for array in before)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 def test_a_quantised_cache_holds_rounded_keys_and_values(decoder, weights, engine, plain, prompts, dtype):
     """The text is that of full passes whose keys and values are rounded likewise."""
 

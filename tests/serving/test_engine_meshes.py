@@ -12,7 +12,9 @@ def mesh():
     return jax.make_mesh((2,), (HEADS,), devices=jax.devices()[:2])
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.core), "int8"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(None, marks=pytest.mark.core), pytest.param("int8", marks=pytest.mark.slow)]
+)
 def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prompts, expected, mesh, dtype):
     limits = Limits(**LIMITS | dict(buckets=(16,)), cache_dtype=dtype)
     split = Engine(decoder, place(weights, mesh), limits, mesh)
@@ -28,6 +30,7 @@ def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prom
     assert (hlo.count(" all-reduce("), hlo.count(" all-gather(")) == (5, 1)
 
 
+@pytest.mark.slow
 def test_an_embedding_that_is_the_output_matrix_too_is_split_by_the_vocabulary(prompts, mesh):
     decoder, limits = Decoder(64, 32, 4, 2, 8, 64, (None,), tied=True), Limits(**LIMITS | dict(buckets=(16,)))
     of = lambda mesh: random_weights(decoder, jax.random.key(1), mesh=mesh)
