@@ -190,7 +190,6 @@ def test_lists_are_batch_invariant(interpreted):
             np.testing.assert_array_equal(one, of_all[own])
 
 
-@pytest.mark.slow
 def test_a_batch_of_lists_that_shares_the_pool(interpreted):
     steps = [step(seed=seed) for seed in (0, 1)]
     calls = [
