@@ -60,9 +60,9 @@ def pytest_runtest_setup(item):
         pytest.skip("no GPU")
 
 
-# In a run of all tests, one in four of the parameters of a test runs on every change, and the rest is slow. Which ones
+# In a run of all tests, one in five of the parameters of a test runs on every change, and the rest is slow. Which ones
 # differs between tests, so each of the cases that many tests share is run by some of them. The core runs whole.
-ONE_IN = 4
+ONE_IN = 5
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -172,6 +172,7 @@ def test_a_block_listed_twice_counts_once():
     np.testing.assert_allclose(f(of([2, 0, 2, -5, 99])), f(of([0, 2])), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("types", (AxisType.Explicit, AxisType.Auto), ids=("explicit", "auto"))
 def test_all_branches_over_a_mesh(types):
     """Batch and heads are split, forward and gradient: nothing is communicated, in batches and in packed calls."""

@@ -55,6 +55,7 @@ def assert_next_to(found, right):
     np.testing.assert_allclose(np.float32(found), np.float32(right), rtol=float(jnp.finfo(found.dtype).eps), atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "qjl_dim"), [(4, D), (2, 24)])
 def test_the_third_version_and_then_the_second(bits, qjl_dim):
     (q, k, v, lens, tables, starts), matrices, pools = step(), constants(bits, qjl_dim), cache(qjl_dim)
