@@ -56,11 +56,13 @@ def tangent(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) ->
 
 
 def _total_and_o(call: Ring, arrays: Arrays, o: Array, lse: Array) -> tuple[Array, Array]:
-    """t and n/t; 1 and 0 for rows that see nothing."""
+    """t and n/t; 1 and 0 for rows that see nothing. Each hop waits for the hop two before it, as in `_terms`."""
     sums, total = jnp.zeros_like(o), jnp.zeros_like(lse)
-    for hop, of_devices in plan_of(call, arrays):
-        added = _of_hop(_sums_of_part, call, hop, of_devices, arrays, {}, o, lse)
-        sums, total = lax.optimization_barrier((sums + added[0], total + added[1]))
+    chains = [arrays, arrays]
+    for n, (hop, of_devices) in enumerate(plan_of(call, arrays)):
+        added = _of_hop(_sums_of_part, call, hop, of_devices, chains[n % 2], {}, o, lse)
+        chains[n % 2], added = lax.optimization_barrier((chains[n % 2], added))
+        sums, total = sums + added[0], total + added[1]
     if "sinks" in arrays:
         total += _tangent_of_sinks(arrays, jnp.ones_like(arrays["sinks"]), o, lse)[1]
     total = jnp.where(total > 0, total, 1)
