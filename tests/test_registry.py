@@ -147,12 +147,12 @@ def test_agreement_is_silent(registry):
         assert registry.validate_signatures("op") is True
 
 
-def test_the_wrapper_costs_as_little_as_thirty_empty_calls(registry, types_unchecked):
+def test_the_wrapper_costs_as_little_as_twenty_five_empty_calls(registry, types_unchecked):
     """About a microsecond."""
     implementation = registry.register("op", "xla", "any")(lambda q, *, causal=False: q)
     bare = inspect.unwrap(implementation)
     cost = lambda f: min(timeit.repeat(lambda: f(1, causal=True), number=2000, repeat=5)) / 2000
-    assert cost(implementation) < 30 * cost(bare)
+    assert cost(implementation) < 25 * cost(bare)
 
 
 ASKED = [{}, {"platform": "auto"}, {"platform": "xla"}, {"backend": "cpu"}, {"platform": "xla", "backend": "any"}]
