@@ -31,8 +31,8 @@ def test_collectives_of_a_ring():
     for arrays, most in ((in_16_bits(x), 12), (x, 16)):
         found = found_collectives(squares(f), arrays)
         assert found.keys() == {"collective-permute"}
-        # XLA may find that a first hop receives the same as the forward's first hop.
-        assert most - 2 <= found["collective-permute"] <= most
+        # XLA may find that hops of the backward receive the same k and v as hops before them.
+        assert 8 <= found["collective-permute"] <= most
 
 
 @pytest.mark.core
