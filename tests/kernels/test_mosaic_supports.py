@@ -11,7 +11,6 @@ from ejkernel.kernels._dispatch import select
 from ejkernel.kernels._pallas.gpu.flash_attention import (
     LEAST_KEYS,
     LEAST_OF_PAIRS,
-    UNTRIED_PAIRS,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
@@ -127,20 +126,19 @@ def test_few_keys_are_left_to_smaller_blocks():
 
 
 @pytest.mark.parametrize("name, dtype", [("bias", jnp.bfloat16), ("mask", jnp.bool_)])
-def test_the_forward_with_a_bias_or_a_mask_has_the_gradients_of_triton(name, dtype):
-    """Short calls, which were not measured, are Triton's too."""
+def test_of_calls_with_a_bias_or_a_mask_tangents_and_short_ones_are_left_to_triton(name, dtype):
+    """Short ones were not measured."""
 
     def call(length):
         given = {name: jax.ShapeDtypeStruct((1, 1, length, length), dtype)}
         return Operands(*[jax.ShapeDtypeStruct((2, length, 4, 64), jnp.bfloat16)] * 3, **given)
 
     spec, x = FlashAttentionSpec(), call(LEAST_OF_PAIRS)
-    assert select("flash_attention", spec, x, HOPPER).platform == Platform.PALLAS
-    reasons = {"_bwd": flash_attention_bwd.supports(spec, x, HOPPER), "_jvp": supports_jvp(spec, x, HOPPER)}
-    assert reasons == {"_bwd": UNTRIED_PAIRS, "_jvp": f"{name} is not taken by the tangent kernel"}
-    for derivative in reasons:
-        assert select(f"flash_attention{derivative}", spec, x, HOPPER).platform == Platform.TRITON
-    assert select("flash_attention", spec, call(LEAST_OF_PAIRS // 2), HOPPER).platform == Platform.TRITON
+    assert supports_jvp(spec, x, HOPPER) == f"{name} is not taken by the tangent kernel"
+    assert select("flash_attention_jvp", spec, x, HOPPER).platform == Platform.TRITON
+    for primitive in ("flash_attention", "flash_attention_bwd"):
+        assert select(primitive, spec, x, HOPPER).platform == Platform.PALLAS
+        assert select(primitive, spec, call(LEAST_OF_PAIRS // 2), HOPPER).platform == Platform.TRITON
 
 
 def test_short_gradients_of_64_features_are_left_to_smaller_blocks():

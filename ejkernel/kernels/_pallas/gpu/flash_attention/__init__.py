@@ -26,7 +26,6 @@ MOST_IN_REGISTERS = 192
 ABSENT = ("softmax_scale", "dropout")
 # What the tangent does not take.
 PAIRS = ("bias", "mask")
-UNTRIED_PAIRS = "a bias or a mask, with which the backward has not run on a GPU"
 # With a bias or a mask: shorter ones have not been measured, and are left to Triton.
 LEAST_OF_PAIRS = 1024
 
@@ -102,8 +101,7 @@ def takes_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> s
 
 def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the backward leaves these operands to others, or None."""
-    wrong = supports_bwd(spec, operands, target) or (UNTRIED_PAIRS if configs.has_pairs(operands) else None)
-    wrong = wrong or _few_keys(spec, operands) or _few_pairs(operands)
+    wrong = supports_bwd(spec, operands, target) or _few_keys(spec, operands) or _few_pairs(operands)
     return wrong or _small_tiles(operands) or _padded_tiles(operands)
 
 

@@ -25,7 +25,6 @@ BLOCKS = {64: (128, 128, 4), 128: (128, 128, 2), 192: (128, 64, 2), 256: (128, 6
 SMALLEST_PAGE = 16
 # With fewer tokens most rows of a tile are empty.
 LEAST_TOKENS = 64
-UNTRIED = "a window, a softcap or sinks, with which the kernel has not run on a GPU"
 ABSENT = ("k_scale", "v_scale", "draft_mask")
 
 
@@ -51,7 +50,7 @@ def supports(spec: CacheSpec, operands: Operands, target: Target) -> str | None:
     sequences, heads = operands.block_tables.shape[1], q.shape[2] // kv.shape[3]
     if (rows := math.ceil(q.shape[1] / sequences) * heads) <= _paged.LARGEST_DECODE_TILE:
         return f"tokens × heads of a group in an average sequence: {rows}, which the decoding kernel has in one tile"
-    return UNTRIED if spec.window or spec.softcap or operands.sinks is not None else None
+    return None
 
 
 def pages_per_block(page: int, block_k: int) -> int:
