@@ -1,5 +1,7 @@
 """The tile schedulers of flash_attention on Hopper: every work tile once, and evenly distributed work."""
 
+import heapq
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,10 @@ SCHEDULERS = [
     PersistentTileScheduler(tiles=9, heads=35, rising=True, processors=132),
     PersistentTileScheduler(tiles=3, heads=35, rising=True, processors=132),
     PersistentTileScheduler(tiles=1, heads=1, rising=True, processors=132),
+    PersistentTileScheduler(tiles=64, heads=64, rising=True, processors=132, long=True),
+    PersistentTileScheduler(tiles=43, heads=64, rising=False, processors=132, long=True),
+    PersistentTileScheduler(tiles=100, heads=21, rising=True, processors=132, long=True),
+    PersistentTileScheduler(tiles=8, heads=40, rising=True, processors=132, long=True),
     SingleTileScheduler(tiles=100, heads=10, together=4, rising=True, processors=132),
     SingleTileScheduler(tiles=100, heads=10, together=1, rising=False, processors=132),
     SingleTileScheduler(tiles=3, heads=5, together=1, rising=False, processors=132),
@@ -56,6 +62,24 @@ def test_a_few_tiles_are_scheduled_as_well_as_can_be():
         place, _, block = work(PersistentTileScheduler(tiles, heads, rising=True, processors=132))
         load = np.bincount(block, place + 1)
         assert load.max() <= max(load.mean() * 4 / 3, tiles)
+
+
+@pytest.mark.parametrize("late", [0, 4, 16, 32])
+@pytest.mark.parametrize("rising", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("tiles, heads", [(64, 64), (128, 64), (86, 32)])
+def test_a_long_launch_shares_the_device(tiles, heads, rising, late):
+    """Another stream keeps `late` multiprocessors for the whole launch: in one wave it would take twice its time."""
+
+    def time(long, late):
+        place, _, block = work(PersistentTileScheduler(tiles, heads, rising, 132, long))
+        free = [0.0] * (132 - late)
+        for load in np.bincount(block, place + 1 if rising else np.ones_like(place)):
+            heapq.heappushpop(free, free[0] + load)
+        return max(free)
+
+    alone = time(False, 0)
+    assert time(True, late) <= 1.12 * alone * 132 / (132 - late)
+    assert late == 0 or time(False, late) > 1.9 * alone
 
 
 def test_few_heads_at_a_time():

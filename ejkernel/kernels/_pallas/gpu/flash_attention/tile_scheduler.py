@@ -20,6 +20,9 @@ from ejkernel.kernels._block_lists import longest_first
 L2_BYTES = 24 << 20
 # Work tiles of a thread block, at least, that are not paired: scheduled longest first, they even out what pairs do not.
 UNPAIRED = 4
+# The most waves of a launch, and the fewest work tiles of a multiprocessor that are split into waves.
+WAVES = 5
+LEAST_OF_WAVES = 16
 # The cost of a work tile that does not depend on its keys, in units of the keys that the next tile of its head sees
 # more.
 TILE_OVERHEAD = 0.5
@@ -27,77 +30,111 @@ TILE_OVERHEAD = 0.5
 
 @dataclass(frozen=True)
 class PersistentTileScheduler:
-    """One thread block for each multiprocessor, which computes work tiles one after the other, head after head.
+    """A thread block for each multiprocessor, which computes work tiles one after the other, head after head.
 
     Where later tiles of a head see more keys, a thread block computes the last and the first tile of a head one after
     the other, or the last but one and the second …: all such pairs cost the same. The tiles of the last heads, which
     are left when all thread blocks have had the same number of pairs, are assigned by a table that is made before the
     kernel runs: longest first, each to the thread block with the least work.
 
+    A long launch is several waves: the tiles of a multiprocessor are split over thread blocks, the first of which has
+    half of them, the second half of the others, and so on. Thread blocks of another stream, such as NCCL's, can then
+    start between two waves, and those of the first wave that wait for the multiprocessors of the others are behind by
+    half of the launch at most, which later waves even out. In one wave they double its time.
+
     Attributes:
         tiles: of a head.
         heads: of all batches.
         rising: later tiles see more keys.
         processors: streaming multiprocessors of the device.
+        long: whether there may be several waves.
     """
 
     tiles: int
     heads: int
     rising: bool
     processors: int
+    long: bool = False
 
     @property
     def number(self) -> int:
         return self.tiles * self.heads
 
     @property
-    def blocks(self) -> int:
+    def wave(self) -> int:
+        """The thread blocks of a wave."""
         return min(self.number, self.processors)
 
     @property
+    def blocks(self) -> int:
+        return self.wave * len(self.begins)
+
+    @property
     def paired(self) -> int:
-        """Work tiles of a thread block that are in pairs."""
+        """Work tiles of a multiprocessor that are in pairs."""
         last = min(self.heads, -(-UNPAIRED * self.processors // self.tiles))
         return (self.heads - last) * self.tiles // (2 * self.processors) * 2 if self.rising else 0
 
     @cached_property
+    def begins(self) -> tuple[int, ...]:
+        """The first work tile of each wave, of those that a multiprocessor would have in one wave."""
+        least = self.paired + int(self.longest_first[:, 0].min()) if self.rising else self.number // self.wave
+        begins = [0]
+        while self.long and least >= LEAST_OF_WAVES and len(begins) < WAVES and least - begins[-1] >= 4:
+            begins.append(begins[-1] + (least - begins[-1]) // 4 * 2)
+        return tuple(begins)
+
+    @cached_property
     def longest_first(self) -> np.ndarray | None:
-        """For each thread block the number of tiles after its pairs, then these, int32; None if costs are equal."""
+        """For each multiprocessor the number of tiles after its pairs, then these, int32; None if costs are equal."""
         if not self.rising:
             return None
         place = np.arange(self.number) % self.tiles
         work = np.where(place % 2 == 0, self.tiles - 1 - place // 2, place // 2) + 1 + TILE_OVERHEAD
-        pairs = work[: self.paired * self.blocks].reshape(-1, self.blocks, 2).sum((0, 2))
+        pairs = work[: self.paired * self.wave].reshape(-1, self.wave, 2).sum((0, 2))
         blocks = [(load, block) for block, load in enumerate(pairs.tolist())]
         heapq.heapify(blocks)
         hands: list[list[int]] = [[] for _ in blocks]
-        left = range(self.paired * self.blocks, self.number)
+        left = range(self.paired * self.wave, self.number)
         for number in sorted(left, key=lambda n: -work[n]):
             load, block = heapq.heappop(blocks)
             hands[block].append(number)
             heapq.heappush(blocks, (load + work[number], block))
-        table = np.zeros((self.blocks, 1 + max(map(len, hands))), np.int32)
+        table = np.zeros((self.wave, 1 + max(map(len, hands))), np.int32)
         for row, hand in zip(table, hands, strict=True):
             row[: 1 + len(hand)] = len(hand), *hand
         return table
 
     def work_tiles(self, block: Array, longest_first: Any = None) -> Array:
         """The number of work tiles of a thread block; the argument is the table above, in device memory."""
+        block, begin, end = self._in_wave(block)
         if self.rising:
-            return self.paired + longest_first[block, 0]
-        return lax.div(self.number - 1 - block, jnp.int32(self.blocks)) + 1
+            count = self.paired + longest_first[block, 0]
+        else:
+            count = lax.div(self.number - 1 - block, jnp.int32(self.wave)) + 1
+        return jnp.minimum(count, end) - begin if len(self.begins) > 1 else count
 
     def tile(self, block: Array, work_tile: Array, longest_first: Any = None) -> tuple[Array, Array]:
         """The index in its head, and the head, of a thread block's n-th work tile."""
-        number, tiles, two = work_tile * self.blocks + block, jnp.int32(self.tiles), jnp.int32(2)
+        block, begin, _ = self._in_wave(block)
+        work_tile = work_tile + begin
+        number, tiles, two = work_tile * self.wave + block, jnp.int32(self.tiles), jnp.int32(2)
         if self.rising:
             alone = longest_first[block, 1 + jnp.clip(work_tile - self.paired, 0, self.longest_first.shape[1] - 2)]
-            pair = (lax.div(work_tile, two) * self.blocks + block) * 2 + lax.rem(work_tile, two)
+            pair = (lax.div(work_tile, two) * self.wave + block) * 2 + lax.rem(work_tile, two)
             number = jnp.where(work_tile < self.paired, pair, alone)
             from_an_end = lax.div(lax.rem(number, tiles), two)
             last = lax.rem(lax.rem(number, tiles), two) == 0
             return jnp.where(last, self.tiles - 1 - from_an_end, from_an_end), lax.div(number, tiles)
         return lax.rem(number, tiles), lax.div(number, tiles)
+
+    def _in_wave(self, block: Array) -> tuple[Array, Array | int, Array | int]:
+        """The place of a thread block in its wave, and the begin and end of the wave's work tiles."""
+        begin, end = self.begins[-1], self.number
+        for n in reversed(range(1, len(self.begins))):
+            before = block < n * self.wave
+            begin, end = jnp.where(before, self.begins[n - 1], begin), jnp.where(before, self.begins[n], end)
+        return lax.rem(block, jnp.int32(self.wave)) if len(self.begins) > 1 else block, begin, end
 
 
 @dataclass(frozen=True)
