@@ -1,5 +1,6 @@
 """The Hopper kernels' description of packed sequences and segments, compared with visibility by the formula."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from ejkernel.kernels._pallas.gpu.flash_attention.mask_info import (
     zero_fully_masked_queries,
     zero_hidden_keys,
 )
-from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
-from ejkernel.kernels._visibility import visibility_of
+from ejkernel.kernels._pallas.gpu.flash_attention.problem import after_first, problem_of
+from ejkernel.kernels._visibility import BlockRanges, visibility_of
 from tests.gpu.attention_cases import CASES, CAUSAL, Case
 from tests.gpu.oracle import visible
+from tests.programs import equations
 
 TAKEN = [case for case in CASES if (case.packed or case.segments) and not case.bias and not case.mask]
 TAKEN += [Case("packed, causal, from later on", packed=True, first=0.1, S=1.2, spec=CAUSAL)]
@@ -53,3 +55,25 @@ def test_hidden_keys_and_fully_masked_queries_are_zeroed(case):
     )
     for array, used in ((k, ok.any(1)), (q, ok.any(2))):
         np.testing.assert_array_equal(np.asarray(array).all((2, 3)), np.broadcast_to(used, array.shape[:2]))
+
+
+WINDOWS = [case for case in CASES if case.spec.window[0] is not None and not case.packed and not case.segments][:1]
+
+
+@pytest.mark.parametrize("case", [*TAKEN[:2], *WINDOWS], ids=lambda case: case.name)
+def test_every_block_is_computed_once_in_its_order(case):
+    """After the first one; the masked blocks on both sides of the full ones by the code of one loop."""
+    problem = problem_of(*case.make(150, jnp.float32))
+
+    def compute(step, log, masked):
+        computed, found = log
+        return computed + 1, found.at[computed].set(jnp.stack([step, jnp.int32(masked)]))
+
+    found_of = lambda *bounds: after_first(BlockRanges(*bounds), compute, (0, jnp.zeros((9, 2), int)), problem)
+    assert len(equations(jax.make_jaxpr(found_of)(0, 0, 1, 1), "scatter")) == 2, "copies: a masked one, and a full one"
+    found_of = jax.jit(found_of)
+    for begin, full_begin, full_end, end in np.ndindex(*(7,) * 4):
+        if begin < end and begin <= full_begin <= full_end <= end:
+            computed, found = found_of(begin, end, full_begin, full_end)
+            of_step = {step: not full_begin <= end - 1 - step < full_end for step in range(1, end - begin)}
+            assert found[:computed].tolist() == [[step, masked] for step, masked in of_step.items()]

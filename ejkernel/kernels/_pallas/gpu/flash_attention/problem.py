@@ -120,17 +120,28 @@ def blocks_of_band(first: Array, block: int, low: int | None, high: int | None, 
 
 
 def after_first(block_range: BlockRanges, compute: Callable, carry: Any, problem: Problem) -> Any:
-    """`carry` after compute(step, carry, masked=…) of all blocks but the first; step n is the n-th from the end."""
+    """`carry` after compute(step, carry, masked=…) of all blocks but the first; step n is the n-th from the end.
+
+    Masked blocks on both sides of the full ones share one loop, as compile time follows the number of loops with
+    products: an outer loop of at most two iterations runs it, and in the first one that of the full blocks.
+    """
     masked, whole = partial(compute, masked=True), partial(compute, masked=False)
     begin_whole, end_whole, end = (
         block_range.end - bound for bound in (block_range.full_end, block_range.full_begin, block_range.begin)
     )
-    if problem.cut:
+    if not problem.cut:
+        return lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
+    if problem.low is None and not problem.packed and not problem.segmented:
         carry = lax.fori_loop(1, begin_whole, masked, carry)
-    carry = lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
-    if problem.low is not None or problem.packed or problem.segmented:
-        carry = lax.fori_loop(jnp.maximum(end_whole, 1), end, masked, carry)
-    return carry
+        return lax.fori_loop(jnp.maximum(begin_whole, 1), end_whole, whole, carry)
+    after = jnp.maximum(end_whole, 1)
+
+    def masked_then_whole(n, carry):
+        first = n == 0
+        carry = lax.fori_loop(jnp.where(first, 1, after), jnp.where(first, begin_whole, end), masked, carry)
+        return lax.fori_loop(jnp.where(first, jnp.maximum(begin_whole, 1), end_whole), end_whole, whole, carry)
+
+    return lax.fori_loop(0, jnp.where(after < end, 2, 1), masked_then_whole, carry)
 
 
 def _whole(x: Array, step: int) -> Array:
