@@ -5,6 +5,7 @@ the backward. Results are first compared with those of one GPU; those with too l
 fraction of the ideal, which is the time of one GPU divided by their number, and writes a record.
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ from ._records import result_file, save_record
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 TOKENS = P(None, "x")
 LINE = "{layer:<32}{mode:<9}{length:>7} {milliseconds:>9.3f} ms {ideal:>5.0%} of ideal, {difference:.1e} off"
+XLA_FLAGS = os.environ.get("XLA_FLAGS", "")
 LARGEST_DIFFERENCE = 0.02  # of the largest value, in bfloat16
 
 
@@ -35,16 +37,16 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="*", default=[16384, 65536], help="of the whole sequence")
     of = parser.parse_args()
     mesh = jax.make_mesh((of.devices,), ("x",), devices=jax.devices()[: of.devices], axis_types=(AxisType.Auto,))
-    rows = []
+    rows, file = [], result_file("sequence_shards", of.out)
+    evidence = f"sequences over {of.devices} devices beside one"
+    convention = (
+        f"median of {of.repeats} rounds; batch {of.batch}, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, bfloat16, causal"
+    )
     for length in of.lengths:
         for row in measured(mesh, of.batch, length, of.repeats):
             rows.append(row)
             print(LINE.format(**row))
-    convention = (
-        f"median of {of.repeats} rounds; batch {of.batch}, {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, bfloat16, causal"
-    )
-    evidence = f"sequences over {of.devices} devices beside one"
-    save_record(file := result_file("sequence_shards", of.out), evidence, convention, devices=of.devices, rows=rows)
+            save_record(file, evidence, convention, devices=of.devices, xla_flags=XLA_FLAGS, rows=rows)
     print(f"kept in {file}")
     return int(any(row["difference"] > LARGEST_DIFFERENCE for row in rows))
 
