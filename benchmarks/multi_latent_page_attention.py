@@ -78,7 +78,7 @@ def _sparse_flash_mla(shape: LatentPagesShape, arrays: dict[str, Array]) -> Prep
     q = jnp.concatenate([arrays["q_latent"], arrays["q_rope"]], axis=-1)
     q, pool, slots = map(torch.from_dlpack, (q, pool, _slots(shape, arrays)[:, None]))
     scale = (shape.latent + shape.rope) ** -0.5
-    return _vllm.graph(lambda _: attend(q, pool, slots, scale, shape.latent)[0], q, _CHAIN)
+    return _vllm.graph(lambda _: attend(q, pool, slots, scale, shape.latent, None, None, None)[0], q, _CHAIN)
 
 
 def _flash_mla(shape: LatentPagesShape, arrays: dict[str, Array]) -> Prepared:
