@@ -26,7 +26,7 @@ class Drafts(NamedTuple):
     @property
     def is_chain(self) -> bool:
         """Whether every node follows the one before it."""
-        return self.parents == list(range(-1, len(self.tokens) - 1))
+        return not self.tokens or self.parents == list(range(-1, len(self.tokens) - 1))
 
     @property
     def depths(self) -> list[int]:
@@ -51,10 +51,15 @@ class Drafts(NamedTuple):
     def accepted(self, sampled: Sequence[int]) -> list[int]:
         """The path of accepted nodes; `sampled` are the tokens sampled after the text and after each node."""
         path: list[int] = []
+        if not self.tokens:
+            return path
         children = {(parent, token): n for n, (token, parent) in reversed([*enumerate(zip(*self, strict=True))])}
         while (node := children.get((path[-1] if path else -1, sampled[path[-1] + 1 if path else 0]))) is not None:
             path.append(node)
         return path
+
+
+NO_DRAFTS = Drafts([], [])
 
 
 class Lookup:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .model import HEADS, Decoder, Weights
-from .program import MOST_DRAFTS, Cache, Rows, Step, Tables, choose, empty_caches, forward
+from .program import MOST_DRAFTS, Cache, Rows, Sizes, Tables, choose, empty_caches, forward
 from .sampling import Kind, Sampling, SamplingArrays
 from .scheduler import Chunk, Request, Scheduler
 
@@ -105,11 +105,12 @@ class Engine:
         self.scheduler = Scheduler(
             limits.pages, limits.page_size, limits.sequences, limits.buckets[-1], limits.drafts, limits.branches
         )
-        self._tables = Tables(limits.sequences, -(-limits.length // limits.page_size))
+        replicated = mesh and NamedSharding(mesh, P())
+        self._tables = Tables(limits.sequences, self._sizes(limits.buckets[0]).pages, replicated)
         self._caches = empty_caches(decoder, limits.pages, limits.page_size, cache_dtype, mesh)
-        self._last = jnp.zeros(limits.sequences, jnp.int32, device=mesh and NamedSharding(mesh, P()))
+        self._last = jnp.zeros(limits.sequences, jnp.int32, device=replicated)
         self._issued: deque[_Issued] = deque()
-        self._forward = jax.jit(self._counted_forward, static_argnums=0, donate_argnums=2)
+        self._forward = jax.jit(self._counted_forward, static_argnums=(0, 1), donate_argnums=3)
         self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
 
     def compile(self) -> None:
@@ -190,18 +191,23 @@ class Engine:
         return [request.tokens[len(request.prompt) :] for request in requests]
 
     def _issue(self, chunks: list[Chunk], bucket: int, kind: Kind, trees: bool = False) -> tuple[Array, list[int]]:
-        rows = min(bucket, self.limits.sequences * (1 + self.limits.drafts))
-        x, first_rows = self._tables.step(chunks, bucket, rows)
+        sizes = self._sizes(bucket)
+        inputs, first_rows = self._tables.step(chunks, sizes)
         with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
-            self._caches, ends = self._forward(trees, self.weights, self._caches, self._last, x)
+            self._caches, ends = self._forward(trees, sizes, self.weights, self._caches, self._last, inputs)
             self._last, sampled = self._choose(kind, self._last, ends, self._tables.sampling())
         sampled.copy_to_host_async()
         return sampled, first_rows
 
-    def _counted_forward(self, trees: bool, weights: Weights, caches: list[Cache], last: Array, x: Step) -> Any:
-        bucket = x.tokens.shape[0]
-        self.traces[("trees", bucket) if trees else bucket] += 1
-        return forward(self.decoder, weights, caches, last, x, trees)
+    def _sizes(self, bucket: int) -> Sizes:
+        limits, slots = self.limits, self.limits.sequences
+        return Sizes(bucket, min(bucket, slots * (1 + limits.drafts)), slots, -(-limits.length // limits.page_size))
+
+    def _counted_forward(
+        self, trees: bool, sizes: Sizes, weights: Weights, caches: list[Cache], last: Array, inputs: Array
+    ) -> Any:
+        self.traces[("trees", sizes.tokens) if trees else sizes.tokens] += 1
+        return forward(self.decoder, weights, caches, last, sizes.inputs_in(inputs), trees)
 
     def _counted_choose(self, kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> Any:
         self.traces[kind, rows.slot.shape[0]] += 1

@@ -5,12 +5,15 @@ prompts, decode and drafts; a small second program samples. The caches and the l
 they are updated in place.
 """
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from .. import lax
@@ -46,6 +49,34 @@ class Step(NamedTuple):
     drafts: Any
     shift: Any
     ancestors: Any
+
+
+class Sizes(NamedTuple):
+    """The static sizes of a step: T tokens, R rows, N slots, and the pages of a sequence."""
+
+    tokens: int
+    rows: int
+    slots: int
+    pages: int
+
+    @property
+    def shapes(self) -> Step:
+        """The shapes of its inputs."""
+        tokens, rows, slots, pages = self
+        return Step((tokens,), (slots + 1,), (slots,), (slots, pages), (rows,), (slots,), (tokens,), (tokens,))
+
+    @property
+    def total(self) -> int:
+        """The number of all its integers."""
+        return sum(map(math.prod, self.shapes))
+
+    def inputs_in(self, flat: Any) -> Step:
+        """The inputs of a step as parts of one array [total], as which they are sent to the device."""
+        ends = itertools.accumulate(map(math.prod, self.shapes))
+        parts = (
+            flat[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, self.shapes, strict=True)
+        )
+        return Step(*parts)
 
 
 class Cache(NamedTuple):
@@ -168,10 +199,12 @@ def _quantised(x: Array) -> tuple[Array, Array]:
 
 
 class Tables:
-    """The arrays of all slots on the host; each step gets a copy."""
+    """The arrays of all slots on the host; each step gets a copy. `sharding` is that of the arrays on the device."""
 
-    def __init__(self, slots: int, pages_of_sequence: int) -> None:
+    def __init__(self, slots: int, pages_of_sequence: int, sharding: Sharding | None) -> None:
         self._block_tables = np.zeros((slots, pages_of_sequence), np.int32)
+        self._sharding = sharding
+        self._on_device: SamplingArrays | None = None
         self._sampling = SamplingArrays(
             np.zeros(slots, np.float32),
             np.zeros(slots, np.int32),
@@ -179,41 +212,44 @@ class Tables:
             np.zeros(slots, np.uint32),
         )
 
-    def step(self, chunks: list[Chunk], bucket: int, rows: int) -> tuple[Step, list[int]]:
-        """The step of chunks that are ordered by slot, padded to its bucket, and the first row of each chunk."""
-        slots = self._block_tables.shape[0]
-        tokens, shift, ancestors = (np.zeros(bucket, np.int32) for _ in range(3))
-        sampled = np.full(rows, bucket, np.int32)
-        lengths, context_lens, proposed = (np.zeros(slots, np.int32) for _ in range(3))
-        at, row, first_rows = 0, 0, []
+    def step(self, chunks: list[Chunk], sizes: Sizes) -> tuple[np.ndarray, list[int]]:
+        """The inputs of a step, of chunks that are ordered by slot, in one array; and the first row of each chunk."""
+        inputs = np.zeros(sizes.total, np.int32)
+        x = sizes.inputs_in(inputs)
+        tokens, rows, first_rows, of_slots = [], [], [], []
         for request, start, stop, drafts, samples in chunks:
             known = request.tokens[start:stop]
             count = len(drafts.tokens)
-            new = [*known, *[SAMPLED_LAST] * (stop - start - len(known)), *drafts.tokens]
-            tokens[at : at + len(new)] = new
-            at += len(new)
+            tokens += [*known, *[SAMPLED_LAST] * (stop - start - len(known)), *drafts.tokens]
+            at = len(tokens)
             if not drafts.is_chain:
-                shift[at - count : at] = np.arange(count) - drafts.depths
-                ancestors[at - count : at] = drafts.ancestors
-            slot = request.slot
-            lengths[slot], context_lens[slot], proposed[slot] = len(new), stop + count, count
+                x.shift[at - count : at] = np.arange(count) - drafts.depths
+                x.ancestors[at - count : at] = drafts.ancestors
+            of_slots.append((request.slot, stop - start + count, stop + count, count))
             self._write(request)
-            first_rows.append(row)
+            first_rows.append(len(rows))
             if samples:
-                sampled[row : row + 1 + count] = np.arange(at - 1 - count, at)
-                row += 1 + count
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        tables = self._block_tables.copy()
-        return Step(tokens, starts, context_lens, tables, sampled, proposed, shift, ancestors), first_rows
+                rows += range(at - 1 - count, at)
+        x.tokens[: len(tokens)], x.rows[:] = tokens, sizes.tokens
+        x.rows[: len(rows)] = rows
+        slot, length, context_len, proposed = np.array(of_slots, np.int32).reshape(-1, 4).T
+        x.query_start_loc[slot + 1], x.context_lens[slot], x.drafts[slot] = length, context_len, proposed
+        np.cumsum(x.query_start_loc, out=x.query_start_loc)
+        x.block_tables[:] = self._block_tables
+        return inputs, first_rows
 
     def sampling(self) -> SamplingArrays:
-        """The sampling parameters of all slots."""
-        return SamplingArrays(*(array.copy() for array in self._sampling))
+        """The sampling parameters of all slots, on the device; they are sent when one of them has changed."""
+        if self._on_device is None:
+            copies = SamplingArrays(*(array.copy() for array in self._sampling))
+            self._on_device = jax.device_put(copies, self._sharding)
+        return self._on_device
 
     def _write(self, request: Request) -> None:
         """Writes the new pages of a request to the block table of its slot; if it is new, also how it is sampled."""
         listed = request.listed
         if listed == 0:
+            self._on_device = None
             for array, value in zip(self._sampling, request.sampling.of_arrays, strict=True):
                 array[request.slot] = value
         if listed < len(request.pages):

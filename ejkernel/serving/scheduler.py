@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .drafts import Drafts, Lookup
+from .drafts import NO_DRAFTS, Drafts, Lookup
 from .pages import PagePool, page_key
 from .sampling import Sampling
 
@@ -114,12 +114,12 @@ class Scheduler:
 
     def _of_running(self) -> Iterator[Chunk]:
         """A chunk of each running request. One token of the budget is reserved for every decoding one."""
-        going_on = [request for request in self.running if request.left > 0]
-        reserved, left = sum(map(self._decodes, going_on)), self.budget
-        for request in going_on:
+        going_on = [(request, self._decodes(request)) for request in self.running if request.left > 0]
+        reserved, left = sum(decodes for _, decodes in going_on), self.budget
+        for request, decodes in going_on:
             if request.slot is None:
                 continue  # preempted for one before it
-            decodes, pending = self._decodes(request), request.length - request.computed
+            pending = request.length - request.computed
             reserved -= decodes
             most = left - reserved
             if most > 0 and self._has_pages(request, min(request.computed + most, request.length)):
@@ -135,7 +135,7 @@ class Scheduler:
     def _chunk(self, request: Request, most: int, drafts: int) -> Chunk:
         """The next tokens of a request, at most `most`, and at most `drafts` drafts, as far as there are pages."""
         start, stop = request.computed, min(request.computed + most, request.length)
-        proposed = request.lookup.propose(request.tokens, drafts, self.branches) if drafts > 0 else Drafts([], [])
+        proposed = request.lookup.propose(request.tokens, drafts, self.branches) if drafts > 0 else NO_DRAFTS
         if proposed.tokens:
             missing = self._pages_of(stop + len(proposed.tokens)) - len(request.pages)
             request.pages += self.pool.allocate(max(missing, 0)) or []
@@ -189,6 +189,8 @@ class Scheduler:
         They may be shared even by the step that computes them, as every layer writes the keys and values of all tokens
         before any of them attends.
         """
+        if min(stop, len(request.tokens)) // self.page_size == request.shared:
+            return
         self._extend_keys(request)
         for i in range(request.shared, min(stop, len(request.tokens)) // self.page_size):
             self.pool.register(request.pages[i], request.keys[i])

@@ -23,9 +23,11 @@ def test_two_devices_by_heads_write_the_same_text(decoder, weights, engine, prom
     pages = split._caches[0].pages
     assert pages.addressable_shards[0].data.shape == (64, 8, 2, 8) and pages.shape == (64, 8, 4, 8)
 
-    step, _ = split._tables.step([], 16, 4)
+    sizes = split._sizes(16)
+    step, _ = split._tables.step([], sizes)
     with jax.set_mesh(mesh):
-        hlo = split._forward.lower(False, split.weights, split._caches, split._last, step).compile().as_text()
+        program = split._forward.lower(False, sizes, split.weights, split._caches, split._last, step).compile()
+    hlo = program.as_text()
     # All-reduces: the embedding, and the attention and MLP of each of two layers; the logits are gathered.
     assert (hlo.count(" all-reduce("), hlo.count(" all-gather(")) == (5, 1)
 
