@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import lax, modules
 from ejkernel.modules.operations import configs
-from ejkernel.types import FwdParams
+from ejkernel.types import BwdParams, FwdParams
 from tests.modules.release import RNG, K, S, close, mesh_of, qkv, random
 
 # --- Products ---------------------------------------------------------------------------------------------------------
@@ -94,6 +94,13 @@ def test_mean_pooling_of_heads():
         (lambda q, k, v: modules.ragged_page_attention_v2(*[q] * 6, mask_value=0.0), "mask_value is 0.0"),
         (lambda q, k, v: modules.ragged_page_attention_v3(*[q] * 8, k_scale=2.0), "k_scale is 2.0"),
         (lambda q, k, v: modules.grouped_matmul(q, k, v, out_shard_callback=len), "out_shard_callback"),
+        (lambda q, k, v: modules.grouped_matmul(q, k, v, use_v2=True, use_v3=True), "mutually exclusive"),
+        (
+            lambda q, k, v: modules.flash_attention(
+                q, k, v, cfg=configs.FlashAttentionConfig(bwd_params=BwdParams(32, 32))
+            ),
+            "bwd_params but no fwd_params",
+        ),
         (lambda q, k, v: modules.quantized_matmul(q, k, v, axis="both"), "axis is 'both'"),
         (lambda q, k, v: modules.quantized_matmul(q, k, v, fuse=None), "fuse is None; it must be True or False"),
         (lambda q, k, v: modules.quantized_matmul(q, k, v, fuse=False, strict_fuse=True), "it needs fuse"),
