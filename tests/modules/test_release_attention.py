@@ -54,6 +54,8 @@ def test_flash_attention(sizes):
     close(jax.jit(call)(q, k, v, None, None, info), formula(q, k, v, visible)[0])
     capped = lambda *args: call(*args, logits_soft_cap=2.0)
     close(jax.jit(capped)(q, k, v, None, None, info), formula(q, k, v, visible, softcap=2.0)[0])
+    both = formula(q, k, v, visible, bias, softcap=2.0)[0]  # the bias is added before the cap
+    close(jax.jit(capped)(q, k, v, bias, None, info), both)
     pairs_of_heads = MaskInfo.from_attention_mask(RNG.random((B, H, S, S)) < 0.5)
     expected = formula(q, k, v, np.asarray(pairs_of_heads.attention_mask) & np.tril(np.ones((S, S), bool)))[0]
     close(jax.jit(call)(q, k, v, None, None, pairs_of_heads), expected)

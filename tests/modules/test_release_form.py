@@ -89,6 +89,10 @@ def test_mean_pooling_of_heads():
         (lambda q, k, v: modules.flash_attention(q, k, v, mask_info=None, platform="tilelang"), "is unknown"),
         (lambda q, k, v: modules.flash_attention(q, k, v, mask_info=None, sliding_window="x"), "sliding_window is"),
         (lambda q, k, v: modules.attention(q, k, v, q, mask_info=None, logits_soft_cap=1.0), "after the cap"),
+        (
+            lambda q, k, v: modules.ring_attention(q, k, v, None, q, mask_info=None, logits_soft_cap=1.0),
+            "after the cap",
+        ),
         (lambda q, k, v: modules.blocksparse_attention(q, k, v, mask_info=None, mask_builder=len), "mask_builder"),
         (lambda q, k, v: modules.unified_attention(*[q] * 6, causal=False), "causal is False"),
         (lambda q, k, v: modules.ragged_page_attention_v2(*[q] * 6, mask_value=0.0), "mask_value is 0.0"),
