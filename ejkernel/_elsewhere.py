@@ -16,6 +16,10 @@ ELSEWHERE: dict[tuple[str, str], tuple[str, str]] = {
         "ejkernel.modules._release_recurrent",
         "gated_delta_rule_decode",
     ),
+    ("ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd", "_single_step_gdr_fwd"): (
+        "ejkernel.modules._release_recurrent",
+        "gated_delta_rule_step",
+    ),
     ("ejkernel.kernels._xla.ragged_gated_delta_rule._xla_impl_fwd", "_ragged_gdr_chunked_prefill"): (
         "ejkernel.modules._release_recurrent",
         "gated_delta_rule_prefill",

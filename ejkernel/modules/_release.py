@@ -187,9 +187,7 @@ def entries_of(specs: Mapping[str, PartitionSpec], name: str, axes: int) -> tupl
 
 def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
     """Calls the operation of this library with the platform, config and mesh of the call."""
-    cfg, platform = call.get("cfg"), call.get("platform")
-    if isinstance(cfg, BaseOperationConfig):
-        platform, cfg = (cfg.platform if platform in (None, "auto") else platform), _blocks_of(cfg)
+    platform, cfg = platform_and_config(present.__name__, call)
     given = {name: x for name, x in arguments.items() if x is not None}
     if call.get("mesh") is None:
         outside = {n: call[n] for n in ("in_specs", "out_specs") if call.get(n) is not None}
@@ -212,12 +210,19 @@ def _of_split_axes(spec: PartitionSpec, mesh: Any) -> PartitionSpec:
     return PartitionSpec(*(split(entry) or None for entry in spec))
 
 
-def _blocks_of(cfg: BaseOperationConfig) -> Any:
-    """The configs of forward and backward with a config's block sizes; None leaves both to the Executor."""
+def platform_and_config(operation: str, call: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The platform of a call, and its config: of a config of 0.0.78 the block sizes of forward and backward.
+
+    A config without block sizes is None, which leaves them to the Executor.
+    """
+    platform, cfg = call.get("platform"), call.get("cfg")
+    if not isinstance(cfg, BaseOperationConfig):
+        return platform, cfg
     forward, backward = (getattr(cfg, name, None) for name in ("fwd_params", "bwd_params"))
-    if forward is None or backward is None:
-        return forward
-    return forward, backward
+    if forward is None and backward is not None:
+        raise value_error(operation, "cfg has bwd_params but no fwd_params; give both, or neither")
+    platform = cfg.platform if platform in (None, "auto") else platform
+    return platform, forward if backward is None else (forward, backward)
 
 
 def sinks_of_heads(aux: Any, heads: int, groups: int) -> Any:

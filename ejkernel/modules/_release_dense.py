@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ..errors import value_error
+from ..errors import shown, value_error
 from ..types import MaskInfo
 from ..types.mask_info import Visibility
-from ._release import Present, arrays_of, entries_of, run, sinks_of_heads, translates
+from ._release import Present, arrays_of, entries_of, platform_and_config, run, sinks_of_heads, translates
 from ._release_visibility import dense, lax_band, specs_of_masks, visibility_of
 
 
@@ -184,7 +184,12 @@ def _ring_of(ring: Present, call: Mapping[str, Any], specs: Mapping[str, Any], i
     if (window := options.pop("sliding_window", None)) is not None:
         options["window"] = window
     _refuse_capped_bias(name, call)
-    options |= dict(softcap=call["logits_soft_cap"], softmax_scale=call["softmax_scale"], axis_name=axis)
+    platform, config = platform_and_config(name, call)
+    if platform not in (None, "auto"):
+        raise value_error(
+            name, f"platform is {shown(platform)}; that of each hop of a ring is chosen where it is lowered"
+        )
+    options |= dict(softcap=call["logits_soft_cap"], softmax_scale=call["softmax_scale"], axis_name=axis, config=config)
     arrays = dict(q=q, k=k, v=v, bias=bias, sinks=sinks_of_heads(call["softmax_aux"], q.shape[2], k.shape[2]))
     arrays |= dict(zip(("mask", "q_segment_ids", "kv_segment_ids"), seen_by[:3], strict=True))
     arrays = {n: x for n, x in arrays.items() if x is not None}
@@ -208,6 +213,7 @@ def _rows_of_bias(bias: Any, *entries: Any) -> PartitionSpec:
 
 
 def _refuse_capped_bias(name: str, call: Mapping[str, Any]) -> None:
+    """Raises for a bias with a cap where 0.0.78 adds it after the cap; in flash_attention it is before, as here."""
     if call["bias"] is not None and call["logits_soft_cap"] is not None:
         raise value_error(
             name, "bias and logits_soft_cap are given: 0.0.78 adds a bias after the cap, and this library before it"
@@ -227,7 +233,8 @@ def _attend(
     q, k, v, bias = arrays_of(call, "q", "k", "v", "bias")
     if bias is None and call.get("init_bias") is not None:
         bias = call["init_bias"]()
-    _refuse_capped_bias(name, {**call, "bias": bias})
+    if name in ("attention", "ring_attention"):
+        _refuse_capped_bias(name, {**call, "bias": bias})
     queries, keys = q.shape[1], k.shape[1]
     seen_by = visibility_of(name, call, q.shape[0], queries, keys)
     options, kept, left = lax_band(seen_by, queries, keys)

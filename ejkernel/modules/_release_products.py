@@ -20,8 +20,11 @@ def grouped_matmul(grouped: Present, call: dict[str, Any], specs: dict[str, Any]
 
     lhs and rhs of two float dtypes are promoted to a common one, as in `jnp.matmul`. rhs_scale may be [E, 1, 1, N].
     Calls that give group_offset or existing_out by position are in this form too. In this form existing_out is added to
-    every row, and with group_offset the rows of lhs begin with the first group in rhs.
+    every row, and with group_offset the rows of lhs begin with the first group in rhs. use_v2 and use_v3 choose among
+    the kernels of 0.0.78, and exclude each other.
     """
+    if call["use_v2"] and call["use_v3"]:
+        raise value_error("grouped_matmul", "use_v2 and use_v3 are mutually exclusive; give one of them")
     lhs, rhs, sizes, existing, scale, bias = arrays_of(
         call, "lhs", "rhs", "group_sizes", "existing_out", "rhs_scale", "rhs_bias"
     )

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ..errors import value_error
 from ._release import Present, arrays_of, run, translates
+from .operations.gated_delta_rule import GatedDeltaRule
 from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
 
 step_of_recurrence = RaggedGatedDeltaRule.call
@@ -33,6 +34,15 @@ def ragged_gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[
     if arguments["g"] is None:
         arguments["g"] = jnp.zeros_like(call["beta"])
     return run(present, call, arguments | dict(use_qk_l2norm=call["use_qk_l2norm"]), specs)
+
+
+def gated_delta_rule_step(
+    query, key, value, beta, decay, recurrent_state, use_qk_l2norm=True
+) -> tuple[jax.Array, jax.Array]:
+    """(o [B, H, 1, V], state) for one token [B, H, 1, ·], in the form of the function among 0.0.78's kernels."""
+    arrays = (None if x is None else x.swapaxes(1, 2) for x in (query, key, value, beta, decay))
+    o, state = GatedDeltaRule.call(*arrays, recurrent_state, use_qk_l2norm=use_qk_l2norm, return_state=True)
+    return o.swapaxes(1, 2), state
 
 
 def gated_delta_rule_decode(q, k, v, beta, g, states, state_indices, use_qk_l2norm) -> tuple[jax.Array, jax.Array]:

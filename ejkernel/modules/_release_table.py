@@ -214,9 +214,10 @@ FORMS: dict[str, Form] = {
     "grouped_matmul": Form(
         ("lhs", "rhs", "group_sizes", "group_offset", "existing_out", "rhs_scale"),
         required=3,
-        options=dict(rhs_bias=None, transpose_rhs=False, preferred_element_type=jnp.float32),
+        options=dict(rhs_bias=None, transpose_rhs=False, preferred_element_type=jnp.float32)
+        | dict(use_v2=False, use_v3=False),
         only=dict(precision=_PRECISION, out_shard_callback=_none("constrain the result, which is returned")),
-        chosen_here=("interpret", "do_padding", "use_v2", "use_v3"),
+        chosen_here=("interpret", "do_padding"),
         marks=frozenset(("rhs_bias", "precision", "out_shard_callback", "interpret", "do_padding", "use_v2", "use_v3")),
         is_told_by=lambda call: _rank(call, "rhs_scale") == 4 or _two_float_dtypes(call),
         by_position=3,

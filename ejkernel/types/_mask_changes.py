@@ -34,7 +34,8 @@ def apply_sliding_window(
         sliding_window: an int, which may be traced, or a pair.
         offset: an int, or integers [B].
         mode: "decode" keeps the row `index` and the left + right + 1 keys from index − left on; "prefill" keeps the
-            last w keys, for a pair left + right + 1. Both store a mask of the rows and keys that they keep.
+            last w keys, for a pair left + right + 1. Both store a mask of the rows and keys that they keep, and keep
+            their attached positions.
         index: for "decode", the row of the query: an int or integers [B].
     """
     left, right = sliding_window if isinstance(sliding_window, tuple | list) else (sliding_window, sliding_window)
@@ -47,13 +48,13 @@ def apply_sliding_window(
     batch, queries, keys = _known_shape(found, "apply_sliding_window")
     if mode == "prefill":
         width = min(keys, left + right + 1 if isinstance(sliding_window, tuple | list) else left)
-        return _part(found, jnp.zeros(batch, jnp.int32), queries, jnp.full(batch, keys - width), width)
+        return _part_with_positions(found, jnp.zeros(batch, jnp.int32), queries, jnp.full(batch, keys - width), width)
     if mode != "decode":
         raise ValueError(f"MaskInfo: mode is {shown(mode)}; it must be default, decode or prefill")
     if index is None:
         raise ValueError("MaskInfo: apply_sliding_window with mode='decode' needs index, the row of the query")
     index, width = jnp.broadcast_to(jnp.asarray(index, jnp.int32), (batch,)), min(left + right + 1, keys)
-    return _part(found, index, 1, jnp.clip(index - left, 0, keys - width), width)
+    return _part_with_positions(found, index, 1, jnp.clip(index - left, 0, keys - width), width)
 
 
 def apply_chunked(self, chunk_size: Any, offset: int = 0) -> Any:
@@ -179,7 +180,6 @@ def _narrower(a: Band, b: Band) -> Band:
 
 def _part(self, rows: Any, queries: int, columns: Any, keys: int, lengths: Any = None) -> Any:
     """`queries` rows from `rows` [B] and `keys` columns from `columns` [B] on; keys from `lengths` on are hidden."""
-    cut = lambda x, start, size: jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, -1))(x, start)
     mask, _, _, band = self.visibility
     at, of = rows[:, None] + jnp.arange(queries), columns[:, None] + jnp.arange(keys)
     visible = within_band(band, at, of)
@@ -187,9 +187,9 @@ def _part(self, rows: Any, queries: int, columns: Any, keys: int, lengths: Any =
         visible = visible & (of < lengths[:, None])[:, None, :]
     ids = {}
     if self._q_segment_ids is not None:
-        ids["_q_segment_ids"] = q_part = cut(self._q_segment_ids, rows, queries)
+        ids["_q_segment_ids"] = q_part = _cut(self._q_segment_ids, rows, queries)
     if self._kv_segment_ids is not None:
-        kv_part = cut(self._kv_segment_ids, columns, keys)
+        kv_part = _cut(self._kv_segment_ids, columns, keys)
         valid = True if lengths is None else of < lengths[:, None]
         ids["_kv_segment_ids"] = jnp.where(valid, kv_part, PADDING)
     if mask is None:
@@ -197,6 +197,20 @@ def _part(self, rows: Any, queries: int, columns: Any, keys: int, lengths: Any =
         mask = base[:, None]
     else:
         full = jnp.broadcast_to(mask, (rows.shape[0], *mask.shape[1:]))
-        mask = cut(cut(full, columns, keys).swapaxes(-1, -2), rows, queries).swapaxes(-1, -2)
+        mask = _cut(_cut(full, columns, keys).swapaxes(-1, -2), rows, queries).swapaxes(-1, -2)
     mask = as_bool(mask) & (visible if isinstance(visible, bool) else visible[:, None])
     return replace(self, _attention_mask=mask, _band=(None, None), **ids)
+
+
+def _part_with_positions(self, rows: Any, queries: int, columns: Any, keys: int) -> Any:
+    """`_part`, and the same part of the positions that a caller attached."""
+    of = lambda x, start, size: (
+        None if x is None else _cut(jnp.broadcast_to(x, (*start.shape, x.shape[-1])), start, size)
+    )
+    positions = dict(q_positions=of(self.q_positions, rows, queries), kv_positions=of(self.kv_positions, columns, keys))
+    return replace(_part(self, rows, queries, columns, keys), **positions)
+
+
+def _cut(x: Any, start: Any, size: int) -> Any:
+    """`size` entries of the last axis of x [B, …], from `start` [B] on."""
+    return jax.vmap(lambda x, i: jax.lax.dynamic_slice_in_dim(x, i, size, -1))(x, start)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import lax, modules
 from ejkernel.modules.operations import configs
-from ejkernel.types import MaskInfo
+from ejkernel.types import FwdParams, MaskInfo
 from tests.modules.release import HEADS, RNG, B, D, G, H, K, S, close, formula, mesh_of, qkv, random
 
 Q_IDS = np.array([[0, 0, 1, 1, 1, -1], [-1, 0, 0, 0, 0, 0]])
@@ -54,6 +54,8 @@ def test_flash_attention(sizes):
     close(jax.jit(call)(q, k, v, None, None, info), formula(q, k, v, visible)[0])
     capped = lambda *args: call(*args, logits_soft_cap=2.0)
     close(jax.jit(capped)(q, k, v, None, None, info), formula(q, k, v, visible, softcap=2.0)[0])
+    both = formula(q, k, v, visible, bias, softcap=2.0)[0]  # the bias is added before the cap
+    close(jax.jit(capped)(q, k, v, bias, None, info), both)
     pairs_of_heads = MaskInfo.from_attention_mask(RNG.random((B, H, S, S)) < 0.5)
     expected = formula(q, k, v, np.asarray(pairs_of_heads.attention_mask) & np.tril(np.ones((S, S), bool)))[0]
     close(jax.jit(call)(q, k, v, None, None, pairs_of_heads), expected)
@@ -263,6 +265,18 @@ def test_ring_attention(size, causal):
             out_specs=spec,
         )
         close(jax.jit(call)(q, k, v, sinks), formula(q, k, v, mask, sinks=sinks, scale=0.4)[0])
+
+
+def test_the_config_of_a_ring():
+    """Its block sizes are those of each hop; a platform, which a ring cannot take, is refused."""
+    spec = P(None, "sp", None, None)
+    of_mesh = dict(mesh=mesh_of(("sp", 2)), in_specs=(spec,) * 3, out_specs=spec, axis_name="sp", causal=False)
+    call = lambda **more: jax.make_jaxpr(lambda *x: modules.ring_attention(*x, mask_info=None, **of_mesh, **more))
+    blocks = configs.RingAttentionConfig(fwd_params=FwdParams(64, 32))
+    assert "block_q=64" in str(call(cfg=blocks)(*qkv())) and "block_q=64" not in str(call()(*qkv()))
+    for more in (dict(platform="xla"), dict(cfg=configs.RingAttentionConfig(platform="triton"))):
+        with pytest.raises(ValueError, match=r"platform is '(xla|triton)'; that of each hop"):
+            call(**more)(*qkv())
 
 
 def test_ring_attention_of_a_step_of_decoding():

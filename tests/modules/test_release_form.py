@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from ejkernel import lax, modules
 from ejkernel.modules.operations import configs
-from ejkernel.types import FwdParams
+from ejkernel.types import BwdParams, FwdParams
 from tests.modules.release import RNG, K, S, close, mesh_of, qkv, random
 
 # --- Products ---------------------------------------------------------------------------------------------------------
@@ -89,11 +89,22 @@ def test_mean_pooling_of_heads():
         (lambda q, k, v: modules.flash_attention(q, k, v, mask_info=None, platform="tilelang"), "is unknown"),
         (lambda q, k, v: modules.flash_attention(q, k, v, mask_info=None, sliding_window="x"), "sliding_window is"),
         (lambda q, k, v: modules.attention(q, k, v, q, mask_info=None, logits_soft_cap=1.0), "after the cap"),
+        (
+            lambda q, k, v: modules.ring_attention(q, k, v, None, q, mask_info=None, logits_soft_cap=1.0),
+            "after the cap",
+        ),
         (lambda q, k, v: modules.blocksparse_attention(q, k, v, mask_info=None, mask_builder=len), "mask_builder"),
         (lambda q, k, v: modules.unified_attention(*[q] * 6, causal=False), "causal is False"),
         (lambda q, k, v: modules.ragged_page_attention_v2(*[q] * 6, mask_value=0.0), "mask_value is 0.0"),
         (lambda q, k, v: modules.ragged_page_attention_v3(*[q] * 8, k_scale=2.0), "k_scale is 2.0"),
         (lambda q, k, v: modules.grouped_matmul(q, k, v, out_shard_callback=len), "out_shard_callback"),
+        (lambda q, k, v: modules.grouped_matmul(q, k, v, use_v2=True, use_v3=True), "mutually exclusive"),
+        (
+            lambda q, k, v: modules.flash_attention(
+                q, k, v, cfg=configs.FlashAttentionConfig(bwd_params=BwdParams(32, 32))
+            ),
+            "bwd_params but no fwd_params",
+        ),
         (lambda q, k, v: modules.quantized_matmul(q, k, v, axis="both"), "axis is 'both'"),
         (lambda q, k, v: modules.quantized_matmul(q, k, v, fuse=None), "fuse is None; it must be True or False"),
         (lambda q, k, v: modules.quantized_matmul(q, k, v, fuse=False, strict_fuse=True), "it needs fuse"),

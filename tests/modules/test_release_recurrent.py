@@ -53,6 +53,23 @@ def test_gated_delta_rule_without_a_state():
     np.testing.assert_allclose(of_release, ejkernel.lax.gated_delta_rule(*arrays), atol=1e-6)
 
 
+@pytest.mark.parametrize("gated", (False, True))
+def test_one_token_of_the_gated_delta_rule_by_the_function_of_the_kernels(gated):
+    """EasyDeL's own tests compare its step of decoding with it."""
+    module = importlib.import_module("ejkernel.kernels._xla.gated_delta_rule._xla_impl_fwd")
+    q, k, v, h = normal(2, 3, 1, 4), normal(2, 3, 1, 4, seed=1), normal(2, 3, 1, 5), normal(2, 3, 4, 5)
+    beta, decay = jax.nn.sigmoid(normal(2, 3, 1)), -jnp.abs(normal(2, 3, 1)) if gated else None
+    arrays = dict(query=q, key=k, value=v, beta=beta, decay=decay, recurrent_state=h)
+    o, state = module._single_step_gdr_fwd(**arrays)
+    for b, head in np.ndindex(2, 3):
+        token = [np.asarray(x[b, head, 0], np.float64) for x in (q, k, v, beta)]
+        row, exact = step(*token, float(decay[b, head, 0]) if gated else 0.0, np.asarray(h[b, head], np.float64))
+        np.testing.assert_allclose(o[b, head, 0], row, atol=1e-6)
+        np.testing.assert_allclose(state[b, head], exact, atol=1e-6)
+    as_it_is = module._single_step_gdr_fwd(**arrays, use_qk_l2norm=False)[0]
+    assert as_it_is.shape == o.shape and not np.allclose(as_it_is, o)
+
+
 @pytest.mark.parametrize("how", ("by keywords", "of the kernels"))
 def test_ragged_gated_delta_rule(how):
     q, k, v, pool = normal(6, 2, 4), normal(6, 2, 4, seed=1), normal(6, 2, 3), normal(5, 2, 4, 3)

@@ -171,6 +171,16 @@ def test_positions_begin_with_each_segment():
     assert q.tolist() == [list(range(8))] and kv[0, 2] == 2**31 - 1
 
 
+def test_a_window_of_a_step_keeps_the_attached_positions_of_its_rows_and_keys():
+    at = 10 + jnp.arange(S)[None]
+    made = MaskInfo.from_segments(Q_IDS, q_positions=at, kv_positions=at)
+    decode = made.apply_sliding_window((2, 0), mode="decode", index=jnp.array([3, 6]))
+    assert decode.q_positions.tolist() == [[13], [16]]
+    assert decode.kv_positions.tolist() == [[11, 12, 13], [14, 15, 16]]
+    prefill = made.apply_sliding_window(2, mode="prefill")
+    assert prefill.q_positions.tolist() == [at[0].tolist()] * B and prefill.kv_positions.tolist() == [[15, 16]] * B
+
+
 def test_replace_takes_a_mask_and_keeps_the_rest():
     given = jnp.asarray(MASK[:, :1])
     found = MaskInfo.from_segments(Q_IDS, KV_IDS).apply_causal().replace(attention_mask=given, kv_segment_ids=None)

@@ -1,8 +1,8 @@
 """Config classes of ejkernel 0.0.78, for programs that build and store them.
 
-Of such a config an operation takes `platform` and `backend`, and `fwd_params` and `bwd_params` where they are given.
-Its other numbers are those of the kernels of 0.0.78, and choose nothing here: the Executor does. A config of this
-library's kernels is a `KernelConfig` or a mapping of its fields, as `cfg=` too.
+Of such a config an operation takes `platform`, and `fwd_params` and `bwd_params` where they are given. The backend is
+that of the device, whatever a config says. Its other numbers are those of the kernels of 0.0.78: the Executor chooses
+them here. A config of this library's kernels is a `KernelConfig` or a mapping of its fields, as `cfg=` too.
 """
 
 import json
