@@ -1,7 +1,9 @@
 """Errors use the argument names of the API that was called."""
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel.modules import GLA, FlashAttention
@@ -37,3 +39,14 @@ def test_of_a_gate():
     for call in (ejkernel.modules.gla, GLA()):
         with pytest.raises((TypeError, ValueError), match=r"gla: g .*\(.*g: "):
             call(Q, Q, Q, g=jnp.ones((1, 8, 2, 3)))
+
+
+@pytest.mark.parametrize("modules, lax, says", WRONG.values(), ids=WRONG)
+def test_over_a_mesh(modules, lax, says):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    heads = P(None, None, "x")
+    with pytest.raises((TypeError, ValueError)) as told:
+        ejkernel.modules.flash_attention(
+            Q, Q, Q, **modules, mesh=mesh, in_specs=dict.fromkeys("qkv", heads), out_specs=heads
+        )
+    assert says in str(told.value) and not any(f" {name} " in str(told.value) for name in lax)
