@@ -57,7 +57,7 @@ def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[.
         return translation(made_of, given, specs_of(name, given))
 
     call.__name__ = call.__qualname__ = name
-    call.__module__, call.__signature__ = "ejkernel.modules", _signature(form, result)
+    call.__module__, call.__signature__ = "ejkernel.modules", signature_of(form, result)
     call.__annotations__ = annotations_of(call.__signature__)
     call.__doc__ = f"{translation.__doc__.strip()}\n\n    {_said(form)}"
     return call
@@ -93,7 +93,8 @@ def _left_out(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(default=None, annotation=parameter.annotation | None)
 
 
-def _signature(form: Form, result: Any) -> inspect.Signature:
+def signature_of(form: Form, result: Any) -> inspect.Signature:
+    """The signature of calls in a form of 0.0.78."""
     arrays = [
         inspect.Parameter(
             name,
