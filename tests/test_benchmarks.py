@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks import _attention, _attention_rivals, _driver, flash_attention
 from benchmarks import _harness as harness
+from ejkernel.cli.tune import calls_of_shape
 from ejkernel.modules._operation import OPERATIONS, types_of_call
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape
-from ejkernel.types.shapes import measured_operations, shape_named, shapes_of
+from ejkernel.types.shapes import TFLOPS, measured_operations, shape_named, shapes_of
 from tests.benchmarked import breaks
 
 SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap=5.0, sinks=1)
@@ -65,13 +66,25 @@ def test_every_operation_has_its_benchmark_with_the_rivals_of_the_registry(opera
 
 
 def test_flops_are_those_of_the_operation():
-    """Those that the tuner uses; causality halves a square here, and keeps the diagonal there."""
-    for operation in ("flash_attention", "grouped_matmul"):
-        for shape in shapes_of(operation).values():
+    """Those that the tuner uses, where they are known; causality halves a square here, and keeps the diagonal there."""
+    counted = set()
+    for operation, shape in NAMED:
+        if shape.unit("fwd") == TFLOPS and "fwd" in shape.modes:
             named, spec = types_of_call(operation, **shape.arguments("bfloat16"))
-            counted = OPERATIONS[operation].flops(named, ("o",) if operation == "flash_attention" else ("out",), spec)
-            if counted is not None:
-                assert shape.work("fwd") == pytest.approx(counted, rel=0.01)
+            flops = OPERATIONS[operation].flops(named, OPERATIONS[operation].algorithm.forward.results, spec)
+            if flops is not None:
+                assert shape.work("fwd") == pytest.approx(flops, rel=0.01), shape
+                counted.add(operation)
+    assert counted == {"flash_attention", "gla", "lightning_attention", "recurrent"}
+
+
+@pytest.mark.parametrize("operation", ("flash_attention", "gla"))
+def test_flops_of_derivatives_are_those_of_the_operation(operation):
+    shape = next(iter(shapes_of(operation).values()))
+    flops = {inv.kernel.name: inv.kernel.cost(inv)[0] for inv in calls_of_shape(operation, shape, "bfloat16")}
+    forward, backward, tangent = (flops[operation + suffix] for suffix in ("", "_bwd", "_jvp"))
+    assert shape.work("fwd_bwd") == pytest.approx(forward + backward, rel=0.01)
+    assert tangent == pytest.approx(2.5 * forward, rel=0.01)
 
 
 def test_the_convention():
