@@ -16,6 +16,7 @@ from jaxtyping import Array
 from ..errors import shown, type_error, value_error
 from ..kernels._registry import kernel_registry
 from ..types import MaskInfo, Window
+from ._operation import renaming
 from ._public_function import OWN_PARAMETERS
 from ._release_table import FORMS, Form
 from ._signatures import annotations_of
@@ -187,7 +188,23 @@ def entries_of(specs: Mapping[str, PartitionSpec], name: str, axes: int) -> tupl
 
 
 def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
-    """Calls the operation of this library with the platform, config and mesh of the call."""
+    """Calls the operation of this library with the platform, config and mesh of the call.
+
+    Its errors name the arrays as the call does.
+    """
+    with renaming(_renamed(call, arguments)):
+        return _run(present, call, arguments, specs)
+
+
+def _renamed(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The names of arrays in the call that have other names as arguments of the operation."""
+    given = [id(x) for x in call.values()]
+    names = {id(x): name for name, x in call.items() if hasattr(x, "shape") and given.count(id(x)) == 1}
+    others = {name: names[id(x)] for name, x in arguments.items() if id(x) in names}
+    return {name: of_call for name, of_call in others.items() if name not in call and of_call not in arguments}
+
+
+def _run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
     cfg, platform = call.get("cfg"), call.get("platform")
     if isinstance(cfg, BaseOperationConfig):
         platform, cfg = (cfg.platform if platform in (None, "auto") else platform), _blocks_of(cfg)
