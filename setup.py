@@ -7,5 +7,5 @@ lowering = ["ejkernel.lowering", *(f"ejkernel.lowering.{package}" for package in
 setup(
     packages=find_packages(include=["ejkernel", "ejkernel.*"]) + lowering,
     package_dir={"ejkernel": "ejkernel", "ejkernel.lowering": "lowering"},
-    package_data={"": ["py.typed", "**/*.json"]},
+    package_data={"": ["py.typed", "*.pyi", "**/*.json"]},
 )

@@ -1,4 +1,4 @@
-"""A sphinx extension that turns formulas of docstrings, indented lines of Unicode, into blocks of mathematics.
+"""A sphinx extension that shows formulas of docstrings, indented lines of Unicode, as blocks of mathematics.
 
 An indented paragraph with a mathematical sign is a formula; any other is code.
 """

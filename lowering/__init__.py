@@ -11,7 +11,7 @@ def register(primitive: KernelPrimitive) -> None:
 
     A linear one, i.e. a tangent or backward, gets the derivative of its XLA implementation, for second order.
     """
-    for platform in (cpu, cuda, rocm, tpu):
-        platform.register(primitive)
+    for rules in (cpu, cuda, rocm, tpu):
+        rules.register(primitive)
     if primitive.linear is not None:
         register_derivative(primitive)

@@ -37,9 +37,9 @@ from ._failures import Progress, named_when_compiled
 from ._partition import automatic, explicit
 
 
-def register(primitive: KernelPrimitive, platform: str) -> None:
+def register(primitive: KernelPrimitive, jax_platform: str) -> None:
     """Registers the rule of `primitive` for one platform of JAX."""
-    mlir.register_lowering(primitive.primitive, partial(_lower, primitive, platform), platform=platform)
+    mlir.register_lowering(primitive.primitive, partial(_lower, primitive, jax_platform), platform=jax_platform)
 
 
 def body_of(
@@ -103,9 +103,9 @@ def config_for(
     return replace(chosen, platform=entry.platform, backend=target.backend)
 
 
-def _lower(primitive, platform, ctx, *args, operands, results, spec, config, chooser):
+def _lower(primitive, jax_platform, ctx, *args, operands, results, spec, config, chooser):
     named = dict(zip(operands, ctx.avals_in, strict=True))
-    target = target_of(platform)
+    target = target_of(jax_platform)
     progress = Progress(primitive.name, target)
     body = body_of(primitive, operands, results, spec, config, target, chooser.platform, progress)
     mesh = primitive.split(named)[1] or explicit_mesh(ctx)

@@ -4,4 +4,4 @@ from functools import partial
 
 from ._rule import register as _register
 
-register = partial(_register, platform="rocm")
+register = partial(_register, jax_platform="rocm")

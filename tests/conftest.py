@@ -44,7 +44,7 @@ def own_environment(tmp_path, monkeypatch):
 
 @pytest.fixture
 def types_unchecked(monkeypatch):
-    """Turns the type checks off: for stand-ins, for values that no annotation admits, and for timing a call."""
+    """Switches the type checks off: for stand-ins, for values that no annotation admits, and for timing a call."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from benchmarks import _attention, _attention_rivals, _driver, flash_attention
 from benchmarks import _harness as harness
+from ejkernel.cli.tune import calls_of_shape
 from ejkernel.modules._operation import OPERATIONS, types_of_call
 from ejkernel.types import ATTENTION_SHAPES, AttentionShape
-from ejkernel.types.shapes import measured_operations, shape_named, shapes_of
+from ejkernel.types.shapes import TFLOPS, measured_operations, shape_named, shapes_of
 from tests.benchmarked import breaks
 
 SMALL = AttentionShape("small", 4, 2, 16, 24, 2, 48, 48, window=(20, 0), softcap=5.0, sinks=1)
@@ -65,13 +66,26 @@ def test_every_operation_has_its_benchmark_with_the_rivals_of_the_registry(opera
 
 
 def test_flops_are_those_of_the_operation():
-    """Those that the tuner uses; causality halves a square here, and keeps the diagonal there."""
-    for operation in ("flash_attention", "grouped_matmul"):
-        for shape in shapes_of(operation).values():
+    """Those that the tuner uses, where they are known; causality halves a square here, and keeps the diagonal there."""
+    counted = set()
+    for operation, shape in NAMED:
+        if shape.unit("fwd") == TFLOPS and "fwd" in shape.modes:
             named, spec = types_of_call(operation, **shape.arguments("bfloat16"))
-            counted = OPERATIONS[operation].flops(named, ("o",) if operation == "flash_attention" else ("out",), spec)
-            if counted is not None:
-                assert shape.work("fwd") == pytest.approx(counted, rel=0.01)
+            flops = OPERATIONS[operation].flops(named, OPERATIONS[operation].algorithm.forward.results, spec)
+            if flops is not None:
+                assert shape.work("fwd") == pytest.approx(flops, rel=0.01), shape
+                counted.add(operation)
+    recurrences = {"gated_delta_rule", "gla", "lightning_attention", "recurrent", "state_space_v2"}
+    assert counted == {"flash_attention", *recurrences}
+
+
+@pytest.mark.parametrize("operation", ("flash_attention", "gated_delta_rule", "gla", "state_space_v2"))
+def test_flops_of_derivatives_are_those_of_the_operation(operation):
+    shape = next(iter(shapes_of(operation).values()))
+    flops = {inv.kernel.name: inv.kernel.cost(inv)[0] for inv in calls_of_shape(operation, shape, "bfloat16")}
+    forward, backward, tangent = (flops[operation + suffix] for suffix in ("", "_bwd", "_jvp"))
+    assert shape.work("fwd_bwd") == pytest.approx(forward + backward, rel=0.01)
+    assert tangent == pytest.approx(backward, rel=0.01)
 
 
 def test_the_convention():
@@ -111,6 +125,9 @@ def small(operation, name, **sizes):
 SMALL_CALLS = {
     "blocksparse_attention": small("blocksparse_attention", "4k-25%", length=64, block=16, heads=2, head_dim=16),
     "flash_attention": SMALL,
+    "gated_delta_rule": small(
+        "gated_delta_rule", "qwen3-next-80b-linear", batch=2, seq=48, heads=4, qk_heads=2, key_dim=16, value_dim=16
+    ),
     "gla": small("gla", "gla-h16-d128", batch=1, seq=64, heads=2, key_dim=16, value_dim=16),
     "grouped_matmul": small("grouped_matmul", "qwen3-30b-up", rows=256, features=64, columns=96, groups=4),
     "lightning_attention": small(
@@ -124,6 +141,7 @@ SMALL_CALLS = {
         "native_sparse_attention", "8k", length=128, heads=16, kv_heads=1, head_dim=16, blocks=3, size=16
     ),
     "page_attention": small("page_attention", "b8-32k", sequences=3, context=64, heads=4, kv_heads=2, head_dim=16),
+    "quantized_matmul": small("quantized_matmul", "llama3-70b-up-16", rows=3, features=64, columns=128),
     "ragged_page_attention": small(
         "ragged_page_attention",
         "b4-4k-512-b60-decode",
@@ -137,6 +155,9 @@ SMALL_CALLS = {
         decodes=2,
     ),
     "recurrent": small("recurrent", "retention-h16-d128", batch=1, seq=64, heads=2, key_dim=16, value_dim=16),
+    "state_space_v2": small(
+        "state_space_v2", "mamba-codestral-7b", batch=2, seq=48, heads=4, head_dim=16, groups=2, state=16
+    ),
 }
 STEP = small("gla", "gla-h16-d128", batch=2, seq=1, heads=2, key_dim=16, value_dim=16)
 LISTS = small(

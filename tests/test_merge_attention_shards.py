@@ -95,7 +95,7 @@ PAGE = 8
 
 
 def paged(size, lens=(70, 9, 0, 33)):
-    """A paged cache of sequences whose pages are dealt out to the devices in turn, and the caches of the devices.
+    """A paged cache of sequences whose pages are assigned to the devices in turn, and the caches of the devices.
 
     Of a cache [devices · pages, page, heads, features] each device has its pages; its block tables use its own page
     numbers, and its lengths count its own tokens.

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 from pathlib import Path
+from typing import get_origin
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jaxtyping import TypeCheckError, jaxtyped
 from typechecker import CHECKED
 
 import ejkernel
-from ejkernel import checkpoint_policies, lax, modules, ops
+from ejkernel import callib, checkpoint_policies, lax, modules, ops, quantization, serving
+from ejkernel._elsewhere import ELSEWHERE
 from ejkernel.kernels import _registry
 from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import OPERATIONS
@@ -72,22 +74,24 @@ def test_the_package_says_that_it_is_typed():
 def public():
     """The public functions and methods, by name."""
     named = {f"ejkernel.{name}": getattr(ejkernel, name) for name in ejkernel.__all__}
-    for module in (lax, modules, ops, _registry):
+    for module in (lax, modules, ops, _registry, callib, quantization, serving):
         named |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
     named |= {
         f"checkpoint_policies.{name}": getattr(checkpoint_policies, name) for name in ("save_kernels", "save_only")
     }
+    named |= {f"{module}.{name}": getattr(importlib.import_module(module), name) for module, name in ELSEWHERE}
     for name, x in named.items():
         if inspect.isclass(x):
             yield from methods(name, x)
-        elif callable(x):
+        elif callable(x) and not get_origin(x):  # types such as Literal["…"] are callable
             yield name, x
 
 
 def methods(name, of):
     for attribute, x in vars(of).items():
         x = x.__func__ if isinstance(x, staticmethod | classmethod) else x.fget if isinstance(x, property) else x
-        if inspect.isfunction(x) and not attribute.startswith("_"):
+        is_own = attribute == "__init__" and not getattr(of, "_is_protocol", False)
+        if inspect.isfunction(x) and (is_own or attribute == "__call__" or not attribute.startswith("_")):
             yield f"{name}.{attribute}", x
 
 
@@ -95,7 +99,8 @@ def test_every_parameter_and_result_has_a_type():
     bare = {}
     for name, function in public():
         signature = inspect.signature(function)
-        types = {p.name: p.annotation for p in signature.parameters.values()} | {"return": signature.return_annotation}
+        types = {p.name: p.annotation for p in signature.parameters.values()}
+        types |= {} if name.endswith(".__init__") else {"return": signature.return_annotation}
         bare[name] = [p for p, type_ in types.items() if type_ is signature.empty and p not in ("self", "cls")]
     assert len(bare) > 50 and {name: names for name, names in bare.items() if names} == {}
 

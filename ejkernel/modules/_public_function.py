@@ -1,6 +1,7 @@
 """The functions of the modules API: operations under its option names, with `platform=` and `mesh=`."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -68,18 +69,19 @@ def public_function(operation: type[Declared[..., Result]]) -> Callable[..., Res
 
 def _over_mesh(operation, run, given, mesh, in_specs, out_specs):
     arrays = {name: jnp.asarray(x) for name, x in given.items() if isinstance(x, jax.Array | np.ndarray)}
-    specs = dict(in_specs) if isinstance(in_specs, Mapping) else _in_order(operation, arrays, in_specs)
-    back = {new: old for old, new in operation.renamed.items()}
-    specs = {back.get(name, name): spec for name, spec in specs.items()}
-    if unknown := sorted(specs.keys() - arrays.keys()):
-        raise value_error(
-            operation.algorithm.name, f"in_specs names {', '.join(unknown)}, which is no array of this call"
-        )
-    specs = {name: specs.get(name, PartitionSpec()) for name in arrays}
-    arrays, specs = operation.place(arrays, given, _with_query_heads(operation, arrays, specs))
-    rest = {name: x for name, x in given.items() if name not in arrays}
-    of_whole = {name: x for name, x in rest.items() if name != "axis_name"}
-    _check_split(operation, arrays, of_whole, specs, mesh, rest.get("axis_name"))
+    with modules_names(operation):
+        specs = dict(in_specs) if isinstance(in_specs, Mapping) else _in_order(operation, arrays, in_specs)
+        back = {new: old for old, new in operation.renamed.items()}
+        specs = {back.get(name, name): spec for name, spec in specs.items()}
+        if unknown := sorted(specs.keys() - arrays.keys()):
+            raise value_error(
+                operation.algorithm.name, f"in_specs names {', '.join(unknown)}, which is no array of this call"
+            )
+        specs = {name: specs.get(name, PartitionSpec()) for name in arrays}
+        arrays, specs = operation.place(arrays, given, _with_query_heads(operation, arrays, specs))
+        rest = {name: x for name, x in given.items() if name not in arrays}
+        of_whole = {name: x for name, x in rest.items() if name != "axis_name"}
+        _check_split(operation, arrays, of_whole, specs, mesh, rest.get("axis_name"))
     if any(0 in x.shape for x in arrays.values()):  # XLA cannot compile a `shard_map` that reads no array
         return _constrained(run({**arrays, **of_whole}), out_specs, mesh)
     local = jax.shard_map(
@@ -111,19 +113,35 @@ def _with_query_heads(operation, arrays, specs):
 def _check_split(operation, arrays, rest, specs, mesh, axis_name):
     """Raises, as for Explicit axes, if an axis that must be whole is split: a device would treat its part as all of it.
 
-    Over `axis_name` the operation itself communicates between devices.
+    Over `axis_name` the operation itself communicates between devices. Devices have parts of equal size.
     """
     brought_together = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     sizes = {name: size for name, size in mesh.shape.items() if size > 1 and name not in brought_together}
     explicit = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
     names = lambda entry: entry if isinstance(entry, tuple) else (entry,)
     within = lambda spec: PartitionSpec(*(tuple(n for n in names(entry) if n in sizes) or None for entry in spec))
+    for name, x in arrays.items():
+        _check_parts(operation, name, x, within(specs[name]), sizes)
     types = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(explicit, within(specs[name])))
         for name, x in arrays.items()
     }
     with jax.sharding.use_abstract_mesh(explicit):
         jax.eval_shape(lambda of: operation.prepare_arguments(**of, **rest).named, types)
+
+
+def _check_parts(operation, name, x, spec, sizes):
+    """Raises unless an array has the axes of its spec, in parts of equal size."""
+    if len(spec) > x.ndim:
+        raise value_error(operation.algorithm.name, f"the spec of {name} has {len(spec)} axes: {spec}", **{name: x})
+    for axis, (size, entry) in enumerate(zip(x.shape, spec, strict=False)):
+        devices = math.prod(sizes[n] for n in (entry if isinstance(entry, tuple) else (entry,)) if n is not None)
+        if size % devices:
+            raise value_error(
+                operation.algorithm.name,
+                f"axis {axis} of {name} is split over {devices} devices; its size {size} is no multiple of that",
+                **{name: x},
+            )
 
 
 def _in_order(operation, arrays, in_specs):

@@ -16,6 +16,7 @@ from jaxtyping import Array
 from ..errors import shown, type_error, value_error
 from ..kernels._registry import kernel_registry
 from ..types import MaskInfo, Window
+from ._operation import renaming
 from ._public_function import OWN_PARAMETERS
 from ._release_table import FORMS, Form
 from ._signatures import annotations_of
@@ -57,7 +58,7 @@ def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[.
         return translation(made_of, given, specs_of(name, given))
 
     call.__name__ = call.__qualname__ = name
-    call.__module__, call.__signature__ = "ejkernel.modules", _signature(form, result)
+    call.__module__, call.__signature__ = "ejkernel.modules", signature_of(form, result)
     call.__annotations__ = annotations_of(call.__signature__)
     call.__doc__ = f"{translation.__doc__.strip()}\n\n    {_said(form)}"
     return call
@@ -93,7 +94,8 @@ def _left_out(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(default=None, annotation=parameter.annotation | None)
 
 
-def _signature(form: Form, result: Any) -> inspect.Signature:
+def signature_of(form: Form, result: Any) -> inspect.Signature:
+    """The signature of calls in a form of 0.0.78."""
     arrays = [
         inspect.Parameter(
             name,
@@ -186,7 +188,23 @@ def entries_of(specs: Mapping[str, PartitionSpec], name: str, axes: int) -> tupl
 
 
 def run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
-    """Calls the operation of this library with the platform, config and mesh of the call."""
+    """Calls the operation of this library with the platform, config and mesh of the call.
+
+    Its errors name the arrays as the call does.
+    """
+    with renaming(_renamed(call, arguments)):
+        return _run(present, call, arguments, specs)
+
+
+def _renamed(call: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The names of arrays in the call that have other names as arguments of the operation."""
+    given = [id(x) for x in call.values()]
+    names = {id(x): name for name, x in call.items() if hasattr(x, "shape") and given.count(id(x)) == 1}
+    others = {name: names[id(x)] for name, x in arguments.items() if id(x) in names}
+    return {name: of_call for name, of_call in others.items() if name not in call and of_call not in arguments}
+
+
+def _run(present: Present, call: Mapping[str, Any], arguments: Mapping[str, Any], specs: Mapping[str, Any]) -> Any:
     platform, cfg = platform_and_config(present.__name__, call)
     given = {name: x for name, x in arguments.items() if x is not None}
     if call.get("mesh") is None:

@@ -4,8 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
 
 from ..errors import value_error
+from ..types import CuSeqlens
 from ._release import Present, arrays_of, run, translates
 from .operations.gated_delta_rule import GatedDeltaRule
 from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule
@@ -37,23 +40,48 @@ def ragged_gated_delta_rule(present: Present, call: dict[str, Any], specs: dict[
 
 
 def gated_delta_rule_step(
-    query, key, value, beta, decay, recurrent_state, use_qk_l2norm=True
-) -> tuple[jax.Array, jax.Array]:
+    query: Float[Array, "batch heads 1 key_dim"],
+    key: Float[Array, "batch heads 1 key_dim"],
+    value: Float[Array, "batch heads 1 value_dim"],
+    beta: Float[Array, "batch heads 1"],
+    decay: Float[Array, "batch heads 1"] | None,
+    recurrent_state: Float[Array, "batch heads key_dim value_dim"],
+    use_qk_l2norm: bool = True,
+) -> tuple[Float[Array, "batch heads 1 value_dim"], Float[Array, "batch heads key_dim value_dim"]]:
     """(o [B, H, 1, V], state) for one token [B, H, 1, ·], in the form of the function among 0.0.78's kernels."""
     arrays = (None if x is None else x.swapaxes(1, 2) for x in (query, key, value, beta, decay))
     o, state = GatedDeltaRule.call(*arrays, recurrent_state, use_qk_l2norm=use_qk_l2norm, return_state=True)
     return o.swapaxes(1, 2), state
 
 
-def gated_delta_rule_decode(q, k, v, beta, g, states, state_indices, use_qk_l2norm) -> tuple[jax.Array, jax.Array]:
+def gated_delta_rule_decode(
+    q: Float[Array, "sequences qk_heads key_dim"],
+    k: Float[Array, "sequences qk_heads key_dim"],
+    v: Float[Array, "sequences heads value_dim"],
+    beta: Float[Array, "sequences heads"],
+    g: Float[Array, "sequences heads"] | None,
+    states: Float[Array, "slots heads key_dim value_dim"],
+    state_indices: Integer[Array, " sequences"],
+    use_qk_l2norm: bool,
+) -> tuple[Float[Array, "sequences heads value_dim"], Float[Array, "slots heads key_dim value_dim"]]:
     """(o, states) for one token of each sequence, in the form of the function among 0.0.78's kernels."""
     cuts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
     return step_of_recurrence(q, k, v, beta, g, states, cuts, state_indices, use_qk_l2norm=use_qk_l2norm)
 
 
 def gated_delta_rule_prefill(
-    q, k, v, beta, g, states, query_start_loc, state_indices, chunk_size, use_qk_l2norm, compute_dtype=None
-) -> tuple[jax.Array, jax.Array]:
+    q: Float[Array, "tokens qk_heads key_dim"],
+    k: Float[Array, "tokens qk_heads key_dim"],
+    v: Float[Array, "tokens heads value_dim"],
+    beta: Float[Array, "tokens heads"],
+    g: Float[Array, "tokens heads"] | None,
+    states: Float[Array, "slots heads key_dim value_dim"],
+    query_start_loc: CuSeqlens,
+    state_indices: Integer[Array, " sequences"],
+    chunk_size: int,
+    use_qk_l2norm: bool,
+    compute_dtype: DTypeLike | None = None,
+) -> tuple[Float[Array, "slots heads key_dim value_dim"], Float[Array, "tokens heads value_dim"]]:
     """(states, o) for packed sequences, in the form of the function among 0.0.78's kernels, with float32 products."""
     del chunk_size, compute_dtype
     o, states = step_of_recurrence(

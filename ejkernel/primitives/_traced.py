@@ -35,8 +35,8 @@ class TracedPrimitive(NamedPrimitive):
     """A primitive that stands for a function of one example.
 
     Attributes:
-        function: (operands by name, requested results, spec, config, platform) → those results. The platform is that of
-            a lowering, or None for shapes and derivatives.
+        function: (operands by name, requested results, spec, config, jax_platform) → those results. The platform is
+            that of a lowering, or None for shapes and derivatives.
         types: like `function` without a platform, for a cheaper trace with results of the same types.
     """
 
@@ -45,8 +45,8 @@ class TracedPrimitive(NamedPrimitive):
         super().__init__(name, linear=linear)
         if linear is not None:
             ad.primitive_jvps[self.primitive] = self._jvp
-        for platform in ("cpu", "cuda", "rocm", "tpu"):
-            mlir.register_lowering(self.primitive, partial(self._lower, platform), platform=platform)
+        for jax_platform in ("cpu", "cuda", "rocm", "tpu"):
+            mlir.register_lowering(self.primitive, partial(self._lower, jax_platform), platform=jax_platform)
 
     def over_levels(
         self, function: Callable[[Mapping[str, Any]], Sequence[Any]], operands: Sequence[str], results, levels
@@ -69,14 +69,14 @@ class TracedPrimitive(NamedPrimitive):
         out = self.bind(arrays, spec=spec.mapped(level), config=config, chooser=chooser, results=results)
         return list(out.values()), [0] * len(out)
 
-    def _lower(self, platform, ctx, *args, operands, results, spec, config, chooser):
-        function = partial(self.function, results=results, spec=spec, config=config, platform=platform)
+    def _lower(self, jax_platform, ctx, *args, operands, results, spec, config, chooser):
+        function = partial(self.function, results=results, spec=spec, config=config, jax_platform=jax_platform)
         return mlir.lower_fun(self.over_levels(function, operands, results, spec.levels), multiple_results=True)(
             ctx, *args
         )
 
     def _jvp(self, primals, tangents, *, operands, results, spec, config, chooser):
-        function = partial(self.function, results=results, spec=spec, config=config, platform=None)
+        function = partial(self.function, results=results, spec=spec, config=config, jax_platform=None)
         whole = self.over_levels(function, operands, results, spec.levels)
         active = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 

@@ -121,7 +121,7 @@ def ragged_defined(x, window=None, num_splits=None, batch_invariant=False, token
     return o, lse
 
 
-def unseen(x, window=None):
+def hidden_slots(x, window=None):
     """[P, page]: the slots that no token of a ragged step sees; each page belongs to one sequence."""
     pool = x["kv_pages"] if "kv_pages" in x else x["pages"]
     step = SimpleNamespace(**{"draft_mask": None, "sinks": None} | x)

@@ -41,7 +41,7 @@ def test_a_draft_that_no_token_sees_may_hold_nan(tokens, window):
     x = step(drafts=3)
     x["draft_mask"] = x["draft_mask"].at[:, 1].set(False)
     wanted = mixed.ragged_defined(x, window=window)
-    hidden = mixed.unseen(x, window)[..., None, None]
+    hidden = mixed.hidden_slots(x, window)[..., None, None]
     poisoned = x | dict(kv_pages=jnp.where(hidden, jnp.nan, x["kv_pages"]))
     config = RaggedPageAttentionConfig(tokens, 2)
     check("ragged_page_attention", poisoned, config, wanted, x, return_lse=True, window=window)

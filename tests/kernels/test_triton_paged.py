@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, assert_close
-from kernels.paged import close, decode_defined, decode_step, unseen, wide
+from kernels.paged import close, decode_defined, decode_step, hidden_slots, wide
 
 triton = pytest.importorskip("triton")
 import ejkernel  # noqa: E402
@@ -241,7 +241,7 @@ def test_an_invisible_draft_may_be_nan(dtype, pages, window):
     scales = np.random.default_rng(1).uniform(0.5, 1.5, (2, *x["kv_pages"].shape[:2], 2))
     x |= dict(zip(("k_scale", "v_scale"), jnp.asarray(scales, jnp.float32), strict=True))
     x |= dict(q=x["q"].astype(dtype), kv_pages=x["kv_pages"].astype(pages))
-    hidden = jnp.asarray(unseen(x, window))[..., None]
+    hidden = jnp.asarray(hidden_slots(x, window))[..., None]
     assert hidden[2, 0] or window is None  # of the last sequence, whose first two tokens are in no context
     with_nan = {name: jnp.where(hidden, jnp.nan, x[name]) for name in ("k_scale", "v_scale")}
     with_nan["kv_pages"] = jnp.where(hidden[..., None], jnp.asarray(jnp.nan, pages), x["kv_pages"])

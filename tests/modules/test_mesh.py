@@ -46,6 +46,28 @@ def test_specs_of_no_array(in_specs, error, says):
     assert str(raised.value) == f"mean_pooling: {says}"
 
 
+@pytest.mark.parametrize(
+    "spec, says",
+    (
+        (P(None, "x"), "axis 1 of x is split over 2 devices; its size 3 is no multiple of that"),
+        (P(None, None, None, "x"), f"the spec of x has 4 axes: {P(None, None, None, ('x',))}"),
+    ),
+    ids=("uneven", "too many axes"),
+)
+def test_specs_that_do_not_fit_an_array(spec, says):
+    with pytest.raises(ValueError) as raised:
+        call(np.zeros((4, 3, 2), np.float32), {"x": spec})
+    assert str(raised.value) == f"mean_pooling: {says} (x: f32[4,3,2])"
+
+
+def test_an_operand_of_another_name_in_the_modules_api():
+    """The gate gk of the lax API is g in the modules API."""
+    x, mesh = jnp.ones((1, 8, 2, 4)), jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    heads = P(None, None, "x")
+    with pytest.raises(ValueError, match="gla: axis 2 of g is split over 2 devices; its size 3 "):
+        ejkernel.modules.gla(x, x, x, jnp.ones((1, 8, 3, 4)), mesh=mesh, in_specs=(heads,) * 4, out_specs=heads)
+
+
 # --- Every operation --------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,9 @@
 """Errors use the argument names of the API that was called."""
 
+import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import ejkernel
 from ejkernel.modules import GLA, FlashAttention
@@ -37,3 +39,26 @@ def test_of_a_gate():
     for call in (ejkernel.modules.gla, GLA()):
         with pytest.raises((TypeError, ValueError), match=r"gla: g .*\(.*g: "):
             call(Q, Q, Q, g=jnp.ones((1, 8, 2, 3)))
+
+
+@pytest.mark.parametrize("modules, lax, says", WRONG.values(), ids=WRONG)
+def test_over_a_mesh(modules, lax, says):
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    heads = P(None, None, "x")
+    with pytest.raises((TypeError, ValueError)) as told:
+        ejkernel.modules.flash_attention(
+            Q, Q, Q, **modules, mesh=mesh, in_specs=dict.fromkeys("qkv", heads), out_specs=heads
+        )
+    assert says in str(told.value) and not any(f" {name} " in str(told.value) for name in lax)
+
+
+def test_in_the_form_of_the_release():
+    """There q, k and g are query, key and decay."""
+    arrays = dict(query=jnp.ones((6, 2, 4)), key=jnp.zeros((6, 2, 4)), value=jnp.ones((6, 2, 3)), beta=jnp.ones((6, 2)))
+    arrays |= dict(recurrent_state=jnp.ones((5, 2, 4, 3)), query_start_loc=jnp.array([0, 6]))
+    arrays |= dict(state_indices=jnp.array([0]), decay=jnp.zeros((6, 2)))
+    step = ejkernel.modules.ragged_gated_delta_rule
+    with pytest.raises(ValueError, match=r"key is \(6, 2, 5\) but query is .*\(query: f32\[6,2,4\], key: f32"):
+        step(**arrays | dict(key=jnp.zeros((6, 2, 5))))
+    with pytest.raises(ValueError, match=r": decay must be \(6, 2\).* of value \(decay: f32\[6,3\]\)"):
+        step(**arrays | dict(decay=jnp.zeros((6, 3))))

@@ -32,7 +32,7 @@ def directory(tmp_path):
 
 @pytest.fixture
 def quiet():
-    """Turns warnings into errors."""
+    """Makes warnings errors."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield

@@ -36,7 +36,7 @@ from ejkernel.ops.utils.packing import pack_tree, unpack_tree
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """Turns warnings into errors except where a test expects one."""
+    """Makes warnings errors except where a test expects one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         yield

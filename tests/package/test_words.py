@@ -1,4 +1,4 @@
-"""Library and benchmarks use the words of FlashAttention, CUTLASS, Triton and JAX; other words are in no name.
+"""Everything uses the words of FlashAttention, CUTLASS, Triton and JAX; other words are in no name and no sentence.
 
 CONTRIBUTING.md has the glossary.
 """
@@ -38,7 +38,7 @@ BANISHED = {
     "walk, walks, walked, walking": "loop, schedule",
 }
 FORMS = {form for forms in BANISHED for form in forms.split(", ")}
-# Not used as whole names; sentences may have them.
+# Not used as whole names in library and benchmarks; sentences may have them.
 NO_NAMES = {"seen", "_seen"}  # visible
 # `math.floor`, `ast.walk`.
 ATTRIBUTES = {"floor", "walk"}
@@ -46,6 +46,15 @@ ATTRIBUTES = {"floor", "walk"}
 
 def sources() -> list[Path]:
     return sorted(path for folder in ("ejkernel", "lowering", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+
+def others() -> list[Path]:
+    """Tests, examples and documents, except this file, which has to spell the words."""
+    programs = [path for folder in ("tests", "examples", "docs") for path in (ROOT / folder).rglob("*.py")]
+    documents = [
+        path for folder in (".", "docs", "benchmarks", "benchmarks/results") for path in ROOT.glob(f"{folder}/*.md")
+    ]
+    return sorted({*programs, *documents} - {Path(__file__).resolve()})
 
 
 def words_of(name: str) -> set[str]:
@@ -66,9 +75,13 @@ def _found(source: str) -> Iterator[tuple[int, str]]:
             if not (before == "." and token.string in ATTRIBUTES):
                 yield from ((token.start[0], word) for word in _banished(token.string) | NO_NAMES & {token.string})
         elif token.type == tokenize.COMMENT or tokenize.tok_name[token.type] in ("STRING", "FSTRING_MIDDLE"):
-            for number, line in enumerate(token.string.splitlines(), token.start[0]):
-                yield from ((number, word) for name in re.findall(r"\w+", line) for word in _banished(name))
+            yield from _found_in(token.string, token.start[0])
         before = token.string
+
+
+def _found_in(text: str, first_line: int = 1) -> Iterator[tuple[int, str]]:
+    for number, line in enumerate(text.splitlines(), first_line):
+        yield from ((number, word) for name in re.findall(r"\w+", line) for word in _banished(name))
 
 
 def _banished(name: str) -> set[str]:
@@ -81,8 +94,17 @@ def test_no_banished_word(path):
     assert lines == [], "\n".join(f"{path.relative_to(ROOT)}:{number}: {word}" for number, word in lines)
 
 
+def test_no_banished_word_in_tests_and_documents():
+    lines = []
+    for path in others():
+        text = path.read_text(encoding="utf-8")
+        words = found(text) if path.suffix == ".py" else _found_in(text)
+        lines += [f"{path.relative_to(ROOT)}:{number}: {word}" for number, word in words if word not in NO_NAMES]
+    assert len(others()) > 400 and lines == [], "\n".join(sorted(lines))
+
+
 def test_names_of_files():
-    named = {str(path.relative_to(ROOT)): _banished(path.stem) for path in sources()}
+    named = {str(path.relative_to(ROOT)): _banished(path.stem) for path in (*sources(), *others())}
     assert {path: words for path, words in named.items() if words} == {}
 
 

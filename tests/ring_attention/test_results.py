@@ -97,7 +97,7 @@ def test_dropout_drops_the_same_as_for_the_whole_sequence(size, layout, strategy
     "strategy", ("ring", *(pytest.param(x, marks=pytest.mark.slow) for x in ("all_gather", "ulysses")))
 )
 def test_padding_that_holds_nan(strategy):
-    """Keys, values and queries of negative segments reach neither results nor gradients."""
+    """Keys, values and queries of negative segments change neither results nor gradients."""
     of = case("segments", strategy, "zigzag", dict(b=2), IDS, causal=True)
     clean = of.arrays()
     padding = {"q": clean["q_segment_ids"] < 0, "k": clean["kv_segment_ids"] < 0, "v": clean["kv_segment_ids"] < 0}

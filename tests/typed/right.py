@@ -25,6 +25,11 @@ lax.grouped_matmul(jnp.zeros((8, 4)), jnp.zeros((2, 4, 8)), lengths, preferred_e
 lax.mean_pooling(jnp.zeros((8, 4)), jnp.array([0, 3, 8]))
 order, inverse = lax.ring_order(8, 2, "striped")
 assert_type(lax.grouped_matmul(q[0, 0], k[0], lengths), Array)
+modules.flash_attention(q, k, v, softmax_aux=jnp.zeros(4), dropout_prob=0.1, dropout_seed=3, cfg={"block_q": 64})
+modules.flash_attention(q, k, v, mask_info=None, normalize_output=True)
+modules.gla(q, k, v, g=-jnp.ones(q.shape), mesh=None, in_specs=None, out_specs=None)
+modules.FlashAttention()(q, k, v, causal=True)
+modules.detect_platform("gla")
 modules.mean_pooling(jnp.zeros((8, 4)), jnp.array([0, 3, 8])).astype(jnp.bfloat16)
 
 found: str = str(ejkernel.explain("flash_attention", q, k, v, causal=True, target="cuda"))

@@ -150,9 +150,9 @@ class Kernel(Generic[Cfg, Out]):
         """`checked_config`, and the checks of a built-in kernel that depend on the call."""
         return self.checked_config(cfg)
 
-    def heuristic_on(self, platform: str, args: tuple, kwargs: dict[str, Any]) -> Cfg:
+    def heuristic_on(self, jax_platform: str, args: tuple, kwargs: dict[str, Any]) -> Cfg:
         """The heuristic config of a call for a platform of JAX, whatever devices this process has."""
-        return self.heuristic_cfg(Invocation(self, abstract(args), abstract(kwargs), target=Target(platform)))
+        return self.heuristic_cfg(Invocation(self, abstract(args), abstract(kwargs), target=Target(jax_platform)))
 
     @property
     def op_id(self) -> str:

@@ -1,6 +1,6 @@
 """A call of a user's kernel, and the three functions of its arrays that are its primitives.
 
-    forward     arrays → results                                  the kernel's method for the platform
+    forward     arrays → results                                  the kernel's method for the platform of JAX
     tangent     arrays, tangents → tangents of the results        linear in the tangents: the jvp of that method
     cotangent   arrays, cotangents → cotangents of the arrays     the transpose of tangent: `custom_vjp`, else the vjp
 
@@ -58,29 +58,29 @@ class Call:
         given = map(arrays.get, self.operands)
         return jax.tree.unflatten(self.structure, [next(given) if leaf is None else leaf[1] for leaf in self.static])
 
-    def run(self, arrays: Arrays, config: Any, platform: str | None) -> Any:
-        """The result of the kernel's method for the platform."""
+    def run(self, arrays: Arrays, config: Any, jax_platform: str | None) -> Any:
+        """The result of the kernel's method for a platform of JAX."""
         args, kwargs = self.arguments(arrays)
-        return implementation(self.kernel, platform)[1](*args, cfg=config, **kwargs)
+        return implementation(self.kernel, jax_platform)[1](*args, cfg=config, **kwargs)
 
-    def config_on(self, platform: str, config: Any, arrays: Arrays) -> Any:
-        """The config, or the heuristic one for this platform if the config was chosen for another platform."""
-        if self.target is None or self.target.platform == platform:
+    def config_on(self, jax_platform: str, config: Any, arrays: Arrays) -> Any:
+        """The config, or the heuristic one for this platform of JAX if it was chosen for another one."""
+        if self.target is None or self.target.platform == jax_platform:
             return config
-        return self.kernel.heuristic_on(platform, *self.arguments(arrays))
+        return self.kernel.heuristic_on(jax_platform, *self.arguments(arrays))
 
-    def implementation_on(self, platform: str) -> str:
-        """The name of the kernel's method for the platform."""
-        return implementation(self.kernel, platform)[0]
+    def implementation_on(self, jax_platform: str) -> str:
+        """The name of the kernel's method for a platform of JAX."""
+        return implementation(self.kernel, jax_platform)[0]
 
     def __repr__(self) -> str:
         options = [repr(leaf[1]) for leaf in self.static if leaf is not None]
         return f"{self.kernel!r}({', '.join(options)})"
 
 
-def implementation(kernel: Any, platform: str | None) -> tuple[str, Callable]:
-    """(name, method) of a kernel for a platform; for None, the method that defines shapes and derivatives."""
-    for name in (*_WRITTEN_FOR.get(platform, ()), "xla"):
+def implementation(kernel: Any, jax_platform: str | None) -> tuple[str, Callable]:
+    """(name, method) of a kernel for a platform of JAX; for None, the method that defines shapes and derivatives."""
+    for name in (*_WRITTEN_FOR.get(jax_platform, ()), "xla"):
         if (method := getattr(kernel, f"run_{name}")) is not None:
             return name, method
     return "run", kernel.run
@@ -89,18 +89,22 @@ def implementation(kernel: Any, platform: str | None) -> tuple[str, Callable]:
 # --- The functions
 
 
-def forward(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
+def forward(
+    arrays: Arrays, results: Sequence[str], spec: Call, config: Any, jax_platform: str | None = None
+) -> list[Any]:
     """The results of `run` with the names in `results`."""
-    leaves = dict(_results(arrays, spec, config, platform))
+    leaves = dict(_results(arrays, spec, config, jax_platform))
     return [leaves[name] for name in results]
 
 
-def tangent(arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None) -> list[Any]:
+def tangent(
+    arrays: Arrays, results: Sequence[str], spec: Call, config: Any, jax_platform: str | None = None
+) -> list[Any]:
     """The tangents of the results named in `results`."""
     moving = [name for name in spec.operands if name + TANGENT in arrays]
     moved = [name.removesuffix(TANGENT) for name in results]
     of_moving = lambda *values: forward(
-        {**arrays, **dict(zip(moving, values, strict=True))}, moved, spec, config, platform
+        {**arrays, **dict(zip(moving, values, strict=True))}, moved, spec, config, jax_platform
     )
     return jax.jvp(of_moving, *(tuple(arrays[n + suffix] for n in moving) for suffix in ("", TANGENT)))[1]
 
@@ -111,13 +115,13 @@ def tangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: An
 
 
 def cotangent(
-    arrays: Arrays, results: Sequence[str], spec: Call, config: Any, platform: str | None = None
+    arrays: Arrays, results: Sequence[str], spec: Call, config: Any, jax_platform: str | None = None
 ) -> list[Any]:
     """The cotangents of the operands named in `results`."""
     wrt = [name.removesuffix(COTANGENT) for name in results]
 
     def outputs(*values):
-        of_all = _results({**arrays, **dict(zip(wrt, values, strict=True))}, spec, config, platform)
+        of_all = _results({**arrays, **dict(zip(wrt, values, strict=True))}, spec, config, jax_platform)
         return {name: y for name, y in of_all if jnp.issubdtype(y.dtype, jnp.inexact)}
 
     active = [arrays[name] for name in wrt]
@@ -135,8 +139,8 @@ def cotangent_types(arrays: Arrays, results: Sequence[str], spec: Call, config: 
     return [arrays[name.removesuffix(COTANGENT)] for name in results]
 
 
-def _results(arrays: Arrays, spec: Call, config: Any, platform: str | None) -> list[tuple[str, Any]]:
-    return [(f"y{i}", leaf) for i, leaf in enumerate(jax.tree.leaves(spec.run(arrays, config, platform)))]
+def _results(arrays: Arrays, spec: Call, config: Any, jax_platform: str | None) -> list[tuple[str, Any]]:
+    return [(f"y{i}", leaf) for i, leaf in enumerate(jax.tree.leaves(spec.run(arrays, config, jax_platform)))]
 
 
 # --- custom_vjp

@@ -66,14 +66,14 @@ def _trio(name: str) -> WiredTrio:
 
 
 def _primitive(name: str, function: Callable, types: Callable, linear: str | None = None) -> TracedPrimitive:
-    """The primitive of a function, lowered with a label and with the config for the platform."""
+    """The primitive of a function, lowered with a label and with the config for the platform of JAX."""
 
-    def labelled_function(arrays, results, spec, config, platform):
-        if platform is None:
+    def labelled_function(arrays, results, spec, config, jax_platform):
+        if jax_platform is None:
             return function(arrays, results, spec, config)
-        chosen = spec.config_on(platform, config, arrays)
-        with labelled(name, spec.implementation_on(platform), chosen):
-            return function(arrays, results, spec, chosen, platform)
+        chosen = spec.config_on(jax_platform, config, arrays)
+        with labelled(name, spec.implementation_on(jax_platform), chosen):
+            return function(arrays, results, spec, chosen, jax_platform)
 
     return TracedPrimitive(name, labelled_function, types, linear)
 

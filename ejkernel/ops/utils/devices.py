@@ -20,15 +20,15 @@ def local_target() -> Target:
     return device_target() if device is None else target_of_device(device)
 
 
-def target_of(platform: str) -> Target:
+def target_of(jax_platform: str) -> Target:
     """The target for one platform of a lowering: the device of the mesh in use, else of this process, on that platform.
 
     Its kind is None if there is neither.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None and (target := target_of_device(device)).platform == platform:
+    if device is not None and (target := target_of_device(device)).platform == jax_platform:
         return target
-    return first_device(platform) or Target(platform)
+    return first_device(jax_platform) or Target(jax_platform)
 
 
 def device_target() -> Target:

@@ -68,7 +68,7 @@ def left_of(call) -> int | None:
     return window - 1 if isinstance(window, int) else (window or (None,))[0]
 
 
-def unseen_slots(call, pages: np.ndarray, visible: np.ndarray) -> np.ndarray:
+def hidden_slots(call, pages: np.ndarray, visible: np.ndarray) -> np.ndarray:
     """[P, page]: the slots that no query sees, of queries with these pages [T, J] and visible keys [T, J·page]."""
     size, seen = call.sizes["z"], np.zeros(call.sizes["p"] * call.sizes["z"], bool)
     slots = (pages[:, :, None] * size + np.arange(size)).reshape(visible.shape)
@@ -76,8 +76,8 @@ def unseen_slots(call, pages: np.ndarray, visible: np.ndarray) -> np.ndarray:
     return ~seen.reshape(-1, size)
 
 
-def hidden_pages(call, x, unseen: np.ndarray, pools: tuple[str, ...]) -> dict[str, np.ndarray]:
+def hidden_pages(call, x, hidden: np.ndarray, pools: tuple[str, ...]) -> dict[str, np.ndarray]:
     """The unread slots of pools and of their scales."""
     of_slots = [name for name in ("k_scale", "v_scale") if name in x and x[name].ndim == 3]
-    wide = lambda name: unseen.reshape(*unseen.shape, *(1,) * (x[name].ndim - 2))
+    wide = lambda name: hidden.reshape(*hidden.shape, *(1,) * (x[name].ndim - 2))
     return {name: np.broadcast_to(wide(name), x[name].shape) for name in (*pools, *of_slots)}

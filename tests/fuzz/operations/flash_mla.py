@@ -54,8 +54,8 @@ KEYS_AND_VALUES = dict(k="b t g d", v="b t g e")
 def hidden(call, x):
     """What flash_attention hides, and latents and rotary parts of keys that no head sees."""
     found = flash.hidden(of_attention(call), x)
-    unseen = (found.pop("k").all((2, 3)) & found.pop("v").all((2, 3)))[..., None]
-    return found | {n: np.broadcast_to(unseen, call.shape(n)) for n in ("kv_latent", "k_rope")}
+    masked = (found.pop("k").all((2, 3)) & found.pop("v").all((2, 3)))[..., None]
+    return found | {n: np.broadcast_to(masked, call.shape(n)) for n in ("kv_latent", "k_rope")}
 
 
 def sensitivity(call, x):

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..formulas.multi_latent_page_attention import formula
 from . import ragged_page_attention as ragged
-from ._cache import draw_options, hidden_pages, unseen_slots
+from ._cache import draw_options, hidden_pages, hidden_slots
 from ._draws import along, chance, logits_rounded, pick
 
 __all__ = ["formula"]
@@ -72,9 +72,9 @@ def facts(call, x):
 def hidden(call, x):
     """Tokens of no sequence, and slots that nobody sees."""
     seen = facts(call, x)
-    unseen = unseen_slots(call, seen["pages"], seen["visible"])
+    slots = hidden_slots(call, seen["pages"], seen["visible"])
     tokens = {name: along(~seen["inside"], 0, call.shape(name)) for name in ("q_latent", "q_rope")}
-    return tokens | hidden_pages(call, x, unseen, ("pages",))
+    return tokens | hidden_pages(call, x, slots, ("pages",))
 
 
 def sensitivity(call, x):

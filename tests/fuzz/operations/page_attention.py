@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..formulas.page_attention import formula
-from ._cache import draw_options, draw_quantised, hidden_pages, left_of, page_values, pages_of, unseen_slots
+from ._cache import draw_options, draw_quantised, hidden_pages, hidden_slots, left_of, page_values, pages_of
 from ._draws import along, chance, heads, logits_rounded, pick
 
 __all__ = ["formula"]
@@ -42,8 +42,8 @@ def facts(call, x):
 def hidden(call, x):
     """Queries of empty sequences, and slots that nobody sees."""
     seen = facts(call, x)
-    unseen = unseen_slots(call, seen["pages"], seen["visible"])
-    return {"q": along(~seen["inside"], 0, call.shape("q"))} | hidden_pages(call, x, unseen, POOLS)
+    slots = hidden_slots(call, seen["pages"], seen["visible"])
+    return {"q": along(~seen["inside"], 0, call.shape("q"))} | hidden_pages(call, x, slots, POOLS)
 
 
 def sensitivity(call, x):

@@ -45,8 +45,8 @@ def facts(call, x):
 
 def hidden(call, x):
     """Keys and values that are not seen."""
-    unseen = ~facts(call, x)["visible"][:, :, None, None]
-    return {name: np.broadcast_to(unseen, call.shape(name)) for name in ("k", "v")}
+    masked = ~facts(call, x)["visible"][:, :, None, None]
+    return {name: np.broadcast_to(masked, call.shape(name)) for name in ("k", "v")}
 
 
 def sensitivity(call, x):

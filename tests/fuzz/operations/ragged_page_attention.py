@@ -7,11 +7,11 @@ from ._cache import (
     draw_options,
     draw_quantised,
     hidden_pages,
+    hidden_slots,
     left_of,
     longest_in_step,
     page_values,
     pages_of,
-    unseen_slots,
 )
 from ._draws import along, chance, heads, logits_rounded, pick
 
@@ -80,8 +80,8 @@ def facts(call, x):
 def hidden(call, x):
     """Tokens of no sequence, and slots that nobody sees."""
     seen = facts(call, x)
-    unseen = unseen_slots(call, seen["pages"], seen["visible"])
-    return {"q": along(~seen["inside"], 0, call.shape("q"))} | hidden_pages(call, x, unseen, ("kv_pages",))
+    slots = hidden_slots(call, seen["pages"], seen["visible"])
+    return {"q": along(~seen["inside"], 0, call.shape("q"))} | hidden_pages(call, x, slots, ("kv_pages",))
 
 
 def sensitivity(call, x):

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..formulas.ragged_page_attention_v2_turboquant import formula
 from . import _turboquant, ragged_page_attention
-from ._cache import draw_options, hidden_pages, unseen_slots
+from ._cache import draw_options, hidden_pages, hidden_slots
 from ._draws import along, chance, heads, logits_rounded, pick
 from ._turboquant import DTYPES, MATRICES, NORMS, POOLS, draw_matrices, facts_of_bytes, largest
 
@@ -40,8 +40,8 @@ def facts(call, x):
 def hidden(call, x):
     """Tokens of no sequence, and norms of slots that nobody sees."""
     seen = ragged_page_attention.facts(call, x)
-    unseen = unseen_slots(call, seen["pages"], seen["visible"])
-    return {"q": along(~seen["inside"], 0, call.shape("q"))} | hidden_pages(call, x, unseen, NORMS)
+    slots = hidden_slots(call, seen["pages"], seen["visible"])
+    return {"q": along(~seen["inside"], 0, call.shape("q"))} | hidden_pages(call, x, slots, NORMS)
 
 
 def sensitivity(call, x):

@@ -1,0 +1,1225 @@
+"""Written by tests/modules_stub.py from the signatures of the functions."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, overload
+
+from jax import Array
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Bool, Float, Int8, Int32, Integer, UInt8, UInt32
+
+from ..types import (
+    BlockMask,
+    ConfigLike,
+    CuSeqlens,
+    DropoutKey,
+    LogitsBias,
+    LogitsMask,
+    MaskInfo,
+    Platform,
+    RecurrentState,
+    Scale,
+    Sinks,
+    Window,
+)
+from .base import KernelConfig as KernelConfig
+from .base import create_default_executor as create_default_executor
+from .base import detect_platform as detect_platform
+from .operations.block_mask_of import block_mask_of as block_mask_of
+from .operations.blocksparse_attention import BlocksparseAttention as BlocksparseAttention
+from .operations.configs import BaseOperationConfig
+from .operations.configs import GroupedMatmulConfig as GroupedMatmulConfig
+from .operations.configs import UnifiedAttentionConfig as UnifiedAttentionConfig
+from .operations.differential_attention import differential_attention as differential_attention
+from .operations.flash_attention import FlashAttention as FlashAttention
+from .operations.flash_mla import FlashMLA as FlashMLA
+from .operations.gated_delta_rule import GatedDeltaRule as GatedDeltaRule
+from .operations.gla import GLA as GLA
+from .operations.grouped_matmul import GroupedMatmul as GroupedMatmul
+from .operations.lightning_attention import LightningAttention as LightningAttention
+from .operations.lightning_indexer import lightning_indexer as lightning_indexer
+from .operations.mean_pooling import MeanPooling as MeanPooling
+from .operations.merge_attention import merge_attention as merge_attention
+from .operations.merge_attention_shards import merge_attention_shards as merge_attention_shards
+from .operations.multi_latent_page_attention import MultiLatentPageAttention as MultiLatentPageAttention
+from .operations.native_sparse_attention import NativeSparseAttention as NativeSparseAttention
+from .operations.native_sparse_blocks import NativeSparseBlocks as NativeSparseBlocks
+from .operations.page_attention import PageAttention as PageAttention
+from .operations.page_plan import page_plan as page_plan
+from .operations.quantized_matmul import QuantizedMatmul as QuantizedMatmul
+from .operations.ragged_decode_attention import RaggedDecodeAttention as RaggedDecodeAttention
+from .operations.ragged_gated_delta_rule import RaggedGatedDeltaRule as RaggedGatedDeltaRule
+from .operations.ragged_page_attention import RaggedPageAttention as RaggedPageAttention
+from .operations.ragged_page_attention_v2_turboquant import (
+    RaggedPageAttentionV2TurboQuant as RaggedPageAttentionV2TurboQuant,
+)
+from .operations.ragged_page_attention_v3 import RaggedPageAttentionV3 as RaggedPageAttentionV3
+from .operations.ragged_page_attention_v3_turboquant import (
+    RaggedPageAttentionV3TurboQuant as RaggedPageAttentionV3TurboQuant,
+)
+from .operations.recurrent import Recurrent as Recurrent
+from .operations.ring_order import ring_order as ring_order
+from .operations.state_space_v1 import StateSpaceV1 as StateSpaceV1
+from .operations.state_space_v2 import StateSpaceV2 as StateSpaceV2
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    dropout_rng: Array | None = None,
+    softmax_aux: Array | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    causal: bool = False,
+    sliding_window: Window | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    init_bias: Any = None,
+    deterministic: bool = True,
+    dtype: DTypeLike | None = ...,
+    dropout_prob: float = 0.0,
+    softmax_dtype: Any = None,
+) -> tuple: ...
+@overload
+def blocksparse_attention(
+    q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"] | Float[Array, "kv_tokens kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"] | Float[Array, "kv_tokens kv_heads v_head_dim"],
+    block_mask: BlockMask,
+    bias: LogitsBias | None = None,
+    mask: LogitsMask | None = None,
+    q_segment_ids: Integer[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[Array, "batch kv_len"] | None = None,
+    softmax_aux: Sinks | None = None,
+    cum_seqlens_q: CuSeqlens | None = None,
+    cum_seqlens_k: CuSeqlens | None = None,
+    dropout_seed: int | Integer[Array, ""] | None = None,
+    *,
+    block_size: tuple[int, int] = (128, 128),
+    causal: bool = False,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: Scale | None = None,
+    dropout_prob: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    precision: Literal["e4m3"] | None = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch q_len q_heads v_head_dim"]
+    | Float[Array, "q_tokens q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
+    | tuple[Float[Array, "q_tokens q_heads v_head_dim"], Float[Array, "q_heads q_tokens"]]
+): ...
+@overload
+def blocksparse_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    softmax_aux: Array | None = None,
+    bias: Array | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    causal: bool = True,
+    sliding_window: Window | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    attention_mask: Any = None,
+    chunk_size: Any = None,
+    sequence_parallelism_mesh_axis_name: Any = None,
+    qkv_layouts: Any = None,
+    mask_builder: Any = None,
+    purify: Any = False,
+    fused_backward: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+@overload
+def flash_attention(
+    q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"] | Float[Array, "kv_tokens kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"] | Float[Array, "kv_tokens kv_heads v_head_dim"],
+    bias: LogitsBias | None = None,
+    mask: LogitsMask | None = None,
+    q_segment_ids: Integer[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[Array, "batch kv_len"] | None = None,
+    softmax_aux: Sinks | None = None,
+    cum_seqlens_q: CuSeqlens | None = None,
+    cum_seqlens_k: CuSeqlens | None = None,
+    dropout_seed: int | Integer[Array, ""] | None = None,
+    *,
+    causal: bool = False,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: Scale | None = None,
+    dropout_prob: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    precision: Literal["e4m3"] | None = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch q_len q_heads v_head_dim"]
+    | Float[Array, "q_tokens q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
+    | tuple[Float[Array, "q_tokens q_heads v_head_dim"], Float[Array, "q_heads q_tokens"]]
+): ...
+@overload
+def flash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    cum_seqlens_q: Array | None = None,
+    cum_seqlens_k: Array | None = None,
+    softmax_aux: Array | None = None,
+    block_tables: Array | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    causal: bool = False,
+    sliding_window: Window | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_prob: float = 0.0,
+    dropout_seed: Any = None,
+    normalize_output: Any = True,
+    precision: Any = ...,
+    logits_dtype: Any = ...,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def flash_mla(
+    q: Float[Array, "batch q_len heads head_dim"],
+    kv_latent: Float[Array, "batch kv_len latent_dim"],
+    k_rope: Float[Array, "batch kv_len rope_dim"],
+    w_kc: Float[Array, "latent_dim heads nope_dim"],
+    w_vc: Float[Array, "latent_dim heads v_head_dim"],
+    bias: LogitsBias | None = None,
+    mask: LogitsMask | None = None,
+    q_segment_ids: Integer[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[Array, "batch kv_len"] | None = None,
+    softmax_aux: Sinks | None = None,
+    dropout_seed: int | Integer[Array, ""] | None = None,
+    *,
+    causal: bool = False,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: Scale | None = None,
+    dropout_prob: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch q_len heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len heads v_head_dim"], Float[Array, "batch heads q_len"]]
+): ...
+@overload
+def gated_delta_rule(
+    q: Float[Array, "batch seq_len kv_heads head_dim"],
+    k: Float[Array, "batch seq_len kv_heads head_dim"],
+    v: Float[Array, "batch seq_len q_heads v_head_dim"],
+    beta: Float[Array, "batch seq_len q_heads"],
+    g: Float[Array, "batch seq_len q_heads"] | None = None,
+    initial_state: RecurrentState | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    softmax_scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    return_state: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch seq_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
+): ...
+@overload
+def gated_delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    beta: Array,
+    g: Array | None = None,
+    initial_state: Array | None = None,
+    *,
+    use_qk_l2norm: Any = True,
+    return_state: Any = False,
+    use_chunked: Any = None,
+    autotune_chunk_candidates: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def gla(
+    q: Float[Array, "batch seq_len q_heads head_dim"],
+    k: Float[Array, "batch seq_len kv_heads head_dim"],
+    v: Float[Array, "batch seq_len kv_heads v_head_dim"],
+    g: Float[Array, "batch seq_len q_heads head_dim"],
+    initial_state: RecurrentState | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    softmax_scale: Scale | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch seq_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
+): ...
+@overload
+def grouped_matmul(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "groups k n"]
+    | Int8[Array, "groups k n"]
+    | Float[Array, "groups n k"]
+    | Int8[Array, "groups n k"],
+    group_sizes: Integer[Array, " all_groups"],
+    group_offset: int | Integer[Array, ""] | Integer[Array, " 1"] | None = None,
+    existing_out: Float[Array, "m n"] | None = None,
+    rhs_scale: Float[Array, ""]
+    | Float[Array, " groups"]
+    | Float[Array, "groups n"]
+    | Float[Array, "groups 1 n"]
+    | None = None,
+    *,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike = ...,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Float[Array, "m n"]: ...
+@overload
+def grouped_matmul(
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    group_offset: Array | None = None,
+    existing_out: Array | None = None,
+    rhs_scale: Array | None = None,
+    *,
+    rhs_bias: Any = None,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike = ...,
+    precision: Any = ...,
+    out_shard_callback: Any = None,
+    interpret: Any = None,
+    do_padding: Any = None,
+    use_v2: Any = None,
+    use_v3: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def lightning_attention(
+    q: Float[Array, "batch seq_len q_heads head_dim"],
+    k: Float[Array, "batch seq_len kv_heads head_dim"],
+    v: Float[Array, "batch seq_len kv_heads v_head_dim"],
+    initial_state: RecurrentState | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    g_gamma: Float[Array, " q_heads"] | None = None,
+    *,
+    layer_idx: int,
+    num_layers: int,
+    softmax_scale: Scale | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch seq_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
+): ...
+@overload
+def mean_pooling(
+    x: Float[Array, "batch seq_len features"] | Float[Array, "tokens features"],
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    chunk_size: int | None = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Float[Array, "batch features"] | Float[Array, "sequences features"]: ...
+@overload
+def mean_pooling(
+    x: Array,
+    cu_seqlens: Array | None = None,
+    *,
+    chunk_size: Any = 32,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def multi_latent_page_attention(
+    q_latent: Float[Array, "tokens q_heads latent_dim"],
+    q_rope: Float[Array, "tokens q_heads rope_dim"],
+    pages: Float[Array, "pages page_size latent_dim+rope_dim"] | Int8[Array, "pages page_size latent_dim+rope_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    softmax_aux: Sinks | None = None,
+    k_scale: float | Float[Array, ""] | Float[Array, " 1"] | Float[Array, "pages page_size 1"] | None = None,
+    plan: Int32[Array, "rows items 8"] | None = None,
+    draft_mask: Bool[Array, "tokens drafts"] | None = None,
+    indices: Integer[Array, "tokens top_k"] | None = None,
+    *,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "tokens q_heads latent_dim"]
+    | tuple[Float[Array, "tokens q_heads latent_dim"], Float[Array, "tokens q_heads"]]
+): ...
+def multi_latent_ragged_page_attention(
+    queries_nope: Array,
+    queries_pe: Array,
+    keys_values: Array,
+    keys_pe: Array,
+    kv_pages: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    distribution: Array,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    mask_value: Any = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> tuple: ...
+def multi_latent_ragged_page_attention_v2(
+    queries_nope: Array,
+    queries_pe: Array,
+    keys_values: Array,
+    keys_pe: Array,
+    kv_pages: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    distribution: Array,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    mask_value: Any = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> tuple: ...
+def native_sparse_attention(
+    q: Float[Array, "batch q_len q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    g_cmp: Float[Array, "batch q_len q_heads"] | None = None,
+    g_slc: Float[Array, "batch q_len q_heads"] | None = None,
+    g_swa: Float[Array, "batch q_len q_heads"] | None = None,
+    block_indices: Integer[Array, "batch q_len kv_heads blocks"] | None = None,
+    cum_seqlens: CuSeqlens | None = None,
+    *,
+    block_counts: int = 16,
+    block_size: int = 64,
+    sliding_window: Window | None = None,
+    softmax_scale: Scale | None = None,
+    return_block_indices: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch q_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Int32[Array, "batch q_len kv_heads blocks"]]
+): ...
+def native_sparse_blocks(
+    q: Float[Array, "batch q_len q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    cum_seqlens: CuSeqlens | None = None,
+    *,
+    block_counts: int = 16,
+    block_size: int = 64,
+    softmax_scale: float | None = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Int32[Array, "batch q_len kv_heads block_counts"]: ...
+def page_attention(
+    q: Float[Array, "sequences q_heads head_dim"],
+    k_pages: Float[Array, "pages page_size kv_heads head_dim"] | Int8[Array, "pages page_size kv_heads head_dim"],
+    v_pages: Float[Array, "pages page_size kv_heads v_head_dim"] | Int8[Array, "pages page_size kv_heads v_head_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    softmax_aux: Sinks | None = None,
+    k_scale: float
+    | Float[Array, ""]
+    | Float[Array, " kv_heads"]
+    | Float[Array, "pages page_size kv_heads"]
+    | None = None,
+    v_scale: float
+    | Float[Array, ""]
+    | Float[Array, " kv_heads"]
+    | Float[Array, "pages page_size kv_heads"]
+    | None = None,
+    plan: Int32[Array, "sequences items 8"] | None = None,
+    *,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "sequences q_heads v_head_dim"]
+    | tuple[Float[Array, "sequences q_heads v_head_dim"], Float[Array, "sequences q_heads"]]
+): ...
+@overload
+def quantized_matmul(
+    x: Float[Array, "m k"] | Float[Array, "b m k"],
+    w: UInt32[Array, "rows words"],
+    scales: Float[Array, "rows groups"] | UInt8[Array, "rows groups"],
+    zeros: Float[Array, "rows groups"] | None = None,
+    *,
+    transpose: bool = False,
+    group_size: int | None = None,
+    bits: int | None = None,
+    mode: Literal["affine", "nf4", "mxfp4", "mxfp8", "nvfp4", "nvfp8"] = "affine",
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Float[Array, "m n"] | Float[Array, "b m n"]: ...
+@overload
+def quantized_matmul(
+    x: Array,
+    w: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    *,
+    transpose: Any = False,
+    group_size: Any = None,
+    bits: Any = None,
+    mode: Any = "affine",
+    axis: Any = None,
+    fuse: Any = True,
+    strict_fuse: Any = None,
+    allow_dense_fallback: Any = None,
+    tpu_path: Any = None,
+    use_best_config: Any = None,
+    gemv_mode: Any = None,
+    revsplit_k: Any = None,
+    revsplit_k_parts: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+@overload
+def ragged_decode_attention(
+    q: Float[Array, "batch q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    sequence_start: Integer[Array, " batch"],
+    sequence_end: Integer[Array, " batch"],
+    softmax_aux: Sinks | None = None,
+    *,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_heads v_head_dim"], Float[Array, "batch q_heads"]]
+): ...
+@overload
+def ragged_decode_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    sequence_start: Array,
+    sequence_end: Array,
+    softmax_aux: Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    num_splits: Any = None,
+    return_lse: Any = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+@overload
+def ragged_gated_delta_rule(
+    q: Float[Array, "tokens kv_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens q_heads v_head_dim"],
+    beta: Float[Array, "tokens q_heads"],
+    g: Float[Array, "tokens q_heads"] | None,
+    states: Float[Array, "slots q_heads head_dim v_head_dim"],
+    query_start_loc: CuSeqlens,
+    state_indices: Integer[Array, " sequences"],
+    *,
+    softmax_scale: float | None = None,
+    use_qk_l2norm: bool = True,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> tuple[Float[Array, "tokens q_heads v_head_dim"], Float[Array, "slots q_heads head_dim v_head_dim"]]: ...
+@overload
+def ragged_gated_delta_rule(
+    query: Array,
+    key: Array,
+    value: Array,
+    beta: Array,
+    decay: Array | None = None,
+    recurrent_state: Array | None = None,
+    query_start_loc: Array | None = None,
+    state_indices: Array | None = None,
+    *,
+    use_qk_l2norm: Any = True,
+    chunk_size: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def ragged_page_attention(
+    q: Float[Array, "tokens q_heads head_dim"],
+    kv_pages: Float[Array, "pages page_size keys_and_values head_dim"]
+    | Int8[Array, "pages page_size keys_and_values head_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    softmax_aux: Sinks | None = None,
+    k_scale: float
+    | Float[Array, ""]
+    | Float[Array, " kv_heads"]
+    | Float[Array, "pages page_size kv_heads"]
+    | None = None,
+    v_scale: float
+    | Float[Array, ""]
+    | Float[Array, " kv_heads"]
+    | Float[Array, "pages page_size kv_heads"]
+    | None = None,
+    draft_mask: Bool[Array, "tokens drafts"] | None = None,
+    plan: Int32[Array, "rows items 8"] | None = None,
+    *,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
+): ...
+def ragged_page_attention_v2(
+    q: Array,
+    kv_pages: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array,
+    softmax_aux: Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    compute_dtype: Any = ...,
+    mask_value: Any = None,
+    optimized: Any = None,
+    vmem_limit_bytes: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Array: ...
+@overload
+def ragged_page_attention_v2_turboquant(
+    q: Float[Array, "tokens q_heads head_dim"],
+    key_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
+    key_signs_pages: UInt8[Array, "pages page_size kv_heads sign_bytes"],
+    key_norms_pages: Float[Array, "pages page_size kv_heads 2"],
+    value_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
+    value_norms_pages: Float[Array, "pages page_size kv_heads"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    rotation_matrix: Float[Array, "head_dim head_dim"],
+    qjl_projection: Float[Array, "qjl_dim head_dim"],
+    key_codebook: Float[Array, " key_entries"],
+    value_codebook: Float[Array, " value_entries"],
+    softmax_aux: Sinks | None = None,
+    *,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "tokens q_heads head_dim"]
+    | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
+): ...
+@overload
+def ragged_page_attention_v2_turboquant(
+    q: Array,
+    key_indices_pages: Array,
+    key_signs_pages: Array,
+    key_norms_pages: Array,
+    value_indices_pages: Array,
+    value_norms_pages: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array,
+    rotation_matrix: Array,
+    qjl_projection: Array,
+    key_codebook: Array,
+    value_codebook: Array,
+    softmax_aux: Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    bits: Any = None,
+    qjl_dim: Any = None,
+    compute_dtype: Any = ...,
+    mask_value: Any = None,
+    vmem_limit_bytes: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+@overload
+def ragged_page_attention_v3(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    kv_pages: Float[Array, "pages page_size 2*kv_heads head_dim"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    softmax_aux: Sinks | None = None,
+    *,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "pages page_size 2*kv_heads head_dim"]]
+    | tuple[
+        Float[Array, "tokens q_heads head_dim"],
+        Float[Array, "tokens q_heads"],
+        Float[Array, "pages page_size 2*kv_heads head_dim"],
+    ]
+): ...
+@overload
+def ragged_page_attention_v3(
+    q: Array,
+    k: Array,
+    v: Array,
+    kv_pages: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array,
+    softmax_aux: Array | None = None,
+    *,
+    softmax_scale: float | None = 1.0,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    vmem_limit_bytes: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+@overload
+def ragged_page_attention_v3_turboquant(
+    q: Float[Array, "tokens q_heads head_dim"],
+    k: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"],
+    key_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
+    key_signs_pages: UInt8[Array, "pages page_size kv_heads sign_bytes"],
+    key_norms_pages: Float[Array, "pages page_size kv_heads 2"],
+    value_indices_pages: UInt8[Array, "pages page_size kv_heads index_bytes"],
+    value_norms_pages: Float[Array, "pages page_size kv_heads"],
+    context_lens: Integer[Array, " sequences"],
+    block_tables: Integer[Array, "sequences pages_per_seq"],
+    query_start_loc: Integer[Array, " sequences+1"],
+    num_seqs: int | Integer[Array, ""] | Integer[Array, " 1"],
+    rotation_matrix: Float[Array, "head_dim head_dim"],
+    qjl_projection: Float[Array, "qjl_dim head_dim"],
+    key_codebook: Float[Array, " key_entries"],
+    value_codebook: Float[Array, " value_entries"],
+    softmax_aux: Sinks | None = None,
+    *,
+    sliding_window: Window | None = None,
+    logits_soft_cap: float | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    tuple[
+        Float[Array, "tokens q_heads head_dim"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        UInt8[Array, "pages page_size kv_heads sign_bytes"],
+        Float[Array, "pages page_size kv_heads 2"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        Float[Array, "pages page_size kv_heads"],
+    ]
+    | tuple[
+        Float[Array, "tokens q_heads head_dim"],
+        Float[Array, "tokens q_heads"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        UInt8[Array, "pages page_size kv_heads sign_bytes"],
+        Float[Array, "pages page_size kv_heads 2"],
+        UInt8[Array, "pages page_size kv_heads index_bytes"],
+        Float[Array, "pages page_size kv_heads"],
+    ]
+): ...
+@overload
+def ragged_page_attention_v3_turboquant(
+    q: Array,
+    k: Array,
+    v: Array,
+    key_indices_pages: Array,
+    key_signs_pages: Array,
+    key_norms_pages: Array,
+    value_indices_pages: Array,
+    value_norms_pages: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    num_seqs: Array,
+    rotation_matrix: Array,
+    qjl_projection: Array,
+    key_codebook: Array,
+    value_codebook: Array,
+    softmax_aux: Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    bits: Any = None,
+    qjl_dim: Any = None,
+    vmem_limit_bytes: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def recurrent(
+    q: Float[Array, "batch seq_len q_heads head_dim"],
+    k: Float[Array, "batch seq_len kv_heads head_dim"],
+    v: Float[Array, "batch seq_len kv_heads v_head_dim"],
+    g: Float[Array, "batch seq_len q_heads"] | None = None,
+    gk: Float[Array, "batch seq_len q_heads head_dim"] | None = None,
+    gv: Float[Array, "batch seq_len q_heads v_head_dim"] | None = None,
+    g_gamma: Float[Array, " q_heads"] | None = None,
+    initial_state: RecurrentState | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    softmax_scale: Scale | None = None,
+    reverse: bool = False,
+    return_state: bool = False,
+    axis_name: str | tuple[str, ...] | None = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch seq_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
+): ...
+@overload
+def ring_attention(
+    q: Float[Array, "batch q_len q_heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads v_head_dim"],
+    bias: Float[Array, "#batch #q_heads #q_len #all_keys"]
+    | Float[Array, "#q_heads #q_len #all_keys"]
+    | Float[Array, "#q_len #all_keys"]
+    | Float[Array, " #all_keys"]
+    | Float[Array, ""]
+    | None = None,
+    mask: Bool[Array, "#batch #q_heads #q_len #all_keys"]
+    | Bool[Array, "#q_heads #q_len #all_keys"]
+    | Bool[Array, "#q_len #all_keys"]
+    | Bool[Array, " #all_keys"]
+    | Bool[Array, ""]
+    | None = None,
+    q_segment_ids: Integer[Array, "batch q_len"] | None = None,
+    kv_segment_ids: Integer[Array, "batch kv_len"] | None = None,
+    sinks: Sinks | None = None,
+    cu_seqlens_q: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+    dropout_key: DropoutKey | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    layout: Literal["zigzag", "striped", "contiguous"] = "zigzag",
+    strategy: Literal["auto", "ring", "all_gather", "ulysses"] = "auto",
+    causal: bool = False,
+    window: Window | None = None,
+    softcap: float | None = None,
+    softmax_scale: Scale | None = None,
+    dropout_rate: float = 0.0,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    batch_invariant: bool = False,
+    precision: Literal["e4m3"] | None = None,
+    config: ConfigLike | None = None,
+) -> (
+    Float[Array, "batch q_len q_heads v_head_dim"]
+    | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
+): ...
+@overload
+def ring_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    softmax_aux: Array | None = None,
+    bias: Array | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    causal: bool = False,
+    sliding_window: Window | None = None,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    axis_name: Any = None,
+    chunk_size: Any = None,
+    mask_builder: Any = None,
+    fused_backward: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def scaled_dot_product_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    cum_seqlens_q: Array | None = None,
+    cum_seqlens_k: Array | None = None,
+    *,
+    mask_info: MaskInfo | None = None,
+    causal: bool = False,
+    sliding_window: Window | None = None,
+    softmax_scale: float | None = None,
+    init_bias: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Array: ...
+@overload
+def state_space_v1(
+    x: Float[Array, "batch seq_len channels"],
+    A: Float[Array, "channels state"],
+    B: Float[Array, "batch seq_len state"],
+    C: Float[Array, "batch seq_len state"],
+    D: Float[Array, " channels"] | None,
+    dt: Float[Array, "batch seq_len channels"],
+    initial_state: Float[Array, "batch channels state"] | Float[Array, "sequences channels state"] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    return_state: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch seq_len channels"]
+    | tuple[
+        Float[Array, "batch seq_len channels"],
+        Float[Array, "batch channels state"] | Float[Array, "sequences channels state"],
+    ]
+): ...
+@overload
+def state_space_v1(
+    x: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    D: Array,
+    dt: Array,
+    gate: Array | None = None,
+    initial_state: Array | None = None,
+    conv_state: Array | None = None,
+    *,
+    act_fn: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+@overload
+def state_space_v2(
+    x: Float[Array, "batch seq_len heads head_dim"],
+    A: Float[Array, " heads"],
+    B: Float[Array, "batch seq_len groups state"],
+    C: Float[Array, "batch seq_len groups state"],
+    D: Float[Array, " heads"] | None,
+    dt: Float[Array, "batch seq_len heads"],
+    initial_state: Float[Array, "batch heads head_dim state"]
+    | Float[Array, "sequences heads head_dim state"]
+    | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    return_state: bool = False,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> (
+    Float[Array, "batch seq_len heads head_dim"]
+    | tuple[
+        Float[Array, "batch seq_len heads head_dim"],
+        Float[Array, "batch heads head_dim state"] | Float[Array, "sequences heads head_dim state"],
+    ]
+): ...
+@overload
+def state_space_v2(
+    x: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    D: Array,
+    dt: Array,
+    gate: Array | None = None,
+    initial_state: Array | None = None,
+    conv_state: Array | None = None,
+    *,
+    n_groups: Any = None,
+    act_fn: Any = None,
+    use_gated_rmsnorm: Any = False,
+    rmsnorm_eps: Any = 1e-05,
+    precision: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Any: ...
+def unified_attention(
+    q: Array,
+    key_cache: Array,
+    value_cache: Array,
+    context_lens: Array,
+    block_tables: Array,
+    query_start_loc: Array,
+    alibi_slopes: Array | None = None,
+    qq_bias: Array | None = None,
+    softmax_aux: Array | None = None,
+    *,
+    softmax_scale: float | None = None,
+    logits_soft_cap: float | None = None,
+    sliding_window: Window | None = None,
+    causal: bool = True,
+    seq_threshold_3d: Any = None,
+    platform: Platform | str | None = None,
+    cfg: ConfigLike | BaseOperationConfig | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Mapping[str, PartitionSpec]
+    | tuple[PartitionSpec, ...]
+    | list[PartitionSpec]
+    | tuple[PartitionSpec | None, ...]
+    | None = None,
+    out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
+) -> Array: ...
