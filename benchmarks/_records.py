@@ -69,7 +69,7 @@ def _device_state() -> str | None:
 
 @dataclass(frozen=True)
 class Record:
-    """One file."""
+    """A record of a run, which is one file in benchmarks/results."""
 
     name: str
 
@@ -80,7 +80,7 @@ class Record:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Its rows."""
+        """The rows of the record, which are measurements."""
         return self.content["rows"]
 
     @property

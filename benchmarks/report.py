@@ -43,7 +43,7 @@ def documents() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Writes the documents."""
+    """Writes the documents whose tables are generated from the records."""
     for path, text in documents().items():
         path.write_text(text)
 

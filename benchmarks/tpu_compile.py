@@ -118,7 +118,7 @@ def outcome(program: Program) -> float | str:
 
 
 def compiled(program: Program) -> Any:
-    """The executable."""
+    """The executable of a program, by the TPU compiler."""
     operation = KERNELS[program.primitive].algorithm.name
     x, spec = call(operation, shapes_of(operation)[program.shape])
     return compiled_call(program.generation, program.primitive, x, spec, program.config)

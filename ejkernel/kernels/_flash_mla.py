@@ -111,7 +111,7 @@ def register(
     def flash_mla(
         *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
     ) -> Outputs:
-        """o and lse."""
+        """The results o and lse, by attention over the expanded keys and values."""
         x = Operands(*operands)
         check(flash_mla, x, config)
         return forward(kernels().forward, x, spec, config)

@@ -170,7 +170,7 @@ def _of_sequences(a: Array, x: Operands) -> Array:
 
 
 def _of_heads(a: Array) -> Array:
-    """[b?,h] -> [b?,1,h,1]."""
+    """Numbers of heads with the axes of tokens and features, [b?,h] -> [b?,1,h,1]."""
     return _wide(a)[:, None, :, None]
 
 

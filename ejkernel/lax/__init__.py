@@ -1,6 +1,6 @@
 """Kernels as operations of JAX: pure functions of arrays and static options, one operation per file.
 
-They are imported one by one for type checkers and editors; `tests/test_typed_api.py` checks that none is missing.
+Type checkers and editors read their signatures in `__init__.pyi`, which `tests/stubs.py` writes.
 """
 
 from .block_mask_of import block_mask_of

@@ -7,12 +7,14 @@ static options, so that a call costs little more than one of a jitted function.
 import functools
 import inspect
 import os
+from collections.abc import Callable
 from dataclasses import is_dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
+from typing import Any
 
 import jax
 
-from ..modules._signatures import Declared, annotations_of, result_type
+from ..modules._operation import Operation
+from ..modules._signatures import annotations_of, result_type
 from ..types import ConfigLike
 
 _READ_WHILE_TRACING = (
@@ -25,22 +27,11 @@ _READ_WHILE_TRACING = (
 )
 
 
-P = ParamSpec("P")
-Result = TypeVar("Result", covariant=True)
+def native(operation: type[Operation]) -> Callable[..., Any]:
+    """The function of an operation in the lax API: the signature of its arguments and `config`.
 
-
-@runtime_checkable
-class Native(Protocol[P, Result]):
-    """A function of `ejkernel.lax`: the signature P and `config`, which no type checker can add to P otherwise."""
-
-    @overload
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result: ...
-    @overload
-    def __call__(self, *args: Any, config: ConfigLike | None, **kwargs: Any) -> Result: ...
-
-
-def native(operation: type[Declared[P, Result]]) -> Native[P, Result]:
-    """The function of an operation in the lax API: the signature of its arguments and `config`."""
+    Type checkers read it in the stub of the package.
+    """
     name = operation.algorithm.name
     signature = inspect.signature(operation.prepare_arguments)
     config = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigLike | None)

@@ -1,6 +1,6 @@
 """Operations as kernel objects and as functions that choose their platform and mesh.
 
-They are imported one by one for type checkers and editors; `tests/test_typed_api.py` checks that none is missing.
+Type checkers and editors read their signatures in `__init__.pyi`, which `tests/stubs.py` writes.
 """
 
 from . import _release_dense as _release_dense  # the four register their translations

@@ -1,4 +1,4 @@
-"""Written by tests/modules_stub.py from the signatures of the functions."""
+"""Written by tests/stubs.py from the signatures of the functions."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, overload
@@ -80,7 +80,9 @@ def attention(
     dtype: DTypeLike | None = ...,
     dropout_prob: float = 0.0,
     softmax_dtype: Any = None,
-) -> tuple: ...
+) -> tuple:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def blocksparse_attention(
     q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
@@ -118,7 +120,9 @@ def blocksparse_attention(
     | Float[Array, "q_tokens q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
     | tuple[Float[Array, "q_tokens q_heads v_head_dim"], Float[Array, "q_heads q_tokens"]]
-): ...
+):
+    """`ejkernel.lax.blocksparse_attention`, with a choice of platform and mesh."""
+
 @overload
 def blocksparse_attention(
     q: Array,
@@ -148,7 +152,9 @@ def blocksparse_attention(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def flash_attention(
     q: Float[Array, "batch q_len q_heads head_dim"] | Float[Array, "q_tokens q_heads head_dim"],
@@ -184,7 +190,9 @@ def flash_attention(
     | Float[Array, "q_tokens q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
     | tuple[Float[Array, "q_tokens q_heads v_head_dim"], Float[Array, "q_heads q_tokens"]]
-): ...
+):
+    """`ejkernel.lax.flash_attention`, with a choice of platform and mesh."""
+
 @overload
 def flash_attention(
     q: Array,
@@ -215,7 +223,9 @@ def flash_attention(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def flash_mla(
     q: Float[Array, "batch q_len heads head_dim"],
     kv_latent: Float[Array, "batch kv_len latent_dim"],
@@ -245,7 +255,9 @@ def flash_mla(
 ) -> (
     Float[Array, "batch q_len heads v_head_dim"]
     | tuple[Float[Array, "batch q_len heads v_head_dim"], Float[Array, "batch heads q_len"]]
-): ...
+):
+    """`ejkernel.lax.flash_mla`, with a choice of platform and mesh."""
+
 @overload
 def gated_delta_rule(
     q: Float[Array, "batch seq_len kv_heads head_dim"],
@@ -267,7 +279,9 @@ def gated_delta_rule(
 ) -> (
     Float[Array, "batch seq_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
-): ...
+):
+    """`ejkernel.lax.gated_delta_rule`, with a choice of platform and mesh."""
+
 @overload
 def gated_delta_rule(
     q: Array,
@@ -290,7 +304,9 @@ def gated_delta_rule(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def gla(
     q: Float[Array, "batch seq_len q_heads head_dim"],
     k: Float[Array, "batch seq_len kv_heads head_dim"],
@@ -311,7 +327,9 @@ def gla(
 ) -> (
     Float[Array, "batch seq_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
-): ...
+):
+    """`ejkernel.lax.gla`, with a choice of platform and mesh."""
+
 @overload
 def grouped_matmul(
     lhs: Float[Array, "m k"],
@@ -335,7 +353,9 @@ def grouped_matmul(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Float[Array, "m n"]: ...
+) -> Float[Array, "m n"]:
+    """`ejkernel.lax.grouped_matmul`, with a choice of platform and mesh."""
+
 @overload
 def grouped_matmul(
     lhs: Array,
@@ -363,7 +383,9 @@ def grouped_matmul(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def lightning_attention(
     q: Float[Array, "batch seq_len q_heads head_dim"],
     k: Float[Array, "batch seq_len kv_heads head_dim"],
@@ -386,7 +408,9 @@ def lightning_attention(
 ) -> (
     Float[Array, "batch seq_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
-): ...
+):
+    """`ejkernel.lax.lightning_attention`, with a choice of platform and mesh."""
+
 @overload
 def mean_pooling(
     x: Float[Array, "batch seq_len features"] | Float[Array, "tokens features"],
@@ -398,7 +422,9 @@ def mean_pooling(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Float[Array, "batch features"] | Float[Array, "sequences features"]: ...
+) -> Float[Array, "batch features"] | Float[Array, "sequences features"]:
+    """`ejkernel.lax.mean_pooling`, with a choice of platform and mesh."""
+
 @overload
 def mean_pooling(
     x: Array,
@@ -414,7 +440,9 @@ def mean_pooling(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def multi_latent_page_attention(
     q_latent: Float[Array, "tokens q_heads latent_dim"],
     q_rope: Float[Array, "tokens q_heads rope_dim"],
@@ -443,7 +471,9 @@ def multi_latent_page_attention(
 ) -> (
     Float[Array, "tokens q_heads latent_dim"]
     | tuple[Float[Array, "tokens q_heads latent_dim"], Float[Array, "tokens q_heads"]]
-): ...
+):
+    """`ejkernel.lax.multi_latent_page_attention`, with a choice of platform and mesh."""
+
 def multi_latent_ragged_page_attention(
     queries_nope: Array,
     queries_pe: Array,
@@ -471,7 +501,9 @@ def multi_latent_ragged_page_attention(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> tuple: ...
+) -> tuple:
+    """In the form of ejkernel 0.0.78."""
+
 def multi_latent_ragged_page_attention_v2(
     queries_nope: Array,
     queries_pe: Array,
@@ -499,7 +531,9 @@ def multi_latent_ragged_page_attention_v2(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> tuple: ...
+) -> tuple:
+    """In the form of ejkernel 0.0.78."""
+
 def native_sparse_attention(
     q: Float[Array, "batch q_len q_heads head_dim"],
     k: Float[Array, "batch kv_len kv_heads head_dim"],
@@ -523,7 +557,9 @@ def native_sparse_attention(
 ) -> (
     Float[Array, "batch q_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Int32[Array, "batch q_len kv_heads blocks"]]
-): ...
+):
+    """`ejkernel.lax.native_sparse_attention`, with a choice of platform and mesh."""
+
 def native_sparse_blocks(
     q: Float[Array, "batch q_len q_heads head_dim"],
     k: Float[Array, "batch kv_len kv_heads head_dim"],
@@ -537,7 +573,9 @@ def native_sparse_blocks(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Int32[Array, "batch q_len kv_heads block_counts"]: ...
+) -> Int32[Array, "batch q_len kv_heads block_counts"]:
+    """`ejkernel.lax.native_sparse_blocks`, with a choice of platform and mesh."""
+
 def page_attention(
     q: Float[Array, "sequences q_heads head_dim"],
     k_pages: Float[Array, "pages page_size kv_heads head_dim"] | Int8[Array, "pages page_size kv_heads head_dim"],
@@ -571,7 +609,9 @@ def page_attention(
 ) -> (
     Float[Array, "sequences q_heads v_head_dim"]
     | tuple[Float[Array, "sequences q_heads v_head_dim"], Float[Array, "sequences q_heads"]]
-): ...
+):
+    """`ejkernel.lax.page_attention`, with a choice of platform and mesh."""
+
 @overload
 def quantized_matmul(
     x: Float[Array, "m k"] | Float[Array, "b m k"],
@@ -588,7 +628,9 @@ def quantized_matmul(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Float[Array, "m n"] | Float[Array, "b m n"]: ...
+) -> Float[Array, "m n"] | Float[Array, "b m n"]:
+    """`ejkernel.lax.quantized_matmul`, with a choice of platform and mesh."""
+
 @overload
 def quantized_matmul(
     x: Array,
@@ -618,7 +660,9 @@ def quantized_matmul(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def ragged_decode_attention(
     q: Float[Array, "batch q_heads head_dim"],
@@ -641,7 +685,9 @@ def ragged_decode_attention(
 ) -> (
     Float[Array, "batch q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_heads v_head_dim"], Float[Array, "batch q_heads"]]
-): ...
+):
+    """`ejkernel.lax.ragged_decode_attention`, with a choice of platform and mesh."""
+
 @overload
 def ragged_decode_attention(
     q: Array,
@@ -665,7 +711,9 @@ def ragged_decode_attention(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def ragged_gated_delta_rule(
     q: Float[Array, "tokens kv_heads head_dim"],
@@ -684,7 +732,9 @@ def ragged_gated_delta_rule(
     mesh: Mesh | AbstractMesh | None = None,
     in_specs: Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> tuple[Float[Array, "tokens q_heads v_head_dim"], Float[Array, "slots q_heads head_dim v_head_dim"]]: ...
+) -> tuple[Float[Array, "tokens q_heads v_head_dim"], Float[Array, "slots q_heads head_dim v_head_dim"]]:
+    """`ejkernel.lax.ragged_gated_delta_rule`, with a choice of platform and mesh."""
+
 @overload
 def ragged_gated_delta_rule(
     query: Array,
@@ -707,7 +757,9 @@ def ragged_gated_delta_rule(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def ragged_page_attention(
     q: Float[Array, "tokens q_heads head_dim"],
     kv_pages: Float[Array, "pages page_size keys_and_values head_dim"]
@@ -744,7 +796,9 @@ def ragged_page_attention(
 ) -> (
     Float[Array, "tokens q_heads head_dim"]
     | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
-): ...
+):
+    """`ejkernel.lax.ragged_page_attention`, with a choice of platform and mesh."""
+
 def ragged_page_attention_v2(
     q: Array,
     kv_pages: Array,
@@ -770,7 +824,9 @@ def ragged_page_attention_v2(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Array: ...
+) -> Array:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def ragged_page_attention_v2_turboquant(
     q: Float[Array, "tokens q_heads head_dim"],
@@ -801,7 +857,9 @@ def ragged_page_attention_v2_turboquant(
 ) -> (
     Float[Array, "tokens q_heads head_dim"]
     | tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "tokens q_heads"]]
-): ...
+):
+    """`ejkernel.lax.ragged_page_attention_v2_turboquant`, with a choice of platform and mesh."""
+
 @overload
 def ragged_page_attention_v2_turboquant(
     q: Array,
@@ -837,7 +895,9 @@ def ragged_page_attention_v2_turboquant(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def ragged_page_attention_v3(
     q: Float[Array, "tokens q_heads head_dim"],
@@ -866,7 +926,9 @@ def ragged_page_attention_v3(
         Float[Array, "tokens q_heads"],
         Float[Array, "pages page_size 2*kv_heads head_dim"],
     ]
-): ...
+):
+    """`ejkernel.lax.ragged_page_attention_v3`, with a choice of platform and mesh."""
+
 @overload
 def ragged_page_attention_v3(
     q: Array,
@@ -895,7 +957,9 @@ def ragged_page_attention_v3(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def ragged_page_attention_v3_turboquant(
     q: Float[Array, "tokens q_heads head_dim"],
@@ -943,7 +1007,9 @@ def ragged_page_attention_v3_turboquant(
         UInt8[Array, "pages page_size kv_heads index_bytes"],
         Float[Array, "pages page_size kv_heads"],
     ]
-): ...
+):
+    """`ejkernel.lax.ragged_page_attention_v3_turboquant`, with a choice of platform and mesh."""
+
 @overload
 def ragged_page_attention_v3_turboquant(
     q: Array,
@@ -979,7 +1045,9 @@ def ragged_page_attention_v3_turboquant(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def recurrent(
     q: Float[Array, "batch seq_len q_heads head_dim"],
     k: Float[Array, "batch seq_len kv_heads head_dim"],
@@ -1003,7 +1071,9 @@ def recurrent(
 ) -> (
     Float[Array, "batch seq_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch seq_len q_heads v_head_dim"], RecurrentState]
-): ...
+):
+    """`ejkernel.lax.recurrent`, with a choice of platform and mesh."""
+
 @overload
 def ring_attention(
     q: Float[Array, "batch q_len q_heads head_dim"],
@@ -1046,7 +1116,9 @@ def ring_attention(
 ) -> (
     Float[Array, "batch q_len q_heads v_head_dim"]
     | tuple[Float[Array, "batch q_len q_heads v_head_dim"], Float[Array, "batch q_heads q_len"]]
-): ...
+):
+    """`ejkernel.lax.ring_attention`, with a choice of platform and mesh."""
+
 @overload
 def ring_attention(
     q: Array,
@@ -1073,7 +1145,9 @@ def ring_attention(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def scaled_dot_product_attention(
     q: Array,
     k: Array,
@@ -1096,7 +1170,9 @@ def scaled_dot_product_attention(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Array: ...
+) -> Array:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def state_space_v1(
     x: Float[Array, "batch seq_len channels"],
@@ -1120,7 +1196,9 @@ def state_space_v1(
         Float[Array, "batch seq_len channels"],
         Float[Array, "batch channels state"] | Float[Array, "sequences channels state"],
     ]
-): ...
+):
+    """`ejkernel.lax.state_space_v1`, with a choice of platform and mesh."""
+
 @overload
 def state_space_v1(
     x: Array,
@@ -1143,7 +1221,9 @@ def state_space_v1(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 @overload
 def state_space_v2(
     x: Float[Array, "batch seq_len heads head_dim"],
@@ -1169,7 +1249,9 @@ def state_space_v2(
         Float[Array, "batch seq_len heads head_dim"],
         Float[Array, "batch heads head_dim state"] | Float[Array, "sequences heads head_dim state"],
     ]
-): ...
+):
+    """`ejkernel.lax.state_space_v2`, with a choice of platform and mesh."""
+
 @overload
 def state_space_v2(
     x: Array,
@@ -1196,7 +1278,9 @@ def state_space_v2(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Any: ...
+) -> Any:
+    """In the form of ejkernel 0.0.78."""
+
 def unified_attention(
     q: Array,
     key_cache: Array,
@@ -1222,4 +1306,5 @@ def unified_attention(
     | tuple[PartitionSpec | None, ...]
     | None = None,
     out_specs: PartitionSpec | tuple[PartitionSpec, ...] | list[PartitionSpec] | None = None,
-) -> Array: ...
+) -> Array:
+    """In the form of ejkernel 0.0.78."""

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,8 @@ from ..kernels._registry import kernel_registry
 from ..ops import default_executor
 from ..types import ConfigLike, Platform
 from ._operation import Operation, lax_arguments, modules_names, modules_parameters
-from ._signatures import Declared, annotations_of, result_type
+from ._signatures import annotations_of, result_type
 from .operations._arguments import config_of
-
-Result = TypeVar("Result")
 
 _SPECS = Mapping[str, PartitionSpec] | tuple[PartitionSpec, ...] | list[PartitionSpec]
 OWN_PARAMETERS = {
@@ -30,7 +28,7 @@ OWN_PARAMETERS = {
 }
 
 
-def public_function(operation: type[Declared[..., Result]]) -> Callable[..., Result]:
+def public_function(operation: type[Operation]) -> Callable[..., Any]:
     """The function of an operation in `ejkernel.modules`."""
     name = operation.algorithm.name
     parameters = modules_parameters(operation)

@@ -1,20 +1,9 @@
-"""The declared types of an operation, for the functions that are made from it and for type checkers."""
+"""The declared types of an operation, for the functions that are made from it."""
 
 import inspect
-from typing import Any, ParamSpec, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, get_args
 
-from ._operation import Operation, Prepared
-
-P = ParamSpec("P")
-Result = TypeVar("Result", covariant=True)
-
-
-@runtime_checkable
-class Declared(Protocol[P, Result]):
-    """An operation as a type checker sees it: the parameters and the declared type of the result."""
-
-    @staticmethod
-    def prepare_arguments(*args: P.args, **kwargs: P.kwargs) -> Prepared[Result]: ...
+from ._operation import Operation
 
 
 def result_type(operation: type[Operation]) -> Any:

@@ -36,7 +36,7 @@ class Operands(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """o [b,m,n]."""
+    """The results: the product o [b,m,n]."""
 
     o: Any
 

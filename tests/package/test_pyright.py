@@ -1,6 +1,6 @@
 """The public API in an editor: pyright accepts the right calls of tests/typed, and reports all wrong ones.
 
-Of functions of `ejkernel.modules` it reads the stub, which is written from the signatures that they have when imported.
+It reads the stubs of `ejkernel.lax` and `ejkernel.modules`, which are written from the signatures that functions have.
 """
 
 import json
@@ -27,10 +27,10 @@ def found() -> dict[Path, set[int]]:
     return lines
 
 
-def test_the_stub_has_the_signatures():
+def test_the_stubs_have_the_signatures():
     """In another process, since here the import hook of the tests changes annotations."""
-    ran = subprocess.run([sys.executable, str(ROOT / "tests/modules_stub.py")], cwd=ROOT, timeout=600)
-    assert ran.returncode == 0, "ejkernel/modules/__init__.pyi: python tests/modules_stub.py --write"
+    ran = subprocess.run([sys.executable, str(ROOT / "tests/stubs.py")], cwd=ROOT, timeout=600)
+    assert ran.returncode == 0, "a stub is not up to date: python tests/stubs.py --write"
 
 
 def test_right_calls_have_no_error(found):

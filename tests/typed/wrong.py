@@ -13,6 +13,7 @@ lax.flash_attention(q, k, v, window="8")  # wrong: a number, or a pair
 lax.flash_attention(q, k, v, softcap="30")  # wrong: a number
 lax.flash_attention(q, k, "v")  # wrong: an array
 lax.flash_attention(q, k, v, config=64)  # wrong: a config
+lax.flash_attention(q, k, v, casual=True, config={"block_q": 64})  # wrong: no such option
 modules.gla(q, k, v, q).lse  # wrong: an array, or two
 modules.flash_attn(q, k, v)  # wrong: no such function
 lax.ring_order(8, 2, "spiral")  # wrong: no such layout

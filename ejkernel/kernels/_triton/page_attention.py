@@ -39,7 +39,7 @@ def page_attention(
     spec: CacheSpec = CacheSpec(),
     config: PageAttentionConfig = PageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of page_attention, by the Triton kernels."""
     from ._paged.launch import Step, attend
 
     x = Operands(*operands)

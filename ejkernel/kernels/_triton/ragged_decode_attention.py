@@ -40,7 +40,7 @@ def ragged_decode_attention(
     spec: CacheSpec = CacheSpec(),
     config: RaggedDecodeAttentionConfig = RaggedDecodeAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of ragged_decode_attention, by the Triton kernels."""
     from ._paged.launch import Step, attend
 
     x = Operands(*operands)

@@ -45,7 +45,7 @@ def ragged_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of ragged_page_attention, by the Triton kernels."""
     x = Operands(*operands)
     _paged.check("ragged_page_attention", excess(x, config))
     return attended(x, spec, config)

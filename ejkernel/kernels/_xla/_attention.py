@@ -90,13 +90,13 @@ def fold_heads(x: Array, groups: int) -> Array:
 
 
 def fold_rows(x: Array, groups: int) -> Array:
-    """[b,s,h,e] -> [b,g,r,s,e]."""
+    """Groups the heads that share a key/value head, [b,s,h,e] -> [b,g,r,s,e]."""
     b, s, h, e = x.shape
     return lax.reshape(lax.transpose(x, (0, 2, 1, 3)), (b, groups, h // groups, s, e))
 
 
 def unfold_rows(x: Array) -> Array:
-    """[b,g,r,s,e] -> [b,s,h,e]."""
+    """The inverse of `fold_rows`, [b,g,r,s,e] -> [b,s,h,e]."""
     b, g, r, s, e = x.shape
     return lax.transpose(lax.reshape(x, (b, g * r, s, e)), (0, 2, 1, 3))
 

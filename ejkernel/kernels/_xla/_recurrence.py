@@ -65,7 +65,7 @@ def _gates_of_heads(x: Operands, dtype: Any) -> Array | None:
 
 
 def _initial_state(x: Operands, dtype: Any) -> Array:
-    """[b,n,h,d,e]."""
+    """The initial states of all sequences, [b,n,h,d,e]."""
     state = (x.q.shape[2], x.q.shape[3], x.v.shape[3])
     return initial_states(x, x.initial_state, state, x.spans, dtype)
 
@@ -118,7 +118,7 @@ def recurrence(
 
 
 def _divided(tokens: tuple, blocks: int) -> tuple:
-    """[b,h,size,…] -> [blocks,b,h,block,…]."""
+    """Divides tokens into blocks, [b,h,size,…] -> [blocks,b,h,block,…]."""
     return jax.tree.map(
         lambda a: jnp.moveaxis(a.reshape(*a.shape[:2], blocks, a.shape[2] // blocks, *a.shape[3:]), 2, 0), tokens
     )

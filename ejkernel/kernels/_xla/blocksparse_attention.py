@@ -54,7 +54,7 @@ def blocksparse_attention(
     spec: BlocksparseAttentionSpec = BlocksparseAttentionSpec(),
     config: KernelConfig = KernelConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of blocksparse_attention, in XLA."""
     operands = Operands(*operands)
     if spec.batch_invariant:
         alone = partial(blocksparse_attention, spec=replace(spec, batch_invariant=False), config=config)

@@ -49,7 +49,7 @@ def reference(*operands, spec=FlashAttentionSpec()) -> Outputs:
 def flash_mla(
     *operands: Array | None, spec: FlashAttentionSpec = FlashAttentionSpec(), config: KernelConfig = KernelConfig()
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of flash_mla, in XLA."""
     operands = Operands(*operands)
     if spec.batch_invariant:
         alone = partial(flash_mla, spec=replace(spec, batch_invariant=False), config=config)

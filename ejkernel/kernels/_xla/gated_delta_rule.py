@@ -66,7 +66,7 @@ def normalised(a: Array, spec: GatedDeltaRuleSpec) -> Array:
 
 
 def _initial_state(x: Operands, dtype: Any) -> Array:
-    """[b,n,h,d,e]."""
+    """The initial states of all sequences, [b,n,h,d,e]."""
     state = (x.v.shape[2], x.q.shape[3], x.v.shape[3])
     return initial_states(x, x.initial_state, state, x.spans, dtype)
 

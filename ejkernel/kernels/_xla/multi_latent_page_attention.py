@@ -56,7 +56,7 @@ def multi_latent_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: MultiLatentPageAttentionConfig = MultiLatentPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of multi_latent_page_attention, in XLA."""
     return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), spec.batch_invariant)
 
 

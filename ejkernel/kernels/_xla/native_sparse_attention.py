@@ -96,7 +96,7 @@ def native_sparse_attention(
     spec: NativeSparseAttentionSpec = NativeSparseAttentionSpec(),
     config: KernelConfig = KernelConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of native_sparse_attention, in XLA."""
     return _outputs(*_of_each(partial(_forward, spec=spec, size=config.block_q), Operands(*operands), (), ()))
 
 
@@ -152,23 +152,23 @@ def _of_each(f: Callable[..., Any], x: Operands, rows: Sequence[Array | None], k
 
 
 def _grouped(x: Array, groups: int) -> Array:
-    """[b,s,h,…] -> [b,g,s,r,…]."""
+    """Groups the heads that share a key/value head, [b,s,h,…] -> [b,g,s,r,…]."""
     return jnp.moveaxis(x.reshape(*x.shape[:2], groups, x.shape[2] // groups, *x.shape[3:]), 2, 1)
 
 
 def _ungrouped(x: Array) -> Array:
-    """[b,g,s,r,…] -> [b,s,h,…]."""
+    """The inverse of `_grouped`, [b,g,s,r,…] -> [b,s,h,…]."""
     x = jnp.moveaxis(x, 1, 2)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
 
 def _with_keys(x: Array) -> Array:
-    """[b,t,g,…] <-> [b,g,t,…]."""
+    """Exchanges tokens and heads of keys, [b,t,g,…] <-> [b,g,t,…]."""
     return jnp.swapaxes(x, 1, 2)
 
 
 def _by_row(x: Array) -> Array:
-    """[b,h,s] <-> [b,s,h]."""
+    """Exchanges heads and queries, [b,h,s] <-> [b,s,h]."""
     return jnp.swapaxes(x, 1, 2)
 
 

@@ -49,7 +49,7 @@ def native_sparse_blocks(
     spec: NativeSparseBlocksSpec = NativeSparseBlocksSpec(),
     config: KernelConfig = KernelConfig(),
 ) -> Outputs:
-    """block_indices."""
+    """The indices of the selected blocks, in XLA."""
     q, k, ranks, cu_seqlens = Operands(*operands)
     shared = cu_seqlens is not None and cu_seqlens.shape[0] == 1
     cu_seqlens = cu_seqlens[0] if shared else cu_seqlens

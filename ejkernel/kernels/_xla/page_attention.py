@@ -56,7 +56,7 @@ def page_attention(
     spec: CacheSpec = CacheSpec(),
     config: PageAttentionConfig = PageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of page_attention, in XLA."""
     return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), spec.batch_invariant)
 
 

@@ -40,7 +40,7 @@ def ragged_decode_attention(
     spec: CacheSpec = CacheSpec(),
     config: RaggedDecodeAttentionConfig = RaggedDecodeAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of ragged_decode_attention, in XLA."""
     x = Operands(*operands)
     blocks = config.keys_per_block, config.queries_per_block
     return Outputs(*attend(_queries(x, spec), _fetch(x), *blocks, spec))

@@ -56,7 +56,7 @@ def ragged_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of ragged_page_attention, in XLA."""
     return over_batch(partial(_step, spec=spec, config=config), Operands(*operands), spec.batch_invariant)
 
 

@@ -31,7 +31,7 @@ def ragged_page_attention_v2_turboquant(
     spec: CacheSpec = CacheSpec(),
     config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of ragged_page_attention_v2_turboquant, in XLA."""
     return over_batch(partial(_step, spec=spec, config=config), Operands(*operands))
 
 

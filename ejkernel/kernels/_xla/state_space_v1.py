@@ -55,7 +55,7 @@ def reference(*operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec()) 
 
 
 def _initial_state(x: Operands) -> Array:
-    """[b,n,h,d]."""
+    """The initial states of all sequences, [b,n,h,d]."""
     return initial_states(x, x.initial_state, x.A.shape[1:], x.spans, statistics_dtype(x.x.dtype))
 
 

@@ -42,7 +42,7 @@ def reference(*operands: Array | None, spec: StateSpaceSpec = StateSpaceSpec()) 
 
 
 def _initial_state(x: Operands) -> Array:
-    """[b,n,h,e,d]."""
+    """The initial states of all sequences, [b,n,h,e,d]."""
     state = (*x.x.shape[2:], x.B.shape[3])
     return initial_states(x, x.initial_state, state, x.spans, statistics_dtype(x.x.dtype))
 

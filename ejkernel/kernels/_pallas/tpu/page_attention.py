@@ -38,7 +38,7 @@ def page_attention(
     spec: CacheSpec = CacheSpec(),
     config: PageAttentionConfig = PageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of page_attention, by the Pallas kernels for TPUs."""
     from ._paged.decode import decode
 
     x = Operands(*operands)

@@ -39,7 +39,7 @@ def ragged_decode_attention(
     spec: CacheSpec = CacheSpec(),
     config: RaggedDecodeAttentionConfig = RaggedDecodeAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of ragged_decode_attention, by the Pallas kernels for TPUs."""
     from ._paged.decode import decode
 
     x = Operands(*operands)

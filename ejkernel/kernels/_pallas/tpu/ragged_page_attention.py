@@ -33,7 +33,7 @@ def ragged_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of ragged_page_attention, by the Pallas kernels for TPUs."""
     from ._paged.ragged import ragged
 
     x = Operands(*operands)

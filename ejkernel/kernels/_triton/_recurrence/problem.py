@@ -169,7 +169,7 @@ def gamma_of_batch(x: Operands, batch: int) -> Operands:
 
 
 def repeated(x: Any, parts: int) -> Any:
-    """[b,…] -> [b·parts,…]."""
+    """Repeats each row for its parts, [b,…] -> [b·parts,…]."""
     return None if x is None else jnp.repeat(x, parts, axis=0)
 
 

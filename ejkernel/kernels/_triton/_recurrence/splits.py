@@ -35,7 +35,7 @@ def split(a, num_splits: int):
 
 
 def merged(a, num_splits: int):
-    """[b·num_splits,s,…] -> [b,num_splits·s,…]."""
+    """Joins the splits of a sequence, [b·num_splits,s,…] -> [b,num_splits·s,…]."""
     return a.reshape(a.shape[0] // num_splits, a.shape[1] * num_splits, *a.shape[2:])
 
 

@@ -22,7 +22,7 @@ BAND = 8
 
 
 def grouped_matmul(*operands, spec: GroupedMatmulSpec, config: KernelConfig) -> Outputs:
-    """o."""
+    """The product o, by the Triton kernel."""
     x = Operands(*operands)
     dtype = result_dtype(x.lhs.dtype, spec)
     return Outputs(multiply(x, problem_of(x, dtype, spec.transpose_rhs), dtype, config))

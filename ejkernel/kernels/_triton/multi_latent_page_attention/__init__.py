@@ -40,7 +40,7 @@ def multi_latent_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: MultiLatentPageAttentionConfig = MultiLatentPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """The results o and lse of multi_latent_page_attention, by the Triton kernels."""
     from .kernel import multi_latent_page_attention
 
     x = Operands(*operands)

@@ -55,7 +55,7 @@ def load_keys(x, batch, token, end, group, problem: tl.constexpr, FEATURES: tl.c
 
 @triton.jit
 def product(x, y):
-    """x·yᵀ in float32."""
+    """The product x·yᵀ of two tiles in float32."""
     return tl.dot(x, tl.trans(y), input_precision="ieee")
 
 

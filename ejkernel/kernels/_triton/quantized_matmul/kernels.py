@@ -50,12 +50,12 @@ class Problem:
 
     @property
     def columns(self) -> int:
-        """Of the product."""
+        """The number of columns of the product."""
         return self.C if self.over_rows else self.R
 
     @property
     def features(self) -> int:
-        """That are contracted."""
+        """The number of features over which the product sums."""
         return self.R if self.over_rows else self.C
 
 
@@ -129,7 +129,7 @@ def _product(x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulS
 
 
 def _parts(tiles: int, steps: int) -> int:
-    """As many as keep the device busy, but of some steps each."""
+    """The number of parts of the sum over features: as many as keep the device busy, but of some steps each."""
     wanted = PROGRAMS_PER_CORE * (_launch.multiprocessors() or 1) / tiles
     return max(1, min(math.ceil(wanted), steps // LEAST_STEPS))
 

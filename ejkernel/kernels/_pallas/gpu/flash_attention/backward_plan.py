@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def key_blocks(self) -> int:
-        """Blocks of 64 stationary keys."""
+        """The number of blocks of 64 keys among the stationary keys of a thread block."""
         return 1 if self.wide else 2
 
     @property

@@ -205,7 +205,7 @@ def refuses(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> 
 
 
 def check(operation: str, config: KernelConfig, **narrower: Sequence[int]) -> None:
-    """Raises what `refuses` says."""
+    """Raises a ValueError with the reason for which `refuses` rejects a config, if it does."""
     if wrong := refuses(operation, config, **narrower):
         raise ValueError(f"{operation}: {wrong}")
 

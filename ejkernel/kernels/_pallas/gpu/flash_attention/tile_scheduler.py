@@ -180,12 +180,12 @@ class ListedTileScheduler:
         return jnp.concatenate([of_heads.reshape(-1), of_last[_back_and_forth(of_last.size, self.blocks)]])
 
     def work_tiles(self, block: Array, order: Any) -> Array:
-        """As of `PersistentTileScheduler`."""
+        """The number of work tiles of a thread block, whose table is `order`."""
         del order
         return lax.div(self.number - 1 - block, jnp.int32(self.blocks)) + 1
 
     def tile(self, block: Array, work_tile: Array, order: Any) -> tuple[Array, Array]:
-        """As of `PersistentTileScheduler`."""
+        """The index in its head, and the head, of a thread block's n-th work tile, from the table `order`."""
         number, tiles = order[work_tile * self.blocks + block], jnp.int32(self.tiles)
         return lax.rem(number, tiles), lax.div(number, tiles)
 
@@ -235,11 +235,12 @@ class SingleTileScheduler:
         return None
 
     def work_tiles(self, block: Array, longest_first: None = None) -> Array:
+        """The number of work tiles of a thread block, which is one."""
         del block, longest_first
         return jnp.int32(1)
 
     def tile(self, block: Array, work_tile: Array | int = 0, longest_first: None = None) -> tuple[Array, Array]:
-        """As of `PersistentTileScheduler`."""
+        """The index in its head, and the head, of the one work tile of a thread block."""
         del work_tile, longest_first
         before = self.heads - self.last
         first = lax.div(block, jnp.int32(self.together * self.tiles)) * self.together

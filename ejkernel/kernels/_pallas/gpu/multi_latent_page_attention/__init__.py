@@ -120,7 +120,7 @@ def multi_latent_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: MultiLatentPageAttentionConfig = MultiLatentPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """o and lse of a step over pages of latents, by the Hopper kernel."""
     from .forward import multi_latent_page_attention
 
     return multi_latent_page_attention(Operands(*operands), spec, config)

@@ -30,7 +30,7 @@ WARPGROUPS = 3
 
 
 def multi_latent_page_attention(x: Operands, spec: CacheSpec, config: MultiLatentPageAttentionConfig) -> Outputs:
-    """o [b,t,h,c] and lse [b,t,h]."""
+    """o [b,t,h,c] and lse [b,t,h] of a step, from one launch and, with splits of keys, the merge of these."""
     plan, (B, T, H, R) = plan_of(x, spec, config), x.q_latent.shape
     window = None if spec.window is None else spec.window - 1
     table, total = work_tiles(

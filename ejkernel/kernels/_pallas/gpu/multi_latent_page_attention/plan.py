@@ -77,7 +77,7 @@ class Plan:
 
     @property
     def rows_of_page(self) -> int:
-        """Slots that one copy brings."""
+        """The number of slots of a page that one TMA copy loads into a tile of keys."""
         return min(self.page, BLOCK_K)
 
     @property

@@ -112,7 +112,7 @@ def consume(
 
 
 def _step(tiles: Tiles, of: WorkTile, first: Array, plan: Plan, number: int, pair: Array, before: Carry) -> Carry:
-    """One tile of this warpgroup."""
+    """The carry after the tile of keys that this warpgroup computes of a pair of tiles."""
     s = _logits(tiles, of, first + 2 * pair + number, plan, number)
     greatest = reduce_columns("max", s, tiles.exchanged.at[number]) * plan.exponent
     maximum = jnp.maximum(before.maximum, greatest)

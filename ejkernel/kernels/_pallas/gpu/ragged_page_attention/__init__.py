@@ -73,7 +73,7 @@ def ragged_page_attention(
     spec: CacheSpec = CacheSpec(),
     config: RaggedPageAttentionConfig = RaggedPageAttentionConfig(),
 ) -> Outputs:
-    """o and lse."""
+    """o and lse of a step over pages, its prefills by the Hopper kernel."""
     from .forward import prefill
 
     x = Operands(*operands)

@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def values(self) -> int:
-        """Features of values."""
+        """The number of features of a value."""
         return self.latent or self.caches[-1].features
 
     @property

@@ -151,7 +151,7 @@ def _order_of_sequences(spans: Array, plan: Plan) -> Order:
 
 
 def ordered(a: Array, order: Order, plan: Plan) -> Array:
-    """[b,s,h,…] -> [b,h,tokens,…]."""
+    """Brings heads before tokens, [b,s,h,…] -> [b,h,tokens,…]."""
     if order.source is None:
         a = lax.rev(a, (1,)) if plan.reverse else a
         a = jnp.pad(a, [(0, plan.count * plan.chunk - n if i == 1 else 0) for i, n in enumerate(a.shape)])

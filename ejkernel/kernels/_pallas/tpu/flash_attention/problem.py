@@ -174,7 +174,7 @@ def split_heads(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def per_query(x: jax.Array, problem: Problem, **mode) -> jax.Array:
-    """[b,h,s] → [b,h,1,s]."""
+    """Brings numbers of queries into one row of lanes, [b,h,s] → [b,h,1,s]."""
     return pad_axis(x, 2, problem.padded_queries, **mode)[:, :, None]
 
 

@@ -148,5 +148,5 @@ def gradients_of(tile: Tile, problem: Problem, rows: slice, products, scale, vis
 
 
 def gradient_products(tile: Tile, rows: slice) -> tuple[jax.Array, jax.Array]:
-    """k·qᵀ and v·doᵀ."""
+    """The products k·qᵀ and v·doᵀ of a tile, with which the backward begins."""
     return contract(tile.k[rows], tile.q[...], (1, 1)), contract(tile.v[rows], tile.do[...], (1, 1))

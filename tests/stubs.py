@@ -1,7 +1,7 @@
-"""The stub `ejkernel/modules/__init__.pyi`: the signatures of the modules API, for type checkers and editors.
+"""The stubs of `ejkernel.lax` and `ejkernel.modules`: their signatures, for type checkers and editors.
 
-The functions are made from those of the lax API when the package is imported, with other names of arguments and in two
-forms. `python tests/modules_stub.py --write` writes the stub from the signatures that they have then.
+The functions are made when the packages are imported, those of the modules API with other names of arguments and in two
+forms. `python tests/stubs.py --write` writes the stubs from the signatures that they have then.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jax import Array
@@ -18,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import AbstractArray
 
-from ejkernel import modules
+from ejkernel import lax, modules
 from ejkernel.modules import base
 from ejkernel.modules._composed import COMPOSED
 from ejkernel.modules._operation import OPERATIONS, modules_parameters
@@ -29,8 +30,7 @@ from ejkernel.modules._signatures import result_type
 from ejkernel.modules.operations.configs import BaseOperationConfig
 from ejkernel.types import MaskInfo, Platform, arguments
 
-STUB = Path(modules.__file__).with_suffix(".pyi")
-ROOT = STUB.parents[2]
+ROOT = Path(modules.__file__).parents[2]
 # Unions that have a name, the larger ones first.
 ALIASES = {"DTypeLike": DTypeLike} | {
     name: of for name, of in vars(arguments).items() if isinstance(of, types.UnionType) and name != "OneConfig"
@@ -93,8 +93,10 @@ class Writer:
                 written.append(self.name("jax.typing" if alias == "DTypeLike" else "..types", alias))
         return " | ".join([*written, *map(self.type, sorted(parts, key=lambda part: part is type(None)))])
 
-    def function(self, name: str, parameters: Iterable[inspect.Parameter], result: Any, *, overload: bool) -> str:
-        """The source of a signature."""
+    def function(
+        self, name: str, parameters: Iterable[inspect.Parameter], result: Any, says: str, *, overload: bool = False
+    ) -> str:
+        """The source of a signature, with a docstring of one line."""
         written, keywords = [], False
         for p in parameters:
             if p.kind is p.KEYWORD_ONLY and not keywords:
@@ -103,7 +105,7 @@ class Writer:
             default = repr(p.default) if p.default is None or type(p.default) in PLAIN else "..."
             written.append(f"{p.name}: {self.type(p.annotation)}" + f" = {default}" * (p.default is not p.empty))
         mark = f"@{self.name('typing', 'overload')}\n" if overload else ""
-        return f"{mark}def {name}({', '.join(written)}) -> {self.type(result)}: ...\n"
+        return f'{mark}def {name}({", ".join(written)}) -> {self.type(result)}:\n    """{says}"""\n'
 
 
 def of_modules(name: str) -> tuple[list[inspect.Parameter], Any] | None:
@@ -120,38 +122,53 @@ def of_modules(name: str) -> tuple[list[inspect.Parameter], Any] | None:
     return None
 
 
-def functions(write: Writer, name: str) -> str:
-    """The signature of a function, or of each of its two forms, of which that of 0.0.78 has any result."""
-    present, form = of_modules(name), FORMS.get(name)
-    written = [] if present is None else [write.function(name, *present, overload=form is not None)]
+def functions_of_lax(write: Writer, name: str) -> str:
+    """The signature of an operation in the lax API."""
+    signature = inspect.signature(getattr(lax, name))
+    says = getattr(lax, name).__doc__.partition("\n")[0]
+    return write.function(name, signature.parameters.values(), signature.return_annotation, says)
+
+
+def functions_of_modules(write: Writer, name: str) -> str:
+    """The signature in the modules API, or of each of its two forms, of which that of 0.0.78 has any result."""
+    present, form, written = of_modules(name), FORMS.get(name), []
+    if present is not None:
+        says = f"`ejkernel.lax.{name}`, with a choice of platform and mesh."
+        written.append(write.function(name, *present, says, overload=form is not None))
     if form is not None:
         signature = inspect.signature(getattr(modules, name)) if present is None else signature_of(form, Any)
-        parameters = signature.parameters.values()
-        written.append(write.function(name, parameters, signature.return_annotation, overload=present is not None))
+        parameters, says = signature.parameters.values(), "In the form of ejkernel 0.0.78."
+        result = signature.return_annotation
+        written.append(write.function(name, parameters, result, says, overload=present is not None))
     return "".join(written)
 
 
-def imported(write: Writer, name: str) -> bool:
+def imported(write: Writer, package: ModuleType, name: str) -> bool:
     """Whether a name is that of a class or of a function with a signature of its own, which the stub imports."""
-    of = getattr(modules, name)
-    if name in OPERATIONS or name in FORMS:
+    if name in OPERATIONS or (package is modules and name in FORMS):
         return False
-    module = f"ejkernel.modules.operations.{name}" if name in COMPOSED else of.__module__
+    operation = f"ejkernel.modules.operations.{name}"
+    module = operation if name in COMPOSED else getattr(package, name).__module__
     module = base.__name__ if hasattr(base, name) else module
-    write.name(module.removeprefix("ejkernel.modules"), f"{name} as {name}")
+    above = "." if package is modules else "..modules."
+    write.name(above + module.removeprefix("ejkernel.modules."), f"{name} as {name}")
     return True
 
 
-def stub() -> str:
-    """The text of the stub, as ruff formats it."""
-    write = Writer()
-    body = [functions(write, name) for name in modules.__all__ if not imported(write, name)]
+def stub(package: ModuleType) -> str:
+    """The text of a stub, as ruff formats it."""
+    write, functions = Writer(), {lax: functions_of_lax, modules: functions_of_modules}[package]
+    body = [functions(write, name) for name in package.__all__ if not imported(write, package, name)]
     imports = [f"from {module} import {', '.join(sorted(names))}" for module, names in write.imports.items()]
-    text = "\n".join(['"""Written by tests/modules_stub.py from the signatures of the functions."""', *imports, *body])
-    name = ["--stdin-filename", str(STUB)]
+    text = "\n".join(['"""Written by tests/stubs.py from the signatures of the functions."""', *imports, *body])
     for command in (["check", "--fix-only", "--select", "I"], ["format"]):
-        text = _ruff([*command, *name, "-"], text)
+        text = _ruff([*command, "--stdin-filename", str(path_of(package)), "-"], text)
     return text
+
+
+def path_of(package: ModuleType) -> Path:
+    """The file of a package's stub."""
+    return Path(package.__file__).with_suffix(".pyi")
 
 
 def _ruff(arguments: list[str], text: str) -> str:
@@ -161,11 +178,14 @@ def _ruff(arguments: list[str], text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the stub; otherwise 1 if it is not up to date")
-    if parser.parse_args().write:
-        STUB.write_text(stub(), encoding="utf-8")
-        return 0
-    return int(not STUB.exists() or STUB.read_text(encoding="utf-8") != stub())
+    parser.add_argument("--write", action="store_true", help="write the stubs; otherwise 1 if one is not up to date")
+    write, outdated = parser.parse_args().write, False
+    for package in (lax, modules):
+        path, text = path_of(package), stub(package)
+        if write:
+            path.write_text(text, encoding="utf-8")
+        outdated |= path.read_text(encoding="utf-8") != text
+    return int(outdated)
 
 
 if __name__ == "__main__":
