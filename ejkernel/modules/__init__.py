@@ -1,5 +1,20 @@
 """Operations as kernel objects and as functions that choose their platform and mesh.
 
+A call in the form of ejkernel 0.0.78, by its keywords, config or shapes, keeps its meaning there where the two differ;
+docs/from-the-release.md has the whole table:
+
+| | in the form of 0.0.78 | in the form of this library, as in `ejkernel.lax` |
+|---|---|---|
+| `causal` of S queries and K keys | counted from the first of each (top-left) | from the last of each (bottom-right) |
+| a window of an int w, dense | (w, w) | (w − 1, 0) |
+| `softmax_aux` [n] | per head if n is their number, otherwise shared by all | per head |
+| a row that sees nothing | 0 | 0 |
+| `softmax_scale` left out of `ragged_page_attention_v3` | 1 | D**-0.5 |
+| `existing_out` by position | added to every row | the result in rows of no group |
+| `group_offset` by position | lhs begins with the first group that rhs has | lhs has the rows of all groups |
+| lhs and rhs of two float dtypes | promoted to a common one | an error in lax |
+| an option that cannot be honoured | an error | an error |
+
 Type checkers and editors read their signatures in `__init__.pyi`, which `tests/stubs.py` writes.
 """
 
