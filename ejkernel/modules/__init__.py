@@ -78,7 +78,13 @@ ragged_page_attention_v2_turboquant = _either(_function(RaggedPageAttentionV2Tur
 ragged_page_attention_v3 = _either(_function(RaggedPageAttentionV3))
 ragged_page_attention_v3_turboquant = _either(_function(RaggedPageAttentionV3TurboQuant))
 recurrent = _function(Recurrent)
-ring_attention = _either(_ring_attention, (_ring_attention, flash_attention))
+ring_attention = _either(
+    _ring_attention,
+    (_ring_attention, flash_attention),
+    softmax_aux="sinks",
+    logits_soft_cap="softcap",
+    cfg="config",
+)
 state_space_v1 = _either(_function(StateSpaceV1))
 state_space_v2 = _either(_function(StateSpaceV2))
 

@@ -64,14 +64,22 @@ def release_function(name: str, made_of: Any, result: Any = Array) -> Callable[.
     return call
 
 
-def either(present: Present, made_of: Any = None) -> Present:
-    """A function of the modules API that also takes calls in the form of 0.0.78."""
+def either(present: Present, made_of: Any = None, **renamed: str) -> Present:
+    """A function of the modules API that also takes calls in the form of 0.0.78.
+
+    `renamed` are the names that `present` has for options of the modules API.
+    """
     name = present.__name__
     form = FORMS[name]
     in_release_form = release_function(name, made_of or present)
 
     def call(*args, **kwargs):
-        return (in_release_form if is_in_release_form(name, args, kwargs) else present)(*args, **kwargs)
+        if is_in_release_form(name, args, kwargs):
+            return in_release_form(*args, **kwargs)
+        if twice := [n for n in kwargs if renamed.get(n) in kwargs]:
+            raise type_error(name, f"{twice[0]} and {renamed[twice[0]]} are given, two names of one argument")
+        with renaming({renamed[n]: n for n in kwargs if n in renamed}):
+            return present(*args, **{renamed.get(n, n): x for n, x in kwargs.items()})
 
     signature = inspect.signature(present)
     more = [p for n, p in in_release_form.__signature__.parameters.items() if n not in signature.parameters]

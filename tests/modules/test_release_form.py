@@ -138,3 +138,20 @@ def test_other_calls_keep_their_meaning():
     same(windowed, lax.flash_attention(q, k, v, window=3, causal=True))
     mask = jnp.asarray(RNG.random((S, K)) < 0.5)
     same(modules.flash_attention(q, k, v, None, mask), lax.flash_attention(q, k, v, None, mask))
+
+
+def test_a_ring_in_the_form_of_this_library_takes_options_by_their_names_in_the_modules_api():
+    q, k, v = qkv()
+    sinks = random(q.shape[2])
+    over = lambda **how: jax.shard_map(
+        lambda q, k, v: modules.ring_attention(q, k, v, axis_name="x", layout="contiguous", **how),
+        mesh=jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2]),
+        in_specs=(P(None, "x"),) * 3,
+        out_specs=P(None, "x"),
+    )(q, k, v)
+    named = over(softmax_aux=sinks, logits_soft_cap=2.0, cfg=dict(platform="xla"))
+    close(named, over(sinks=sinks, softcap=2.0, config=dict(platform="xla")))
+    with pytest.raises(TypeError, match="softmax_aux and sinks are given"):
+        over(softmax_aux=sinks, sinks=sinks)
+    with pytest.raises(ValueError, match="logits_soft_cap is -1"):
+        over(logits_soft_cap=-1.0)
