@@ -7,7 +7,8 @@ the next step, and reads the tokens at once.
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,7 +115,11 @@ class Engine:
         self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
 
     def compile(self) -> None:
-        """Compiles the program of every bucket, by steps without tokens, so that no request waits for compilation."""
+        """Compiles the programs of all buckets at once, and runs them without tokens, so that no request waits."""
+        trees = (False, True) if self.limits.branches > 1 else (False,)
+        lowered = [self._lowered(bucket, of_trees) for bucket in self.limits.buckets for of_trees in trees]
+        with ThreadPoolExecutor(len(lowered)) as pool:
+            list(pool.map(jax.stages.Lowered.compile, lowered))
         for bucket in self.limits.buckets:
             for kind in Kind:
                 jax.block_until_ready(self._issue([], bucket, kind)[0])
@@ -193,11 +198,21 @@ class Engine:
     def _issue(self, chunks: list[Chunk], bucket: int, kind: Kind, trees: bool = False) -> tuple[Array, list[int]]:
         sizes = self._sizes(bucket)
         inputs, first_rows = self._tables.step(chunks, sizes)
-        with nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+        with self._over_mesh():
             self._caches, ends = self._forward(trees, sizes, self.weights, self._caches, self._last, inputs)
             self._last, sampled = self._choose(kind, self._last, ends, self._tables.sampling())
         sampled.copy_to_host_async()
         return sampled, first_rows
+
+    def _lowered(self, bucket: int, trees: bool) -> jax.stages.Lowered:
+        """The forward of a bucket, which later calls find compiled."""
+        sizes = self._sizes(bucket)
+        inputs, _ = self._tables.step([], sizes)
+        with self._over_mesh():
+            return self._forward.lower(trees, sizes, self.weights, self._caches, self._last, inputs)
+
+    def _over_mesh(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def _sizes(self, bucket: int) -> Sizes:
         limits, slots = self.limits, self.limits.sequences
