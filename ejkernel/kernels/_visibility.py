@@ -81,7 +81,7 @@ class Visibility:
     @property
     def most_keys(self) -> int:
         """The largest number of keys that the band allows a query."""
-        return min(self.kv_len, self.left + self.right + 1) if None not in (self.left, self.right) else self.kv_len
+        return most_keys(self.left, self.right, self.kv_len)
 
     @property
     def masks_queries(self) -> bool:
@@ -256,6 +256,11 @@ def interval(aligned: Any, left: int | None, right: int | None, begin: Any, end:
     stop = xp.full_like(aligned, end) if right is None else xp.minimum(aligned + right + 1, end)
     some = first < stop
     return xp.where(some, first, 0), xp.where(some, stop, 0)
+
+
+def most_keys(left: int | None, right: int | None, kv_len: int) -> int:
+    """The largest number of keys that the band i' − left ≤ j ≤ i' + right allows a query."""
+    return min(kv_len, left + right + 1) if None not in (left, right) else kv_len
 
 
 def _extremes(ids: Array, block: int) -> tuple[Array, Array, Array]:

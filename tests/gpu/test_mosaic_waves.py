@@ -18,10 +18,10 @@ pytestmark = ON_HOPPER
 @pytest.mark.parametrize("spec", [CAUSAL, FlashAttentionSpec()], ids=["causal", "full"])
 @pytest.mark.parametrize("heads", [60, 64, 97])
 def test_waves_have_the_bits_of_one_wave(heads, spec, monkeypatch):
-    x, spec = Case("waves", B=1, H=heads, G=1, D=128, V=128, spec=spec).make(plan.LEAST_OF_WAVES, jnp.bfloat16)
+    x, spec = Case("waves", B=1, H=heads, G=1, D=128, V=128, spec=spec).make(plan.LEAST_KEYS_OF_WAVES, jnp.bfloat16)
     config = space("flash_attention", x, spec, TARGET)[0]
     waves = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config)).lower(x).compile()
-    monkeypatch.setattr(plan, "LEAST_OF_WAVES", np.inf)
+    monkeypatch.setattr(plan, "LEAST_KEYS_OF_WAVES", np.inf)
     one = jax.jit(lambda x: flash_attention(*x, spec=spec, config=config)).lower(x).compile()
     assert waves.as_text() != one.as_text()
     wanted, found = one(x), [waves(x) for _ in range(5)]

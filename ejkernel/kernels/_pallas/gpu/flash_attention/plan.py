@@ -28,7 +28,7 @@ Q_EMPTY = FIRST_BARRIER
 PING_PONG = Q_EMPTY + 1
 # Keys that a query sees at most, from which on a launch is long enough for several waves: a thread block takes about
 # 3 us to start.
-LEAST_OF_WAVES = 4096
+LEAST_KEYS_OF_WAVES = 4096
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,6 @@ class Plan:
         return shared_bytes(blocks, self.problem.D, self.problem.V, persistent, self.e4m3, self.bias)
 
     @property
-    def seen_keys(self) -> int:
-        """How many keys a query sees at most."""
-        low, high = self.problem.low, self.problem.high
-        return min(self.problem.K, high - low + 1 if low is not None and high is not None else self.problem.K)
-
-    @property
     def bytes_of_a_key(self) -> int:
         """Bytes of a key and its value in device memory."""
         return (self.problem.D + self.problem.V) * self.problem.dtype.itemsize
@@ -112,7 +106,7 @@ class Plan:
             return ListedTileScheduler(self.q_tiles, heads, self.persistent, self.processors)
         if self.persistent:
             rising = problem.high is not None and problem.low is None
-            long = self.seen_keys >= LEAST_OF_WAVES
+            long = problem.most_keys >= LEAST_KEYS_OF_WAVES
             return PersistentTileScheduler(self.q_tiles, heads, rising, self.processors, long)
         together = max(1, L2_BYTES // (problem.K * self.bytes_of_a_key)) * problem.group
         return SingleTileScheduler(self.q_tiles, heads, together, problem.high is not None, self.processors)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ejkernel.kernels._visibility import BlockRanges, visibility_of
+from ejkernel.kernels._visibility import BlockRanges, most_keys, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
 
 from .head_dims import tile_width
@@ -69,6 +69,11 @@ class Problem:
     def cut(self) -> bool:
         """Whether blocks other than the last may be partial ones, which need a mask."""
         return self.low is not None or self.high is not None or self.packed or self.segmented
+
+    @property
+    def most_keys(self) -> int:
+        """The largest number of keys that the band allows a query."""
+        return most_keys(None if self.low is None else -self.low, self.high, self.K)
 
     @property
     def masks_queries(self) -> bool:

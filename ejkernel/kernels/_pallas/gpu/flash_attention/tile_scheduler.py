@@ -22,7 +22,7 @@ L2_BYTES = 24 << 20
 UNPAIRED = 4
 # The most waves of a launch, and the fewest work tiles of a multiprocessor that are split into waves.
 WAVES = 5
-LEAST_OF_WAVES = 16
+LEAST_TILES_OF_WAVES = 16
 # The cost of a work tile that does not depend on its keys, in units of the keys that the next tile of its head sees
 # more.
 TILE_OVERHEAD = 0.5
@@ -80,7 +80,7 @@ class PersistentTileScheduler:
         """The first work tile of each wave, of those that a multiprocessor would have in one wave."""
         least = self.paired + int(self.longest_first[:, 0].min()) if self.rising else self.number // self.wave
         begins = [0]
-        while self.long and least >= LEAST_OF_WAVES and len(begins) < WAVES and least - begins[-1] >= 4:
+        while self.long and least >= LEAST_TILES_OF_WAVES and len(begins) < WAVES and least - begins[-1] >= 4:
             begins.append(begins[-1] + (least - begins[-1]) // 4 * 2)
         return tuple(begins)
 
