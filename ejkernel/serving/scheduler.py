@@ -189,10 +189,10 @@ class Scheduler:
         They may be shared even by the step that computes them, as every layer writes the keys and values of all tokens
         before any of them attends.
         """
-        if min(stop, len(request.tokens)) // self.page_size == request.shared:
-            return
-        self._extend_keys(request)
-        for i in range(request.shared, min(stop, len(request.tokens)) // self.page_size):
+        full = min(stop, len(request.tokens)) // self.page_size
+        if full > request.shared:
+            self._extend_keys(request)
+        for i in range(request.shared, full):
             self.pool.register(request.pages[i], request.keys[i])
             request.shared = i + 1
 
