@@ -19,6 +19,7 @@ from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._target import gpu_target
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 from ejkernel.types.target import DEFAULT_CUDA_CAPABILITY
+from ejkernel.xla_utils.slices import aligned
 
 # A multiply-add is one instruction, rounded once: the kernels are written for it. From 3.10 on Triton has to be told.
 BACKEND_OPTIONS = {"enable_fp_fusion": True}
@@ -54,8 +55,8 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
         raise ValueError(f"{kernel.__name__}: {wrong}")
     module = jax_triton()
     _fit_rule_of_unused_outputs(module.triton_lib.triton_kernel_call_p)
-    return module.triton_call(
-        *operands,
+    results = module.triton_call(
+        *aligned(operands),
         kernel=kernel,
         grid=(grid,),
         name=kernel.__name__,
@@ -66,6 +67,7 @@ def launch(kernel: Callable, *operands: Any, out_type: Any, grid: int, config: K
         out_type=out_type,
         **constants,
     )
+    return aligned(results)
 
 
 def backend_options(platform: str, capability: int | None) -> dict[str, Any]:
@@ -143,7 +145,7 @@ def _fit_rule_of_unused_outputs(primitive: Any) -> None:
 
 def described(x: jax.Array, block: tuple[int, ...]) -> Any:
     """An operand that a kernel reads in blocks through a TMA descriptor; 0 beyond the ends of the array."""
-    return jax_triton().TensorDescriptor.from_array(x, block)
+    return jax_triton().TensorDescriptor.from_array(aligned(x), block)
 
 
 def shared_memory_limit(target: Target) -> int:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ejkernel.compat import ask_ptxas_once
+from ejkernel.xla_utils.slices import aligned
 
 from ._inline.barriers import in_warp, named_barrier
 from ._inline.registers import PER_COLUMN, PER_ROW, ROWS, THREADS, WGMMA, opaque_barrier, opaque_copy
@@ -65,7 +66,7 @@ def launch(
         given = jax.tree.unflatten(tree, refs[: len(arrays)])
         pl.run_scoped(partial(kernel, *given, *refs[len(arrays) :]), **scratch, collective_axes="warpgroup")
 
-    return pl.kernel(
+    results = pl.kernel(
         body,
         out_type=out_type,
         mesh=plgpu.Mesh(
@@ -81,7 +82,8 @@ def launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         name=name,
-    )(*arrays)
+    )(*aligned(arrays))
+    return aligned(results)
 
 
 def shared(shape: tuple[int, ...], dtype: Any, widest: int = 128):
