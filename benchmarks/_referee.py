@@ -5,6 +5,7 @@ dtype of the inputs; the largest of all results counts.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -33,6 +34,18 @@ def check(parts: Callable[[Sequence[Any]], Sequence[Any]], formula: Formula, dty
         return float(np.max(np.divide(found, np.maximum(units, 1e-12))))  # NaN if one is
 
     return error
+
+
+def check_by_rounding(parts: Callable[[Sequence[Any]], Sequence[Any]], exact: Formula, dtype: Any) -> Check:
+    """Judges `parts` of the results by their distance to `exact(float64)`, in units of its rounding to `dtype`."""
+
+    @cache
+    def results() -> list[Any]:
+        with jax.enable_x64(True):
+            return list(map(_numbers, exact(np.dtype(np.float64))))
+
+    rounded = lambda: [jnp.asarray(x, dtype) for x in results()]
+    return check(parts, lambda wanted: results() if wanted == np.float64 else rounded(), dtype)
 
 
 def check_of_a_head(mode: str, given: Inputs, kv_heads: int, attention: Callable[..., Array]) -> Check:
