@@ -1,14 +1,16 @@
 """The engine: it continues requests step by step.
 
-The host plans a step while the device still computes the previous one: sampled tokens stay on the device for the next
-step, and the host reads them one step late. With drafts the host has to know which were accepted before it can plan
-the next step, and reads the tokens at once.
+The host plans a step while the device still computes those before it: sampled tokens stay on the device for the next
+step, and the host reads them two steps late. A thread of its own launches the steps, which takes about as long as
+planning them. With drafts the host has to know which were accepted before it can plan the next step, and reads the
+tokens at once.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,8 +89,12 @@ class Done(NamedTuple):
 class _Issued(NamedTuple):
     chunks: list[Chunk]
     first_rows: list[int]
-    sampled: Array
+    sampled: Future[Array]
     pages: int
+
+
+_AHEAD = 2
+"""Steps that are issued before the tokens of one are read: one is planned, one launched and one computed at once."""
 
 
 class Engine:
@@ -111,8 +117,9 @@ class Engine:
         self._caches = empty_caches(decoder, limits.pages, limits.page_size, cache_dtype, mesh)
         self._last = jnp.zeros(limits.sequences, jnp.int32, device=replicated)
         self._issued: deque[_Issued] = deque()
-        self._forward = jax.jit(self._counted_forward, static_argnums=(0, 1), donate_argnums=3)
+        self._forward = jax.jit(self._counted_forward, static_argnums=(0, 1), donate_argnums=(3, 4))
         self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
+        self._launcher = ThreadPoolExecutor(1, "ejkernel launcher")
 
     def compile(self) -> None:
         """Compiles the programs of all buckets at once, and runs them without tokens, so that no request waits."""
@@ -122,9 +129,9 @@ class Engine:
             list(pool.map(jax.stages.Lowered.compile, lowered))
         for bucket in self.limits.buckets:
             for kind in Kind:
-                jax.block_until_ready(self._issue([], bucket, kind)[0])
+                self._issue([], bucket, kind)[0].result().block_until_ready()
             if self.limits.branches > 1:
-                jax.block_until_ready(self._issue([], bucket, Kind.GREEDY, trees=True)[0])
+                self._issue([], bucket, Kind.GREEDY, trees=True)[0].result().block_until_ready()
 
     def submit(self, prompt: Sequence[int], sampling: Sampling = Sampling()) -> Request:
         """Adds a prompt to the queue of requests.
@@ -168,7 +175,7 @@ class Engine:
         return not (self.scheduler.waiting or self.scheduler.running or self._issued)
 
     def step(self) -> Done | None:
-        """Starts the next step, and reads the tokens of this or the previous step; None if there are none to read."""
+        """Starts the next step, and reads the tokens of this or an earlier step; None if there are none to read."""
         chunks = sorted(self.scheduler.plan(), key=lambda chunk: chunk.request.slot)
         if chunks:
             tokens = sum(chunk.end - chunk.start for chunk in chunks)
@@ -179,7 +186,7 @@ class Engine:
             for chunk in chunks:
                 chunk.request.unread += chunk.samples
             self._issued.append(_Issued(chunks, first_rows, sampled, self.scheduler.pool.used))
-        ahead = 1 if chunks and not self.limits.drafts else 0
+        ahead = _AHEAD if chunks and not self.limits.drafts else 0
         return self._read(self._issued.popleft()) if len(self._issued) > ahead else None
 
     def run(self) -> Iterator[Event]:
@@ -195,14 +202,27 @@ class Engine:
             pass
         return [request.tokens[len(request.prompt) :] for request in requests]
 
-    def _issue(self, chunks: list[Chunk], bucket: int, kind: Kind, trees: bool = False) -> tuple[Array, list[int]]:
+    def _issue(
+        self, chunks: list[Chunk], bucket: int, kind: Kind, trees: bool = False
+    ) -> tuple[Future[Array], list[int]]:
         sizes = self._sizes(bucket)
         inputs, first_rows = self._tables.step(chunks, sizes)
+        sampling = self._tables.sampling() if kind > Kind.GREEDY else None
+        launch = self._launcher.submit(copy_context().run, self._launch, trees, sizes, kind, inputs, sampling)
+        return launch, first_rows
+
+    def _launch(
+        self, trees: bool, sizes: Sizes, kind: Kind, inputs: np.ndarray, sampling: SamplingArrays | None
+    ) -> Array:
+        """Launches the programs of a step, on the thread that has the caches and the last tokens; its tokens."""
         with self._over_mesh():
-            self._caches, ends = self._forward(trees, sizes, self.weights, self._caches, self._last, inputs)
-            self._last, sampled = self._choose(kind, self._last, ends, self._tables.sampling())
+            self._caches, self._last, sampled, rows = self._forward(
+                trees, sizes, self.weights, self._caches, self._last, inputs
+            )
+            if kind > Kind.GREEDY:
+                self._last, sampled = self._choose(kind, self._last, rows, sampling)
         sampled.copy_to_host_async()
-        return sampled, first_rows
+        return sampled
 
     def _lowered(self, bucket: int, trees: bool) -> jax.stages.Lowered:
         """The forward of a bucket, which later calls find compiled."""
@@ -222,14 +242,15 @@ class Engine:
         self, trees: bool, sizes: Sizes, weights: Weights, caches: list[Cache], last: Array, inputs: Array
     ) -> Any:
         self.traces[("trees", sizes.tokens) if trees else sizes.tokens] += 1
-        return forward(self.decoder, weights, caches, last, sizes.inputs_in(inputs), trees)
+        caches, rows = forward(self.decoder, weights, caches, last, sizes.inputs_in(inputs), trees)
+        return caches, *choose(Kind.GREEDY, last, rows, None), rows
 
     def _counted_choose(self, kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> Any:
         self.traces[kind, rows.slot.shape[0]] += 1
         return choose(kind, last, rows, sampling)
 
     def _read(self, issued: _Issued) -> Done:
-        sampled = np.asarray(issued.sampled).tolist()
+        sampled = np.asarray(issued.sampled.result()).tolist()
         events = []
         for chunk, row in zip(issued.chunks, issued.first_rows, strict=True):
             request = chunk.request

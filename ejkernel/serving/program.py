@@ -1,8 +1,8 @@
 """The program of a step: the forward of tokens of many sequences, and the sampling of their next tokens.
 
 Its shapes are the bucket of the step and the limits of the engine, so that one program computes every mixture of
-prompts, decode and drafts; a small second program samples. The caches and the last sampled tokens are donated, so that
-they are updated in place.
+prompts, decode and drafts. It takes the most likely tokens; a small second program samples others. The caches and the
+last sampled tokens are donated, so that they are updated in place.
 """
 
 import itertools
@@ -131,10 +131,14 @@ def draft_mask(x: Step, slot: Array) -> Array:
     return jnp.where(draft < 0, of_step[None] <= (of_step - x.query_start_loc[slot])[:, None], is_ancestor == 1)
 
 
-def choose(kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays) -> tuple[Array, Array]:
-    """The last sampled tokens [N] of the slots after the step, and the tokens [R] that it sampled."""
+def choose(kind: Kind, last: Array, rows: Rows, sampling: SamplingArrays | None) -> tuple[Array, Array]:
+    """The last sampled tokens [N] of the slots after the step, and the tokens [R] that it sampled.
+
+    `sampling` is None for the greedy ones, which are the program of the forward's.
+    """
     slot = jnp.minimum(rows.slot, last.shape[0] - 1)
-    sampled = sample(rows.logits, rows.position, SamplingArrays(*(a[slot] for a in sampling)), kind)
+    of_rows = sampling and SamplingArrays(*(a[slot] for a in sampling))
+    sampled = sample(rows.logits, rows.position, of_rows, kind)
     # A slot with drafts has several rows, any of which may win here: the host reads its tokens before its next step.
     return last.at[rows.slot].set(sampled, mode="drop"), sampled
 

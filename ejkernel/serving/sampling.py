@@ -79,10 +79,10 @@ class SamplingArrays(NamedTuple):
     seed: Any
 
 
-def sample(logits: Array, positions: Array, sampling: SamplingArrays, kind: Kind) -> Array:
+def sample(logits: Array, positions: Array, sampling: SamplingArrays | None, kind: Kind) -> Array:
     """The tokens int32 [n] sampled from logits [n,vocabulary] for positions [n].
 
-    `kind` is at least the kind of every row. A higher kind gives the same tokens.
+    `kind` is at least the kind of every row. A higher kind gives the same tokens. Only GREEDY takes None.
     """
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     if kind == Kind.GREEDY:

@@ -149,6 +149,8 @@ class Scheduler:
         if not self.waiting or not self._slots:
             return None
         request = self.waiting[0]
+        if request.unread:  # it was preempted: its last tokens are on the device, of another slot
+            return None
         self._extend_keys(request)
         # The last token is always computed, as the next one is sampled from its logits.
         shared = self.pool.share(request.keys[: (request.length - 1) // self.page_size])
