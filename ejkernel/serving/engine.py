@@ -181,7 +181,7 @@ class Engine:
             tokens = sum(chunk.end - chunk.start for chunk in chunks)
             bucket = next(size for size in self.limits.buckets if size >= tokens)
             kind = max((chunk.request.sampling.kind for chunk in chunks if chunk.samples), default=Kind.GREEDY)
-            trees = not all(chunk.drafts.is_chain for chunk in chunks)
+            trees = self.limits.branches > 1 and not all(chunk.drafts.is_chain for chunk in chunks)
             sampled, first_rows = self._issue(chunks, bucket, kind, trees)
             for chunk in chunks:
                 chunk.request.unread += chunk.samples
@@ -258,7 +258,7 @@ class Engine:
                 continue
             request.unread -= 1
             if request.finish_reason is None:
-                events.append(self._continue(request, chunk, sampled[row : row + 1 + len(chunk.drafts.tokens)]))
+                events.append(self._continue(request, chunk, sampled[row : row + 1 + chunk.end - chunk.stop]))
         return Done(issued.chunks, issued.pages, events)
 
     def _continue(self, request: Request, chunk: Chunk, sampled: list[int]) -> Event:
@@ -267,16 +267,18 @@ class Engine:
         Keys and values of the tree's first path are at their final places in the cache; other accepted tokens are
         computed again.
         """
-        path = chunk.drafts.accepted(sampled)
+        accepted = sampled
         if chunk.drafts.tokens:
+            path = chunk.drafts.accepted(sampled)
+            accepted = [sampled[0], *(sampled[node + 1] for node in path)]
             request.computed = chunk.stop + sum(node == depth for depth, node in enumerate(path))
         new, reason = [], None
-        for token in [sampled[0], *(sampled[node + 1] for node in path)]:
+        for token in accepted:
             new.append(token)
             request.tokens.append(token)
             if token in request.sampling.end:
                 reason = "stop"
-            elif len(request.tokens) == len(request.prompt) + request.sampling.max_tokens:
+            elif len(request.tokens) == request.longest:
                 reason = "length"
             if reason:
                 self.scheduler.finish(request, reason)

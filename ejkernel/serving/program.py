@@ -221,19 +221,22 @@ class Tables:
         inputs = np.zeros(sizes.total, np.int32)
         x = sizes.inputs_in(inputs)
         tokens, rows, first_rows, of_slots = [], [], [], []
-        for request, start, stop, drafts, samples in chunks:
+        for request, start, stop, drafts, end, samples in chunks:
             known = request.tokens[start:stop]
-            count = len(drafts.tokens)
-            tokens += [*known, *[SAMPLED_LAST] * (stop - start - len(known)), *drafts.tokens]
-            at = len(tokens)
-            if not drafts.is_chain:
-                x.shift[at - count : at] = np.arange(count) - drafts.depths
-                x.ancestors[at - count : at] = drafts.ancestors
-            of_slots.append((request.slot, stop - start + count, stop + count, count))
-            self._write(request)
+            tokens += known
+            if len(known) < stop - start:
+                tokens += [SAMPLED_LAST] * (stop - start - len(known))
+            if count := end - stop:
+                at = slice(len(tokens), len(tokens) + count)
+                tokens += drafts.tokens
+                if not drafts.is_chain:
+                    x.shift[at], x.ancestors[at] = np.arange(count) - drafts.depths, drafts.ancestors
+            of_slots.append((request.slot, end - start, end, count))
+            if request.listed < len(request.pages):
+                self._write(request)
             first_rows.append(len(rows))
             if samples:
-                rows += range(at - 1 - count, at)
+                rows += range(len(tokens) - 1 - count, len(tokens))
         x.tokens[: len(tokens)], x.rows[:] = tokens, sizes.tokens
         x.rows[: len(rows)] = rows
         slot, length, context_len, proposed = np.array(of_slots, np.int32).reshape(-1, 4).T
@@ -256,6 +259,5 @@ class Tables:
             self._on_device = None
             for array, value in zip(self._sampling, request.sampling.of_arrays, strict=True):
                 array[request.slot] = value
-        if listed < len(request.pages):
-            self._block_tables[request.slot, listed : len(request.pages)] = request.pages[listed:]
-            request.listed = len(request.pages)
+        self._block_tables[request.slot, listed : len(request.pages)] = request.pages[listed:]
+        request.listed = len(request.pages)

@@ -22,6 +22,7 @@ class Request:
     Attributes:
         prompt: the tokens of the prompt.
         sampling: the sampling parameters.
+        longest: the number of tokens of the prompt and the longest continuation.
         tokens: the prompt and the generated tokens that have been read.
         unread: the number of tokens sampled by steps whose results have not been read.
         computed: the number of tokens whose keys and values are in the cache, or are computed by a step in progress.
@@ -36,7 +37,8 @@ class Request:
 
     prompt: Sequence[int]
     sampling: Sampling
-    tokens: list[int] = field(default_factory=list)
+    longest: int = field(init=False)
+    tokens: list[int] = field(init=False)
     unread: int = 0
     computed: int = 0
     pages: list[int] = field(default_factory=list)
@@ -48,6 +50,7 @@ class Request:
     lookup: Lookup = field(default_factory=Lookup)
 
     def __post_init__(self) -> None:
+        self.longest = len(self.prompt) + self.sampling.max_tokens
         self.tokens = list(self.prompt)
 
     @property
@@ -55,25 +58,16 @@ class Request:
         """The number of its tokens, those that have not been read included."""
         return len(self.tokens) + self.unread
 
-    @property
-    def left(self) -> int:
-        """The number of tokens that remain to be sampled."""
-        return len(self.prompt) + self.sampling.max_tokens - self.length
-
 
 class Chunk(NamedTuple):
-    """The part of a step for one request: its tokens from `start` to `stop`, followed by drafts."""
+    """The part of a step for one request: its tokens from `start` to `stop`, followed by drafts up to `end`."""
 
     request: Request
     start: int
     stop: int
     drafts: Drafts
+    end: int
     samples: bool  # whether the text ends at `stop`, so that the next token is sampled
-
-    @property
-    def end(self) -> int:
-        """The position after the last that is computed."""
-        return self.stop + len(self.drafts.tokens)
 
 
 class Scheduler:
@@ -86,6 +80,8 @@ class Scheduler:
         self.running: list[Request] = []  # in the order of their admission
         self.preemptions = 0
         self._slots = list(reversed(range(slots)))
+        # The most tokens of a decode: the last, and accepted drafts beside the first path of a tree.
+        self._of_decode = 1 if branches == 1 else 1 + drafts
 
     def add(self, request: Request) -> None:
         """Queues a request until a slot and pages are free."""
@@ -107,42 +103,46 @@ class Scheduler:
             chunks.append(chunk)
             left -= chunk.end - chunk.start
         while left > 0 and self.preemptions == before and (request := self._admit()):
-            chunk = self._chunk(request, left, 0)
+            chunk = self._chunk(request, min(request.computed + left, request.length), 0)
             chunks.append(chunk)
             left -= chunk.end - chunk.start
         return chunks
 
     def _of_running(self) -> Iterator[Chunk]:
         """A chunk of each running request. One token of the budget is reserved for every decoding one."""
-        going_on = [(request, self._decodes(request)) for request in self.running if request.left > 0]
-        reserved, left = sum(decodes for _, decodes in going_on), self.budget
-        for request, decodes in going_on:
+        lengths = [(request, request.length) for request in self.running]
+        going_on = [
+            (request, length, length - request.computed <= self._of_decode)
+            for request, length in lengths
+            if length < request.longest
+        ]
+        reserved, left = sum(decodes for _, _, decodes in going_on), self.budget
+        for request, length, decodes in going_on:
             if request.slot is None:
                 continue  # preempted for one before it
-            pending = request.length - request.computed
+            start = request.computed
             reserved -= decodes
             most = left - reserved
-            if most > 0 and self._has_pages(request, min(request.computed + most, request.length)):
-                drafts = min(self.drafts, most - pending, request.left - 1) if decodes else 0
-                chunk = self._chunk(request, most, drafts)
-                left -= chunk.end - chunk.start
+            stop = min(start + most, length)
+            if most > 0 and self._has_pages(request, stop):
+                drafts = min(self.drafts, most - (length - start), request.longest - length - 1) if decodes else 0
+                chunk = self._chunk(request, stop, drafts)
+                left -= chunk.end - start
                 yield chunk
 
-    def _decodes(self, request: Request) -> bool:
-        """Whether all is computed but the last token, and accepted drafts beside the first path of a tree."""
-        return request.length - request.computed <= (1 if self.branches == 1 else 1 + self.drafts)
-
-    def _chunk(self, request: Request, most: int, drafts: int) -> Chunk:
-        """The next tokens of a request, at most `most`, and at most `drafts` drafts, as far as there are pages."""
-        start, stop = request.computed, min(request.computed + most, request.length)
-        proposed = request.lookup.propose(request.tokens, drafts, self.branches) if drafts > 0 else NO_DRAFTS
+    def _chunk(self, request: Request, stop: int, drafts: int) -> Chunk:
+        """The tokens of a request up to `stop`, and at most `drafts` drafts, as far as there are pages."""
+        start, proposed = request.computed, NO_DRAFTS
+        if drafts > 0:
+            proposed = request.lookup.propose(request.tokens, drafts, self.branches)
         if proposed.tokens:
             missing = self._pages_of(stop + len(proposed.tokens)) - len(request.pages)
             request.pages += self.pool.allocate(max(missing, 0)) or []
             proposed = proposed.first(len(request.pages) * self.page_size - stop)
-        request.computed = stop + len(proposed.tokens)
-        self._register(request, stop)
-        return Chunk(request, start, stop, proposed, stop == request.length)
+        request.computed = end = stop + len(proposed.tokens)
+        if stop // self.page_size > request.shared:
+            self._register(request, stop)
+        return Chunk(request, start, stop, proposed, end, stop == request.length)
 
     def _admit(self) -> Request | None:
         """Admits the first waiting request, with shared and new pages for all its tokens; None if it cannot run yet."""

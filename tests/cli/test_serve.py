@@ -138,7 +138,7 @@ def test_bytes_are_those_of_the_weights_and_of_what_is_visible():
     engine.cache_bytes = 2 * 64 * 16 * 2 * 2 * 8 * 4  # layers, pages, slots, keys and values, heads, features, float32
     of_weights = 4 * (sum(x.size for x in jax.tree.leaves(weights)) - 128 * 32)
     none = Drafts([], [])
-    chunks = [Chunk(None, 29, 30, none, True), Chunk(None, 0, 3, none, False)]
+    chunks = [Chunk(None, 29, 30, none, 30, True), Chunk(None, 0, 3, none, 3, False)]
     visible = (6 + 1) + 30 + 3 + 3
     assert bytes_moved_by(engine)(Done(chunks, 4, [])) == of_weights + visible * 2 * 2 * 8 * 4
 
