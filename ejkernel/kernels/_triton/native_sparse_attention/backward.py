@@ -21,6 +21,7 @@ from ejkernel.types import KernelConfig
 
 from . import tiles
 from .configs import power_of_two, queries_of
+from .forward import attended
 from .problem import Items, Problem, items_of, problem_of
 
 
@@ -38,7 +39,10 @@ def native_sparse_attention_bwd(
     lists, do = lists_of(primals, problem.size), cotangents.o
     delta = jnp.zeros_like(outputs.lse)
     if do is not None:
-        delta = (do.astype(jnp.float32) * outputs.o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
+        # Where a single key has all weight of a row, δ equals do·v, and what rounds o to float16 is all that is left.
+        in_float16 = primals.q.dtype == jnp.float16
+        o = attended(primals, spec, config, jnp.float32).o if in_float16 else outputs.o
+        delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1).swapaxes(1, 2)
     if cotangents.lse is not None:
         delta = delta - cotangents.lse
     # Fully masked rows get weights of 0, whatever their logits are.

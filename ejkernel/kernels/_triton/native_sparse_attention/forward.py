@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
+from jax.typing import DTypeLike
 
 from ejkernel.kernels._native_sparse import lists_of, unions_of
 from ejkernel.kernels._triton import _launch
@@ -23,7 +24,11 @@ def native_sparse_attention(
     *operands: jax.Array | None, spec: NativeSparseAttentionSpec, config: KernelConfig
 ) -> Outputs:
     """o, the attention to the keys of listed blocks, and lse, the logsumexp of each row of logits."""
-    x = Operands(*operands)
+    return attended(Operands(*operands), spec, config, operands[0].dtype)
+
+
+def attended(x: Operands, spec: NativeSparseAttentionSpec, config: KernelConfig, dtype: DTypeLike) -> Outputs:
+    """The results, o in a dtype."""
     problem = problem_of(x, spec, config.block_q)
     lists, queries = lists_of(x, problem.size), queries_of(config.block_q, problem.heads)
     count = triton.cdiv(problem.S, queries)
@@ -33,7 +38,7 @@ def native_sparse_attention(
         lists.limit,
         *unions_of(lists, queries, problem.size)[:4],
         out_type=(
-            jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), x.q.dtype),
+            jax.ShapeDtypeStruct((problem.B, problem.S, problem.H, problem.V), dtype),
             jax.ShapeDtypeStruct((problem.B, problem.H, problem.S), jnp.float32),
         ),
         grid=count * problem.G * problem.B,
