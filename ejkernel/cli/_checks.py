@@ -1,7 +1,8 @@
 """Checks the example call of an operation, forward and gradient, on every implementation that supports it.
 
 The reference is the formula in float64: the error of an implementation may be 2 times that of the formula in the dtypes
-of the call, and 3 times in a gradient. The unit is at least the error of the exact result rounded to its dtype.
+of the call, and 3 times in a gradient. The unit is at least that of rounding the exact result to the dtype of products
+of matrices, which a state of float32 may be a sum of.
 """
 
 import importlib
@@ -111,7 +112,9 @@ class Check:
             program = self._programs[name, place(entry)]
             if isinstance(program, Exception):
                 raise program
-            error = _error(jax.tree.map(np.asarray, program()), *(of[name] for of in self.formulas))
+            error = _error(
+                jax.tree.map(np.asarray, program()), *(of[name] for of in self.formulas), self.products_dtype
+            )
             if not error <= PASSES[name]:
                 return Outcome(error=error, trouble=f"wrong, over {PASSES[name]:g} times the error of the formula")
             return Outcome(benchmark(program, num_warmup=1, num_iters=5), error)
@@ -138,6 +141,12 @@ class Check:
     def differentiable(self) -> Sequence[str]:
         named = self.operands
         return [name for name in self.algorithm.differentiable if name in named and _is_float(named[name])]
+
+    @cached_property
+    def products_dtype(self) -> Any:
+        """The dtype of fewest bits, but at least 16, of the operands: that of products of matrices."""
+        found = [x.dtype for x in self.operands.values() if _is_float(x) and x.dtype.itemsize > 1]
+        return min(found, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
 
     @cached_property
     def formulas(self) -> tuple[dict[str, Named], dict[str, Named]]:
@@ -221,12 +230,15 @@ def _filled(x: Any, name: str) -> Any:
     )
 
 
-def _error(found: Named, exact: Named, formula: Named) -> float:
-    """The largest error of a result, as a norm in units of that of the formula; infinite if a result is not finite."""
+def _error(found: Named, exact: Named, formula: Named, dtype: Any) -> float:
+    """The largest error of a result, as a norm in units of that of the formula; infinite if a result is not finite.
+
+    The unit is at least that of rounding the exact result to `dtype`.
+    """
     worst = 0.0
     for name, x in found.items():
         finite = np.isfinite(exact[name])
-        rounded = exact[name].astype(x.dtype)
+        rounded = exact[name].astype(dtype if _is_float(x) else x.dtype)
         if not np.array_equal(x[~finite].astype(np.float64), exact[name][~finite]):
             return np.inf
         error, of_formula, of_rounding = (

@@ -107,11 +107,19 @@ def test_a_formula_that_fails_is_a_row(capsys, one_operation, monkeypatch):
 def test_errors_are_in_units_of_that_of_the_formula():
     exact = {"x": np.array([1.0, 2.0, -np.inf])}
     formula = {"x": np.array([1.0, 2.01, -np.inf], np.float32)}
-    of = lambda *values: _error({"x": np.array(values, np.float32)}, exact, formula)
+    of = lambda *values: _error({"x": np.array(values, np.float32)}, exact, formula, np.float32)
     assert of(1, 2, -np.inf) == 0 and 1.9 < of(1.02, 2, -np.inf) < 2.1
     assert of(1, np.nan, -np.inf) == of(1, 2, 0) == of(np.inf, 2, -np.inf) == np.inf
     near = {"x": np.array([1.0, 2.0, -np.inf], np.float32)}
-    assert _error(formula, exact, near) == np.inf  # no error beyond that of rounding is allowed
+    assert _error(formula, exact, near, np.float32) == np.inf  # no error beyond that of rounding is allowed
+
+
+def test_errors_of_float32_are_in_units_of_rounding_to_the_dtype_of_products():
+    exact, near = {"state": np.array([1.001, 3.003])}, {"state": np.array([1.001, 3.003], np.float32)}
+    far = {"state": np.array([1.001, 3.004], np.float32)}
+    assert _error(far, exact, near, np.float32) > 1e3 and 0.1 < _error(far, exact, near, jnp.bfloat16) < 1
+    assert Check("state_space_v2", Target("cpu")).products_dtype == jnp.bfloat16
+    assert Check("quantized_matmul", Target("cpu")).products_dtype == jnp.bfloat16
 
 
 # --- The examples
