@@ -9,6 +9,7 @@ import math
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 
 ALIGNMENT = 256
@@ -21,8 +22,9 @@ Tree = TypeVar("Tree")
 def aligned(arrays: Tree) -> Tree:
     """The arrays of a tree, behind a barrier where a slice in their place may not be aligned: XLA copies it then.
 
-    A slice of stacked arrays is aligned if its size is, and a large one of these is left in its place. So is a large
-    part of a flat array; where its first element is at no multiple of ALIGNMENT bytes, the kernel ends in an error.
+    Numbers of int32 (lengths, tables, ids) may be a part of anything. Other slices of stacked arrays are aligned if
+    their size is, and large ones of these are left in their place. So is a large part of a flat array; where its first
+    element is at no multiple of ALIGNMENT bytes, the kernel ends in an error.
     """
 
     def apart(x):
@@ -33,4 +35,4 @@ def aligned(arrays: Tree) -> Tree:
 
 def _may_be_misaligned(x: Array) -> bool:
     size = math.prod(x.shape) * x.dtype.itemsize
-    return size % ALIGNMENT != 0 or size <= _CHEAP
+    return x.dtype == jnp.int32 or size % ALIGNMENT != 0 or size <= _CHEAP
