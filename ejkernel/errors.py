@@ -42,8 +42,14 @@ def shown(x: Any) -> str:
     try:
         text = " ".join(repr(x).split())
     except Exception:  # an int of thousands of digits, an object whose repr fails
-        text = f"a {type(x).__name__} that cannot be shown"
+        text = f"{a_type(x)} that cannot be shown"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def a_type(x: Any) -> str:
+    """The name of its type with an article: "a dict", "an int"."""
+    name = type(x).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def value_error(operation: str, message: str, **arrays: Any) -> ValueError:

@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -119,14 +118,17 @@ class Engine:
         self._issued: deque[_Issued] = deque()
         self._forward = jax.jit(self._counted_forward, static_argnums=(0, 1), donate_argnums=(3, 4))
         self._choose = jax.jit(self._counted_choose, static_argnums=0, donate_argnums=1)
+        self._programs: dict[tuple[int, bool], jax.stages.Compiled] = {}
         self._launcher = ThreadPoolExecutor(1, "ejkernel launcher")
 
     def compile(self) -> None:
         """Compiles the programs of all buckets at once, and runs them without tokens, so that no request waits."""
         trees = (False, True) if self.limits.branches > 1 else (False,)
-        lowered = [self._lowered(bucket, of_trees) for bucket in self.limits.buckets for of_trees in trees]
+        lowered = {
+            (size, of_trees): self._lowered(size, of_trees) for size in self.limits.buckets for of_trees in trees
+        }
         with ThreadPoolExecutor(len(lowered)) as pool:
-            list(pool.map(jax.stages.Lowered.compile, lowered))
+            self._programs |= zip(lowered, pool.map(jax.stages.Lowered.compile, lowered.values()), strict=True)
         for bucket in self.limits.buckets:
             for kind in Kind:
                 self._issue([], bucket, kind)[0].result().block_until_ready()
@@ -208,24 +210,24 @@ class Engine:
         sizes = self._sizes(bucket)
         inputs, first_rows = self._tables.step(chunks, sizes)
         sampling = self._tables.sampling() if kind > Kind.GREEDY else None
-        launch = self._launcher.submit(copy_context().run, self._launch, trees, sizes, kind, inputs, sampling)
-        return launch, first_rows
+        if (bucket, trees) not in self._programs:  # contexts such as a policy override belong to this thread
+            self._programs[bucket, trees] = self._lowered(bucket, trees).compile()
+        program = self._programs[bucket, trees]
+        return self._launcher.submit(self._launch, program, kind, inputs, sampling), first_rows
 
     def _launch(
-        self, trees: bool, sizes: Sizes, kind: Kind, inputs: np.ndarray, sampling: SamplingArrays | None
+        self, program: jax.stages.Compiled, kind: Kind, inputs: np.ndarray, sampling: SamplingArrays | None
     ) -> Array:
         """Launches the programs of a step, on the thread that has the caches and the last tokens; its tokens."""
         with self._over_mesh():
-            self._caches, self._last, sampled, rows = self._forward(
-                trees, sizes, self.weights, self._caches, self._last, inputs
-            )
+            self._caches, self._last, sampled, rows = program(self.weights, self._caches, self._last, inputs)
             if kind > Kind.GREEDY:
                 self._last, sampled = self._choose(kind, self._last, rows, sampling)
         sampled.copy_to_host_async()
         return sampled
 
     def _lowered(self, bucket: int, trees: bool) -> jax.stages.Lowered:
-        """The forward of a bucket, which later calls find compiled."""
+        """The forward of a bucket."""
         sizes = self._sizes(bucket)
         inputs, _ = self._tables.step([], sizes)
         with self._over_mesh():

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import shown, type_error, value_error
+from ..errors import a_type, shown, type_error, value_error
 from ._repr import ShortRepr
 from .enums import Backend, Platform
 
@@ -90,7 +90,7 @@ def checked_config(operation: str, config: Any, of: type[OperationConfig] = Kern
     if of is KernelConfig and isinstance(config, FwdParams | BwdParams):
         config = KernelConfig(config.q_blocksize, config.kv_blocksize, 64, config.num_warps, config.num_stages)
     if not isinstance(config, of):
-        raise type_error(operation, f"config is a {type(config).__name__}; it must be a {of.__name__}")
+        raise type_error(operation, f"config is {a_type(config)}; it must be a {of.__name__}")
     plain = {field.name: _checked_field(operation, field, getattr(config, field.name)) for field in fields(config)}
     unlike = {name: x for name, x in plain.items() if type(getattr(config, name)) is not type(x)}
     return replace(config, **unlike) if unlike else config

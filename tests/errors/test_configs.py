@@ -13,6 +13,7 @@ from shown import Config, Shown, executor, ones
 from shown import key_of as key_of_shown
 
 import ejkernel
+from ejkernel.errors import a_type
 from ejkernel.kernels._dispatch import candidates
 from ejkernel.kernels._registry import config_refusal, kernel_registry
 from ejkernel.modules import FlashAttention
@@ -41,7 +42,7 @@ WRONG = {
     "none": (dict(num_warps=None), TypeError, "config.num_warps is None; it must be a positive int"),
     "list": (dict(block_q=[64]), TypeError, "config.block_q is [64]; it must be a positive int"),
     "huge": (dict(block_q=2**40), ValueError, "config.block_q is 1099511627776; it must be a positive int of 32 bits"),
-    "beyond words": (dict(block_q=10**5000), ValueError, "config.block_q is a int that cannot be shown"),
+    "beyond words": (dict(block_q=10**5000), ValueError, "config.block_q is an int that cannot be shown"),
     "platform": (dict(platform="tritn"), ValueError, "platform 'tritn' is unknown; known are auto, triton, pallas"),
     "backend": (dict(backend="npu"), ValueError, "backend 'npu' is unknown; known are gpu, tpu, cpu, any"),
     "algorithm": (dict(algorithm="fast"), ValueError, "config.algorithm is 'fast'; it must be one of None"),
@@ -121,7 +122,7 @@ def test_of_an_implementation_from_the_registry_too(q, fields, error, says):
 
 @pytest.mark.parametrize("bad", NO_CONFIGS.values(), ids=NO_CONFIGS)
 def test_the_executor_rejects_invalid_configs(q, bad):
-    with pytest.raises(TypeError, match=r"flash_attention: config is a .*; it must be a KernelConfig"):
+    with pytest.raises(TypeError, match=r"flash_attention: config is an? .*; it must be a KernelConfig"):
         own_executor()(FlashAttention(), q, q, q, cfg=bad)
 
 
@@ -158,7 +159,7 @@ def test_a_users_kernel_may_check_its_own():
 
 @pytest.mark.parametrize("bad", [{}, [], None, "table.json", PersistentCache("/tmp")], ids=lambda x: type(x).__name__)
 def test_an_overlay_is_a_cache_in_memory(bad):
-    with pytest.raises(TypeError, match=f"overlay_cache: cache is a {type(bad).__name__}; it must be a ConfigCache"):
+    with pytest.raises(TypeError, match=f"overlay_cache: cache is {a_type(bad)}; it must be a ConfigCache"):
         overlay_cache(bad).__enter__()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 from shown import HEURISTIC, OTHER, TUNED, Config, Shown, executor, key_of, ones, ran
 
+from ejkernel.errors import a_type
 from ejkernel.ops import PersistentCache
 from tests.ops.persisted import DEVICE, file_in, process, stored
 
@@ -70,7 +71,7 @@ def test_devices_have_files_of_their_own(directory):
 
 @pytest.mark.parametrize("path", [3, b"/tmp", ["/tmp"]], ids=lambda path: type(path).__name__)
 def test_a_path_is_a_path(path):
-    with pytest.raises(TypeError, match=f"PersistentCache: path is a {type(path).__name__}"):
+    with pytest.raises(TypeError, match=f"PersistentCache: path is {a_type(path)}"):
         PersistentCache(path)
 
 

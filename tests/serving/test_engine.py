@@ -1,5 +1,6 @@
 """For any composition of steps, the text is that of full forward passes, and every page is freed."""
 
+import threading
 from dataclasses import replace
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from ejkernel import lax
-from ejkernel.serving import Engine, Limits, Sampling, logits_of_text, random_weights
+from ejkernel.serving import Engine, Limits, Sampling, logits_of_text, program, random_weights
 from ejkernel.serving.drafts import Drafts, Lookup
 from ejkernel.serving.model import hidden_states, logits_of
 from ejkernel.serving.sampling import Kind
@@ -44,6 +45,17 @@ def test_a_program_for_every_bucket_is_compiled_once_and_beforehand(engine, prom
     for count in range(1, len(prompts)):
         e.generate(prompts[:count], Sampling(max_tokens=count, temperature=count % 2))
     assert e.traces == compiled
+
+
+def test_programs_are_traced_by_the_thread_that_steps(engine, prompts, expected, monkeypatch):
+    """It may be in contexts, as of a policy override, which belong to it; another thread launches the programs."""
+    threads, traced = [], program.forward
+    monkeypatch.setattr(
+        "ejkernel.serving.engine.forward", lambda *x: threads.append(threading.current_thread()) or traced(*x)
+    )
+    e = engine(pages=62)  # of no other test
+    assert e.generate(prompts[:2], Sampling(max_tokens=12)) == expected[:2]
+    assert set(threads) == {threading.current_thread()}
 
 
 def test_pages_of_a_common_prefix_are_computed_once_and_shared(engine, plain):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.export import is_symbolic_dim
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...errors import shown, type_error, value_error
+from ...errors import a_type, shown, type_error, value_error
 from ...primitives._factory import KernelPrimitive
 from ...primitives._sharding import aligned, explicit_axes_of, resharded
 from ...types import BwdParams, FwdParams, OperationConfig, Platform, checked_config
@@ -202,7 +202,7 @@ def _one_config(operation: str, config: Any, of: type[OperationConfig]) -> Opera
             raise value_error(operation, f"config has no field {', '.join(unknown)}; the fields are {sorted(known)}")
         config = of(**config)
     elif not isinstance(config, OperationConfig | FwdParams | BwdParams):
-        raise type_error(operation, f"config is a {type(config).__name__}; it must be a {of.__name__} or a mapping")
+        raise type_error(operation, f"config is {a_type(config)}; it must be a {of.__name__} or a mapping")
     return checked_config(operation, config, of)
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from ...errors import a_type
+
 _overlays = jax.make_user_context(())
 _autotune_override = jax.make_user_context(None)
 _generation = jax.make_user_context(0)
@@ -80,7 +82,7 @@ def overlay_cache(cache: ConfigCache) -> Iterator[ConfigCache]:
     """
     if not isinstance(cache, ConfigCache):
         raise TypeError(
-            f"overlay_cache: cache is a {type(cache).__name__}; it must be a ConfigCache, filled by put(key, config)"
+            f"overlay_cache: cache is {a_type(cache)}; it must be a ConfigCache, filled by put(key, config)"
         )
     with _overlays((cache, *_overlays.value)):
         yield cache

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from ...errors import a_type
 from ..utils.devices import device_fingerprint
 from ..utils.fingerprints import call_of
 from ..utils.provenance import provenance
@@ -22,7 +23,7 @@ class PersistentCache:
 
     def __init__(self, path: str | os.PathLike | None = None) -> None:
         if path is not None and not isinstance(path, str | os.PathLike):
-            raise TypeError(f"PersistentCache: path is a {type(path).__name__}; it must be a directory's path or None")
+            raise TypeError(f"PersistentCache: path is {a_type(path)}; it must be a directory's path or None")
         self._path = path
         self._files: dict[str, SharedFile] = {}
 
