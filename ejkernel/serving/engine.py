@@ -124,9 +124,7 @@ class Engine:
     def compile(self) -> None:
         """Compiles the programs of all buckets at once, and runs them without tokens, so that no request waits."""
         trees = (False, True) if self.limits.branches > 1 else (False,)
-        lowered = {
-            (size, of_trees): self._lowered(size, of_trees) for size in self.limits.buckets for of_trees in trees
-        }
+        lowered = {(n, of_trees): self._lowered(n, of_trees) for n in self.limits.buckets for of_trees in trees}
         with ThreadPoolExecutor(len(lowered)) as pool:
             self._programs |= zip(lowered, pool.map(jax.stages.Lowered.compile, lowered.values()), strict=True)
         for bucket in self.limits.buckets:
