@@ -233,7 +233,8 @@ def _filled(x: Any, name: str) -> Any:
 def _error(found: Named, exact: Named, formula: Named, dtype: Any) -> float:
     """The largest error of a result, as a norm in units of that of the formula; infinite if a result is not finite.
 
-    The unit is at least that of rounding the exact result to `dtype`.
+    The unit is at least that of rounding the exact result to `dtype`, and what is expected of that: the rounding errors
+    of a few numbers may be small by chance.
     """
     worst = 0.0
     for name, x in found.items():
@@ -244,8 +245,16 @@ def _error(found: Named, exact: Named, formula: Named, dtype: Any) -> float:
         error, of_formula, of_rounding = (
             np.linalg.norm(of[finite].astype(np.float64) - exact[name][finite]) for of in (x, formula[name], rounded)
         )
+        if of_rounding:
+            of_rounding = max(of_rounding, _expected_rounding(exact[name][finite], rounded.dtype))
         unit = max(of_formula, of_rounding)
         if not np.isfinite(error) or error > 0 == unit:
             return np.inf
         worst = max(worst, error / unit if unit else 0.0)
     return float(worst)
+
+
+def _expected_rounding(x: np.ndarray, dtype: Any) -> float:
+    """The norm of errors that are uniform between ±½ unit in the last place, as those of rounding to a dtype."""
+    _, exponent = np.frexp(x)
+    return float(np.linalg.norm(np.ldexp(np.where(x == 0, 0.0, 0.5), exponent)) * jnp.finfo(dtype).eps / np.sqrt(12))

@@ -118,6 +118,8 @@ def test_errors_of_float32_are_in_units_of_rounding_to_the_dtype_of_products():
     exact, near = {"state": np.array([1.001, 3.003])}, {"state": np.array([1.001, 3.003], np.float32)}
     far = {"state": np.array([1.001, 3.004], np.float32)}
     assert _error(far, exact, near, np.float32) > 1e3 and 0.1 < _error(far, exact, near, jnp.bfloat16) < 1
+    nearly, off = {"state": np.array([1.00001])}, {"state": np.array([1.004], np.float32)}
+    assert 1 < _error(off, nearly, nearly, jnp.bfloat16) < 3  # not the distance of 1.00001 from 1, a hundredth of that
     assert Check("state_space_v2", Target("cpu")).products_dtype == jnp.bfloat16
     assert Check("quantized_matmul", Target("cpu")).products_dtype == jnp.bfloat16
 

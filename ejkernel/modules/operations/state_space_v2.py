@@ -78,10 +78,10 @@ class StateSpaceV2(StateSpace, Operation):
 
     @classmethod
     def example(cls) -> dict[str, Any]:
-        """A call with two heads of 64 features, and one group with 64 state features, that returns the final state."""
+        """A call with 16 heads of 32 features, and one group with 64 state features, that returns the final state."""
         array = jax.ShapeDtypeStruct
-        x, BC = array((1, 128, 2, 64), jnp.bfloat16), array((1, 128, 1, 64), jnp.bfloat16)
-        A, D, dt = (array(shape, jnp.float32) for shape in ((2,), (2,), (1, 128, 2)))
+        x, BC = array((1, 128, 16, 32), jnp.bfloat16), array((1, 128, 1, 64), jnp.bfloat16)
+        A, D, dt = (array(shape, jnp.float32) for shape in ((16,), (16,), (1, 128, 16)))
         return dict(x=x, A=A, B=BC, C=BC, D=D, dt=dt, return_state=True)
 
     @classmethod
