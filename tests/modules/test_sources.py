@@ -23,7 +23,7 @@ MADE_WITH = {
 MADE_OF = dict.fromkeys(
     ("blocksparse_attention", "flash_mla", "multi_latent_page_attention", "native_sparse_attention", *OF_PAGES),
     "flash_attention",
-) | {"state_space_v2": "_recurrence"}
+) | dict.fromkeys(("gated_delta_rule", "state_space_v2"), "_recurrence")
 
 
 def names(files):

@@ -23,7 +23,7 @@ from ._arguments import (
     static_bool,
     static_scale,
 )
-from ._recurrence import XLA_ALONE, Recurrence, float_operand, spans_of, states_of
+from ._recurrence import Recurrence, float_operand, spans_of, states_of
 
 NAME = algorithm.name
 
@@ -135,7 +135,7 @@ class GatedDeltaRule(Recurrence, Operation):
     """The gated delta rule: `ejkernel.lax.gated_delta_rule` as a kernel object."""
 
     algorithm = algorithm
-    outlook = XLA_ALONE
+    outlook = "a kernel for TPUs comes later"
     prepare_arguments = staticmethod(gated_delta_rule_arguments)
 
     @classmethod

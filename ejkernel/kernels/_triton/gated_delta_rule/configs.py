@@ -1,0 +1,72 @@
+"""The configs of the kernels of the gated delta rule: the heuristic choice, and the space that tuning searches.
+
+block_q is the tokens of a chunk; block_k the columns of a state that a program keeps, num_warps and num_stages those of
+the programs that go from chunk to chunk.
+"""
+
+import numpy as np
+
+from ejkernel.kernels._triton._launch import shared_memory_limit
+from ejkernel.kernels._triton._recurrence.problem import padded
+from ejkernel.primitives.gated_delta_rule import GatedDeltaRuleSpec, Operands
+from ejkernel.types import Backend, KernelConfig, Platform, Target
+
+# (block_q, block_k, num_warps, num_stages), the fastest on an H200 first. Two programs that are not pipelined share a
+# multiprocessor; where there are too few programs for that, those of the second table are faster.
+FORWARD, BACKWARD = ((64, 64, 4, 1), (64, 64, 4, 3), (64, 32, 4, 2)), ((64, 64, 4, 1), (64, 64, 4, 2), (64, 32, 4, 2))
+TANGENT = ((64, 32, 4, 1), (32, 32, 4, 1))
+MANY = {"gated_delta_rule": FORWARD, "gated_delta_rule_bwd": BACKWARD, "gated_delta_rule_jvp": TANGENT}
+FEW = {
+    "gated_delta_rule": ((64, 64, 4, 3), (64, 32, 4, 2), (64, 64, 4, 1)),
+    "gated_delta_rule_bwd": ((64, 32, 4, 2), (64, 64, 4, 2), (64, 64, 4, 1)),
+    "gated_delta_rule_jvp": TANGENT,
+}
+WIDE = ((64, 32, 8, 1), (32, 32, 8, 1))  # for more than 128 features
+# For float32, and for float16, where a product is computed as three of TF32; and where no other fits.
+SMALL = ((16, 32, 8, 1), (16, 16, 8, 1))
+
+
+def space(operation: str, operands: Operands, spec: GatedDeltaRuleSpec, target: Target) -> list[KernelConfig]:
+    """The configs worth measuring for a call (arrays or shapes), the most promising first."""
+    limit = shared_memory_limit(target)
+    fit = lambda listed: [c for c in (_config(*v) for v in listed) if shared_memory(operation, operands, c) <= limit]
+    if operands.q.dtype != np.dtype("bfloat16"):
+        return fit(SMALL)
+    batch, _, heads, features = operands.v.shape
+    programs = batch * heads * -(-features // 64)
+    listed = (MANY if programs > (target.core_count or 0) else FEW)[operation]
+    if padded(operands.q.shape[3]) > 128:
+        listed = WIDE if target.compute_capability == 90 else WIDE[1:]
+    elif operation == "gated_delta_rule_jvp" and target.compute_capability != 90:
+        listed = SMALL  # with more, registers spill where they hold the operands of products
+    return fit(listed) or fit(SMALL)
+
+
+def least_memory(operation: str, operands: Operands) -> int:
+    """Bytes of shared memory of the smallest config."""
+    return shared_memory(operation, operands, _config(*SMALL[-1]))
+
+
+def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
+    """Bytes of shared memory of the largest kernel.
+
+    The one of a chunk has q and k, and pairs of rows in float32; one that goes from chunk to chunk, without stages, two
+    tiles of rows and the state, and with them three tiles, one of columns, and one of pairs for each stage.
+    """
+    c, d, e = config.block_q, padded(operands.q.shape[3]), min(config.block_k, padded(operands.v.shape[3]))
+    size = 2 if operands.q.dtype == np.dtype("bfloat16") else 4
+    staged = 2 * c * d if config.num_stages == 1 else (3 * c * d + c * e + c * c) * config.num_stages
+    if operation == "gated_delta_rule_jvp":
+        return (4 * c * d + max(2 * d * e, c * c)) * size
+    return max(2 * c * d * size + 4 * c * c, (staged + d * e) * size)
+
+
+def _config(block_q, block_k, num_warps, num_stages) -> KernelConfig:
+    return KernelConfig(
+        block_q=block_q,
+        block_k=block_k,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        platform=Platform.TRITON,
+        backend=Backend.GPU,
+    )

@@ -1,0 +1,40 @@
+"""The gated delta rule in Triton: the kernels' masks and indices, by the interpreter, against float64."""
+
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.types import KernelConfig
+from tests.gpu.gated_delta_cases import CASES, check_all
+
+triton = pytest.importorskip("triton")
+from ejkernel.kernels._triton import _launch  # noqa: E402
+from ejkernel.kernels._triton.gated_delta_rule import (  # noqa: E402
+    gated_delta_rule,
+    gated_delta_rule_bwd,
+    gated_delta_rule_jvp,
+)
+
+from . import interpreter  # noqa: E402
+
+ALWAYS = ("groups", "packed", "keys as they are")
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    monkeypatch.setattr(_launch, "launch", interpreter.launch)
+
+
+@pytest.mark.parametrize("chunk", (16, 32))
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES]
+)
+def test_in_the_interpreter(case, chunk):
+    """Forward, backward and tangent in float32; tokens of no sequence hold NaN."""
+    config = KernelConfig(block_q=chunk, block_k=32)
+    check_all(
+        lambda *x, spec: gated_delta_rule(*x, spec=spec, config=config),
+        lambda x, ct, wrt, spec: gated_delta_rule_bwd(x, None, ct, wrt=wrt, spec=spec, config=config),
+        lambda x, dot, spec: gated_delta_rule_jvp(x, None, dot, spec=spec, config=config),
+        *case.make(40, jnp.float32),
+        jnp.float32,
+    )
