@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .. import lax
-from ..serving import LLAMA_1B, Decoder, Limits, place, random_weights
-from ..serving.model import Weights, joined, weight_shapes
+from ..serving import LLAMA_1B, Decoder, Limits, joined, place, random_weights
+from ..serving.model import Weights, weight_shapes
 from . import _corpus
 from ._model import Model, Operations
 from ._progress import progress

@@ -13,9 +13,8 @@ from ejkernel.callib import Ceilings
 from ejkernel.cli import _served, serve
 from ejkernel.cli._model import Model, initialise, logits
 from ejkernel.cli._replay import Replay, StepRecord, arrivals, bytes_moved_by, lengths, replay, summary
-from ejkernel.serving import Decoder, Done, Engine, Limits, logits_of_text, random_weights
+from ejkernel.serving import Decoder, Done, Engine, Limits, joined, logits_of_text, random_weights
 from ejkernel.serving.drafts import Drafts
-from ejkernel.serving.model import joined
 from ejkernel.serving.scheduler import Chunk
 
 SMALL = _served.Served(
