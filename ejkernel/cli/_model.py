@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from ..serving.model import mlp, rms_norm, rope
+from ..serving.model import rms_norm, rope
 
 Parameters = dict[str, Any]
 
@@ -113,6 +113,11 @@ def logits(
         h = rms_norm(x, layer["mlp_norm"])
         x = x + (experts(operations, layer, h) if model.experts else mlp(layer, h))
     return (rms_norm(x, w["norm"]) @ w["head"]).astype(jnp.float32), after
+
+
+def mlp(layer: Parameters, x: Array) -> Array:
+    """SwiGLU: (silu(x · gate) ∘ (x · up)) · down."""
+    return (jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])) @ layer["down"]
 
 
 def experts(operations: Operations, layer: Parameters, x: Array) -> Array:

@@ -1,5 +1,7 @@
 """The models that can be served: the demo's, which is trained here, and Llama 3.2 1B with random weights."""
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .. import lax
-from ..serving import LLAMA_1B, Decoder, Limits, place, random_weights
+from ..serving import LLAMA_1B, Decoder, Limits, joined, place, random_weights
 from ..serving.model import Weights, weight_shapes
 from . import _corpus
 from ._model import Model, Operations
@@ -58,13 +60,10 @@ def weights_of(decoder: Decoder, file: Path, steps: int, seed: int, dtype: Any, 
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         _save(file, _trained(steps, seed))
-    shapes, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(decoder), lambda x: isinstance(x, tuple))
     with np.load(file) as kept:
-        names = [jax.tree_util.keystr(path) for path, _ in shapes]
-        found = {name: kept[name].shape for name in kept.files}
-        if found != dict(zip(names, (shape for _, shape in shapes), strict=True)):
-            raise ValueError(f"{file} has not the weights of this model")
-        weights = structure.unflatten([jnp.asarray(kept[name], dtype) for name in names])
+        weights = _joined({name: jnp.asarray(kept[name], dtype) for name in kept.files})
+    if jax.tree.map(jnp.shape, weights) != weight_shapes(decoder):
+        raise ValueError(f"{file} has not the weights of this model")
     return weights if mesh is None else place(weights, mesh)
 
 
@@ -89,6 +88,18 @@ def _trained(steps: int, seed: int) -> Weights:
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     show = progress("training", steps, every=50)
     return train(model, _OPERATIONS, excerpts, jax.random.key(seed), dtype, show).parameters
+
+
+def _joined(arrays: dict[str, Any]) -> Weights | None:
+    """The engine's weights, of arrays whose names are paths such as ['layers'][0]['query']; None of other names."""
+    weights, layers = {}, defaultdict(dict)
+    for name, x in arrays.items():
+        *layer, last = re.findall(r"\w+", name)
+        (layers[int(layer[1])] if layer else weights)[last] = x
+    try:
+        return joined(weights | {"layers": [layers[i] for i in range(len(layers))]})
+    except KeyError:
+        return None
 
 
 def _save(file: Path, weights: Weights) -> None:

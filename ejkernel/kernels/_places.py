@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 
 class Places(NamedTuple):
@@ -22,7 +22,7 @@ def places(tokens: int, context_lens: Array, query_start_loc: Array, num_seqs: A
     count = jnp.clip(num_seqs[0], 0, n)
     starts = jnp.where(jnp.arange(n + 1, dtype=jnp.int32) <= count, query_start_loc, query_start_loc[count])
     token = jnp.arange(tokens, dtype=jnp.int32)
-    sequence = jnp.searchsorted(starts[1:], token, side="right").astype(jnp.int32)
+    sequence = jnp.searchsorted(starts[1:], token, side="right", method="compare_all").astype(jnp.int32)
     valid = (token >= starts[0]) & (token < starts[-1])
     sequence = jnp.where(valid, sequence, 0)
     position = context_lens[sequence] - starts[sequence + 1] + token
@@ -46,4 +46,6 @@ def written(x: Any, at: Places) -> Array:
     Every other byte is as it was.
     """
     new = jnp.stack([x.k, x.v], axis=2).astype(x.kv_pages.dtype)
-    return x.kv_pages.at[slots(at, x.block_tables, *x.kv_pages.shape[:2])].set(new, mode="drop")
+    # Behind a barrier they are computed once for all layers, and not again in the scatter of each.
+    into = lax.optimization_barrier(slots(at, x.block_tables, *x.kv_pages.shape[:2]))
+    return x.kv_pages.at[into].set(new, mode="drop")

@@ -6,7 +6,7 @@ of a step), `engine` (all of them together), `worker` (the engine on a thread), 
 """
 
 from .engine import Done, Engine, Event, Limits
-from .model import HEADS, LLAMA_1B, Decoder, logits_of_text, place, random_weights
+from .model import HEADS, LLAMA_1B, Decoder, joined, logits_of_text, place, random_weights
 from .sampling import Sampling
 from .scheduler import Request
 
@@ -20,6 +20,7 @@ __all__ = [
     "Limits",
     "Request",
     "Sampling",
+    "joined",
     "logits_of_text",
     "place",
     "random_weights",

@@ -48,6 +48,22 @@ LLAMA_1B = Decoder(128_256, 2048, 32, 8, 64, 8192, (None,) * 16, rope_base=500_0
 """The shape of Llama 3.2 1B."""
 
 
+def joined(weights: Weights) -> Weights:
+    """The weights of a decoder with one array for all products of the same features.
+
+    The layers given have `query` [d,heads,e], `key_value` [d,2,kv_heads,e], `gate` and `up` [d,f] in their place.
+    """
+    separate = ("query", "key_value", "gate", "up")
+
+    def layer(w: Weights) -> Weights:
+        d, _, groups, features = w["key_value"].shape
+        parts = w["query"].reshape(d, groups, -1, features), w["key_value"].swapaxes(1, 2)
+        one = {"query_key_value": jnp.concatenate(parts, 2), "gate_up": jnp.stack([w["gate"], w["up"]], 1)}
+        return one | {name: x for name, x in w.items() if name not in separate}
+
+    return weights | {"layers": [layer(w) for w in weights["layers"]]}
+
+
 def random_weights(decoder: Decoder, key: Array, dtype: Any = jnp.float32, mesh: Mesh | None = None) -> Weights:
     """Normal weights of variance 1 / fan-in, made on the devices that hold them."""
     shapes, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(decoder), is_leaf=_is_shape)
@@ -70,11 +86,9 @@ def weight_shapes(decoder: Decoder) -> Weights:
     """The shapes of the weights, as a tree of the same structure."""
     d, h, g, e, f = decoder.width, decoder.heads, decoder.kv_heads, decoder.head_dim, decoder.hidden
     layer = {
-        "query": (d, h, e),
-        "key_value": (d, 2, g, e),
+        "query_key_value": (d, g, h // g + 2, e),
         "output": (h, e, d),
-        "gate": (d, f),
-        "up": (d, f),
+        "gate_up": (d, 2, f),
         "down": (f, d),
         "attention_norm": (d,),
         "mlp_norm": (d,),
@@ -83,18 +97,16 @@ def weight_shapes(decoder: Decoder) -> Weights:
     return shapes if decoder.tied else shapes | {"head": (d, decoder.vocabulary)}
 
 
-_INPUT_AXES = {"query": 1, "key_value": 1, "output": 2, "gate": 1, "up": 1, "down": 1, "head": 1}
+_INPUT_AXES = {"query_key_value": 1, "output": 2, "gate_up": 1, "down": 1, "head": 1}
 _is_shape = lambda x: isinstance(x, tuple)
 
 # The spec of each weight that is sharded over devices; the others are replicated.
 _PARTITION = {
     "embedding": P(HEADS),
     "head": P(None, HEADS),
-    "query": P(None, HEADS),
-    "key_value": P(None, None, HEADS),
+    "query_key_value": P(None, HEADS),
     "output": P(HEADS),
-    "gate": P(None, HEADS),
-    "up": P(None, HEADS),
+    "gate_up": P(None, None, HEADS),
     "down": P(HEADS),
 }
 
@@ -120,9 +132,9 @@ def hidden_states(
     after = []
     for layer, window, cache in zip(weights["layers"], decoder.windows, caches, strict=True):
         h = rms_norm(x, layer["attention_norm"])
-        q = rope(jnp.einsum("...d,dhe->...he", h, layer["query"]), positions, decoder.rope_base)
-        k, v = jnp.moveaxis(jnp.einsum("...d,dcge->...cge", h, layer["key_value"]), -3, 0)
-        o, cache = attend(q, rope(k, positions, decoder.rope_base), v, window, cache)
+        q, k, v = of_heads(jnp.einsum("...d,dghe->...ghe", h, layer["query_key_value"]))
+        q, k = (rope(each, positions, decoder.rope_base) for each in (q, k))
+        o, cache = attend(q, k, v, window, cache)
         x = x + jnp.einsum("...he,hed->...d", o, layer["output"], out_sharding=_whole())
         x = x + mlp(layer, rms_norm(x, layer["mlp_norm"]))
         after.append(cache)
@@ -151,9 +163,17 @@ def logits_of_text(decoder: Decoder, weights: Weights, tokens: Array) -> Array:
 # --- Parts ------------------------------------------------------------------------------------------------------------
 
 
+def of_heads(x: Array) -> tuple[Array, Array, Array]:
+    """q [...,heads,e], k and v [...,kv_heads,e], of [...,kv_heads,c,e]: first the query heads that share them."""
+    *batch, groups, count, features = x.shape
+    q = x[..., :-2, :].reshape(*batch, groups * (count - 2), features)
+    return q, x[..., -2, :], x[..., -1, :]
+
+
 def mlp(layer: Weights, x: Array) -> Array:
     """SwiGLU: (silu(x · gate) ∘ (x · up)) · down."""
-    h = jax.nn.silu(x @ layer["gate"]) * (x @ layer["up"])
+    gate, up = jnp.moveaxis(jnp.einsum("...d,dcf->...cf", x, layer["gate_up"]), -2, 0)
+    h = jax.nn.silu(gate) * up
     return jnp.matmul(h, layer["down"], out_sharding=_whole())
 
 

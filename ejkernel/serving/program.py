@@ -106,7 +106,7 @@ def forward(
     `last` [N] are the last sampled tokens of the slots. Without `trees` the drafts of every slot have to be a chain.
     """
     count, tokens = x.context_lens.shape[0], x.tokens.shape[0]
-    slots = jnp.searchsorted(x.query_start_loc[1:], jnp.arange(tokens), side="right").astype(jnp.int32)
+    slots = jnp.searchsorted(x.query_start_loc[1:], jnp.arange(tokens), side="right", method="compare_all")
     slot = jnp.minimum(slots, count - 1)  # any slot for padding, whose results are not used
     places = jnp.maximum(x.context_lens[slot] - x.query_start_loc[slot + 1] + jnp.arange(tokens), 0)
     positions = places - x.shift if trees else places

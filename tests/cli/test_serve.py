@@ -1,6 +1,7 @@
 """`ejkernel serve`: its output, files and measurements, and one line for wrong arguments."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -10,8 +11,9 @@ import pytest
 from ejkernel.__main__ import main
 from ejkernel.callib import Ceilings
 from ejkernel.cli import _served, serve
+from ejkernel.cli._model import Model, initialise, logits
 from ejkernel.cli._replay import Replay, StepRecord, arrivals, bytes_moved_by, lengths, replay, summary
-from ejkernel.serving import Decoder, Done, Engine, Limits, random_weights
+from ejkernel.serving import Decoder, Done, Engine, Limits, joined, logits_of_text, random_weights
 from ejkernel.serving.drafts import Drafts
 from ejkernel.serving.scheduler import Chunk
 
@@ -60,7 +62,7 @@ def test_drafts_are_counted(capsys):
 @pytest.mark.slow
 def test_a_model_is_trained_once_and_kept(capsys, monkeypatch):
     trained = []
-    weights = random_weights(SMALL.decoder, jax.random.key(3))
+    weights = initialise(Model(128, 32, 4, 2, 8, 64, (6, None)), jax.random.key(3))
     monkeypatch.setattr(_served, "_trained", lambda steps, seed: trained.append(steps) or weights)
     ask = "--weights", "kept/here.npz", "--prompt", "a", "--max-tokens", "5", "--steps", "7"
     assert printed(capsys, *ask) == printed(capsys, *ask) and trained == [7]
@@ -70,10 +72,19 @@ def test_a_model_is_trained_once_and_kept(capsys, monkeypatch):
 
 
 def test_the_demo_trains_weights_of_the_served_shapes():
-    """The names and shapes of its weights are those of the decoder."""
+    """The names and shapes of its weights are those of the decoder, once they are joined."""
     decoder = _served._of_demo()
-    shapes = jax.tree.map(np.shape, _served._trained(1, 0))
+    shapes = jax.tree.map(np.shape, joined(_served._trained(1, 0)))
     assert shapes == _served.weight_shapes(decoder) and decoder.windows == (64, None, None, None)
+
+
+def test_the_served_model_has_the_logits_of_the_demo():
+    """Its joined products are those of the demo's separate ones."""
+    model, tokens = Model(128, 32, 4, 2, 8, 64, (6, None)), jax.random.randint(jax.random.key(1), (2, 12), 0, 128)
+    weights = initialise(model, jax.random.key(0))
+    expected, _ = logits(model, _served._OPERATIONS, weights, tokens, jax.numpy.float32)
+    decoder = replace(SMALL.decoder, softcap=model.softcap)
+    np.testing.assert_allclose(logits_of_text(decoder, joined(weights), tokens), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
