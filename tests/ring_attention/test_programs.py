@@ -86,6 +86,19 @@ def test_a_hop_has_one_conditional_in_each_direction():
     assert (conditionals(f), conditionals(squares(f))) == (2, 4)
 
 
+def test_rows_that_are_merged_are_updated_in_place():
+    """They are read and written at one place, which is no constant: XLA slices constant rows, and then writes all."""
+    f, x = local_call(2, causal=True, strategy="ring")
+    program = list(all_equations(jax.make_jaxpr(f)(in_16_bits(x))))
+    of_rows = lambda name: [
+        (e.invars[0], e.invars[-3])
+        for e in program
+        if e.primitive.name == name and e.invars[0].aval.shape == (1, 64, 2, 8)
+    ]
+    assert len(of_rows("dynamic_slice")) == 1
+    assert of_rows("dynamic_slice") == of_rows("dynamic_update_slice")
+
+
 def test_kernels_run_once_where_all_keys_are_gathered():
     f, x = local_call(2, causal=True, layout="contiguous", strategy="all_gather")
     program = jax.jit(squares(f)).trace(x).jaxpr

@@ -108,6 +108,29 @@ def sight(band: Band) -> Arrays:
     return dict(causal=causal, window=window)
 
 
+def q_begins(call: Ring, of_devices: list[tuple[Part, ...]]) -> list[Array]:
+    """The rows at which the parts of this device begin, as numbers that XLA does not know.
+
+    Rows that are read and written at one such place are updated in place. Where they are constant XLA slices them, does
+    not see that the slice and the update have one place, and writes the other rows too.
+    """
+    most = max(map(len, of_devices))
+    begins = [[part.q_begin for part in parts] + [0] * (most - len(parts)) for parts in of_devices]
+    device = lax.axis_index(call.axis_name)
+    return [jnp.asarray(np.array(x, np.uint32))[device] for x in zip(*begins, strict=True)]
+
+
+def rows_from(x: Array, begin: Array, part: Part, axis: int) -> Array:
+    """The rows of a part, from row `begin` on."""
+    count = part.q_end - part.q_begin
+    return x if count == x.shape[axis] else lax.dynamic_slice_in_dim(x, begin, count, axis)
+
+
+def with_rows_from(x: Array, of_part: Array, begin: Array, axis: int) -> Array:
+    """x with the rows of a part written to their place, from row `begin` on."""
+    return of_part if of_part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, of_part, begin, axis)
+
+
 def with_rows(x: Array, of_part: Array, part: Part, axis: int) -> Array:
     """x with the rows of a part written to their place."""
     if of_part.shape == x.shape:
