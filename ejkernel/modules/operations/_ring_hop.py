@@ -16,6 +16,8 @@ from .flash_attention import FlashAttention
 
 TRAVELLING = ("k", "v", "kv_segment_ids")
 Arrays = dict[str, Any]
+Hop = tuple[int, list[tuple[Part, ...]]]
+"""How far keys have travelled, and the parts of every device."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Ring:
     options: Mapping[str, Any]
 
 
-def plan_of(call: Ring, arrays: Arrays) -> list[tuple[int, list[tuple[Part, ...]]]]:
-    """The hops that are computed, each with the parts of every device."""
+def plan_of(call: Ring, arrays: Arrays) -> list[Hop]:
+    """The hops that are computed."""
     return list(hops(arrays["q"].shape[1], arrays["k"].shape[1], call.size, call.layout, call.band))
 
 
