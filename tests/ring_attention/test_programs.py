@@ -86,6 +86,38 @@ def test_a_hop_has_one_conditional_in_each_direction():
     assert (conditionals(f), conditionals(squares(f))) == (2, 4)
 
 
+def test_rows_that_are_merged_are_updated_in_place():
+    """They are read and written at one place, which is no constant: XLA slices constant rows, and then writes all."""
+    f, x = local_call(2, causal=True, strategy="ring")
+    program = list(all_equations(jax.make_jaxpr(f)(in_16_bits(x))))
+    of_rows = lambda name: [
+        (e.invars[0], e.invars[-3])
+        for e in program
+        if e.primitive.name == name and e.invars[0].aval.shape == (1, 64, 2, 8)
+    ]
+    assert len(of_rows("dynamic_slice")) == 1
+    assert of_rows("dynamic_slice") == of_rows("dynamic_update_slice")
+
+
+def test_a_backward_of_two_hops_fetches_keys_while_it_computes():
+    """The second hop waits for the first, the fetch of its keys does not."""
+    f, x = local_call(2, causal=True, strategy="ring")
+    program = jax.make_jaxpr(squares(f))(in_16_bits(x))
+    inside = [getattr(e.params.get("jaxpr"), "eqns", ()) for e in all_equations(program)]
+    (backward,) = (x for x in inside if "flash_attention_bwd" in [e.primitive.name for e in x])
+    made_by = {a: e for e in backward for a in e.outvars}
+
+    def needed(equation):
+        makers = [made_by[a] for a in equation.invars if not hasattr(a, "val") and a in made_by]  # no literals
+        return {equation.primitive.name}.union(*map(needed, makers))
+
+    (second,) = (e for e in backward if e.primitive.name == "device_switch")
+    fetches = [e for e in backward if e.primitive.name == "ppermute" and "device_switch" not in needed(e)]
+    assert "flash_attention_bwd" in needed(second)
+    assert len(fetches) == 2
+    assert not any("flash_attention_bwd" in needed(e) for e in fetches)
+
+
 def test_kernels_run_once_where_all_keys_are_gathered():
     f, x = local_call(2, causal=True, layout="contiguous", strategy="all_gather")
     program = jax.jit(squares(f)).trace(x).jaxpr

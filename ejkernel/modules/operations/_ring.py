@@ -15,7 +15,21 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._ring_hop import Arrays, Ring, alike, columns_of, flash, keys_of, of_part, on_device, plan_of, sent, with_rows
+from ._ring_hop import (
+    Arrays,
+    Ring,
+    alike,
+    columns_of,
+    flash,
+    keys_of,
+    of_part,
+    on_device,
+    plan_of,
+    q_begins,
+    rows_from,
+    sent,
+    with_rows_from,
+)
 from ._ring_layout import Part
 from ._ring_tangent import tangent
 from .merge_attention import merge_attention
@@ -66,7 +80,8 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
         merges_once = not any(_overlaps(parts, m) for parts in of_devices for m in range(len(parts)))
         is_last = n + 1 == len(plan) and "sinks" not in arrays
         dtype = q.dtype if merges_once and (n == 0 or is_last) else wide
-        o, lse = on_device(call, of_devices, partial(_merged, call, n == 0, dtype), here, o, lse)
+        begins = q_begins(call, of_devices)
+        o, lse = on_device(call, of_devices, partial(_merged, call, n == 0, dtype), here, begins, o, lse)
         # Keys are sent on only after this hop is computed, so that a device holds the keys of at most two hops.
         travelling, o, lse = lax.optimization_barrier((travelling, o, lse))
     if "sinks" in arrays:
@@ -77,20 +92,27 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
 
 
 def _merged(
-    call: Ring, is_first: bool, dtype: Any, parts: tuple[Part, ...], here: Arrays, o: Array, lse: Array
+    call: Ring,
+    is_first: bool,
+    dtype: Any,
+    parts: tuple[Part, ...],
+    here: Arrays,
+    begins: list[Array],
+    o: Array,
+    lse: Array,
 ) -> tuple[Array, Array]:
     """o and lse of the previous hops merged with those of the parts of this hop; nothing precedes the first hop.
 
     Merged in the dtype of lse; o is returned in `dtype`.
     """
     before, o, wide = o, o.astype(dtype), lse.dtype
-    for n, part in enumerate(parts):
-        rows = slice(part.q_begin, part.q_end)
+    for n, (part, begin) in enumerate(zip(parts, begins, strict=False)):
         found = _attend(call, part, here)
         if not is_first or _overlaps(parts, n):
-            of_rows = (o if _overlaps(parts, n) else before)[:, rows].astype(wide)
-            found = merge_attention(of_rows, lse[:, :, rows], found[0].astype(wide), found[1])
-        o, lse = with_rows(o, found[0].astype(dtype), part, 1), with_rows(lse, found[1], part, 2)
+            of_rows = rows_from(o if _overlaps(parts, n) else before, begin, part, 1).astype(wide)
+            found = merge_attention(of_rows, rows_from(lse, begin, part, 2), found[0].astype(wide), found[1])
+        o = with_rows_from(o, found[0].astype(dtype), begin, 1)
+        lse = with_rows_from(lse, found[1], begin, 2)
     return o, lse
 
 

@@ -16,6 +16,8 @@ from .flash_attention import FlashAttention
 
 TRAVELLING = ("k", "v", "kv_segment_ids")
 Arrays = dict[str, Any]
+Hop = tuple[int, list[tuple[Part, ...]]]
+"""How far keys have travelled, and the parts of every device."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,8 @@ class Ring:
     options: Mapping[str, Any]
 
 
-def plan_of(call: Ring, arrays: Arrays) -> list[tuple[int, list[tuple[Part, ...]]]]:
-    """The hops that are computed, each with the parts of every device."""
+def plan_of(call: Ring, arrays: Arrays) -> list[Hop]:
+    """The hops that are computed."""
     return list(hops(arrays["q"].shape[1], arrays["k"].shape[1], call.size, call.layout, call.band))
 
 
@@ -106,6 +108,29 @@ def sight(band: Band) -> Arrays:
     causal = right == 0
     window = None if left is None and (causal or right is None) else (left, None if causal else right)
     return dict(causal=causal, window=window)
+
+
+def q_begins(call: Ring, of_devices: list[tuple[Part, ...]]) -> list[Array]:
+    """The rows at which the parts of this device begin, as numbers that XLA does not know.
+
+    Rows that are read and written at one such place are updated in place. Where they are constant XLA slices them, does
+    not see that the slice and the update have one place, and writes the other rows too.
+    """
+    most = max(map(len, of_devices))
+    begins = [[part.q_begin for part in parts] + [0] * (most - len(parts)) for parts in of_devices]
+    device = lax.axis_index(call.axis_name)
+    return [jnp.asarray(np.array(x, np.uint32))[device] for x in zip(*begins, strict=True)]
+
+
+def rows_from(x: Array, begin: Array, part: Part, axis: int) -> Array:
+    """The rows of a part, from row `begin` on."""
+    count = part.q_end - part.q_begin
+    return x if count == x.shape[axis] else lax.dynamic_slice_in_dim(x, begin, count, axis)
+
+
+def with_rows_from(x: Array, of_part: Array, begin: Array, axis: int) -> Array:
+    """x with the rows of a part written to their place, from row `begin` on."""
+    return of_part if of_part.shape == x.shape else lax.dynamic_update_slice_in_dim(x, of_part, begin, axis)
 
 
 def with_rows(x: Array, of_part: Array, part: Part, axis: int) -> Array:

@@ -16,7 +16,7 @@ the hops first sum, with this lse,
 so that the weights are p/t and o is n/t. These are the terms of do above with dv = 1 and dv = v.
 
 In a derivative each hop fetches its keys and values from the device that owns them and, transposed, sends their
-gradients to that device directly, while the next hop is computed.
+gradients to that device directly, while the next hop is computed, or dq is added after the last.
 """
 
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from jax import Array, lax
 
 from ._ring_hop import (
     Arrays,
+    Hop,
     Ring,
     alike,
     columns_of,
@@ -59,8 +60,8 @@ def _total_and_o(call: Ring, arrays: Arrays, o: Array, lse: Array) -> tuple[Arra
     """t and n/t; 1 and 0 for rows that see nothing. Each hop waits for the hop two before it, as in `_terms`."""
     sums, total = jnp.zeros_like(o), jnp.zeros_like(lse)
     chains = [arrays, arrays]
-    for n, (hop, of_devices) in enumerate(plan_of(call, arrays)):
-        added = _of_hop(_sums_of_part, call, hop, of_devices, chains[n % 2], {}, o, lse)
+    for n, hop in enumerate(plan_of(call, arrays)):
+        (added,) = _of_hops(_sums_of_part, call, [hop], chains[n % 2], {}, o, lse)
         chains[n % 2], added = lax.optimization_barrier((chains[n % 2], added))
         sums, total = sums + added[0], total + added[1]
     if "sinks" in arrays:
@@ -80,38 +81,44 @@ def _terms(call: Ring, arrays: Arrays, moving: Arrays, o: Array, lse: Array) -> 
     Hops of even and of odd number form two chains: each hop waits for the hop two before it, and in the transpose, the
     backward, for the hop two after it. So a device holds the keys of the hop that it computes and of one that it
     receives, and no more. What passes from hop to hop has the dtypes of o and lse; only sums over hops are wider.
+    Two hops are one step of a chain, and the backward fetches the keys of the second while it computes the first.
     """
     of_hops = {name: x for name, x in moving.items() if name != "sinks"}
     do, dlse = jnp.zeros_like(o, lse.dtype), jnp.zeros_like(lse)
-    chains = [of_hops, of_hops]
-    for n, (hop, of_devices) in enumerate(plan_of(call, arrays) if of_hops else ()):
-        added = _of_hop(_tangent_of_part, call, hop, of_devices, arrays, chains[n % 2], o, lse)
-        chains[n % 2], added = lax.optimization_barrier((chains[n % 2], added))
-        do, dlse = do + added[0].astype(do.dtype), dlse + added[1]
+    plan, chains = plan_of(call, arrays) if of_hops else [], [of_hops, of_hops]
+    for n, hops in enumerate([plan] if len(plan) == 2 else [[hop] for hop in plan]):
+        of_each = _of_hops(_tangent_of_part, call, hops, arrays, chains[n % 2], o, lse)
+        chains[n % 2], of_each = lax.optimization_barrier((chains[n % 2], of_each))
+        for added in of_each:
+            do, dlse = do + added[0].astype(do.dtype), dlse + added[1]
     if "sinks" in moving:
         of_o, of_lse = _tangent_of_sinks(arrays, moving["sinks"], o, lse)
         do, dlse = do + of_o, dlse + of_lse
     return do, dlse
 
 
-def _of_hop(
-    terms: Callable,
-    call: Ring,
-    hop: int,
-    of_devices: list[tuple[Part, ...]],
-    arrays: Arrays,
-    moving: Arrays,
-    o: Array,
-    lse: Array,
-) -> tuple[Array, Array]:
-    """The terms of a hop's keys, in the shapes of o and lse. A backward fetches the keys again."""
+def _of_hops(
+    terms: Callable, call: Ring, hops: list[Hop], arrays: Arrays, moving: Arrays, o: Array, lse: Array
+) -> list[tuple[Array, Array]]:
+    """The terms of the keys of each hop, in the shapes of o and lse. A backward fetches the keys again, all at once.
+
+    A hop waits for the one after it. In the transpose it waits for the dk and dv of the one before it; dq, which is
+    rounded only where hops are added, is not waited for.
+    """
 
     @jax.checkpoint
-    def of_hop(arrays, moving, o, lse):
-        fetched = [{**x, **sent(call, keys_of(x), hop), **columns_of(call, x, hop)} for x in (arrays, moving)]
-        return on_device(call, of_devices, partial(_of_parts, terms, call), *fetched, o, lse)
+    def of_hops(arrays, moving, o, lse):
+        found = []
+        for n, (hop, of_devices) in reversed(list(enumerate(hops))):
+            fetched = [{**x, **sent(call, keys_of(x), hop), **columns_of(call, x, hop)} for x in (arrays, moving)]
+            added = on_device(call, of_devices, partial(_of_parts, terms, call), *fetched, o, lse)
+            if n:
+                waiting, added = lax.optimization_barrier((keys_of(moving) or moving, added))
+                moving = {**moving, **waiting}
+            found.append(added)
+        return found
 
-    return of_hop(arrays, moving, o, lse)
+    return of_hops(arrays, moving, o, lse)
 
 
 def _of_parts(
