@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .model import HEADS, Decoder, Weights
-from .program import MOST_DRAFTS, Cache, Rows, Sizes, Tables, choose, empty_caches, forward
+from .program import MOST_DRAFTS, OPTIONS, Cache, Rows, Sizes, Tables, choose, empty_caches, forward
 from .sampling import Kind, Sampling, SamplingArrays
 from .scheduler import Chunk, Request, Scheduler
 
@@ -126,7 +126,7 @@ class Engine:
         trees = (False, True) if self.limits.branches > 1 else (False,)
         lowered = {(n, of_trees): self._lowered(n, of_trees) for n in self.limits.buckets for of_trees in trees}
         with ThreadPoolExecutor(len(lowered)) as pool:
-            self._programs |= zip(lowered, pool.map(jax.stages.Lowered.compile, lowered.values()), strict=True)
+            self._programs |= zip(lowered, pool.map(lambda x: x.compile(OPTIONS), lowered.values()), strict=True)
         for bucket in self.limits.buckets:
             for kind in Kind:
                 self._issue([], bucket, kind)[0].result().block_until_ready()
@@ -209,7 +209,7 @@ class Engine:
         inputs, first_rows = self._tables.step(chunks, sizes)
         sampling = self._tables.sampling() if kind > Kind.GREEDY else None
         if (bucket, trees) not in self._programs:  # contexts such as a policy override belong to this thread
-            self._programs[bucket, trees] = self._lowered(bucket, trees).compile()
+            self._programs[bucket, trees] = self._lowered(bucket, trees).compile(OPTIONS)
         program = self._programs[bucket, trees]
         return self._launcher.submit(self._launch, program, kind, inputs, sampling), first_rows
 

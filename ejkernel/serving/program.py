@@ -25,6 +25,8 @@ MOST_DRAFTS = 31
 """The largest number of drafts in a tree, as the ancestors of each are bits of an int32."""
 SAMPLED_LAST = -1
 """Stands for the last sampled token of the sequence, which the host has not read yet."""
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+"""Of XLA: products are those of cuBLAS, which reads weights for few rows faster than XLA's own kernels."""
 
 
 class Step(NamedTuple):
