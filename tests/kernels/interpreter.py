@@ -1,10 +1,12 @@
 """Runs Triton kernels on a CPU, program by program, by Triton's interpreter: slow, but exact for masks and indices."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from triton.language.core import tuple_type
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -32,13 +34,14 @@ in_order = range
 
 def run(kernel, arguments: dict, grid: int):
     """Runs every program in turn; reads and writes beyond an array are not checked."""
-    scopes = {}
+    scopes, found = [], {}
 
     def interpreted(function):
         """The function, with the parts of Triton's language that it uses replaced by NumPy."""
-        if function.fn not in scopes:
-            scopes[function.fn] = interpreter._patch_lang(function.fn)
-        return interpreter.InterpretedFunction(function.fn).rewrite()
+        if function.fn not in found:
+            scopes.append(interpreter._patch_lang(function.fn))
+            found[function.fn] = interpreter.InterpretedFunction(function.fn).rewrite()
+        return found[function.fn]
 
     call, JITFunction.__call__ = JITFunction.__call__, lambda self, *a, **k: interpreted(self)(*a, **k)
     try:
@@ -50,7 +53,7 @@ def run(kernel, arguments: dict, grid: int):
             function(**converted)
     finally:
         JITFunction.__call__ = call
-        for scope in reversed(scopes.values()):
+        for scope in reversed(scopes):
             scope.restore()
 
 
@@ -72,6 +75,32 @@ def _create_dot(self, x, y, total, *options, plain=interpreter.InterpreterBuilde
 
 
 interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+_numpy_dtypes = {}
+
+
+def _get_np_dtype(dtype, plain=interpreter._get_np_dtype):
+    """Triton's own, which makes a table of all dtypes at each call, called once for each dtype."""
+    name = dtype.scalar.name
+    if name not in _numpy_dtypes:
+        _numpy_dtypes[name] = plain(dtype)
+    return _numpy_dtypes[name]
+
+
+interpreter._get_np_dtype = _get_np_dtype
+
+if not isinstance(getattr(tuple_type, "name", None), functools.cached_property):
+
+    def _init(self, types, fields=None):
+        """As from Triton 3.7 on: a tensor's shape has a type, whose name is not written before it is read."""
+        self.types, self.fields = types, fields or [""] * len(types)
+
+    def _name(self):
+        return f"[{','.join(f'{field}:{of}' for field, of in zip(self.fields, self.types, strict=True))}]"
+
+    tuple_type.__init__, tuple_type.name = _init, functools.cached_property(_name)
+    tuple_type.name.__set_name__(tuple_type, "name")
 
 
 def _pointer(x: np.ndarray):
