@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import FORWARD_ONLY, assert_close, each, oracle
+from cases import FORWARD_ONLY, assert_close, each_by_kind, oracle
 from jax.sharding import AxisType, NamedSharding
 from sharded import rest
 
-each_forward_only = each(FORWARD_ONLY, rest=(pytest.mark.slow,))
+each_forward_only = each_by_kind(FORWARD_ONLY, rest=(pytest.mark.slow,))
 IN_PLACE = [case for case in FORWARD_ONLY if case.algorithm.in_place]
+each_in_place = each_by_kind(IN_PLACE)
 
 
 def floats(arrays):
@@ -48,7 +49,7 @@ def donated(case, arrays):
     return call.lower(pools, rest).compile(), pools, rest
 
 
-@each(IN_PLACE)
+@each_in_place
 def test_a_donated_operand_is_not_copied(case):
     """The result has its buffer, by the program's memory analysis, and no instruction copies it."""
     compiled, pools, _ = donated(case, case.arrays())
@@ -62,7 +63,7 @@ def test_a_donated_operand_is_not_copied(case):
     assert compiled.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in pools.values())
 
 
-@each(IN_PLACE)
+@each_in_place
 def test_without_donation_the_operand_stays(case):
     arrays = case.arrays()
     before = {name: np.asarray(x) for name, x in arrays.items()}
@@ -71,7 +72,7 @@ def test_without_donation_the_operand_stays(case):
     assert_close(found, oracle(case)(arrays))
 
 
-@each(IN_PLACE)
+@each_in_place
 @pytest.mark.parametrize("types", (AxisType.Auto, AxisType.Explicit), ids=("auto", "explicit"))
 def test_donation_over_a_mesh(case, types):
     """Each device keeps its shard of the buffer."""
