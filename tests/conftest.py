@@ -3,8 +3,7 @@
 import gc
 import itertools
 import os
-import zlib
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,6 +24,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 
+import every_change
 import jax
 import jaxtyping
 import pytest
@@ -60,22 +60,10 @@ def pytest_runtest_setup(item):
         pytest.skip("no GPU")
 
 
-# In a run of all tests, one in five of the parameters of a test runs on every change, and the rest is slow. Which ones
-# differs between tests, so each of the cases that many tests share is run by some of them. The core runs whole.
-ONE_IN = 5
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
-        return
-    tests = defaultdict(list)
-    for item in items:
-        if not any(item.get_closest_marker(name) for name in ("core", "slow", "gpu")):
-            tests[item.nodeid.partition("[")[0]].append(item)
-    for name, of_one in tests.items():
-        first = zlib.crc32(name.encode()) % min(ONE_IN, len(of_one))
-        for item in set(of_one) - set(of_one[first::ONE_IN]):
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        for item in every_change.rest(items):
             item.add_marker(pytest.mark.slow)
 
 
