@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 from ejkernel.kernels._target import lowering_for
 from ejkernel.kernels._triton import _launch, _paged
 from ejkernel.kernels._triton import ragged_page_attention as ragged
+from ejkernel.kernels._triton._paged.launch import MOST_MERGED_AT_ONCE
 from ejkernel.kernels._triton.flash_decoding import flash_attention
 from ejkernel.kernels._triton.page_attention import page_attention
 from ejkernel.kernels._triton.ragged_decode_attention import ragged_decode_attention
@@ -49,11 +50,11 @@ IMPLEMENTATIONS = {
         flash_attention,
     )
 }
-PLAN, DRAFTS, PREFILLS = dict(plan=(1, 1, 32, 8)), dict(draft_mask=(1, 8, 4)), dict(q=(1, 512, 8, D))
+PLAN, DRAFTS, PREFILLS = dict(plan=(1, N, 8, 8)), dict(draft_mask=(1, 8, 4)), dict(q=(1, 512, 8, D))
 # The arguments, the shapes that differ from those above, and whether a launch of its own merges the splits.
 CASES = {
     "one split": (dict(num_splits=1), {}, False),
-    "few splits": (dict(num_splits=3), {}, False),
+    "few splits": (dict(num_splits=MOST_MERGED_AT_ONCE), {}, False),
     "many splits": (dict(num_splits=17), {}, True),
     "batch invariant": (dict(batch_invariant=True), {}, True),
     "plan": (dict(num_splits=3), PLAN, False),
