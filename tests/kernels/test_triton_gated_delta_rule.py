@@ -16,17 +16,15 @@ from ejkernel.kernels._triton.gated_delta_rule import (  # noqa: E402
 
 from . import interpreter  # noqa: E402
 
-ALWAYS = ("groups", "packed", "keys as they are")
-
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch):
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
 
 
-@pytest.mark.parametrize("chunk", (16, 32))
+@pytest.mark.parametrize("chunk", (16, pytest.param(32, marks=pytest.mark.slow)))
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[] if case.name in ALWAYS else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, id=case.name, marks=[] if case.ends else pytest.mark.slow) for case in CASES]
 )
 def test_in_the_interpreter(case, chunk):
     """Forward, backward and tangent in float32; tokens of no sequence hold NaN."""
