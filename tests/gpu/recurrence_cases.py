@@ -86,14 +86,14 @@ CASES = (
 )
 
 
-def poisoned(x: Operands) -> Operands:
-    """x with NaN in the tokens of no sequence."""
+def poisoned(x, names=("q", "k", "v", "g", "gk", "gv")):
+    """x with NaN in the tokens of no sequence, in the operands `names` [b,s,…] that there are."""
     if x.spans is None:
         return x
-    token = jnp.arange(x.q.shape[1])
+    token = jnp.arange(getattr(x, names[0]).shape[1])
     covered = ((x.spans[0, :, 0, None] <= token) & (token < x.spans[0, :, 1, None])).any(0)
     poison = lambda a: None if a is None else jnp.where(covered.reshape(1, -1, *(1,) * (a.ndim - 2)), a, jnp.nan)
-    return x._replace(**{name: poison(getattr(x, name)) for name in ("q", "k", "v", "g", "gk", "gv")})
+    return x._replace(**{name: poison(getattr(x, name)) for name in names})
 
 
 def differentiable(x) -> tuple[str, ...]:

@@ -63,15 +63,8 @@ CASES = (
 )
 
 
-def poisoned(x: Operands) -> Operands:
-    """x with NaN in the tokens of no sequence."""
-    if x.spans is None:
-        return x
-    token = jnp.arange(x.x.shape[1])
-    covered = ((x.spans[0, :, 0, None] <= token) & (token < x.spans[0, :, 1, None])).any(0)
-    poison = lambda a: jnp.where(covered.reshape(1, -1, *(1,) * (a.ndim - 2)), a, jnp.nan)
-    return x._replace(**{name: poison(getattr(x, name)) for name in ("x", "B", "C", "dt")})
-
+poisoned = partial(recurrence_cases.poisoned, names=("x", "B", "C", "dt"))
+"""x with NaN in the tokens of no sequence."""
 
 formula = partial(recurrence_cases.formula, reference=reference)
 """(operands, spec, cotangents, dtype) → the formula's outputs and gradients; all in `dtype` if given."""
