@@ -15,9 +15,11 @@ def supports(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> st
 
 def supports_jvp(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent cannot run on these operands, or None."""
+    if reason := _reason("gated_delta_rule_jvp", operands, target):
+        return reason
     if (features := operands.q.shape[3]) > (most := _most_features(operands) // 2):
         return f"q has {features} features; the tangent takes up to {most} in {operands.q.dtype}, for registers spill"
-    return _reason("gated_delta_rule_jvp", operands, target)
+    return None
 
 
 def supports_bwd(spec: GatedDeltaRuleSpec, operands: Operands, target: Target) -> str | None:
