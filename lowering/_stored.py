@@ -29,7 +29,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from ejkernel.compat import find_mosaic_runtime, is_for_export
-from ejkernel.ops.core.programs import check_kernels_may_be_made
+from ejkernel.ops.core.programs import compile_ahead
+from ejkernel.ops.utils.devices import device_target
 from ejkernel.ops.utils.fingerprints import versions_fingerprint
 from ejkernel.ops.utils.shared_file import cache_directory
 from ejkernel.types import Target
@@ -42,6 +43,9 @@ LIMIT = 512 * 2**20
 _DIGEST = hashlib.sha256().digest_size
 # Part of the names of custom calls back into this process, such as those of a debugger or a profiler.
 _CALLBACK = b"_python_"
+# Part of the name of Mosaic GPU's custom call, whose kernel XLA compiles, in a second or two, one at a time; Triton's
+# is compiled when it is lowered.
+_MOSAIC = b"mosaic_gpu"
 # Options that affect tracing and lowering beside the arguments, and prefixes of such environment variables.
 _OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_include_full_tracebacks_in_locations")
 _VARIABLES = ("EJKERNEL_OPS_STAMP", "EJKERNEL_TRITON_", "TRITON_", "MOSAIC_GPU_DUMP", "JAX_TRITON_")
@@ -123,10 +127,8 @@ def _stored(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
     """The module whose `main` is the kernel, in bytes; None if the kernel depends on more than its arguments."""
     path = Path(cache_directory()).expanduser() / "lowered" / _digest(kernel, avals)
     if path not in _in_memory:
-        if (module := _read(path)) is None:
-            check_kernels_may_be_made()
-            if (module := _made(kernel, avals)) is not None:
-                _write(path, module)
+        if (module := _read(path)) is None and (module := _made(kernel, avals)) is not None:
+            _write(path, module)
         _in_memory[path] = module
     return _in_memory[path]
 
@@ -174,7 +176,8 @@ def _made(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
     with one_device(), no_garbage_collection():
         types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
         traced = jax.jit(run, keep_unused=True).trace(*types)
-        module = traced.lower(lowering_platforms=(kernel.target.platform,)).compiler_ir("stablehlo")
+        program = traced.lower(lowering_platforms=(kernel.target.platform,))
+        module = program.compiler_ir("stablehlo")
     main = next(op for op in module.body.operations if op.sym_name.value == "main")
     if len(main.type.inputs) != len(types):  # constants have become arguments
         return None
@@ -183,7 +186,11 @@ def _made(kernel: Kernel, avals: Sequence[Any]) -> bytes | None:
             del main.attributes[attributes]
     buffer = io.BytesIO()
     module.operation.write_bytecode(buffer)
-    return None if _CALLBACK in buffer.getvalue() else buffer.getvalue()
+    if _CALLBACK in (code := buffer.getvalue()):
+        return None
+    if _MOSAIC in code and kernel.target == device_target():
+        compile_ahead(program)
+    return code
 
 
 def _read(path: Path) -> bytes | None:

@@ -16,11 +16,14 @@ from ejkernel.lowering import _stored
 
 import ejkernel
 from ejkernel.kernels._registry import kernel_registry
-from ejkernel.ops import extract_labels_from_hlo_text
-from ejkernel.types import KernelConfig
+from ejkernel.ops import Invocation, extract_labels_from_hlo_text
+from ejkernel.ops.core import programs
+from ejkernel.types import KernelConfig, Target
 from ejkernel.xla_utils.garbage_collection import no_garbage_collection
+from tests.kernels.mosaic import CUSTOM_CALL
 
 TRITON = KernelConfig(platform="triton", block_q=64, block_k=64)
+MOSAIC = KernelConfig(platform="pallas", block_q=128, block_k=128)
 
 
 @pytest.fixture(autouse=True)
@@ -51,13 +54,46 @@ def lowered(**options):
 
 @pytest.mark.parametrize(
     "config, call",
-    [(TRITON, "triton_kernel_call_ffi"), (KernelConfig(platform="pallas", block_q=128, block_k=128), "mosaic_gpu_v2")],
+    [(TRITON, "triton_kernel_call_ffi"), (MOSAIC, CUSTOM_CALL)],
     ids=["triton", "mosaic"],
 )
 def test_a_kernel_is_lowered_once(files, made, config, call):
     first = lowered(config=config).as_text()
     assert made == ["flash_attention"] and len(files()) == 1 and call in first
     assert lowered(config=config).as_text() == first and made == ["flash_attention"]
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """The kernels whose compilation begins while the program around them is lowered, as on a host with the target."""
+    found = []
+    monkeypatch.setattr(programs, "started_outside_any_trace", lambda work: found.append(work.__self__))
+    monkeypatch.setattr(_stored, "device_target", lambda: Target("cuda"))
+    return found
+
+
+@pytest.mark.parametrize("config, expected", [(MOSAIC, 1), (TRITON, 0)], ids=["mosaic", "triton"])
+def test_a_kernel_that_xla_compiles_is_compiled_ahead(files, begun, config, expected):
+    for _ in range(2):
+        lowered(config=config)
+        assert len(begun) == expected, "a kernel on disk may be in a program that is compiled already"
+    assert all(CUSTOM_CALL in kernel.as_text() for kernel in begun)
+
+
+def test_a_candidate_of_a_search_is_not_compiled_ahead(files, begun, types_unchecked):
+    class Candidate:
+        def bind(self, args, kwargs, config):
+            lowered(config=config)
+            return args
+
+    programs.lowered(Candidate(), Invocation(None, (), {}), MOSAIC)
+    assert len(files()) == 1 and not begun
+
+
+def test_a_kernel_for_another_target_is_not_compiled_ahead(files, begun, monkeypatch):
+    monkeypatch.setattr(_stored, "device_target", lambda: Target("cpu"))
+    lowered(config=MOSAIC)
+    assert len(files()) == 1 and not begun
 
 
 def test_once_for_each_thing_that_it_depends_on(files, made, monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 import shown
 from shown import HEURISTIC
 
-from ejkernel.ops.core import programs
 from ejkernel.ops.core.budget import BudgetSpent
 from tests.ops.budgeted import SPACE, Several, measured
 
@@ -57,17 +56,28 @@ def test_values_are_made_while_programs_are(steps):
     assert set(measured(Watched(), float("inf")).times) == set(SPACE)
 
 
-def test_the_next_is_not_lowered_if_less_time_is_left_than_the_last_took(clock, steps):
+def test_the_next_is_not_lowered_if_less_time_is_left_than_the_last_took(clock, steps, event):
     def lowering(config):
-        clock.now += 0 if config == HEURISTIC else 1.2
+        clock.now += 0 if config == HEURISTIC else 1.6
+        if config == SPACE[1]:
+            event.set()
 
     steps.lowering = lowering
-    assert set(measured(Several(), 3).times) == set(SPACE[:2])
-    assert steps.of("lowered") == SPACE[:2], "until 2 of 3 s there is no time for another"
+    steps.compiling = lambda config: config != HEURISTIC or event.wait()
+    measured(Several(), 3)
+    assert steps.of("lowered") == SPACE[:3], "the first of them while the heuristic config is compiled"
+
+
+def test_the_next_is_not_compiled_if_less_time_is_left_than_the_last_took(clock, steps):
+    def compiling(config):
+        clock.now += 0 if config == HEURISTIC else 1.6
+
+    steps.compiling = compiling
+    assert list(measured(Several(), 3).times) == SPACE[:2] == steps.of("compiled")
 
 
 def test_at_the_deadline_lowering_is_completed_and_nothing_else_is_begun(clock, steps, event):
-    clock.blocked = [3, 1]
+    clock.blocked = [0, 1]  # the wait for the heuristic config's program, and for the next one to be lowered
     steps.lowering = lambda config: config == SPACE[1] and event.wait()
     before = set(threading.enumerate())
     with pytest.raises(BudgetSpent):
@@ -103,26 +113,3 @@ assert not os.listdir(sys.argv[2])
     folder = Path(shown.__file__).parent
     subprocess.run([sys.executable, "-c", script, folder, kept], env=environment, check=True)
     assert [path.name for path in kept.iterdir()] == [str(SPACE[1].block)]
-
-
-class OnDisk(Several):
-    """Kernels of which the blocks `kept` are already compiled on disk."""
-
-    kept = ()
-
-    def run(self, a, *, cfg):
-        if cfg.block not in self.kept and cfg != HEURISTIC:
-            programs.check_kernels_may_be_made()
-        return super().run(a, cfg=cfg)
-
-
-@pytest.mark.parametrize("kept, lowered", [((3,), [3]), ((2, 4), [2, 4]), ((), [2, 3, 4])])
-def test_within_a_budget_kernels_already_on_disk_are_preferred(clock, steps, kept, lowered):
-    kernel = OnDisk()
-    kernel.kept = kept
-    assert {config.block for config in measured(kernel, 3).times} == {1, *lowered}
-    assert [config.block for config in steps.of("lowered")] == [1, *lowered]
-
-
-def test_without_a_budget_all_are_lowered(steps):
-    assert set(measured(OnDisk(), float("inf")).times) == set(SPACE)

@@ -59,16 +59,15 @@ class PersistentCache:
         except TypeError as error:
             file.warn(str(error))
 
-    def budgets_spent(self, key: str, device: str | None = None) -> list[float]:
-        """The budget in seconds of each search for `key` that ended before two configs could be compared."""
+    def budget_spent(self, key: str, device: str | None = None) -> float:
+        """The largest budget in seconds of a search for `key` that ended before two configs could be compared; or 0."""
         entry = self._file(device, "searches").read().get(key)
-        spent = entry.get("budgets_spent") if isinstance(entry, dict) else None
-        return [s for s in spent if isinstance(s, int | float)] if isinstance(spent, list) else []
+        seconds = entry.get("budget_spent") if isinstance(entry, dict) else None
+        return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def put_budget_spent(self, key: str, seconds: float, device: str | None = None) -> None:
         """Records a search that found no config within its budget, in a file beside that of the configs."""
-        spent = [*self.budgets_spent(key, device), seconds]
-        self._file(device, "searches").write({key: {"budgets_spent": spent}})
+        self._file(device, "searches").write({key: {"budget_spent": max(seconds, self.budget_spent(key, device))}})
 
     def path_of(self, device: str | None = None, kind: str = "configs") -> str:
         """The file for `device`; the file of its configs is a table, which may be copied and read with `load_table`."""

@@ -6,9 +6,8 @@ The first level that has a config decides. Measured configs are kept in memory a
 are. `EJKERNEL_AUTOTUNE_BUDGET_S` bounds the seconds that measuring may delay a call (0: nothing is measured);
 the forward and the backward of a gradient are two calls. When the budget ends, the best config timed so far is stored,
 with the number of configs that were tried: it is used until `ejkernel tune` or `autotune_recorded`, which have no
-budget, replace it. If there was no time to compare two configs, heuristics choose and nothing is stored. A second
-process, which finds the lowered kernels of the first one on disk, may get further; if it does not, the budget is too
-short for this machine, and heuristics choose without a search from then on.
+budget, replace it. If there was no time to compare two configs, the budget is too short for this machine: heuristics
+choose, and from then on without a search.
 """
 
 import math
@@ -46,9 +45,6 @@ class AutotunePolicy:
     allow_heuristics: bool = True
 
 
-# How many searches for the config of a call may end without one: a search that lowers the kernels, and a second one
-# that finds them on disk.
-_SEARCHES = 2
 _POLICIES = {
     "autotune": AutotunePolicy(),
     "heuristics": AutotunePolicy(allow_autotune=False),
@@ -200,12 +196,12 @@ class ConfigSelectorChain(Generic[Cfg]):
         if not self.policy.allow_autotune or key in self._not_measurable or inv.target != device_target():
             return None
         budget = budget_of_environment()
-        if not budget or set(space := kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:
+        if not budget or self._was_too_short(budget, key, inv):
+            return None
+        if set(space := kernel.config_space(inv)) <= {kernel.heuristic_cfg(inv)}:  # which imports all implementations
             return None
         if reason := self.tuner.refusal(inv):
             self._warn_once(f"{reason}; the heuristic ones are used")
-            return None
-        if self._was_too_short(budget, key, inv):
             return None
         first = self.outdated(kernel, inv, key, space)
         space = space if first is None else list(dict.fromkeys([first, *space]))
@@ -218,8 +214,7 @@ class ConfigSelectorChain(Generic[Cfg]):
                 self._not_measurable.add(key)
                 if self.persistent is not None:
                     self.persistent.put_budget_spent(key, budget, inv.device_fingerprint)
-                later = "no run searches again" if self._was_too_short(budget, key, inv) else "the next may get further"
-                tell_once(f"{spent}, and heuristics choose ({later}; `ejkernel tune` takes its time)")
+                tell_once(f"{spent}, and heuristics choose from now on (`ejkernel tune` takes its time)")
                 return None
             except EjkernelRuntimeError as error:
                 self._not_measurable.add(key)
@@ -227,9 +222,8 @@ class ConfigSelectorChain(Generic[Cfg]):
                 return None
 
     def _was_too_short(self, budget: float, key: str, inv: Invocation) -> bool:
-        """Whether `_SEARCHES` earlier searches on this machine, with at least this budget, found no config."""
-        spent = [] if self.persistent is None else self.persistent.budgets_spent(key, inv.device_fingerprint)
-        return sum(seconds >= budget for seconds in spent) >= _SEARCHES
+        """Whether an earlier search on this machine, with at least this budget, found no config."""
+        return self.persistent is not None and self.persistent.budget_spent(key, inv.device_fingerprint) >= budget
 
     def _guessed(self, kernel: Kernel, inv: Invocation, key: str) -> Cfg:
         if self.policy.allow_heuristics:

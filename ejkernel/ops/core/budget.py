@@ -1,8 +1,8 @@
 """The time by which measuring may delay a call: `EJKERNEL_AUTOTUNE_BUDGET_S` seconds, by default 3.
 
-Each call has this budget; the forward and the backward of a gradient are two calls. Lowering the heuristic config does
-not count, as the call needs that in any case (and reuses the lowered GPU kernel). Its compilation, values to measure
-with, the other configs and the measuring all count.
+Each call has this budget; the forward and the backward of a gradient are two calls. Lowering and compiling the
+heuristic config do not count, as the call needs both in any case (and reuses a lowered GPU kernel, and what Mosaic GPU
+has compiled). Values to measure with, the other configs and the measuring all count.
 """
 
 import math
@@ -38,10 +38,15 @@ class BudgetSpent(EjkernelRuntimeError):
 
 
 class Deadline:
-    """The moment a number of seconds, possibly infinite, from now."""
+    """The moment a number of seconds, possibly infinite, from now, or from its last `restart`."""
 
     def __init__(self, seconds: float) -> None:
-        self._at = monotonic() + seconds
+        self._seconds = seconds
+        self.restart()
+
+    def restart(self) -> None:
+        """Counts the seconds anew."""
+        self._at = monotonic() + self._seconds
 
     @property
     def seconds_left(self) -> float:
@@ -52,10 +57,6 @@ class Deadline:
     def passed(self) -> bool:
         """Whether the moment has come."""
         return not self.seconds_left
-
-    def after(self, share: float) -> "Deadline":
-        """The moment after a share of the seconds that are left."""
-        return Deadline(share * self.seconds_left)
 
     def timeout(self) -> float | None:
         """The seconds that are left, as functions that wait take them: None for no limit."""

@@ -1,16 +1,14 @@
-"""Compiles a call with each of several configs, in threads and within a deadline."""
+"""Compiles a call with each of several configs, in threads: all at once, or one by one until a deadline."""
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, closing
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
-
-from ejkernel.errors import EjkernelRuntimeError
 
 from ..utils.operands import is_array
 from .budget import Deadline, monotonic
@@ -19,11 +17,11 @@ from .kernel import Invocation, Kernel
 T = TypeVar("T")
 Lower = Callable[[Any], jax.stages.Lowered]
 
-# Without a deadline two kernels are lowered at once, as Triton's compiler releases the GIL. With one, a single kernel
-# is: most of lowering is Python, in one thread at a time, and one program soon is better than two later.
+# Without a deadline two kernels are lowered at once, as Triton's compiler releases the GIL.
 _LOWERED_AT_ONCE = 2
-# The share of the remaining time after which the programs that are ready are measured.
-_SHARE_OF_COMPILERS = 2 / 3
+# With a deadline something is begun if it may take this multiple of the time that the last one took.
+_MARGIN = 1.5
+_this_thread = threading.local()
 
 
 def outside_any_trace(work: Callable[[], T]) -> T:
@@ -49,160 +47,116 @@ def lowered(kernel: Kernel, inv: Invocation, config: Any) -> jax.stages.Lowered:
         args, kwargs = jax.tree.unflatten(structure, [next(given) if is_array(leaf) else leaf for leaf in leaves])
         return kernel.bind(args, kwargs, config)
 
-    return jax.jit(call).lower(*(leaf for leaf in leaves if is_array(leaf)))
-
-
-class KernelNotKept(EjkernelRuntimeError):
-    """A lowered kernel is not on disk, and lowering it was not allowed."""
-
-
-_lowering = threading.local()
-
-
-@contextlib.contextmanager
-def kept_kernels_only() -> Iterator[None]:
-    """A context in which lowering a kernel that is not on disk raises KernelNotKept."""
-    _lowering.kept_only = True
+    _this_thread.lowers_a_candidate = True
     try:
-        yield
+        return jax.jit(call).lower(*(leaf for leaf in leaves if is_array(leaf)))
     finally:
-        _lowering.kept_only = False
+        _this_thread.lowers_a_candidate = False
 
 
-def check_kernels_may_be_made() -> None:
-    """Called before a kernel that is not on disk is lowered.
+def compile_ahead(kernel: jax.stages.Lowered) -> None:
+    """Starts to compile a kernel of a program that is still being lowered, whose compilation then finds it compiled.
 
-    Raises:
-        KernelNotKept: within `kept_kernels_only`.
+    An error comes again there. Nothing is begun for a candidate of a search, which decides what is compiled when.
     """
-    if getattr(_lowering, "kept_only", False):
-        raise KernelNotKept("the kernel is not on disk")
+    if not getattr(_this_thread, "lowers_a_candidate", False):
+        started_outside_any_trace(kernel.compile)
 
 
 def compiled_in_turn(
     lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered, deadline: Deadline
 ) -> Iterator[tuple[Any, Future]]:
-    """Yields each config with its compiled program or error; `first` is the lowered program of the first config.
+    """Yields configs with their compiled program or error, in order; `first` is the lowered program of the first one.
 
-    From the first request on, programs are lowered in order and compiled in parallel, as many as there are cores. With
-    a deadline, configs whose kernels are on disk come first, and others are lowered only if there are none, as lowering
-    one takes as long as reading many. Programs are yielded in order, or as they become ready after their turn. Nothing
-    is lowered while the caller measures a program, as that would disturb short calls. Programs that are not ready at
-    the deadline are not yielded: those in progress are finished, as lowered kernels are stored, and no others begin.
+    Nothing is lowered while the caller measures a program, as that would disturb short calls.
 
     Raises:
-        TimeoutError: the first was not ready at the deadline, or something was still being lowered.
+        TimeoutError: the first was not ready at the deadline.
     """
-    at_once = os.cpu_count() or 1
-    for start in range(0, len(configs), at_once):
-        if start and deadline.passed:
-            return
-        batch = _Batch(lower, configs[start : start + at_once], None if start else first, deadline)
-        try:
-            yield from batch.ready()
-        finally:
-            batch.give_up()
+    if deadline.timeout() is None:
+        return _all_at_once(lower, configs, first)
+    return _one_by_one(lower, configs, first, deadline)
 
 
-class _Batch:
-    """Programs that are lowered one after the other, and compiled at once."""
+def _all_at_once(lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered) -> Iterator[tuple[Any, Future]]:
+    """All configs, as many at once as there are cores."""
+    at_once, turn = os.cpu_count() or 1, threading.Semaphore(_LOWERED_AT_ONCE)
 
-    def __init__(
-        self, lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered | None, deadline: Deadline
-    ) -> None:
-        self._lower, self._deadline, self._first = lower, deadline, configs[0] if first else None
-        self._until = deadline.after(_SHARE_OF_COMPILERS)
-        self._given_up = threading.Event()
-        self._seconds_of_the_last = 0.0
-        self._programs = {config: Future() for config in configs}
-        self._as_here = _in_the_contexts_of_this_thread()
-        self._compilers = ThreadPoolExecutor(len(configs))
-        if first:
-            self._compile(configs[0], first)
-            configs = configs[1:]
-        waiting, turn = iter(configs), threading.Lock()
-        unlimited = deadline.timeout() is None
-        work = (
-            [lambda: self._lower_all(waiting, turn)] * _LOWERED_AT_ONCE
-            if unlimited
-            else [lambda: self._lower_kept_or_all(configs)]
-        )
-        lowerers = ThreadPoolExecutor(len(work))
-        self._lowering = [lowerers.submit(self._as_here, each) for each in work]
-        lowerers.shutdown(wait=False)
+    def compiled(config):
+        if config == configs[0]:
+            return first.compile()
+        with turn:
+            made = lower(config)
+        return made.compile()
 
-    def ready(self) -> Iterator[tuple[Any, Future]]:
-        """Yields the configs whose program, or error, is ready, and the others as they become ready."""
-        wait(self._programs.values(), self._until.timeout())
-        self._given_up.set()
-        needed = [self._programs[self._first]] if self._first is not None else []
-        if wait([*needed, *self._lowering], self._deadline.timeout()).not_done:
-            if self._first is None:
-                return
+    with ThreadPoolExecutor(at_once) as threads:
+        as_here = _in_the_contexts_of_this_thread()
+        for start in range(0, len(configs), at_once):
+            batch = {c: threads.submit(as_here, partial(compiled, c)) for c in configs[start : start + at_once]}
+            wait(batch.values())
+            yield from batch.items()
+
+
+def _one_by_one(
+    lower: Lower, configs: Sequence[Any], first: jax.stages.Lowered, deadline: Deadline
+) -> Iterator[tuple[Any, Future]]:
+    """The configs that are ready by the deadline, which is restarted when the first one is.
+
+    While a program is compiled the next one is lowered; while the caller measures it, the next one is compiled. Mosaic
+    GPU compiles one kernel at a time, and whoever needs another one waits: so a single program is compiled at a time,
+    and none that may not be ready by the deadline.
+    """
+    rest = iter(configs[1:])
+    with closing(_Thread(deadline)) as lowering, closing(_Thread(deadline)) as compiling:
+        start = lambda config: None if config is None else lowering.start(partial(lower, config))
+        config, program = configs[0], compiling.start(first.compile)
+        made = start(following := next(rest, None))
+        if not _is_done(program, deadline):
             raise TimeoutError
-        pending = dict(self._programs)
+        deadline.restart()
         while True:
-            for config in [config for config, program in pending.items() if program.done()]:
-                program = pending.pop(config)
-                if not isinstance(program.exception(), CancelledError):
-                    yield config, program
-            if not pending or self._deadline.passed:
+            coming = compiling.start(partial(_compiled, made)) if made and _is_done(made, deadline) else None
+            yield config, program
+            if coming is None:
                 return
-            wait(pending.values(), self._deadline.timeout(), FIRST_COMPLETED)
+            config, program = following, coming
+            made = start(following := next(rest, None))
+            if not _is_done(program, deadline):
+                return
 
-    def give_up(self) -> None:
-        """Stops the start of further lowerings and compilations."""
-        self._given_up.set()
-        self._compilers.shutdown(wait=False)
 
-    def _lower_kept_or_all(self, configs: Sequence[Any]) -> None:
-        """Lowers the configs whose kernels are on disk, or, if there are none, all while there is time."""
-        others = []
-        with kept_kernels_only():
-            for config in configs:
-                if not self._lower_next(config):
-                    others.append(config)
-        for config in others:
-            if len(others) < len(configs):
-                self._programs[config].set_exception(CancelledError())
-            else:
-                self._lower_next(config)
+class _Thread:
+    """A thread that does one thing after the other, each if enough time is left by how long the last one took."""
 
-    def _lower_all(self, waiting: Iterator[Any], turn: threading.Lock) -> None:
-        while True:
-            with turn:
-                if (config := next(waiting, None)) is None:
-                    return
-            self._lower_next(config)
+    def __init__(self, deadline: Deadline) -> None:
+        self._deadline, self._seconds = deadline, 0.0
+        self._thread, self._as_here = ThreadPoolExecutor(1), _in_the_contexts_of_this_thread()
 
-    def _lower_next(self, config: Any) -> bool:
-        """Lowers a config and starts its compilation, if there is time; False if it has to be on disk and is not."""
+    def start(self, work: Callable[[], Any]) -> Future | None:
+        """The result to come, or None if there is no time."""
+        if self._deadline.passed or _MARGIN * self._seconds > self._deadline.seconds_left:
+            return None
+        return self._thread.submit(self._as_here, partial(self._timed, work))
+
+    def close(self) -> None:
+        """Begins nothing more; what is in progress is completed, as lowered kernels are kept on disk."""
+        self._thread.shutdown(wait=False)
+
+    def _timed(self, work):
+        began = monotonic()
         try:
-            # Lowering the next one is assumed to take as long as the last.
-            if self._given_up.is_set() or self._seconds_of_the_last > self._until.seconds_left:
-                raise CancelledError
-            began = monotonic()
-            made = self._lower(config)
-            self._seconds_of_the_last = monotonic() - began
-            if self._deadline.passed:
-                raise CancelledError
-            self._compile(config, made)
-        except KernelNotKept:
-            return False
-        except Exception as error:
-            self._programs[config].set_exception(error)
-        return True
+            return work()
+        finally:
+            self._seconds = monotonic() - began
 
-    def _compile(self, config: Any, made: jax.stages.Lowered) -> None:
-        program = self._programs[config]
 
-        def work():
-            try:
-                program.set_result(made.compile())
-            except Exception as error:
-                program.set_exception(error)
+def _compiled(made: Future) -> Any:
+    return made.result().compile()
 
-        self._compilers.submit(self._as_here, work)
+
+def _is_done(result: Future, deadline: Deadline) -> bool:
+    """Whether a result, or an error, is there by the deadline."""
+    return not wait([result], deadline.timeout()).not_done
 
 
 def _in_the_contexts_of_this_thread() -> Callable[[Callable[[], Any]], Any]:

@@ -5,9 +5,9 @@ which no trace is in progress, so that it works within `jax.jit`. The time of a 
 agree with those of the heuristic config and are the same, bit for bit, in a second run (unless its kernel says that
 they need not be).
 
-With a budget the most promising candidates, the heuristic one first, are measured until it is spent; programs that are
-still compiling then are not waited for. The heuristic config is lowered first and alone. Then it is compiled, values
-to measure with are made, and the next candidates are lowered and compiled, all concurrently.
+With a budget the most promising candidates, the heuristic one first, are measured until it is spent; a program that is
+still compiling then is not waited for. The heuristic config is lowered first and alone. Then it is compiled, while
+values to measure with are made and the next candidate is lowered; from then on time is short.
 """
 
 import math
@@ -128,11 +128,11 @@ class Tuner:
     ) -> Measured[Cfg]:
         """The times of `configs`, as many as `budget` seconds allow.
 
-        The budget begins when the heuristic config is lowered; if lowering it took longer than the budget, no other
-        config would be ready in time, and none is tried. The heuristic config comes first if it is among them, the
-        others follow in the given order. A config whose first batch is much slower than the best is not timed further,
-        and the search ends at one that takes hardly longer than its work at the ceilings of the device, if these are
-        known.
+        The budget begins when the heuristic config is compiled; if lowering or compiling it took longer than the
+        budget, no other config would be ready in time, and none is tried. The heuristic config comes first if it is
+        among them, the others follow in the given order. A config whose first batch is much slower than the best is
+        not timed further, and the search ends at one that takes hardly longer than its work at the ceilings of the
+        device, if these are known.
 
         Raises:
             EjkernelRuntimeError: no config has right results; the message gives the reason for each.
