@@ -103,8 +103,10 @@ def _with_query_heads(operation, arrays, specs):
     of_heads = [name for name in ("q", "k", "v", "kv_pages") if name in arrays and len(arrays[name].shape) > 1]
     padded = {n: (*specs[n], *[None] * (len(arrays[n].shape) - len(specs[n]))) for n in of_heads}
     entry = next((spec[-2] for spec in padded.values() if spec[-2] is not None), None)
-    one = lambda name: arrays.get("k" if name == "kv_pages" else name, arrays[name]).shape[-2:-1] <= (1,)
-    split = {n: PartitionSpec(*spec[:-2], entry, spec[-1]) for n, spec in padded.items() if not one(n)}
+    heads = {name: arrays[name].shape[-2] for name in of_heads}
+    if "kv_pages" in heads:  # a key and a value of each head
+        heads["kv_pages"] = heads.get("k", heads["kv_pages"] // 2)
+    split = {n: PartitionSpec(*spec[:-2], entry, spec[-1]) for n, spec in padded.items() if heads[n] > 1}
     return specs | split if entry is not None else specs
 
 

@@ -91,7 +91,8 @@ def odd(case):
     repeat = case.sizes.get("h", 1) // case.sizes.get("g", 1)
     sizes = dict(b=5, g=3, h=3 * repeat, d=7, n=7)
     of_split = {letter: sizes[letter] for letter in case.split if case.sizes.get(letter, 1) > 1}
-    return case.resized(of_split | {letter: 2 * sizes["g"] for letter in case.split_with})
+    pairs = {letter: 2 * of_split[with_it] for letter, with_it in case.split_with.items() if with_it in of_split}
+    return case.resized(of_split | pairs)
 
 
 @each_transform_of_each
