@@ -95,7 +95,7 @@ def _agreed(primitive: KernelPrimitive, operands: Mapping[str, Any], specs: Mapp
         for axis, size, entry in zip(primitive.table[name], x.shape, specs[name], strict=True):
             letter = heads if axis.letter == groups else axis.letter
             taken = {n for other, e in chosen.items() if other != letter for n in names_of(e)}
-            if entry and size != 1 and letter in primitive.layout.split and not taken.intersection(entry):
+            if entry and size != 1 and letter in primitive.layout.split and not taken.intersection(names_of(entry)):
                 chosen.setdefault(letter, entry)
     agreed = {n: partition_spec(primitive.table[n], x.shape, chosen) for n, x in operands.items()}
     try:

@@ -129,7 +129,7 @@ def results(total: Softmax, x: Queries) -> tuple[Array, Array]:
     m, l, o = total
     lse = jnp.where(x.valid[:, None, None], _finite(m) + jnp.log(l), np.array(-np.inf, dtype))
     o = o / jnp.where(l == 0, jnp.ones((), dtype), l)[..., None]
-    return o.astype(x.q.dtype).reshape(tokens, heads, -1), lse.reshape(tokens, heads)
+    return o.astype(x.q.dtype).reshape(tokens, heads, o.shape[-1]), lse.reshape(tokens, heads)
 
 
 def formula(x: Queries, fetch: Fetch, length: int, spec: CacheSpec) -> tuple[Array, Array]:
@@ -170,8 +170,10 @@ def attend(x: Queries, fetch: Fetch, keys: int, queries: int, spec: CacheSpec) -
     if is_symbolic_dim(tokens):
         return of_block(x)
     block = queries if spec.batch_invariant else min(queries, max(1, tokens))
-    cut = lambda a: jnp.pad(a, [(0, -tokens % block), *[(0, 0)] * (a.ndim - 1)]).reshape(-1, block, *a.shape[1:])
-    join = lambda a: a.reshape(-1, *a.shape[2:])[:tokens]
+    blocks = -(-tokens // block)
+    padded = lambda a: jnp.pad(a, [(0, blocks * block - tokens), *[(0, 0)] * (a.ndim - 1)])
+    cut = lambda a: padded(a).reshape(blocks, block, *a.shape[1:])
+    join = lambda a: a.reshape(blocks * block, *a.shape[2:])[:tokens]
     alike = _between_barriers(of_block) if spec.batch_invariant else of_block
     return jax.tree.map(join, lax.map(alike, jax.tree.map(cut, x)))
 

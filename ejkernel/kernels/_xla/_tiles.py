@@ -175,10 +175,12 @@ def trim(x: Any, grid: Grid) -> Any:
     return tile(x, ORIGIN, grid.shape)
 
 
-def varying_like(x: Any, constants: Any) -> Any:
-    """Constants marked as varying over the manual mesh axes of x, as the carry of a loop under shard_map has to be."""
-    axes = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(x)))
-    return jax.tree.map(lambda a: lax.pcast(a, tuple(axes), to="varying"), constants) if axes else constants
+def varying_like(x: Any, arrays: Any) -> Any:
+    """Arrays marked as varying over the manual mesh axes of x, as the carry of a loop under shard_map has to be."""
+    of = lambda a: jax.typeof(a).manual_axis_type.varying
+    axes = frozenset().union(*map(of, jax.tree.leaves(x)))
+    missing = lambda a: tuple(sorted(axes - of(a)))
+    return jax.tree.map(lambda a: lax.pcast(a, missing(a), to="varying") if missing(a) else a, arrays)
 
 
 # --- Configs ---------------------------------------------------------------------------------------------------------
