@@ -64,10 +64,17 @@ def test_differential_attention_beside_two_attentions(kept, monkeypatch):
     assert [(row["mode"], row["program"]) for row in rows] == [
         (mode, program)
         for mode in ("fwd", "fwd_bwd")
-        for program in ("differential_attention", "two attentions", "two and their difference")
+        for program in (
+            "differential_attention",
+            "two attentions",
+            "two and their difference",
+            "differential_attention, RMSNorm",
+            "two attentions, RMSNorm",
+        )
     ]
-    ours, two, _ = rows[:3]
+    ours, two, _, normed, two_normed = rows[:5]
     assert ours["of_two"] == ours["milliseconds"] / two["milliseconds"] and ours["difference"] <= 0.02
+    assert normed["of_two"] == normed["milliseconds"] / two_normed["milliseconds"]
     assert "| few, 2 × 16 | forward + backward | " in table
     assert "| differential_attention of two attentions |" in table
 
@@ -75,9 +82,9 @@ def test_differential_attention_beside_two_attentions(kept, monkeypatch):
 def test_different_results_are_not_timed(monkeypatch):
     monkeypatch.setattr(differential_attention.lax, "differential_attention", lambda *x, causal: x[0] * 0)
     programs = differential_attention.programs(4, 2, 8, 8, 1, 16)
-    ours, *rest = differential_attention.measured(_program.compiled({("fwd",): programs})["fwd",], 1)
-    assert np.isnan(ours["milliseconds"]) and ours["difference"] > 0.02
-    assert all(row["milliseconds"] > 0 for row in rest)
+    ours, two, written, normed, _ = differential_attention.measured(_program.compiled({("fwd",): programs})["fwd",], 1)
+    assert np.isnan(ours["milliseconds"]) and np.isnan(normed["milliseconds"]) and ours["difference"] > 0.02
+    assert two["milliseconds"] > 0 and written["milliseconds"] > 0
 
 
 def test_a_program_that_fails_has_no_time(capsys):
