@@ -2,7 +2,7 @@
 
 Both are errors against float64 on the same inputs, by the norm over a result. No result can be closer than the exact
 one rounded, so the error of rounding is the least that the formula is taken to have. The hops of a ring are merged by
-their lse, so the rounding of lse is the least there.
+their lse, so the rounding of lse is the least there; each hop rounds its gradients, for which a half more is allowed.
 """
 
 import jax
@@ -53,7 +53,7 @@ def test_result(case, dtype):
 @each([case for case in FAMILIES if case.differentiable], first=(), rest=(pytest.mark.slow,))
 @each_dtype
 def test_gradient(case, dtype):
-    check(case, dtype, gradient, 3)
+    check(case, dtype, gradient, 3.5 if case.over else 3)
 
 
 @each(CASES, first=(), rest=(pytest.mark.slow,))

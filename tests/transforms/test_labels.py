@@ -46,14 +46,17 @@ def test_labels(case, transform, suffix, monkeypatch):
 @each_by_kind(first_of_each(CASES))
 @pytest.mark.parametrize("platform", ("cpu", "cuda", "rocm", "tpu"))
 def test_the_label_agrees_with_explain(case, platform):
-    """For any platform a program is lowered for, present or not. Composed operations have parts."""
+    """For any platform a program is lowered for, present or not. Composed operations have parts.
+
+    The backward of a ring in float32 sums the weights by the tangent.
+    """
     told = explained(case, platform)
     parts = told.parts if case.is_composed else (told,)
     labels = find_labels_in_lowered(traced(case, pullback).lower(lowering_platforms=(platform,)))
     for part in parts:
         runs = next(entry.platform for entry, reason in part.candidates if reason is None)
         assert f"ejkernel[op={part.operation};impl={runs}]" in labels
-    kinds = ("", "_bwd") if case.differentiable else ("",)
+    kinds = ("", "_bwd", *(["_jvp"] if case.over else [])) if case.differentiable else ("",)
     operations = {f"ejkernel[op={part.operation}{kind}" for part in parts for kind in kinds}
     assert {label.split(";")[0] for label in labels} == operations
 

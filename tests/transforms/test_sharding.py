@@ -57,12 +57,16 @@ def test_explicit(case, transform):
 
 @each_program(CASES, rest=(pytest.mark.slow,), second=(pytest.mark.slow,))
 def test_auto(case, transform):
-    """XLA may sum second derivatives, which are plain JAX, in several steps; it must not gather anything."""
+    """XLA may sum second derivatives, which are plain JAX, in several steps; it must not gather anything.
+
+    Of a ring each part of a hop sums as over Explicit axes.
+    """
     found, minimum = (
         check(case, transform, both(case), mesh_for(case, AxisType.Auto)),
         needed(case, both(case), transform),
     )
-    assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
+    in_steps = transform is curvature or case.over
+    assert found == minimum or (in_steps and found.keys() == minimum.keys())
 
 
 @each_call(first_of_each(CASES), {"eval": None})
@@ -87,18 +91,20 @@ def test_vmap_over_an_explicit_axis(case, transform):
     case = case.on(mesh)
     examples = [call_of(case, transform, seed=seed)[1] for seed in range(2)]
     f = call_of(case, transform)[0]
-    names = tuple(case.operands)
+    names, specs = tuple(case.operands), case.specs({})
+    # A call over a mesh has its arrays there: JAX cannot transpose it under `vmap` over an Explicit axis otherwise.
+    first = placed(case, examples[0], {}, mesh) if case.over else examples[0]
     for mapped in (names[:1], names[-1:], names):
         axes = {name: 0 if name in mapped else None for name in case.operands}
-        stack = lambda *x: jax.device_put(jnp.stack(x), NamedSharding(mesh, P("x")))
-        arrays = {n: stack(*(e[0][n] for e in examples)) if n in mapped else x for n, x in examples[0][0].items()}
-        args = (arrays, *examples[0][1:])
+        stack = lambda n: jax.device_put(jnp.stack([e[0][n] for e in examples]), NamedSharding(mesh, P("x", *specs[n])))
+        arrays = {n: stack(n) if n in mapped else x for n, x in first[0].items()}
+        args = (arrays, *first[1:])
         compiled = jax.jit(jax.vmap(f, (axes, *[None] * (len(args) - 1))), keep_unused=True).lower(*args).compile()
         found = compiled(*args)
         for i, example in enumerate(examples):
             alone = {name: (example if name in mapped else examples[0])[0][name] for name in case.operands}
             part = jax.tree.map(lambda x, i=i: np.asarray(x)[i], found)
-            assert_close(part, oracle(case, transform)(alone, *args[1:]), what=f"{mapped} mapped, example {i}: ")
+            assert_close(part, oracle(case, transform)(alone, *examples[0][1:]), what=f"{mapped} mapped, example {i}: ")
         assert others(case, compiled) == Counter(), mapped
 
 
