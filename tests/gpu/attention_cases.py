@@ -50,7 +50,7 @@ class Case:
     def make(self, length: int, dtype, seed: int = 0) -> tuple[Operands, FlashAttentionSpec]:
         """Operands with random contents, the same for the same seed, and the spec."""
         rng = np.random.default_rng(seed)
-        S, K = round(self.S * length), round(self.K * length)
+        S, K = round(self.S * length), max(1, round(self.K * length))
         sizes = {"b": self.B, "h": self.H, "s": S, "t": K}
 
         def shape(axes: str, of: str = "bhst") -> tuple[int, ...]:
@@ -165,7 +165,8 @@ def poisoned(x: Operands, spec: FlashAttentionSpec, of: Operands | None = None) 
     of = x if of is None else of
     ok = np.asarray(visible(x, spec))
     ok = np.broadcast_to(ok, (x.q.shape[0], x.q.shape[2], *ok.shape[2:]))
-    keys = ok.any(2).reshape(ok.shape[0], x.k.shape[2], -1, ok.shape[3]).any(2).swapaxes(1, 2)[..., None]
+    groups = x.k.shape[2], x.q.shape[2] // x.k.shape[2]
+    keys = ok.any(2).reshape(ok.shape[0], *groups, ok.shape[3]).any(2).swapaxes(1, 2)[..., None]
     used = dict(q=ok.any(3).swapaxes(1, 2)[..., None], k=keys, v=keys)
     if x.bias is not None:
         shared = tuple(axis for axis, size in enumerate(x.bias.shape) if size == 1)

@@ -43,7 +43,7 @@ def logits_of(x: Folded, spec: FlashAttentionSpec, product: Any = None) -> Logit
     if x.softmax_scale is not None:
         s = s * x.softmax_scale.astype(dtype)
     if x.bias is not None:
-        s = s + x.bias.astype(dtype)
+        s = at_least_lowest(s) + x.bias.astype(dtype)  # rounded before the sum wherever XLA computes it, as below
     if spec.softcap is not None:
         if x.bias is not None and visible is not None:
             s = attention.where(visible, s, 0)  # a masked bias may be NaN, and would make the slope NaN

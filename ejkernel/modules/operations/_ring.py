@@ -28,6 +28,7 @@ from ._ring_hop import (
     q_begins,
     rows_from,
     sent,
+    sinks_lse,
     with_rows_from,
 )
 from ._ring_layout import Part
@@ -86,7 +87,7 @@ def _forward(call: Ring, arrays: Arrays) -> tuple[Array, Array]:
         travelling, o, lse = lax.optimization_barrier((travelling, o, lse))
     if "sinks" in arrays:
         o, lse = merge_attention(
-            o.astype(wide), lse, jnp.zeros_like(o, wide), jnp.broadcast_to(_sinks_lse(arrays), lse.shape)
+            o.astype(wide), lse, jnp.zeros_like(o, wide), jnp.broadcast_to(sinks_lse(arrays), lse.shape)
         )
     return o.astype(q.dtype), lse
 
@@ -127,11 +128,6 @@ def _attend(call: Ring, part: Part, here: Arrays) -> tuple[Array, Array]:
 
 
 # --- Pieces ----------------------------------------------------------------------------------------------------------
-
-
-def _sinks_lse(arrays: Arrays) -> Array:
-    """The logsumexp of the sinks of each head, [1, heads, 1]."""
-    return jax.nn.logsumexp(arrays["sinks"], axis=-1)[:, :, None]
 
 
 def _statistics_dtype(q: Array) -> Any:

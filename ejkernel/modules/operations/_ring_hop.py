@@ -145,6 +145,11 @@ def rows_of(x: Array, part: Part, axis: int) -> Array:
     return lax.slice_in_dim(x, part.q_begin, part.q_end, axis=axis)
 
 
+def sinks_lse(arrays: Arrays) -> Array:
+    """The logsumexp of the sinks of each head, [1, heads, 1]."""
+    return jax.nn.logsumexp(arrays["sinks"], axis=-1)[:, :, None]
+
+
 def alike(arrays: Arrays, *made: Array) -> list[Array]:
     """New arrays, cast to vary over the manual axes over which q varies."""
     axes = jax.typeof(arrays["q"]).manual_axis_type.varying

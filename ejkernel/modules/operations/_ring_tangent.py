@@ -40,6 +40,7 @@ from ._ring_hop import (
     rows_of,
     sent,
     sight,
+    sinks_lse,
     with_rows,
 )
 from ._ring_layout import Part
@@ -156,4 +157,7 @@ def _tangent_of_sinks(arrays: Arrays, moving: Array, o: Array, lse: Array) -> tu
     """The terms of the sinks, keys without values: dlse = Σ_n exp(sink_n − lse) dsink_n, do = −o dlse."""
     weights = jnp.exp(arrays["sinks"][:, :, None] - jnp.where(jnp.isfinite(lse), lse, 0)[..., None])
     dlse = (weights * moving[:, :, None]).sum(-1)
-    return -o.astype(lse.dtype) * dlse.swapaxes(1, 2)[..., None], dlse
+    of_rows = lambda x: x.swapaxes(1, 2)[..., None]
+    # A row that sees sinks alone has o = 0, and the transpose has to give 0 there even for a cotangent that is NaN.
+    sees_keys = of_rows(lse != sinks_lse(arrays)) | (o != 0).any(-1, keepdims=True)
+    return jnp.where(sees_keys, -o.astype(lse.dtype) * of_rows(dlse), 0), dlse
