@@ -100,12 +100,16 @@ def refusal(target: Target, x: Shapes) -> str | None:
 
 
 def shared_memory(x: Shapes, tiles: Tiles) -> int:
-    """Bytes of shared memory: tiles of keys and values in flight, one of each being multiplied, and the queries."""
+    """Bytes of shared memory: keys and values in flight, one of each being multiplied, the queries, and the weights.
+
+    Weights of few keys are there twice, as they change from the layout of one product to that of the other.
+    """
     d, e = _width(x.k), _width(x.v)
     in_registers = x.k.dtype == x.q.dtype or are_pairs(x, tiles)
     converted = 0 if in_registers else tiles.keys * (d + e) * x.q.dtype.itemsize
     numbers = 4 * tiles.keys * ((tiles.stages - 1) // 2) if _has_page_numbers(x, tiles) else 0
-    return bytes_in_flight(x, tiles) + converted + numbers + tiles.rows * (d + tiles.keys) * x.q.dtype.itemsize
+    weights = tiles.keys * (2 if tiles.keys <= 32 else 1)
+    return bytes_in_flight(x, tiles) + converted + numbers + tiles.rows * (d + weights) * x.q.dtype.itemsize
 
 
 def are_pairs(x: Shapes, tiles: Tiles) -> bool:
@@ -124,7 +128,7 @@ def bytes_in_flight(x: Shapes, tiles: Tiles) -> int:
     """
     buffers = tiles.stages - 1
     if _has_page_numbers(x, tiles):
-        buffers = buffers // 2 + (tiles.rows >= 64)
+        buffers = max(1, buffers // 2) + (tiles.rows >= 64)
     elif not _reads_tables(x):
         buffers += tiles.rows >= 64
     return max(1, buffers) * tiles.keys * (_width(x.k) + _width(x.v)) * x.k.dtype.itemsize
