@@ -101,7 +101,8 @@ def space(operation: str, operands: Operands, spec: RecurrenceSpec, target: Targ
     else:
         table = FROM_REGISTERS if target.multiplies_from_registers else TABLES
     limit = shared_memory_limit(target)
-    fitting = [values for values in table[operation][by] if listed and tiles_memory(operands, values[0]) <= limit]
+    fits_in = lambda config: shared_memory(operation, operands, config) <= limit
+    fitting = [values for values in table[operation][by] if listed and fits_in(_config(*values))]
     if not fitting:
         chunk = 32 if operands.q.dtype != np.float32 and tiles_memory(operands, 32) <= limit else SMALLEST
         order = (8, 4) if many or operation == "recurrence_bwd" else (4, 8)
@@ -115,8 +116,8 @@ def fits(operands: Operands, target: Target) -> bool:
 
 
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
-    """Bytes of shared memory that the kernels need with this config."""
-    return tiles_memory(operands, config.block_q)
+    """Bytes of shared memory that the kernels need with this config: for a chunk, or for the loop over chunks."""
+    return max(tiles_memory(operands, config.block_q), _loop_memory(operands, config))
 
 
 def tiles_memory(operands: Operands, chunk: int) -> int:
@@ -124,6 +125,20 @@ def tiles_memory(operands: Operands, chunk: int) -> int:
     d, e = padded(operands.q.shape[3]), min(padded(operands.v.shape[3]), WIDEST)
     elements = 2 * chunk * (d + e) + d * e + 2 * chunk**2
     return elements * (2 if operands.q.dtype == np.dtype("bfloat16") and operands.gv is None else 4)
+
+
+def _loop_memory(operands: Operands, config: KernelConfig) -> int:
+    """Bytes of the loop over chunks: for each stage tiles of k, v and gates, and the state twice in float32.
+
+    The fused one has q too, and a state of all features and two [chunk, chunk] tiles in the dtype of q.
+    """
+    chunk, d, e = config.block_q, padded(operands.q.shape[3]), min(config.block_k, padded(operands.v.shape[3]))
+    size, numbers = operands.q.dtype.itemsize, config.num_stages * 4 * chunk
+    if config.algorithm == "fused_chunks":
+        return (config.num_stages * chunk * (2 * d + e) + d * e + 2 * chunk**2) * size + numbers
+    d = min(config.block_d, d)
+    gates = (d if operands.gk is not None else 0) + (e if operands.gv is not None else 0)
+    return config.num_stages * chunk * (d + e + gates) * size + 8 * d * e + numbers
 
 
 def _config(block_q, block_k, block_d, num_warps, num_stages, algorithm) -> KernelConfig:

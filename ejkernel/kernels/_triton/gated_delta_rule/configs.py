@@ -50,15 +50,15 @@ def least_memory(operation: str, operands: Operands) -> int:
 def shared_memory(operation: str, operands: Operands, config: KernelConfig) -> int:
     """Bytes of shared memory of the largest kernel.
 
-    The one of a chunk has q and k, and pairs of rows in float32; one that goes from chunk to chunk, without stages, two
-    tiles of rows and the state, and with them three tiles, one of columns, and one of pairs for each stage.
+    That of a chunk has q and k, and two tiles of pairs of rows in float32; one that goes from chunk to chunk, without
+    stages, two tiles of rows and the state, and with them three tiles, one of columns, and one of pairs for each stage.
     """
     c, d, e = config.block_q, padded(operands.q.shape[3]), min(config.block_k, padded(operands.v.shape[3]))
     size = 2 if operands.q.dtype == np.dtype("bfloat16") else 4
     staged = 2 * c * d if config.num_stages == 1 else (3 * c * d + c * e + c * c) * config.num_stages
     if operation == "gated_delta_rule_jvp":
-        return (4 * c * d + max(2 * d * e, c * c)) * size
-    return max(2 * c * d * size + 4 * c * c, (staged + d * e) * size)
+        return (5 * c * d + max(2 * d * e, c * c)) * size
+    return max(2 * c * d * size + 8 * c * c, (staged + d * e) * size)
 
 
 def _config(block_q, block_k, num_warps, num_stages) -> KernelConfig:
