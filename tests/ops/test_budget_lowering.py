@@ -56,9 +56,9 @@ def test_values_are_made_while_programs_are(steps):
     assert set(measured(Watched(), float("inf")).times) == set(SPACE)
 
 
-def test_the_next_is_not_lowered_if_less_time_is_left_than_the_last_took(clock, steps, event):
+def test_the_next_is_not_lowered_if_hardly_more_time_is_left_than_the_last_took(clock, steps, event):
     def lowering(config):
-        clock.now += 0 if config == HEURISTIC else 1.6
+        clock.now += 0 if config == HEURISTIC else 1.3
         if config == SPACE[1]:
             event.set()
 
@@ -68,9 +68,9 @@ def test_the_next_is_not_lowered_if_less_time_is_left_than_the_last_took(clock, 
     assert steps.of("lowered") == SPACE[:3], "the first of them while the heuristic config is compiled"
 
 
-def test_the_next_is_not_compiled_if_less_time_is_left_than_the_last_took(clock, steps):
+def test_the_next_is_not_compiled_if_hardly_more_time_is_left_than_the_last_took(clock, steps):
     def compiling(config):
-        clock.now += 0 if config == HEURISTIC else 1.6
+        clock.now += 0 if config == HEURISTIC else 1.3
 
     steps.compiling = compiling
     assert list(measured(Several(), 3).times) == SPACE[:2] == steps.of("compiled")

@@ -47,26 +47,17 @@ from sharded import (
 
 @each_program(CASES, rest=(pytest.mark.slow,))
 def test_explicit(case, transform):
-    """Of a ring each part of a hop sums its gradient of an operand that the batch shares."""
-    found, minimum = (
-        check(case, transform, both(case), mesh_for(case, AxisType.Explicit)),
-        needed(case, both(case), transform),
-    )
-    assert found == minimum or (case.over and found.keys() == minimum.keys())
+    assert check(case, transform, both(case), mesh_for(case, AxisType.Explicit)) == needed(case, both(case), transform)
 
 
 @each_program(CASES, rest=(pytest.mark.slow,), second=(pytest.mark.slow,))
 def test_auto(case, transform):
-    """XLA may sum second derivatives, which are plain JAX, in several steps; it must not gather anything.
-
-    Of a ring each part of a hop sums as over Explicit axes.
-    """
+    """XLA may sum second derivatives, which are plain JAX, in several steps; it must not gather anything."""
     found, minimum = (
         check(case, transform, both(case), mesh_for(case, AxisType.Auto)),
         needed(case, both(case), transform),
     )
-    in_steps = transform is curvature or case.over
-    assert found == minimum or (in_steps and found.keys() == minimum.keys())
+    assert found == minimum or (transform is curvature and found.keys() == minimum.keys())
 
 
 @each_call(first_of_each(CASES), {"eval": None})
