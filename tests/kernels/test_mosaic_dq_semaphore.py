@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ejkernel.kernels._pallas.gpu.flash_attention.backward import with_splits
 from ejkernel.kernels._pallas.gpu.flash_attention.backward_plan import Plan
-from ejkernel.kernels._pallas.gpu.flash_attention.dq_semaphore import table_of_ranks
+from ejkernel.kernels._pallas.gpu.flash_attention.dq_semaphore import MOST_IN_GROUP, table_of_ranks
 from ejkernel.kernels._pallas.gpu.flash_attention.mask_info import mask_info_of
 from ejkernel.kernels._pallas.gpu.flash_attention.problem import problem_of
 from ejkernel.kernels._visibility import visibility_of
@@ -68,7 +69,21 @@ MULTIPROCESSORS = 16
 @pytest.mark.parametrize("name", CALLS)
 def test_the_semaphores_do_not_deadlock(name):
     x, spec = CALLS[name]
-    plan = Plan(problem_of(x, spec), 64, 2, deterministic=True, processors=MULTIPROCESSORS)
+    _simulate(x, spec, Plan(problem_of(x, spec), 64, 2, deterministic=True, processors=MULTIPROCESSORS))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nor_do_those_of_splits(name):
+    """Tiles of keys, if they are few, are split over several thread blocks, all of which run at once."""
+    x, spec = CALLS[name]
+    plan = with_splits(Plan(problem_of(x, spec), 64, 2, deterministic=True, processors=1000))
+    few = plan.tiles * plan.problem.G * plan.problem.B * 2 <= MOST_IN_GROUP
+    assert (plan.splits > 1) == few
+    assert plan.splits == 1 or plan.scheduler.blocks <= MOST_IN_GROUP
+    _simulate(x, spec, plan, MOST_IN_GROUP)
+
+
+def _simulate(x, spec, plan, multiprocessors=MULTIPROCESSORS):
     mask_info = mask_info_of(visibility_of(x, spec).transposed(), plan.keys, plan.block_q)
     ranks = None if mask_info is None else table_of_ranks(mask_info, plan.blocks)
     additions = additions_of(plan, mask_info, ranks)
@@ -81,7 +96,7 @@ def test_the_semaphores_do_not_deadlock(name):
 
     counts, waiting, running = defaultdict(int), deque(map(deque, additions)), []
     while waiting or running:
-        while waiting and len(running) < MULTIPROCESSORS:
+        while waiting and len(running) < multiprocessors:
             running.append(waiting.popleft())
         able = [block for block in running if not block or counts[block[0][0]] == block[0][1]]
         assert able, f"{len(running)} thread blocks wait for others that have not started, {len(waiting)}"

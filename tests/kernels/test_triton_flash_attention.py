@@ -24,6 +24,7 @@ from tests.gpu.attention_cases import (
 triton = pytest.importorskip("triton")
 from ejkernel.kernels._triton import _launch  # noqa: E402
 from ejkernel.kernels._triton.flash_attention import (  # noqa: E402
+    backward,
     flash_attention,
     flash_attention_bwd,
     flash_attention_jvp,
@@ -46,6 +47,17 @@ ALWAYS = ("causal", "grouped heads", "packed, causal", "packed, from later on")
 )
 def test_in_the_interpreter(case, monkeypatch):
     """Forward, backward and tangent of small float32 calls, with NaN in unread entries."""
+    _check_in_the_interpreter(case, monkeypatch)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in ALWAYS], ids=lambda case: case.name)
+def test_splits_in_the_interpreter(case, monkeypatch):
+    """The same where three programs share the queries of a block of keys."""
+    monkeypatch.setattr(backward, "splits_of", lambda *_: 3)
+    _check_in_the_interpreter(case, monkeypatch)
+
+
+def _check_in_the_interpreter(case, monkeypatch):
     monkeypatch.setattr(_launch, "launch", interpreter.launch)
     x, spec = case.make(LENGTH, jnp.float32)
     wrt = differentiable(x)

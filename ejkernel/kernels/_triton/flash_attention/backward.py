@@ -8,8 +8,8 @@ With the weights p = exp(s − lse) recomputed, p̃ the weights after dropout, a
     dscale = Σ_ij ds ∘ (q·kᵀ)
 
 There are no atomic additions, so gradients repeat bit for bit: the program of a block of keys sums over all query heads
-that share its key/value head. In a config, block_k is the size of a program's stationary block (keys for dk and dv,
-queries for dq) and block_q that of the blocks which are streamed.
+that share its key/value head, or over a split of them (_query_splits.py). In a config, block_k is the size of a
+program's stationary block (keys for dk and dv, queries for dq) and block_q that of the blocks which are streamed.
 
 In float32, and if the gradient of a scale is asked for, the weights are corrected for the rounding of lse, and delta
 for that of o (see rows.py); not for a split of the keys, whose weights do not sum to 1.
@@ -20,9 +20,12 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._query_splits import splits_of
+from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
+from ejkernel.types.target import DEFAULT_CORE_COUNT
 
 from . import logits, masks, sequence_info, tiles
 from .bias_gradient import bias_gradient
@@ -38,6 +41,9 @@ from .problem import (
     zero_hidden_keys,
 )
 from .rows import exact_rows
+
+# Warps of a multiprocessor for whose registers it has room.
+WARPS_OF_CORE = 8
 
 
 def flash_attention_bwd(
@@ -71,7 +77,8 @@ def flash_attention_bwd(
         gradients["q"], dscale = _queries(primals._replace(k=k), saved, wrt, problem, config)
     if "k" in wrt or "v" in wrt:
         q, seen_do = zero_fully_masked_queries(given, spec, given.q, do)
-        gradients |= _keys_and_values(primals._replace(q=q), (seen_do, *saved[1:]), wrt, problem, config)
+        splits = 1 if spec.batch_invariant else _splits(problem, config)
+        gradients |= _keys_and_values(primals._replace(q=q), (seen_do, *saved[1:]), wrt, problem, config, splits)
     if "bias" in wrt:
         gradients["bias"] = bias_gradient(primals, saved, problem)
     if "softmax_scale" in wrt:
@@ -108,24 +115,36 @@ def _queries(primals: Operands, saved, wrt, problem: Problem, config: KernelConf
     )
 
 
-def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: KernelConfig) -> dict:
+def _splits(problem: Problem, config: KernelConfig) -> int:
+    """The number of programs that share the blocks of queries of a block of keys."""
+    tiles = problem.blocks(config.block_k, of_keys=True) * problem.G * problem.B
+    steps, cores = problem.blocks(config.block_q) * problem.group, gpu_target().core_count or DEFAULT_CORE_COUNT
+    of_core = max(1, WARPS_OF_CORE // config.num_warps)
+    return splits_of(tiles, steps, cores * of_core, (problem.left is None) != (problem.right is None))
+
+
+def _keys_and_values(primals: Operands, saved, wrt, problem: Problem, config: KernelConfig, splits: int) -> dict:
     wanted = [name for name in ("k", "v") if name in wrt]
     blocks = problem.blocks(config.block_k, of_keys=True)
-    return _launch.launch(
+    of_splits = lambda x: jax.ShapeDtypeStruct((splits, *x.shape), jnp.float32)
+    result = of_splits if splits > 1 else jax.ShapeDtypeStruct.like
+    found = _launch.launch(
         dk_dv_kernel,
         *primals,
         segment_ranges_of(primals, config.block_q, config.block_k, of_keys=True),
         *saved,
-        out_type={name: jax.ShapeDtypeStruct.like(getattr(primals, name)) for name in wanted},
-        grid=blocks * problem.G * problem.B,
+        out_type={name: result(getattr(primals, name)) for name in wanted},
+        grid=blocks * problem.G * problem.B * splits,
         config=config,
         problem=problem,
         CHECKED=problem.checked(config.block_q, over_keys=False),
         BLOCKS=blocks,
         BLOCK_Q=config.block_q,
         BLOCK_K=config.block_k,
+        SPLITS=splits,
         **{f"d{name}": None for name in ("k", "v") if name not in wrt},
     )
+    return {name: x.sum(0) if splits > 1 else x for name, x in found.items()}
 
 
 @triton.jit
@@ -134,9 +153,9 @@ def dk_dv_kernel(
     segment_ranges, do, lse, correction, delta,
     dk, dv,
     problem: tl.constexpr, CHECKED: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    block, first, info = sequence_info.keys_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_K)
+    block, first, info = sequence_info.keys_of_program(cu_q, cu_k, problem, BLOCKS, BLOCK_K, SPLITS)
     block_range = sequence_info.queries_of_keys(block, first, info, segment_ranges, problem, BLOCKS, BLOCK_Q, BLOCK_K)
     segments = (q_segment_ids, kv_segment_ids)
     j = first + tl.arange(0, BLOCK_K)[:, None]
@@ -146,7 +165,8 @@ def dk_dv_kernel(
     dv_tile = tiles.zeros(BLOCK_K, problem.V, problem)
     if block_range.begin < block_range.end:  # see tiles.py on loops
         steps = (block_range.end - block_range.begin + BLOCK_Q - 1) // BLOCK_Q
-        for step in tl.range(0, steps * problem.group):  # the heads that share these keys, one after the other
+        begin, end = sequence_info.steps_of_split(steps * problem.group, problem, BLOCKS, SPLITS)
+        for step in tl.range(begin, end):  # the heads that share these keys, one after the other
             if problem.group == 1:
                 head, start = info.head, block_range.begin + step * BLOCK_Q
             else:
@@ -178,6 +198,12 @@ def dk_dv_kernel(
 
     if dk is not None and softmax_scale is None:
         dk_tile = tiles.scaled(dk_tile, problem.scale)
+    if SPLITS > 1:
+        split = tl.cast(sequence_info.split_of_program(problem, BLOCKS), tl.int64) * problem.B * problem.K * problem.G
+        if dk is not None:
+            dk += split * problem.D
+        if dv is not None:
+            dv += split * problem.V
     tiles.store_keys(dk, dk_tile, first, info, problem, problem.D, BLOCK_K)
     tiles.store_keys(dv, dv_tile, first, info, problem, problem.V, BLOCK_K)
 

@@ -51,16 +51,35 @@ def queries_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, 
 
 
 @triton.jit
-def keys_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr):
+def keys_of_program(cu_q, cu_k, problem: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_K: tl.constexpr,
+                    SPLITS: tl.constexpr):  # fmt: skip
     """The stationary block of keys of this program, its first key within the sequence, and the sequence info.
 
-    The latter is that of the first query head that shares the keys.
+    The latter is that of the first query head that shares the keys. The programs of a split follow those of another.
     """
     block, kv_head, batch = place(BLOCKS, problem.G)
+    if SPLITS > 1:
+        batch = batch % problem.B
     first, sequence, q_start, q_len, k_start, k_len = sequence_of(
         block, batch, cu_q, cu_k, problem, BLOCK_K, OF_KEYS=True
     )
     return block, first, SequenceInfo(batch, kv_head * problem.group, sequence, q_start, q_len, k_start, k_len)
+
+
+@triton.jit
+def split_of_program(problem: tl.constexpr, BLOCKS: tl.constexpr):
+    """Which of the programs of a block of keys this is."""
+    return tl.program_id(0) // (BLOCKS * problem.G * problem.B)
+
+
+@triton.jit
+def steps_of_split(steps, problem: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr):
+    """The first step of this program, of the steps of all the programs of a block of keys, and the end."""
+    if SPLITS == 1:
+        return 0, steps
+    else:
+        split = split_of_program(problem, BLOCKS)
+        return steps * split // SPLITS, steps * (split + 1) // SPLITS
 
 
 @triton.jit

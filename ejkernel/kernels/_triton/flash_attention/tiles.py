@@ -76,7 +76,7 @@ def expanded(x, i):
 def store_queries(ptr, tile, first, info, problem: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Stores a tile where `load_queries` would load it."""
     ptr = of_queries(ptr, info, problem, WIDTH)
-    store_tile(ptr, tile, first, info.q_len, problem.H, WIDTH, ROWS)
+    store_tile(ptr, tile, first, info.q_len, problem.H, WIDTH, ROWS, problem.exact)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def store_keys(ptr, tile, first, info, problem: tl.constexpr, WIDTH: tl.constexp
     """Stores a tile where `load_keys` would load it; does nothing if the result is not asked for."""
     if ptr is not None:
         ptr = of_keys(ptr, info, problem, WIDTH)
-        store_tile(ptr, tile, first, info.k_len, problem.G, WIDTH, ROWS)
+        store_tile(ptr, tile, first, info.k_len, problem.G, WIDTH, ROWS, problem.exact)
 
 
 @triton.jit
@@ -111,9 +111,10 @@ def load_tile(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, 
 def load_part(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               CHECKED: tl.constexpr, n: tl.constexpr):  # fmt: skip
     """Part n of `load_tile`."""
-    address, rows, columns = addresses(ptr, first, HEADS, WIDTH, ROWS, n)
+    exact: tl.constexpr = ptr.dtype.element_ty == tl.float32
+    address, rows, columns = addresses(ptr, first, HEADS, WIDTH, ROWS, exact, n)
     inside = (first + rows >= begin) & (first + rows < end)
-    part: tl.constexpr = parts(WIDTH, ptr.dtype.element_ty == tl.float32)[n]
+    part: tl.constexpr = parts(WIDTH, exact)[n]
     padded: tl.constexpr = part[0] + part[1] > WIDTH
     if CHECKED and padded:
         return tl.load(address, mask=inside & (columns < WIDTH), other=0.0)
@@ -126,10 +127,11 @@ def load_part(ptr, first, begin, end, HEADS: tl.constexpr, WIDTH: tl.constexpr, 
 
 
 @triton.jit
-def store_tile(ptr, tile, first, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Stores a tile where `load_tile` would load it."""
+def store_tile(ptr, tile, first, length, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+               EXACT: tl.constexpr):  # fmt: skip
+    """Stores a tile, whose parts are those of float32 if EXACT, where `load_tile` would load it."""
     for n in tl.static_range(len(tile)):
-        address, rows, columns = addresses(ptr, first, HEADS, WIDTH, ROWS, n)
+        address, rows, columns = addresses(ptr, first, HEADS, WIDTH, ROWS, EXACT, n)
         inside = (first + rows < length) & (columns < WIDTH)
         tl.store(address, tile[n].to(ptr.dtype.element_ty), mask=inside)
 
@@ -141,9 +143,10 @@ def joined(tile, part):
 
 
 @triton.jit
-def addresses(ptr, first, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, n: tl.constexpr):
+def addresses(ptr, first, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, EXACT: tl.constexpr,
+              n: tl.constexpr):  # fmt: skip
     """The pointers of part n of a tile, and its rows and columns."""
-    part: tl.constexpr = parts(WIDTH, ptr.dtype.element_ty == tl.float32)[n]
+    part: tl.constexpr = parts(WIDTH, EXACT)[n]
     begin: tl.constexpr = part[0]
     width: tl.constexpr = part[1]
     stride: tl.constexpr = HEADS * WIDTH

@@ -52,22 +52,25 @@ def zero_rows(tile: Any, begin: Array, end: Array) -> None:
     plgpu.commit_smem()
 
 
-def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows: Array, head: Array) -> None:
-    """o[first + n, head] = tile[n] and lse[first + n, head] = of_rows[n] for the rows 0 ≤ n < `rows` of a warpgroup.
+def store_rows(
+    o: Any, tile: Array, first: Array, rows: Array, head: Array, lse: Any = None, of_rows: Array | None = None
+) -> None:
+    """o[first + n, head] = tile[n], and lse[first + n, head] = of_rows[n], for the rows 0 ≤ n < `rows` of a warpgroup.
 
     `tile` [64, columns] has 16 or 32 bits a number. A thread stores the two columns of every eight that its registers
     hold.
     """
     (_, heads, columns), itemsize = o.shape, tile.dtype.itemsize
+    arrays, types = ((), ()) if lse is None else ((lse, of_rows.astype(jnp.float32)), (plgpu.RefType(), PER_ROW))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), WGMMA, PER_ROW, SPLAT, SPLAT, SPLAT))
-    def emit(_, o, lse, tile, of_rows, first, rows, head):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), WGMMA, SPLAT, SPLAT, SPLAT, *types))
+    def emit(_, o, tile, first, rows, head, *of_lse):
 
         i32, i64, void = (*map(ir.IntegerType.get_signless, (32, 64)), ir.Type.parse("!llvm.void"))
         bits, kind = 16 * itemsize, "r" if itemsize == 2 else "l"
         word = ir.VectorType.get((1,), ir.IntegerType.get_signless(bits))
         first, rows, head = (x.registers[()] for x in (first, rows, head))
-        pointers = [llvm.ptrtoint(i64, utils.memref_ptr(x)) for x in (o, lse)]
+        pointers = [llvm.ptrtoint(i64, utils.memref_ptr(x)) for x in (o, *of_lse[:1])]
         numbers = llvm.inline_asm(
             ir.Type.parse("!llvm.struct<(i32, i32)>"), [],
             "{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 1; and.b32 $0, $0, 48; bfe.u32 t, t, 2, 3; "
@@ -77,7 +80,7 @@ def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows
         constant = lambda n, of=i32: arith.constant(of, n)
         wide = lambda x: arith.extsi(i64, x)
         words = tile.registers.reshape(columns // 8, 2)
-        for half, of_row in enumerate(of_rows.registers.flat):
+        for half in range(2):
             n = arith.addi(row, constant(8 * half))
             inside = arith.cmpi(arith.CmpIPredicate.slt, n, rows)
             at = arith.addi(arith.muli(wide(arith.addi(first, n)), constant(heads, i64)), wide(head))
@@ -88,11 +91,13 @@ def store_rows(o: Any, lse: Any, tile: Array, of_rows: Array, first: Array, rows
                 text = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; @p {store}; }}"
                 numbers = [address, vector.extract(vector.bitcast(word, pair), [], [0]), arith.extui(i32, inside)]
                 llvm.inline_asm(void, numbers, text, f"l,{kind},r", has_side_effects=True)
+            if not of_lse:
+                continue
             alone = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.eq, lane, constant(0)))
-            number = vector.extract(of_row, [], [0])
+            number = vector.extract(of_lse[1].registers.flat[half], [], [0])
             text = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }"
             address = arith.addi(pointers[1], arith.muli(at, constant(4, i64)))
             llvm.inline_asm(void, [address, number, arith.extui(i32, alone)], text, "l,f,r", has_side_effects=True)
 
     assert tile.shape[0] == ROWS
-    emit(o, lse, tile, of_rows.astype(jnp.float32), first, rows, head)
+    emit(o, tile, first, rows, head, *arrays)

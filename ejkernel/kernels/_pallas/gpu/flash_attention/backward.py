@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ejkernel.kernels._query_splits import splits_of
 from ejkernel.kernels._visibility import Visibility, visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
 from ejkernel.types import KernelConfig
@@ -37,7 +38,7 @@ from .backward_plan import WARPGROUPS, Plan, Shared
 from .configs import SHARED_BYTES, check
 from .dkv_consumers import consume
 from .dq_producer import DqSums, produce
-from .dq_semaphore import table_of_ranks
+from .dq_semaphore import MOST_IN_GROUP, table_of_ranks
 from .feature_tiles import tiles_of, union, views
 from .head_dims import row_width
 from .mask_info import MaskInfo, mask_info_of, zero_fully_masked_queries, zero_hidden_keys
@@ -62,7 +63,19 @@ def flash_attention_bwd(
         blocks = f"{plan.block_q} queries and {plan.keys} keys in {plan.stages} stages"
         raise ValueError(f"flash_attention_bwd: {blocks} take {size} bytes of shared memory; there are {SHARED_BYTES}")
     mask_info = mask_info_of(visibility_of(primals, spec).transposed(), plan.keys, plan.block_q)
+    if not spec.batch_invariant:
+        plan = with_splits(plan)
     return gradients(primals, outputs, cotangents, wrt, spec, mask_info, plan)
+
+
+def with_splits(plan: Plan) -> Plan:
+    """The plan with splits. Where dq is added up in order the splits of all tiles have to run at once."""
+    problem = plan.problem
+    tiles, steps = plan.tiles * problem.G * problem.B, plan.blocks * problem.group
+    splits = splits_of(tiles, steps, plan.processors, problem.cut and None in (problem.low, problem.high))
+    if plan.deterministic:
+        splits = max(1, min(splits, MOST_IN_GROUP // tiles))
+    return replace(plan, splits=splits)
 
 
 def gradients(
@@ -105,7 +118,10 @@ def _gradients(
     q: Array, k: Array, v: Array, do: Array, start: Array, delta: Array, mask_info: MaskInfo | None,
     pairs: Pairs | None, plan: Plan,
 ):  # fmt: skip
-    """dq in float32 before its factor `scale`, dk and dv; and if that of the bias is asked for, dsᵀ."""
+    """dq in float32 before its factor `scale`, dk and dv; and if that of the bias is asked for, dsᵀ.
+
+    dk and dv of splits are float32, of rows [splits · b · K].
+    """
     block_q, stages = plan.block_q, plan.stages
     problem = plan.problem
     tile = lambda leading, parts: union(*views(leading, parts, problem.dtype, plan.widest))
@@ -122,11 +138,7 @@ def _gradients(
         partial(_kernel, plan=plan),
         "flash_attention_backward",
         (q, k, v, do, start, delta, mask_info, pairs, dq, dq_semaphore, ranks),
-        out_type=(
-            jax.ShapeDtypeStruct(k.shape, k.dtype),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
-            *((ds,) if plan.dbias else ()),
-        ),
+        out_type=(*(_of_keys(x, plan) for x in (k, v)), *((ds,) if plan.dbias else ())),
         blocks=plan.scheduler.blocks,
         warpgroups=WARPGROUPS,
         scratch=dict(
@@ -147,7 +159,17 @@ def _gradients(
             **(dict(bias_tiles=tiles_of_bias(pairs.bias, stages, plan.key_blocks, block_q, ROWS)) if plan.bias else {}),
         ),
     )
+    if plan.splits > 1:
+        dk, dv = (x.reshape(plan.splits, *of.shape).sum(0) for x, of in ((dk, k), (dv, v)))
     return jax.freeze(dq), dk, dv, *ds
+
+
+def _of_keys(x: Array, plan: Plan) -> jax.ShapeDtypeStruct:
+    """The gradient of k or v, or those of all splits."""
+    if plan.splits == 1:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    batch, keys, *features = x.shape
+    return jax.ShapeDtypeStruct((plan.splits * batch * keys, *features), jnp.float32)
 
 
 def _dbias(ds: Array, shape: tuple[int, ...], visibility: Visibility, problem: Problem) -> Array:

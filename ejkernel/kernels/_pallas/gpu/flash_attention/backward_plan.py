@@ -59,7 +59,8 @@ class Plan:
     """A problem, its blocks of queries, how many of them are in flight, and where this thread block works.
 
     deterministic: dq is added up in a certain order (dq_semaphore.py). listed: lists say which blocks of queries there
-    are. bias, mask: there is one. dbias: its gradient is asked for.
+    are. bias, mask: there is one. dbias: its gradient is asked for. splits: the thread blocks that share the steps of
+    a tile of keys, each with a dk and dv of its own (_query_splits.py).
     """
 
     problem: Problem
@@ -70,6 +71,7 @@ class Plan:
     bias: bool = False
     mask: bool = False
     dbias: bool = False
+    splits: int = 1
     processors: int = field(default_factory=lambda: gpu_target().core_count)
 
     @property
@@ -157,7 +159,7 @@ class Plan:
         Under a causal mask the first keys have most to do. In a certain order the last are the first to add to dq, and
         the first groups of all heads come before the second ones.
         """
-        heads, tiles = self.problem.G * self.problem.B, self.tiles
+        heads, tiles = self.problem.G * self.problem.B * self.splits, self.tiles
         if self.circular:
             heads, tiles = heads * -(-tiles // self.group), self.group
         return SingleTileScheduler(
@@ -171,12 +173,24 @@ class Plan:
 
     def tile(self) -> tuple[Array, Array, Array]:
         """The first key, the key/value head and the batch index; past the last key where the last group is not full."""
-        place, head = self.scheduler.tile(lax.axis_index("block"))
+        place, head, _ = self._place_of_tile()
         heads = jnp.int32(self.problem.G)
-        if self.circular:
-            of_all = heads * self.problem.B
-            place, head = lax.div(head, of_all) * self.group + place, lax.rem(head, of_all)
         return place * self.keys, lax.rem(head, heads), lax.div(head, heads)
+
+    def split(self) -> Array:
+        """Which of the thread blocks of a tile this is."""
+        return self._place_of_tile()[2]
+
+    def _place_of_tile(self) -> tuple[Array, Array, Array | int]:
+        """The index in its head, the head of all batches, and the split."""
+        place, head = self.scheduler.tile(lax.axis_index("block"))
+        heads = self.problem.G * self.problem.B
+        if self.circular:
+            of_all = jnp.int32(heads * self.splits)
+            place, head = lax.div(head, of_all) * self.group + place, lax.rem(head, of_all)
+        if self.splits == 1:
+            return place, head, 0
+        return place, lax.rem(head, jnp.int32(heads)), lax.div(head, jnp.int32(heads))
 
     def block_range(self, mask_info: MaskInfo | None) -> BlockRanges:
         """The blocks of queries that see these keys; recomputed where it is needed, to save registers."""
@@ -186,7 +200,19 @@ class Plan:
         return blocks_of_band(first, self.keys, *self.problem.band(of_keys=True), self.problem.S, self.block_q)
 
     def steps(self, mask_info: MaskInfo | None) -> Array:
-        """Blocks of queries of all the heads that share the keys."""
+        """Blocks of queries of all the heads that share the keys: those of this thread block."""
+        steps = self._steps_of_tile(mask_info)
+        if self.splits == 1:
+            return steps
+        return lax.div(steps * (self.split() + 1), jnp.int32(self.splits)) - self.step_of_tile(mask_info, 0)
+
+    def step_of_tile(self, mask_info: MaskInfo | None, step: Array | int) -> Array:
+        """The number of a step of this thread block among those of its tile."""
+        if self.splits == 1:
+            return step
+        return lax.div(self._steps_of_tile(mask_info) * self.split(), jnp.int32(self.splits)) + step
+
+    def _steps_of_tile(self, mask_info: MaskInfo | None) -> Array:
         block_range = self.block_range(mask_info)
         steps = (block_range.end - block_range.begin) * (1 if self.listed else self.problem.group)
         return jnp.where(self.tile()[0] < self.problem.K, steps, 0) if self.circular else steps
@@ -197,6 +223,7 @@ class Plan:
         A list is that of a head of k and v, and has the blocks of all heads of its group, numbered head by head.
         """
         first, kv_head, batch = self.tile()
+        step = self.step_of_tile(mask_info, step)
         if self.listed:
             block = mask_info.block(step, lax.div(first, jnp.int32(self.keys)), batch, kv_head)
             blocks = jnp.int32(self.blocks)

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .._inline.registers import BITS, where_bits
+from .._inline.rows import store_rows
 from .._launch import (
     PER_COLUMN,
     ROWS,
@@ -52,6 +53,10 @@ def _accumulate(of: Callable, arrays: tuple[int, ...], tiles: Shared, out: tuple
     widths = (kv_tiles[array].columns[-1].stop for array in arrays)
     found = pl.run_scoped(of, *(accumulator(ROWS, width) for width in widths))
     sync(DONE, WARPGROUPS)
+    if plan.splits > 1:
+        for gradient, array in zip(found, arrays, strict=True):
+            _store_rows(gradient * (plan.problem.scale, 1.0)[array], out[array], number, plan)
+        return
     for gradient, array in zip(found, arrays, strict=True):
         key_block = 0 if plan.wide else number
         gradient = (gradient * (plan.problem.scale, 1.0)[array]).astype(plan.problem.dtype)
@@ -61,6 +66,15 @@ def _accumulate(of: Callable, arrays: tuple[int, ...], tiles: Shared, out: tuple
     sync(STORED, 2)
     pl.when(number == 0)(lambda: _store(tiles.k, out[0], plan.problem.D, plan))
     pl.when(number == 1)(lambda: _store(tiles.v, out[1], plan.problem.V, plan))
+
+
+def _store_rows(gradient: Array, out: Any, number: Array, plan: Plan) -> None:
+    """Stores the float32 gradient of a warpgroup's keys among the rows [splits · b · K] of all splits."""
+    first, kv_head, batch = plan.tile()
+    first += 0 if plan.wide else number * ROWS
+    rows, features = out.shape[0] // (plan.splits * plan.problem.B), out.shape[2]
+    begin = (plan.split() * plan.problem.B + batch) * rows
+    store_rows(out, gradient[:, :features], begin + first, rows - first, kv_head)
 
 
 def _store(tiles: Tiles, out: Any, features: int, plan: Plan) -> None:
@@ -108,7 +122,7 @@ def _compute_p(
             exponents = where_bits(words, exponents)
         elif uneven_keys or problem.cut:
             block_range, (block, _) = plan.block_range(mask_info), plan.place(mask_info, step)
-            place = step if plan.listed else block
+            place = plan.step_of_tile(mask_info, step) if plan.listed else block
             whole = (place >= block_range.full_begin) & (place < block_range.full_end)
             if uneven_keys:
                 whole &= first + plan.keys <= problem.K

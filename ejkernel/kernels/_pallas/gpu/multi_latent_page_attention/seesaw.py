@@ -88,12 +88,12 @@ def consume(
     out = part * (lse.shape[0] // plan.splits) + row
     store_rows(
         o,
-        lse,
         (acc * broadcast_rows(1 / total, acc)).astype(o.dtype),
-        of_rows,
         out,
         plan.count(of, heads),
         jnp.int32(number),
+        lse,
+        of_rows,
     )
 
 

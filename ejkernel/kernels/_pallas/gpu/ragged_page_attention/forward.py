@@ -161,7 +161,7 @@ def _store(
     total = jnp.where(saw, total, 1.0)
     rows = (acc * broadcast_rows(1 / total, acc)).astype(plan.problem.dtype)
     of_rows = jnp.where(saw, (last.maximum + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
-    store_rows(o, lse, rows, of_rows, of.token + first, of.tokens - first, head)
+    store_rows(o, rows, of.token + first, of.tokens - first, head, lse, of_rows)
 
 
 def _load(q, kv, block_tables, table, tiles: Shared, count: Array, plan: PagedPlan) -> None:

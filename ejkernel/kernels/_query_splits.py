@@ -1,0 +1,36 @@
+"""Several thread blocks for a tile of keys in a backward, where there are few tiles for the multiprocessors.
+
+The steps of a tile of keys are the blocks of queries of all the heads that share them. With few keys and few key/value
+heads, as in multi-query attention of one sequence, a thread block for each tile would leave most of the device idle,
+and under a causal mask all would wait for the tile of the first keys, which has twice the steps of the mean. So the
+steps of a tile are split over several thread blocks, each of which stores the dk and dv of its own steps in float32,
+and XLA sums them, in an order that does not depend on when a thread block runs.
+
+On an H200 splits took 0.06 to 0.54 of the time of none, at 8 to 128 tiles.
+"""
+
+# In steps, the time in which the float32 dk and dv of a thread block for each multiprocessor are written and read, and
+# that of the launch of their sum.
+OVERHEAD, LAUNCH = 8, 2
+# Splits of a tile, at most.
+MOST = 64
+
+
+def splits_of(tiles: int, steps: int, processors: int, causal: bool) -> int:
+    """The splits of each tile with which a launch takes the least time by a model.
+
+    Args:
+        tiles: of all heads and batches.
+        steps: of a tile that all queries see.
+        processors: thread blocks that run at once.
+        causal: whether tiles have from none to all of these steps, in which case the launch evens them out.
+    """
+    if tiles >= (2 if causal else 1) * processors:
+        return 1
+
+    def time(splits: int) -> float:
+        longest, waves = 1 / splits, -(-tiles * splits // processors) / splits
+        computing = max(longest, tiles / (2 * processors)) if causal else waves
+        return steps * computing + (OVERHEAD * tiles * splits / processors + LAUNCH) * (splits > 1)
+
+    return min(range(1, min(steps, MOST) + 1), key=time, default=1)

@@ -1,0 +1,52 @@
+"""How many thread blocks of a backward share a tile of keys, and what is lowered for them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from ejkernel.kernels._pallas.gpu.flash_attention.configs import space
+from ejkernel.kernels._query_splits import LAUNCH, MOST, OVERHEAD, splits_of
+from ejkernel.kernels._target import lowering_for
+from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands
+
+from .mosaic import HOPPER, arguments, lowered, run
+
+
+@pytest.mark.parametrize(
+    "tiles, steps, causal, splits",
+    [
+        (8, 512, True, 33),  # two thread blocks for each multiprocessor
+        (128, 128, True, 2),  # one wave, of which the first tile has twice the mean steps
+        (192, 192, True, 2),
+        (264, 1024, True, 1),
+        (132, 1024, False, 1),
+        (66, 1024, False, 2),
+        (32, 64, False, 4),
+        (64, 8, True, 1),  # too few steps
+        (1, 10**6, True, MOST),
+        (0, 0, False, 1),
+    ],
+)
+def test_number_of_splits(tiles, steps, causal, splits):
+    found = splits_of(tiles, steps, 132, causal)
+    assert abs(found - splits) <= splits // 8
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_splits_pay_for_their_sums(causal):
+    """None are made where they would save fewer steps than they cost."""
+    for tiles in range(1, 300):
+        for steps in (1, 7, 50, 1000):
+            if (splits := splits_of(tiles, steps, 132, causal)) > 1:
+                assert splits <= steps
+                assert steps * (1 - 1 / splits) > LAUNCH + OVERHEAD * tiles * splits / 132
+
+
+@pytest.mark.parametrize("invariant", [True, False], ids=["batch_invariant", ""])
+def test_float32_sums_are_lowered_unless_they_depend_on_the_batch(invariant):
+    x = Operands(*(jax.ShapeDtypeStruct((1, 1024, heads, 64), jnp.bfloat16) for heads in (16, 1, 1)))
+    spec = FlashAttentionSpec(causal=True, batch_invariant=invariant)
+    with lowering_for(HOPPER):
+        config = space("flash_attention_bwd", x, spec, HOPPER)[0]
+        text = lowered(run("flash_attention_bwd", spec, config), *arguments(x))
+    assert ("x1x64xf32>" in text) != invariant
