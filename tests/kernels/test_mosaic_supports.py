@@ -177,3 +177,15 @@ def test_blocks_that_exceed_shared_memory_are_refused():
     config = replace(space("flash_attention", x, spec, HOPPER)[0], block_k=128)
     with pytest.raises(ValueError, match=r"128 queries and 128 keys in 2 stages take .* bytes of shared memory"):
         jax.eval_shape(run("flash_attention", spec, config), *arguments(x))
+
+
+@pytest.mark.parametrize(
+    "queries, keys, causal, first",
+    [(264, 264, True, "pallas"), (257, 256, True, "triton"), (1601, 1601, False, "pallas")],
+)
+def test_short_lengths_of_no_eights_are_left_to_triton(queries, keys, causal, first):
+    """They would be copied before the kernel."""
+    x = Operands(*(jax.ShapeDtypeStruct((4, n, 8, 128), jnp.bfloat16) for n in (queries, keys, keys)))
+    spec = FlashAttentionSpec(causal=causal)
+    for name in ("flash_attention", "flash_attention_jvp"):
+        assert select(name, spec, x, HOPPER).platform == Platform(first)

@@ -6,7 +6,7 @@ Pallas is imported only when a kernel is first needed.
 from ejkernel.kernels._kernel_trio import KernelTrio
 from ejkernel.kernels._visibility import visibility_of
 from ejkernel.primitives.flash_attention import FlashAttentionSpec, Operands, Outputs
-from ejkernel.types import Backend, Platform, Target
+from ejkernel.types import Backend, Platform, Target, visible_pairs
 
 from .._supports import refuses_given, refuses_scale, refuses_target
 from . import configs, head_dims
@@ -23,6 +23,9 @@ SHORT_AND_PADDED = 1024
 MOST_RANKED = 2**36
 # The widest q that the tangent holds in registers beside the accumulator of o (configs.MOST_BESIDE_Q).
 MOST_IN_REGISTERS = 192
+# Where a length is no multiple of 8 the arrays are copied first. Up to so many visible keys of the mean query that
+# costs more than Triton's kernel: 0.53 of the time for 257 queries and keys, 0.72 of that of the tangent.
+LEAST_KEYS_OF_COPIES = 768
 ABSENT = ("softmax_scale", "dropout")
 # What the tangent does not take.
 PAIRS = ("bias", "mask")
@@ -91,12 +94,12 @@ def _hidden_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
 def takes(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the forward leaves these operands to others, or None."""
     wrong = supports(spec, operands, target) or _few_keys(spec, operands) or _padded_tiles(operands)
-    return wrong or _few_pairs(operands)
+    return wrong or _few_pairs(operands) or _copied_arrays(spec, operands)
 
 
 def takes_jvp(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
     """Why the tangent leaves these operands to others, or None."""
-    return supports_jvp(spec, operands, target) or _few_keys(spec, operands)
+    return supports_jvp(spec, operands, target) or _few_keys(spec, operands) or _copied_arrays(spec, operands)
 
 
 def takes_bwd(spec: FlashAttentionSpec, operands: Operands, target: Target) -> str | None:
@@ -110,6 +113,18 @@ def _few_keys(spec: FlashAttentionSpec, operands: Operands) -> str | None:
     if keys < LEAST_KEYS:
         return f"keys that a query sees: at most {keys}; below {LEAST_KEYS} the smaller tiles of Triton are faster"
     return None
+
+
+def _copied_arrays(spec: FlashAttentionSpec, operands: Operands) -> str | None:
+    queries, keys = operands.q.shape[1], operands.k.shape[1]
+    if queries % 8 == keys % 8 == 0:
+        return None
+    if visible_pairs(queries, keys, spec.causal, spec.window) >= LEAST_KEYS_OF_COPIES * queries:
+        return None
+    return (
+        f"{queries} queries and {keys} keys: lengths that are no multiple of 8 are copied first, and Triton is faster "
+        f"where a query sees fewer than {LEAST_KEYS_OF_COPIES} keys"
+    )
 
 
 def _few_pairs(operands: Operands) -> str | None:
