@@ -9,7 +9,7 @@ from ejkernel.primitives.quantized_matmul import Operands, QuantizedMatmulSpec
 from ejkernel.types import Backend, KernelConfig, Platform, Target
 
 # (columns, features, warps, stages)
-TILES = ((64, 128, 4, 3), (128, 128, 8, 3), (64, 128, 2, 4), (32, 64, 2, 4), (64, 64, 4, 3), (64, 64, 4, 2))
+TILES = ((64, 128, 4, 3), (128, 128, 8, 3), (32, 64, 2, 4), (64, 64, 4, 3), (64, 64, 4, 2))
 SMALLEST = (16, 16, 1, 1)  # where none of the list fits into the shared memory of the target
 MOST_ROWS = 64
 

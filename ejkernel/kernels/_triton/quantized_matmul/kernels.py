@@ -2,22 +2,23 @@
 
 A program has a tile of columns and a part of the contracted features, which is cut into parts where there are fewer
 tiles than keep the device busy; the sums of parts are added up in a second step, in order: every run gives the same
-bits. The words of a tile become codes by shifts along a new axis, and rows times numbers is a product of matrices.
+bits. The words of a tile become numbers in registers, and rows times numbers is a product of matrices.
 
 A tile has all rows, unless its config is for fewer: that of a call is chosen before `jax.vmap` gives it more.
 
 The tangent in x and the cotangent of x are products with the same matrix, and the same kernel. Those of scales and
-zeros are left to XLA.
+zeros are left to XLA, and the cotangent of x with them, for which XLA has the numbers then.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from ejkernel.kernels._target import gpu_target
 from ejkernel.kernels._triton import _launch
 from ejkernel.kernels._xla import quantized_matmul as xla
 from ejkernel.primitives.quantized_matmul import Operands, Outputs, QuantizedMatmulSpec
@@ -38,6 +39,7 @@ class Problem:
         bits, group: of the format.
         over_rows: whether the rows of codes are contracted, and their columns those of the product, or the other way.
         parts: of the contracted features.
+        ptx: whether the kernel may have instructions of PTX, which are NVIDIA's.
     """
 
     M: int
@@ -47,6 +49,7 @@ class Problem:
     group: int
     over_rows: bool
     parts: int
+    ptx: bool
 
     @property
     def columns(self) -> int:
@@ -73,7 +76,8 @@ def quantized_matmul_jvp(
     if tangents.x is not None:
         terms.append(_outputs(_product(tangents.x, primals, not spec.transpose, spec, config), primals, spec).o)
     if tangents.scales is not None or tangents.zeros is not None:
-        terms.append(xla.quantized_matmul_jvp(primals, outputs, tangents._replace(x=None), spec=spec).o)
+        of_xla = xla.heuristic(spec, primals, gpu_target())
+        terms.append(xla.quantized_matmul_jvp(primals, outputs, tangents._replace(x=None), spec=spec, config=of_xla).o)
     return Outputs(sum(terms))
 
 
@@ -87,14 +91,10 @@ def quantized_matmul_bwd(
     config: KernelConfig,
 ) -> tuple[jax.Array, ...]:
     """The cotangents of the operands named in wrt."""
-    others = tuple(name for name in wrt if name != "x")
-    found = {}
-    if "x" in wrt:
-        found["x"] = _product(cotangents.o, primals, spec.transpose, spec, config).reshape(primals.x.shape)
-    if others:
-        of_others = xla.quantized_matmul_bwd(primals, outputs, cotangents, wrt=others, spec=spec)
-        found |= dict(zip(others, of_others, strict=True))
-    return tuple(found[name] for name in wrt)
+    if wrt != ("x",):
+        of_xla = xla.heuristic(spec, primals, gpu_target())
+        return xla.quantized_matmul_bwd(primals, outputs, cotangents, wrt=wrt, spec=spec, config=of_xla)
+    return (_product(cotangents.o, primals, spec.transpose, spec, config).reshape(primals.x.shape),)
 
 
 def _outputs(o: jax.Array, x: Operands, spec: QuantizedMatmulSpec) -> Outputs:
@@ -107,9 +107,9 @@ def _product(x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulS
     _, k, n, g, h, _ = of.w.shape
     rows = x.shape[0] * x.shape[1]
     shape = (rows, k * n, g * h * spec.group_size, spec.bits, spec.group_size, over_rows)
-    problem = Problem(*shape, parts=1)
+    problem = Problem(*shape, parts=1, ptx=_takes_ptx())
     tiles = triton.cdiv(rows, config.block_q) * triton.cdiv(problem.columns, config.block_k)
-    problem = Problem(*shape, parts=_parts(tiles, triton.cdiv(problem.features, config.block_d)))
+    problem = replace(problem, parts=_parts(tiles, triton.cdiv(problem.features, config.block_d)))
     whole = problem.parts == 1
     o = _launch.launch(
         product_kernel,
@@ -126,6 +126,10 @@ def _product(x: jax.Array, of: Operands, over_rows: bool, spec: QuantizedMatmulS
         BLOCK_K=config.block_d,
     )
     return o[0] if whole else o.sum(0).astype(x.dtype)
+
+
+def _takes_ptx() -> bool:
+    return gpu_target().platform == "cuda"
 
 
 def _parts(tiles: int, steps: int) -> int:
@@ -156,10 +160,9 @@ def product_kernel(
         inside = (row < problem.M) & (first + feature < FEATURES)
         rows = tl.load(x + row * FEATURES + first + feature, mask=inside, other=0.0)
         if problem.over_rows:
-            numbers = numbers_of(w, scales, zeros, first, column, problem, BLOCK_K, BLOCK_N).to(rows.dtype)
+            numbers = numbers_of(w, scales, zeros, first, column, rows.dtype, problem, BLOCK_K, BLOCK_N)
         else:
-            numbers = numbers_of(w, scales, zeros, column, first, problem, BLOCK_N, BLOCK_K).to(rows.dtype)
-            numbers = tl.trans(numbers)
+            numbers = tl.trans(numbers_of(w, scales, zeros, column, first, rows.dtype, problem, BLOCK_N, BLOCK_K))
         total = tl.dot(rows, numbers, total)
     columns = column + tl.arange(0, BLOCK_N)[None, :]
     at = (part * problem.M + row).to(tl.int64) * COLUMNS + columns
@@ -168,28 +171,72 @@ def product_kernel(
 
 @triton.jit
 def numbers_of(
-    w, scales, zeros, first_row, first_code,
+    w, scales, zeros, first_row, first_code, dtype: tl.constexpr,
     problem: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
-    """(code − zero) · scale of a tile of codes, [ROWS, CODES] in float32; 0 beyond the ends of the matrix."""
+    """(code − zero) · scale of a tile of codes, [ROWS, CODES] in `dtype`; 0 beyond the ends of the matrix."""
     PER_WORD: tl.constexpr = 32 // problem.bits
     WORDS: tl.constexpr = problem.C // PER_WORD
-    GROUPS: tl.constexpr = problem.C // problem.group
-    TILE_GROUPS: tl.constexpr = (CODES + problem.group - 1) // problem.group
     row = (first_row + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     word = first_code // PER_WORD + tl.arange(0, CODES // PER_WORD)[None, :]
     words = tl.load(w + row * WORDS + word, mask=(row < problem.R) & (word < WORDS), other=0)
-    shift = (tl.arange(0, PER_WORD) * problem.bits).to(tl.uint32)[None, None, :]
-    codes = (words[:, :, None] >> shift) & ((1 << problem.bits) - 1)
-    codes = tl.reshape(codes, [ROWS, CODES]).to(tl.float32)
-    group = first_code // problem.group + tl.arange(0, TILE_GROUPS)[None, :]
-    at, inside = row * GROUPS + group, (row < problem.R) & (group < GROUPS)
-    zero = of_codes(tl.load(zeros + at, mask=inside, other=0.0).to(tl.float32), ROWS, TILE_GROUPS, CODES)
-    scale = of_codes(tl.load(scales + at, mask=inside, other=0.0).to(tl.float32), ROWS, TILE_GROUPS, CODES)
-    return (codes - zero) * scale
+    zero = of_words(zeros, row, first_code, problem, ROWS, CODES)
+    scale = of_words(scales, row, first_code, problem, ROWS, CODES)
+    base = -(zero + float(1 << problem.bits)) * scale
+    return tl.reshape(every(words, scale, base, dtype, problem, 0, 1), [ROWS, CODES])
 
 
 @triton.jit
-def of_codes(x, ROWS: tl.constexpr, GROUPS: tl.constexpr, CODES: tl.constexpr):
-    """[ROWS, CODES] of [ROWS, GROUPS]."""
-    return tl.reshape(tl.broadcast_to(x[:, :, None], [ROWS, GROUPS, CODES // GROUPS]), [ROWS, CODES])
+def of_words(ptr, row, first_code, problem: tl.constexpr, ROWS: tl.constexpr, CODES: tl.constexpr):
+    """The scale or the zero of each word of a tile, [ROWS, CODES / codes of a word] in float32."""
+    GROUPS: tl.constexpr = problem.C // problem.group
+    TILE_GROUPS: tl.constexpr = (CODES + problem.group - 1) // problem.group
+    WORDS: tl.constexpr = CODES * problem.bits // 32
+    group = first_code // problem.group + tl.arange(0, TILE_GROUPS)[None, :]
+    x = tl.load(ptr + row * GROUPS + group, mask=(row < problem.R) & (group < GROUPS), other=0.0).to(tl.float32)
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [ROWS, TILE_GROUPS, WORDS // TILE_GROUPS]), [ROWS, WORDS])
+
+
+@triton.jit
+def every(words, scale, base, dtype: tl.constexpr, problem: tl.constexpr, FIRST: tl.constexpr, STEP: tl.constexpr):
+    """base + (2^bits + code) · scale of the codes FIRST, FIRST + STEP, … of each word, which stay in its thread."""
+    if STEP * problem.bits == 32:
+        return tl.fma(float_of(words, problem.bits, FIRST, problem.ptx), scale, base).to(dtype)
+    else:
+        return tl.join(
+            every(words, scale, base, dtype, problem, FIRST, 2 * STEP),
+            every(words, scale, base, dtype, problem, FIRST + STEP, 2 * STEP),
+        )
+
+
+@triton.jit
+def float_of(words, BITS: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr):
+    """2^BITS + code N of each word, in float32: the code becomes the first bits of the mantissa.
+
+    That takes a shift and a logical instruction, where the conversion of an integer takes the time of four.
+    """
+    PLACE: tl.constexpr = 23 - BITS
+    moved = words >> (N * BITS - PLACE) if N * BITS > PLACE else words << (PLACE - N * BITS)
+    if PTX:
+        bits = tl.inline_asm_elementwise(masked_or(BITS), "=r,r", [moved], dtype=tl.uint32, is_pure=True, pack=1)
+    else:
+        bits = (moved & mask_of(BITS)) | exponent_of(BITS)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.constexpr_function
+def mask_of(bits: int) -> int:
+    """The first bits of the mantissa of a float32."""
+    return ((1 << bits) - 1) << (23 - bits)
+
+
+@triton.constexpr_function
+def exponent_of(bits: int) -> int:
+    """The exponent of 2^bits."""
+    return (127 + bits) << 23
+
+
+@triton.constexpr_function
+def masked_or(bits: int) -> str:
+    """x & mask | exponent in one instruction; of the two operations ptxas makes two, as both have a constant."""
+    return f"lop3.b32 $0, $1, {mask_of(bits):#x}, {exponent_of(bits):#x}, 0xea;"
